@@ -2,7 +2,7 @@
 
     python benchmarks/elastic_own_pace.py
 
-The real coordinator, councils, paces and the engine's order of rounds (tests/elastic/paced_town.py); a step takes
+The real coordinator, sessions, paces and the engine's order of rounds (tests/elastic/paced_town.py); a step takes
 the fastest 1 s, with a standard deviation of 10 %, a word 5 ms and a part 20 ms. Each line is one setting: of how many
 means after the first interval the slowest replica is a part, how many steps of an interval it does, and how much longer
 the first, fast replica takes than among equals. Nothing in it depends on this machine.

@@ -40,20 +40,20 @@ def peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def lead(crew: Any, config: Any) -> dict[str, float]:
+def lead(rank0: Any, config: Any) -> dict[str, float]:
     """Train and move the model as the leading rank."""
     import torch
 
     from thinwire.elastic.elastic_method import ShardedReplicaPseudoGradient
 
-    model, inner = crew.assemble(config, vocab_size=VOCAB)
-    parameters = ShardedReplicaPseudoGradient(pieces=crew).cut(model)
+    model, inner = rank0.assemble(config, vocab_size=VOCAB)
+    parameters = ShardedReplicaPseudoGradient(pieces=rank0).cut(model)
     momenta = [torch.zeros_like(value).add_(1) for value in parameters.values]
     tokens = torch.randint(0, VOCAB, (ROWS, SEQ_LEN + 1))
 
     def step() -> None:
-        crew.backward(tokens[:, :-1], tokens[:, 1:], factor=1.0)
-        crew.clip()
+        rank0.backward(tokens[:, :-1], tokens[:, 1:], factor=1.0)
+        rank0.clip()
         inner.step()
         inner.zero_grad(set_to_none=True)
 
@@ -72,8 +72,7 @@ def live(rank: int, num_ranks: int, folder: str, model: str, results: Any) -> No
     import torch
 
     from thinwire.training.config import TrainConfig, resolve
-    from thinwire.training.elastic.rank0_driver import Crew
-    from thinwire.training.elastic.rank_shard import follow
+    from thinwire.training.elastic.replica_ranks import Rank0Driver, follow
     from thinwire.transport.replica_group import ReplicaGroup
 
     torch.set_num_threads(1)
@@ -82,9 +81,9 @@ def live(rank: int, num_ranks: int, folder: str, model: str, results: Any) -> No
     group = ReplicaGroup(rank=rank, size=num_ranks, meeting=Path(folder) / "meeting")
     found: dict[str, float] = {}
     if group.leads:
-        crew = Crew(group)
-        found = lead(crew, config)
-        crew.dismiss()
+        rank0 = Rank0Driver(group)
+        found = lead(rank0, config)
+        rank0.dismiss()
     else:
         follow(group)
     results.put((rank, found, peak_bytes()))

@@ -34,7 +34,7 @@ from thinwire.averaging.quorum_messages import (
 from thinwire.averaging.round_context import Progress
 from thinwire.codecs.registry import NAMES, by_name
 from thinwire.elastic.coordinator import Coordinator
-from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.coordinator_session import CoordinatorSession
 from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.journal import Journal
@@ -425,15 +425,15 @@ def hear_replicas(raw: bytes) -> None:
 def hear_coordinator(raw: bytes) -> None:
     """Let a replica hear what a coordinator says, a line each."""
     now = [0.0]
-    council = Council(replica=0, interval_steps=10, say=lambda kind, **fields: None, now=lambda: now[0])
+    session = CoordinatorSession(replica=0, interval_steps=10, send=lambda kind, **fields: None, now=lambda: now[0])
     for line in raw.split(b"\n")[:64]:
         now[0] += 0.5
         try:
-            council.hear(decode(line, to_member=True))
+            session.receive(decode(line, to_member=True))
         except ThinwireError:
             continue
-        council.turn()
-        council.active()
+        session.tick()
+        session.active()
 
 
 def _said(to: bytes, kind: str, seconds: int = 1, **fields: Any) -> bytes:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.elastic.coordinator import Coordinator
-from thinwire.elastic.coordinator_client import Line, ask_once
+from thinwire.elastic.coordinator_client import CoordinatorConnection, send_command
 from thinwire.elastic.coordinator_server import CoordinatorServer
 from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.invitation import Invitation
@@ -114,8 +114,8 @@ def join(invitation: Invitation, folder: Path) -> float | None:
             has_come.set()
 
     begin_s = time.monotonic()
-    line = Line(invitation, secret=read_secret(folder / "secret"), hear=hear)
-    line.say("join", version=VERSION, thinwire=__version__, host="new")
+    line = CoordinatorConnection(invitation, secret=read_secret(folder / "secret"), hear=hear)
+    line.send("join", version=VERSION, thinwire=__version__, host="new")
     is_there = has_come.wait(DEADLINE_S)
     line.close()
     return time.monotonic() - begin_s if is_there else None
@@ -129,7 +129,7 @@ def use(folder: Path, count: int) -> None:
     for _ in range(count):
         begin_s = time.monotonic()
         try:
-            ask_once(invitation, secret=secret, deadline_s=DEADLINE_S, verb="status", target="")
+            send_command(invitation, secret=secret, deadline_s=DEADLINE_S, verb="status", target="")
             status.append(time.monotonic() - begin_s)
         except ConnectError:
             status.append(None)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from thinwire.elastic.coordinator_client import ask_once
+from thinwire.elastic.coordinator_client import send_command
 from thinwire.elastic.invitation import read_invitation
 from thinwire.errors import ThinwireError
 from thinwire.training.elastic.job import LocalSettings
@@ -70,7 +70,7 @@ class Play:
     def status(self) -> dict[str, Any] | None:
         with contextlib.suppress(OSError, ValueError, KeyError, ThinwireError):
             settings = LocalSettings.load(self.out)
-            answer = ask_once(
+            answer = send_command(
                 read_invitation(settings.invitation), secret=read_secret(Path(settings.secret)), deadline_s=10,
                 verb="status", target="",
             )  # fmt: skip

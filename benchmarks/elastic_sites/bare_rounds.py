@@ -1,4 +1,4 @@
-"""Rounds of an elastic run with nothing trained between them: real seats, councils and connections in hosts of the lab.
+"""Rounds of an elastic run with nothing trained between them: real seats, sessions and connections in hosts of the lab.
 
 What `thin_sites.py` and `slow_wire.py` share.
 """
@@ -16,7 +16,7 @@ from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_server import CoordinatorServer
 from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.invitation import Invitation
-from thinwire.elastic.join import Seated, join
+from thinwire.elastic.join import JoinPlan, Membership, join
 from thinwire.transport.secret import Secret
 from thinwire.version import __version__
 
@@ -64,31 +64,37 @@ def coordinate(folder: Path, address: str, *, planned: int, has_detours: bool = 
     hub.close()
 
 
-def sit_down(coordinator: str, address: str, *, planned: int, change: Callable[[Seated], None]) -> Seated:
+def sit_down(coordinator: str, address: str, *, planned: int, change: Callable[[Membership], None]) -> Membership:
     """Join, be changed, and become active once all are there."""
     invitation = Invitation(host=coordinator, port=PORT)
-    seated, here = join(
-        invitation, secret=SECRET, planned=lambda job: (planned, INTERVAL), address=address, deadline_s=60.0
+    membership, here = join(
+        invitation,
+        secret=SECRET,
+        plan_of=lambda job: JoinPlan(num_replicas=planned, interval_steps=INTERVAL),
+        address=address,
+        deadline_s=60.0,
     )
-    change(seated)
-    council = seated.council
-    seated.arrive(corpus="c", num_windows=1, address=here.host, port=here.port)
-    council.wait_for(lambda view: view.has_started and view.offer, deadline_s=_DEADLINE_S, why="")
-    council.step_s = 1.0  # nobody is late only because the last round came to it later
-    council.insist("active", step=0)
-    council.wait_for(lambda view: len(council.active()) == planned, deadline_s=_DEADLINE_S, why="")
-    council.done_with("active")
-    everyone = [number for number in council.active() if number != seated.replica]
-    seated.transport.inner.wait_until_connected(everyone, deadline_s=_DEADLINE_S)  # type: ignore[attr-defined]
-    return seated
+    change(membership)
+    session = membership.session
+    membership.announce(corpus="c", num_windows=1, address=here.host, port=here.port)
+    session.wait_for(lambda view: view.has_started and view.offer, deadline_s=_DEADLINE_S, why="")
+    session.report_work(step_s=1.0)  # nobody is late only because the last round came to it later
+    session.send_reliably("active", step=0)
+    session.wait_for(lambda view: len(session.active()) == planned, deadline_s=_DEADLINE_S, why="")
+    session.stop_resending("active")
+    everyone = [number for number in session.active() if number != membership.replica]
+    membership.transport.inner.wait_until_connected(everyone, deadline_s=_DEADLINE_S)  # type: ignore[attr-defined]
+    return membership
 
 
-def take_round(seated: Seated, round_id: int, *, num_bytes: int) -> tuple[float, int]:
+def take_round(membership: Membership, round_id: int, *, num_bytes: int) -> tuple[float, int]:
     """Take part in one round; return its seconds and how many parts it had."""
     began_s, step = time.monotonic(), INTERVAL * (round_id + 1)
-    part = torch.full((num_bytes,), seated.replica, dtype=torch.uint8)
-    seated.council.step = step
-    proposal = seated.seat.propose(part, round_id=round_id, launch_step=step, reference_hash=1, most_bytes=num_bytes)
+    part = torch.full((num_bytes,), membership.replica, dtype=torch.uint8)
+    membership.session.reach(step)
+    proposal = membership.rounds.propose(
+        part, round_id=round_id, launch_step=step, reference_hash=1, most_bytes=num_bytes
+    )
     proposal.wait(deadline_s=0.0)
     assert proposal.agreed is not None
     assert all(bool((found == member).all()) for member, found in proposal.agreed.parts.items())

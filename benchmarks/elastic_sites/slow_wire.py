@@ -3,7 +3,7 @@
     sudo python benchmarks/elastic_sites/slow_wire.py
 
 Three hosts of the lab, or more, a replica each, all at 50 Mbit/s; after some rounds the wire from host 0 to host 2,
-that way only, carries 5 Mbit/s, and later 50 again. Real seats, councils and connections; a process a host, and the
+that way only, carries 5 Mbit/s, and later 50 again. Real seats, sessions and connections; a process a host, and the
 coordinator beside the first one's. Nothing is trained: a round begins where the last one has ended. Seconds are the
 slowest replica's.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 from bare_rounds import RESULTS, at_once, await_all, coordinate, sit_down, take_round, wait_for
 
-from thinwire.elastic.join import Seated
+from thinwire.elastic.join import Membership
 from thinwire.lab import Lab
 
 RATE, SLOW_BITS, DEADLINE_S = "50mbit", 5e6, 300.0
@@ -31,9 +31,9 @@ HEALTHY, SLOW, MENDED = 14, 24, 44
 ROUNDS = HEALTHY + SLOW + MENDED
 
 
-def change_replica(seated: Seated, options: argparse.Namespace) -> None:
+def change_replica(membership: Membership, options: argparse.Namespace) -> None:
     (Path(options.folder) / f"here-{options.host}").write_text("")
-    assert seated.replica == options.host
+    assert membership.replica == options.host
 
 
 def take_part(options: argparse.Namespace) -> None:
@@ -41,7 +41,7 @@ def take_part(options: argparse.Namespace) -> None:
     folder = Path(options.folder)
     if options.host:
         wait_for(folder / f"here-{options.host - 1}")  # so that host n is replica n
-    seated = sit_down(
+    membership = sit_down(
         options.coordinator, options.address, planned=options.hosts, change=partial(change_replica, options=options)
     )
     lines = []
@@ -49,16 +49,16 @@ def take_part(options: argparse.Namespace) -> None:
         if round_id in (0, HEALTHY, HEALTHY + SLOW):
             (folder / f"ready-{round_id}-{options.host}").write_text("")
             wait_for(folder / f"go-{round_id}")
-        seconds, num_parts = take_round(seated, round_id, num_bytes=PART_BYTES)
+        seconds, num_parts = take_round(membership, round_id, num_bytes=PART_BYTES)
         lines.append({
             "seconds": seconds, "parts": num_parts,
-            "detours": [one.told() for one in seated.council.view.detours],
-            "latest": seated.council.rates.told(latest=1),
+            "detours": [one.to_list() for one in membership.session.view.detours],
+            "latest": membership.session.link_rates.report(latest=1),
         })  # fmt: skip
     (folder / f"part-{options.host}").write_text(json.dumps(lines))
     (folder / f"ready-{ROUNDS}-{options.host}").write_text("")
     wait_for(folder / "over")
-    seated.close()
+    membership.close()
 
 
 def be_host(options: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
     sudo python benchmarks/elastic_sites/thin_sites.py
 
 Two hosts of the lab are two sites: inside, replicas reach each other over the host's own loopback; between them lies
-one wire of 20 Mbit/s each way that all share. Real seats, councils and connections; a process a site with a thread a
+one wire of 20 Mbit/s each way that all share. Real seats, sessions and connections; a process a site with a thread a
 replica, and the coordinator beside the first one's. Nothing is trained: a round begins where the last one has ended.
 Bytes are the kernel's, sent and received by the second host, the coordinator's words among them.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bare_rounds import RESULTS, at_once, await_all, coordinate, sit_down, take_round, wait_for
 
-from thinwire.elastic.join import Seated
+from thinwire.elastic.join import Membership
 from thinwire.lab import Lab
 
 RATE, DEADLINE_S = "20mbit", 200.0
@@ -28,15 +28,15 @@ SETTINGS = ((2, 1_000_000), (3, 500_000))
 WARM_UP, ROUNDS = 6, 12
 
 
-def change_replica(seated: Seated, options: argparse.Namespace) -> None:
+def change_replica(membership: Membership, options: argparse.Namespace) -> None:
     if not options.with_sites:
-        seated.council.rates.observe = lambda peer, **rest: None  # type: ignore[method-assign]
+        membership.session.link_rates.observe = lambda peer, **rest: None  # type: ignore[method-assign]
 
 
 def take_part(options: argparse.Namespace, number: int) -> None:
     """Be one replica: some rounds to learn the rates, then those that count."""
     folder = Path(options.folder)
-    seated = sit_down(
+    membership = sit_down(
         options.coordinator, options.address, planned=2 * options.each, change=partial(change_replica, options=options)
     )
     lines = []
@@ -44,15 +44,15 @@ def take_part(options: argparse.Namespace, number: int) -> None:
         if round_id == WARM_UP:
             (folder / f"ready-{options.site}-{number}").write_text("")
             wait_for(folder / "go")
-        seconds, num_parts = take_round(seated, round_id, num_bytes=options.bytes)
+        seconds, num_parts = take_round(membership, round_id, num_bytes=options.bytes)
         if round_id >= WARM_UP:
             lines.append({"seconds": seconds, "parts": num_parts})
     assert len(lines) == ROUNDS
-    found = {"rounds": lines, "sites": seated.council.view.sites}
+    found = {"rounds": lines, "sites": membership.session.view.sites}
     (folder / f"part-{options.site}-{number}").write_text(json.dumps(found))
     (folder / f"done-{options.site}-{number}").write_text("")
     wait_for(folder / "over")
-    seated.close()
+    membership.close()
 
 
 def be_site(options: argparse.Namespace) -> None:

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from thinwire.elastic.state_chunks import publish_state
-from thinwire.elastic.state_transfer import fetch_state
+from thinwire.elastic.state_transfer import fetch_state, publish_state
 from thinwire.lab import Lab, Link
 from thinwire.transport.addresses import Address
 from thinwire.transport.blob_store import BlobStore

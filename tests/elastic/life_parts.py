@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass, field
 
-from thinwire.elastic.round_state_machine import Bid
+from thinwire.elastic.round_state_machine import RoundStateMachine
 from thinwire.elastic.rounds import Decision
 
 # The round, and by member the hash of the global state that its part refers to.
@@ -27,7 +27,7 @@ class Flight:
     """One round at one replica."""
 
     launch_step: int
-    bid: Bid
+    machine: RoundStateMachine
     reference: int
     parts: dict[int, int] = field(default_factory=dict)
     asked: set[tuple[int, int]] = field(default_factory=set)  # whose part, and from whom

@@ -1,6 +1,6 @@
-"""One stay of a process in a modelled run: what `Proposal`, `StateKeeper` and the training loop do there.
+"""One stay of a process in a modelled run: what `RoundDriver`, `StateKeeper` and the training loop do there.
 
-The council, the bids and the seat are the real ones. A global state is the row of the means that made it.
+The session, the machines and the seat are the real ones. A global state is the row of the means that made it.
 """
 
 import zlib
@@ -9,15 +9,14 @@ from typing import Any, Protocol
 from life_parts import Flight, Means, Person, root_of
 from model import NoLock, meet
 
-from thinwire.elastic.coordinator_session import Council
-from thinwire.elastic.coordinator_view import Offer, View
-from thinwire.elastic.engine_session import ElasticSeat
+from thinwire.elastic.coordinator_session import CoordinatorSession, CoordinatorView, StateOffer
 from thinwire.elastic.protocol import FROM_NOBODY, Message
 from thinwire.elastic.round_driver import blob_name
-from thinwire.elastic.round_state_machine import Ask, Bid, CastVote, GiveUp, Seen
+from thinwire.elastic.round_state_machine import CastVote, GiveUp, RequestPart, RoundInputs, RoundStateMachine
+from thinwire.elastic.rounds import ElasticRounds
 from thinwire.errors import Expelled, RunOver
 from thinwire.events import FIRST_LAST_ROUND
-from thinwire.training.elastic.state_fetch import held_offer
+from thinwire.training.elastic.states import held_offer
 
 INTERVAL, OVERLAP, SHARD = 2, 1, 2
 # Further behind than this a replica passes over what it lacks.
@@ -49,9 +48,9 @@ class Life:
         self.world, self.person, self.token = world, person, token
         self.phase, self.why, self.is_alive = "joining", "", True
         self.number = -1
-        self.council: Council
+        self.session: CoordinatorSession
         self.early: list[Message] = []
-        self.offer: Offer | None = None
+        self.offer: StateOffer | None = None
         self.is_from_held = self.has_kept = False
         self.step, self.means = 0, Means()
         self.flights: dict[int, Flight] = {}
@@ -68,15 +67,15 @@ class Life:
         return self.is_alive and self.phase not in ("expelled", "ended")
 
     @property
-    def has_council(self) -> bool:
+    def has_session(self) -> bool:
         return self.phase != "joining" and self.number >= 0
 
     # -- words
 
     def hear(self, message: Message) -> None:
-        """Do what `_Greeting` does, and then the council."""
-        if self.has_council:
-            self.council.hear(message)
+        """Do what `_Greeting` does, and then the session."""
+        if self.has_session:
+            self.session.receive(message)
         elif message["kind"] == "welcome":
             self._sit_down(message["replica"])
         elif message["kind"] == "refused":
@@ -86,18 +85,18 @@ class Life:
 
     def _sit_down(self, number: int) -> None:
         self.number = number
-        council = self.council = Council(
-            replica=number, interval_steps=INTERVAL, say=Mouth(self), meet=meet, now=self.world.now
+        session = self.session = CoordinatorSession(
+            replica=number, interval_steps=INTERVAL, send=Mouth(self), on_roster=meet, now=self.world.now
         )
-        council.changed = NoLock()  # type: ignore[assignment]
-        council.step_s = 1.0
-        council.used = self.used
-        self.seat = ElasticSeat(council, Shelf(self))
+        session.changed = NoLock()  # type: ignore[assignment]
+        session.report_work(step_s=1.0)
+        session.track_windows(self.used)
+        self.seat = ElasticRounds(session, Shelf(self))
         self.phase = "arriving"
         for message in self.early:
-            council.hear(message)
+            session.receive(message)
         step, era, _ = self.person.held or (0, 0, ())
-        council.insist("here", address="127.0.0.1", port=1, corpus="c", windows=9, held=step, era=era, disk=0)
+        session.send_reliably("here", address="127.0.0.1", port=1, corpus="c", windows=9, held=step, era=era, disk=0)
 
     def end(self, why: str) -> None:
         """End for good, and be told why."""
@@ -115,11 +114,11 @@ class Life:
 
     def move(self) -> None:
         """Do all that needs no time and no choice."""
-        if not self.is_here or not self.has_council:
+        if not self.is_here or not self.has_session:
             return
-        view = self.council.view
+        view = self.session.view
         try:
-            self.council.check()
+            self.session.check()
         except RunOver as over:
             self.end(str(over))
             return
@@ -131,23 +130,23 @@ class Life:
         else:
             self._move_on(view)
 
-    def _move_on(self, view: View) -> None:
+    def _move_on(self, view: CoordinatorView) -> None:
         if self.phase == "arriving" and view.has_started and view.offer:
             self.offer, self.phase = view.offer, "loading"
             self._announce_fetch()
         elif self.phase == "lost":
             self._seek_another(view)
         elif self.phase == "waiting" and self.number in view.neighbours and view.neighbours[self.number].is_active:
-            self.council.done_with("active")
+            self.session.stop_resending("active")
             self.phase = "training"
             self._take_part_in_what_is_in_flight()
         elif self.phase == "done" and view.finish:
-            self.council.done_with("done")
+            self.session.stop_resending("done")
             self.end("finish")
         elif self.phase in ("training", "last"):
             self._move_flights()
 
-    def _seek_another(self, view: View) -> None:
+    def _seek_another(self, view: CoordinatorView) -> None:
         self.offer = held_offer(view)
         if self.offer is not None and self.offer.root in FROM_NOBODY:
             self._fall_out("goes on from a disk")
@@ -158,7 +157,7 @@ class Life:
     def _announce_fetch(self) -> None:
         assert self.offer is not None
         if self.offer.holders:
-            self.council.step = self.offer.step
+            self.session.reach(self.offer.step)
 
     def _move_flights(self) -> None:
         for round_id, flight in list(self.flights.items()):
@@ -169,33 +168,33 @@ class Life:
         if due in self.flights and self._land(due):
             if self.phase == "last":
                 self.phase = "done"
-                self.council.insist("done", note={"n": self.number})
+                self.session.send_reliably("done", note={"n": self.number})
             else:
                 self._look(self.step)
         if self.phase == "training" and self.step < self.world.last_step and not self._has_data():
-            self.council.ask_lease(self.lease + 1)
+            self.session.ask_lease(self.lease + 1)
 
     def _move_flight(self, round_id: int, flight: Flight) -> None:
-        """Do what `Proposal._move` does."""
-        view, now_s = self.council.view, self.world.now()
+        """Do what `RoundDriver._move` does."""
+        view, now_s = self.session.view, self.world.now()
         flight.decision = flight.decision or view.decisions.get(round_id)
         if flight.decision is not None:
-            self.council.settle(round_id)
-        seen = Seen(
-            called=view.calls.get(round_id), decision=flight.decision, active=self.council.active(),
-            neighbours=tuple(view.neighbours), limit_s=self.council.transfers.limit_s,
+            self.session.settle(round_id)
+        seen = RoundInputs(
+            called=view.calls.get(round_id), decision=flight.decision, active=self.session.active(),
+            neighbours=tuple(view.neighbours), limit_s=self.session.transfer_timeout.limit_s,
         )  # fmt: skip
         for _ in range(8):  # a part comes at once, and then there is more to do
-            actions = flight.bid.turn(seen, now_s=now_s)
+            actions = flight.machine.advance(seen, now_s=now_s)
             for action in actions:
                 match action:
-                    case Ask(source=source, member=member):
+                    case RequestPart(source=source, member=member):
                         flight.asked.add((member, source))
                     case CastVote(has=has):
-                        self.council.vote(round_id, has=has, reference_hash=flight.reference)
+                        self.session.vote(round_id, has=has, reference_hash=flight.reference)
                     case GiveUp(member=member):
                         self.world.gives_up(self, round_id, member)
-                        self.council.tell("stuck", round=round_id, why="nobody gives it")
+                        self.session.send("stuck", round=round_id, why="nobody gives it")
                         self._fall_out("stuck")
                         return
             if not self._pull(round_id, flight) and not actions:
@@ -208,12 +207,12 @@ class Life:
             source = self.world.life_of(asked)
             found = None if source is None or not source.is_here else source.blobs.get((round_id, member))
             if found == flight.reference:
-                flight.bid.take(member)
+                flight.machine.on_part(member)
                 flight.parts[member] = self.blobs[round_id, member] = found
                 flight.asked = {one for one in flight.asked if one[0] != member}
                 has_come = True
             elif found is not None or source is None or not source.is_here or source.has_forgotten(round_id, member):
-                flight.bid.fail(member, now_s=self.world.now(), source=asked)
+                flight.machine.on_failure(member, now_s=self.world.now(), source=asked)
                 flight.asked.discard((member, asked))
         return has_come
 
@@ -229,11 +228,11 @@ class Life:
 
     def can_go(self) -> bool:
         """Tell whether it has something to do of its own."""
-        if not self.is_here or not self.has_council:
+        if not self.is_here or not self.has_session:
             return False
         if self.phase == "loading":
             return self._fetched() is not None
-        view = self.council.view
+        view = self.session.view
         if self.phase != "training" or self._due(self.step) in self.flights:
             return False
         return bool(view.leave_why) or (not view.is_paused and self._may_step())
@@ -242,8 +241,8 @@ class Life:
         """Do it."""
         if self.phase == "loading":
             self._take_in()
-        elif self.council.view.leave_why:
-            self.end(self.council.view.leave_why)
+        elif self.session.view.leave_why:
+            self.end(self.session.view.leave_why)
         elif self.step == self.world.last_step:
             self._say_last()
         else:
@@ -254,7 +253,7 @@ class Life:
         assert self.offer is not None
         if not self.offer.root.isalnum() or len(self.offer.root) < 64:
             return "alone", None
-        view = self.council.view
+        view = self.session.view
         newest = view.offers.get(self.offer.step, self.offer)
         present = [self.world.life_of(one) for one in newest.holders if one in view.neighbours]
         if not present:
@@ -268,7 +267,7 @@ class Life:
         found, offer = self._fetched(), self.offer
         assert found is not None and offer is not None
         if found[0] == "nobody":
-            self.council.view.offers.pop(offer.step, None)
+            self.session.view.offers.pop(offer.step, None)
             self.phase = "lost"
             return
         if offer.root == "own":
@@ -281,27 +280,27 @@ class Life:
             self.step, self.means = self.person.disk or (0, ())
         elif offer.root != "seed":
             self.step, self.means = self.world.states[offer.root]
-        self.council.step = self.step
+        self.session.reach(self.step)
         self.phase = "waiting"
-        self.council.insist("active", step=self.step)
+        self.session.send_reliably("active", step=self.step)
 
     def _may_step(self) -> bool:
         """Tell whether the next step can be done: there is data for it, or it is passed over."""
         if self.step == self.world.last_step:
             return all(self._is_there(flight) for flight in self.flights.values())
-        return self._passes() or self._has_data() or self.lease + 1 in self.council.view.leases
+        return self._passes() or self._has_data() or self.lease + 1 in self.session.view.leases
 
     def _has_data(self) -> bool:
         return self.shard >= 0 and self.used[self.shard] < SHARD
 
     def _passes(self) -> bool:
-        return self.council.view.step - self.step > PATIENCE_STEPS
+        return self.session.view.step - self.step > PATIENCE_STEPS
 
     def _train(self) -> None:
         if not self._passes():
             self._use_window()
         self.step += 1
-        self.council.step = max(self.council.step, self.step)
+        self.session.reach(self.step)
         if self.step % INTERVAL == 0:
             self._launch(self.step // INTERVAL - 1)
         if self._due(self.step) is None:
@@ -315,7 +314,7 @@ class Life:
     def _use_window(self) -> None:
         if self.shard < 0 or self.used[self.shard] == SHARD:
             self.lease += 1
-            self.shard, start = self.council.view.leases[self.lease]
+            self.shard, start = self.session.view.leases[self.lease]
             self.used[self.shard] = self.starts[self.shard] = start
         self.used[self.shard] += 1
 
@@ -330,16 +329,16 @@ class Life:
         self.seat._forget_old()
         self.seat._kept[round_id] = self.step
         reference = zlib.crc32(repr(self.means).encode())
-        is_offered = round_id not in self.council.view.decisions
-        bid = Bid(replica=self.number, has_part=is_offered)
-        flight = self.flights[round_id] = Flight(launch_step=self.step, bid=bid, reference=reference)
+        is_offered = round_id not in self.session.view.decisions
+        machine = RoundStateMachine(replica=self.number, has_part=is_offered)
+        flight = self.flights[round_id] = Flight(launch_step=self.step, machine=machine, reference=reference)
         if is_offered:
             flight.parts[self.number] = self.blobs[round_id, self.number] = reference
             self.world.launched(self, round_id)
-            self.council.launch(round_id, launch_step=self.step)
+            self.session.launch(round_id, launch_step=self.step)
 
     def _is_there(self, flight: Flight) -> bool:
-        return flight.decision is not None and flight.bid.is_complete(flight.decision)
+        return flight.decision is not None and flight.machine.is_complete(flight.decision)
 
     def _land(self, round_id: int) -> bool:
         """Apply a round whose parts are all there."""
@@ -347,27 +346,27 @@ class Life:
         if not self._is_there(flight):
             return False
         assert flight.decision is not None
-        self.council.settle(round_id)
+        self.session.settle(round_id)
         self.means += ((round_id, tuple((one, flight.parts[one]) for one in flight.decision.members)),)
         del self.flights[round_id]
         return True
 
     def _look(self, step: int) -> None:
         """Do what `StateKeeper._look` does."""
-        view = self.council.view
+        view = self.session.view
         wanted = step in view.captures
         missed = sorted(cut for cut in view.captures if cut < step)
         view.captures -= {step, *missed}
         for cut in missed:
             if cut in self.shown:
-                self.council.tell("captured", step=cut, root=self.shown[cut], bytes=1)
+                self.session.send("captured", step=cut, root=self.shown[cut], bytes=1)
             else:
-                self.council.tell("missed", step=cut)
+                self.session.send("missed", step=cut)
         is_due = step % self.world.every == 0
         if wanted or is_due:
             self.shown[step] = root_of(step, self.means)
             self.world.states[self.shown[step]] = step, self.means
-            self.council.tell("captured", step=step, root=self.shown[step], bytes=1)
+            self.session.send("captured", step=step, root=self.shown[step], bytes=1)
         if is_due:
             self.person.disk = step, self.means
         if step < self.world.last_step and step >= self.next_kept:
@@ -388,7 +387,7 @@ class Shelf:
 
 
 class Mouth:
-    """What a council says goes into its life's connection."""
+    """What a session says goes into its life's connection."""
 
     def __init__(self, life: Life) -> None:
         self._life = life

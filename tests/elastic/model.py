@@ -1,8 +1,9 @@
 """All orders in which a few replicas and their coordinator may act: a breadth-first search over the real machines.
 
-What runs here is `Coordinator`, `Council` and `Bid` as they are in a run; only wires, blobs, clocks and locks are
-modelled. A state is all of these; an event takes one step: a message arrives, a blob arrives, a replica launches, time
-passes, something breaks. Messages of one connection keep their order, those of different ones do not.
+What runs here is `Coordinator`, `CoordinatorSession` and `RoundStateMachine` as they are in a run; only wires, blobs,
+clocks and locks are modelled. A state is all of these; an event takes one step: a message arrives, a blob arrives, a
+replica launches, time passes, something breaks. Messages of one connection keep their order, those of different ones do
+not.
 """
 
 import contextlib
@@ -12,10 +13,10 @@ from typing import Any
 
 from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic.coordinator import Coordinator
-from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.coordinator_session import CoordinatorSession
 from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.protocol import VERSION, decode, encode
-from thinwire.elastic.round_state_machine import Ask, Bid, CastVote, GiveUp, Seen
+from thinwire.elastic.round_state_machine import CastVote, GiveUp, RequestPart, RoundInputs, RoundStateMachine
 from thinwire.elastic.rounds import Decision
 from thinwire.version import __version__
 
@@ -49,10 +50,10 @@ class Replica:
     """What one replica has."""
 
     number: int
-    council: Council
+    session: CoordinatorSession
     is_alive: bool = True
     is_gone: bool = False  # was let go, or left
-    bids: dict[int, Bid] = field(default_factory=dict)
+    machines: dict[int, RoundStateMachine] = field(default_factory=dict)
     sources: set[tuple[int, int, int]] = field(default_factory=set)
     blobs: set[tuple[int, int]] = field(default_factory=set)
     applied: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -126,11 +127,13 @@ class World:
             self._arrive(number, encode(kind, **fields))
 
         say("join", version=VERSION, thinwire=__version__, host=str(number))
-        council = Council(replica=number, interval_steps=10, say=Mouth(self, number), now=self.now, meet=meet)
-        council.changed = NoLock()  # type: ignore[assignment]
-        council.transfers = AdaptiveTimeout(least_s=LIMIT_S, most_s=LIMIT_S)
-        council._next_beat_s = float("inf")
-        self.replicas[number] = Replica(number=number, council=council)
+        session = CoordinatorSession(
+            replica=number, interval_steps=10, send=Mouth(self, number), now=self.now, on_roster=meet
+        )
+        session.changed = NoLock()  # type: ignore[assignment]
+        session.transfer_timeout = AdaptiveTimeout(least_s=LIMIT_S, most_s=LIMIT_S)
+        session._next_beat_s = float("inf")
+        self.replicas[number] = Replica(number=number, session=session)
         say("here", address="127.0.0.1", port=1, corpus="c", windows=1, held=0, era=0, disk=0)
 
     def _settle_in(self) -> None:
@@ -146,8 +149,8 @@ class World:
 
     def _hear(self, number: int) -> None:
         replica = self.replicas[number]
-        replica.council.hear(decode(self.down[number].pop(0), to_member=True))
-        if replica.council.view.expelled_why:
+        replica.session.receive(decode(self.down[number].pop(0), to_member=True))
+        if replica.session.view.expelled_why:
             self._go(replica)
 
     # -- what may happen
@@ -168,7 +171,7 @@ class World:
     def _events_of(self, replica: Replica) -> Iterator[Event]:
         if self.down[replica.number]:
             yield "down", replica.number
-        if len(replica.bids) < self.rounds and len(replica.applied) == len(replica.bids):
+        if len(replica.machines) < self.rounds and len(replica.applied) == len(replica.machines):
             yield "launch", replica.number
         for round_id, member, source in sorted(replica.sources):
             if self._is_served(replica, round_id, member, source) is not None:
@@ -255,17 +258,17 @@ class World:
         for replica in self.replicas.values():
             if replica.is_here:
                 self._beat(replica)
-                replica.council.turn()
+                replica.session.tick()
         self.coordinator.tick(self.now_s)
 
     def _launch(self, replica: Replica) -> None:
-        round_id = len(replica.bids)
-        is_offered = round_id not in replica.council.view.decisions
-        replica.bids[round_id] = Bid(replica=replica.number, has_part=is_offered)
+        round_id = len(replica.machines)
+        is_offered = round_id not in replica.session.view.decisions
+        replica.machines[round_id] = RoundStateMachine(replica=replica.number, has_part=is_offered)
         if is_offered:
             replica.blobs.add((round_id, replica.number))
-            replica.council.step = 10 * (round_id + 1)
-            replica.council.launch(round_id, launch_step=10 * (round_id + 1))
+            replica.session.reach(10 * (round_id + 1))
+            replica.session.launch(round_id, launch_step=10 * (round_id + 1))
 
     def _is_served(self, replica: Replica, round_id: int, member: int, asked: int) -> bool | None:
         """Tell whether an ask ends with a part, or in vain; None for not yet."""
@@ -277,37 +280,37 @@ class World:
     def _pull(self, replica: Replica, round_id: int, member: int, source: int) -> None:
         if self._is_served(replica, round_id, member, source):
             replica.blobs.add((round_id, member))
-            replica.bids[round_id].take(member)
+            replica.machines[round_id].on_part(member)
             replica.sources = {one for one in replica.sources if one[:2] != (round_id, member)}
         else:
-            replica.bids[round_id].fail(member, now_s=self.now_s, source=source)
+            replica.machines[round_id].on_failure(member, now_s=self.now_s, source=source)
             replica.sources.remove((round_id, member, source))
 
     def _move(self, replica: Replica) -> None:
-        """Do what `Proposal.wait` does in a turn."""
-        round_id = len(replica.bids) - 1
+        """Do what `RoundDriver.wait` does in a turn."""
+        round_id = len(replica.machines) - 1
         if not replica.is_here or round_id < 0 or round_id in replica.applied:
             return
-        bid, council = replica.bids[round_id], replica.council
-        view = council.view
+        machine, session = replica.machines[round_id], replica.session
+        view = session.view
         decision = view.decisions.get(round_id)
         if decision is not None:
-            council.settle(round_id)
-        seen = Seen(
-            called=view.calls.get(round_id), decision=decision, active=council.active(),
-            neighbours=tuple(view.neighbours), limit_s=council.transfers.limit_s,
+            session.settle(round_id)
+        seen = RoundInputs(
+            called=view.calls.get(round_id), decision=decision, active=session.active(),
+            neighbours=tuple(view.neighbours), limit_s=session.transfer_timeout.limit_s,
         )  # fmt: skip
-        for action in bid.turn(seen, now_s=self.now_s):
+        for action in machine.advance(seen, now_s=self.now_s):
             match action:
-                case Ask(source=source, member=member):
+                case RequestPart(source=source, member=member):
                     replica.sources.add((round_id, member, source))
                 case CastVote(has=has):
-                    council.vote(round_id, has=has, reference_hash=0)
+                    session.vote(round_id, has=has, reference_hash=0)
                 case GiveUp():
-                    council.tell("stuck", round=round_id, why="nobody gives it")
+                    session.send("stuck", round=round_id, why="nobody gives it")
                     self._go(replica)
                     return
-        if decision is not None and bid.is_complete(decision):
+        if decision is not None and machine.is_complete(decision):
             self._apply(replica, round_id, decision)
 
     def _apply(self, replica: Replica, round_id: int, decision: Decision) -> None:
@@ -359,23 +362,23 @@ class World:
         return repr(state).encode()
 
     def _key_of(self, replica: Replica) -> tuple[Any, ...]:
-        view, now_s = replica.council.view, self.now_s
-        bids = [
+        view, now_s = replica.session.view, self.now_s
+        machines = [
             (
-                bid.has,
-                sorted((n, tuple(asked), bid._is_late(asked, LIMIT_S, now_s)) for n, asked in bid._asked.items()),
-                sorted((n, now_s > at + 0.2) for n, at in bid._failed.items()), bid._has_voted,
-                bid._called_s is not None and now_s > bid._called_s + LIMIT_S,
-                bid._num_parts, bid._num_parts >= 0 and now_s > bid._until_s,
-                sorted((n, turn % 6) for n, turn in bid._turns.items()),
+                machine.has,
+                sorted((n, tuple(at), machine._is_late(at, LIMIT_S, now_s)) for n, at in machine._asked.items()),
+                sorted((n, now_s > at + 0.2) for n, at in machine._failed.items()), machine._has_voted,
+                machine._called_s is not None and now_s > machine._called_s + LIMIT_S,
+                machine._num_parts, machine._num_parts >= 0 and now_s > machine._until_s,
+                sorted((n, turn % 6) for n, turn in machine._turns.items()),
             )
-            for bid in replica.bids.values()
+            for machine in replica.machines.values()
         ]  # fmt: skip
         active = sorted((one.replica, one.is_active) for one in view.neighbours.values())
         return (
-            replica.is_alive, replica.is_gone, bids, sorted(replica.sources), sorted(replica.blobs),
+            replica.is_alive, replica.is_gone, machines, sorted(replica.sources), sorted(replica.blobs),
             sorted(replica.applied.items()), sorted(view.calls.items()), sorted(view.decisions), active,
-            sorted(replica.council._unanswered),
+            sorted(replica.session._unanswered),
         )  # fmt: skip
 
 
@@ -384,7 +387,7 @@ def meet(neighbours: object) -> None:
 
 
 class Mouth:
-    """What a council says goes into its connection; what stands there already is not said again."""
+    """What a session says goes into its connection; what stands there already is not said again."""
 
     def __init__(self, world: World, number: int) -> None:
         self._world, self._number = world, number

@@ -1,4 +1,4 @@
-"""All orders in which replicas may come, train, and go: the real coordinator and councils through a whole small run.
+"""All orders in which replicas may come, train, and go: the real coordinator and sessions through a whole small run.
 
 Beside `model`, which looks closely at single rounds: here a run has a beginning and an end, steps, leases of data,
 and states that are shown, fetched, kept and read again, and processes that come back. Parts of a round come at once
@@ -195,7 +195,7 @@ class Town:
             yield from self._faults()
 
     def _rests(self) -> bool:
-        return any(life.is_here and life.has_council and life.council.view.is_paused for life in self.lives.values())
+        return any(life.is_here and life.has_session and life.session.view.is_paused for life in self.lives.values())
 
     def is_quiet(self) -> bool:
         """Tell whether nothing is on its way: then time passes, and else only as a fault, since wires are quick."""
@@ -295,14 +295,14 @@ class Town:
                 continue
             if member is not None:
                 self.coordinator.state.roster.hear(member, now_s=self.now_s, is_beat=False)
-            if not life.has_council:
+            if not life.has_session:
                 self._ask_to_join(life)
                 continue
-            is_news = member is None or member.step < life.council.step or not member.step_s
-            if not is_news and life.council.view.roster_number == self.coordinator.state.roster_number:
-                life.council._next_beat_s = self.now_s + 1.0  # the beat would change nothing
-            life.council.view.heard_s = self.now_s  # of each tick's words only those are modelled that say something
-            life.council.turn()
+            is_news = member is None or member.step < life.session.step or not member.step_s
+            if not is_news and life.session.view.roster_number == self.coordinator.state.roster_number:
+                life.session._next_beat_s = self.now_s + 1.0  # the beat would change nothing
+            life.session.view.heard_s = self.now_s  # of each tick's words only those are modelled that say something
+            life.session.tick()
         self.coordinator.tick(self.now_s)
 
     # -- what must hold
@@ -372,13 +372,15 @@ class Town:
     def _key_of(self, life: Life) -> tuple[Any, ...]:
         person = life.person
         found = life.token, life.phase, life.is_alive, life.step, life.means, person.held, person.disk, person.lives
-        if not life.has_council:
+        if not life.has_session:
             return found
-        view = life.council.view
-        flights = [(n, one.bid.has, one.bid._has_voted, sorted(one.asked)) for n, one in sorted(life.flights.items())]
+        view = life.session.view
+        flights = [
+            (n, one.machine.has, one.machine._has_voted, sorted(one.asked)) for n, one in sorted(life.flights.items())
+        ]
         return (
             *found, life.offer, flights, sorted(life.blobs), sorted(life.shown), life.used, life.lease,
             sorted(view.calls.items()), sorted(view.decisions), view.step, view.floor_step, view.kept_step,
             sorted(view.captures), view.offers, view.leases, view.is_paused, view.leave_why, view.roster_number,
-            sorted(life.council._unanswered),
+            sorted(life.session._unanswered),
         )  # fmt: skip

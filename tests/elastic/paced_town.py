@@ -1,4 +1,4 @@
-"""Replicas of different speeds in virtual time: the real coordinator, councils, own paces and the engine's own order.
+"""Replicas of different speeds in virtual time: the real coordinator, sessions, own paces and the engine's own order.
 
 What is modelled are inner steps, wires and parts: a step, a word and a part take the times that are given. Each replica
 is a thread, of which one at a time runs, so a run is the same every time.
@@ -13,9 +13,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
-from thinwire.elastic.adaptive_local_steps import OwnPace
+from thinwire.elastic.adaptive_local_steps import AdaptiveLocalSteps
 from thinwire.elastic.coordinator import Coordinator
-from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.coordinator_session import CoordinatorSession
 from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.engine_driver import ElasticDriver
 from thinwire.elastic.protocol import VERSION, decode, encode
@@ -25,7 +25,7 @@ from thinwire.sync.counters import SyncStatistics, UncountedWork
 from thinwire.sync.engine_state import EngineState
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round, Schedule
-from thinwire.training.elastic.throughput import OwnWork
+from thinwire.training.elastic.loop import StepThroughput
 from thinwire.version import __version__
 
 WORD_S, PART_S = 0.005, 0.02
@@ -63,7 +63,7 @@ class _Flight:
         self.voted = False
 
     def poll(self, step: int = 0) -> bool:
-        return self.round.id in self._runner.council.view.decisions
+        return self.round.id in self._runner.session.view.decisions
 
 
 class PacedEngine(RoundEngine):
@@ -87,15 +87,15 @@ class PacedEngine(RoundEngine):
         self.state.in_flight[round.id] = cast(Any, _Flight(round, self.runner))
         self.state.work.launch(round)
         self.offered[round.id] = self.trained
-        if round.id not in self.runner.council.view.decisions:
-            self.runner.council.launch(round.id, launch_step=round.launch_step)
+        if round.id not in self.runner.session.view.decisions:
+            self.runner.session.launch(round.id, launch_step=round.launch_step)
             self.runner.gather()
 
     def apply(self, round: Round, **rest: Any) -> None:
         self.runner.wait_until(self.state.in_flight[round.id].poll)
         del self.state.in_flight[round.id]
-        self.runner.council.settle(round.id)
-        decision = self.runner.council.view.decisions[round.id]
+        self.runner.session.settle(round.id)
+        decision = self.runner.session.view.decisions[round.id]
         is_counted = self.runner.replica in decision.members
         self.state.work.settle(round, is_counted=is_counted)
         if is_counted:
@@ -111,24 +111,26 @@ class Runner:
         self.ended_s = 0.0
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._waits_for: Callable[[], bool] | None = None
-        self.council = Council(
-            replica=replica, interval_steps=setting.schedule.sync_interval, say=self._say, now=lambda: town.clock.now_s
+        self.session = CoordinatorSession(
+            replica=replica, interval_steps=setting.schedule.sync_interval, send=self._say, now=lambda: town.clock.now_s
         )
-        self.own = OwnWork(self.council, interval_steps=setting.schedule.sync_interval, now=lambda: town.clock.now_s)
+        self.own = StepThroughput(
+            self.session, interval_steps=setting.schedule.sync_interval, now=lambda: town.clock.now_s
+        )
         self.engine = PacedEngine(self, setting, self._driver())
         self._chance = random.Random(replica)
         self.has_ended = False
         self.thread = threading.Thread(target=self._live, daemon=True)
 
     def _driver(self) -> ElasticDriver:
-        setting, council, town = self.setting, self.council, self.town
+        setting, session, town = self.setting, self.session, self.town
         interval_steps, overlap_steps = setting.schedule.sync_interval, setting.overlap_steps
         own_pace = partial(
-            OwnPace, others=council.others, own_s=lambda: self.own.steps_s, interval_steps=interval_steps,
+            AdaptiveLocalSteps, peers=session.pace, own_s=lambda: self.own.steps_s, interval_steps=interval_steps,
             slack_steps=overlap_steps / 4, now=lambda: town.clock.now_s,
         )  # fmt: skip
         return ElasticDriver(
-            lambda: council.view.step, tolerates_overdue=overlap_steps > 0,
+            lambda: session.view.step, tolerates_overdue=overlap_steps > 0,
             grace_steps=grace_steps(sync_interval=interval_steps, overlap_steps=overlap_steps),
             own_pace=own_pace if setting.has_own_pace else None,
         )  # fmt: skip
@@ -142,7 +144,7 @@ class Runner:
 
     def _tick(self) -> None:
         if not self.has_ended:
-            self.council.turn()
+            self.session.tick()
             self.town.clock.at(self.town.clock.now_s + 0.25, self._tick)
 
     def _say(self, kind: str, **fields: Any) -> None:
@@ -150,25 +152,25 @@ class Runner:
         self.town.after(WORD_S, lambda: self.town.hear(self.replica, message))
 
     def hear(self, message: dict[str, Any]) -> None:
-        self.council.hear(message)
+        self.session.receive(message)
         self.gather()
         self.look()
 
     def gather(self) -> None:
         """Vote for what was called, as soon as the parts have come."""
-        for number, called in list(self.council.view.calls.items()):
+        for number, called in list(self.session.view.calls.items()):
             flight = self.engine.state.in_flight.get(number)
             if flight is not None and not flight.voted and self.replica in called:
                 flight.voted = True
-                self.town.after(PART_S, lambda n=number, c=called: self.council.vote(n, has=c, reference_hash=1))
+                self.town.after(PART_S, lambda n=number, c=called: self.session.vote(n, has=c, reference_hash=1))
 
     # -- the thread
 
     def _live(self) -> None:
         self._turn.acquire()
-        town, setting, council = self.town, self.setting, self.council
+        town, setting, session = self.town, self.setting, self.session
         now = lambda: town.clock.now_s  # noqa: E731
-        council.others.begin(now_s=now())
+        session.pace.start(now_s=now())
         step = 0
         while step < setting.num_steps:
             took_s = setting.step_s[self.replica] * max(0.2, 1 + setting.jitter * self._chance.gauss(0, 1))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from thinwire.elastic.coordinator_session import GONE_S, Council
+from thinwire.elastic.coordinator_session import GONE_S, CoordinatorSession
 from thinwire.elastic.protocol import checked_member, printable
 from thinwire.errors import ConnectError, PayloadError
 
@@ -20,8 +20,10 @@ class Clock:
         return self.now_s
 
 
-def seat(clock: Clock, warned: list[str]) -> Council:
-    return Council(replica=0, interval_steps=4, say=lambda kind, **fields: None, warn=warned.append, now=clock)
+def seat(clock: Clock, warned: list[str]) -> CoordinatorSession:
+    return CoordinatorSession(
+        replica=0, interval_steps=4, send=lambda kind, **fields: None, warn=warned.append, now=clock
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,11 +45,11 @@ def seat(clock: Clock, warned: list[str]) -> Council:
 def test_a_roster_with_a_member_that_is_none_is_refused_as_a_whole(wrong: Any) -> None:
     with pytest.raises(PayloadError):
         checked_member(wrong)
-    council = seat(Clock(), [])
-    council.hear({"kind": "roster", "members": [GOOD], "started": True, "number": 1})
+    session = seat(Clock(), [])
+    session.receive({"kind": "roster", "members": [GOOD], "started": True, "number": 1})
     with pytest.raises(PayloadError):
-        council.hear({"kind": "roster", "members": [GOOD, wrong], "started": True, "number": 2})
-    assert council.active() == (0, 1) and council.view.roster_number == 1, "what was known before still holds"
+        session.receive({"kind": "roster", "members": [GOOD, wrong], "started": True, "number": 2})
+    assert session.active() == (0, 1) and session.view.roster_number == 1, "what was known before still holds"
 
 
 def test_what_another_host_says_of_itself_moves_no_cursor() -> None:
@@ -57,24 +59,24 @@ def test_what_another_host_says_of_itself_moves_no_cursor() -> None:
 
 def test_a_silent_coordinator_is_told_of_and_given_up_in_the_end() -> None:
     clock, warned = Clock(), list[str]()
-    council = seat(clock, warned)
+    session = seat(clock, warned)
     for clock.now_s in (10.0, 29.0):
-        council.turn()
+        session.tick()
     assert not warned
     for clock.now_s in (31.0, 32.0, 59.0, 61.0, 100.0, 121.0):
-        council.turn()
+        session.tick()
     assert [text.split(";")[0] for text in warned] == [
         f"nothing was heard of the coordinator for {seconds} s" for seconds in (31, 61, 121)
     ], "each time after twice as long"
-    council.check()
-    council.hear({"kind": "progress", "step": 1, "closed": 0, "floor": 0, "kept": 0, "generation": "g"})
+    session.check()
+    session.receive({"kind": "progress", "step": 1, "closed": 0, "floor": 0, "kept": 0, "generation": "g"})
     clock.now_s += 31.0
-    council.turn()
+    session.tick()
     assert len(warned) == 4, "and from the beginning once it has been heard of"
     clock.now_s += GONE_S
     with pytest.raises(
         ConnectError, match=r"nothing was heard of the coordinator for 1831 s.*thinwire train --elastic --resume"
     ):
-        council.check()
+        session.check()
     with pytest.raises(ConnectError):
-        council.wait_for(lambda view: None, deadline_s=None, why="")
+        session.wait_for(lambda view: None, deadline_s=None, why="")

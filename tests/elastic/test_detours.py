@@ -10,13 +10,25 @@ import torch
 from town import Resident, Town, live_together
 
 from thinwire.adaptive_timeout import AdaptiveTimeout
-from thinwire.elastic.coordinator_session import Council
-from thinwire.elastic.round_driver import round_of
-from thinwire.elastic.round_state_machine import Ask, Bid, Seen
+from thinwire.elastic.coordinator_session import CoordinatorSession
+from thinwire.elastic.round_driver import round_of_name
+from thinwire.elastic.round_state_machine import RequestPart, RoundInputs, RoundStateMachine
 from thinwire.elastic.rounds import Decision
-from thinwire.elastic.routing import CLEARLY, HELD_ROUNDS, LEFT_ROUNDS, STEADY_ROUNDS, Detour, DetourBook, find_ways
-from thinwire.elastic.site_topology import LATEST, Rates, SiteBook
-from thinwire.elastic.source_selection import relays, slow_to, tried
+from thinwire.elastic.routing import (
+    CLEARLY,
+    HELD_ROUNDS,
+    LATEST,
+    LEFT_ROUNDS,
+    STEADY_ROUNDS,
+    Detour,
+    DetourTable,
+    LinkRates,
+    SiteTable,
+    find_detours,
+    probed_sources,
+    relays,
+    slow_sources,
+)
 from thinwire.errors import PayloadError, PeerLost
 
 FAST, SLOW = 5e6, 5e5
@@ -31,107 +43,107 @@ def all_fast(num: int, *slow: tuple[int, int, float]) -> Told:
 
 
 def test_one_slow_wire_is_gone_around_that_way_only() -> None:
-    assert find_ways(all_fast(3, (0, 2, SLOW)), (0, 1, 2)) == {(0, 2): {1: FAST}}
+    assert find_detours(all_fast(3, (0, 2, SLOW)), (0, 1, 2)) == {(0, 2): {1: FAST}}
     both = all_fast(3, (0, 2, SLOW), (2, 0, SLOW))
-    assert find_ways(both, (0, 1, 2)) == {(0, 2): {1: FAST}, (2, 0): {1: FAST}}
-    assert find_ways(both, (0, 1, 2), current={(2, 0)}) == find_ways(both, (0, 1, 2))
+    assert find_detours(both, (0, 1, 2)) == {(0, 2): {1: FAST}, (2, 0): {1: FAST}}
+    assert find_detours(both, (0, 1, 2), current={(2, 0)}) == find_detours(both, (0, 1, 2))
 
 
 def test_all_that_are_about_as_good_share_the_load_and_worse_ones_have_none() -> None:
     rates = all_fast(5, (0, 1, SLOW), (0, 4, FAST / 2.1), (2, 1, FAST / 1.9))
-    assert find_ways(rates, range(5)) == {(0, 1): {2: FAST / 1.9, 3: FAST}}
+    assert find_detours(rates, range(5)) == {(0, 1): {2: FAST / 1.9, 3: FAST}}
 
 
 def test_no_way_is_found_where_there_is_none() -> None:
-    assert find_ways(all_fast(2, (0, 1, SLOW)), (0, 1)) == {}, "nobody is between two"
-    assert find_ways(all_fast(3, (0, 2, SLOW)), (0, 2)) == {}, "who has gone carries nothing"
-    assert find_ways(all_fast(3, (0, 2, SLOW), (0, 1, SLOW)), (0, 1, 2)) == {}, "all that goes out is slow"
-    assert find_ways(all_fast(3, (0, 2, SLOW), (1, 2, SLOW)), (0, 1, 2)) == {}, "all that comes in is slow"
-    assert find_ways(all_fast(3, (0, 2, FAST / 2.95)), (0, 1, 2)) == {}
-    assert find_ways(all_fast(3, (0, 2, FAST / 3.05)), (0, 1, 2)) == {(0, 2): {1: FAST}}
+    assert find_detours(all_fast(2, (0, 1, SLOW)), (0, 1)) == {}, "nobody is between two"
+    assert find_detours(all_fast(3, (0, 2, SLOW)), (0, 2)) == {}, "who has gone carries nothing"
+    assert find_detours(all_fast(3, (0, 2, SLOW), (0, 1, SLOW)), (0, 1, 2)) == {}, "all that goes out is slow"
+    assert find_detours(all_fast(3, (0, 2, SLOW), (1, 2, SLOW)), (0, 1, 2)) == {}, "all that comes in is slow"
+    assert find_detours(all_fast(3, (0, 2, FAST / 2.95)), (0, 1, 2)) == {}
+    assert find_detours(all_fast(3, (0, 2, FAST / 3.05)), (0, 1, 2)) == {(0, 2): {1: FAST}}
     unknown = all_fast(3, (0, 2, SLOW))
     del unknown[1][2]
-    assert find_ways(unknown, (0, 1, 2)) == {}
-    assert find_ways({0: {2: 0.0, 1: FAST}, 1: {2: FAST}}, (0, 1, 2)) == {}, "a rate of nothing tells nothing"
-    assert find_ways({}, (0, 1, 2)) == {} == find_ways({}, ())
+    assert find_detours(unknown, (0, 1, 2)) == {}
+    assert find_detours({0: {2: 0.0, 1: FAST}, 1: {2: FAST}}, (0, 1, 2)) == {}, "a rate of nothing tells nothing"
+    assert find_detours({}, (0, 1, 2)) == {} == find_detours({}, ())
 
 
 def test_a_thin_wire_between_two_sites_has_no_way_around_and_one_bad_wire_of_it_has() -> None:
     rates = {one: {to: 1e8 if (one < 2) == (to < 2) else 2e6 for to in range(4) if to != one} for one in range(4)}
-    assert find_ways(rates, range(4)) == {}
+    assert find_detours(rates, range(4)) == {}
     rates[0][2] = 2e5
-    assert find_ways(rates, range(4)) == {(0, 2): {1: 2e6, 3: 2e6}}
+    assert find_detours(rates, range(4)) == {(0, 2): {1: 2e6, 3: 2e6}}
 
 
 def test_a_third_replica_is_not_given_more_than_it_can_carry() -> None:
     # 1 to 6 reach 7 badly, and only 0 reaches it well, at 4.5 times their rate: its answers would be 7 + 6, not 7
     rates = all_fast(8, *((one, 7, FAST / 4.5) for one in range(1, 7)))
-    found = find_ways(rates, range(8))
+    found = find_detours(rates, range(8))
     assert set(found) == {(one, 7) for one in range(1, 7)}, "13 answers in place of 7: still 2.4 times as fast"
     # each of 0 to 3 reaches each of 4 to 7 badly: all 16 would go over 8
     many = all_fast(9, *((one, to, FAST / 4.5) for one in range(4) for to in range(4, 8)))
-    found = find_ways(many, range(9))
+    found = find_detours(many, range(9))
     assert len(found) == 10 and all(ways == {8: FAST} for ways in found.values()), "8 / (8 + 10) of 4.5 is 2"
-    assert find_ways(many, range(9), current=set(found)).keys() >= found.keys(), "their load is in the rates already"
+    assert find_detours(many, range(9), current=set(found)).keys() >= found.keys(), "their load is in the rates already"
 
 
 def test_no_detour_leads_over_another_one_for_the_same_part() -> None:
     rates = all_fast(4, (0, 1, 1e5), (0, 2, 4.1e5), (0, 3, 1.7e6))
-    assert find_ways(rates, range(4)) == {(0, 1): {3: 1.7e6}, (0, 2): {3: 1.7e6}}
+    assert find_detours(rates, range(4)) == {(0, 1): {3: 1.7e6}, (0, 2): {3: 1.7e6}}
     drawn = random.Random(5)
     for _ in range(300):
         active = tuple(range(drawn.randint(3, 6)))
         rates = {one: {to: 10 ** drawn.uniform(4, 8) for to in active if to != one} for one in active}
         current = {(drawn.choice(active), drawn.choice(active)) for _ in range(3)}
-        found = find_ways(rates, active, current=current)
+        found = find_detours(rates, active, current=current)
         assert not [pair for pair, ways in found.items() if any((pair[0], middle) in found for middle in ways)]
 
 
 def test_a_detour_stays_until_the_way_is_less_than_two_and_a_half_times_as_fast() -> None:
     rates = all_fast(3, (0, 2, FAST / 2.6))
-    assert find_ways(rates, (0, 1, 2)) == {}
-    assert find_ways(rates, (0, 1, 2), current={(0, 2)}) == {(0, 2): {1: FAST}}
+    assert find_detours(rates, (0, 1, 2)) == {}
+    assert find_detours(rates, (0, 1, 2), current={(0, 2)}) == {(0, 2): {1: FAST}}
     rates[0][2] = FAST / 2.4
-    assert find_ways(rates, (0, 1, 2), current={(0, 2)}) == {}
+    assert find_detours(rates, (0, 1, 2), current={(0, 2)}) == {}
 
 
 def test_the_highest_of_the_latest_three_answers_tells_a_wire_that_has_become_slow() -> None:
-    rates = Rates()
+    rates = LinkRates()
     rates.observe(1, num_bytes=100_000, seconds=0.1)
     rates.observe(1, num_bytes=100_000, seconds=0.1)
-    assert rates.told(latest=LATEST) == {} and rates.told() == {"1": 1_000_000}, "two are too few"
+    assert rates.report(latest=LATEST) == {} and rates.report() == {"1": 1_000_000}, "two are too few"
     for seconds in (1.0, 1.0):
         rates.observe(1, num_bytes=100_000, seconds=seconds)
-    assert rates.told(latest=LATEST) == {"1": 1_000_000} == rates.told()
+    assert rates.report(latest=LATEST) == {"1": 1_000_000} == rates.report()
     rates.observe(1, num_bytes=100_000, seconds=1.0)
-    assert rates.told(latest=LATEST) == {"1": 100_000} and rates.told() == {"1": 1_000_000}
+    assert rates.report(latest=LATEST) == {"1": 100_000} and rates.report() == {"1": 1_000_000}
     rates.observe(1, num_bytes=100_000, seconds=0.1)
-    assert rates.told(latest=LATEST) == {"1": 1_000_000}, "one try tells that a wire is well again"
+    assert rates.report(latest=LATEST) == {"1": 1_000_000}, "one try tells that a wire is well again"
 
 
-def book_of(rates: Told) -> DetourBook:
-    book = DetourBook()
+def book_of(rates: Told) -> DetourTable:
+    book = DetourTable()
     for one, found in rates.items():
-        book.hear(one, found)
+        book.add_rates(one, found)
     return book
 
 
 def test_people_are_told_once_when_a_detour_begins_and_once_when_it_ends() -> None:
     book = book_of(all_fast(3, (0, 2, SLOW)))
-    (begun,) = book.look((0, 1, 2), num_rounds=0)
+    (begun,) = book.update((0, 1, 2), num_rounds=0)
     assert begun == (
         "replica 2 fetches replica 0's parts from replica 1: the wire 0 -> 2 carries 0.5 MB/s, the way over 1 5 MB/s"
     )
-    assert book.look((0, 1, 2), num_rounds=0) == [] and book.detours == (
+    assert book.update((0, 1, 2), num_rounds=0) == [] and book.detours == (
         Detour(source=0, replica=2, over=(1,), every=16),
     )
     assert book.describe()[0]["text"] == begun and book.ways() == {(0, 2): FAST}
-    book.hear(0, {1: FAST, 2: FAST})
-    assert book.look((0, 1, 2), num_rounds=HELD_ROUNDS - 1) == [], "it is held for a while"
-    (ended,) = book.look((0, 1, 2), num_rounds=HELD_ROUNDS + LEFT_ROUNDS)
+    book.add_rates(0, {1: FAST, 2: FAST})
+    assert book.update((0, 1, 2), num_rounds=HELD_ROUNDS - 1) == [], "it is held for a while"
+    (ended,) = book.update((0, 1, 2), num_rounds=HELD_ROUNDS + LEFT_ROUNDS)
     assert ended.startswith("replica 2 fetches replica 0's parts itself again: the wire 0 -> 2 carries 5 MB/s")
     assert (
-        book.look((0, 1, 2), num_rounds=HELD_ROUNDS + LEFT_ROUNDS) == [] == book.describe()
+        book.update((0, 1, 2), num_rounds=HELD_ROUNDS + LEFT_ROUNDS) == [] == book.describe()
         and book.detours == ()
         and book.num_changes == 2
     )
@@ -139,15 +151,15 @@ def test_people_are_told_once_when_a_detour_begins_and_once_when_it_ends() -> No
 
 def test_a_detour_ends_with_any_replica_that_it_needs() -> None:
     book = book_of(all_fast(3, (0, 2, SLOW)))
-    book.look((0, 1, 2), num_rounds=0)
+    book.update((0, 1, 2), num_rounds=0)
     book.forget(2)
-    (ended,) = book.look((0, 1), num_rounds=0)
+    (ended,) = book.update((0, 1), num_rounds=0)
     assert "replica 2 has gone" in ended and book.detours == ()
     book = book_of(all_fast(4, (0, 2, SLOW)))
-    book.look(range(4), num_rounds=0)
+    book.update(range(4), num_rounds=0)
     assert book.detours[0].over == (1, 3)
-    assert book.look((0, 1, 2), num_rounds=0) == [] and book.detours[0].over == (1,)
-    assert len(book.look((0, 2), num_rounds=0)) == 1 and book.detours == ()
+    assert book.update((0, 1, 2), num_rounds=0) == [] and book.detours[0].over == (1,)
+    assert len(book.update((0, 2), num_rounds=0)) == 1 and book.detours == ()
 
 
 def test_tries_take_a_small_share_of_what_is_carried_and_wait_for_the_one_before() -> None:
@@ -158,7 +170,7 @@ def test_tries_take_a_small_share_of_what_is_carried_and_wait_for_the_one_before
 
 def book_and_every(rates: Told) -> list[int]:
     book = book_of(rates)
-    book.look(tuple(rates), num_rounds=0)
+    book.update(tuple(rates), num_rounds=0)
     return [one.every for one in book.detours]
 
 
@@ -166,17 +178,17 @@ def test_a_wire_that_recovers_for_a_moment_only_is_tried_ever_more_rarely() -> N
     book = book_of(all_fast(3, (0, 2, SLOW)))
     every, waited, num_rounds = [], [], 0
     for _ in range(13):
-        book.hear(0, {1: FAST, 2: SLOW})
+        book.add_rates(0, {1: FAST, 2: SLOW})
         since = num_rounds
         while not book.detours:
             num_rounds += 1
-            book.look((0, 1, 2), num_rounds=num_rounds)
+            book.update((0, 1, 2), num_rounds=num_rounds)
         waited.append(num_rounds - since)
         every.append(book.detours[0].every)
-        book.hear(0, {1: FAST, 2: FAST})
+        book.add_rates(0, {1: FAST, 2: FAST})
         while book.detours:
             num_rounds += 1
-            book.look((0, 1, 2), num_rounds=num_rounds)
+            book.update((0, 1, 2), num_rounds=num_rounds)
     assert every[:4] == [16, 32, 64, 128] and every[-1] == every[-2] == 16 << 10
     doubled = [(STEADY_ROUNDS << number) + 1 for number in range(1, 7)]
     assert waited[:7] == [1, *doubled] and waited[-1] == doubled[-1], "and is gone around ever later"
@@ -185,24 +197,24 @@ def test_a_wire_that_recovers_for_a_moment_only_is_tried_ever_more_rarely() -> N
 def test_a_way_that_is_not_clearly_better_must_stay_better_for_some_rounds() -> None:
     book = book_of(all_fast(3, (0, 2, FAST / (CLEARLY - 1))))
     for num_rounds in range(STEADY_ROUNDS):
-        assert book.look((0, 1, 2), num_rounds=num_rounds) == [] == book.look((0, 1, 2), num_rounds=num_rounds)
-    book.hear(0, {1: FAST, 2: FAST})  # it looks well for one round
-    assert book.look((0, 1, 2), num_rounds=STEADY_ROUNDS) == []
-    book.hear(0, {1: FAST, 2: FAST / (CLEARLY - 1)})
+        assert book.update((0, 1, 2), num_rounds=num_rounds) == [] == book.update((0, 1, 2), num_rounds=num_rounds)
+    book.add_rates(0, {1: FAST, 2: FAST})  # it looks well for one round
+    assert book.update((0, 1, 2), num_rounds=STEADY_ROUNDS) == []
+    book.add_rates(0, {1: FAST, 2: FAST / (CLEARLY - 1)})
     for num_rounds in range(10, 10 + STEADY_ROUNDS):
-        assert book.look((0, 1, 2), num_rounds=num_rounds) == []
-    assert len(book.look((0, 1, 2), num_rounds=10 + STEADY_ROUNDS)) == 1
+        assert book.update((0, 1, 2), num_rounds=num_rounds) == []
+    assert len(book.update((0, 1, 2), num_rounds=10 + STEADY_ROUNDS)) == 1
 
 
 def test_a_detour_that_was_of_use_for_long_is_not_counted_against_the_next_one() -> None:
     book = book_of(all_fast(3, (0, 2, SLOW)))
-    book.look((0, 1, 2), num_rounds=0)
-    book.hear(0, {1: FAST, 2: FAST})
+    book.update((0, 1, 2), num_rounds=0)
+    book.add_rates(0, {1: FAST, 2: FAST})
     for num_rounds in (200, 200 + LEFT_ROUNDS):
-        book.look((0, 1, 2), num_rounds=num_rounds)
+        book.update((0, 1, 2), num_rounds=num_rounds)
     assert not book.detours
-    book.hear(0, {1: FAST, 2: SLOW})
-    assert len(book.look((0, 1, 2), num_rounds=300)) == 1
+    book.add_rates(0, {1: FAST, 2: SLOW})
+    assert len(book.update((0, 1, 2), num_rounds=300)) == 1
 
 
 def noisy_life(num: int, *, seed: int, noise: float, slow_from: int | None = None) -> tuple[int, int | None]:
@@ -210,21 +222,21 @@ def noisy_life(num: int, *, seed: int, noise: float, slow_from: int | None = Non
 
     Each message's rate varies by a lognormal factor. From a round on the wire 0 -> 2 carries a tenth.
     """
-    drawn, book, rates = random.Random(seed), DetourBook(), [Rates() for _ in range(num)]
+    drawn, book, rates = random.Random(seed), DetourTable(), [LinkRates() for _ in range(num)]
     pairs = [(source, to) for source in range(num) for to in range(num) if source != to]
     begun: list[tuple[int, tuple[int, int]]] = []
     for number in range(140):
         around = {(one.source, one.replica) for one in book.detours}
         for source, to in pairs:
-            if (source, to) in around and source not in tried(book.detours, replica=to, round_id=number):
+            if (source, to) in around and source not in probed_sources(book.detours, replica=to, round_id=number):
                 continue
             is_slow = (source, to) == (0, 2) and slow_from is not None and number >= slow_from
             rate = (FAST / 10 if is_slow else FAST) * drawn.lognormvariate(0.0, noise)
             rates[source].observe(to, num_bytes=1_000_000, seconds=1_000_000 / rate)
         for source in range(num):
-            book.hear(source, {int(to): rate for to, rate in rates[source].told(latest=LATEST).items()})
+            book.add_rates(source, {int(to): rate for to, rate in rates[source].report(latest=LATEST).items()})
         for _ in range(3):  # the coordinator looks once a second
-            book.look(range(num), num_rounds=number)
+            book.update(range(num), num_rounds=number)
         now = {(one.source, one.replica) for one in book.detours}
         begun += [(number, pair) for pair in sorted(now - around)]
     if slow_from is None:
@@ -248,10 +260,10 @@ def test_a_wire_at_a_tenth_is_gone_around_after_three_rounds_and_under_noise_six
 
 def test_each_wire_is_tried_once_in_so_many_rounds_at_no_fixed_distance() -> None:
     slow = [Detour(source=source, replica=2, over=(3,), every=7) for source in (0, 1)]
-    rounds = [[n for n in range(700) if source in tried(slow, replica=2, round_id=n)] for source in (0, 1)]
+    rounds = [[n for n in range(700) if source in probed_sources(slow, replica=2, round_id=n)] for source in (0, 1)]
     for found in rounds:
         assert [n // 7 for n in found] == list(range(100)) and len({n % 4 for n in found}) == 4
-    assert rounds[0] != rounds[1] and not tried(slow, replica=0, round_id=rounds[0][0])
+    assert rounds[0] != rounds[1] and not probed_sources(slow, replica=0, round_id=rounds[0][0])
 
 
 def way_of(sites: Any, detours: tuple[Detour, ...], member: int, replica: int, round_id: int, num: int) -> list[int]:
@@ -269,7 +281,7 @@ def test_two_third_replicas_share_the_parts_of_a_slow_wire() -> None:
     ways = Counter(way_of((), slow, 0, 1, number, 4)[1] for number in range(600))
     assert set(ways) == {2, 3} and all(250 < count < 350 for count in ways.values())
     assert way_of((), slow, 1, 0, 7, 4) == [0, 1], "the other way is as it was"
-    assert slow_to(slow, replica=1) == {0} and not slow_to(slow, replica=0)
+    assert slow_sources(slow, replica=1) == {0} and not slow_sources(slow, replica=0)
     assert relays((), replica=1, round_id=7, active=(0, 1), detours=slow) == {}
 
 
@@ -286,16 +298,16 @@ def test_of_a_site_the_one_with_the_slow_wire_is_not_the_relay() -> None:
 
 @pytest.mark.parametrize("seconds", [(1.0, 1.0, 0.1), (0.1, 1.0), (1.0, 1.0, 1.0)])
 def test_the_way_back_of_a_slow_wire_is_measured_anew_unless_it_is_slow_too(seconds: tuple[float, ...]) -> None:
-    council = Council(replica=2, interval_steps=4, say=lambda kind, **fields: None)
+    session = CoordinatorSession(replica=2, interval_steps=4, send=lambda kind, **fields: None)
     told = {"kind": "pace", "step_s": 1.0, "sites": [], "detours": [[0, 2, 16, 1]]}
     for to, taken in [(1, 0.1)] * 3 + [(0, one) for one in seconds]:
-        council.rates.observe(to, num_bytes=100_000, seconds=taken)
-    before = council.rates.told()
-    council.hear(told)
-    assert council.rates.told() == (before if 0.1 not in seconds else {"1": 1_000_000})
-    council.rates.observe(0, num_bytes=100_000, seconds=0.5)
-    council.hear(told)
-    assert council.rates.told()["0"] == 200_000, "once only"
+        session.link_rates.observe(to, num_bytes=100_000, seconds=taken)
+    before = session.link_rates.report()
+    session.receive(told)
+    assert session.link_rates.report() == (before if 0.1 not in seconds else {"1": 1_000_000})
+    session.link_rates.observe(0, num_bytes=100_000, seconds=0.5)
+    session.receive(told)
+    assert session.link_rates.report()["0"] == 200_000, "once only"
 
 
 def test_whatever_was_told_all_ways_end_at_the_origin_in_few_steps() -> None:
@@ -304,25 +316,25 @@ def test_whatever_was_told_all_ways_end_at_the_origin_in_few_steps() -> None:
     for round_id in range(150):
         rates = {one: {to: 10 ** drawn.uniform(5, 8) for to in range(6) if to != one} for one in range(6)}
         book = book_of(rates)
-        book.look(tuple(range(6)), num_rounds=0)
+        book.update(tuple(range(6)), num_rounds=0)
         for sites in all_sites:
             for member in range(6):
                 assert all(len(way_of(sites, book.detours, member, one, round_id, 6)) <= 5 for one in range(6))
 
 
 def test_one_bad_wire_inside_breaks_no_site_up() -> None:
-    sites, rates = SiteBook(), {}
+    sites, rates = SiteTable(), {}
     for one in range(5):
         rates[one] = {to: 1e8 if (one < 3) == (to < 3) else 2e6 for to in range(5) if to != one}
-        sites.hear(one, rates[one])
-    sites.look(range(5))
+        sites.add_rates(one, rates[one])
+    sites.update(range(5))
     assert sites.sites == ((0, 1, 2), (3, 4))
     rates[0][1] = 1e6
     book = book_of(rates)
-    book.look(range(5), num_rounds=0)
-    assert [one.told() for one in book.detours] == [[0, 1, book.detours[0].every, 2]]
-    assert not sites.look(range(5), ways=book.ways())
-    assert sites.look(range(5)), "without the detour they would be no sites any more"
+    book.update(range(5), num_rounds=0)
+    assert [one.to_list() for one in book.detours] == [[0, 1, book.detours[0].every, 2]]
+    assert not sites.update(range(5), ways=book.ways())
+    assert sites.update(range(5)), "without the detour they would be no sites any more"
 
 
 @pytest.mark.parametrize(
@@ -330,20 +342,22 @@ def test_one_bad_wire_inside_breaks_no_site_up() -> None:
             [0, 1, 16, *range(2, 12)], [0, 1, 16, -2], [0, 1, 16, "2"], [0, 1, True, 2], "0", 7, {"0": 1}]
 )  # fmt: skip
 def test_detours_that_cannot_be_are_refused(bad: object) -> None:
-    council = Council(replica=0, interval_steps=4, say=lambda kind, **fields: None)
+    session = CoordinatorSession(replica=0, interval_steps=4, send=lambda kind, **fields: None)
     with pytest.raises(PayloadError, match="detour"):
-        council.hear({"kind": "pace", "step_s": 1.0, "sites": [], "detours": [[0, 2, 16, 1], bad]})
-    assert council.view.detours == ()
-    council.hear({"kind": "pace", "step_s": 1.0, "sites": [], "detours": [[0, 2, 16, 1]]})
-    assert council.view.detours == (Detour(source=0, replica=2, over=(1,), every=16),)
+        session.receive({"kind": "pace", "step_s": 1.0, "sites": [], "detours": [[0, 2, 16, 1], bad]})
+    assert session.view.detours == ()
+    session.receive({"kind": "pace", "step_s": 1.0, "sites": [], "detours": [[0, 2, 16, 1]]})
+    assert session.view.detours == (Detour(source=0, replica=2, over=(1,), every=16),)
 
 
 def test_over_a_slow_wire_nothing_is_asked_for_that_others_hold_too() -> None:
     decision = Decision(round_id=0, launch_step=10, members=(1,), holders=(1, 2), step=10)
-    seen = Seen(called=(1, 2), decision=decision, active=(0, 1, 2), neighbours=(0, 1, 2), limit_s=10.0, slow={1})
-    bid = Bid(replica=0, has_part=False)
-    assert bid.turn(seen, now_s=0.0) == [Ask(source=2, member=1)]
-    assert bid.turn(seen, now_s=11.0) == [Ask(source=1, member=1)], "it is asked where the other one is late"
+    seen = RoundInputs(called=(1, 2), decision=decision, active=(0, 1, 2), neighbours=(0, 1, 2), limit_s=10.0, slow={1})
+    machine = RoundStateMachine(replica=0, has_part=False)
+    assert machine.advance(seen, now_s=0.0) == [RequestPart(source=2, member=1)]
+    assert machine.advance(seen, now_s=11.0) == [RequestPart(source=1, member=1)], (
+        "it is asked where the other one is late"
+    )
 
 
 class _Nothing:
@@ -374,24 +388,24 @@ class Triangle:
             for peer in range(3 if is_slow else 0):
                 seconds = 1.0 if (resident.replica, peer) == (0, 2) else 0.1
                 for _ in range(3):
-                    resident.council.rates.observe(peer, num_bytes=1 << 20, seconds=seconds)
+                    resident.session.link_rates.observe(peer, num_bytes=1 << 20, seconds=seconds)
             resident.begin()
         for resident in self.residents:
-            resident.council._tell_rates()
+            resident.session._report_rates()
         with self.town.lock:
             self.town.coordinator.send_pace()
         last = self.residents[2]
         last.shelf.get = partial(self._get, last.shelf.get)  # type: ignore[method-assign]
-        last.council.transfers = AdaptiveTimeout(least_s=0.5, most_s=0.5)
+        last.session.transfer_timeout = AdaptiveTimeout(least_s=0.5, most_s=0.5)
         for resident in self.residents:
-            active = resident.council.active
-            resident.council.wait_for(
+            active = resident.session.active
+            resident.session.wait_for(
                 lambda view, active=active: len(active()) == 3 and len(view.detours) == is_slow, deadline_s=20, why=""
             )
 
     def _get(self, get: Any, source: int, name: bytes, *, most_bytes: int) -> Any:
         if int.from_bytes(name[9:], "little") == 0:
-            self.asked.add((round_of(name) or 0, len(self.asked), source))
+            self.asked.add((round_of_name(name) or 0, len(self.asked), source))
             if source == 1 and self.fault:
                 return _Nothing(breaks=self.fault == "dies")
         return get(source, name, most_bytes=most_bytes)
@@ -405,14 +419,14 @@ def test_around_a_slow_wire_all_apply_the_same_bytes_and_it_is_used_for_tries_on
     plain, around = Triangle(is_slow=False), Triangle(is_slow=True)
     slow = (Detour(source=0, replica=2, over=(1,), every=2),)
     with around.town.lock:
-        around.town.coordinator.state.detours.look = lambda active, **more: []  # type: ignore[method-assign]
+        around.town.coordinator.state.detours.update = lambda active, **more: []  # type: ignore[method-assign]
         around.town.coordinator.state.detours.detours = slow
         around.town.coordinator.send_pace()
-    assert around.residents[2].council.view.detours == slow
+    assert around.residents[2].session.view.detours == slow
     asked = plain.run(), around.run()
     assert plain.applied == around.applied == [plain.applied[0]] * 3 and len(plain.applied[0]) == 4 * 3 * 10
     assert asked[0] == {n: [0] for n in range(4)}
-    assert asked[1] == {n: [0, 1] if tried(slow, replica=2, round_id=n) else [1] for n in range(4)}
+    assert asked[1] == {n: [0, 1] if probed_sources(slow, replica=2, round_id=n) else [1] for n in range(4)}
     assert sorted(map(len, asked[1].values())) == [1, 1, 2, 2]
     said = around.town.coordinator.admin.status()
     assert any("from replica 1: the wire 0 -> 2 carries 1 MB/s" in text for text in said["findings"])

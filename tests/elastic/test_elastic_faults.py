@@ -19,7 +19,7 @@ from thinwire.elastic.coordinator import MOST_BAD_PARTS
 from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.engine_driver import ElasticDriver
 from thinwire.elastic.replica_state import global_tensors, load_global_parameters, load_outer
-from thinwire.elastic.round_driver import HEAD_BYTES, blob_name, round_of
+from thinwire.elastic.round_driver import HEAD_BYTES, blob_name, round_of_name
 from thinwire.errors import Expelled, NonFiniteError
 from thinwire.sync.round_engine import RoundEngine
 
@@ -45,7 +45,7 @@ class Worker:
         held: int = 0,
     ) -> None:
         self.resident = Resident(town, name=name, held=held)
-        self.council = self.resident.council
+        self.session = self.resident.session
         self.replica = self.resident.replica
         self.last_step = steps
         self.num_batches = 0
@@ -56,7 +56,7 @@ class Worker:
         self.captured: dict[int, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
         self.expelled = False
         self.failure: BaseException | None = None
-        self.council.transfers = AdaptiveTimeout(least_s=0.3, most_s=1.0)
+        self.session.transfer_timeout = AdaptiveTimeout(least_s=0.3, most_s=1.0)
         self.model = build()
         self.driver = ElasticDriver(self.resident.seat.known_step, grace_steps=patience_steps, tolerates_overdue=bears)
         self.driver.observers.append(self)
@@ -69,13 +69,13 @@ class Worker:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def on_exchanged(self, step: int) -> None:
-        self.council.step = max(self.council.step, step)
-        for missed in [cut for cut in self.council.view.captures if cut < step]:  # the word came too late
-            self.council.view.captures.discard(missed)
-            self.council.tell("missed", step=missed)
-        if step in self.council.view.captures:
+        self.session.reach(step)
+        for missed in [cut for cut in self.session.view.captures if cut < step]:  # the word came too late
+            self.session.view.captures.discard(missed)
+            self.session.send("missed", step=missed)
+        if step in self.session.view.captures:
             self.captured[step] = global_tensors(self.optimizer.engine, self.model)
-            self.council.tell("captured", step=step, root="ab" * 32, bytes=1)
+            self.session.send("captured", step=step, root="ab" * 32, bytes=1)
 
     def begin(self) -> None:
         self._thread.start()
@@ -91,7 +91,7 @@ class Worker:
 
     def _train(self) -> None:
         while self.optimizer.steps_done < self.last_step:
-            self.council.check()
+            self.session.check()
             self.pause(self.optimizer.steps_done + 1)
             step = self.optimizer.steps_done + 1
             generator = torch.Generator().manual_seed(1000 * self.replica + step)
@@ -170,7 +170,7 @@ def are_alike(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 def dies_saying(street: Street, number: int, kind: str, *, before: bool, round_id: int = 4) -> None:
     """Let a replica die in the moment it says something of a round."""
     resident = street.workers[number].resident
-    inner = resident.council._say
+    inner = resident.session._send
 
     def say(said: str, **fields: object) -> None:
         is_now = said == kind and fields.get("round") == round_id
@@ -180,9 +180,9 @@ def dies_saying(street: Street, number: int, kind: str, *, before: bool, round_i
         if is_now:
             resident.die()
         if number in street.town.dead:
-            resident.council.view.expelled_why = "died"
+            resident.session.view.expelled_why = "died"
 
-    resident.council._say = say
+    resident.session._send = say
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ def test_a_coordinator_that_comes_back_in_the_middle_of_a_round_changes_nothing(
             run.town.restart()
             run.quicken()
 
-    inner = run.workers[1].resident.council._say
-    run.workers[1].resident.council._say = say_and_die
+    inner = run.workers[1].resident.session._send
+    run.workers[1].resident.session._send = say_and_die
     run.begin()
     values = [worker.end() for worker in run.workers]
     assert has_died.is_set()
@@ -270,7 +270,7 @@ def joiner_of(run: Street, *, has_begun: threading.Event, bears: bool) -> Worker
     run.begin()
     joiner = Worker(run.town, name="joiner", bears=bears)
     run.workers.append(joiner)
-    view, end = joiner.council.view, time.monotonic() + SOON_S
+    view, end = joiner.session.view, time.monotonic() + SOON_S
     while view.offer is None and time.monotonic() < end:
         if run.town.coordinator.state.snapshots.of(joiner.replica) is not None:
             is_cut.set()
@@ -283,7 +283,7 @@ def joiner_of(run: Street, *, has_begun: threading.Event, bears: bool) -> Worker
 def test_who_begins_at_a_cut_ends_with_the_bits_of_the_others(street: Callable[..., Street], is_late: bool) -> None:
     run, has_begun, has_come = street(2, bears=is_late), threading.Event(), threading.Event()
     joiner = joiner_of(run, has_begun=has_begun, bears=is_late)
-    engine, offer = joiner.optimizer.engine, joiner.council.view.offer
+    engine, offer = joiner.optimizer.engine, joiner.session.view.offer
     parameters, outer = run.workers[offer.holders[0]].captured[offer.step]
     load_global_parameters(engine, joiner.model, parameters)
     if is_late:
@@ -291,7 +291,7 @@ def test_who_begins_at_a_cut_ends_with_the_bits_of_the_others(street: Callable[.
     else:
         load_outer(engine, outer)
     begun = global_values(joiner.optimizer)
-    joiner.council.step = offer.step
+    joiner.session.reach(offer.step)
     joiner.resident.begin(offer.step)
     joiner.driver.begin_at(joiner.optimizer, offer.step)
     joiner.begin()
@@ -300,7 +300,7 @@ def test_who_begins_at_a_cut_ends_with_the_bits_of_the_others(street: Callable[.
         end = time.monotonic() + SOON_S
         while joiner.num_batches < STEPS and time.monotonic() < end:
             time.sleep(0.005)
-        assert joiner.council.step == offer.step and joiner.optimizer.steps_done - offer.step < joiner.num_batches
+        assert joiner.session.step == offer.step and joiner.optimizer.steps_done - offer.step < joiner.num_batches
         assert are_alike(global_values(joiner.optimizer), begun)
         has_come.set()
     values = [worker.end() for worker in run.workers]
@@ -315,14 +315,14 @@ def test_the_time_of_a_slow_replica_is_not_the_others_and_its_tokens_count_later
     *fast, slow = run.workers
     for worker, step_s in zip(run.workers, (0.02, 0.02, 0.2), strict=True):
         worker.pause = functools.partial(pause, step_s)
-        worker.council.step_s = step_s
+        worker.session.report_work(step_s=step_s)
     offered: dict[int, tuple[int, int]] = {}
     publish = slow.resident.shelf.publish
 
     def watch(name: bytes, payload: torch.Tensor) -> None:
-        if name == blob_name(round_of(name), slow.replica):
+        if name == blob_name(round_of_name(name), slow.replica):
             offer, _ = read_part_header(payload[HEAD_BYTES:], step=1000, what="a part")
-            offered[round_of(name)] = offer.num_tokens, slow.num_batches
+            offered[round_of_name(name)] = offer.num_tokens, slow.num_batches
         publish(name, payload)
 
     slow.resident.shelf.publish = watch
@@ -361,7 +361,7 @@ def test_a_replica_whose_parameters_are_nan_is_dropped_with_one_finding(
     values = [worker.end() for worker in run.workers[:2]]
     assert are_alike(*values) and all(bool(value.isfinite().all()) for value in values[0])
     run.workers[2].ended()
-    assert run.workers[2].expelled and run.workers[2].council.view.is_non_finite
+    assert run.workers[2].expelled and run.workers[2].session.view.is_non_finite
     bad = [members for number, members in sorted(run.members().items()) if 2 * (number + 1) >= 8]
     assert sum(2 in members for members in bad) <= (MOST_BAD_PARTS + 1 if is_hidden else 1), "few rounds had its part"
     told = [text for text in run.town.coordinator.state.findings if "NaN" in text]

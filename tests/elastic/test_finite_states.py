@@ -12,7 +12,7 @@ from test_elastic_faults import Worker, street
 
 import thinwire.training.elastic.local_snapshot as kept_state
 from thinwire.training.checkpoints.global_state import GlobalState, non_finite, spans
-from thinwire.training.elastic.local_snapshot import KeptState
+from thinwire.training.elastic.local_snapshot import LocalSnapshot
 from thinwire.training.run_identity import RunIdentity
 
 __all__ = ["street"]
@@ -21,8 +21,8 @@ __all__ = ["street"]
 RUN = RunIdentity(run=16 * "a", config_digest=32 * "0", incarnations=(16 * "b",))
 
 
-def file_of(path: Path) -> KeptState:
-    return KeptState(path, run=RUN, warn=pytest.fail)
+def file_of(path: Path) -> LocalSnapshot:
+    return LocalSnapshot(path, run=RUN, warn=pytest.fail)
 
 
 def state_of(parameter: float, inner: float) -> GlobalState:

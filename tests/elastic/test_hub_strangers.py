@@ -18,7 +18,7 @@ import zmq
 from tests.strangers import GARBAGE, GARBAGE_NAMES, hangs_up, memory_is_bounded
 from thinwire.elastic import coordinator_server as hub_module
 from thinwire.elastic.coordinator import Coordinator
-from thinwire.elastic.coordinator_client import Line, ask_once
+from thinwire.elastic.coordinator_client import CoordinatorConnection, send_command
 from thinwire.elastic.coordinator_server import TOKEN_BYTES, CoordinatorServer, client_keys, coordinator_keys
 from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.invitation import Invitation
@@ -55,11 +55,11 @@ class Port:
         self.invitation = Invitation(host=HOST, port=self.hub.port)
         self.heard: list[Message] = []
         self._news = threading.Condition()
-        self.line = Line(self.invitation, secret=SECRET, hear=self._hear)
-        self.line.say("join", version=VERSION, thinwire=__version__, host="honest")
+        self.line = CoordinatorConnection(self.invitation, secret=SECRET, on_message=self._hear)
+        self.line.send("join", version=VERSION, thinwire=__version__, host="honest")
         self.wait("welcome")
-        self.line.say("here", address=HOST, port=1, corpus="c", windows=1, held=0, era=0, disk=0)
-        self.line.say("active", step=0)
+        self.line.send("here", address=HOST, port=1, corpus="c", windows=1, held=0, era=0, disk=0)
+        self.line.send("active", step=0)
         self._leases = 0
 
     def _serve(self) -> None:
@@ -86,7 +86,7 @@ class Port:
         self._leases += 1
         number = self._leases
         self.coordinator.state.leases.count(0, dict.fromkeys(range(number), 8))
-        self.line.say("lease", number=number)
+        self.line.send("lease", number=number)
         self.wait("leased", number=number)
 
     def close(self) -> None:
@@ -304,7 +304,7 @@ def test_a_flood_of_strangers_keeps_nobody_with_a_slow_wire_from_joining(port: P
             flood.start()
         slow = Invitation(host=HOST, port=wire.port)
         for _ in range(3):
-            answer = ask_once(slow, secret=SECRET, deadline_s=60, verb="status", target="")
+            answer = send_command(slow, secret=SECRET, deadline_s=60, verb="status", target="")
             assert answer["ok"]
         is_welcome = threading.Event()
 
@@ -312,9 +312,9 @@ def test_a_flood_of_strangers_keeps_nobody_with_a_slow_wire_from_joining(port: P
             if message["kind"] == "welcome":  # the run's progress may come before it
                 is_welcome.set()
 
-        line = Line(slow, secret=SECRET, hear=hear)
+        line = CoordinatorConnection(slow, secret=SECRET, on_message=hear)
         for _ in range(30):  # a joiner repeats itself until it is answered, since a connection may be lost
-            line.say("join", version=VERSION, thinwire=__version__, host="new")
+            line.send("join", version=VERSION, thinwire=__version__, host="new")
             if is_welcome.wait(2):
                 break
         assert is_welcome.is_set()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from thinwire.elastic.coordinator import Coordinator
-from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.coordinator_session import CoordinatorSession
 from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.protocol import RUN_OVER, VERSION, decode, encode
 from thinwire.elastic.roster import LEAST_SILENCE_S, MOST_SILENCE_S
@@ -163,33 +163,35 @@ def test_who_still_waits_for_a_state_at_the_end_is_told_that_it_is_over() -> Non
     assert not desk.told(b"c", "state"), "nobody goes on with a run that is over"
     desk.say(b"d", "join", version=VERSION, thinwire=__version__, host="d")
     assert desk.told(b"d", "refused") == [{"why": RUN_OVER}]
-    council = Council(replica=2, interval_steps=4, say=lambda kind, **fields: None)
-    council.hear({"kind": "expelled", "why": RUN_OVER, "is_non_finite": False})
+    session = CoordinatorSession(replica=2, interval_steps=4, send=lambda kind, **fields: None)
+    session.receive({"kind": "expelled", "why": RUN_OVER, "is_non_finite": False})
     with pytest.raises(RunOver):
-        council.check()
+        session.check()
 
 
 def test_rounds_after_a_state_from_the_disk_are_forgotten() -> None:
-    council = Council(replica=2, interval_steps=4, say=lambda kind, **fields: None)
-    council.hear({
+    session = CoordinatorSession(replica=2, interval_steps=4, send=lambda kind, **fields: None)
+    session.receive({
         "kind": "decision", "round": 9, "launch_step": 12, "members": [0], "holders": [0], "step": 12, "closed": 12,
     })  # fmt: skip
-    council.hear({"kind": "state", "step": 0, "root": "disk", "bytes": 0, "holders": [], "note": {}, "era": 0})
-    assert not council.view.decisions, "their parts went with those that are gone"
+    session.receive({"kind": "state", "step": 0, "root": "disk", "bytes": 0, "holders": [], "note": {}, "era": 0})
+    assert not session.view.decisions, "their parts went with those that are gone"
 
 
 def test_where_a_replica_is_is_said_until_the_roster_names_it() -> None:
     said: list[str] = []
     seconds = [0.0]
-    council = Council(replica=2, interval_steps=4, say=lambda kind, **fields: said.append(kind), now=lambda: seconds[0])
-    council.insist("here", address="10.0.0.1", port=7, corpus="c", windows=9, held=0, era=0, disk=0)
+    session = CoordinatorSession(
+        replica=2, interval_steps=4, send=lambda kind, **fields: said.append(kind), now=lambda: seconds[0]
+    )
+    session.send_reliably("here", address="10.0.0.1", port=7, corpus="c", windows=9, held=0, era=0, disk=0)
     seconds[0] = 5.0
-    council.turn()
+    session.tick()
     assert said.count("here") == 2
     own = {"replica": 2, "host": "c", "address": "10.0.0.1", "port": 7, "standing": "loading"}
-    council.hear({"kind": "roster", "members": [own], "started": True, "number": 5})
+    session.receive({"kind": "roster", "members": [own], "started": True, "number": 5})
     seconds[0] = 10.0
-    council.turn()
+    session.tick()
     assert said.count("here") == 2
 
 

@@ -7,9 +7,9 @@ import pytest
 from model_joining import Town
 from searching import Search, finish, wander
 
-from thinwire.elastic.coordinator_view import Offer, View
+from thinwire.elastic.coordinator_session import CoordinatorView, StateOffer
 from thinwire.elastic.data_leases import DataLeases
-from thinwire.training.elastic.state_fetch import held_offer
+from thinwire.training.elastic.states import held_offer
 
 FAULTS = ("lose", "twice", "spoil", "swap", "die", "crash", "hurry", "pause", "leave")
 
@@ -88,9 +88,9 @@ def test_the_search_finds_a_ledger_that_keeps_what_those_had_that_are_gone(monke
 
 
 def test_who_fetches_what_nobody_holds_any_more_learns_that_the_run_goes_on_from_a_disk() -> None:
-    view = View()
-    lost = Offer(step=4, root="a" * 64, num_bytes=1, holders=(0,), note={})
+    view = CoordinatorView()
+    lost = StateOffer(step=4, root="a" * 64, num_bytes=1, holders=(0,), note={})
     view.offers[4] = lost
     assert held_offer(view) is None
-    view.offers[0] = Offer(step=0, root="disk", num_bytes=0, holders=(), note={})
+    view.offers[0] = StateOffer(step=0, root="disk", num_bytes=0, holders=(), note={})
     assert held_offer(view) is view.offers[0]

@@ -11,15 +11,15 @@ import torch
 from test_elastic_faults import FINAL, SOON_S, Street, are_alike, pause, street
 
 from thinwire.averaging.quorum_messages import read_part_header
-from thinwire.elastic.round_driver import HEAD_BYTES, blob_name, round_of
+from thinwire.elastic.round_driver import HEAD_BYTES, blob_name, round_of_name
 
 __all__ = ["street"]
 
 
 def holds_back(run: Street, number: int, *, round_id: int) -> threading.Event:
     """Let the decision of a round come to a replica only once the event is set."""
-    is_held, council = threading.Event(), run.workers[number].council
-    inner = council.hear
+    is_held, session = threading.Event(), run.workers[number].session
+    inner = session.receive
 
     def hear(message: dict[str, Any]) -> None:
         if message["kind"] == "decision" and message["round"] == round_id:
@@ -71,7 +71,7 @@ def test_who_is_behind_trains_on_while_it_catches_up_and_all_of_it_counts_later(
     publish = first.resident.shelf.publish
 
     def watch(name: bytes, payload: torch.Tensor) -> None:
-        round_id = round_of(name)
+        round_id = round_of_name(name)
         if name == blob_name(round_id, first.replica):
             offer, _ = read_part_header(payload[HEAD_BYTES:], step=1000, what="a part")
             offered[round_id] = offer.num_tokens, first.num_batches

@@ -6,7 +6,7 @@ import pytest
 from paced_town import Ended, PacedTown, Setting
 
 import thinwire
-from thinwire.elastic.adaptive_local_steps import Others, OwnPace, is_slower
+from thinwire.elastic.adaptive_local_steps import AdaptiveLocalSteps, PeerPace, is_slower
 from thinwire.elastic.rounds import ElasticRounds
 
 INTERVALS, STEP_S, JITTER = 20, 1.0, 0.1
@@ -79,36 +79,36 @@ def test_replicas_alike_pass_over_hardly_anything() -> None:
     assert min(found.trained) >= 0.97 * INTERVALS * 30 and found.own_share == [1.0] * 3
 
 
-def pace_of(others: Others, now_s: float, *, own_s: float = 0.5, has_work: bool = True) -> OwnPace:
-    return OwnPace(
-        others=others, own_s=lambda: [own_s] * 5, launched=lambda step: [0] if step % 10 == 0 else [],
+def pace_of(others: PeerPace, now_s: float, *, own_s: float = 0.5, has_work: bool = True) -> AdaptiveLocalSteps:
+    return AdaptiveLocalSteps(
+        peers=others, own_s=lambda: [own_s] * 5, launched=lambda step: [0] if step % 10 == 0 else [],
         has_work=lambda fragment: has_work, interval_steps=10, now=lambda: now_s,
     )  # fmt: skip
 
 
-def heard(*steps: int) -> Others:
-    others = Others()
+def heard(*steps: int) -> PeerPace:
+    others = PeerPace()
     others.step_s = 0.1
     for step in steps:
-        others.hear(step, now_s=0.1 * step)
+        others.observe(step, now_s=0.1 * step)
     return others
 
 
 def test_it_launches_ahead_what_it_would_be_late_for_but_no_empty_part() -> None:
-    assert pace_of(heard(10, 20), 2.4).aim(24) == 28, "after its next step the others are at 29"
-    assert pace_of(heard(10, 20), 2.5).aim(24) == 29, "it comes to 30 together with them"
-    assert pace_of(heard(10, 20), 2.7).aim(24) == 31, "its step ends at 32: it launches 30 before it"
-    assert pace_of(heard(10, 20), 2.7, has_work=False).aim(24) == 29, "it has nothing to launch: rather it is late"
+    assert pace_of(heard(10, 20), 2.4).target_step(24) == 28, "after its next step the others are at 29"
+    assert pace_of(heard(10, 20), 2.5).target_step(24) == 29, "it comes to 30 together with them"
+    assert pace_of(heard(10, 20), 2.7).target_step(24) == 31, "its step ends at 32: it launches 30 before it"
+    assert pace_of(heard(10, 20), 2.7, has_work=False).target_step(24) == 29, "nothing to launch: rather late"
 
 
 def test_it_follows_at_once_when_the_others_have_launched_and_drives_nobody_who_has_stopped() -> None:
-    assert pace_of(heard(10, 20), 2.1).aim(15) == 20
-    assert pace_of(heard(10, 20), 4.0).aim(30) == 0, "nothing was heard of a launch at 30, due at 3.0"
-    assert pace_of(heard(), 4.0).aim(3) == 0
+    assert pace_of(heard(10, 20), 2.1).target_step(15) == 20
+    assert pace_of(heard(10, 20), 4.0).target_step(30) == 0, "nothing was heard of a launch at 30, due at 3.0"
+    assert pace_of(heard(), 4.0).target_step(3) == 0
 
 
 def test_it_keeps_up_where_it_is_as_fast_as_the_others_or_nobody_knows() -> None:
-    assert pace_of(heard(10, 20), 2.5, own_s=0.104).aim(22) == 0
+    assert pace_of(heard(10, 20), 2.5, own_s=0.104).target_step(22) == 0
     assert is_slower(0.106, fastest_s=0.1) and not is_slower(9.0, fastest_s=0.0)
 
 
@@ -121,18 +121,18 @@ def test_a_slow_replica_that_launches_ahead_makes_nobody_late_and_nobody_hurry()
 
 
 def test_who_was_disturbed_in_its_first_steps_passes_over_none() -> None:
-    others = Others()
+    others = PeerPace()
     others.step_s = 0.5
-    others.begin(now_s=0.0)
+    others.start(now_s=0.0)
     own_s = [3.0]
-    pace = OwnPace(
-        others=others, own_s=lambda: own_s, launched=lambda step: [0] if step % 20 == 0 else [],
+    pace = AdaptiveLocalSteps(
+        peers=others, own_s=lambda: own_s, launched=lambda step: [0] if step % 20 == 0 else [],
         has_work=lambda fragment: True, interval_steps=60, now=lambda: 3.0,
     )  # fmt: skip
-    assert pace.aim(1) == 0
+    assert pace.target_step(1) == 0
     own_s += [2.0, 0.5, 0.5, 0.5]
-    assert pace.aim(5) == 0, "the middle one is as fast as the others"
+    assert pace.target_step(5) == 0, "the middle one is as fast as the others"
     own_s[2:] = [2.0, 2.0, 2.0]
-    assert pace.aim(5) > 5, "it is slow indeed"
+    assert pace.target_step(5) > 5, "it is slow indeed"
     own_s[:] = [31.0]
-    assert pace.aim(1) > 1, "it does not even do one in an interval"
+    assert pace.target_step(1) > 1, "it does not even do one in an interval"

@@ -126,14 +126,14 @@ class Returning:
             worker.pause = self._wait
 
     def on_exchanged(self, step: int) -> None:
-        self.lost.council.step = max(self.lost.council.step, step)
+        self.lost.session.reach(step)
         if step == 11:
             self.kept = global_tensors(self.lost.optimizer.engine, self.lost.model)
 
     def _die(self, step: int) -> None:
         if step == 18:
             self.lost.resident.die()
-            self.lost.council.view.expelled_why = "died"
+            self.lost.session.view.expelled_why = "died"
             self.has_died.set()
 
     def _wait(self, step: int) -> None:
@@ -143,11 +143,11 @@ class Returning:
     def come_back(self) -> Worker:
         again = Worker(self.run.town, name="again", steps=STEPS * 2, held=11, patience_steps=2.0)
         self.run.workers.append(again)
-        until(lambda: again.council.view.offer is not None)
-        assert again.council.view.offer.root == "own" and again.council.view.offer.step == 11
+        until(lambda: again.session.view.offer is not None)
+        assert again.session.view.offer.root == "own" and again.session.view.offer.step == 11
         assert self.kept is not None
         load_global_tensors(again.optimizer.engine, again.model, *self.kept)
-        again.council.step = 11
+        again.session.reach(11)
         again.resident.begin(11)
         again.driver.begin_at(again.optimizer, 11)
         again.begin()

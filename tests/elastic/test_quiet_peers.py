@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from thinwire.elastic.peer_activity import QUIET_S, Inflow, QuietPeers
-from thinwire.elastic.round_state_machine import Bid, CastVote, Seen
+from thinwire.elastic.peer_activity import SILENT_S, PeerActivity
+from thinwire.elastic.round_state_machine import CastVote, RoundInputs, RoundStateMachine
 
 
 @dataclass
@@ -26,27 +26,27 @@ class Connections:
 
 
 def test_those_are_quiet_whose_connection_has_been_for_long() -> None:
-    connections, times = Connections(r1=0.1, r2=QUIET_S + 1, r3=None), [10.0, 10.1, 11.0]
-    quiet = QuietPeers(connections, now=lambda: times.pop(0))
-    assert quiet() == {2}
+    connections, times = Connections(r1=0.1, r2=SILENT_S + 1, r3=None), [10.0, 10.1, 11.0]
+    activity = PeerActivity(connections, now=lambda: times.pop(0))
+    assert activity.silent_peers() == {2}
     connections.readings[2].silence_s = 0.0
-    assert quiet() == {2} and connections.looks == 1, "it is not looked for each time"
-    assert quiet() == frozenset()
+    assert activity.silent_peers() == {2} and connections.looks == 1, "it is not looked for each time"
+    assert activity.silent_peers() == frozenset()
 
 
 def test_a_link_is_busy_that_brings_much_for_what_it_can() -> None:
     connections, now_s = Connections(r1=0.0, r2=0.0), [0.0]
-    inflow = Inflow(connections, now=lambda: now_s[0])
+    activity = PeerActivity(connections, now=lambda: now_s[0])
 
     def after(seconds: float, *, first: int, second: int) -> bool:
         for _ in range(round(2 * seconds)):
             now_s[0] += 0.5
             connections.readings[1].received_bytes += first // 2
             connections.readings[2].received_bytes += second // 2
-            found = inflow.is_busy()
+            found = activity.is_link_busy()
         return found
 
-    assert not inflow.is_busy(), "nothing is known yet"
+    assert not activity.is_link_busy(), "nothing is known yet"
     assert not after(3, first=500, second=500), "words are no work"
     assert after(3, first=1_000_000, second=1_000_000)
     assert after(10, first=100_000, second=100_000), "the link has become ten times slower"
@@ -60,11 +60,11 @@ def test_a_vote_waits_for_neither_the_quiet_nor_the_dead_but_for_all_others() ->
     words = {"decision": None, "neighbours": (0, 1, 2), "limit_s": 60.0, "called": (0, 1, 2)}
     for more, votes in (
         ({"active": (0, 1, 2)}, False),
-        ({"active": (0, 1, 2), "quiet": {2}}, True),
+        ({"active": (0, 1, 2), "silent": {2}}, True),
         ({"active": (0, 1)}, True),
-        ({"active": (0, 1, 2), "quiet": {1}}, False),
+        ({"active": (0, 1, 2), "silent": {1}}, False),
     ):
-        bid = Bid(replica=0, has_part=True)
-        bid.take(1)
-        actions = bid.turn(Seen(**words, **more), now_s=0.0)
+        machine = RoundStateMachine(replica=0, has_part=True)
+        machine.on_part(1)
+        actions = machine.advance(RoundInputs(**words, **more), now_s=0.0)
         assert [one for one in actions if isinstance(one, CastVote)] == ([CastVote(has=(0, 1))] if votes else [])

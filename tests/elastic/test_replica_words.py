@@ -1,4 +1,4 @@
-"""What a replica says and does: its council, which says all again until it is answered, and its bids in rounds."""
+"""What a replica says and does: its session, which says all again until it is answered, and its machines in rounds."""
 
 import itertools
 import threading
@@ -6,25 +6,25 @@ from typing import Any
 
 import pytest
 
-from thinwire.elastic.coordinator_session import Council
-from thinwire.elastic.round_state_machine import Ask, Bid, CastVote, GiveUp, Seen
+from thinwire.elastic.coordinator_session import CoordinatorSession
+from thinwire.elastic.round_state_machine import CastVote, GiveUp, RequestPart, RoundInputs, RoundStateMachine
 from thinwire.elastic.rounds import Decision
 from thinwire.errors import Expelled
 
 
 class Clocked:
-    """A council whose clock and coordinator the test is."""
+    """A session whose clock and coordinator the test is."""
 
     def __init__(self) -> None:
         self.now_s, self.said = 0.0, []
-        self.council = Council(replica=0, interval_steps=10, say=self._say, now=lambda: self.now_s)
+        self.session = CoordinatorSession(replica=0, interval_steps=10, send=self._say, now=lambda: self.now_s)
 
     def _say(self, kind: str, **fields: Any) -> None:
         if kind != "beat":
             self.said.append((kind, fields))
 
     def hear(self, kind: str, **fields: Any) -> None:
-        self.council.hear({"kind": kind, **fields})
+        self.session.receive({"kind": kind, **fields})
 
     def decide(self, number: int) -> None:
         self.hear(
@@ -34,34 +34,34 @@ class Clocked:
     def turn(self, seconds: float) -> list[str]:
         self.now_s += seconds
         self.said.clear()
-        self.council.turn()
+        self.session.tick()
         return [kind for kind, _ in self.said]
 
 
 def test_a_council_says_everything_again_until_it_is_answered() -> None:
     one = Clocked()
-    one.council.launch(3, launch_step=40)
-    one.council.vote(3, has=(0,), reference_hash=1)
-    one.council.ask_lease(0)
-    one.council.insist("here", address="a")
+    one.session.launch(3, launch_step=40)
+    one.session.vote(3, has=(0,), reference_hash=1)
+    one.session.ask_lease(0)
+    one.session.send_reliably("here", address="a")
     assert one.turn(1.0) == []
     assert one.turn(1.5) == ["launch", "vote", "lease", "here"]
     one.decide(2)  # another round's
     one.hear("leased", number=0, shard=4, start=1)
     one.hear("state", step=0, root="seed", bytes=0, holders=[], note={}, era=0)
-    assert one.council.lease(0) == (4, 1)
+    assert one.session.lease(0) == (4, 1)
     assert one.turn(2.5) == ["launch", "vote"]
-    one.council.settle(3)
+    one.session.settle(3)
     assert one.turn(9.0) == []
 
 
 def test_records_are_said_until_they_or_later_ones_are_answered() -> None:
     one = Clocked()
-    one.council.insist("records", number=4, text="lines")
+    one.session.send_reliably("records", number=4, text="lines")
     one.hear("recorded", number=3)
-    assert not one.council.is_done_with("records") and one.turn(2.5) == ["records"]
+    assert not one.session.is_acknowledged("records") and one.turn(2.5) == ["records"]
     one.hear("recorded", number=4)
-    assert one.council.is_done_with("records") and one.turn(9.0) == []
+    assert one.session.is_acknowledged("records") and one.turn(9.0) == []
 
 
 def test_words_in_any_order_lead_to_the_same_view() -> None:
@@ -76,7 +76,7 @@ def test_words_in_any_order_lead_to_the_same_view() -> None:
         one = Clocked()
         for kind, fields in order:
             one.hear(kind, **fields)
-        view = one.council.view
+        view = one.session.view
         seen.add((view.step, view.closed_step, tuple(sorted(view.decisions)), tuple(sorted(view.calls.items()))))
     assert seen == {(9, 6, (0, 2), ((1, (0, 1)),))}
 
@@ -86,9 +86,9 @@ def test_who_was_let_go_waits_for_nothing_more() -> None:
     waiting = threading.Timer(0.05, one.hear, ["expelled"], {"why": "was silent", "is_non_finite": False})
     waiting.start()
     with pytest.raises(Expelled, match="replica 0 was silent; it joins again"):
-        one.council.wait_for(lambda view: view.finish, deadline_s=None, why="")
+        one.session.wait_for(lambda view: view.finish, deadline_s=None, why="")
     with pytest.raises(Expelled):
-        one.council.lease(5)
+        one.session.lease(5)
     waiting.join()
 
 
@@ -96,12 +96,12 @@ def test_what_nobody_holds_any_more_is_forgotten() -> None:
     one = Clocked()
     one.decide(1)
     one.hear("anew")
-    assert not one.council.view.decisions and one.council.view.step == 0
+    assert not one.session.view.decisions and one.session.view.step == 0
 
 
-def seen(**more: Any) -> Seen:
+def seen(**more: Any) -> RoundInputs:
     fields = {"called": None, "decision": None, "active": (0, 1, 2), "neighbours": (0, 1, 2), "limit_s": 2.0}
-    return Seen(**{**fields, **more})
+    return RoundInputs(**{**fields, **more})
 
 
 def decision(*members: int, holders: tuple[int, ...]) -> Decision:
@@ -109,40 +109,40 @@ def decision(*members: int, holders: tuple[int, ...]) -> Decision:
 
 
 def test_a_bid_votes_once_with_what_it_has_when_the_time_is_over() -> None:
-    bid = Bid(replica=0, has_part=True)
-    assert bid.turn(seen(), now_s=0.0) == [Ask(source=1, member=1), Ask(source=2, member=2)]
-    bid.take(1)
-    assert bid.turn(seen(called=(0, 1, 2)), now_s=1.0) == []
-    bid.fail(2, now_s=1.0)
-    assert bid.turn(seen(called=(0, 1, 2)), now_s=1.1) == []
-    assert bid.turn(seen(called=(0, 1, 2)), now_s=1.3) == [Ask(source=2, member=2)]
-    assert bid.turn(seen(called=(0, 1, 2)), now_s=3.1) == [CastVote(has=(0, 1))]
-    assert bid.turn(seen(called=(0, 1, 2)), now_s=99.0) == [] and bid.only_waits
+    machine = RoundStateMachine(replica=0, has_part=True)
+    assert machine.advance(seen(), now_s=0.0) == [RequestPart(source=1, member=1), RequestPart(source=2, member=2)]
+    machine.on_part(1)
+    assert machine.advance(seen(called=(0, 1, 2)), now_s=1.0) == []
+    machine.on_failure(2, now_s=1.0)
+    assert machine.advance(seen(called=(0, 1, 2)), now_s=1.1) == []
+    assert machine.advance(seen(called=(0, 1, 2)), now_s=1.3) == [RequestPart(source=2, member=2)]
+    assert machine.advance(seen(called=(0, 1, 2)), now_s=3.1) == [CastVote(has=(0, 1))]
+    assert machine.advance(seen(called=(0, 1, 2)), now_s=99.0) == [] and machine.has_voted
 
 
 def test_a_bid_seeks_what_was_decided_at_its_holders_and_gives_up_where_there_are_none() -> None:
-    bid = Bid(replica=0, has_part=False)
-    assert bid.turn(seen(), now_s=0.0) == []
+    machine = RoundStateMachine(replica=0, has_part=False)
+    assert machine.advance(seen(), now_s=0.0) == []
     found = decision(1, 2, holders=(2,))
-    first = bid.turn(seen(decision=found), now_s=0.0)
+    first = machine.advance(seen(decision=found), now_s=0.0)
     assert [action.member for action in first] == [1, 2] and all(action.source in (1, 2) for action in first)
     asked = {first[0].source}
     for turn in range(1, 6):  # a source that is silent is left for another one
-        for action in bid.turn(seen(decision=found), now_s=2.5 * turn):
+        for action in machine.advance(seen(decision=found), now_s=2.5 * turn):
             asked |= {action.source} if action.member == 1 else set()
     assert asked == {1, 2}
-    assert not bid.is_complete(found)
-    bid.take(1)
-    gone = bid.turn(seen(decision=found, neighbours=(0, 1)), now_s=14.0)
-    assert gone == [Ask(source=1, member=2)], "one that is left may have fetched it before the holder went"
-    alone = bid.turn(seen(decision=found, neighbours=(0,), active=(0,)), now_s=15.0)
+    assert not machine.is_complete(found)
+    machine.on_part(1)
+    gone = machine.advance(seen(decision=found, neighbours=(0, 1)), now_s=14.0)
+    assert gone == [RequestPart(source=1, member=2)], "one that is left may have fetched it before the holder went"
+    alone = machine.advance(seen(decision=found, neighbours=(0,), active=(0,)), now_s=15.0)
     assert alone == [GiveUp(member=2, sources=())]
-    bid.take(2)
-    assert bid.is_complete(found) and bid.turn(seen(decision=found), now_s=99.0) == []
+    machine.on_part(2)
+    assert machine.is_complete(found) and machine.advance(seen(decision=found), now_s=99.0) == []
 
 
 def test_a_bid_gives_up_in_the_end_and_never_asks_itself() -> None:
-    bid = Bid(replica=0, has_part=False)
+    machine = RoundStateMachine(replica=0, has_part=False)
     found = decision(0, 1, holders=(0, 1))
-    assert all(action.source == 1 for action in bid.turn(seen(decision=found), now_s=0.0))
-    assert bid.turn(seen(decision=found), now_s=61.0) == [GiveUp(member=0, sources=(1,))]
+    assert all(action.source == 1 for action in machine.advance(seen(decision=found), now_s=0.0))
+    assert machine.advance(seen(decision=found), now_s=61.0) == [GiveUp(member=0, sources=(1,))]

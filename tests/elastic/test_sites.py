@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from town import Resident, Town, live_together
 
-from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.coordinator_session import CoordinatorSession
 from thinwire.elastic.join import note_rate
 from thinwire.elastic.protocol import decode, encode
-from thinwire.elastic.round_driver import round_of
-from thinwire.elastic.round_state_machine import Action, Ask, Bid, CastVote, Seen
+from thinwire.elastic.round_driver import round_of_name
+from thinwire.elastic.round_state_machine import Action, CastVote, RequestPart, RoundInputs, RoundStateMachine
 from thinwire.elastic.rounds import Decision
-from thinwire.elastic.site_topology import find_sites, site_of
-from thinwire.elastic.source_selection import relays
+from thinwire.elastic.routing import find_sites, relays, site_of
 from thinwire.errors import PayloadError
 from thinwire.events import Transfer
 
@@ -93,70 +92,70 @@ def test_the_load_spreads_and_when_one_goes_only_its_parts_change_hands() -> Non
     assert all(old == new for old, new in zip(before, after, strict=True) if old != 1)
 
 
-def seen(called: tuple[int, ...] | None, decision: Decision | None = None) -> Seen:
-    return Seen(
+def seen(called: tuple[int, ...] | None, decision: Decision | None = None) -> RoundInputs:
+    return RoundInputs(
         called=called, decision=decision, active=(0, 1, 2, 3), neighbours=(0, 1, 2, 3), limit_s=10.0,
         relays={2: 1, 3: 1}, relay_limit_s=1.0, near=(0, 1),
     )  # fmt: skip
 
 
 def asks(actions: list[Action]) -> set[tuple[int, int]]:
-    return {(action.source, action.member) for action in actions if isinstance(action, Ask)}
+    return {(action.source, action.member) for action in actions if isinstance(action, RequestPart)}
 
 
 def test_a_relay_has_a_measured_time_and_then_the_origin_is_asked_too() -> None:
-    bid = Bid(replica=0, has_part=True)
-    assert asks(bid.turn(seen(None), now_s=0.0)) == {(1, 1), (1, 2), (1, 3)}
-    assert not asks(bid.turn(seen(None), now_s=50.0)), "before the call nobody is late"
-    bid.turn(seen((0, 1, 2, 3)), now_s=50.0)
-    bid.take(1)
-    bid.take(3)
-    assert not asks(bid.turn(seen((0, 1, 2, 3)), now_s=50.9))
-    assert asks(bid.turn(seen((0, 1, 2, 3)), now_s=51.0)) == {(2, 2)}
-    assert not bid.turn(seen((0, 1, 2, 3)), now_s=60.5), "the origin has as much time as any"
-    assert bid.turn(seen((0, 1, 2, 3)), now_s=61.5) == [CastVote(has=(0, 1, 3))]
+    machine = RoundStateMachine(replica=0, has_part=True)
+    assert asks(machine.advance(seen(None), now_s=0.0)) == {(1, 1), (1, 2), (1, 3)}
+    assert not asks(machine.advance(seen(None), now_s=50.0)), "before the call nobody is late"
+    machine.advance(seen((0, 1, 2, 3)), now_s=50.0)
+    machine.on_part(1)
+    machine.on_part(3)
+    assert not asks(machine.advance(seen((0, 1, 2, 3)), now_s=50.9))
+    assert asks(machine.advance(seen((0, 1, 2, 3)), now_s=51.0)) == {(2, 2)}
+    assert not machine.advance(seen((0, 1, 2, 3)), now_s=60.5), "the origin has as much time as any"
+    assert machine.advance(seen((0, 1, 2, 3)), now_s=61.5) == [CastVote(has=(0, 1, 3))]
 
 
 def test_a_relay_that_takes_no_part_in_the_round_or_fails_is_not_waited_for() -> None:
-    bid = Bid(replica=0, has_part=True)
-    bid.turn(seen(None), now_s=0.0)
-    bid.turn(seen((0, 2, 3)), now_s=1.0)  # relay 1 has not launched it: noted
-    assert asks(bid.turn(seen((0, 2, 3)), now_s=1.1)) == {(2, 2), (3, 3)}
-    bid = Bid(replica=0, has_part=True)
-    bid.turn(seen(None), now_s=0.0)
-    bid.fail(2, now_s=1.0, source=1)
-    assert asks(bid.turn(seen(None), now_s=1.3)) == {(2, 2)}
+    machine = RoundStateMachine(replica=0, has_part=True)
+    machine.advance(seen(None), now_s=0.0)
+    machine.advance(seen((0, 2, 3)), now_s=1.0)  # relay 1 has not launched it: noted
+    assert asks(machine.advance(seen((0, 2, 3)), now_s=1.1)) == {(2, 2), (3, 3)}
+    machine = RoundStateMachine(replica=0, has_part=True)
+    machine.advance(seen(None), now_s=0.0)
+    machine.on_failure(2, now_s=1.0, source=1)
+    assert asks(machine.advance(seen(None), now_s=1.3)) == {(2, 2)}
 
 
 def test_of_many_that_hold_a_decided_part_those_of_the_own_site_are_asked_first() -> None:
     decision = Decision(round_id=0, launch_step=10, members=(2,), holders=(1, 2, 3), step=10)
-    bid = Bid(replica=0, has_part=False)
-    assert asks(bid.turn(seen((1, 2, 3), decision), now_s=0.0)) == {(1, 2)}
-    assert asks(bid.turn(seen((1, 2, 3), decision), now_s=11.0)) < {(2, 2), (3, 2)}
-    bid = Bid(replica=0, has_part=False)
-    bid.turn(seen((1, 2, 3), decision), now_s=0.0)
+    machine = RoundStateMachine(replica=0, has_part=False)
+    assert asks(machine.advance(seen((1, 2, 3), decision), now_s=0.0)) == {(1, 2)}
+    assert asks(machine.advance(seen((1, 2, 3), decision), now_s=11.0)) < {(2, 2), (3, 2)}
+    machine = RoundStateMachine(replica=0, has_part=False)
+    machine.advance(seen((1, 2, 3), decision), now_s=0.0)
     asked: set[tuple[int, int]] = set()
     for number in range(3):  # who does not give it is not asked for ever
         for source in (1, 2, 3):
-            bid.fail(2, now_s=float(number), source=source)
-        asked |= asks(bid.turn(seen((1, 2, 3), decision), now_s=number + 0.5))
+            machine.on_failure(2, now_s=float(number), source=source)
+        asked |= asks(machine.advance(seen((1, 2, 3), decision), now_s=number + 0.5))
     assert asked >= {(2, 2), (3, 2)}
 
 
 def test_only_what_was_sent_well_and_is_large_enough_tells_a_rate() -> None:
-    council = Council(replica=0, interval_steps=4, say=lambda kind, **fields: None)
+    session = CoordinatorSession(replica=0, interval_steps=4, send=lambda kind, **fields: None)
     common = {"peer": 1, "kind": "library", "round_id": 0, "fragment": 0, "phase": 0, "started_s": 1.0}
     for direction, num_bytes, error in (("received", 1 << 20, ""), ("sent", 1 << 20, "lost"), ("sent", 100, "")):
-        note_rate(council, Transfer(
+        note_rate(session, Transfer(
             direction=direction, payload_bytes=num_bytes, wire_bytes=num_bytes, finished_s=2.0, error=error, **common
         ))  # type: ignore[arg-type]  # fmt: skip
-    assert council.rates.told() == {}
-    note_rate(council, Transfer(
+    assert session.link_rates.report() == {}
+    note_rate(session, Transfer(
         direction="sent", payload_bytes=1 << 20, wire_bytes=1 << 20, finished_s=1.5, **common
     ))  # type: ignore[arg-type]  # fmt: skip
-    assert council.rates.told() == {"1": 1 << 21}
-    council.rates.keep(())
-    assert council.rates.told() == {}
+    assert session.link_rates.report() == {"1": 1 << 21}
+    session.link_rates.retain(())
+    assert session.link_rates.report() == {}
 
 
 @pytest.mark.parametrize("bad", [[], {"a": 1}, {"1": -1}, {"1": 0.5}, {"1": True}, {"1" * 20: 1}, {"\u0661": 1}])
@@ -181,19 +180,19 @@ class Site:
             resident.shelf.get = partial(self._get, resident.replica, resident.shelf.get)  # type: ignore[method-assign]
             for peer in range(4 if knows_sites else 0):
                 seconds = 0.01 if peer in site_of(resident.replica, self.SITES) else 1.0
-                resident.council.rates.observe(peer, num_bytes=1 << 20, seconds=seconds)
+                resident.session.link_rates.observe(peer, num_bytes=1 << 20, seconds=seconds)
             resident.begin()
         expected = self.SITES if knows_sites else ()
         for resident in self.residents:
-            active = resident.council.active
-            resident.council.wait_for(
+            active = resident.session.active
+            resident.session.wait_for(
                 lambda view, active=active: len(active()) == 4 and view.sites == expected, deadline_s=20, why=""
             )
 
     def _get(self, me: int, get: Any, source: int, name: bytes, *, most_bytes: int) -> Any:
         if source not in site_of(me, self.SITES):
             with self._lock:
-                self.crossed[round_of(name) or 0, int.from_bytes(name[9:], "little"), me // 2] += 1
+                self.crossed[round_of_name(name) or 0, int.from_bytes(name[9:], "little"), me // 2] += 1
         return get(source, name, most_bytes=most_bytes)
 
     def run(self) -> None:

@@ -4,6 +4,7 @@ Time here is a number that only waiting moves, so nothing depends on the machine
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 
 from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic import round_driver as proposal_module
-from thinwire.elastic.coordinator_session import Council
-from thinwire.elastic.round_driver import HEAD_BYTES, Proposal
-from thinwire.elastic.round_state_machine import Ask, Bid, CastVote, Seen
+from thinwire.elastic.coordinator_session import CoordinatorSession
+from thinwire.elastic.round_driver import HEAD_BYTES, RoundDriver
+from thinwire.elastic.round_state_machine import CastVote, RequestPart, RoundInputs, RoundStateMachine
 from thinwire.elastic.rounds import Decision, ElasticRounds, Vote
 from thinwire.events import FIRST_LAST_ROUND
 
@@ -34,10 +35,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     found = Clock()
     monkeypatch.setattr(proposal_module, "time", found)
 
-    def pause(self: Proposal) -> None:
-        found.now_s += proposal_module._LOOK_S
+    def pause(self: RoundDriver) -> None:
+        found.now_s += proposal_module._POLL_S
 
-    monkeypatch.setattr(Proposal, "_pause", pause)
+    monkeypatch.setattr(RoundDriver, "_pause", pause)
     yield found
 
 
@@ -81,16 +82,16 @@ def member(replica: int) -> dict[str, Any]:
     return {"replica": replica, "host": "h", "address": "10.0.0.1", "port": 7, "standing": "active"}
 
 
-def proposal_of(shelf: SlowShelf, *, holders: list[int], there: range) -> Proposal:
+def proposal_of(shelf: SlowShelf, *, holders: list[int], there: range) -> RoundDriver:
     """Return replica 2's view of a decided round whose mean is replica 0's part."""
-    council = Council(replica=2, interval_steps=4, say=lambda kind, **fields: None)
-    council.transfers = AdaptiveTimeout(least_s=USUAL_S, most_s=USUAL_S)
-    council.hear({"kind": "roster", "members": [member(n) for n in there], "started": True, "number": 1})
-    council.hear({
+    session = CoordinatorSession(replica=2, interval_steps=4, send=lambda kind, **fields: None)
+    session.transfer_timeout = AdaptiveTimeout(least_s=USUAL_S, most_s=USUAL_S)
+    session.receive({"kind": "roster", "members": [member(n) for n in there], "started": True, "number": 1})
+    session.receive({
         "kind": "decision", "round": 9, "launch_step": 12, "members": [0], "holders": holders, "step": 12, "closed": 12,
     })  # fmt: skip
-    return Proposal(
-        council=council, shelf=shelf, round_id=9, launch_step=12, part=None, reference_hash=77, most_bytes=10
+    return RoundDriver(
+        session=session, store=shelf, round_id=9, launch_step=12, part=None, reference_hash=77, most_bytes=10
     )
 
 
@@ -106,7 +107,7 @@ def test_a_part_that_takes_longer_than_usual_still_comes(clock: Clock) -> None:
     proposal = proposal_of(shelf, holders=[0, 1], there=range(3))
     proposal.wait(deadline_s=1)
     assert proposal.agreed is not None and list(proposal.agreed.parts) == [0]
-    assert clock.now_s == pytest.approx(LONG_S, abs=2 * proposal_module._LOOK_S)
+    assert clock.now_s == pytest.approx(LONG_S, abs=2 * proposal_module._POLL_S)
     assert sorted(source for source, _ in shelf.asked) == [0, 1], "each holder is asked once"
     assert sum(fetch.is_cancelled for _, fetch in shelf.asked) == 1, "and the later one no longer when it has come"
 
@@ -114,15 +115,13 @@ def test_a_part_that_takes_longer_than_usual_still_comes(clock: Clock) -> None:
 def test_a_part_that_is_late_on_a_busy_link_is_not_asked_for_twice(clock: Clock) -> None:
     shelf = SlowShelf(clock)
     proposal = proposal_of(shelf, holders=[0, 1], there=range(3))
-    proposal._council.is_busy, proposal._council.transfers = (
-        lambda: True,
-        AdaptiveTimeout(least_s=2 * USUAL_S, most_s=1.0),
-    )
-    proposal._council.transfers.observe(0.0)
+    proposal._session.activity = SimpleNamespace(is_link_busy=lambda: True, silent_peers=frozenset)
+    proposal._session.transfer_timeout = AdaptiveTimeout(least_s=2 * USUAL_S, most_s=1.0)
+    proposal._session.transfer_timeout.observe(0.0)
     proposal.wait(deadline_s=1)
     assert [source for source, _ in shelf.asked] == [0]
-    assert clock.now_s == pytest.approx(LONG_S, abs=2 * proposal_module._LOOK_S)
-    assert not proposal._council.lacking, "nothing is lacking when it is there"
+    assert clock.now_s == pytest.approx(LONG_S, abs=2 * proposal_module._POLL_S)
+    assert not proposal._session.missing_parts, "nothing is lacking when it is there"
 
 
 def decided(*members: int) -> Decision:
@@ -130,13 +129,13 @@ def decided(*members: int) -> Decision:
 
 
 def test_parts_of_a_later_round_are_asked_for_when_few_of_the_earlier_ones_are_lacking() -> None:
-    bid = Bid(replica=9, has_part=False)
+    machine = RoundStateMachine(replica=9, has_part=False)
     words = {"called": None, "active": (0, 1, 2, 9), "neighbours": (0, 1, 2, 9), "limit_s": 2.0}
 
     def asked(ahead: int, *, now_s: float) -> list[int]:
-        actions = bid.turn(Seen(decision=decided(0, 1, 2), ahead=ahead, **words), now_s=now_s)
-        assert all(isinstance(one, Ask) for one in actions), "it never gives up what it has not asked for"
-        return [one.member for one in actions if isinstance(one, Ask)]
+        actions = machine.advance(RoundInputs(decision=decided(0, 1, 2), ahead=ahead, **words), now_s=now_s)
+        assert all(isinstance(one, RequestPart) for one in actions), "it never gives up what it has not asked for"
+        return [one.member for one in actions if isinstance(one, RequestPart)]
 
     assert [asked(5, now_s=0.0), asked(2, now_s=500.0)] == [[], []]
     assert asked(1, now_s=501.0) == [0], "so that the link is not idle between two rounds"
@@ -146,9 +145,9 @@ def test_parts_of_a_later_round_are_asked_for_when_few_of_the_earlier_ones_are_l
 
 def test_a_part_on_a_thin_link_is_waited_for_as_long_as_nobody_needs_the_result() -> None:
     words = {"called": (0, 1), "decision": None, "active": (0, 1), "neighbours": (0, 1), "limit_s": 2.0}
-    for borne_s, voted in ((0.0, [False, True, True]), (6.0, [False, False, True])):
-        bid = Bid(replica=0, has_part=True)
-        found = [bid.turn(Seen(borne_s=borne_s, **words), now_s=now_s) for now_s in (0.0, 3.0, 6.5)]
+    for slack_s, voted in ((0.0, [False, True, True]), (6.0, [False, False, True])):
+        machine = RoundStateMachine(replica=0, has_part=True)
+        found = [machine.advance(RoundInputs(slack_s=slack_s, **words), now_s=now_s) for now_s in (0.0, 3.0, 6.5)]
         votes = [any(isinstance(one, CastVote) for one in actions) for actions in found]
         assert [any(votes[: n + 1]) for n in range(3)] == voted
 

@@ -1,4 +1,4 @@
-"""An elastic run in one process: the real coordinator and councils, with queues of threads in the place of wires."""
+"""An elastic run in one process: the real coordinator and sessions, with queues of threads in the place of wires."""
 
 import threading
 import time
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from thinwire.elastic.coordinator import Coordinator
-from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.coordinator_session import CoordinatorSession
 from thinwire.elastic.coordinator_state import CoordinatorConfig
-from thinwire.elastic.engine_session import ElasticSeat
 from thinwire.elastic.protocol import VERSION, decode, encode
+from thinwire.elastic.round_driver import ReplicaRounds
 from thinwire.errors import DeadlineExceeded, PeerLost
 from thinwire.version import __version__
 
@@ -125,19 +125,19 @@ class Town:
 
 
 class Resident:
-    """One replica's council and seat."""
+    """One replica's session and seat."""
 
     def __init__(self, town: Town, *, name: str, interval_steps: int = 4, held: int = 0) -> None:
         self.town = town
         self.token = name.encode()
         self._welcome: dict[str, Any] = {}
-        self.council: Council | None = None
+        self.session: CoordinatorSession | None = None
         town._homes[self.token] = self._hear
         town.say(self.token, "join", version=VERSION, thinwire=__version__, host=name)
         self.replica = int(self._welcome["replica"])
-        self.council = Council(replica=self.replica, interval_steps=interval_steps, say=self._say)
+        self.session = CoordinatorSession(replica=self.replica, interval_steps=interval_steps, send=self._say)
         self.shelf = TownShelf(town, self.replica)
-        self.seat = ElasticSeat(self.council, self.shelf)
+        self.seat = ReplicaRounds(self.session, self.shelf)
         self.shelf.is_past = self.seat.is_past
         self._say(
             "here", address="127.0.0.1", port=1000 + self.replica, corpus="c", windows=1000, held=held, era=0, disk=0
@@ -149,16 +149,16 @@ class Resident:
     def _turn(self) -> None:
         while not self._is_over.wait(0.1):
             if self.replica not in self.town.dead:
-                self.council.turn()
+                self.session.tick()
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["kind"] == "welcome":
             self._welcome = message
-        elif self.council is not None and self.council.replica not in self.town.dead:
-            self.council.hear(message)
+        elif self.session is not None and self.session.replica not in self.town.dead:
+            self.session.receive(message)
 
     def _say(self, kind: str, **fields: Any) -> None:
-        if self.council is None or self.replica not in self.town.dead:
+        if self.session is None or self.replica not in self.town.dead:
             self.town.say(self.token, kind, **fields)
 
     def begin(self, step: int = 0) -> None:

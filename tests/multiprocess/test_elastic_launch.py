@@ -35,7 +35,7 @@ def test_the_coordinator_ends_by_itself_after_this_host_s_replicas(
     def look() -> None:
         assert time.monotonic() < until_s, "it does not end"
 
-    launch(roles, run_dir=tmp_path, say=lambda text: None, look=look, part=(tmp_path / "alone").touch)
+    launch(roles, run_dir=tmp_path, report=lambda text: None, on_tick=look, part=(tmp_path / "alone").touch)
     assert (tmp_path / "served").exists(), "it was told that it is alone, and not ended before it was done"
 
 
@@ -53,7 +53,7 @@ if len((folder / "lives").read_text().splitlines()) < 3:
 """
 SPARE = """
 import pathlib, runpy, sys
-from thinwire.training.elastic.standby_process import read_work
+from thinwire.training.elastic.launch import read_work
 folder = pathlib.Path(sys.argv[1])
 (folder / "waiting").touch()
 words = read_work()
@@ -70,13 +70,13 @@ def test_a_process_that_waits_takes_the_place_of_one_that_died_and_ends_with_the
     (tmp_path / "role_of_a_replica.py").write_text(WORKER)
     (tmp_path / "role_of_a_spare.py").write_text(SPARE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    role = Role(name="replica 7", module="role_of_a_replica", words=("7",), spare="role_of_a_spare")
+    role = Role(name="replica 7", module="role_of_a_replica", arguments=("7",), spare="role_of_a_spare")
     until_s, said = time.monotonic() + 60, list[str]()
 
     def look() -> None:
         assert time.monotonic() < until_s, (tmp_path / "logs" / "spare.err").read_text()
 
-    launch([role], run_dir=tmp_path, say=said.append, look=look)
+    launch([role], run_dir=tmp_path, report=said.append, on_tick=look)
     lives = [line.split() for line in (tmp_path / "lives").read_text().splitlines()]
     assert [program for _, _, program in lives] == ["role_of_a_replica.py", "role_of_a_spare.py", "role_of_a_spare.py"]
     assert [index for index, _, _ in lives] == ["7"] * 3 and len({pid for _, pid, _ in lives}) == 3

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, with_slow_steps
 
-from thinwire.elastic.coordinator_client import ask_once
+from thinwire.elastic.coordinator_client import send_command
 from thinwire.elastic.invitation import read_invitation
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.elastic.job import LocalSettings
@@ -66,7 +66,7 @@ def slower_file(run: Path) -> Path:
 def status(run: Path) -> dict[str, Any]:
     settings = LocalSettings.load(run)
     secret = read_secret(Path(settings.secret))
-    answer = ask_once(read_invitation(settings.invitation), secret=secret, deadline_s=30, verb="status", target="")
+    answer = send_command(read_invitation(settings.invitation), secret=secret, deadline_s=30, verb="status", target="")
     found: dict[str, Any] = answer["status"]
     return found
 

@@ -16,11 +16,11 @@ import psutil
 import pytest
 from training_runs import DEADLINE_S, DOCUMENTS, MARK, OPTIONS, with_slow_steps
 
-from thinwire.elastic.coordinator_client import ask_once
+from thinwire.elastic.coordinator_client import send_command
 from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.elastic.job import LocalSettings
-from thinwire.training.elastic.local_snapshot import newest_kept
+from thinwire.training.elastic.local_snapshot import newest_snapshot
 from thinwire.training.run_identity import read_identity
 from thinwire.transport.secret import read_secret
 
@@ -122,13 +122,13 @@ def address_of(host: Host) -> str:
 def status(address: str) -> dict[str, Any]:
     place = read_invitation(address)
     assert place.secret is not None
-    found: dict[str, Any] = ask_once(place, secret=place.secret, deadline_s=60, verb="status", target="")["status"]
+    found: dict[str, Any] = send_command(place, secret=place.secret, deadline_s=60, verb="status", target="")["status"]
     return found
 
 
 def newest_step(folder: Path) -> int:
     run = read_identity(folder)
-    latest, kept = GlobalCheckpoints(folder / "checkpoints", run=run).latest().state, newest_kept(folder, run=run)
+    latest, kept = GlobalCheckpoints(folder / "checkpoints", run=run).latest().state, newest_snapshot(folder, run=run)
     return max(0 if latest is None else latest.step, 0 if kept is None else kept.state.step)
 
 
@@ -157,7 +157,7 @@ def test_a_survivor_goes_on_with_the_run_and_the_others_join_it(hosts: Callable[
         host.kill()
     had = newest_step(second.folder)
     assert had >= 20
-    kept = newest_kept(third.folder, run=before)
+    kept = newest_snapshot(third.folder, run=before)
     holds_it = (kept is not None and kept.state.step == had) or (third.folder / f"checkpoints/step-{had:08d}").exists()
     again = hosts("second", "train", "--elastic", "--resume", "second", "--json")
     new_address = address_of(again)

@@ -15,7 +15,7 @@ import pytest
 from test_elastic_run import active, processes, rounds, runs, start, status, texts, wait_until
 from training_runs import Started
 
-from thinwire.elastic.coordinator_client import ask_once
+from thinwire.elastic.coordinator_client import send_command
 from thinwire.elastic.invitation import read_invitation
 from thinwire.errors import ConnectError
 from thinwire.training.elastic.job import LocalSettings
@@ -122,7 +122,7 @@ def test_processes_whose_logs_take_nothing_train_to_the_end(texts: Path, tmp_pat
     wait_until(run, lambda found: found["step"] > 5, started)
     settings = LocalSettings.load(run)
     with pytest.raises(ConnectError):  # what is no command is not answered, and the coordinator logs it
-        ask_once(
+        send_command(
             read_invitation(settings.invitation), secret=read_secret(Path(settings.secret)), deadline_s=1, verb="dance",
             target="",
         )  # fmt: skip

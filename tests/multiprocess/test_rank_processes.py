@@ -8,13 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from thinwire.training.elastic.rank_processes import RankProcesses
+from thinwire.training.elastic.replica_ranks import RankProcesses
 
 pytestmark = pytest.mark.multiprocess
 
@@ -31,7 +30,7 @@ def told() -> list[str]:
 def ranks(tmp_path: Path, told: list[str]) -> Iterator[RankProcesses]:
     command = [sys.executable, "-c", SLEEPER]
     started = RankProcesses(
-        command, num_ranks=3, logs=tmp_path / "logs", name="replica-process-0", say=told.append,
+        command, num_ranks=3, logs=tmp_path / "logs", name="replica-process-0", report=told.append,
         end=lambda: told.append("ended"),
     )  # fmt: skip
     yield started
@@ -43,11 +42,6 @@ def wait_until(what: Callable[[], Any]) -> None:
     while not what():
         assert time.monotonic() < until_s
         time.sleep(0.02)
-
-
-def pair(*values: Any) -> tuple[Any, ...]:
-    """Return a tuple that is no other one, however alike; a literal would be the same one each time."""
-    return values
 
 
 def own_ranks() -> list[psutil.Process]:
@@ -68,16 +62,15 @@ def test_a_rank_that_dies_takes_the_others_with_it_and_is_named(ranks: RankProce
 def test_a_rank_that_hangs_is_ended_after_the_time_that_it_was_given(ranks: RankProcesses, told: list[str]) -> None:
     wait_until(lambda: len(own_ranks()) == 2)
     own_ranks()[0].send_signal(signal.SIGSTOP)
-    crew: Any = SimpleNamespace(waits=("a step", 600.0))
-    ranks.follow(crew)
+    ranks.expect("a step", 600.0)
     time.sleep(0.5)
     for _ in range(6):  # each order is given the whole time, however alike they are
-        crew.waits = pair("a step", 0.4)
+        ranks.expect("a step", 0.4)
         time.sleep(0.2)
-    crew.waits = None
+    ranks.expect_nothing()
     time.sleep(0.5)
     assert told == []
-    crew.waits = ("the norm of the gradient", 0.3)
+    ranks.expect("the norm of the gradient", 0.3)
     wait_until(lambda: told)
     assert "a rank of this replica hangs: the norm of the gradient took longer than 0.3 s" in told[0]
     wait_until(lambda: not own_ranks())

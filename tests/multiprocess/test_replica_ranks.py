@@ -19,8 +19,7 @@ from thinwire.elastic.engine_driver import ElasticDriver
 from thinwire.elastic.replica_state import global_tensors, load_global_tensors
 from thinwire.training.build import make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig, resolve
-from thinwire.training.elastic.rank0_driver import Crew, whole_model
-from thinwire.training.elastic.rank_shard import follow
+from thinwire.training.elastic.replica_ranks import Rank0Driver, follow, whole_model
 
 pytestmark = pytest.mark.multiprocess
 
@@ -90,7 +89,7 @@ def test_shards_of_any_size_come_whole_to_the_leading_rank_and_back_bit_for_bit(
 
 
 class FolderSeat:
-    """A council of replicas that never come or go: each lays its part into a folder, and takes everybody's."""
+    """A session of replicas that never come or go: each lays its part into a folder, and takes everybody's."""
 
     def __init__(self, folder: Path, *, replica: int, num_replicas: int, late: int) -> None:
         self._folder, self._replica, self._all, self._late = folder, replica, tuple(range(num_replicas)), late
@@ -166,40 +165,40 @@ def batch_of(replica: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assembled(
-    config: TrainConfig, *, replica: int, crew: Crew | None, folder: Path
+    config: TrainConfig, *, replica: int, rank0: Rank0Driver | None, folder: Path
 ) -> tuple[nn.Module, thinwire.DistributedOptimizer]:
     seat: Any = FolderSeat(folder, replica=replica, num_replicas=2, late=LATE_ROUND)
-    if crew is None:
+    if rank0 is None:
         model = make_model(config, vocab_size=30, device="cpu")
         inner = make_inner_optimizer(config, model)
     else:
-        model, inner = crew.assemble(config, vocab_size=30)
+        model, inner = rank0.assemble(config, vocab_size=30)
     method = thinwire.methods.streaming_diloco(
         sync_interval=INTERVAL, overlap_steps=1, num_fragments=2, codec=thinwire.codecs.float32()
     )
     transport: Any = SeatTransport(replica)
     optimizer = thinwire.DistributedOptimizer(
-        model, inner, method=elastic(method, session=seat, pieces=crew), transport=transport,
+        model, inner, method=elastic(method, session=seat, pieces=rank0), transport=transport,
         catch_up=ElasticDriver(seat.known_step, grace_steps=STEPS),
     )  # fmt: skip
     return model, optimizer
 
 
-def train(config: TrainConfig, *, replica: int, crew: Crew | None, folder: Path) -> dict[str, Any]:
+def train(config: TrainConfig, *, replica: int, rank0: Rank0Driver | None, folder: Path) -> dict[str, Any]:
     """Take a state in, train, evaluate, and write the last state down."""
-    model, optimizer = assembled(config, replica=replica, crew=crew, folder=folder)
+    model, optimizer = assembled(config, replica=replica, rank0=rank0, folder=folder)
     start = torch.load(folder / "start.pt", weights_only=True)
     load_global_tensors(optimizer.engine, model, start["parameters"], start["outer"])
     parameters, outer = global_tensors(optimizer.engine, model)
     is_given_on = hash_of(parameters, outer) == hash_of(start["parameters"], start["outer"])
-    losses = [one_step(step, model, optimizer, config, replica=replica, crew=crew) for step in range(1, STEPS + 1)]
+    losses = [one_step(step, model, optimizer, config, replica=replica, rank0=rank0) for step in range(1, STEPS + 1)]
     optimizer.close()
     before = optimizer.engine.view.parameters.read(0)
     with optimizer.global_parameters():
-        held_out = held_out_loss(model, crew)
+        held_out = held_out_loss(model, rank0)
     assert torch.equal(before, optimizer.engine.view.parameters.read(0)), "the local parameters are back"
     parameters, outer = global_tensors(optimizer.engine, model)
-    if crew is not None:
+    if rank0 is not None:
         whole = whole_model(config, vocab_size=30, parameters=parameters, sharded=model)
         assert held_out_loss(whole, None) == pytest.approx(held_out, rel=1e-5)
     torch.save({"parameters": parameters, "outer": outer}, folder / f"end-{replica}.pt")
@@ -211,26 +210,26 @@ def train(config: TrainConfig, *, replica: int, crew: Crew | None, folder: Path)
 
 def one_step(
     step: int, model: Any, optimizer: thinwire.DistributedOptimizer, config: TrainConfig, *, replica: int,
-    crew: Crew | None,
+    rank0: Rank0Driver | None,
 ) -> float:  # fmt: skip
     tokens, targets = batch_of(replica, step)
     optimizer.count_tokens(tokens.numel())
-    if crew is None:
+    if rank0 is None:
         loss, nll = model.loss(tokens, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
     else:
-        _, nll = crew.backward(tokens, targets, factor=1.0)
-        crew.clip()
+        _, nll = rank0.backward(tokens, targets, factor=1.0)
+        rank0.clip()
     optimizer.step()
     optimizer.zero_grad()
     return float(nll)
 
 
-def held_out_loss(model: Any, crew: Crew | None) -> float:
+def held_out_loss(model: Any, rank0: Rank0Driver | None) -> float:
     tokens, targets = (part[:1] for part in batch_of(7, 0))  # fewer rows than ranks
     with torch.no_grad():
-        return float(crew.held_out(tokens, targets) if crew else model.loss(tokens, targets)[1])
+        return float(rank0.held_out(tokens, targets) if rank0 else model.loss(tokens, targets)[1])
 
 
 def hash_of(*states: dict[str, torch.Tensor]) -> str:
@@ -246,16 +245,16 @@ def live(folder: str, ranks: list[int]) -> dict[str, Any]:
     rank, size = number - replica * ranks[0], ranks[replica]
     config = config_of(folder)
     if size == 1:
-        return train(config, replica=replica, crew=None, folder=Path(folder))
+        return train(config, replica=replica, rank0=None, folder=Path(folder))
     from thinwire.transport.replica_group import ReplicaGroup
 
     group = ReplicaGroup(rank=rank, size=size, meeting=Path(folder) / f"meeting-{replica}")
     if not group.leads:
         follow(group)
         return {}
-    crew = Crew(group)
-    found = train(config, replica=replica, crew=crew, folder=Path(folder))
-    crew.dismiss()
+    rank0 = Rank0Driver(group)
+    found = train(config, replica=replica, rank0=rank0, folder=Path(folder))
+    rank0.dismiss()
     return found
 
 
@@ -263,7 +262,7 @@ def trained(folder: Path, ranks: list[int]) -> list[dict[str, Any]]:
     """Let two replicas train from a state that is no beginning, and return what they say, and their last state."""
     folder.mkdir()
     config = config_of(str(folder))
-    model, optimizer = assembled(config, replica=0, crew=None, folder=folder)
+    model, optimizer = assembled(config, replica=0, rank0=None, folder=folder)
     parameters, outer = global_tensors(optimizer.engine, model)
     generator = torch.Generator().manual_seed(5)
     outer = {name: 1e-4 * torch.randn(vector.shape, generator=generator) for name, vector in outer.items()}

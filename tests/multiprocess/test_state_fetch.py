@@ -12,16 +12,18 @@ from messages import content
 from open_wires import HOST, SOON_S, Site, site, sites
 from processes import Processes
 
-from thinwire.elastic.state_chunks import (
+from thinwire.elastic.state_transfer import (
     CHUNK_BYTES,
+    CorruptChunk,
+    StateTransfer,
     chunk_name,
+    fetch_state,
     hashes_name,
     num_chunks_of,
     publish_state,
     root_of,
     withdraw_state,
 )
-from thinwire.elastic.state_transfer import StateFetch, WrongBytes, fetch_state
 from thinwire.errors import DeadlineExceeded, NotThere
 from thinwire.transport.addresses import Address
 from thinwire.transport.blob_store import BlobStore
@@ -100,7 +102,7 @@ def test_wrong_chunks_are_not_used_and_their_sender_is_named_once_and_asked_no_m
     with sites(0, 1, 2) as (new, good, bad):
         root = publish_state(good.library, NAME, state_of(size), chunk_bytes=CHUNK)
         lie(bad, size, range(num_chunks_of(size, chunk_bytes=CHUNK)))
-        findings: list[WrongBytes] = []
+        findings: list[CorruptChunk] = []
         found = fetch_state(
             new.library, [2, 1], NAME, num_bytes=size, chunk_bytes=CHUNK, root=root, deadline_s=SOON_S,
             on_finding=findings.append,
@@ -117,7 +119,7 @@ def test_a_wrong_list_of_hashes_is_not_believed() -> None:
         root = publish_state(good.library, NAME, state_of(size), chunk_bytes=CHUNK)
         other = publish_state(bad.library, NAME, state_of(size).flip(0), chunk_bytes=CHUNK)
         assert other != root
-        fetch = StateFetch(new.library, NAME, num_bytes=size, chunk_bytes=CHUNK, root=root)
+        fetch = StateTransfer(new.library, NAME, num_bytes=size, chunk_bytes=CHUNK, root=root)
         fetch.add_holder(2)
         with pytest.raises(NotThere, match=r"list of the hashes .* did not come: no replica is left .* wrong bytes"):
             fetch.run(deadline_s=SOON_S, may_wait=False)
@@ -196,7 +198,7 @@ def test_what_is_here_stays_when_all_holders_go_and_others_come() -> None:
     with sites(0, 1, 2) as (new, one, two):
         root = publish_state(one.library, NAME, state_of(size), chunk_bytes=CHUNK)
         gone = threading.Event()
-        fetch = StateFetch(
+        fetch = StateTransfer(
             new.library, NAME, num_bytes=size, chunk_bytes=CHUNK, root=root,
             on_progress=lambda here, total: gone.set() if here > total // 2 else None,
         )  # fmt: skip
@@ -226,7 +228,7 @@ def test_a_fetch_may_begin_before_anybody_holds_the_state() -> None:
     size = 2_000_003
     with sites(0, 1) as (new, holder):
         root = publish_state(new.library, b"mine", state_of(size), chunk_bytes=CHUNK)
-        fetch = StateFetch(new.library, NAME, num_bytes=size, chunk_bytes=CHUNK, root=root)
+        fetch = StateTransfer(new.library, NAME, num_bytes=size, chunk_bytes=CHUNK, root=root)
         results: list[torch.Tensor] = []
         runner = threading.Thread(target=lambda: results.append(fetch.run(deadline_s=SOON_S)))
         runner.start()
@@ -250,7 +252,7 @@ def test_what_does_not_come_is_named_at_the_deadline_and_nothing_waits_any_more(
         holder.library.publish(hashes_name(never), holder.library._blobs[hashes_name(NAME)].payload)
         for stall_s, deadline_s in ((60.0, 0.6), (0.3, 60.0)):
             start = time.monotonic()
-            fetch = StateFetch(new.library, never, num_bytes=size, chunk_bytes=CHUNK, root=root)
+            fetch = StateTransfer(new.library, never, num_bytes=size, chunk_bytes=CHUNK, root=root)
             fetch.add_holder(1)
             with pytest.raises(DeadlineExceeded, match=r"2 of 10 chunks of state 'state/13' did not come \(8, 9\)"):
                 fetch.run(deadline_s=deadline_s, stall_s=stall_s)
@@ -293,9 +295,9 @@ def test_a_state_comes_through_while_rounds_go_on() -> None:
 def test_arguments_that_cannot_be_are_refused() -> None:
     with sites(0, 1) as (new, holder):
         with pytest.raises(ValueError, match="a root has 32 bytes, got 5"):
-            StateFetch(new.library, NAME, num_bytes=1, root=b"short")
+            StateTransfer(new.library, NAME, num_bytes=1, root=b"short")
         with pytest.raises(ValueError, match="at least 1, got 1 in chunks of 0"):
-            StateFetch(new.library, NAME, num_bytes=1, chunk_bytes=0, root=bytes(32))
+            StateTransfer(new.library, NAME, num_bytes=1, chunk_bytes=0, root=bytes(32))
         with pytest.raises(ValueError, match="take larger chunks"):
             num_chunks_of(1 << 40, chunk_bytes=1)
         with pytest.raises(ValueError, match="has 1 to 56 bytes, got 57"):

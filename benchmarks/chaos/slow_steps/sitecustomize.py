@@ -23,15 +23,15 @@ def _sleep() -> None:
 _KIND = set(sys.orig_argv[3:4]) if "thinwire.cli.processes" in sys.orig_argv else set()
 
 if _ELASTIC & _KIND and {"CHAOS_STEP_S", "CHAOS_NAN"} & set(os.environ):
-    from thinwire.training.elastic.loop import ElasticTraining
+    from thinwire.training.loop import LocalPasses, Training
 
-    _plain_step, _clip = ElasticTraining._plain_step, ElasticTraining._clip
+    _plain_step, _clip = Training._plain_step, LocalPasses.clip
 
-    def _slow_step(self: ElasticTraining, *arguments: object) -> object:
+    def _slow_step(self: Training, *arguments: object) -> object:
         _sleep()
         return _plain_step(self, *arguments)
 
-    def _spoilt_clip(self: ElasticTraining) -> None:
+    def _spoilt_clip(self: LocalPasses) -> None:
         _clip(self)
         folder = os.environ.get("CHAOS_NAN")
         if folder and (Path(folder) / str(os.getpid())).exists():
@@ -39,7 +39,7 @@ if _ELASTIC & _KIND and {"CHAOS_STEP_S", "CHAOS_NAN"} & set(os.environ):
                 if parameter.grad is not None:
                     parameter.grad.fill_(float("nan"))
 
-    ElasticTraining._plain_step, ElasticTraining._clip = _slow_step, _spoilt_clip
+    Training._plain_step, LocalPasses.clip = _slow_step, _spoilt_clip
 
 if _STATIC & _KIND and "CHAOS_STEP_S" in os.environ:
     from thinwire.training.loop import Training

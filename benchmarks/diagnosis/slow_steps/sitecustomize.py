@@ -14,14 +14,14 @@ _FILE = os.environ.get("LAB_STEP_FILE", "")
 _REPLICAS = {"thinwire.cli.main", "thinwire.cli.processes"}
 
 if _FILE and _REPLICAS.intersection(sys.orig_argv):
-    from thinwire.training.loop import Training
+    from thinwire.training.loop import LocalPasses
 
-    _backward = Training._backward
+    _backward = LocalPasses.backward
     _steps = itertools.count()
 
-    def _slow_backward(self: Training, *arguments: object) -> object:
+    def _slow_backward(self: LocalPasses, *arguments: object, **rest: float) -> object:
         begun_s = time.monotonic()
-        done = _backward(self, *arguments)
+        done = _backward(self, *arguments, **rest)
         told = [float(word) for word in Path(_FILE).read_text().split()]
         step_s, times, every, longer = [*told, *(0.0, 1.0, 0.0, 1.0)[len(told) :]]
         if every and next(_steps) % every == 0:
@@ -29,4 +29,4 @@ if _FILE and _REPLICAS.intersection(sys.orig_argv):
         time.sleep(times * step_s + (times - 1) * (time.monotonic() - begun_s))
         return done
 
-    Training._backward = _slow_backward
+    LocalPasses.backward = _slow_backward

@@ -92,7 +92,7 @@ def _send_to_replicas(verb: str, arguments: Sequence[str]) -> int:
 def _send(verb: str, options: StatusOptions, *, target: str) -> int:
     from thinwire.cli.elastic_run import show_status
     from thinwire.cli.secret import check_secret, read_address
-    from thinwire.elastic.coordinator_client import ask_once
+    from thinwire.elastic.coordinator_client import send_command
     from thinwire.elastic.invitation import read_invitation
     from thinwire.transport.secret import need_pyzmq, read_secret
 
@@ -103,7 +103,7 @@ def _send(verb: str, options: StatusOptions, *, target: str) -> int:
     invitation = read_invitation(address)
     check_secret(invitation.secret, path)
     secret = invitation.secret or read_secret(path or Path())
-    answer = ask_once(invitation, secret=secret, deadline_s=_DEADLINE_S, verb=verb, target=target)
+    answer = send_command(invitation, secret=secret, deadline_s=_DEADLINE_S, verb=verb, target=target)
     if verb == "status" or options.json:
         show_status(answer["status"], as_json=options.json)
     if not answer["ok"]:

@@ -90,7 +90,7 @@ def _ask_of(options: DoctorOptions) -> Ask | None:
         secret = read_invitation(options.target or "").secret
         if secret is None and options.secret is not None:
             secret = read_secret(options.secret)
-        from thinwire.elastic.coordinator_client import ask_once
+        from thinwire.elastic.coordinator_client import send_command
     except (ValueError, ImportError):
         return None
     if secret is None:
@@ -99,7 +99,7 @@ def _ask_of(options: DoctorOptions) -> Ask | None:
 
     def ask(address: Address) -> Info:
         invitation = Invitation(host=address.host, port=address.port)
-        answer = ask_once(invitation, secret=secret, deadline_s=deadline_s, verb="status", target="")
+        answer = send_command(invitation, secret=secret, deadline_s=deadline_s, verb="status", target="")
         return Info(version=str(answer["status"]["thinwire"]), unix_s=float(answer["status"]["unix_s"]))
 
     return ask

@@ -14,12 +14,12 @@ from typing import Any
 from thinwire.cli.output import log, print_error
 from thinwire.cli.run_watchdog import diagnosis_of, report_end
 from thinwire.elastic.admin_commands import COME
-from thinwire.elastic.coordinator_client import Line, ask_once
+from thinwire.elastic.coordinator_client import CoordinatorConnection, send_command
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.protocol import Message
 from thinwire.errors import RunOver, Stopped, ThinwireError, WorkerFailed
 from thinwire.training.elastic.launch import Role, launch
-from thinwire.training.elastic.remediation import ElasticHands, LostTime, Order, orders_of
+from thinwire.training.elastic.remediation import DowntimeTracker, ElasticRemediation, ProcessOrder, orders_of
 from thinwire.transport.secret import Secret
 
 CUT_OFF_S = 10.0
@@ -54,11 +54,11 @@ class RunStatusPoller:
         self._spare = spare
         self._is_called = not spare
         self._run_dir = run_dir
-        self._orders: list[Order] = []
-        self._line = Line(invitation, secret=secret, hear=self._on_message)
+        self._orders: list[ProcessOrder] = []
+        self._line = CoordinatorConnection(invitation, secret=secret, on_message=self._on_message)
         self._latest: dict[str, Any] | None = None
         self.status: dict[str, Any] | None = None
-        self.lost = LostTime()
+        self.lost = DowntimeTracker()
         self._reported: list[str] = []
         self._poll_s = self._report_s = 0.0
         self._answered_s = time.monotonic()
@@ -76,13 +76,13 @@ class RunStatusPoller:
         if now_s >= self._poll_s:
             self._poll_s = now_s + _POLL_S
             verb = "status" if self._is_called else "spare"
-            self._line.say("command", verb=verb, target="" if self._is_called else self._spare)
+            self._line.send("command", verb=verb, target="" if self._is_called else self._spare)
         status, self._latest = self._latest, None
         if status is None:
             return
         self.status = status
         self._orders = orders_of(status, run_dir=self._run_dir)
-        self.lost.see(status, at_s=time.time())
+        self.lost.observe(status, at_s=time.time())
         for finding in _new(self._reported, status["findings"]):
             self._say(finding)
         self._reported = status["findings"]
@@ -90,7 +90,7 @@ class RunStatusPoller:
             self._report_s = now_s + _REPORT_S
             self._say(describe(status))
 
-    def take_orders(self) -> list[Order]:
+    def take_orders(self) -> list[ProcessOrder]:
         """Return the coordinator's orders for this host's processes, once."""
         orders, self._orders = self._orders, []
         return orders
@@ -158,10 +158,10 @@ def run_here(
     poller = RunStatusPoller(invitation, secret=secret, say=say, run_dir=run_dir, spare=spare, is_joined=is_joined)
 
     def command(verb: str, target: str) -> str:
-        answer = ask_once(invitation, secret=secret, deadline_s=_COMMAND_S, verb=verb, target=target)
+        answer = send_command(invitation, secret=secret, deadline_s=_COMMAND_S, verb=verb, target=target)
         return str(answer["text"]) if answer["ok"] else f"failed: {answer['text']}"
 
-    hands = ElasticHands(run_dir, status=lambda: poller.status, tell=command)
+    hands = ElasticRemediation(run_dir, status=lambda: poller.status, send_command=command)
     diagnosis = diagnosis_of(
         run_dir, on_finding=on_finding, is_dry_run=is_dry_run, hands=hands, say=log,
         is_mine=poller.is_cut_off if is_joined else lambda: True,
@@ -170,7 +170,7 @@ def run_here(
     try:
         with diagnosis or contextlib.nullcontext():
             launch(
-                roles, run_dir=run_dir, say=log, look=poller.poll, part=part,
+                roles, run_dir=run_dir, report=log, on_tick=poller.poll, part=part,
                 orders=lambda: hands.take_orders() + poller.take_orders(),
                 is_answered=lambda: poller.status is not None, is_waiting=poller.is_waiting,
             )  # fmt: skip
@@ -233,7 +233,7 @@ def replica_roles(count: int, *, first: int = 0) -> list[Role]:
         Role(
             name=f"replica-process {index}",
             module="thinwire.cli.processes",
-            words=(str(index),),
+            arguments=(str(index),),
             spare="thinwire.cli.elastic_spare",
         )
         for index in range(first, first + count)

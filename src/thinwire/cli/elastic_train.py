@@ -22,9 +22,9 @@ from thinwire.training.build import make_method
 from thinwire.training.checkpoints.global_state import GlobalState, tensors_sha256
 from thinwire.training.config import TrainConfig
 from thinwire.training.elastic.coordinator_process import ALONE_FILE, JOB_FILE, JOURNAL_FILE, PORT_FILE
-from thinwire.training.elastic.job import Job, LocalSettings
+from thinwire.training.elastic.job import ElasticJob, LocalSettings
 from thinwire.training.elastic.launch import Role
-from thinwire.training.elastic.rank0_driver import check_ranks
+from thinwire.training.elastic.replica_ranks import check_ranks
 from thinwire.training.elastic.states import checkpoints_of, newest_state
 from thinwire.training.run_identity import RunIdentity, new_identity, read_identity
 from thinwire.training.worker import make_run_folder
@@ -131,7 +131,7 @@ def prepare(config: TrainConfig) -> Begun:
             local, data=was.data, batch_size=was.batch_size, replicas=was.replicas, address=address
         )  # fmt: skip
     is_taken_over = was is not None and was.is_joined
-    state, is_kept = newest_state(config, run=identity, tell=log)
+    state, is_kept = newest_state(config, run=identity, report=log)
     if state is None and is_taken_over:
         raise CheckpointError(
             f"{config.run_dir} holds no global state of run {before.run} yet; go on with the run on another host that "
@@ -198,7 +198,7 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
         config = config.replace(begin_with=begun.local.replicas)
     step = 0 if begun.state is None else begun.state.step
     sha256 = "" if begun.state is None else tensors_sha256(begun.state)
-    job = Job.of(config, identity=begun.identity, resumed_step=step, resumed_sha256=sha256)
+    job = ElasticJob.of(config, identity=begun.identity, resumed_step=step, resumed_sha256=sha256)
     write_whole(run_dir / JOB_FILE, json.dumps(job.to_json()) + "\n")
     _begin_journal(begun)
     if not config.output.quiet:
@@ -209,7 +209,7 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
         log(f"others join with: thinwire join - <<< {invitation.text()}{where}")
     coordinator = Role(
         name="coordinator", module=COORDINATOR, is_needed=False,
-        words=(str(secret_path), address, str(port)),
+        arguments=(str(secret_path), address, str(port)),
     )  # fmt: skip
     roles = [coordinator, *replica_roles(begun.local.replicas)]
     code = run_here(

@@ -135,11 +135,11 @@ def check_spare(invitation: Invitation, *, secret: Secret) -> None:
         ConnectError: No coordinator answers.
         ThinwireError: The job runs another version.
     """
-    from thinwire.elastic.coordinator_client import ask_once
+    from thinwire.elastic.coordinator_client import send_command
     from thinwire.elastic.protocol import VERSION
     from thinwire.version import __version__
 
-    status = ask_once(invitation, secret=secret, deadline_s=_ANSWER_S, verb="status", target="")["status"]
+    status = send_command(invitation, secret=secret, deadline_s=_ANSWER_S, verb="status", target="")["status"]
     if (status.get("thinwire"), status.get("protocol")) != (__version__, VERSION):
         raise ThinwireError(
             f"the job runs thinwire {status.get('thinwire')} with protocol version {status.get('protocol')}, and this "
@@ -154,13 +154,13 @@ def _folder(out: Path | None, invitation: Invitation, *, secret: Secret) -> Path
         ConnectError: The folder holds a run, and no coordinator answers.
         Refused: The folder that was named is of another run or incarnation; names both.
     """
-    from thinwire.elastic.coordinator_client import ask_once
+    from thinwire.elastic.coordinator_client import send_command
     from thinwire.training.run_identity import RUN_FILE, check_folder, identity_from_json, read_identity
 
     folder = out or Path("runs") / f"joined-{invitation.host}-{invitation.port}"
     if not (folder / RUN_FILE).exists():
         return folder
-    status = ask_once(invitation, secret=secret, deadline_s=_ANSWER_S, verb="status", target="")["status"]
+    status = send_command(invitation, secret=secret, deadline_s=_ANSWER_S, verb="status", target="")["status"]
     try:
         job = identity_from_json(status.get("identity"))
     except ValueError as error:

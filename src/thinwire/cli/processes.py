@@ -23,7 +23,7 @@ from thinwire.cli.output import finish_output, log, protect_output
 
 if TYPE_CHECKING:
     from thinwire.training.elastic.job import LocalSettings
-    from thinwire.training.elastic.rank0_driver import Crew
+    from thinwire.training.elastic.replica_ranks import Rank0Driver
 
 _MODULE = "thinwire.cli.processes"
 REPLICA = f"{_MODULE} replica"
@@ -102,8 +102,8 @@ def elastic_replica(arguments: Sequence[str]) -> int:
 
     try:
         settings = LocalSettings.load(run_dir)
-        with _other_ranks(settings, run_dir, index=index) as crew:
-            run_replica(settings, tell=_log_with_time, device_index=index, crew=crew)
+        with _other_ranks(settings, run_dir, index=index) as rank0:
+            run_replica(settings, report=_log_with_time, device_index=index, rank0=rank0)
     except ConnectError as error:
         _print_problem(error)
         return UNANSWERED
@@ -121,15 +121,15 @@ def elastic_replica(arguments: Sequence[str]) -> int:
 
 def _other_ranks(
     settings: LocalSettings, run_dir: Path, *, index: int
-) -> contextlib.AbstractContextManager[Crew | None]:
+) -> contextlib.AbstractContextManager[Rank0Driver | None]:
     """Start the replica's other ranks, where it has several."""
     if settings.ranks_per_replica == 1:
         return contextlib.nullcontext()
-    from thinwire.training.elastic.rank_processes import crew_of
+    from thinwire.training.elastic.replica_ranks import start_ranks
 
-    return crew_of(
+    return start_ranks(
         run_dir, module=REPLICA_RANK, leader=os.getpid(), index=index, num_ranks=settings.ranks_per_replica,
-        say=_print_problem, end=lambda: os._exit(1),
+        report=_print_problem, end=lambda: os._exit(1),
     )  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def standby_replica(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     exit_with_parent(int(launcher))
     import thinwire.training.elastic.replica  # noqa: F401  takes long, so it comes before it is needed
-    from thinwire.training.elastic.standby_process import read_work
+    from thinwire.training.elastic.launch import read_work
 
     work = read_work()
     return 0 if work is None else elastic_replica([run_dir, launcher, *work])
@@ -169,8 +169,7 @@ def replica_rank(arguments: Sequence[str]) -> int:
     import torch
 
     from thinwire.training.elastic.job import LocalSettings
-    from thinwire.training.elastic.rank_processes import join_ranks
-    from thinwire.training.elastic.rank_shard import follow
+    from thinwire.training.elastic.replica_ranks import follow, join_ranks
 
     try:
         torch.set_num_threads(LocalSettings.load(run_dir).threads)

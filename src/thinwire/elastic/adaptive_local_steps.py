@@ -40,7 +40,7 @@ def is_slower(step_s: float, *, fastest_s: float) -> bool:
     return fastest_s > 0 and step_s > SLOWER * fastest_s
 
 
-class Others:
+class PeerPace:
     """What a replica hears of the pace of the fastest: when they came to which step, and how long their steps take.
 
     Attributes:
@@ -51,26 +51,26 @@ class Others:
         self.step_s = 0.0
         self._reached: deque[tuple[int, float]] = deque(maxlen=4 * _SEEN)
 
-    def hear(self, step: int, *, now_s: float) -> None:
+    def observe(self, step: int, *, now_s: float) -> None:
         """Take in that one of the fastest has come to a step."""
         if step > (self._reached[-1][0] if self._reached else 0):
             self._reached.append((step, now_s))
 
-    def begin(self, *, now_s: float) -> None:
+    def start(self, *, now_s: float) -> None:
         """Take in that all begin now, from step 0; where more has been heard, it says nothing."""
         if not self._reached:
             self._reached.append((0, now_s))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget all steps: the run goes on from an earlier state."""
         self._reached.clear()
 
-    def at(self, is_launch: Callable[[int], bool]) -> list[tuple[int, float]]:
+    def launches(self, is_launch: Callable[[int], bool]) -> list[tuple[int, float]]:
         """Return the latest launches that were heard of, and the beginning of the run: their steps, and when."""
         return [found for found in list(self._reached) if found[0] == 0 or is_launch(found[0])][-_SEEN - 1 :]
 
 
-class OwnPace:
+class AdaptiveLocalSteps:
     """See the module; `aim` is for the engine, between two inner steps.
 
     Args:
@@ -83,26 +83,26 @@ class OwnPace:
         now: Gives seconds that only grow, of the same clock as what is heard.
 
     Example:
-        >>> others = Others()
-        >>> others.step_s = 0.1
+        >>> peers = PeerPace()
+        >>> peers.step_s = 0.1
         >>> for step in (10, 20):
-        ...     others.hear(step, now_s=0.1 * step)
-        >>> pace = OwnPace(
-        ...     others=others, own_s=lambda: [0.5, 0.5], launched=lambda step: [0] if step % 10 == 0 else [],
+        ...     peers.observe(step, now_s=0.1 * step)
+        >>> pace = AdaptiveLocalSteps(
+        ...     peers=peers, own_s=lambda: [0.5, 0.5], launched=lambda step: [0] if step % 10 == 0 else [],
         ...     has_work=lambda fragment: True, interval_steps=10, now=lambda: 2.0,
         ... )
-        >>> pace.aim(20)  # after its next step the others are at 25: it goes to 24, and does that one
+        >>> pace.target_step(20)  # after its next step the others are at 25: it goes to 24, and does that one
         24
-        >>> pace.aim(12)  # it is late: it goes to where they launched
+        >>> pace.target_step(12)  # it is late: it goes to where they launched
         20
     """
 
     def __init__(
-        self, *, others: Others, own_s: Callable[[], Sequence[float]], launched: Callable[[int], Iterable[int]],
+        self, *, peers: PeerPace, own_s: Callable[[], Sequence[float]], launched: Callable[[int], Iterable[int]],
         has_work: Callable[[int], bool], interval_steps: int, slack_steps: float = 0.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self._others = others
+        self._peers = peers
         self._own_s = own_s
         self._launched = launched
         self._has_work = has_work
@@ -110,19 +110,19 @@ class OwnPace:
         self._slack_steps = slack_steps
         self._now = now
 
-    def aim(self, reached: int) -> int:
+    def target_step(self, reached: int) -> int:
         """Return the step to be at before the next inner step; where it is no further than `reached`, none is passed.
 
         Args:
             reached: The step that this replica is at.
         """
         own_s = self._own_s()
-        if not own_s or not is_slower(statistics.median(own_s), fastest_s=self._others.step_s):
+        if not own_s or not is_slower(statistics.median(own_s), fastest_s=self._peers.step_s):
             return 0
-        in_an_interval = self._interval_steps * self._others.step_s / statistics.median(own_s)
+        in_an_interval = self._interval_steps * self._peers.step_s / statistics.median(own_s)
         if len(own_s) < min(_OWN_SEEN, math.floor(in_an_interval)):
             return 0
-        seen = self._others.at(self._is_launch)
+        seen = self._peers.launches(self._is_launch)
         if not seen:
             return 0
         (known, at_s), now_s, each_s = seen[-1], self._now(), self._each_s(seen)
@@ -148,7 +148,7 @@ class OwnPace:
     def _each_s(self, seen: list[tuple[int, float]]) -> float:
         """Return the seconds that a step takes the fastest, its waits for the rounds among them."""
         measured = [(later_s - s) / (later - step) for (step, s), (later, later_s) in pairwise(seen)]
-        return max(statistics.median(measured) if measured else 0.0, self._others.step_s)
+        return max(statistics.median(measured) if measured else 0.0, self._peers.step_s)
 
     def _is_launch(self, step: int) -> bool:
         return any(True for _ in self._launched(step))

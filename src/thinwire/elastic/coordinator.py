@@ -261,8 +261,8 @@ class Coordinator:
         member.loss = message["loss"]
 
     def _on_rates(self, member: RosterMember, message: Message, now_s: float) -> None:
-        self.state.sites.hear(member.replica, message["rates"])
-        self.state.detours.hear(member.replica, message["latest"])
+        self.state.sites.add_rates(member.replica, message["rates"])
+        self.state.detours.add_rates(member.replica, message["latest"])
 
     def _on_connection_lost(self, member: RosterMember, message: Message, now_s: float) -> None:
         self.state.roster.suspect(message["replica"], now_s=now_s)
@@ -610,11 +610,11 @@ class Coordinator:
         """Send step time, sites and detours to all, and report those that have changed."""
         state = self.state
         active = state.roster.active
-        for text in state.detours.look(active, num_rounds=state.rounds.num_decided):
+        for text in state.detours.update(active, num_rounds=state.rounds.num_decided):
             if state.detours.num_changes <= _MAX_DETOUR_FINDINGS:
                 self.report(text)
-        is_new = state.sites.look(active, ways=state.detours.ways())
-        sites, detours = state.sites.sites, [one.told() for one in state.detours.detours]
+        is_new = state.sites.update(active, ways=state.detours.ways())
+        sites, detours = state.sites.sites, [one.to_list() for one in state.detours.detours]
         if is_new and state.sites.num_changes <= _MAX_SITE_FINDINGS:
             named = "; ".join(", ".join(map(str, site)) for site in sites)
             self.report(f"sites by measured rates: {f'replicas {named}' if sites else 'none any more'}")

@@ -20,11 +20,11 @@ from thinwire.transport.secret import Secret
 from thinwire.transport.wire.connection import set_socket_options
 
 _REDIAL_MS, _LONGEST_REDIAL_MS = 200, 2000
-_TURN_MS = 250
+_TICK_MS = 250
 _LINGER_MS = 500
 
 
-class Line:
+class CoordinatorConnection:
     """One connection, with a thread of its own.
 
     Args:
@@ -35,25 +35,25 @@ class Line:
     """
 
     def __init__(
-        self, invitation: Invitation, *, secret: Secret, hear: Callable[[Message], None],
-        turn: Callable[[], None] = lambda: None,
+        self, invitation: Invitation, *, secret: Secret, on_message: Callable[[Message], None],
+        on_tick: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self._hear = hear
-        self._turn = turn
+        self._on_message = on_message
+        self._on_tick = on_tick
         self._outgoing: deque[bytes] = deque()
         self._is_closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._plug = self._context.socket(zmq.DEALER)
-        set_socket_options(self._plug)
+        self._socket = self._context.socket(zmq.DEALER)
+        set_socket_options(self._socket)
         keys = client_keys(secret)
         # never the byte zero first: ZeroMQ keeps such names for itself
-        self._plug.setsockopt(zmq.IDENTITY, b"t" + secrets.token_bytes(TOKEN_BYTES - 1))
-        self._plug.setsockopt(zmq.CURVE_SERVERKEY, coordinator_keys(secret).public)
-        self._plug.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        self._plug.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
-        self._plug.setsockopt(zmq.RECONNECT_IVL, _REDIAL_MS)
-        self._plug.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_REDIAL_MS)
-        self._plug.connect(f"tcp://{invitation.host}:{invitation.port}")
+        self._socket.setsockopt(zmq.IDENTITY, b"t" + secrets.token_bytes(TOKEN_BYTES - 1))
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, coordinator_keys(secret).public)
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _REDIAL_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_REDIAL_MS)
+        self._socket.connect(f"tcp://{invitation.host}:{invitation.port}")
         self._wake, self._woken = (self._context.socket(zmq.PAIR) for _ in range(2))
         self._woken.bind("inproc://wake")
         self._wake.connect("inproc://wake")
@@ -61,7 +61,7 @@ class Line:
         self._thread = threading.Thread(target=self._run, name="thinwire-membership", daemon=True)
         self._thread.start()
 
-    def say(self, kind: str, **fields: Any) -> None:
+    def send(self, kind: str, **fields: Any) -> None:
         """Send a message soon; it waits while there is no connection."""
         with self._lock:
             if self._is_closing:
@@ -83,42 +83,42 @@ class Line:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._plug, zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN)
         poller.register(self._woken, zmq.POLLIN)
-        next_turn_s = time.monotonic()
+        next_tick_s = time.monotonic()
         while not self._is_closing:
-            ready = dict(poller.poll(_TURN_MS))
+            ready = dict(poller.poll(_TICK_MS))
             if self._woken in ready:
                 with contextlib.suppress(zmq.Again):
                     while True:
                         self._woken.recv(zmq.DONTWAIT)
             self._flush()
             self._receive()
-            if time.monotonic() >= next_turn_s:
-                next_turn_s = time.monotonic() + _TURN_MS / 1000
-                self._turn()
+            if time.monotonic() >= next_tick_s:
+                next_tick_s = time.monotonic() + _TICK_MS / 1000
+                self._on_tick()
         self._flush()
-        self._plug.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         with self._lock:  # who closes may be waking this thread still
-            for plug in (self._plug, self._woken, self._wake):
-                plug.close()
+            for socket in (self._socket, self._woken, self._wake):
+                socket.close()
         self._context.term()
 
     def _flush(self) -> None:
         with contextlib.suppress(zmq.Again):
             while self._outgoing:
-                self._plug.send(self._outgoing[0], zmq.DONTWAIT)
+                self._socket.send(self._outgoing[0], zmq.DONTWAIT)
                 self._outgoing.popleft()
 
     def _receive(self) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
-                frames = self._plug.recv_multipart(zmq.DONTWAIT)
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
                 with contextlib.suppress(PayloadError):  # it has the secret and another version: nothing to act on
-                    self._hear(decode(b"".join(frames[:1]), to_member=True))
+                    self._on_message(decode(b"".join(frames[:1]), to_member=True))
 
 
-def ask_once(invitation: Invitation, *, secret: Secret, deadline_s: float, **fields: Any) -> Message:
+def send_command(invitation: Invitation, *, secret: Secret, deadline_s: float, **fields: Any) -> Message:
     """Give the coordinator a command of a person's, and return its answer.
 
     Args:
@@ -133,14 +133,14 @@ def ask_once(invitation: Invitation, *, secret: Secret, deadline_s: float, **fie
     answers: deque[Message] = deque()
     has_come = threading.Event()
 
-    def hear(message: Message) -> None:
+    def receive(message: Message) -> None:
         if message["kind"] == "answer":
             answers.append(message)
             has_come.set()
 
-    line = Line(invitation, secret=secret, hear=hear)
+    connection = CoordinatorConnection(invitation, secret=secret, on_message=receive)
     try:
-        line.say("command", **fields)
+        connection.send("command", **fields)
         if not has_come.wait(deadline_s):
             raise ConnectError(
                 f"no coordinator answered at {invitation.host}, port {invitation.port}, within {deadline_s:g} s: it is "
@@ -149,4 +149,4 @@ def ask_once(invitation: Invitation, *, secret: Secret, deadline_s: float, **fie
             )
         return answers[0]
     finally:
-        line.close()
+        connection.close()

@@ -1,4 +1,4 @@
-"""A replica's seat among the others: it learns what the coordinator says, and says its own until it is answered."""
+"""Session of a replica with the coordinator: keeps its view, and resends messages until they are acknowledged."""
 
 from __future__ import annotations
 
@@ -6,95 +6,217 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from thinwire.adaptive_timeout import AdaptiveTimeout
-from thinwire.elastic.adaptive_local_steps import Others
-from thinwire.elastic.coordinator_view import Neighbour, Offer, View
+from thinwire.elastic.adaptive_local_steps import PeerPace
 from thinwire.elastic.protocol import FROM_NOBODY, RUN_OVER, Message, checked_member, numbers
 from thinwire.elastic.rounds import Decision
-from thinwire.elastic.routing import BEGINS, Detour
-from thinwire.elastic.site_topology import LATEST, Rates
-from thinwire.elastic.source_selection import slow_to
+from thinwire.elastic.routing import BEGINS, LATEST, Detour, LinkRates, Sites, slow_sources
 from thinwire.errors import ConnectError, DroppedNonFinite, Expelled, NonFiniteError, RunOver
 
-_AGAIN_S = 2.0
-# Its supervisor starts a coordinator that died again within seconds; its host may take minutes to come back.
-_TELL_S, GONE_S = 30.0, 1800.0
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """Another replica, or this one, as the coordinator describes it.
+
+    Attributes:
+        replica: Its number.
+        host: Its host name.
+        address: Where it is reached.
+        port: Its port.
+        is_active: Whether it takes part in rounds.
+    """
+
+    replica: int
+    host: str
+    address: str
+    port: int
+    is_active: bool
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> Neighbour:
+        """Return the replica that a checked description is of."""
+        names = ("replica", "host", "address", "port")
+        return cls(**{name: described[name] for name in names}, is_active=described["standing"] == "active")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateOffer:
+    """A state that a replica may begin from.
+
+    Attributes:
+        step: Of the state.
+        root: Its hash; `seed` for the first weights, `disk` for the replica's own last checkpoint, `own` for the state
+            that it said it holds.
+        num_bytes: Its size.
+        holders: Replicas that publish it.
+        note: Added by the coordinator: the data used so far.
+        era: Number of times that the run continued from a disk; states of other eras do not fit.
+    """
+
+    step: int
+    root: str
+    num_bytes: int
+    holders: tuple[int, ...]
+    note: Mapping[str, Any]
+    era: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class CoordinatorView:
+    """State reported by the coordinator; read it with `CoordinatorSession.changed` held."""
+
+    neighbours: dict[int, Neighbour] = field(default_factory=dict)
+    has_started: bool = False
+    roster_number: int = 0
+    calls: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    decisions: dict[int, Decision] = field(default_factory=dict)
+    sites: Sites = ()
+    detours: tuple[Detour, ...] = ()
+    step: int = 0
+    closed_step: int = 0
+    floor_step: int = 0
+    kept_step: int = 0
+    era: int = 0
+    captures: set[int] = field(default_factory=set)
+    offers: dict[int, StateOffer] = field(default_factory=dict)
+    offer: StateOffer | None = None
+    accounts: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    leases: dict[int, tuple[int, int]] = field(default_factory=dict)
+    is_paused: bool = False
+    leave_why: str = ""
+    expelled_why: str = ""
+    is_non_finite: bool = False
+    failed_why: str = ""
+    refused_why: str = ""
+    finish: Message | None = None
+    heard_s: float = 0.0
+
+
+# A message is sent again after this many seconds without an acknowledgement.
+_RESEND_S = 2.0
+# A supervisor restarts a dead coordinator within seconds; its host may take minutes to come back.
+_WARN_S, GONE_S = 30.0, 1800.0
 _LEAST_TRANSFER_S, _MOST_TRANSFER_S = 2.0, 60.0
 _LEAST_RELAY_S, _MOST_RELAY_S = 0.5, 20.0
 
 
 @dataclass(slots=True)
-class _Said:
-    """What must be said again until it is answered."""
+class _PendingMessage:
+    """A message that is resent until it is acknowledged."""
 
     kind: str
     fields: dict[str, Any]
     at_s: float
 
 
-def _keep_silent(text: str) -> None:
-    """Tell nobody."""
-
-
-class Council:
-    """A replica's seat among the others; safe between threads.
-
-    Args:
-        replica: This one's number.
-        interval_steps: H, inner steps; decisions are kept for two of them.
-        say: Sends a message to the coordinator.
-        meet: Told of the neighbours whenever they change.
-        warn: Told, now and then, that the coordinator has not been heard of.
-        now: Gives seconds that only grow.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundLimits:
+    """Limits on waiting for a round's parts.
 
     Attributes:
-        changed: Notified whenever something is new; held while `view` is read.
-        view: What is known.
-        transfers: How long parts take to come once a round was called.
-        quiet: Tells from whom nothing comes just now.
-        is_busy: Tells whether this replica's link is busy with what comes.
-        max_overdue_steps: For so many steps a round's parts may be on their way without anybody waiting for its result.
+        overdue_steps: Inner steps for which parts may be under way while no replica waits for the result.
         last_step: The run's last inner step.
-        lacking: By decided round, how many of its parts are not here yet.
-        others: When the others launch.
-        rates: How fast this replica's answers reach the others.
-        relayed: How long parts take to come by way of another replica.
+    """
+
+    overdue_steps: float = 0.0
+    last_step: float = math.inf
+
+
+class LinkActivity(Protocol):
+    """Activity on a replica's links; `PeerActivity` measures it."""
+
+    def silent_peers(self) -> Collection[int]:
+        """Return the peers from which nothing arrives."""
+        ...
+
+    def is_link_busy(self) -> bool:
+        """Return whether much arrives over this replica's own link."""
+        ...
+
+
+class _NoActivity:
+    def silent_peers(self) -> Collection[int]:
+        return ()
+
+    def is_link_busy(self) -> bool:
+        return False
+
+
+class CoordinatorSession:
+    """A replica's session with the coordinator; safe between threads.
+
+    Args:
+        replica: Number of this replica.
+        interval_steps: H, inner steps; decisions are kept for two of them.
+        send: Sends a message to the coordinator.
+        on_roster: Called with the members whenever they change.
+        warn: Called at growing intervals while the coordinator is silent.
+        now: Clock in seconds that never goes back.
+        activity: Activity on this replica's links.
+        limits: Limits on waiting for parts.
+
+    Attributes:
+        changed: Notified after every message; held while `view` is read.
+        view: State reported by the coordinator.
+        transfer_timeout: Time that parts take to arrive after a round was called.
+        relay_timeout: The same for parts that come through a relay.
+        missing_parts: Number of parts not here yet, by decided round.
+        pace: Launches of the fastest replicas.
+        link_rates: Rates at which this replica's answers reach the others.
     """
 
     def __init__(
-        self, *, replica: int, interval_steps: int, say: Callable[..., None],
-        meet: Callable[[Mapping[int, Neighbour]], None] = lambda neighbours: None,
-        warn: Callable[[str], None] = _keep_silent,
-        now: Callable[[], float] = time.monotonic,
+        self, *, replica: int, interval_steps: int, send: Callable[..., None],
+        on_roster: Callable[[Mapping[int, Neighbour]], None] = lambda neighbours: None,
+        warn: Callable[[str], None] = lambda text: None, now: Callable[[], float] = time.monotonic,
+        activity: LinkActivity | None = None, limits: RoundLimits = RoundLimits(),
     ) -> None:  # fmt: skip
         self.replica = replica
         self.interval_steps = interval_steps
         self.changed = threading.Condition(threading.RLock())
-        self.view = View(heard_s=now())
-        self.transfers = AdaptiveTimeout(least_s=_LEAST_TRANSFER_S, most_s=_MOST_TRANSFER_S)
+        self.view = CoordinatorView(heard_s=now())
+        self.transfer_timeout = AdaptiveTimeout(least_s=_LEAST_TRANSFER_S, most_s=_MOST_TRANSFER_S)
+        self.relay_timeout = AdaptiveTimeout(least_s=_LEAST_RELAY_S, most_s=_MOST_RELAY_S)
         self.step = 0
-        self.step_s = 0.0
-        self.steps_per_interval = self.tokens_s = self.loss = 0.0
-        self.others = Others()
-        self.rates = Rates()
-        self.relayed = AdaptiveTimeout(least_s=_LEAST_RELAY_S, most_s=_MOST_RELAY_S)
-        self.used: dict[int, int] = {}
-        self.quiet: Callable[[], Collection[int]] = frozenset
-        self.is_busy: Callable[[], bool] = bool
-        self.max_overdue_steps, self.last_step = 0.0, math.inf
-        self.lacking: dict[int, int] = {}
+        self.step_s = self._steps_per_interval = self._tokens_s = self._loss = 0.0
+        self.pace = PeerPace()
+        self.link_rates = LinkRates()
+        self.activity: LinkActivity = activity or _NoActivity()
+        self.limits = limits
+        self.missing_parts: dict[int, int] = {}
+        self._used_windows: Mapping[int, int] = {}
         self._now = now
-        self._say = say
-        self._meet = meet
+        self._send = send
+        self._on_new_roster = on_roster
         self._warn = warn
-        self._tell_s = _TELL_S
-        self._unanswered: dict[tuple[str, int], _Said] = {}
+        self._warn_s = _WARN_S
+        self._unanswered: dict[tuple[str, int], _PendingMessage] = {}
         self._next_beat_s = 0.0
 
-    # -- what the engine asks
+    # -- progress of this replica
+
+    def reach(self, step: int) -> None:
+        """Record the inner step that this replica has reached."""
+        self.step = max(self.step, step)
+
+    def report_work(
+        self, *, step_s: float | None = None, steps_per_interval: float | None = None, tokens_s: float | None = None,
+        loss: float | None = None,
+    ) -> None:  # fmt: skip
+        """Record this replica's throughput for the next heartbeats; None keeps a value."""
+        self.step_s = self.step_s if step_s is None else step_s
+        self._steps_per_interval = self._steps_per_interval if steps_per_interval is None else steps_per_interval
+        self._tokens_s = self._tokens_s if tokens_s is None else tokens_s
+        self._loss = self._loss if loss is None else loss
+
+    def track_windows(self, used: Mapping[int, int]) -> None:
+        """Report with each launch the windows used of each leased shard; `used` is read then."""
+        self._used_windows = used
+
+    # -- requests
 
     def active(self) -> tuple[int, ...]:
         """Return the replicas that take part in rounds, this one among them."""
@@ -103,14 +225,14 @@ class Council:
             return tuple(sorted(found | {self.replica}))
 
     def check(self) -> None:
-        """See whether this replica still takes part.
+        """Raise unless this replica still takes part.
 
         Raises:
             Expelled: It does not.
             DroppedNonFinite: It does not, because its parts held NaN or infinity.
             RunOver: The run has come to its end without it.
             NonFiniteError: The parts of all replicas hold NaN or infinity, so the run has failed.
-            ConnectError: The coordinator has been gone for so long that nobody will decide anything any more.
+            ConnectError: The coordinator has been silent for `GONE_S`.
         """
         silence_s = self._now() - self.view.heard_s
         if silence_s > GONE_S:
@@ -130,9 +252,8 @@ class Council:
             raise Expelled(f"replica {self.replica} {self.view.expelled_why}; it joins again")
 
     def launch(self, round_id: int, *, launch_step: int) -> None:
-        """Say that this replica's part of a round is there for others to fetch."""
-        used = {str(shard): windows for shard, windows in self.used.items()}
-        self._insist("launch", round_id, step=launch_step, used=used)
+        """Announce that this replica's part of a round can be fetched."""
+        self._send_reliably("launch", round_id, step=launch_step, used=self._used())
 
     def withhold(self, round_id: int, *, launch_step: int, parts: int) -> None:
         """Report that this replica's part of a round holds NaN or infinity and is not offered.
@@ -142,15 +263,17 @@ class Council:
             launch_step: The step that it is launched at.
             parts: How many such parts in a row there have been, this one among them.
         """
-        used = {str(shard): windows for shard, windows in self.used.items()}
-        self._insist("withhold", round_id, step=launch_step, used=used, parts=parts)
+        self._send_reliably("withhold", round_id, step=launch_step, used=self._used(), parts=parts)
+
+    def _used(self) -> dict[str, int]:
+        return {str(shard): windows for shard, windows in self._used_windows.items()}
 
     def vote(self, round_id: int, *, has: tuple[int, ...], reference_hash: int) -> None:
-        """Say which parts of a round this replica holds."""
-        self._insist("vote", round_id, step=self.step, has=list(has), hash=reference_hash)
+        """Report the parts of a round that this replica holds."""
+        self._send_reliably("vote", round_id, step=self.step, has=list(has), hash=reference_hash)
 
     def settle(self, round_id: int) -> None:
-        """Say no more about a round."""
+        """Stop sending messages about a round."""
         with self.changed:
             self._unanswered.pop(("launch", round_id), None)
             self._unanswered.pop(("withhold", round_id), None)
@@ -175,11 +298,11 @@ class Council:
         with self.changed:
             if number in self.view.leases or ("lease", number) in self._unanswered:
                 return
-        self._insist("lease", number, number=number)
+        self._send_reliably("lease", number, number=number)
 
     def account(self, step: int, *, deadline_s: float) -> Mapping[str, Any] | None:
         """Return the account of the data at a step; None where the coordinator does not answer in time."""
-        self._insist("account", step, step=step)
+        self._send_reliably("account", step, step=step)
         try:
             found: Mapping[str, Any] = self.wait_for(
                 lambda view: view.accounts.get(step), deadline_s=deadline_s, why="the state is kept without it"
@@ -192,30 +315,30 @@ class Council:
                 self.view.accounts.clear()
         return found
 
-    def tell(self, kind: str, **fields: Any) -> None:
-        """Say something that needs no answer."""
-        self._say(kind, **fields)
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message once, without acknowledgement."""
+        self._send(kind, **fields)
 
-    def insist(self, kind: str, **fields: Any) -> None:
-        """Say something again and again until `done_with`."""
-        self._insist(kind, -1, **fields)
+    def send_reliably(self, kind: str, **fields: Any) -> None:
+        """Send a message repeatedly until `stop_resending`."""
+        self._send_reliably(kind, -1, **fields)
 
-    def done_with(self, kind: str) -> None:
-        """Say it no more."""
+    def stop_resending(self, kind: str) -> None:
+        """Stop sending a message again."""
         with self.changed:
             self._unanswered.pop((kind, -1), None)
 
-    def is_done_with(self, kind: str) -> bool:
-        """Tell whether what was insisted on has been answered."""
+    def is_acknowledged(self, kind: str) -> bool:
+        """Return whether a reliable message was acknowledged."""
         with self.changed:
             return (kind, -1) not in self._unanswered
 
-    def wait_for(self, what: Callable[[View], Any], *, deadline_s: float | None, why: str) -> Any:
+    def wait_for(self, what: Callable[[CoordinatorView], Any], *, deadline_s: float | None, why: str) -> Any:
         """Wait until something is known.
 
         Args:
-            what: Looks at the view; what it returns ends the wait where it is true.
-            deadline_s: Seconds, None for as long as the coordinator is heard of.
+            what: Evaluated on the view; a true result ends the wait.
+            deadline_s: Seconds; None for no limit while the coordinator answers.
             why: Ends the error's text.
 
         Raises:
@@ -231,52 +354,51 @@ class Council:
                 self.changed.wait(0.5)
             return found
 
-    # -- what the line does
+    # -- connection
 
-    def turn(self) -> None:
-        """Beat, and say again what was not answered."""
+    def tick(self) -> None:
+        """Send a heartbeat when due, and resend unacknowledged messages."""
         now_s = self._now()
-        self._tell_of_silence(now_s - self.view.heard_s)
+        self._warn_of_silence(now_s - self.view.heard_s)
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + 1.0
-            self._say("beat", step=self.step, step_s=round(self.step_s, 6), roster=self.view.roster_number)
-            if self.tokens_s:
-                work = {"steps_per_interval": self.steps_per_interval, "tokens_s": self.tokens_s, "loss": self.loss}
-                self._say("work", **{name: round(value, 4) for name, value in work.items()})
-            self._tell_rates()
+            self._send("beat", step=self.step, step_s=round(self.step_s, 6), roster=self.view.roster_number)
+            if self._tokens_s:
+                work = {"steps_per_interval": self._steps_per_interval, "tokens_s": self._tokens_s, "loss": self._loss}
+                self._send("work", **{name: round(value, 4) for name, value in work.items()})
+            self._report_rates()
         with self.changed:
-            due = [said for said in self._unanswered.values() if now_s - said.at_s > _AGAIN_S]
-            for said in due:
-                said.at_s = now_s
-        for said in due:
-            self._say(said.kind, **said.fields)
+            due = [pending for pending in self._unanswered.values() if now_s - pending.at_s > _RESEND_S]
+            for pending in due:
+                pending.at_s = now_s
+        for pending in due:
+            self._send(pending.kind, **pending.fields)
 
-    def _tell_rates(self) -> None:
-        self.rates.keep(self.active())
-        if told := self.rates.told():
-            self._say("rates", rates=told, latest=self.rates.told(latest=LATEST))
+    def _report_rates(self) -> None:
+        self.link_rates.retain(self.active())
+        if rates := self.link_rates.report():
+            self._send("rates", rates=rates, latest=self.link_rates.report(latest=LATEST))
 
-    def _tell_of_silence(self, silence_s: float) -> None:
-        if silence_s >= self._tell_s:
-            self._tell_s *= 2
+    def _warn_of_silence(self, silence_s: float) -> None:
+        if silence_s >= self._warn_s:
+            self._warn_s *= 2
             self._warn(f"nothing was heard of the coordinator for {silence_s:.0f} s; waiting for it")
 
-    def hear(self, message: Message) -> None:
-        """Take in a message of the coordinator."""
+    def receive(self, message: Message) -> None:
+        """Process a message from the coordinator."""
         with self.changed:
             self.view.heard_s = self._now()
-            self._tell_s = _TELL_S
-            getattr(self, f"_on_{message['kind']}", self._ignore)(message)
+            self._warn_s = _WARN_S
+            # other kinds are for other listeners, such as the answer to an admin command
+            if (handler := _HANDLERS.get(message["kind"])) is not None:
+                handler(self, message)
             self.changed.notify_all()
 
-    def _insist(self, kind: str, key: int, **fields: Any) -> None:
+    def _send_reliably(self, kind: str, key: int, **fields: Any) -> None:
         full = {"round": key, **fields} if kind in ("launch", "withhold", "vote") else fields
         with self.changed:
-            self._unanswered[kind, key] = _Said(kind, full, self._now())
-        self._say(kind, **full)
-
-    def _ignore(self, message: Message) -> None:
-        """Leave to others what is for them, such as the answer to a person's command."""
+            self._unanswered[kind, key] = _PendingMessage(kind, full, self._now())
+        self._send(kind, **full)
 
     def _on_roster(self, message: Message) -> None:
         found = {one["replica"]: Neighbour.of(one) for one in map(checked_member, message["members"])}
@@ -285,14 +407,14 @@ class Council:
             self._unanswered.pop(("here", -1), None)
         self.view.has_started = message["started"]
         self.view.roster_number = message["number"]
-        self._meet(found)
+        self._on_new_roster(found)
 
     def _on_call(self, message: Message) -> None:
         self.view.calls[message["round"]] = numbers(message["members"], what="those that are called")
 
     def _on_recorded(self, message: Message) -> None:
-        said = self._unanswered.get(("records", -1))
-        if said is not None and said.fields["number"] <= message["number"]:
+        pending = self._unanswered.get(("records", -1))
+        if pending is not None and pending.fields["number"] <= message["number"]:
             del self._unanswered["records", -1]
 
     def _on_decision(self, message: Message) -> None:
@@ -307,7 +429,7 @@ class Council:
 
     def _on_progress(self, message: Message) -> None:
         self._advance(message)
-        self.others.hear(message["step"], now_s=self._now())
+        self.pace.observe(message["step"], now_s=self._now())
         self.view.floor_step = max(self.view.floor_step, message["floor"])
         self.view.kept_step = max(self.view.kept_step, message["kept"])
         old = [number for number, found in self.view.decisions.items() if self._is_old(found)]
@@ -315,19 +437,22 @@ class Council:
             del self.view.decisions[number]
 
     def _on_pace(self, message: Message) -> None:
-        self.others.step_s = float(message["step_s"])
+        self.pace.step_s = float(message["step_s"])
         self.view.sites = tuple(numbers(site, what="a site") for site in message["sites"])
-        before = slow_to(self.view.detours, replica=self.replica)
-        self.view.detours = tuple(Detour.of(numbers(one, what="a detour")) for one in message["detours"])
-        for source in slow_to(self.view.detours, replica=self.replica) - before:
-            self._doubt(source)
+        before = slow_sources(self.view.detours, replica=self.replica)
+        self.view.detours = tuple(Detour.from_list(numbers(one, what="a detour")) for one in message["detours"])
+        for source in slow_sources(self.view.detours, replica=self.replica) - before:
+            self._distrust_rate(source)
 
-    def _doubt(self, source: int) -> None:
-        """Measure the way back of a slow wire anew, unless it is slow too: receipts waited behind what came over it."""
-        latest = self.rates.told(latest=LATEST)
+    def _distrust_rate(self, source: int) -> None:
+        """Measure a slow link's reverse direction again, unless that is slow too.
+
+        Receipts may have queued behind the parts that came over the slow direction.
+        """
+        latest = self.link_rates.report(latest=LATEST)
         rate = latest.get(str(source))
         if rate is None or rate * BEGINS > max(latest.values()):
-            self.rates.forget(source)
+            self.link_rates.forget(source)
 
     def _is_old(self, decision: Decision) -> bool:
         return decision.launch_step + 2 * self.interval_steps < self.view.floor_step
@@ -341,9 +466,9 @@ class Council:
 
     def _on_state(self, message: Message) -> None:
         self._unanswered.pop(("here", -1), None)
-        if message["root"] in FROM_NOBODY:  # what was decided after that state is for those that are gone
+        if message["root"] in FROM_NOBODY:  # decisions after that state concern replicas that are gone
             self.view.decisions.clear()
-        offer = Offer(
+        offer = StateOffer(
             step=message["step"], root=message["root"], num_bytes=message["bytes"],
             holders=numbers(message["holders"], what="the holders of a state"), note=message["note"],
             era=message["era"],
@@ -352,7 +477,7 @@ class Council:
         for step in sorted(self.view.offers)[:-8]:
             del self.view.offers[step]
         self.view.era = offer.era
-        # one that is being fetched is not left for a newer one: it would never come to an end
+        # a state being fetched is not replaced by a newer one: the fetch would never end
         if self.view.offer is None or self.view.offer.step == offer.step:
             self.view.offer = offer
 
@@ -360,10 +485,10 @@ class Council:
         self.view.accounts[message["step"]] = message["note"]
 
     def _on_anew(self, message: Message) -> None:
-        """Forget what was decided: nobody holds that state any more, and the run goes on from an earlier one."""
+        """Forget all decisions: no replica holds that state any more, and the run continues from an earlier one."""
         self.view.decisions.clear()
         self.view.calls.clear()
-        self.others.forget()
+        self.pace.reset()
         self.view.step = self.view.closed_step = self.view.floor_step = self.view.kept_step = 0
 
     def _on_leased(self, message: Message) -> None:
@@ -377,7 +502,7 @@ class Council:
         self.view.leave_why = message["why"] or "was told to leave"
 
     def _on_expelled(self, message: Message) -> None:
-        self.view.expelled_why = message["why"] or "was let go"
+        self.view.expelled_why = message["why"] or "was removed"
         self.view.is_non_finite = message["is_non_finite"]
 
     def _on_failed(self, message: Message) -> None:
@@ -391,3 +516,25 @@ class Council:
 
     def _on_finish(self, message: Message) -> None:
         self.view.finish = message
+
+
+_HANDLERS: Mapping[str, Callable[[CoordinatorSession, Message], None]] = {
+    "roster": CoordinatorSession._on_roster,
+    "call": CoordinatorSession._on_call,
+    "recorded": CoordinatorSession._on_recorded,
+    "decision": CoordinatorSession._on_decision,
+    "progress": CoordinatorSession._on_progress,
+    "pace": CoordinatorSession._on_pace,
+    "capture": CoordinatorSession._on_capture,
+    "state": CoordinatorSession._on_state,
+    "account": CoordinatorSession._on_account,
+    "anew": CoordinatorSession._on_anew,
+    "leased": CoordinatorSession._on_leased,
+    "pause": CoordinatorSession._on_pause,
+    "leave": CoordinatorSession._on_leave,
+    "expelled": CoordinatorSession._on_expelled,
+    "failed": CoordinatorSession._on_failed,
+    "unknown": CoordinatorSession._on_unknown,
+    "refused": CoordinatorSession._on_refused,
+    "finish": CoordinatorSession._on_finish,
+}

@@ -11,8 +11,7 @@ from typing import Any
 from thinwire.elastic.data_leases import DataLeases, Lease
 from thinwire.elastic.roster import MemberState, Roster, RosterMember
 from thinwire.elastic.rounds import Decision, ElasticRounds
-from thinwire.elastic.routing import DetourBook
-from thinwire.elastic.site_topology import SiteBook
+from thinwire.elastic.routing import DetourTable, SiteTable
 from thinwire.elastic.snapshots import StateSnapshots
 from thinwire.elastic.standby_hosts import StandbyHosts
 from thinwire.events import FIRST_LAST_ROUND
@@ -100,8 +99,8 @@ class CoordinatorState:
     leases: DataLeases = field(init=False)
     snapshots: StateSnapshots = field(default_factory=StateSnapshots)
     standby_hosts: StandbyHosts = field(default_factory=StandbyHosts)
-    sites: SiteBook = field(default_factory=SiteBook)
-    detours: DetourBook = field(default_factory=DetourBook)
+    sites: SiteTable = field(default_factory=SiteTable)
+    detours: DetourTable = field(default_factory=DetourTable)
     has_started: bool = False
     has_finished: bool = False
     failure: str = ""

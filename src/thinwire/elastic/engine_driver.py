@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from thinwire.averaging.round_context import Progress
-from thinwire.elastic.adaptive_local_steps import OwnPace
+from thinwire.elastic.adaptive_local_steps import AdaptiveLocalSteps
 from thinwire.sync.catch_up import leaps
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.sync.round_engine import RoundEngine
@@ -60,7 +60,7 @@ class ElasticDriver:
 
     def __init__(
         self, known_step: Callable[[], int], *, grace_steps: float, tolerates_overdue: bool = False,
-        own_pace: Callable[..., OwnPace] | None = None,
+        own_pace: Callable[..., AdaptiveLocalSteps] | None = None,
     ) -> None:  # fmt: skip
         self.observers: list[StepObserver] = []
         self._engine: RoundEngine
@@ -108,7 +108,7 @@ class ElasticDriver:
         """Return the step to be at before the next inner step, 0 to stay."""
         known_step, reached = self._known_step(), self._engine.state.reached_step
         is_behind = known_step - reached > self._grace_steps  # else the others still wait for this replica
-        ahead = 0 if self._pace is None else self._pace.aim(reached)
+        ahead = 0 if self._pace is None else self._pace.target_step(reached)
         wanted = max(known_step if is_behind else 0, ahead)
         return wanted if stop is None else min(stop, wanted)
 

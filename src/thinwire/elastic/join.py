@@ -6,16 +6,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.elastic.coordinator_client import Line
-from thinwire.elastic.coordinator_session import Council
-from thinwire.elastic.coordinator_view import Neighbour
-from thinwire.elastic.engine_session import ElasticSeat
+from thinwire.elastic.coordinator_client import CoordinatorConnection
+from thinwire.elastic.coordinator_session import CoordinatorSession, Neighbour, RoundLimits
 from thinwire.elastic.invitation import Invitation
-from thinwire.elastic.peer_activity import Inflow, QuietPeers
+from thinwire.elastic.peer_activity import PeerActivity
 from thinwire.elastic.protocol import RUN_OVER, VERSION, Message
+from thinwire.elastic.round_driver import ReplicaRounds
 from thinwire.errors import ConnectError, Refused, RunOver
 from thinwire.events import Transfer
 from thinwire.transport.addresses import Address, address_towards
@@ -29,31 +28,31 @@ _NOT_THERE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seated:
+class Membership:
     """A replica that has joined.
 
     Attributes:
         job: What the coordinator says of the job.
-        council: This replica's seat among the others.
+        session: This replica's seat among the others.
         transport: Its connections.
         library: Its blobs and its way to the others'.
-        seat: What the engine uses.
-        line: Its connection to the coordinator.
+        rounds: The engine's interface to elastic rounds.
+        connection: Its connection to the coordinator.
     """
 
     job: Mapping[str, Any]
-    council: Council
+    session: CoordinatorSession
     transport: RecordingRequestTransport
     library: BlobStore
-    seat: ElasticSeat
-    line: Line
+    rounds: ReplicaRounds
+    connection: CoordinatorConnection
 
     @property
     def replica(self) -> int:
         """Its number."""
-        return self.council.replica
+        return self.session.replica
 
-    def arrive(
+    def announce(
         self, *, corpus: str, num_windows: int, address: str, port: int, held_step: int = 0, era: int = 0,
         disk_step: int = 0,
     ) -> None:  # fmt: skip
@@ -68,34 +67,49 @@ class Seated:
             era: Era of that state.
             disk_step: Step of the checkpoint that it can read, 0 for none.
         """
-        self.council.insist(
+        self.session.send_reliably(
             "here", address=address, port=port, corpus=corpus, windows=num_windows, held=held_step, era=era,
             disk=disk_step,
         )  # fmt: skip
 
     def close(self, *, why: str = "") -> None:
         """Leave, and give sockets and threads back."""
-        self.council.tell("leave", why=why)
-        self.line.close()
+        self.session.send("leave", why=why)
+        self.connection.close()
         self.library.close()
         self.transport.close()
 
 
-class _Greeting:
-    """What the coordinator says before there is a council."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinPlan:
+    """What a session needs to know of its job.
+
+    Attributes:
+        num_replicas: Planned replicas.
+        interval_steps: H, inner steps.
+        limits: Limits on waiting for parts.
+    """
+
+    num_replicas: int
+    interval_steps: int
+    limits: RoundLimits = field(default_factory=RoundLimits)
+
+
+class _Handshake:
+    """What the coordinator says before there is a session."""
 
     def __init__(self) -> None:
-        self.council: Council | None = None
+        self.session: CoordinatorSession | None = None
         self.welcome: Message | None = None
         self.refusal = ""
         self._early: list[Message] = []
         self._lock = threading.Lock()
         self.has_come = threading.Event()
 
-    def hear(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         with self._lock:
-            if self.council is not None:
-                self.council.hear(message)
+            if self.session is not None:
+                self.session.receive(message)
             elif message["kind"] == "welcome":
                 self.welcome = message
                 self.has_come.set()
@@ -105,28 +119,28 @@ class _Greeting:
             else:
                 self._early.append(message)
 
-    def turn(self) -> None:
-        council = self.council
-        if council is not None:
-            council.turn()
+    def tick(self) -> None:
+        session = self.session
+        if session is not None:
+            session.tick()
 
-    def hand_over(self, council: Council) -> None:
+    def attach(self, session: CoordinatorSession) -> None:
         with self._lock:
-            self.council = council
+            self.session = session
             for message in self._early:
-                council.hear(message)
+                session.receive(message)
 
 
 def join(
-    invitation: Invitation, *, secret: Secret, planned: Callable[[Mapping[str, Any]], tuple[int, int]],
+    invitation: Invitation, *, secret: Secret, plan_of: Callable[[Mapping[str, Any]], JoinPlan],
     address: str | None = None, deadline_s: float = _NOT_THERE_S, warn: Callable[[str], None] = lambda text: None,
-) -> tuple[Seated, Address]:  # fmt: skip
+) -> tuple[Membership, Address]:  # fmt: skip
     """Join a job.
 
     Args:
         invitation: Where its coordinator is.
         secret: The job's.
-        planned: Reads from the job how many replicas are planned, and how many steps an interval has.
+        plan_of: Reads what the session needs from the job.
         address: This host's address that the others reach; None for the one from which the coordinator is reached.
         deadline_s: For how long the coordinator is waited for.
         warn: Told, later, that the coordinator has not been heard of.
@@ -140,54 +154,58 @@ def join(
         RunOver: The run has come to its end.
     """
     own_address = address_towards(invitation.host) if address is None else address
-    greeting = _Greeting()
-    line = Line(invitation, secret=secret, hear=greeting.hear, turn=greeting.turn)
+    handshake = _Handshake()
+    connection = CoordinatorConnection(invitation, secret=secret, on_message=handshake.receive, on_tick=handshake.tick)
     try:
-        welcome = _ask_to_join(line, greeting, invitation, deadline_s=deadline_s)
+        welcome = _request_join(connection, handshake, invitation, deadline_s=deadline_s)
         replica, job = welcome["replica"], welcome["job"]
-        num_planned, interval_steps = planned(job)
+        plan = plan_of(job)
         wire = WireTransport(
-            replica=replica, num_replicas=num_planned, secret=secret, address=own_address, is_open=True
+            replica=replica, num_replicas=plan.num_replicas, secret=secret, address=own_address, is_open=True
         )
     except BaseException:
-        line.close()
+        connection.close()
         raise
-    council = Council(
-        replica=replica, interval_steps=interval_steps, say=line.say,
-        meet=lambda neighbours: _meet(wire, neighbours, replica=replica), warn=warn,
+    session = CoordinatorSession(
+        replica=replica, interval_steps=plan.interval_steps, send=connection.send,
+        on_roster=lambda neighbours: _update_peers(wire, neighbours, replica=replica), warn=warn,
+        activity=PeerActivity(wire), limits=plan.limits,
     )  # fmt: skip
-    council.quiet, council.is_busy = QuietPeers(wire), Inflow(wire).is_busy
     transport = RecordingRequestTransport(wire)
     library = BlobStore(transport)
-    seat = ElasticSeat(council, library)
-    library.is_past = seat.is_past
-    _tell_of_losses(transport, council)
-    transport.log.add_sink(lambda transfer: note_rate(council, transfer))
-    greeting.hand_over(council)
-    seated = Seated(job=job, council=council, transport=transport, library=library, seat=seat, line=line)
-    return seated, Address(host=own_address, port=wire.port)
+    rounds = ReplicaRounds(session, library)
+    library.is_past = rounds.is_past
+    _report_losses(transport, session)
+    transport.log.add_sink(lambda transfer: note_rate(session, transfer))
+    handshake.attach(session)
+    membership = Membership(
+        job=job, session=session, transport=transport, library=library, rounds=rounds, connection=connection
+    )
+    return membership, Address(host=own_address, port=wire.port)
 
 
-def _ask_to_join(line: Line, greeting: _Greeting, invitation: Invitation, *, deadline_s: float) -> Message:
+def _request_join(
+    connection: CoordinatorConnection, handshake: _Handshake, invitation: Invitation, *, deadline_s: float
+) -> Message:
     until_s = time.monotonic() + deadline_s
     host = socket.gethostname()
-    while not greeting.has_come.is_set():
-        line.say("join", version=VERSION, thinwire=__version__, host=host)
-        greeting.has_come.wait(1.0)
-        if time.monotonic() > until_s and not greeting.has_come.is_set():
+    while not handshake.has_come.is_set():
+        connection.send("join", version=VERSION, thinwire=__version__, host=host)
+        handshake.has_come.wait(1.0)
+        if time.monotonic() > until_s and not handshake.has_come.is_set():
             raise ConnectError(
                 f"no coordinator answered at {invitation.host}, port {invitation.port}, within {deadline_s:g} s: it is "
                 f"not there, a firewall drops it, or the secret is another one; look with: thinwire doctor "
                 f"{invitation.host}:{invitation.port}"
             )
-    if greeting.refusal == RUN_OVER:
+    if handshake.refusal == RUN_OVER:
         raise RunOver(RUN_OVER)
-    if greeting.welcome is None:
-        raise Refused(f"the coordinator at {invitation.host} refuses this replica: {greeting.refusal}")
-    return greeting.welcome
+    if handshake.welcome is None:
+        raise Refused(f"the coordinator at {invitation.host} refuses this replica: {handshake.refusal}")
+    return handshake.welcome
 
 
-def _meet(wire: WireTransport, neighbours: Mapping[int, Neighbour], *, replica: int) -> None:
+def _update_peers(wire: WireTransport, neighbours: Mapping[int, Neighbour], *, replica: int) -> None:
     """Connect to those that came, and let those go that left."""
     for peer in set(wire.peers()) - set(neighbours):
         wire.remove(peer)
@@ -197,20 +215,20 @@ def _meet(wire: WireTransport, neighbours: Mapping[int, Neighbour], *, replica: 
             wire.add(peer, address=address)
 
 
-def note_rate(council: Council, transfer: Transfer) -> None:
+def note_rate(session: CoordinatorSession, transfer: Transfer) -> None:
     """Learn from an answer how fast the wire to a replica is; an ask also waits for what is not there yet."""
     if transfer.direction == "sent" and not transfer.error:
         seconds = transfer.finished_s - transfer.started_s
-        council.rates.observe(transfer.peer, num_bytes=transfer.wire_bytes, seconds=seconds)
+        session.link_rates.observe(transfer.peer, num_bytes=transfer.wire_bytes, seconds=seconds)
 
 
-def _tell_of_losses(transport: RecordingRequestTransport, council: Council) -> None:
+def _report_losses(transport: RecordingRequestTransport, session: CoordinatorSession) -> None:
     """Let the coordinator look sooner at a replica that nothing comes from any more."""
     inner = transport.on_lost
 
     def lost(peer: int) -> None:
         if inner is not None:
             inner(peer)
-        council.tell("lost", replica=peer)
+        session.send("lost", replica=peer)
 
     transport.on_lost = lost

@@ -15,11 +15,10 @@ from typing import Protocol
 
 import torch
 
-from thinwire.elastic.coordinator_session import Council
-from thinwire.elastic.round_state_machine import Action, Ask, Bid, CastVote, GiveUp, Seen
+from thinwire.elastic.coordinator_session import CoordinatorSession
+from thinwire.elastic.round_state_machine import Action, CastVote, GiveUp, RequestPart, RoundInputs, RoundStateMachine
 from thinwire.elastic.rounds import Decision
-from thinwire.elastic.site_topology import site_of
-from thinwire.elastic.source_selection import relays, slow_to, tried
+from thinwire.elastic.routing import probed_sources, relays, site_of, slow_sources
 from thinwire.errors import Expelled, PayloadError, TransportError
 from thinwire.events import FIRST_LAST_ROUND
 from thinwire.transport.base import Received
@@ -27,10 +26,10 @@ from thinwire.transport.base import Received
 _HEAD = struct.Struct("<IxxxxQ")
 HEAD_BYTES = _HEAD.size
 # Blobs that come are looked for so often; words of the coordinator wake whoever waits for them.
-_LOOK_S, _WAIT_S = 0.02, 0.5
+_POLL_S, _WAIT_S = 0.02, 0.5
 
 
-class Fetch(Protocol):
+class PendingPart(Protocol):
     """A blob on its way."""
 
     def done(self) -> bool:
@@ -46,14 +45,14 @@ class Fetch(Protocol):
         ...
 
 
-class Shelf(Protocol):
+class PartStore(Protocol):
     """Where blobs are offered and fetched by name."""
 
     def publish(self, name: bytes, payload: torch.Tensor) -> None:
         """Offer a blob."""
         ...
 
-    def get(self, source: int, name: bytes, *, most_bytes: int) -> Fetch:
+    def get(self, source: int, name: bytes, *, most_bytes: int) -> PendingPart:
         """Begin to fetch a blob from a replica."""
         ...
 
@@ -63,7 +62,7 @@ class Shelf(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreed:
+class RoundResult:
     """What a round came to, the same at every replica.
 
     Attributes:
@@ -82,25 +81,25 @@ def blob_name(round_id: int, member: int) -> bytes:
     return b"r" + struct.pack("<QI", round_id, member)
 
 
-def round_of(name: bytes) -> int | None:
+def round_of_name(name: bytes) -> int | None:
     """Return the round of a part's name, None for another blob."""
     return struct.unpack("<QI", name[1:])[0] if len(name) == 13 and name[:1] == b"r" else None
 
 
-def named_part(name: bytes) -> tuple[int, int] | None:
+def part_of_name(name: bytes) -> tuple[int, int] | None:
     """Return the round and the member of a part's name, None for another blob."""
-    found = struct.unpack("<QI", name[1:]) if round_of(name) is not None else None
+    found = struct.unpack("<QI", name[1:]) if round_of_name(name) is not None else None
     return None if found is None else (int(found[0]), int(found[1]))
 
 
-class Proposal:
-    """See the module; what to do next is `Bid`'s business, and this does it.
+class RoundDriver:
+    """See the module; what to do next is `RoundStateMachine`'s business, and this does it.
 
     `wait` drives it, from any one thread; every wait in it ends by a measured time or by `Expelled`.
 
     Args:
-        council: This replica's seat.
-        shelf: Its blobs and the others'.
+        session: This replica's seat.
+        store: Its blobs and the others'.
         round_id: The round.
         launch_step: The step that it is launched at.
         part: uint8, one-dimensional, CPU; None where this replica has none to offer.
@@ -111,28 +110,28 @@ class Proposal:
     """
 
     def __init__(
-        self, *, council: Council, shelf: Shelf, round_id: int, launch_step: int, part: torch.Tensor | None,
-        reference_hash: int, most_bytes: int, bad_parts: int = 0,
+        self, *, session: CoordinatorSession, store: PartStore, round_id: int, launch_step: int,
+        part: torch.Tensor | None, reference_hash: int, most_bytes: int, bad_parts: int = 0,
     ) -> None:  # fmt: skip
-        self._council = council
-        self._shelf = shelf
+        self._session = session
+        self._store = store
         self._round_id, self._launch_step = round_id, launch_step
         self._hash = reference_hash
         self._most_bytes = most_bytes + HEAD_BYTES
         self._parts: dict[int, torch.Tensor] = {}
-        self._asked: dict[tuple[int, int], tuple[float, Fetch]] = {}  # by whose part it is, and who was asked
-        self._tries: dict[int, Fetch | None] = {}  # by whose part it is, over a slow wire; None once it has come
-        self.agreed: Agreed | None = None
+        self._asked: dict[tuple[int, int], tuple[float, PendingPart]] = {}  # by whose part it is, and who was asked
+        self._probes: dict[int, PendingPart | None] = {}  # by whose part it is, over a slow wire; None once it has come
+        self.agreed: RoundResult | None = None
         self._decision: Decision | None = None
-        is_offered = self._seen().decision is None and part is not None
-        self._bid = Bid(replica=council.replica, has_part=is_offered)
+        is_offered = self._inputs().decision is None and part is not None
+        self._machine = RoundStateMachine(replica=session.replica, has_part=is_offered)
         if is_offered:
             assert part is not None
-            self._offer(council.replica, part)
-            council.launch(round_id, launch_step=launch_step)
-            self._move()
+            self._offer(session.replica, part)
+            session.launch(round_id, launch_step=launch_step)
+            self._advance()
         elif bad_parts and self._decision is None:
-            council.withhold(round_id, launch_step=launch_step, parts=bad_parts)
+            session.withhold(round_id, launch_step=launch_step, parts=bad_parts)
 
     def done(self) -> bool:
         """Tell whether it has come to its end; it does so in `wait` only."""
@@ -142,69 +141,71 @@ class Proposal:
         """Drive the round to its end.
 
         Args:
-            deadline_s: Has no meaning here: the council's own deadlines hold.
+            deadline_s: Has no meaning here: the session's own deadlines hold.
 
         Raises:
             Expelled: The run goes on without this replica.
         """
-        while (decision := self._move()) is None or not self._bid.is_complete(decision):
-            self._council.check()
+        while (decision := self._advance()) is None or not self._machine.is_complete(decision):
+            self._session.check()
             self._pause()
-        self._council.settle(self._round_id)
-        with self._council.changed:
-            closed_step = self._council.view.closed_step
+        self._session.settle(self._round_id)
+        with self._session.changed:
+            closed_step = self._session.view.closed_step
         parts = {member: self._parts[member][HEAD_BYTES:] for member in decision.members}
-        self.agreed = Agreed(parts=parts, step=decision.step, closed_step=closed_step)
+        self.agreed = RoundResult(parts=parts, step=decision.step, closed_step=closed_step)
         for member in {member for member, _ in self._asked}:
             self._cancel(member)
         return Received(payload=torch.empty(0, dtype=torch.uint8), reference_hash=self._hash)
 
-    def _move(self) -> Decision | None:
+    def _advance(self) -> Decision | None:
         """Do what can be done; return the decision, None before."""
         self._collect()
-        seen = self._seen()
-        if seen.decision is not None:
-            self._council.settle(self._round_id)
-        for action in self._bid.turn(seen, now_s=time.monotonic()):
+        inputs = self._inputs()
+        if inputs.decision is not None:
+            self._session.settle(self._round_id)
+        for action in self._machine.advance(inputs, now_s=time.monotonic()):
             self._do(action)
-        with self._council.changed:
-            lacking = 0 if seen.decision is None else self._bid.num_lacking(seen.decision)
-            self._council.lacking.pop(self._round_id, None)
+        with self._session.changed:
+            lacking = 0 if inputs.decision is None else self._machine.num_lacking(inputs.decision)
+            self._session.missing_parts.pop(self._round_id, None)
             if lacking:
-                self._council.lacking[self._round_id] = lacking
-        return seen.decision
+                self._session.missing_parts[self._round_id] = lacking
+        return inputs.decision
 
-    def _seen(self) -> Seen:
-        with self._council.changed:
-            view, active, me = self._council.view, self._council.active(), self._council.replica
-            # the council forgets it once all others are far ahead
+    def _inputs(self) -> RoundInputs:
+        with self._session.changed:
+            view, active, me = self._session.view, self._session.active(), self._session.replica
+            # the session forgets it once all others are far ahead
             self._decision = self._decision or view.decisions.get(self._round_id)
-            return Seen(
+            return RoundInputs(
                 called=view.calls.get(self._round_id), decision=self._decision, active=active,
-                neighbours=tuple(view.neighbours), limit_s=self._council.transfers.limit_s, quiet=self._council.quiet(),
+                neighbours=tuple(view.neighbours), limit_s=self._session.transfer_timeout.limit_s,
+                silent=self._session.activity.silent_peers(),
                 relays=relays(view.sites, replica=me, round_id=self._round_id, active=active, detours=view.detours),
                 # a relay that is given up too early costs the thin wire the part a second time
                 relay_limit_s=min(
-                    self._council.relayed.limit_s + self._council.relayed.median_s,
-                    max(self._council.transfers.limit_s, self._borne_s()),  # then a vote would be cast without the part
+                    self._session.relay_timeout.limit_s + self._session.relay_timeout.median_s,
+                    # after that the vote is cast without the part
+                    max(self._session.transfer_timeout.limit_s, self._slack_s()),
                 ),
-                near=site_of(me, view.sites), slow=slow_to(view.detours, replica=me),
-                is_busy=self._council.is_busy(), borne_s=self._borne_s(),
-                ahead=sum(count for number, count in self._council.lacking.items() if number < self._round_id),
+                near=site_of(me, view.sites), slow=slow_sources(view.detours, replica=me),
+                is_busy=self._session.activity.is_link_busy(), slack_s=self._slack_s(),
+                ahead=sum(count for number, count in self._session.missing_parts.items() if number < self._round_id),
             )  # fmt: skip
 
-    def _borne_s(self) -> float:
+    def _slack_s(self) -> float:
         """Return for how long after the call parts may come without anybody waiting for the result."""
-        steps = self._council.max_overdue_steps
-        is_at_end = self._round_id >= FIRST_LAST_ROUND or self._launch_step + steps > self._council.last_step
-        return 0.0 if is_at_end else steps * self._council.others.step_s
+        steps = self._session.limits.overdue_steps
+        is_at_end = self._round_id >= FIRST_LAST_ROUND or self._launch_step + steps > self._session.limits.last_step
+        return 0.0 if is_at_end else steps * self._session.pace.step_s
 
     def _do(self, action: Action) -> None:
         match action:
-            case Ask(source=source, member=member):
+            case RequestPart(source=source, member=member):
                 self._ask(source, member)
             case CastVote(has=has):
-                self._council.vote(self._round_id, has=has, reference_hash=self._hash)
+                self._session.vote(self._round_id, has=has, reference_hash=self._hash)
             case GiveUp(member=member, sources=sources):
                 self._give_up(member, sources)
 
@@ -212,30 +213,30 @@ class Proposal:
         name = blob_name(self._round_id, member)
         fetch = None
         if source == member:
-            fetch, self._tries[member] = self._tries.get(member), None
-        elif member not in self._tries and member in self._slow_now():
-            self._tries[member] = self._shelf.get(member, name, most_bytes=self._most_bytes)
-        fetch = fetch or self._shelf.get(source, name, most_bytes=self._most_bytes)
+            fetch, self._probes[member] = self._probes.get(member), None
+        elif member not in self._probes and member in self._probed_now():
+            self._probes[member] = self._store.get(member, name, most_bytes=self._most_bytes)
+        fetch = fetch or self._store.get(source, name, most_bytes=self._most_bytes)
         self._asked[member, source] = time.monotonic(), fetch
 
-    def _slow_now(self) -> frozenset[int]:
-        """Return whose slow wires are tried in this round."""
-        with self._council.changed:
-            detours = self._council.view.detours
-        return tried(detours, replica=self._council.replica, round_id=self._round_id)
+    def _probed_now(self) -> frozenset[int]:
+        """Return whose slow wires are probed_sources in this round."""
+        with self._session.changed:
+            detours = self._session.view.detours
+        return probed_sources(detours, replica=self._session.replica, round_id=self._round_id)
 
-    def _collect_tries(self) -> None:
+    def _collect_probes(self) -> None:
         """Take in what has come over slow wires; what comes later is for the rate only, and nobody ends it."""
-        for member, fetch in list(self._tries.items()):
+        for member, fetch in list(self._probes.items()):
             if fetch is not None and fetch.done():
-                self._tries[member] = None
+                self._probes[member] = None
                 with contextlib.suppress(TransportError):
                     self._take(member, fetch.wait(deadline_s=0.0))
                     self._cancel(member)
 
     def _collect(self) -> None:
         """Take in what has come."""
-        self._collect_tries()
+        self._collect_probes()
         for (member, source), (asked_s, fetch) in list(self._asked.items()):
             if (member, source) not in self._asked or not fetch.done():
                 continue
@@ -244,17 +245,17 @@ class Proposal:
             try:
                 self._take(member, fetch.wait(deadline_s=0.0))
             except TransportError:
-                self._bid.fail(member, now_s=now_s, source=source)
+                self._machine.on_failure(member, now_s=now_s, source=source)
                 continue
             self._cancel(member)
-            called_s = self._bid.called_s
+            called_s = self._machine.called_s
             since_s = now_s if called_s is None else max(asked_s, called_s)
-            self._council.transfers.observe(max(0.0, now_s - since_s))
+            self._session.transfer_timeout.observe(max(0.0, now_s - since_s))
             if source != member:
-                self._council.relayed.observe(max(0.0, now_s - since_s))
+                self._session.relay_timeout.observe(max(0.0, now_s - since_s))
 
     def _cancel(self, member: int) -> None:
-        """Ask for a part no longer."""
+        """RequestPart for a part no longer."""
         for key in [key for key in self._asked if key[0] == member]:
             self._asked.pop(key)[1].cancel()
 
@@ -269,27 +270,87 @@ class Proposal:
         found_hash, round_id = _HEAD.unpack(bytes(blob[:HEAD_BYTES].numpy()))
         if round_id != self._round_id or found_hash != self._hash:
             raise PayloadError(f"round {self._round_id}: the part of replica {member} refers to another global value")
-        self._bid.take(member)
+        self._machine.on_part(member)
         if member not in self._parts:
             self._parts[member] = blob
-            self._shelf.publish(blob_name(self._round_id, member), blob)
+            self._store.publish(blob_name(self._round_id, member), blob)
 
     def _offer(self, member: int, part: torch.Tensor) -> None:
         head = torch.frombuffer(bytearray(_HEAD.pack(self._hash, self._round_id)), dtype=torch.uint8)
         self._parts[member] = torch.cat([head, part])
-        self._shelf.publish(blob_name(self._round_id, member), self._parts[member])
+        self._store.publish(blob_name(self._round_id, member), self._parts[member])
 
     def _give_up(self, member: int, sources: tuple[int, ...]) -> None:
         who = f"none of the replicas {list(sources)} gave" if sources else "nobody that is left holds"
         why = f"{who} the part of replica {member}"
-        self._council.tell("stuck", round=self._round_id, why=why)
-        self._council.settle(self._round_id)
-        raise Expelled(f"replica {self._council.replica} could not get round {self._round_id}: {why}; it joins again")
+        self._session.send("stuck", round=self._round_id, why=why)
+        self._session.settle(self._round_id)
+        raise Expelled(f"replica {self._session.replica} could not get round {self._round_id}: {why}; it joins again")
 
     def _pause(self) -> None:
         """Wait for news: words wake it, blobs are looked for."""
-        with self._council.changed:
-            if self._bid.only_waits and self._round_id not in self._council.view.decisions:
-                self._council.changed.wait(_WAIT_S)
+        with self._session.changed:
+            if self._machine.has_voted and self._round_id not in self._session.view.decisions:
+                self._session.changed.wait(_WAIT_S)
             else:
-                self._council.changed.wait(_LOOK_S)
+                self._session.changed.wait(_POLL_S)
+
+
+class ReplicaRounds:
+    """Implements `thinwire.averaging.elastic_mean.ElasticSession`.
+
+    Args:
+        session: What the coordinator says.
+        store: Where parts are offered and fetched.
+    """
+
+    def __init__(self, session: CoordinatorSession, store: PartStore) -> None:
+        self._session = session
+        self._store = store
+        self._kept: dict[int, int] = {}
+
+    def active(self) -> tuple[int, ...]:
+        """Return the replicas that take part, this one among them."""
+        return self._session.active()
+
+    def known_step(self) -> int:
+        """Return the furthest step at which somebody has launched a round."""
+        with self._session.changed:
+            return self._session.view.step
+
+    def is_decided(self, round_id: int) -> bool:
+        """Tell whether a round was decided without this replica."""
+        with self._session.changed:
+            return round_id in self._session.view.decisions
+
+    def propose(
+        self, part: torch.Tensor | None, *, round_id: int, launch_step: int, reference_hash: int, most_bytes: int,
+        bad_parts: int = 0,
+    ) -> RoundDriver:  # fmt: skip
+        """Offer a part and take part in what is agreed on; see `RoundDriver`."""
+        self._forget_old()
+        self._kept[round_id] = launch_step
+        return RoundDriver(
+            session=self._session, store=self._store, round_id=round_id, launch_step=launch_step, part=part,
+            reference_hash=reference_hash, most_bytes=most_bytes, bad_parts=bad_parts,
+        )  # fmt: skip
+
+    def reject(self, member: int, *, round_id: int, bad_parts: int, since: int) -> None:
+        """Report that a part held NaN or infinity and was left out; see `ElasticSession.reject`."""
+        self._session.send("reject", round=round_id, member=member, parts=bad_parts, since=since)
+
+    def is_past(self, name: bytes) -> bool:
+        """Tell of a blob's name whether it is a part of a round that nobody needs any more."""
+        round_id = round_of_name(name)
+        oldest = min(list(self._kept), default=0)
+        return round_id is not None and round_id < oldest
+
+    def _forget_old(self) -> None:
+        """Let go of rounds that all have applied, and that nobody needs who is coming, or may come back."""
+        view = self._session.view
+        floor = min(view.floor_step, view.kept_step) - self._session.interval_steps
+        old = [round_id for round_id, launch_step in self._kept.items() if launch_step < floor]
+        for round_id in old:
+            del self._kept[round_id]
+        if old:
+            self._store.forget_past()

@@ -8,13 +8,163 @@ Nothing would be measured on the wire any more, so now and then the origin is as
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
-from collections import Counter
+import struct
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations, pairwise
 from typing import Any
 
 from thinwire.errors import PayloadError
+
+# Inside a site each rate is at least so many times as large as any between it and others.
+FASTER = 4.0
+# A smaller answer tells of the latency, not of the rate.
+LEAST_BYTES = 1 << 14
+_SEEN = 8
+# A wire that has become slow is seen after so many answers.
+LATEST = 3
+_LEAST_S = 1e-4
+_MOST_RATE = 1 << 53
+
+Sites = tuple[tuple[int, ...], ...]
+_NO_WAYS: Mapping[tuple[int, int], float] = {}
+
+
+class LinkRates:
+    """How fast this replica's answers reached the others, in bytes a second.
+
+    The highest of the latest few counts: others may have shared the wire, but nobody is faster than it. One thread may
+    observe while another one asks: both work on what is there at one moment.
+
+    Example:
+        >>> rates = LinkRates()
+        >>> rates.observe(3, num_bytes=100_000, seconds=0.5)
+        >>> rates.observe(3, num_bytes=100_000, seconds=0.25)
+        >>> rates.observe(3, num_bytes=10, seconds=0.25)  # too small to tell
+        >>> rates.report()
+        {'3': 400000}
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, deque[float]] = {}
+
+    def observe(self, peer: int, *, num_bytes: int, seconds: float) -> None:
+        """Take in an answer that reached a replica."""
+        if num_bytes >= LEAST_BYTES:
+            self._seen.setdefault(peer, deque(maxlen=_SEEN)).append(num_bytes / max(_LEAST_S, seconds))
+
+    def forget(self, peer: int) -> None:
+        """Forget what was seen of the wire to a replica."""
+        self._seen.pop(peer, None)
+
+    def retain(self, peers: Collection[int]) -> None:
+        """Forget all but these replicas."""
+        for peer in set(self._seen.copy()) - set(peers):
+            self._seen.pop(peer, None)
+
+    def report(self, *, latest: int = _SEEN) -> dict[str, int]:
+        """Return the rates as the coordinator is told them: of so many of the latest answers, the highest.
+
+        Args:
+            latest: Where there are fewer, nothing is told, but for the default.
+        """
+        kept = {peer: list(rates.copy()) for peer, rates in sorted(self._seen.copy().items())}
+        least = 1 if latest == _SEEN else latest
+        seen = {peer: max(rates[-latest:]) for peer, rates in kept.items() if len(rates) >= least}
+        return {str(peer): min(_MOST_RATE, round(rate)) for peer, rate in seen.items()}
+
+
+def find_sites(rates: Mapping[int, Mapping[int, float]], active: Collection[int]) -> Sites:
+    """Return the sites among replicas: all in ascending order, single ones left out; none where none stands out.
+
+    A pair's rate is the lower one of its two directions. The replicas are cut where the pairs' rates, from high to low,
+    fall by the greatest factor, if that is at least `FASTER`, and if all pairs inside the groups that come out are
+    faster than all others by as much.
+
+    Args:
+        rates: By replica and then by other replica, bytes a second from the one to the other.
+        active: The replicas that take part.
+
+    Example:
+        >>> fast, thin = 1e8, 2e6
+        >>> find_sites({0: {1: fast, 2: thin}, 2: {3: fast, 1: thin}}, (0, 1, 2, 3))
+        ((0, 1), (2, 3))
+        >>> find_sites({0: {1: fast, 2: fast / 2}, 1: {2: fast / 2}}, (0, 1, 2))
+        ()
+    """
+    pairs = {}
+    for one, other in combinations(sorted(active), 2):
+        found = [rate for rate in (rates.get(one, {}).get(other), rates.get(other, {}).get(one)) if rate]
+        if found:
+            pairs[one, other] = min(found)
+    ordered = sorted(pairs.values(), reverse=True)
+    falls = [(high / low, high) for high, low in pairwise(ordered) if high >= FASTER * low]
+    for _, least in sorted(falls, reverse=True):
+        sites = _joined(pairs, least=least)
+        inside = {pair for site in sites for pair in combinations(site, 2)}
+        slowest = min((rate for pair, rate in pairs.items() if pair in inside), default=0.0)
+        fastest = max((rate for pair, rate in pairs.items() if pair not in inside), default=math.inf)
+        if slowest >= FASTER * fastest:
+            return sites
+    return ()
+
+
+def _joined(pairs: Mapping[tuple[int, int], float], *, least: float) -> Sites:
+    """Return the groups that pairs of at least a rate join."""
+    groups: dict[int, set[int]] = {}
+    for (one, other), rate in pairs.items():
+        if rate >= least:
+            joined = groups.get(one, {one}) | groups.get(other, {other})
+            groups.update(dict.fromkeys(joined, joined))
+    return tuple(sorted({tuple(sorted(group)) for group in groups.values()}))
+
+
+class SiteTable:
+    """The rates that replicas told, and the sites that are found in them.
+
+    Attributes:
+        sites: As they were found last.
+        num_changes: How often they were others than before.
+    """
+
+    def __init__(self) -> None:
+        self.sites: Sites = ()
+        self.num_changes = 0
+        self._rates: dict[int, Mapping[int, float]] = {}
+
+    def add_rates(self, replica: int, rates: Mapping[int, float]) -> None:
+        """Take in how fast a replica's answers reach the others."""
+        self._rates[replica] = rates
+
+    def forget(self, replica: int) -> None:
+        """Let a replica go."""
+        self._rates.pop(replica, None)
+
+    def update(self, active: Collection[int], *, ways: Mapping[tuple[int, int], float] = _NO_WAYS) -> bool:
+        """Find the sites anew; tell whether they are others than before.
+
+        Args:
+            active: The replicas that take part.
+            ways: The rates of detours, which count in place of their wires' own: one bad wire breaks no site up.
+        """
+        rates = self._rates
+        if ways:
+            rates = {one: {**found, **{to: max(rate, found.get(to, 0.0)) for (source, to), rate in ways.items()
+                                       if source == one}} for one, found in rates.items()}  # fmt: skip
+        found, before = find_sites(rates, active), self.sites
+        self.sites = found
+        self.num_changes += found != before
+        return found != before
+
+
+def site_of(replica: int, sites: Sites) -> tuple[int, ...]:
+    """Return the replicas of one's site, itself among them."""
+    return next((site for site in sites if replica in site), (replica,))
+
 
 Pair = tuple[int, int]
 
@@ -58,14 +208,14 @@ class Detour:
     every: int
 
     @classmethod
-    def of(cls, values: Sequence[int]) -> Detour:
+    def from_list(cls, values: Sequence[int]) -> Detour:
         """Return what the coordinator told.
 
         Raises:
             PayloadError: It is no detour.
 
         Example:
-            >>> Detour.of([0, 2, 16, 1])
+            >>> Detour.from_list([0, 2, 16, 1])
             Detour(source=0, replica=2, over=(1,), every=16)
         """
         ends, every, over = values[:2], values[2:3], tuple(values[3:])
@@ -78,12 +228,12 @@ class Detour:
             raise PayloadError(f"a detour's wire is tried every 1 to {_MOST_EVERY} rounds, got {every[0]}")
         return cls(source=ends[0], replica=ends[1], over=over, every=every[0])
 
-    def told(self) -> list[int]:
+    def to_list(self) -> list[int]:
         """Return it as everyone is told it."""
         return [self.source, self.replica, self.every, *self.over]
 
 
-def find_ways(
+def find_detours(
     rates: Mapping[int, Mapping[int, float]], active: Collection[int], *, current: Collection[Pair] = ()
 ) -> dict[Pair, dict[int, float]]:
     """Return over whom which wires are gone around: by source and destination, by replica between, bytes a second.
@@ -101,7 +251,7 @@ def find_ways(
 
     Example:
         >>> rates = {0: {1: 5e6, 2: 4e5}, 1: {0: 5e6, 2: 4e6}, 2: {0: 5e6, 1: 5e6}}
-        >>> find_ways(rates, (0, 1, 2))
+        >>> find_detours(rates, (0, 1, 2))
         {(0, 2): {1: 4000000.0}}
     """
     there = set(active)
@@ -148,7 +298,7 @@ def _slow(known: Mapping[Pair, float], current: Collection[Pair]) -> list[Pair]:
     return sorted(slow, key=lambda pair: (pair not in current, known[pair], pair))[:_MOST_DETOURS]
 
 
-class DetourBook:
+class DetourTable:
     """The latest rates that replicas told, and the detours that are taken.
 
     Attributes:
@@ -169,7 +319,7 @@ class DetourBook:
         self._around_since: dict[Pair, int] = {}
         self._well_since: dict[Pair, int] = {}
 
-    def hear(self, replica: int, rates: Mapping[int, float]) -> None:
+    def add_rates(self, replica: int, rates: Mapping[int, float]) -> None:
         """Take in how fast a replica's latest answers reached the others."""
         self._rates[replica] = rates
 
@@ -184,7 +334,7 @@ class DetourBook:
         """Return how fast what is gone around is by the best way, bytes a second."""
         return {pair: max(ways.values()) for pair, ways in self._ways.items()}
 
-    def look(self, active: Collection[int], *, num_rounds: int) -> list[str]:
+    def update(self, active: Collection[int], *, num_rounds: int) -> list[str]:
         """Find the detours again; return what people should know: which have begun or ended.
 
         Args:
@@ -192,7 +342,7 @@ class DetourBook:
             num_rounds: How many rounds have been decided so far.
         """
         before = self._ways
-        found = self._steady(find_ways(self._rates, active, current=before), active, num_rounds=num_rounds)
+        found = self._steady(find_detours(self._rates, active, current=before), active, num_rounds=num_rounds)
         news = [self._ended(pair, active) for pair in sorted(set(before) - set(found))]
         for pair in set(before) - set(found):
             num_tries = (num_rounds - self._around_since.pop(pair)) / self._every[pair]
@@ -284,3 +434,98 @@ class DetourBook:
 
 def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e6:.2g} MB/s"
+
+
+_CHOICE = struct.Struct("<QII")
+
+
+@functools.lru_cache(maxsize=64)
+def relays(
+    sites: Sites, *, replica: int, round_id: int, active: tuple[int, ...], detours: tuple[Detour, ...] = ()
+) -> Mapping[int, int]:
+    """Return whom to ask first for which part of a round, where that is not whose part it is.
+
+    For a far part that is the replica of the own site whose hash with the part is the highest (rendezvous hashing), so
+    all of a site choose the same one without a word, and when one goes only its parts change hands. One that has a slow
+    wire to the part's origin is chosen only where all have. For other parts over a slow wire it is one of those that
+    the way leads over, chosen alike. Whoever is asked in an origin's place asks that origin itself, or a relay that
+    does.
+
+    Args:
+        sites: All sites.
+        replica: Who asks.
+        round_id: The round.
+        active: The replicas that take part.
+        detours: All detours.
+
+    Example:
+        >>> found = relays(((0, 1), (2, 3)), replica=0, round_id=7, active=(0, 1, 2, 3))
+        >>> other = relays(((0, 1), (2, 3)), replica=1, round_id=7, active=(0, 1, 2, 3))
+        >>> sorted([*found, *other])  # each far part has one relay, which asks for it itself
+        [2, 3]
+        >>> slow = Detour(source=0, replica=2, over=(1,), every=16)
+        >>> relays((), replica=2, round_id=7, active=(0, 1, 2), detours=(slow,))
+        {0: 1}
+    """
+    here = [one for one in site_of(replica, sites) if one in active]
+    slow = {(one.source, one.replica): one.over for one in detours}
+    chosen = {}
+    for member in active:
+        if member == replica:
+            continue
+        relay = _fetcher(member, replica, sites=sites, slow=slow, round_id=round_id, active=active)
+        if relay != replica:
+            free = [relay]
+            if (relay, replica) in slow:  # from another one of the site that has it from the relay
+                free = [one for one in here if one not in (relay, replica)]
+                free = [one for one in free if (relay, one) not in slow and (one, replica) not in slow]
+        else:
+            free = [
+                one for one in slow.get((member, replica), ())
+                if one in active and (member, one) not in slow
+                and _fetcher(member, one, sites=sites, slow=slow, round_id=round_id, active=active) == one
+            ]  # fmt: skip
+        if free:
+            chosen[member] = max(free, key=lambda one: _draw(round_id, member, one))
+    return chosen
+
+
+def _fetcher(
+    member: int, replica: int, *, sites: Sites, slow: Collection[tuple[int, int]], round_id: int,
+    active: Collection[int],
+) -> int:  # fmt: skip
+    """Return who of a replica's site fetches a part from elsewhere; the replica itself where it is from the site."""
+    site = site_of(replica, sites)
+    here = [one for one in site if one in active]
+    if member in site or len(here) < 2:
+        return replica
+    free = [one for one in here if (member, one) not in slow] or here
+    return max(free, key=lambda one: _draw(round_id, member, one))
+
+
+def probed_sources(detours: Collection[Detour], *, replica: int, round_id: int) -> frozenset[int]:
+    """Return whose parts are also asked for over their slow wires in a round, only to see how fast these are now.
+
+    A hash picks one round out of `every`, so that fragments exchanged in turn are all probed.
+
+    Example:
+        >>> slow = Detour(source=0, replica=2, over=(1,), every=4)
+        >>> sum(len(probed_sources([slow], replica=2, round_id=number)) for number in range(400))
+        100
+    """
+    mine = [one for one in detours if one.replica == replica]
+    return frozenset(one.source for one in mine if _is_tried(one, round_id))
+
+
+def slow_sources(detours: Collection[Detour], *, replica: int) -> frozenset[int]:
+    """Return from whom a wire to a replica is slow."""
+    return frozenset(one.source for one in detours if one.replica == replica)
+
+
+def _is_tried(detour: Detour, round_id: int) -> bool:
+    window, turn = divmod(round_id, detour.every)
+    return int.from_bytes(_draw(window, detour.source, detour.replica), "little") % detour.every == turn
+
+
+def _draw(round_id: int, member: int, relay: int) -> bytes:
+    return hashlib.blake2b(_CHOICE.pack(round_id, member, relay), digest_size=8).digest()

@@ -1,7 +1,9 @@
-"""Fetching a state from whoever holds it: from several at once, each chunk checked before it is used.
+"""State transfer to a joining replica: chunks with hashes, requested from several holders at once.
 
-A holder that sends wrong bytes is named and asked no more; one whose connection breaks is asked again when it may be
-back; one that is slow has its chunks asked for elsewhere. What has come stays, whoever it came from.
+A holder publishes its state as chunks. The root is SHA-256 over a header (magic, version, state bytes, chunk bytes) and
+the SHA-256 of every chunk. A joiner that knows root and sizes verifies the list of hashes, then each chunk by itself,
+whichever holder sent it. A holder that sends wrong bytes is reported and not asked again. A holder whose connection
+breaks is retried. Chunks of a slow holder are also requested elsewhere. Verified chunks survive a failed run.
 """
 
 from __future__ import annotations
@@ -9,30 +11,401 @@ from __future__ import annotations
 import hashlib
 import math
 import queue
+import statistics
+import struct
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from thinwire.elastic.state_chunks import (
-    CHUNK_BYTES,
-    HASH_BYTES,
-    chunk_name,
-    hashes_name,
-    num_chunks_of,
-    root_of,
-)
-from thinwire.elastic.state_transfer_plan import FetchPlan
 from thinwire.errors import DeadlineExceeded, NotThere, PayloadError, TransportError
 from thinwire.transport.blob_store import BlobFetch, BlobStore
+from thinwire.transport.wire.framing import MOST_NAME_BYTES
+
+HASH_BYTES = 32
+# Over wires of 2 and 10 Mbit/s this takes 1.07 to 1.13 of the ideal time, a quarter of it up to 1.55, and four times as
+# much gains nothing (benchmarks/transport/state_chunks.py).
+CHUNK_BYTES = 1 << 18
+MOST_CHUNKS = 1 << 20
+_HEADER = struct.Struct("<4sIQQ")
+_MAGIC = b"TWST"
+_VERSION = 1
+_MOST_DIGITS = len(str(MOST_CHUNKS))
+
+
+def num_chunks_of(num_bytes: int, *, chunk_bytes: int) -> int:
+    """Return how many chunks a state has.
+
+    Raises:
+        ValueError: A size is out of range.
+
+    Example:
+        >>> num_chunks_of(1_000_001, chunk_bytes=1000), num_chunks_of(0, chunk_bytes=1000)
+        (1001, 0)
+    """
+    if num_bytes < 0 or chunk_bytes < 1:
+        raise ValueError(
+            f"a state has at least 0 bytes and its chunks at least 1, got {num_bytes} in chunks of {chunk_bytes}"
+        )
+    num_chunks = -(-num_bytes // chunk_bytes)
+    if num_chunks > MOST_CHUNKS:
+        raise ValueError(f"a state has at most {MOST_CHUNKS} chunks, got {num_chunks}; take larger chunks")
+    return num_chunks
+
+
+def hashes_name(name: bytes) -> bytes:
+    """Return the name of the blob with a state's hashes.
+
+    Raises:
+        ValueError: The state's name is empty, or too long.
+
+    Example:
+        >>> hashes_name(b"state/12")
+        b'state/12/hashes'
+    """
+    _check_name(name)
+    return name + b"/hashes"
+
+
+def chunk_name(name: bytes, index: int) -> bytes:
+    """Return the name of the blob with a chunk.
+
+    Args:
+        name: Of the state.
+        index: The chunk, counted from 0.
+
+    Raises:
+        ValueError: The state's name is empty, or too long.
+
+    Example:
+        >>> chunk_name(b"state/12", 7)
+        b'state/12/7'
+    """
+    _check_name(name)
+    return b"%s/%d" % (name, index)
+
+
+def root_of(hashes: bytes, *, num_bytes: int, chunk_bytes: int) -> bytes:
+    """Return the hash that stands for a state.
+
+    Args:
+        hashes: Of the chunks, 32 bytes each.
+        num_bytes: Of the state.
+        chunk_bytes: Of each chunk but the last, which may be smaller.
+
+    Returns:
+        32 bytes.
+    """
+    header = _HEADER.pack(_MAGIC, _VERSION, num_bytes, chunk_bytes)
+    return hashlib.sha256(header + hashes).digest()
+
+
+def publish_state(library: BlobStore, name: bytes, vector: torch.Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> bytes:
+    """Let others fetch a state; its bytes are not copied, so they must not change until it is withdrawn.
+
+    Args:
+        library: Of this replica.
+        name: Of the state: it never stands for another one.
+        vector: uint8, `(num_bytes,)`, contiguous, on the CPU.
+        chunk_bytes: Of a chunk. All bytes are read for checksum and hash before this returns.
+
+    Returns:
+        The root: 32 bytes that whoever fetches it must know from somebody it trusts.
+
+    Raises:
+        ValueError: The vector is of another kind, the name is too long, or something is published under it already.
+    """
+    num_chunks = num_chunks_of(vector.numel(), chunk_bytes=chunk_bytes)
+    hashes = bytearray()
+    published: list[bytes] = []
+    try:
+        for index in range(num_chunks):
+            chunk = vector[index * chunk_bytes : (index + 1) * chunk_bytes]
+            library.publish(chunk_name(name, index), chunk, is_bulk=True)
+            published.append(chunk_name(name, index))
+            hashes += hashlib.sha256(chunk.numpy().data).digest()
+        listed = torch.frombuffer(hashes, dtype=torch.uint8) if hashes else torch.empty(0, dtype=torch.uint8)
+        library.publish(hashes_name(name), listed)
+    except BaseException:
+        for blob in published:
+            library.withdraw(blob)
+        raise
+    return root_of(bytes(hashes), num_bytes=vector.numel(), chunk_bytes=chunk_bytes)
+
+
+def withdraw_state(library: BlobStore, name: bytes, *, num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+    """Let others fetch a state no longer; who asks for a part of it is told that it is gone.
+
+    Args:
+        library: Of this replica.
+        name: Of the state.
+        num_bytes: As it was published.
+        chunk_bytes: As it was published.
+    """
+    library.withdraw(hashes_name(name))
+    for index in range(num_chunks_of(num_bytes, chunk_bytes=chunk_bytes)):
+        library.withdraw(chunk_name(name, index))
+
+
+def _check_name(name: bytes) -> None:
+    most = MOST_NAME_BYTES - 1 - max(_MOST_DIGITS, len(b"hashes"))
+    if not 1 <= len(name) <= most:
+        raise ValueError(f"the name of a state has 1 to {most} bytes, got {len(name)}")
+
+
+# What a holder brings in `_AHEAD_S` may be under way from it, within these bounds.
+LEAST_WINDOW, WINDOW = 4, 12
+_AHEAD_S = 1.0
+# Of a holder that has brought nothing yet: it may be slow, or bring wrong bytes.
+FIRST_WINDOW = 2
+# Over all holders, so that memory is bounded however many there are.
+MOST_UNDER_WAY = 32
+LEAST_LIMIT_S, MOST_LIMIT_S = 2.0, 60.0
+# For as long as nothing has been measured.
+FIRST_LIMIT_S = 10.0
+# A holder whose connection broke is asked again after so long.
+REST_S = 1.0
+_DEVIATIONS = 8
+_LEAST_SAMPLES = 3
+# What may be asked for twice because it was slow, as a share of all.
+_TWICE_SHARE = 0.03
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    under_way: dict[int, float] = field(default_factory=dict)
+    times_s: deque[float] = field(default_factory=lambda: deque(maxlen=32))
+    slow: set[int] = field(default_factory=set)
+    lost_until_s: float = 0.0
+    rests_until_s: float = 0.0
+    strikes: int = 0
+    width: int = FIRST_WINDOW
+
+    @property
+    def window(self) -> int:
+        return 1 if self.strikes else self.width
+
+    def observe(self, took_s: float) -> None:
+        """Note how long a chunk took, and how many should be under way."""
+        self.times_s.append(took_s)
+        per_s = self.width / max(1e-3, statistics.median(self.times_s))
+        self.width = min(max(LEAST_WINDOW, 2 + round(per_s * _AHEAD_S)), WINDOW)
+
+    def limit_s(self) -> float | None:
+        """How long one of its chunks may take, None where too little was measured."""
+        return _limit_s(self.times_s) if len(self.times_s) >= _LEAST_SAMPLES else None
+
+
+class TransferPlan:
+    """What is here, what is under way, and what comes next.
+
+    Args:
+        num_chunks: How many there are.
+
+    Example:
+        >>> plan = TransferPlan(3)
+        >>> plan.add_holder(7)
+        >>> list(plan.requests(now_s=0.0))
+        [(7, 0), (7, 1)]
+        >>> plan.on_chunk(7, 0, now_s=0.5), plan.on_chunk(7, 1, now_s=0.6)
+        (True, True)
+        >>> plan.missing, plan.num_first
+        ([2], 2)
+    """
+
+    def __init__(self, num_chunks: int) -> None:
+        self._is_here = bytearray(num_chunks)
+        self._num_here = 0
+        self._num_first = 0
+        self._left = deque(range(num_chunks))
+        self._again: deque[int] = deque()
+        self._holders: dict[int, _Holder] = {}
+        self._asked_of: dict[int, set[int]] = {}
+        self._num_twice = 0
+        self._most_holders = 0
+        self._all_times_s: deque[float] = deque(maxlen=128)
+
+    @property
+    def num_here(self) -> int:
+        """Chunks that have come."""
+        return self._num_here
+
+    @property
+    def num_first(self) -> int:
+        """Chunks before the first that has not come."""
+        return self._num_first
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all have come."""
+        return self._num_here == len(self._is_here)
+
+    @property
+    def missing(self) -> list[int]:
+        """Chunks that have not come."""
+        return [chunk for chunk, is_here in enumerate(self._is_here) if not is_here]
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Those that may be asked."""
+        return tuple(self._holders)
+
+    def add_holder(self, holder: int) -> None:
+        """Ask one more, or at once again one whose connection broke."""
+        self._holders.setdefault(holder, _Holder()).lost_until_s = 0.0
+        self._most_holders = max(self._most_holders, len(self._holders))
+
+    def remove_holder(self, holder: int) -> list[int]:
+        """Ask one no longer.
+
+        Returns:
+            The chunks that were under way from it.
+        """
+        found = self._holders.pop(holder, None)
+        if found is None:
+            return []
+        for chunk in reversed(found.under_way):
+            self._give_up(holder, chunk)
+        return list(found.under_way)
+
+    def requests(self, *, now_s: float) -> Iterator[tuple[int, int]]:
+        """Yield what is to be asked for now, as holder and chunk; each counts as under way at once.
+
+        Args:
+            now_s: Seconds that only grow.
+        """
+        self._find_slow(now_s)
+        while (found := self._next(now_s)) is not None:
+            holder, chunk = found
+            self._holders[holder].under_way[chunk] = now_s
+            self._asked_of.setdefault(chunk, set()).add(holder)
+            yield found
+
+    def on_chunk(self, holder: int, chunk: int, *, now_s: float) -> bool:
+        """Note that a chunk came and is right; tell whether it is the first such."""
+        found = self._holders.get(holder)
+        if found is not None and chunk in found.under_way:
+            took_s = now_s - found.under_way.pop(chunk)
+            found.observe(took_s)
+            self._all_times_s.append(took_s)
+            found.slow.discard(chunk)
+            found.strikes, found.rests_until_s = 0, 0.0
+        self._forget(holder, chunk)
+        if self._is_here[chunk]:
+            return False
+        self._is_here[chunk] = 1
+        self._num_here += 1
+        while self._num_first < len(self._is_here) and self._is_here[self._num_first]:
+            self._num_first += 1
+        return True
+
+    def superseded(self, chunk: int) -> list[int]:
+        """Forget who else is asked for a chunk that is here.
+
+        Returns:
+            The holders whose asks can be cancelled.
+        """
+        holders = sorted(self._asked_of.pop(chunk, ()))
+        for holder in holders:
+            self._holders[holder].under_way.pop(chunk, None)
+            self._holders[holder].slow.discard(chunk)
+        return holders
+
+    def on_failure(self, holder: int, chunk: int, *, now_s: float) -> None:
+        """Note that a chunk did not come because its holder's connection broke: it is asked again after `REST_S`."""
+        found = self._holders.get(holder)
+        if found is None or chunk not in found.under_way:
+            return
+        del found.under_way[chunk]
+        found.slow.discard(chunk)
+        found.lost_until_s = now_s + REST_S
+        self._give_up(holder, chunk)
+
+    def limit_s(self, holder: int) -> float:
+        """Return how long a chunk may take from a holder before it is asked for elsewhere too."""
+        own = self._holders[holder].limit_s()
+        if own is None:
+            own = _limit_s(self._all_times_s) if len(self._all_times_s) >= _LEAST_SAMPLES else FIRST_LIMIT_S
+        if self._left:
+            return own
+        others = (found.limit_s() for other, found in self._holders.items() if other != holder and not found.strikes)
+        return min((limit_s for limit_s in others if limit_s is not None), default=own)
+
+    def _next(self, now_s: float) -> tuple[int, int] | None:
+        if sum(len(found.under_way) for found in self._holders.values()) >= MOST_UNDER_WAY:
+            return None
+        there = [(holder, found) for holder, found in self._holders.items() if found.lost_until_s <= now_s]
+        # where all that are there were slow, they are all that there is
+        ready = [(holder, found) for holder, found in there if found.rests_until_s <= now_s] or there
+        for holder, found in sorted(ready, key=lambda item: len(item[1].under_way)):
+            if len(found.under_way) < found.window and (chunk := self._take_left(holder)) is not None:
+                return holder, chunk
+        return None
+
+    def _take_left(self, holder: int) -> int | None:
+        for chunks in (self._left, self._again):
+            for _ in range(len(chunks)):
+                chunk = chunks.popleft()
+                if self._is_here[chunk]:
+                    continue
+                if holder not in self._asked_of.get(chunk, ()):
+                    return chunk
+                chunks.append(chunk)
+        return None
+
+    def _find_slow(self, now_s: float) -> None:
+        there = {holder for holder, found in self._holders.items() if found.lost_until_s <= now_s}
+        for holder, found in self._holders.items():
+            if there <= {holder}:  # nobody else to ask
+                continue
+            limit_s = self.limit_s(holder)
+            late = {chunk for chunk, since_s in found.under_way.items() if now_s - since_s > limit_s} - found.slow
+            if late:
+                found.slow |= late
+                found.strikes += 1
+                found.rests_until_s = now_s + min(MOST_LIMIT_S, limit_s * 2**found.strikes)
+        for chunk in {chunk for found in self._holders.values() for chunk in found.slow}:
+            if self._may_ask_again(chunk, there, now_s):
+                self._num_twice += 1
+                self._again.append(chunk)
+
+    def _may_ask_again(self, chunk: int, there: set[int], now_s: float) -> bool:
+        asked = [self._holders[holder] for holder in self._asked_of[chunk]]
+        if chunk in self._again or chunk in self._left or any(chunk not in found.slow for found in asked):
+            return False
+        if there <= self._asked_of[chunk]:
+            return False
+        # a guess of what is slow may be wrong, and bytes that come twice are lost; but nothing waits without an end
+        most = WINDOW * self._most_holders + _TWICE_SHARE * len(self._is_here)
+        latest_s = max(found.under_way[chunk] for found in asked)
+        return self._num_twice < most or now_s - latest_s > MOST_LIMIT_S
+
+    def _give_up(self, holder: int, chunk: int) -> None:
+        self._forget(holder, chunk)
+        if not self._is_here[chunk] and chunk not in self._asked_of and chunk not in self._again:
+            self._left.appendleft(chunk)  # what comes first in the state is needed first
+
+    def _forget(self, holder: int, chunk: int) -> None:
+        holders = self._asked_of.get(chunk, set())
+        holders.discard(holder)
+        if not holders:
+            self._asked_of.pop(chunk, None)
+
+
+def _limit_s(times_s: deque[float]) -> float:
+    median = statistics.median(times_s)
+    deviation = statistics.median(abs(took_s - median) for took_s in times_s)
+    return min(max(LEAST_LIMIT_S, 2 * median + _DEVIATIONS * deviation), MOST_LIMIT_S)
+
 
 _TICK_S = 0.1
 _MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WrongBytes:
+class CorruptChunk:
     """A finding: a replica sent what is not the state.
 
     Attributes:
@@ -51,10 +424,10 @@ class WrongBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Part:
+class _Phase:
     """One of the two parts of a fetch: the list of hashes, and the chunks."""
 
-    plan: FetchPlan
+    plan: TransferPlan
     name_of: Callable[[int], bytes]
     bytes_of: Callable[[int], int]
     problem_of: Callable[[int, torch.Tensor], str]
@@ -62,19 +435,19 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Ended:
+class _Finished:
     holder: int
     chunk: int
     loan: BlobFetch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
+class _HolderChange:
     holder: int
     holds: bool
 
 
-class StateFetch:
+class StateTransfer:
     """The fetch of one state, which holders may join and leave as it runs; a `run` that failed can be run again.
 
     Args:
@@ -99,7 +472,7 @@ class StateFetch:
         chunk_bytes: int = CHUNK_BYTES,
         root: bytes,
         on_progress: Callable[[int, int], None] | None = None,
-        on_finding: Callable[[WrongBytes], None] | None = None,
+        on_finding: Callable[[CorruptChunk], None] | None = None,
     ) -> None:
         if len(root) != HASH_BYTES:
             raise ValueError(f"a root has {HASH_BYTES} bytes, got {len(root)}")
@@ -110,24 +483,24 @@ class StateFetch:
         self._hashes = b""
         self._vector: torch.Tensor | None = None
         self._holders: dict[int, None] = {}
-        self._findings: dict[int, WrongBytes] = {}
+        self._findings: dict[int, CorruptChunk] = {}
         self._problems: dict[int, str] = {}
         self._loans: dict[tuple[int, int], BlobFetch] = {}
-        self._events: queue.SimpleQueue[_Ended | _Told] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Finished | _HolderChange] = queue.SimpleQueue()
         self._bytes_here = 0
         self._num_first_bytes = 0
         self._progressed_s = 0.0
         hashes_of = hashes_name(name)
-        self._parts = (
-            _Part(
-                plan=FetchPlan(1),
+        self._phases = (
+            _Phase(
+                plan=TransferPlan(1),
                 name_of=lambda index: hashes_of,
                 bytes_of=lambda index: HASH_BYTES * self._num_chunks,
                 problem_of=self._problem_of_hashes,
                 keep=self._keep_hashes,
             ),
-            _Part(
-                plan=FetchPlan(self._num_chunks),
+            _Phase(
+                plan=TransferPlan(self._num_chunks),
                 name_of=lambda index: chunk_name(name, index),
                 bytes_of=lambda index: min(chunk_bytes, num_bytes - index * chunk_bytes),
                 problem_of=self._problem_of_chunk,
@@ -136,7 +509,7 @@ class StateFetch:
         )
 
     @property
-    def findings(self) -> tuple[WrongBytes, ...]:
+    def findings(self) -> tuple[CorruptChunk, ...]:
         """Who sent wrong bytes; none of them is asked again."""
         return tuple(self._findings.values())
 
@@ -154,11 +527,11 @@ class StateFetch:
 
     def add_holder(self, holder: int) -> None:
         """Ask one more replica, or again one that was lost; from any thread."""
-        self._events.put(_Told(holder=holder, holds=True))
+        self._events.put(_HolderChange(holder=holder, holds=True))
 
     def remove_holder(self, holder: int) -> None:
         """Ask a replica no longer; from any thread."""
-        self._events.put(_Told(holder=holder, holds=False))
+        self._events.put(_HolderChange(holder=holder, holds=False))
 
     def forget(self) -> None:
         """Let the bytes go, once a run has returned them and they are used."""
@@ -186,95 +559,95 @@ class StateFetch:
         if not self._num_chunks:
             self._check_nothing()
             return self._vector
-        for part in self._parts:
+        for phase in self._phases:
             try:
-                self._run_part(part, end_s=end_s, stall_s=stall_s, may_wait=may_wait)
+                self._run_phase(phase, end_s=end_s, stall_s=stall_s, may_wait=may_wait)
             finally:
-                self._cancel_all(part)
+                self._cancel_all(phase)
         return self._vector
 
-    def _run_part(self, part: _Part, *, end_s: float, stall_s: float, may_wait: bool) -> None:
+    def _run_phase(self, phase: _Phase, *, end_s: float, stall_s: float, may_wait: bool) -> None:
         for holder in self._holders:
-            part.plan.add_holder(holder)
-        while not part.plan.is_complete:
+            phase.plan.add_holder(holder)
+        while not phase.plan.is_complete:
             now_s = time.monotonic()
-            for holder, chunk in part.plan.asks(now_s=now_s):
-                self._ask(part, holder, chunk)
+            for holder, chunk in phase.plan.requests(now_s=now_s):
+                self._request(phase, holder, chunk)
             if now_s >= end_s or now_s - self._progressed_s > stall_s:
-                raise DeadlineExceeded(f"{self._missing(part)} in time; {self._why()}")
-            if not part.plan.holders and not may_wait and self._events.empty():
-                raise NotThere(f"{self._missing(part)}: no replica is left that has it; {self._why()}")
-            self._wait(part, for_s=min(_TICK_S, end_s - now_s))
+                raise DeadlineExceeded(f"{self._missing(phase)} in time; {self._why()}")
+            if not phase.plan.holders and not may_wait and self._events.empty():
+                raise NotThere(f"{self._missing(phase)}: no replica is left that has it; {self._why()}")
+            self._wait(phase, for_s=min(_TICK_S, end_s - now_s))
 
-    def _wait(self, part: _Part, *, for_s: float) -> None:
+    def _wait(self, phase: _Phase, *, for_s: float) -> None:
         try:
             event = self._events.get(timeout=max(0.0, for_s))
             while True:
-                if isinstance(event, _Told):
-                    self._hear(part, event)
+                if isinstance(event, _HolderChange):
+                    self._on_holder_change(phase, event)
                 else:
-                    self._take(part, event)
+                    self._on_finished(phase, event)
                 event = self._events.get_nowait()
         except queue.Empty:
             return
 
-    def _ask(self, part: _Part, holder: int, chunk: int) -> None:
-        loan = self._library.get(holder, part.name_of(chunk), most_bytes=part.bytes_of(chunk))
+    def _request(self, phase: _Phase, holder: int, chunk: int) -> None:
+        loan = self._library.get(holder, phase.name_of(chunk), most_bytes=phase.bytes_of(chunk))
         self._loans[(holder, chunk)] = loan
-        loan.on_finish(lambda: self._events.put(_Ended(holder=holder, chunk=chunk, loan=loan)))
+        loan.on_finish(lambda: self._events.put(_Finished(holder=holder, chunk=chunk, loan=loan)))
 
-    def _hear(self, part: _Part, told: _Told) -> None:
-        if told.holds:
-            if told.holder not in self._findings:
-                self._holders[told.holder] = None
-                part.plan.add_holder(told.holder)
+    def _on_holder_change(self, phase: _Phase, change: _HolderChange) -> None:
+        if change.holds:
+            if change.holder not in self._findings:
+                self._holders[change.holder] = None
+                phase.plan.add_holder(change.holder)
         else:
-            self._drop(part, told.holder, "was taken from the list")
+            self._drop(phase, change.holder, "was taken from the list")
 
-    def _take(self, part: _Part, ended: _Ended) -> None:
-        holder, chunk = ended.holder, ended.chunk
-        if self._loans.get((holder, chunk)) is not ended.loan:  # cancelled, or of the part before
+    def _on_finished(self, phase: _Phase, finished: _Finished) -> None:
+        holder, chunk = finished.holder, finished.chunk
+        if self._loans.get((holder, chunk)) is not finished.loan:  # cancelled, or of the phase before
             return
         del self._loans[(holder, chunk)]
         try:
-            payload = ended.loan.wait(deadline_s=0.0)
-            problem = part.problem_of(chunk, payload)
+            payload = finished.loan.wait(deadline_s=0.0)
+            problem = phase.problem_of(chunk, payload)
         except PayloadError as error:
             problem = str(error)
         except NotThere as error:
-            self._drop(part, holder, str(error))
+            self._drop(phase, holder, str(error))
             return
         except TransportError as error:
             self._problems[holder] = str(error)
-            part.plan.failed(holder, chunk, now_s=time.monotonic())
+            phase.plan.on_failure(holder, chunk, now_s=time.monotonic())
             return
         if problem:
-            self._accuse(part, WrongBytes(holder=holder, name=part.name_of(chunk), problem=problem))
-        elif part.plan.arrived(holder, chunk, now_s=time.monotonic()):
+            self._accuse(phase, CorruptChunk(holder=holder, name=phase.name_of(chunk), problem=problem))
+        elif phase.plan.on_chunk(holder, chunk, now_s=time.monotonic()):
             self._progressed_s = time.monotonic()
-            for other in part.plan.superseded(chunk):
+            for other in phase.plan.superseded(chunk):
                 self._loans.pop((other, chunk)).cancel()
-            part.keep(chunk, payload)
+            phase.keep(chunk, payload)
 
-    def _accuse(self, part: _Part, finding: WrongBytes) -> None:
+    def _accuse(self, phase: _Phase, finding: CorruptChunk) -> None:
         self._findings[finding.holder] = finding
-        self._drop(part, finding.holder, finding.describe())
+        self._drop(phase, finding.holder, finding.describe())
         if self._on_finding is not None:
             self._on_finding(finding)
 
-    def _drop(self, part: _Part, holder: int, problem: str) -> None:
+    def _drop(self, phase: _Phase, holder: int, problem: str) -> None:
         self._problems[holder] = problem
         self._holders.pop(holder, None)
-        for chunk in part.plan.remove_holder(holder):
+        for chunk in phase.plan.remove_holder(holder):
             loan = self._loans.pop((holder, chunk), None)
             if loan is not None:
                 loan.cancel()
 
-    def _cancel_all(self, part: _Part) -> None:
+    def _cancel_all(self, phase: _Phase) -> None:
         loans, self._loans = self._loans, {}
         for (holder, chunk), loan in loans.items():
             loan.cancel()
-            part.plan.failed(holder, chunk, now_s=time.monotonic())
+            phase.plan.on_failure(holder, chunk, now_s=time.monotonic())
 
     def _problem_of_hashes(self, index: int, payload: torch.Tensor) -> str:
         hashes = bytes(payload.numpy().data)
@@ -298,7 +671,7 @@ class StateFetch:
         start = index * self._chunk_bytes
         self._vector[start : start + payload.numel()] = payload
         self._bytes_here += payload.numel()
-        self._num_first_bytes = min(self._num_bytes, self._parts[1].plan.num_first * self._chunk_bytes)
+        self._num_first_bytes = min(self._num_bytes, self._phases[1].plan.num_first * self._chunk_bytes)
         if self._on_progress is not None:
             self._on_progress(self._bytes_here, self._num_bytes)
 
@@ -307,11 +680,11 @@ class StateFetch:
         if found != self._root:
             raise ValueError(f"an empty state has the root {found.hex()[:12]}, got {self._root.hex()[:12]}")
 
-    def _missing(self, part: _Part) -> str:
+    def _missing(self, phase: _Phase) -> str:
         state = f"state {ascii(self._name)[1:]}"
-        if part is self._parts[0]:
+        if phase is self._phases[0]:
             return f"the list of the hashes of {state} did not come"
-        missing = part.plan.missing
+        missing = phase.plan.missing
         named = ", ".join(str(index) for index in missing[:_MOST_NAMED]) + (", ..." * (len(missing) > _MOST_NAMED))
         return f"{len(missing)} of {self._num_chunks} chunks of {state} did not come ({named})"
 
@@ -332,7 +705,7 @@ def fetch_state(
     deadline_s: float,
     stall_s: float = math.inf,
     on_progress: Callable[[int, int], None] | None = None,
-    on_finding: Callable[[WrongBytes], None] | None = None,
+    on_finding: Callable[[CorruptChunk], None] | None = None,
 ) -> torch.Tensor:
     """Fetch a state from replicas that hold it.
 
@@ -356,7 +729,7 @@ def fetch_state(
         DeadlineExceeded: It is not all here in time.
         NotThere: No holder is left.
     """
-    fetch = StateFetch(
+    fetch = StateTransfer(
         library,
         name,
         num_bytes=num_bytes,

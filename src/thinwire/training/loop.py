@@ -6,6 +6,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -86,49 +87,192 @@ class Batches(Protocol):
         """Restore a position."""
 
 
-class Training:
-    """One replica's training, from any step to the last.
+class ModelPasses(Protocol):
+    """Forward and backward passes of a replica's model, on one rank or on several."""
+
+    @property
+    def timing(self) -> Passes:
+        """The timer of this rank's passes."""
+        ...
+
+    def backward(self, tokens: Tensor, targets: Tensor, *, factor: float) -> Batch:
+        """Compute the gradients of a batch; return loss and nll.
+
+        Args:
+            tokens: (batch, seq) int64.
+            targets: The token that follows each.
+            factor: The step's learning rate as a share of its peak.
+        """
+        ...
+
+    def clip(self) -> None:
+        """Clip the gradient to `clip_norm`."""
+        ...
+
+    def held_out(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean nll of a held-out batch."""
+        ...
+
+
+class LocalPasses:
+    """Passes of a model that one rank holds whole; see `ModelPasses`.
 
     Args:
+        config: Resolved options.
+        model: A language model on `device`.
+        device: Where the model is.
+    """
+
+    def __init__(self, config: TrainConfig, model: nn.Module, *, device: torch.device) -> None:
+        self.timing = Passes(device)
+        self._config, self._model, self._device = config, model, device
+        loss: Callable[[Tensor, Tensor], Batch] = model.loss  # type: ignore[assignment]
+        self._loss = _compiled(loss) if config.model.compile else loss
+
+    def backward(self, tokens: Tensor, targets: Tensor, *, factor: float) -> Batch:
+        """See `ModelPasses`."""
+        with self.timing.forward(), self._autocast():
+            loss, nll = self._loss(tokens, targets)
+        with self.timing.backward():
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), nll.detach()
+
+    def clip(self) -> None:
+        """See `ModelPasses`."""
+        if self._config.optimizer.clip_norm > 0:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.clip_norm)
+
+    def held_out(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """See `ModelPasses`."""
+        with self._autocast():
+            return self._loss(tokens, targets)[1]
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        enabled = self._config.model.autocast == "bf16"
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+class LoopPolicy(Protocol):
+    """Decisions around the steps of the loop; `StaticPolicy` is that of a run with fixed replicas."""
+
+    def before_step(self) -> None:
+        """Prepare for a step; may wait, or raise to end the training."""
+        ...
+
+    def after_step(self, step: int, *, took_s: float) -> None:
+        """Observe a step.
+
+        Args:
+            step: Inner steps done, skipped ones among them.
+            took_s: Seconds without waits for other replicas.
+        """
+        ...
+
+    def after_report(self, loss: float) -> None:
+        """Observe the latest training loss."""
+        ...
+
+    def before_evaluation(self) -> None:
+        """Bring the global parameters to the state that all replicas evaluate."""
+        ...
+
+    def share(self) -> tuple[int, int]:
+        """Return which part of an evaluation is this replica's, and the number of parts."""
+        ...
+
+    def lr_scale(self) -> float:
+        """Return a factor on the next step's learning rate."""
+        ...
+
+
+class StaticPolicy:
+    """Policy of a run whose replicas do not change.
+
+    Args:
+        optimizer: Its transport knows the replicas.
+    """
+
+    def __init__(self, optimizer: DistributedOptimizer) -> None:
+        self._transport = optimizer.transport
+
+    def before_step(self) -> None:
+        """Do nothing."""
+
+    def after_step(self, step: int, *, took_s: float) -> None:
+        """Do nothing."""
+
+    def after_report(self, loss: float) -> None:
+        """Do nothing."""
+
+    def before_evaluation(self) -> None:
+        """Do nothing."""
+
+    def share(self) -> tuple[int, int]:
+        """Return this replica's number and the number of replicas."""
+        return self._transport.replica, self._transport.num_replicas
+
+    def lr_scale(self) -> float:
+        """Return 1."""
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSetup:
+    """What a training loop works with.
+
+    Attributes:
         config: Resolved options.
         model: A language model on `device`.
         optimizer: Wraps the inner optimizer over the model's parameters.
         batches: This replica's data.
         held_out: Returns at most so many held-out batches, the same at every call.
         meter: Receives the metrics.
-        checkpoints: Receives the states; None if another part saves them.
         device: Where the model is.
-        watch: Reports when steps take longer than planned.
+        watch: Detects steps that take longer than planned, if there is a plan.
         recorder: Receives each step's time and loss.
+    """
+
+    config: TrainConfig
+    model: nn.Module
+    optimizer: DistributedOptimizer
+    batches: Batches
+    held_out: Callable[[int], Iterable[Batch]]
+    meter: Meter
+    device: torch.device
+    watch: StepMonitor | None = None
+    recorder: Recorder | None = None
+
+
+class Training:
+    """One replica's training, from any step to the last.
+
+    Args:
+        setup: What it works with.
+        checkpoints: Receives the states; None where another part saves them.
+        policy: Decisions around the steps; `StaticPolicy` by default.
+        passes: Passes of the model; `LocalPasses` by default.
+        step: Inner steps that the run has done already.
 
     Attributes:
         step: Inner steps done.
     """
 
     def __init__(
-        self, config: TrainConfig, *, model: nn.Module, optimizer: DistributedOptimizer, batches: Batches,
-        held_out: Callable[[int], Iterable[Batch]], meter: Meter, checkpoints: ReplicaCheckpoints | None,
-        device: torch.device, watch: StepMonitor | None = None, recorder: Recorder | None = None,
+        self, setup: LoopSetup, *, checkpoints: ReplicaCheckpoints | None = None, policy: LoopPolicy | None = None,
+        passes: ModelPasses | None = None, step: int = 0,
     ) -> None:  # fmt: skip
-        self.step = 0
-        self._recorder = recorder
-        self._passes = Passes(device)
-        self._step_s = 0.0
-        self._config = config
-        self._model = model
-        self._optimizer = optimizer
-        self._batches = batches
-        self._held_out = held_out
-        self._meter = meter
+        self.step = self._reported_step = step
+        self._config, self._model, self._device = setup.config, setup.model, setup.device
+        self._optimizer = optimizer = setup.optimizer
+        self._batches, self._held_out = setup.batches, setup.held_out
+        self._meter, self._watch, self._recorder = setup.meter, setup.watch, setup.recorder
         self._checkpoints = checkpoints
-        self._device = device
-        self._watch = watch
-        loss: Callable[[Tensor, Tensor], Batch] = model.loss  # type: ignore[assignment]
-        self._loss = _compiled(loss) if config.model.compile else loss
+        self._policy: LoopPolicy = policy or StaticPolicy(optimizer)
+        self._passes: ModelPasses = passes or LocalPasses(setup.config, setup.model, device=setup.device)
+        self._step_s = 0.0
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self._deadlines = Deadlines()
         self._last_step_s: float | None = None
-        self._reported_step = 0
         method = optimizer.method
         self._drift_steps = method.drift_intervals * method.schedule.sync_interval
 
@@ -170,12 +314,13 @@ class Training:
         Returns:
             Mean loss (nll in nats a token), and over how many tokens.
         """
+        self._policy.before_evaluation()
         total, count = 0.0, 0
         batches = list(self._held_out(num_batches))
         self._model.eval()
         with self._optimizer.global_parameters(), torch.no_grad():
             for tokens, targets in batches[part % len(batches) :: num_parts]:
-                nll = self._held_out_nll(tokens.to(self._device), targets.to(self._device))
+                nll = self._passes.held_out(tokens.to(self._device), targets.to(self._device))
                 # the last batch may be smaller
                 total += float(nll) * targets.numel()
                 count += targets.numel()
@@ -184,11 +329,7 @@ class Training:
 
     def lr_factor(self) -> float:
         """Return the present step's learning rate as a share of its peak."""
-        return lr_factor(self.step, config=self._config)
-
-    def share(self) -> tuple[int, int]:
-        """Return which part of an evaluation is this replica's, and how many there are."""
-        return self._optimizer.transport.replica, self._optimizer.transport.num_replicas
+        return self._policy.lr_scale() * lr_factor(self.step, config=self._config)
 
     def evaluate_at_end(self) -> float:
         """Evaluate on all the batches that the end deserves, write it down, and return the loss."""
@@ -232,7 +373,9 @@ class Training:
             ) from error
 
     def _train_step(self) -> None:
-        began_s, exchanged_s = time.monotonic(), self._optimizer.statistics.exchanging_s
+        self._policy.before_step()
+        statistics = self._optimizer.statistics
+        began_s, exchanged_s, stalled_s = time.monotonic(), statistics.exchanging_s, statistics.stalled_s
         factor = self.lr_factor()
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
@@ -250,7 +393,7 @@ class Training:
             done_s = now_s - (self._optimizer.statistics.exchanging_s - exchanged_s)
             # the value of a loss on a GPU would have to be waited for
             loss = float(nll) if nll.device.type == "cpu" else None
-            forward_s, backward_s = self._passes.take()
+            forward_s, backward_s = self._passes.timing.take()
             self._recorder.add_step(
                 self.step, started_s=began_s, done_s=done_s, loss=loss, forward_s=forward_s, backward_s=backward_s
             )
@@ -258,11 +401,13 @@ class Training:
             self._deadlines.observe_step(now_s - self._last_step_s)
             self._step_s = now_s - began_s
         self._last_step_s = now_s
+        took_s = time.monotonic() - began_s - (self._optimizer.statistics.stalled_s - stalled_s)
+        self._policy.after_step(self.step, took_s=took_s)
 
     def _plain_step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        _, nll = self._backward(tokens, targets)
+        _, nll = self._passes.backward(tokens, targets, factor=self.lr_factor())
         self._optimizer.average_gradients()
-        self._clip()
+        self._passes.clip()
         self._optimizer.step()
         return nll
 
@@ -275,28 +420,13 @@ class Training:
             if losses:  # the method takes differences of gradients: dropout must fall alike in all of a step
                 _set_random_state(before, self._device)
             self._optimizer.zero_grad(set_to_none=True)
-            loss, nll = self._backward(tokens, targets)
-            self._clip()
+            loss, nll = self._passes.backward(tokens, targets, factor=self.lr_factor())
+            self._passes.clip()
             losses.append(nll)
             return loss
 
         self._optimizer.step(closure)
         return losses[-1]
-
-    def _held_out_nll(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        with self._autocast():
-            return self._loss(tokens, targets)[1]
-
-    def _backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        with self._passes.forward(), self._autocast():
-            loss, nll = self._loss(tokens, targets)
-        with self._passes.backward():
-            loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach(), nll.detach()
-
-    def _clip(self) -> None:
-        if self._config.optimizer.clip_norm > 0:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.clip_norm)
 
     def _next_stop(self) -> int:
         """Return the next step from here after which all replicas do something together."""
@@ -316,10 +446,11 @@ class Training:
         is_last = self.step == self._config.run.steps
         if not is_last and self._is_due(self._config.output.eval_every):
             # shared out, so that no replica waits for the one that evaluates
-            part, num_parts = self.share()
+            part, num_parts = self._policy.share()
             with self._apart():
                 val_loss, targets = self.evaluate(self._config.output.eval_batches, part=part, num_parts=num_parts)
             self._meter.write_eval(self.step, val_loss=val_loss, targets=targets)
+        self._policy.after_report(self._meter.latest_loss)
 
     def _look_for_drift(self) -> None:
         complaint = self._watch.observe_step(self.step) if self._watch else ""
@@ -332,10 +463,6 @@ class Training:
     def _is_due(self, every: int | None) -> bool:
         is_last = self.step == self._config.run.steps
         return is_last or bool(every and self.step % every == 0)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        enabled = self._config.model.autocast == "bf16"
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
 def _compiled(loss: Callable[[Tensor, Tensor], Batch]) -> Callable[[Tensor, Tensor], Batch]:

@@ -26,7 +26,7 @@ from thinwire.training.config import TrainConfig, config_text, meaning
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.training.cost_check import complain
 from thinwire.training.drift import step_monitor_of
-from thinwire.training.loop import Batch, Training
+from thinwire.training.loop import Batch, LoopSetup, Training
 from thinwire.training.metrics import Logger, Meter, open_loggers
 from thinwire.training.run_identity import (
     RUN_FILE,
@@ -250,12 +250,13 @@ class _Replica:
             seed=config.run.seed, pace=config.sync.pace,
         )  # fmt: skip
         self._model, self._optimizer = model, optimizer
-        return Training(
-            config, model=model, optimizer=optimizer, batches=make_sampler(config, corpus, replica=transport.replica),
-            held_out=lambda num_batches: held_out_batches(config, corpus, num_batches=num_batches), meter=meter,
-            checkpoints=self._checkpoints, device=device,
-            watch=step_monitor_of(config, optimizer, log=transport.log), recorder=recorder,
+        setup = LoopSetup(
+            config=config, model=model, optimizer=optimizer, meter=meter, device=device, recorder=recorder,
+            batches=make_sampler(config, corpus, replica=transport.replica),
+            held_out=lambda num_batches: held_out_batches(config, corpus, num_batches=num_batches),
+            watch=step_monitor_of(config, optimizer, log=transport.log),
         )  # fmt: skip
+        return Training(setup, checkpoints=self._checkpoints)
 
     def _check_code(self) -> str:
         """Return the warning about a method whose codec costs more time than it saves on this link."""

@@ -21,7 +21,7 @@ from thinwire.elastic.elastic_method import elastic
 from thinwire.errors import ConnectError, Stopped, WorkerFailed
 from thinwire.training.config import OPTIONS, TrainConfig, resolve
 from thinwire.training.corpora.sampler import Sampler, ShardBatches
-from thinwire.training.elastic.job import Job, LocalSettings
+from thinwire.training.elastic.job import ElasticJob, LocalSettings
 from thinwire.training.elastic.launch import REFUSED, UNANSWERED, Role, launch
 from thinwire.training.run_identity import new_identity
 from thinwire.transport.loopback import single
@@ -32,8 +32,8 @@ def config_of(tmp_path: Path, **more: object) -> TrainConfig:
     return resolve(given, world_size=None, cores=2, home=tmp_path)
 
 
-def job_of(config: TrainConfig) -> Job:
-    return Job.of(config, identity=new_identity(config_digest=config.digest()))
+def job_of(config: TrainConfig) -> ElasticJob:
+    return ElasticJob.of(config, identity=new_identity(config_digest=config.digest()))
 
 
 def test_a_job_goes_over_the_wire_without_what_is_one_hosts_own(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_job_goes_over_the_wire_without_what_is_one_hosts_own(tmp_path: Path) 
     assert (job.sync_interval, job.overlap_steps, job.shard_windows) == (30, 2, 16 * 8)
     names = {name for section in told["config"].values() for name in section}
     assert not {"out", "secret", "cache_dir", "address"} & names, "a joiner has its own"
-    again = Job.from_json(told)
+    again = ElasticJob.from_json(told)
     assert again.config.run.steps == 60 and again.config.run.secret is None and again.to_json() == told
 
 
@@ -51,7 +51,7 @@ def test_a_job_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
     told = job_of(config_of(tmp_path)).to_json()
     for wrong in ({**told, name: -1}, {key: value for key, value in told.items() if key != name}):
         with pytest.raises(ConnectError, match="tells of no job of this thinwire"):
-            Job.from_json(wrong)
+            ElasticJob.from_json(wrong)
 
 
 def test_a_job_with_options_that_cannot_be_is_refused(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_job_with_options_that_cannot_be_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConnectError, match="tells of no job of this thinwire"):
             section, field = OPTIONS[name]
             config = {**told["config"], section: {**told["config"][section], field: value}}
-            Job.from_json({**told, "config": config})
+            ElasticJob.from_json({**told, "config": config})
 
 
 def test_a_host_keeps_its_own_settings(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ with count.open("a") as file:
 def test_a_process_that_dies_is_started_again_until_it_ends_well(programs: Path) -> None:
     said: list[str] = []
     program = COUNTING + "sys.exit(0) if count.stat().st_size == 3 else os.kill(os.getpid(), 9)\n"
-    launch([role_of(programs, "dying", program)], run_dir=programs, say=said.append, look=lambda: None)
+    launch([role_of(programs, "dying", program)], run_dir=programs, report=said.append, on_tick=lambda: None)
     assert (programs / "count").stat().st_size == 3
     assert [text for text in said if "dying was ended by SIGKILL; starting it again" in text] == said and len(said) == 2
 
@@ -267,21 +267,21 @@ def test_a_process_that_fails_is_started_again_with_its_reason_told(programs: Pa
     program = COUNTING + (
         "print('error: nobody answered', file=sys.stderr)\nsys.exit(0 if count.stat().st_size == 2 else 1)\n"
     )
-    launch([role_of(programs, "failing", program)], run_dir=programs, say=said.append, look=lambda: None)
+    launch([role_of(programs, "failing", program)], run_dir=programs, report=said.append, on_tick=lambda: None)
     assert len(said) == 1 and "failing ended with code 1 (nobody answered); starting it again" in said[0]
 
 
 def test_what_serves_others_is_told_when_its_own_host_has_ended(programs: Path) -> None:
     serving = COUNTING + "while not (Path(sys.argv[1]) / 'alone').exists():\n    time.sleep(0.02)\n"
     roles = [role_of(programs, "needed", "pass\n"), role_of(programs, "serving", serving, is_needed=False)]
-    launch(roles, run_dir=programs, say=print, look=lambda: None, part=(programs / "alone").touch)
+    launch(roles, run_dir=programs, report=print, on_tick=lambda: None, part=(programs / "alone").touch)
     assert (programs / "count").exists() and (programs / "alone").exists()
 
 
 def test_a_process_that_cannot_go_on_ends_the_host_with_its_words(programs: Path) -> None:
     program = f"import sys\nprint('error: no data here', file=sys.stderr)\nsys.exit({REFUSED})\n"
     with pytest.raises(WorkerFailed, match="no data here"):
-        launch([role_of(programs, "refused", program)], run_dir=programs, say=print, look=lambda: None)
+        launch([role_of(programs, "refused", program)], run_dir=programs, report=print, on_tick=lambda: None)
 
 
 def test_where_nobody_ever_answered_the_host_ends_and_else_it_tries_again(programs: Path) -> None:
@@ -291,10 +291,10 @@ def test_where_nobody_ever_answered_the_host_ends_and_else_it_tries_again(progra
     said: list[str] = []
     role = role_of(programs, "joining", program)
     with pytest.raises(WorkerFailed, match="nobody there"):
-        launch([role], run_dir=programs, say=said.append, look=lambda: None, is_answered=lambda: False)
+        launch([role], run_dir=programs, report=said.append, on_tick=lambda: None, is_answered=lambda: False)
     (programs / "count").unlink()
     assert not said
-    launch([role], run_dir=programs, say=said.append, look=lambda: None, is_answered=lambda: True)
+    launch([role], run_dir=programs, report=said.append, on_tick=lambda: None, is_answered=lambda: True)
     assert len(said) == 1 and "(nobody there); starting it again" in said[0]
 
 
@@ -310,6 +310,6 @@ def test_a_signal_stops_all_processes(programs: Path) -> None:
 
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Stopped) as stopped:
-        launch([role_of(programs, "waiting", program)], run_dir=programs, say=print, look=look)
+        launch([role_of(programs, "waiting", program)], run_dir=programs, report=print, on_tick=look)
     assert stopped.value.signal_number == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before

@@ -14,7 +14,7 @@ from thinwire.elastic.standby_hosts import StandbyCall, StandbyHosts
 from thinwire.monitor.detect.live import News
 from thinwire.monitor.findings import Finding, Place
 from thinwire.monitor.remediation import Action
-from thinwire.training.elastic.remediation import ElasticHands, LostTime
+from thinwire.training.elastic.remediation import DowntimeTracker, ElasticRemediation
 from thinwire.version import __version__
 
 
@@ -197,9 +197,9 @@ def test_spares_and_places_are_bounded() -> None:
 
 
 def act(town: Town, tmp_path: Path, *, is_hang: bool) -> str:
-    hands = ElasticHands(
+    hands = ElasticRemediation(
         tmp_path, status=lambda: town.coordinator.admin.status(now_s=town.now_s),
-        tell=lambda verb, target: str(town.command(verb, target)["text"]),
+        send_command=lambda verb, target: str(town.command(verb, target)["text"]),
     )  # fmt: skip
     members = hands.members()
     assert members is not None and members.num_spares == 1
@@ -229,11 +229,11 @@ def test_the_time_until_a_spare_takes_part_is_lost_time() -> None:
                 "replaced": list(replaced)}  # fmt: skip
 
     called = ({"replica": 1, "host": "s"},)
-    lost = LostTime()
-    lost.see(status((0, "a"), (1, "b")), at_s=100.0)
-    lost.see(status((0, "a"), replaced=called), at_s=103.0)
-    lost.see(status((0, "a"), (2, "other"), replaced=called), at_s=105.0)
-    lost.see(status((0, "a"), (2, "other"), (3, "s"), replaced=called), at_s=109.0)
+    lost = DowntimeTracker()
+    lost.observe(status((0, "a"), (1, "b")), at_s=100.0)
+    lost.observe(status((0, "a"), replaced=called), at_s=103.0)
+    lost.observe(status((0, "a"), (2, "other"), replaced=called), at_s=105.0)
+    lost.observe(status((0, "a"), (2, "other"), (3, "s"), replaced=called), at_s=109.0)
     hang = Finding(kind="non-communication hang", places=(Place(kind="rank", ranks=(1,)),), since_s=0.0, text="",
                    confidence=0.9, remedy="")  # fmt: skip
     told = [(102.0, News(case=0, state="new", finding=hang, age_s=2.0))]

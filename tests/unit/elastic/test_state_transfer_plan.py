@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.elastic.state_transfer_plan import (
+from thinwire.elastic.state_transfer import (
     FIRST_LIMIT_S,
     FIRST_WINDOW,
     LEAST_LIMIT_S,
@@ -17,7 +17,7 @@ from thinwire.elastic.state_transfer_plan import (
     MOST_LIMIT_S,
     MOST_UNDER_WAY,
     WINDOW,
-    FetchPlan,
+    TransferPlan,
 )
 
 TICK_S = 0.125
@@ -51,7 +51,7 @@ class World:
     """A fetch and its holders; the bounds are checked on the way."""
 
     def __init__(self, num_chunks: int, holders: dict[int, Holder]) -> None:
-        self.plan, self.holders = FetchPlan(num_chunks), holders
+        self.plan, self.holders = TransferPlan(num_chunks), holders
         self.now_s, self.sent, self.banned = 0.0, Counter[int](), set[int]()
         for number in holders:
             self.plan.add_holder(number)
@@ -64,7 +64,7 @@ class World:
             self.banned.add(number)
             self.plan.remove_holder(number)
             holder.queue.clear()
-        elif self.plan.arrived(number, chunk, now_s=self.now_s):
+        elif self.plan.on_chunk(number, chunk, now_s=self.now_s):
             for other in self.plan.superseded(chunk):
                 self.holders[other].queue.remove(chunk)
 
@@ -73,12 +73,12 @@ class World:
             if holder.is_dead(self.now_s):
                 queue, holder.queue = holder.queue, []
                 for chunk in queue:
-                    self.plan.failed(number, chunk, now_s=self.now_s)
+                    self.plan.on_failure(number, chunk, now_s=self.now_s)
             elif holder.queue and holder.free_s <= self.now_s < holder.hangs_s:
                 self.bring(number, holder)
 
     def ask(self) -> None:
-        asked = list(self.plan.asks(now_s=self.now_s))
+        asked = list(self.plan.requests(now_s=self.now_s))
         assert len(set(asked)) == len(asked)
         for number, chunk in asked:
             holder = self.holders[number]
@@ -146,19 +146,19 @@ def test_holders_that_are_all_slow_are_still_asked() -> None:
 
 
 def test_a_new_holder_gets_little_until_it_has_brought_something() -> None:
-    plan = FetchPlan(100)
+    plan = TransferPlan(100)
     plan.add_holder(1)
-    assert len(list(plan.asks(now_s=0))) == FIRST_WINDOW
-    plan.arrived(1, 0, now_s=1)
-    assert len(list(plan.asks(now_s=1))) == LEAST_WINDOW - FIRST_WINDOW + 1
+    assert len(list(plan.requests(now_s=0))) == FIRST_WINDOW
+    plan.on_chunk(1, 0, now_s=1)
+    assert len(list(plan.requests(now_s=1))) == LEAST_WINDOW - FIRST_WINDOW + 1
     for chunk in range(1, 20):  # ten a second
-        plan.arrived(1, chunk, now_s=1 + chunk / 10)
-        list(plan.asks(now_s=1 + chunk / 10))
+        plan.on_chunk(1, chunk, now_s=1 + chunk / 10)
+        list(plan.requests(now_s=1 + chunk / 10))
     assert len([chunk for chunk in plan.remove_holder(1) if chunk >= 20]) == WINDOW
 
 
 def test_limits_follow_measured_times_within_bounds() -> None:
-    plan = FetchPlan(1000)
+    plan = TransferPlan(1000)
     plan.add_holder(1)
     assert plan.limit_s(1) == FIRST_LIMIT_S
     now_s = 0.0
@@ -168,32 +168,32 @@ def test_limits_follow_measured_times_within_bounds() -> None:
         (100.0, MOST_LIMIT_S, MOST_LIMIT_S),
     ):
         for _ in range(40):
-            (holder, chunk), *rest = plan.asks(now_s=now_s)
+            (holder, chunk), *rest = plan.requests(now_s=now_s)
             for _, other in rest:
-                plan.failed(1, other, now_s=now_s - 10)
+                plan.on_failure(1, other, now_s=now_s - 10)
             now_s += took_s
-            plan.arrived(holder, chunk, now_s=now_s)
+            plan.on_chunk(holder, chunk, now_s=now_s)
         assert least <= plan.limit_s(1) <= most
 
 
 def test_what_came_late_from_a_slow_holder_counts_if_it_is_first() -> None:
-    plan = FetchPlan(1)
+    plan = TransferPlan(1)
     plan.add_holder(1)
     plan.add_holder(2)
-    assert list(plan.asks(now_s=0)) == [(1, 0)]
-    assert list(plan.asks(now_s=FIRST_LIMIT_S + 1)) == [(2, 0)]
-    assert plan.arrived(1, 0, now_s=FIRST_LIMIT_S + 2) and plan.superseded(0) == [2]
-    assert plan.is_complete and not plan.arrived(2, 0, now_s=FIRST_LIMIT_S + 3) and plan.num_here == 1
+    assert list(plan.requests(now_s=0)) == [(1, 0)]
+    assert list(plan.requests(now_s=FIRST_LIMIT_S + 1)) == [(2, 0)]
+    assert plan.on_chunk(1, 0, now_s=FIRST_LIMIT_S + 2) and plan.superseded(0) == [2]
+    assert plan.is_complete and not plan.on_chunk(2, 0, now_s=FIRST_LIMIT_S + 3) and plan.num_here == 1
 
 
 def test_who_is_removed_gives_its_chunks_back_and_who_is_unknown_changes_nothing() -> None:
-    plan = FetchPlan(2)
+    plan = TransferPlan(2)
     plan.add_holder(1)
-    list(plan.asks(now_s=0))
+    list(plan.requests(now_s=0))
     assert plan.remove_holder(1) == [0, 1] and plan.remove_holder(1) == []
-    plan.failed(1, 0, now_s=0)
+    plan.on_failure(1, 0, now_s=0)
     plan.add_holder(2)
-    assert sorted(plan.asks(now_s=0)) == [(2, 0), (2, 1)]
+    assert sorted(plan.requests(now_s=0)) == [(2, 0), (2, 1)]
 
 
 TIMES = st.integers(0, 400).map(lambda eighths: eighths / 8)

@@ -23,7 +23,7 @@ from thinwire.monitor.findings import Finding, Place
 from thinwire.monitor.live_diagnosis import LiveDiagnosis, Members, end_report
 from thinwire.monitor.remediation import Action, Policy, Steering
 from thinwire.monitor.runlog.records import Beat, Communicator, Record, header_line, to_line
-from thinwire.training.elastic.remediation import ElasticHands, LostTime, Order, read_pid, write_pid
+from thinwire.training.elastic.remediation import DowntimeTracker, ElasticRemediation, ProcessOrder, read_pid, write_pid
 
 
 class FakeHands:
@@ -240,7 +240,9 @@ def action(kind: str, *, is_hang: bool = True) -> Action:
 
 
 def test_the_hands_know_whose_process_has_ended_also_before_anybody_has_looked_after_it(tmp_path: Path) -> None:
-    hands = ElasticHands(tmp_path, status=lambda: status(member(0, step=5), member(1, step=5)), tell=lambda *_: "")
+    hands = ElasticRemediation(
+        tmp_path, status=lambda: status(member(0, step=5), member(1, step=5)), send_command=lambda *_: ""
+    )
     write_pid(tmp_path, 0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         (tmp_path / "logs" / "replica-1.pid").write_text(f"{process.pid}\n")
@@ -262,7 +264,7 @@ def test_the_hands_of_an_elastic_run_ask_the_coordinator_and_order_the_launcher(
         return "it was told"
 
     now = status(member(0, step=5, paused=True), member(1, step=5), member(2, step=0, standing="loading"))
-    hands = ElasticHands(tmp_path, status=lambda: now, tell=tell)
+    hands = ElasticRemediation(tmp_path, status=lambda: now, send_command=tell)
     assert [hands.act(action(what)) for what in ("restart", "exclude")] == ["it was told"] * 2  # of another host
     assert said == [("restart", "1"), ("end", "1")] and hands.take_orders() == []
     write_pid(tmp_path, 1)
@@ -270,12 +272,12 @@ def test_the_hands_of_an_elastic_run_ask_the_coordinator_and_order_the_launcher(
     assert hands.members() == listed
     assert hands.act(action("exclude", is_hang=False)) == "it was told" and hands.take_orders() == []
     assert hands.act(action("exclude")) == "it was told"
-    assert hands.take_orders() == [Order(what="end", pid=os.getpid(), why="It broke.")]
+    assert hands.take_orders() == [ProcessOrder(what="end", pid=os.getpid(), why="It broke.")]
     assert hands.act(action("restart")) == "its process was killed, and another one takes its place"
     assert hands.act(action("abort")) == "the run ends"
     assert [order.what for order in hands.take_orders()] == ["kill", "abort"] and hands.take_orders() == []
     assert said[2:] == [("leave", "1"), ("expel", "1"), ("expel", "1")]
-    assert ElasticHands(tmp_path, status=lambda: None, tell=tell).members() is None
+    assert ElasticRemediation(tmp_path, status=lambda: None, send_command=tell).members() is None
     assert read_pid(tmp_path, 9) is None
 
 
@@ -285,10 +287,10 @@ def hang(at_s: float, *, age_s: float, replica: int = 1, case: int = 0, state: s
     return at_s, News(case=case, state=state, finding=found, age_s=age_s)  # type: ignore[arg-type]
 
 
-def lost_after(*seen: tuple[float, dict[str, Any]]) -> LostTime:
-    lost = LostTime()
+def lost_after(*seen: tuple[float, dict[str, Any]]) -> DowntimeTracker:
+    lost = DowntimeTracker()
     for at_s, what in seen:
-        lost.see(what, at_s=at_s)
+        lost.observe(what, at_s=at_s)
     return lost
 
 

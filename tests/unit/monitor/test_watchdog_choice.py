@@ -19,7 +19,7 @@ from thinwire.elastic.protocol import VERSION, decode, encode
 from thinwire.monitor.live_diagnosis import LiveDiagnosis, Members
 from thinwire.monitor.remediation import Policy, Steering
 from thinwire.monitor.runlog.records import Beat, header_line, to_line
-from thinwire.training.elastic.remediation import ElasticHands, write_pid
+from thinwire.training.elastic.remediation import ElasticRemediation, write_pid
 from thinwire.transport.secret import Secret
 from thinwire.version import __version__
 
@@ -90,10 +90,10 @@ def test_who_lives_on_another_host_and_whose_records_are_late_rests_until_they_c
         os.utime(tmp_path / f"records-rank-{rank}.jsonl", (time.time() - 5, time.time() - 5))
     silent = {0: 0.1, 1: 0.1, 2: 4.0, 3: 0.1}  # nothing at all is heard of 2
     status = {"members": [member(*one) for one in silent.items()]}
-    found = ElasticHands(tmp_path, status=lambda: status, tell=lambda verb, target: "").members()
+    found = ElasticRemediation(tmp_path, status=lambda: status, send_command=lambda verb, target: "").members()
     assert found is not None and found.resting == frozenset({1}) and found.present == frozenset(silent)
     write_beats(tmp_path, 1, 2)
-    again = ElasticHands(tmp_path, status=lambda: status, tell=lambda verb, target: "").members()
+    again = ElasticRemediation(tmp_path, status=lambda: status, send_command=lambda verb, target: "").members()
     assert again is not None and again.resting == frozenset()
 
 

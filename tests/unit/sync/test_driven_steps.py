@@ -20,7 +20,7 @@ from thinwire.training.build import make_inner_optimizer
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.corpora import Sampler
-from thinwire.training.loop import Passes, Training
+from thinwire.training.loop import LoopSetup, Passes, Training
 from thinwire.training.metrics import Meter
 from thinwire.transport.loopback import single
 from thinwire.transport.recording import RecordingTransport
@@ -60,14 +60,13 @@ def training_of(
     )
     meter = Meter(run_dir, replica=0, log=transport.log)
     meter.train_step = lambda loss, tokens: seen(loss, tokens)  # type: ignore[method-assign]
-    return Training(
-        config, model=model, optimizer=optimizer, meter=meter, device=torch.device("cpu"), recorder=recorder,
-        checkpoints=ReplicaCheckpoints(
-            run_dir, identity=Identity(run="r", replica=0, num_replicas=1, config_digest=config.digest())
-        ),
+    setup = LoopSetup(
+        config=config, model=model, optimizer=optimizer, meter=meter, device=torch.device("cpu"), recorder=recorder,
         batches=Sampler(TOKENS, replica=0, num_replicas=1, batch_size=2, seq_len=SEQ_LEN, seed=0),
         held_out=lambda count: [],
     )  # fmt: skip
+    identity = Identity(run="r", replica=0, num_replicas=1, config_digest=config.digest())
+    return Training(setup, checkpoints=ReplicaCheckpoints(run_dir, identity=identity))
 
 
 def steps(training: Training, count: int) -> None:

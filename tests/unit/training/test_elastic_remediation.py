@@ -11,7 +11,7 @@ import pytest
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.protocol import VERSION, decode, encode
-from thinwire.training.elastic.remediation import ElasticHands, Order, orders_of, write_pid
+from thinwire.training.elastic.remediation import ElasticRemediation, ProcessOrder, orders_of, write_pid
 from thinwire.version import __version__
 
 
@@ -58,7 +58,7 @@ def test_a_status_holds_what_hosts_are_to_do(verb: str, what: str, words: str) -
 
 
 def test_only_a_process_of_this_host_that_is_still_that_replica_is_meant(tmp_path: Path) -> None:
-    def told(*orders: Any) -> list[Order]:
+    def told(*orders: Any) -> list[ProcessOrder]:
         return orders_of({"orders": orders}, run_dir=tmp_path)
 
     assert orders_of({}, run_dir=tmp_path) == told({"replica": 1, "what": "kill"}) == []
@@ -79,8 +79,8 @@ def test_who_died_on_another_host_is_known_by_its_connections(tmp_path: Path) ->
         town.hear(token, "active", step=0)
         town.hear(token, "beat", step=0, step_s=0.1, roster=0)
     town.hear(b"a", "lost", replica=2, now_s=0.5)
-    hands = ElasticHands(
-        tmp_path, status=lambda: town.coordinator.admin.status(now_s=1.0), tell=lambda verb, target: ""
+    hands = ElasticRemediation(
+        tmp_path, status=lambda: town.coordinator.admin.status(now_s=1.0), send_command=lambda verb, target: ""
     )
     found = hands.members()
     assert found is not None and (found.present, found.gone) == ({0, 1, 2}, {2})

@@ -11,11 +11,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from thinwire.elastic.state_chunks import chunk_name
+from thinwire.elastic.state_transfer import chunk_name
 from thinwire.training.checkpoints.global_state import GlobalState
 from thinwire.training.elastic import states
-from thinwire.training.elastic.state_fetch import state_name
-from thinwire.training.elastic.states import StateKeeper
+from thinwire.training.elastic.states import StateKeeper, state_name
 from thinwire.transport.blob_store import BlobStore
 
 UNWANTED_S = 1.0
@@ -29,9 +28,9 @@ class Shown:
         self.answers: list[bool] = []
         transport = SimpleNamespace(replica=0, respond=self._answer)
         self.library, self.told = BlobStore(cast(Any, transport)), threading.Event()
-        council = SimpleNamespace(view=SimpleNamespace(floor_step=0), tell=lambda kind, **fields: self.told.set())
+        session = SimpleNamespace(view=SimpleNamespace(floor_step=0), send=lambda kind, **fields: self.told.set())
         self.keeper = StateKeeper(
-            cast(Any, SimpleNamespace(library=self.library, council=council)), model=cast(Any, None),
+            cast(Any, SimpleNamespace(library=self.library, session=session)), model=cast(Any, None),
             optimizer=cast(Any, SimpleNamespace(engine=SimpleNamespace())), checkpoints=None, every=None, last_step=100,
             warn=pytest.fail,
         )  # fmt: skip

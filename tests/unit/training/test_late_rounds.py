@@ -13,7 +13,7 @@ from tests.reference.loops import wrap
 from thinwire.codecs import float32
 from thinwire.methods import decoupled_diloco
 from thinwire.training.config import TrainConfig
-from thinwire.training.loop import Training
+from thinwire.training.loop import LoopSetup, Training
 
 HOLDS = [(2, 4, 11)]
 
@@ -46,6 +46,8 @@ class Batches:
 
 
 class Meter:
+    latest_loss = 1.0
+
     def __init__(self, told):
         self.told = told
 
@@ -79,10 +81,11 @@ def train(transport):
         final_exchange=True,
     )  # fmt: skip
     held_out = [(torch.zeros(1, 4, dtype=torch.int64),) * 2] * 3
-    training = Training(
-        config, model=model, optimizer=optimizer, batches=batches, held_out=lambda count: held_out, meter=meter,
-        checkpoints=Checkpoints(), device=torch.device("cpu"),
+    setup = LoopSetup(
+        config=config, model=model, optimizer=optimizer, batches=batches, held_out=lambda count: held_out, meter=meter,
+        device=torch.device("cpu"),
     )  # fmt: skip
+    training = Training(setup, checkpoints=Checkpoints())
     training.run()
     with optimizer.global_parameters():
         values = model.embed.weight.detach().clone()

@@ -11,7 +11,7 @@ from thinwire.elastic.replica_state import global_tensors, inner_tensors, load_i
 from thinwire.errors import CheckpointError
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.checkpoints.global_state import tensors_sha256
-from thinwire.training.elastic.local_snapshot import KeptState, kept_path, newest_kept
+from thinwire.training.elastic.local_snapshot import LocalSnapshot, newest_snapshot, snapshot_path
 from thinwire.training.run_identity import new_identity
 from thinwire.transport.loopback import single
 
@@ -55,8 +55,8 @@ class Clock:
         return self.now_s
 
 
-def keep(path: Path, replica: Replica, *, step: int = 20, warnings: list[str] | None = None) -> KeptState:
-    kept = KeptState(path, run=RUN, warn=[].append if warnings is None else warnings.append, now=Clock())
+def keep(path: Path, replica: Replica, *, step: int = 20, warnings: list[str] | None = None) -> LocalSnapshot:
+    kept = LocalSnapshot(path, run=RUN, warn=[].append if warnings is None else warnings.append, now=Clock())
     assert kept.offer(step, era=3, every=4, model=replica.model, optimizer=replica.optimizer)
     kept.close()
     return kept
@@ -106,13 +106,13 @@ def test_what_is_damaged_or_of_another_job_is_not_read(tmp_path: Path) -> None:
     path, replica = tmp_path / "a.state", Replica()
     replica.train(2)
     keep(path, replica)
-    assert KeptState(path, run=new_identity(config_digest=RUN.config_digest), warn=print).read() is None
+    assert LocalSnapshot(path, run=new_identity(config_digest=RUN.config_digest), warn=print).read() is None
     whole = path.read_bytes()
     for damaged in (b"", whole[:-1], whole[:40], whole[:-9] + b"\x01" + whole[-8:], b"x" * 99):
         path.write_bytes(damaged)
-        assert KeptState(path, run=RUN, warn=print).read() is None
+        assert LocalSnapshot(path, run=RUN, warn=print).read() is None
     path.write_bytes(whole)
-    assert KeptState(path, run=RUN, warn=print).read() is not None
+    assert LocalSnapshot(path, run=RUN, warn=print).read() is not None
 
 
 def test_a_host_goes_on_from_the_newest_state_that_its_replicas_keep(tmp_path: Path) -> None:
@@ -121,13 +121,17 @@ def test_a_host_goes_on_from_the_newest_state_that_its_replicas_keep(tmp_path: P
     accounts = {16: {"data": {"counted": 30}, "tokens": 64}, 20: {}, 24: None, 12: {"data": {"counted": 99}}}
     for index, (step, account) in enumerate(accounts.items()):
         run = new_identity(config_digest=RUN.config_digest) if step == 12 else RUN
-        kept = KeptState(
-            kept_path(tmp_path, index), run=run, warn=print, now=Clock(), account=lambda step, account=account: account
+        kept = LocalSnapshot(
+            snapshot_path(tmp_path, index),
+            run=run,
+            warn=print,
+            now=Clock(),
+            account=lambda step, account=account: account,
         )
         assert kept.offer(step, era=1, every=4, model=replica.model, optimizer=replica.optimizer)
         kept.close()
-    assert not kept_path(tmp_path, 2).exists(), "without the account of the data the state before stays"
-    found = newest_kept(tmp_path, run=RUN.next_incarnation())
+    assert not snapshot_path(tmp_path, 2).exists(), "without the account of the data the state before stays"
+    found = newest_snapshot(tmp_path, run=RUN.next_incarnation())
     assert found is not None and (found.state.step, found.age) == (16, 0), (
         "another run's or one without account is none"
     )
@@ -135,17 +139,17 @@ def test_a_host_goes_on_from_the_newest_state_that_its_replicas_keep(tmp_path: P
     parameters, outer = global_tensors(replica.optimizer.engine, replica.model)
     assert found.state.outer.keys() == outer.keys(), "the inner optimizer's moments are the replica's own"
     assert all(found.state.parameters[name].equal(parameters[name]) for name in parameters)
-    resumed = KeptState(kept_path(tmp_path, 0), run=RUN.next_incarnation(), warn=print)
+    resumed = LocalSnapshot(snapshot_path(tmp_path, 0), run=RUN.next_incarnation(), warn=print)
     assert resumed.read() is None, "of another incarnation"
     held = resumed.read_resumed(step=16, sha256=tensors_sha256(found.state))
     assert held is not None and held.has_inner, "but the run goes on from these very bits"
     assert resumed.read_resumed(step=16, sha256=64 * "0") is None
-    assert newest_kept(tmp_path, run=new_identity(config_digest=RUN.config_digest)) is None
+    assert newest_snapshot(tmp_path, run=new_identity(config_digest=RUN.config_digest)) is None
 
 
 def test_copies_and_writes_take_their_share_of_the_time_and_no_more(tmp_path: Path) -> None:
     clock, replica = Clock(), Replica()
-    kept = KeptState(tmp_path / "a.state", run=RUN, warn=print, now=clock)
+    kept = LocalSnapshot(tmp_path / "a.state", run=RUN, warn=print, now=clock)
 
     def offer(step: int) -> bool:
         found = kept.offer(step, era=0, every=4, model=replica.model, optimizer=replica.optimizer)

@@ -35,12 +35,12 @@ class Line:
         self.said: list[dict[str, Any]] = []
         self.is_open = False
 
-    def insist(self, kind: str, **fields: Any) -> None:
+    def send_reliably(self, kind: str, **fields: Any) -> None:
         assert kind == "records" and not self.is_open, "one batch at a time"
         self.said.append(fields)
         self.is_open = True
 
-    def is_done_with(self, kind: str) -> bool:
+    def is_acknowledged(self, kind: str) -> bool:
         return not self.is_open
 
     def lines(self) -> list[str]:

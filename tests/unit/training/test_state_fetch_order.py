@@ -11,13 +11,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from thinwire.elastic.coordinator_view import Neighbour, Offer, View
-from thinwire.elastic.join import Seated
-from thinwire.elastic.state_chunks import CHUNK_BYTES, publish_state
+from thinwire.elastic.coordinator_session import CoordinatorView, Neighbour, StateOffer
+from thinwire.elastic.join import Membership
+from thinwire.elastic.state_transfer import CHUNK_BYTES, publish_state
 from thinwire.errors import DeadlineExceeded, Expelled, NotThere
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.training.checkpoints.global_state import GlobalState, pack
-from thinwire.training.elastic.state_fetch import ComingState, fetch, state_name
+from thinwire.training.elastic.states import IncomingState, fetch, state_name
 
 STEP, SOON_S = 12, 120.0
 HOLDER = 1
@@ -95,19 +95,21 @@ class Case:
         )
         self.shelf, vector = Shelf(held_from=2), pack(self.state)
         root = publish_state(cast(Any, self.shelf), state_name(STEP), vector)
-        self.offer = Offer(step=STEP, root=root.hex(), num_bytes=vector.numel(), holders=(HOLDER,), note={})
-        view = View(neighbours={HOLDER: Neighbour(replica=HOLDER, host="h", address="a", port=1, is_active=True)})
-        council = SimpleNamespace(
-            view=view, changed=threading.Condition(), step=0, interval_steps=10, check=lambda: None,
-            others=SimpleNamespace(step_s=step_s), tell=lambda kind, **fields: None,
+        self.offer = StateOffer(step=STEP, root=root.hex(), num_bytes=vector.numel(), holders=(HOLDER,), note={})
+        view = CoordinatorView(
+            neighbours={HOLDER: Neighbour(replica=HOLDER, host="h", address="a", port=1, is_active=True)}
+        )
+        session = SimpleNamespace(
+            view=view, changed=threading.Condition(), reach=lambda step: None, interval_steps=10, check=lambda: None,
+            pace=SimpleNamespace(step_s=step_s), send=lambda kind, **fields: None,
         )  # fmt: skip
-        self.seated = cast(Seated, SimpleNamespace(council=council, library=self.shelf))
+        self.membership = cast(Membership, SimpleNamespace(session=session, library=self.shelf))
         self.told: list[str] = []
         self.loaded: list[dict[str, torch.Tensor]] = []
         self.engine = cast(RoundEngine, SimpleNamespace(update=SimpleNamespace(load_state_dict=self.loaded.append)))
 
-    def fetched(self, *, may_begin_early: bool) -> tuple[ComingState, dict[str, torch.Tensor]]:
-        return fetch(self.offer, seated=self.seated, tell=self.told.append, may_begin_early=may_begin_early)
+    def fetched(self, *, may_begin_early: bool) -> tuple[IncomingState, dict[str, torch.Tensor]]:
+        return fetch(self.offer, membership=self.membership, report=self.told.append, may_begin_early=may_begin_early)
 
 
 def test_the_parameters_are_taken_first_and_the_momenta_when_they_are_here() -> None:

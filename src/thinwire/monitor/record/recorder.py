@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from thinwire.averaging.round_context import Average
-from thinwire.elastic.round_driver import named_part
+from thinwire.elastic.round_driver import part_of_name
 from thinwire.errors import TransportError
 from thinwire.events import Direction, Posted, RoundMark, Transfer, TransferLog
 from thinwire.monitor.record.connection_records import FlowSource, PeerFlows
@@ -321,7 +321,7 @@ def _key_of(event: Posted | Transfer) -> _Key | None:
     """
     if event.kind == "round":
         return event.direction, event.peer, event.round_id, event.fragment * _PHASES + event.phase
-    part = named_part(event.name)
+    part = part_of_name(event.name)
     return None if part is None else (event.direction, event.peer, *part)
 
 

@@ -1,4 +1,4 @@
-"""Job description for joining hosts, and a host's description of itself; as values and as JSON."""
+"""ElasticJob description for joining hosts, and a host's description of itself; as values and as JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOST_DIGITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ElasticJob:
     """What all replicas of a job share.
 
     Attributes:
@@ -61,7 +61,9 @@ class Job:
     resumed_sha256: str = ""
 
     @classmethod
-    def of(cls, config: TrainConfig, *, identity: RunIdentity, resumed_step: int = 0, resumed_sha256: str = "") -> Job:
+    def of(
+        cls, config: TrainConfig, *, identity: RunIdentity, resumed_step: int = 0, resumed_sha256: str = ""
+    ) -> ElasticJob:
         """Return the job that resolved options describe."""
         assert config.data.batch_size is not None
         from thinwire.training.build import make_method  # torch, which who only reads a job's words does without
@@ -87,7 +89,7 @@ class Job:
         }  # fmt: skip
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Job:
+    def from_json(cls, values: Mapping[str, Any]) -> ElasticJob:
         """Take back what `to_json` returned; it comes over the network.
 
         Raises:

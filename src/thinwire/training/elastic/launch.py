@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -15,8 +16,103 @@ from types import FrameType
 
 from thinwire.errors import Stopped, WorkerFailed
 from thinwire.files import write_whole
-from thinwire.training.elastic.remediation import Order
-from thinwire.training.elastic.standby_process import Spare, log_path
+from thinwire.training.elastic.remediation import ProcessOrder
+
+# A spare that is still importing when it is needed is no slower than a process that begins then.
+_STANDBY_STOP_S = 5.0
+
+
+class StandbyProcess:
+    """Keeps one process waiting for work.
+
+    Args:
+        module: What `python -m` runs: it waits in `read_work`, and does what comes; "" keeps none.
+        run_dir: The run's folder; what the process prints while it waits goes to `logs/spare.err` there.
+    """
+
+    def __init__(self, module: str, *, run_dir: Path) -> None:
+        self._module = module
+        self._run_dir = run_dir
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether a process waits."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Let a process wait, unless one does."""
+        if self.is_there or not self._module:
+            return
+        logs = self._run_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", *self._module.split(), str(self._run_dir.resolve()), str(os.getpid())]
+        with log_path(logs / "spare.err").open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def assign(self, *, log: Path, arguments: Sequence[str]) -> subprocess.Popen[bytes] | None:
+        """Give the waiting process work; return it, None where none waits.
+
+        Args:
+            log: Takes what it prints from now on.
+            arguments: Of the process.
+        """
+        process, self._process = self._process, None
+        if process is None or process.poll() is not None:
+            return None
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps({"log": str(log), "arguments": list(arguments)}).encode() + b"\n")
+            process.stdin.close()
+        except OSError:  # it died just now
+            return None
+        return process
+
+    def stop(self) -> None:
+        """Let no process wait any more."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # which it takes for the end
+        try:
+            self._process.wait(timeout=_STANDBY_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+
+def log_path(path: Path) -> Path:
+    """Return where a process may write what it prints: nowhere where there is no room for a file of its own."""
+    with contextlib.suppress(OSError):
+        path.open("ab").close()
+        return path
+    return Path(os.devnull)
+
+
+def read_work() -> list[str] | None:
+    """Wait for work on stdin, and send what is printed from then on where the launcher wants it.
+
+    Returns:
+        The arguments, None where there is no work any more.
+    """
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return None
+    work = json.loads(line)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(work["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, null), (1, log), (2, log)):
+        os.dup2(source, target)
+    os.close(log)
+    os.close(null)
+    return [str(argument) for argument in work["arguments"]]
+
 
 # A worker that ends with this code has said why, and would end so again.
 REFUSED = 3
@@ -43,7 +139,7 @@ class Role:
 
     name: str
     module: str
-    words: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     is_needed: bool = True
     spare: str = ""
 
@@ -68,7 +164,9 @@ class _Worker:
         is_here = self._process is not None and time.monotonic() - self._began_s > _SHORT_LIFE_S
         return self.has_ended or is_here
 
-    def look(self, say: Callable[[str], None], spare: Spare, *, is_answered: Callable[[], bool]) -> None:
+    def update(
+        self, report: Callable[[str], None], standby: StandbyProcess, *, is_answered: Callable[[], bool]
+    ) -> None:
         """Start the process when it is due, and see how it ended."""
         if self.has_ended:
             if self._process is not None:
@@ -76,7 +174,7 @@ class _Worker:
             return
         if self._process is None:
             if time.monotonic() >= self._due_s:
-                self._start(spare)
+                self._start(standby)
             return
         code = self._process.poll()
         if code is None:
@@ -86,22 +184,22 @@ class _Worker:
             self.has_ended = True
         elif code == REFUSED or (code == UNANSWERED and not is_answered()):
             self.has_ended = True
-            self.problem = self._last_words() or f"{self.role.name} could not go on"
+            self.problem = self._last_error() or f"{self.role.name} could not go on"
         else:
-            self._plan_again(code, say)
+            self._plan_again(code, report)
 
-    def _start(self, spare: Spare) -> None:
+    def _start(self, standby: StandbyProcess) -> None:
         logs = self._run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         name = self.role.name.replace(" ", "-")
         path = log_path(logs / f"{name}.err")
         if self.role.spare:
-            self._process = spare.give(log=path.resolve(), words=self.role.words)
+            self._process = standby.assign(log=path.resolve(), arguments=self.role.arguments)
         if self._process is None:
             command = [sys.executable, "-m", *self.role.module.split(), str(self._run_dir.resolve()), str(os.getpid())]
             with path.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [*command, *self.role.words], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    [*command, *self.role.arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                     start_new_session=True,
                 )  # fmt: skip
         with contextlib.suppress(OSError):  # for people; a full disk must not end the run
@@ -109,13 +207,13 @@ class _Worker:
         self._began_s = time.monotonic()
         self.num_starts += 1
 
-    def _plan_again(self, code: int, say: Callable[[str], None]) -> None:
+    def _plan_again(self, code: int, report: Callable[[str], None]) -> None:
         if time.monotonic() - self._began_s > _SHORT_LIFE_S:
             self._pause_s = _AGAIN_S
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        words = self._last_words() if code > 0 else ""
+        words = self._last_error() if code > 0 else ""
         why = f" ({words})" if words else ""
-        say(f"{self.role.name} {how}{why}; starting it again in {self._pause_s:g} s")
+        report(f"{self.role.name} {how}{why}; starting it again in {self._pause_s:g} s")
         self._due_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_AGAIN_S)
 
@@ -141,14 +239,14 @@ class _Worker:
         """The process, 0 for none."""
         return 0 if self._process is None else self._process.pid
 
-    def obey(self, order: Order) -> None:
+    def execute(self, order: ProcessOrder) -> None:
         """Kill the process, and start another one in its place or none."""
         if self._process is None or self._process.pid != order.pid:
             return
         self.has_ended = self.has_ended or order.what == "end"
         self._process.kill()  # also one that is stopped
 
-    def _last_words(self) -> str:
+    def _last_error(self) -> str:
         path = self._run_dir / "logs" / f"{self.role.name.replace(' ', '-')}.err"
         lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
         said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
@@ -156,8 +254,8 @@ class _Worker:
 
 
 def launch(
-    roles: Sequence[Role], *, run_dir: Path, say: Callable[[str], None], look: Callable[[], None],
-    part: Callable[[], None] = lambda: None, orders: Callable[[], list[Order]] = list,
+    roles: Sequence[Role], *, run_dir: Path, report: Callable[[str], None], on_tick: Callable[[], None],
+    part: Callable[[], None] = lambda: None, orders: Callable[[], list[ProcessOrder]] = list,
     is_answered: Callable[[], bool] = lambda: True, is_waiting: Callable[[], bool] = lambda: False,
 ) -> None:  # fmt: skip
     """Run processes until all have ended well.
@@ -167,8 +265,8 @@ def launch(
     Args:
         roles: What is to run.
         run_dir: The run's folder.
-        say: Told what people should know.
-        look: Called several times a second.
+        report: Takes the messages for the user.
+        on_tick: Called several times a second.
         part: Called once when all that are needed have ended well, so that the others can end when they may.
         orders: Gives what is to be done to the processes, once.
         is_answered: Whether the coordinator has ever answered this host; else a process that it does not answer is not
@@ -180,7 +278,7 @@ def launch(
         Stopped: A signal came; all have ended.
     """
     workers = [_Worker(role, run_dir=run_dir) for role in roles]
-    spare = Spare(next((role.spare for role in roles if role.spare), ""), run_dir=run_dir)
+    standby = StandbyProcess(next((role.spare for role in roles if role.spare), ""), run_dir=run_dir)
     signals: list[int] = []
     has_parted = False
 
@@ -189,11 +287,11 @@ def launch(
 
     before = {number: signal.signal(number, take) for number in _SIGNALS}
     try:
-        _wait(signals, spare, look=look, is_waiting=is_waiting)
+        _wait(signals, standby, on_tick=on_tick, is_waiting=is_waiting)
         while not signals:
             for worker in workers:
-                worker.look(say, spare, is_answered=is_answered)
-            _obey(workers, orders())
+                worker.update(report, standby, is_answered=is_answered)
+            _execute(workers, orders())
             _check(workers)
             if all(worker.has_ended for worker in workers):
                 return
@@ -203,24 +301,24 @@ def launch(
                     part()
                     has_parted = True
             if not is_parted and all(worker.is_steady for worker in workers):
-                spare.start()  # not before: it would slow down those that start
-            look()
+                standby.start()  # not before: it would slow down those that start
+            on_tick()
             time.sleep(_LOOK_S)
         raise Stopped(signals[0])
     finally:
-        spare.stop()
+        standby.stop()
         _stop_all(workers)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _wait(
-    signals: Sequence[int], spare: Spare, *, look: Callable[[], None], is_waiting: Callable[[], bool]
+    signals: Sequence[int], standby: StandbyProcess, *, on_tick: Callable[[], None], is_waiting: Callable[[], bool]
 ) -> None:  # fmt: skip
     """Keep a process ready, and start none in a replica's place."""
     while not signals and is_waiting():
-        spare.start()
-        look()
+        standby.start()
+        on_tick()
         time.sleep(_LOOK_S)
 
 
@@ -230,12 +328,12 @@ def _check(workers: Sequence[_Worker]) -> None:
         raise WorkerFailed(problems[0])
 
 
-def _obey(workers: Sequence[_Worker], orders: Sequence[Order]) -> None:
+def _execute(workers: Sequence[_Worker], orders: Sequence[ProcessOrder]) -> None:
     for order in orders:
         if order.what == "abort":
             raise WorkerFailed(f"the run was ended because of a finding: {order.why}")
         for worker in workers:
-            worker.obey(order)
+            worker.execute(order)
 
 
 def _stop_all(workers: Sequence[_Worker]) -> None:

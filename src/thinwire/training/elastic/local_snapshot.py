@@ -36,7 +36,7 @@ RESUMED_ERA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldState:
     """A state that was read from the disk.
 
     Attributes:
@@ -66,7 +66,7 @@ class Held:
         load_inner_tensors(optimizer.inner, model, inner)
 
 
-class KeptState:
+class LocalSnapshot:
     """The file of one replica process; a thread writes it.
 
     Args:
@@ -92,14 +92,14 @@ class KeptState:
         self._writer: threading.Thread | None = None
         self._has_failed = False
 
-    def read(self) -> Held | None:
+    def read(self) -> HeldState | None:
         """Return the state, None where there is none of this run that is whole and finite."""
         state = _read(self._path)
         if state is None or state.note["run"] != self._run.stamp():
             return None
-        return Held(step=state.step, era=state.note["era"], state=state)
+        return HeldState(step=state.step, era=state.note["era"], state=state)
 
-    def read_resumed(self, *, step: int, sha256: str) -> Held | None:
+    def read_resumed(self, *, step: int, sha256: str) -> HeldState | None:
         """Return the state that a resumed run goes on from, where it was kept before the run was resumed.
 
         Args:
@@ -113,7 +113,7 @@ class KeptState:
         if state is None or state.step != step or self._run.foreign(state.note["run"]):
             return None
         is_same = tensors_sha256(_global(state)) == sha256
-        return Held(step=step, era=RESUMED_ERA, state=state) if is_same else None
+        return HeldState(step=step, era=RESUMED_ERA, state=state) if is_same else None
 
     def discard(self) -> None:
         """Read it no more."""
@@ -125,7 +125,7 @@ class KeptState:
 
         Args:
             step: The step; its rounds are all applied.
-            era: See `Held`.
+            era: See `HeldState`.
             every: Inner steps between two states, at least.
             model: The model.
             optimizer: Over it.
@@ -171,13 +171,13 @@ class KeptState:
         self._next_s = max(self._next_s, self._now() + (self._now() - began_s) / _WRITE_SHARE)
 
 
-def kept_path(run_dir: Path, index: int) -> Path:
+def snapshot_path(run_dir: Path, index: int) -> Path:
     """Return the file of a host's replica process."""
     return run_dir / _FOLDER / f"replica-process-{index}.state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class NewestSnapshot:
     """A kept state as a checkpoint.
 
     Attributes:
@@ -189,7 +189,7 @@ class Kept:
     age: int
 
 
-def newest_kept(run_dir: Path, *, run: RunIdentity) -> Kept | None:
+def newest_snapshot(run_dir: Path, *, run: RunIdentity) -> NewestSnapshot | None:
     """Return the newest state that the replicas of a host keep of a run, with what the data needs to go on from it.
 
     Args:
@@ -206,7 +206,7 @@ def newest_kept(run_dir: Path, *, run: RunIdentity) -> Kept | None:
         return None
     note = {**newest.note["account"], "era": newest.note["era"]}
     state = dataclasses.replace(_global(newest), note=note)
-    return Kept(state=state, age=run.age(newest.note["run"]))
+    return NewestSnapshot(state=state, age=run.age(newest.note["run"]))
 
 
 def _global(state: GlobalState) -> GlobalState:

@@ -1,26 +1,71 @@
-"""The training loop of a replica that may be paused, told to leave, or let go."""
+"""Training loop policy of an elastic replica, and its throughput."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
-
-from thinwire.elastic.join import Seated
+from thinwire.elastic.coordinator_session import CoordinatorSession
+from thinwire.elastic.join import Membership
 from thinwire.errors import ThinwireError
-from thinwire.monitor.record.recorder import Recorder
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.training.config import TrainConfig
-from thinwire.training.drift import step_monitor_of
-from thinwire.training.elastic.rank0_driver import Crew
-from thinwire.training.elastic.throughput import OwnWork
-from thinwire.training.loop import Batch, Batches, Training
-from thinwire.training.metrics import Meter
+from thinwire.training.elastic.replica_ranks import Rank0Driver
+from thinwire.training.loop import LoopSetup, Training
 
-# AdamW without a past steps by the sign of each gradient; so a replica that comes in the middle of a run begins slowly.
+_SEEN = 32
+# Seconds; a coarse clock may measure 0.
+_LEAST_S = 1e-6
+
+
+class StepThroughput:
+    """Throughput of the latest steps, reported to the coordinator.
+
+    Args:
+        session: Session with the coordinator.
+        interval_steps: H, inner steps.
+        now: Clock in seconds that never goes back.
+
+    Attributes:
+        steps_s: Times of the latest steps without waits, in seconds.
+    """
+
+    def __init__(
+        self, session: CoordinatorSession, *, interval_steps: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.steps_s: deque[float] = deque(maxlen=_SEEN)
+        self._session = session
+        self._interval_steps = interval_steps
+        self._now = now
+        self._seen: deque[tuple[int, int, float]] = deque(maxlen=_SEEN + 1)
+        self._tokens = 0
+
+    def add_step(self, *, took_s: float, step: int, tokens: int) -> None:
+        """Record a step.
+
+        Args:
+            took_s: Seconds without waits.
+            step: Inner step reached, skipped steps among them.
+            tokens: Tokens trained on.
+        """
+        if len(self._seen) == 1:
+            self.steps_s.clear()  # the first step warms up
+        self.steps_s.append(max(_LEAST_S, took_s))
+        self._tokens += tokens
+        self._seen.append((step, self._tokens, self._now()))
+        session, (first_step, first_tokens, first_s) = self._session, self._seen[0]
+        session.reach(step)
+        session.report_work(step_s=statistics.median(self.steps_s))
+        if step > first_step:
+            session.report_work(
+                steps_per_interval=self._interval_steps * (len(self._seen) - 1) / (step - first_step),
+                tokens_s=(self._tokens - first_tokens) / max(_LEAST_S, self._seen[-1][2] - first_s),
+            )
+
+
+# AdamW without state steps by the sign of each gradient, so a replica that joins a running job ramps up.
 _MOST_RAMP_STEPS = 20
 
 
@@ -28,97 +73,87 @@ class Left(ThinwireError):
     """A replica was told to leave, and has."""
 
 
-class ElasticTraining(Training):
-    """See `Training`; checkpoints are the `StateKeeper`'s business.
+class ElasticPolicy:
+    """Loop policy of an elastic replica: membership, pauses, throughput, and a slow start; see `LoopPolicy`.
 
     Args:
-        config: Resolved options.
-        model: A language model on `device`.
-        optimizer: Over it, with a seat.
-        batches: This replica's data.
-        held_out: Gives so many batches (at most) that nobody trains on.
-        meter: Takes the metrics.
-        device: Where the model is.
-        seated: This replica's seat.
-        step: Inner steps that the run has done already.
-        is_fresh: Whether the inner optimizer remembers nothing yet.
-        own_work: Takes this replica's steps.
-        crew: The ranks that this replica is made of, where there are several; this one leads.
-        recorder: Takes each step's time and loss.
+        membership: This replica's membership in the job.
+        optimizer: The wrapped optimizer.
+        throughput: Records this replica's steps.
+        tokens_per_step: Tokens of this replica's batch.
+        ramp_steps: Own steps over which the learning rate rises to the schedule's.
     """
 
     def __init__(
-        self, config: TrainConfig, *, model: nn.Module, optimizer: DistributedOptimizer, batches: Batches,
-        held_out: Callable[[int], Iterable[Batch]], meter: Meter, device: torch.device, seated: Seated, step: int,
-        own_work: OwnWork, is_fresh: bool = True, crew: Crew | None = None, recorder: Recorder | None = None,
+        self, membership: Membership, *, optimizer: DistributedOptimizer, throughput: StepThroughput,
+        tokens_per_step: int, ramp_steps: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(
-            config, model=model, optimizer=optimizer, batches=batches, held_out=held_out, meter=meter,
-            checkpoints=None, device=device, watch=step_monitor_of(config, optimizer, log=seated.transport.log),
-            recorder=recorder,
-        )  # fmt: skip
-        self.step = self._reported_step = step
-        self._seated = seated
-        self._own_work = own_work
-        self._crew = crew
+        self._membership = membership
+        self._session = membership.session
+        self._optimizer = optimizer
+        self._throughput = throughput
+        self._tokens_per_step = tokens_per_step
+        self._ramp_steps = ramp_steps
         self._own_steps = 0
-        if crew is not None:  # which knows how its own ranks go forward and back
-            self._passes = crew.passes
-        if not step:
-            seated.council.others.begin(now_s=time.monotonic())
-        self._ramp_steps = min(_MOST_RAMP_STEPS, optimizer.method.schedule.sync_interval) if step and is_fresh else 0
+
+    def before_step(self) -> None:
+        """Wait while the run is paused.
+
+        Raises:
+            Left: This replica was told to leave.
+        """
+        session = self._session
+        session.check()
+        if session.view.is_paused:
+            session.wait_for(lambda view: not view.is_paused or view.leave_why, deadline_s=None, why="")
+        if session.view.leave_why:
+            self._optimizer.engine.flush()
+            raise Left(f"replica {self._membership.replica} {session.view.leave_why}")
+
+    def after_step(self, step: int, *, took_s: float) -> None:
+        """Record a step."""
+        self._own_steps += 1
+        self._throughput.add_step(took_s=took_s, step=step, tokens=self._tokens_per_step)
+
+    def after_report(self, loss: float) -> None:
+        """Report the loss; 0 stands for none."""
+        self._session.report_work(loss=loss if math.isfinite(loss) and loss > 0 else 0.0)
+
+    def before_evaluation(self) -> None:
+        """Apply overdue rounds, so that all replicas evaluate the same parameters."""
+        self._optimizer.engine.apply_overdue()
 
     def share(self) -> tuple[int, int]:
-        """Return which part of an evaluation is this replica's, and how many there are: by those that are here."""
-        active = self._seated.council.active()
-        return active.index(self._seated.replica), len(active)
+        """Return this replica's place among the active ones, and their number."""
+        active = self._session.active()
+        return active.index(self._membership.replica), len(active)
 
-    def evaluate(self, num_batches: int, *, part: int = 0, num_parts: int = 1) -> tuple[float, int]:
-        """See `Training.evaluate`; what all replicas share in evaluating is the same on all of them."""
-        self._optimizer.engine.apply_overdue()
-        return super().evaluate(num_batches, part=part, num_parts=num_parts)
+    def lr_scale(self) -> float:
+        """Return a factor that rises to 1 over the first own steps."""
+        return min(1.0, (self._own_steps + 1) / self._ramp_steps) if self._ramp_steps else 1.0
 
-    def lr_factor(self) -> float:
-        """Return the present step's learning rate as a share of its peak: less in this replica's own first steps."""
-        ramp = min(1.0, (self._own_steps + 1) / self._ramp_steps) if self._ramp_steps else 1.0
-        return ramp * super().lr_factor()
 
-    def _backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        if self._crew is None:
-            return super()._backward(tokens, targets)
-        return self._crew.backward(tokens, targets, factor=self.lr_factor())
+def elastic_training(
+    setup: LoopSetup, *, membership: Membership, throughput: StepThroughput, step: int, is_fresh: bool = True,
+    rank0: Rank0Driver | None = None,
+) -> Training:  # fmt: skip
+    """Return the training loop of an elastic replica; checkpoints are written by `StateKeeper`.
 
-    def _clip(self) -> None:
-        if self._crew is None:
-            super()._clip()
-        else:
-            self._crew.clip()
-
-    def _held_out_nll(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return super()._held_out_nll(tokens, targets) if self._crew is None else self._crew.held_out(tokens, targets)
-
-    def _report(self) -> None:
-        super()._report()
-        loss = self._meter.latest_loss
-        self._seated.council.loss = loss if math.isfinite(loss) and loss > 0 else 0.0
-
-    def _train_step(self) -> None:
-        council = self._seated.council
-        council.check()
-        if council.view.is_paused:
-            self._rest()
-        if council.view.leave_why:
-            self._optimizer.engine.flush()
-            raise Left(f"replica {self._seated.replica} {council.view.leave_why}")
-        began_s, stalled_s = time.monotonic(), self._optimizer.statistics.stalled_s
-        super()._train_step()
-        self._own_steps += 1
-        took_s = time.monotonic() - began_s - (self._optimizer.statistics.stalled_s - stalled_s)
-        assert self._config.data.batch_size is not None and self._config.model.seq_len is not None
-        tokens = self._config.data.batch_size * self._config.model.seq_len
-        self._own_work.add_step(took_s=took_s, step=self.step, tokens=tokens)
-
-    def _rest(self) -> None:
-        """Wait until the pause is over."""
-        council = self._seated.council
-        council.wait_for(lambda view: not view.is_paused or view.leave_why, deadline_s=None, why="")
+    Args:
+        setup: What the loop works with.
+        membership: This replica's membership in the job.
+        throughput: Records this replica's steps.
+        step: Inner steps that the run has done already.
+        is_fresh: Whether the inner optimizer has no state yet.
+        rank0: Drives the ranks of a replica of several ranks.
+    """
+    config, optimizer = setup.config, setup.optimizer
+    assert config.data.batch_size is not None and config.model.seq_len is not None
+    if not step:
+        membership.session.pace.start(now_s=time.monotonic())
+    ramp_steps = min(_MOST_RAMP_STEPS, optimizer.method.schedule.sync_interval) if step and is_fresh else 0
+    policy = ElasticPolicy(
+        membership, optimizer=optimizer, throughput=throughput,
+        tokens_per_step=config.data.batch_size * config.model.seq_len, ramp_steps=ramp_steps,
+    )  # fmt: skip
+    return Training(setup, policy=policy, passes=rank0, step=step)

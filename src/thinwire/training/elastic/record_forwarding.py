@@ -39,14 +39,14 @@ MAX_WAITING_HERE_BYTES = 4 << 20
 _TAKEN_A_SECOND, _TAKEN_AT_ONCE = 2 * BYTES_A_SECOND, float(MOST_WAITING_BYTES)
 
 
-class Insists(Protocol):
+class ReliableSender(Protocol):
     """Says something to the coordinator until it is answered."""
 
-    def insist(self, kind: str, **fields: object) -> None:
+    def send_reliably(self, kind: str, **fields: object) -> None:
         """Say it again and again."""
         ...
 
-    def is_done_with(self, kind: str) -> bool:
+    def is_acknowledged(self, kind: str) -> bool:
         """Tell whether it was answered."""
         ...
 
@@ -55,7 +55,7 @@ class RecordForward:
     """Sends one replica's lines; used by its recorder's thread alone.
 
     Args:
-        council: Its way to the coordinator.
+        session: Its way to the coordinator.
         now: Gives seconds that only grow.
 
     Attributes:
@@ -63,8 +63,8 @@ class RecordForward:
         num_bytes: Bytes of the batches that were, as they were sent.
     """
 
-    def __init__(self, council: Insists, *, now: Callable[[], float] = time.monotonic) -> None:
-        self._council = council
+    def __init__(self, session: ReliableSender, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._session = session
         self._now = now
         self._lines: deque[str] = deque()
         self._waiting_bytes = 0
@@ -86,13 +86,13 @@ class RecordForward:
         now_s = self._now()
         self._left_bytes = min(_BYTES_AT_ONCE, self._left_bytes + (now_s - self._looked_s) * BYTES_A_SECOND)
         self._looked_s = now_s
-        if self._lines and self._left_bytes > 0 and self._council.is_done_with("records"):
+        if self._lines and self._left_bytes > 0 and self._session.is_acknowledged("records"):
             self._send()
 
     def finish(self) -> None:
         """See `Forward.finish`."""
         until_s = time.monotonic() + _FINISH_S
-        while time.monotonic() < until_s and (self._lines or not self._council.is_done_with("records")):
+        while time.monotonic() < until_s and (self._lines or not self._session.is_acknowledged("records")):
             self._left_bytes = _BYTES_AT_ONCE  # a goodbye is not put off
             self.turn()
             time.sleep(_FINISH_LOOK_S)
@@ -111,7 +111,7 @@ class RecordForward:
         text = pressed(batch)
         self._left_bytes -= len(text)
         self.num_bytes += len(text)
-        self._council.insist("records", number=self._number, text=text)
+        self._session.send_reliably("records", number=self._number, text=text)
         self._number += 1
 
     def _leave_out(self) -> None:

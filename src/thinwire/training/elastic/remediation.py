@@ -19,7 +19,7 @@ from thinwire.monitor.live_diagnosis import Members
 from thinwire.monitor.remediation import Action, target_of
 from thinwire.monitor.runlog.writer import record_paths
 
-Tell = Callable[[str, str], str]
+SendCommand = Callable[[str, str], str]
 # A replica beats, and the coordinator is asked, once a second: one that was heard of so lately lives.
 _HEARD_S = 2.5
 # A recorder beats twice a second, and what it writes is forwarded four times a second.
@@ -29,7 +29,7 @@ _GOOD_REASONS = ("was told to leave", "left", "has come to the end", "came too l
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class ProcessOrder:
     """What the launcher, which owns the processes, is to do.
 
     Attributes:
@@ -43,20 +43,22 @@ class Order:
     why: str = ""
 
 
-class ElasticHands:
+class ElasticRemediation:
     """See `thinwire.monitor.live_diagnosis.Hands`.
 
     Args:
         run_dir: The run's folder on this host.
         status: Gives what the coordinator said last, None before it did.
-        tell: Says a verb and a replica's number to the coordinator, and returns its answer.
+        send_command: Sends a verb and a replica's number to the coordinator; returns its answer.
     """
 
-    def __init__(self, run_dir: Path, *, status: Callable[[], Mapping[str, Any] | None], tell: Tell) -> None:
+    def __init__(
+        self, run_dir: Path, *, status: Callable[[], Mapping[str, Any] | None], send_command: SendCommand
+    ) -> None:
         self._run_dir = run_dir
         self._status = status
-        self._tell = tell
-        self._orders: list[Order] = []
+        self._send_command = send_command
+        self._orders: list[ProcessOrder] = []
         self._lock = threading.Lock()
 
     def members(self) -> Members | None:
@@ -88,34 +90,34 @@ class ElasticHands:
     def act(self, action: Action) -> str:
         """Do what was decided, and return what came of it."""
         if action.kind == "abort":
-            self._order(Order(what="abort", why=action.why))
+            self._order(ProcessOrder(what="abort", why=action.why))
             return "the run ends"
         assert action.target is not None
         pid = read_pid(self._run_dir, action.target)
         if action.kind == "restart":
             if pid is None:
-                return self._tell("restart", str(action.target))
-            self._order(Order(what="kill", pid=pid, why=action.why))
-            self._tell("expel", str(action.target))  # the others need not wait until its silence is noticed
+                return self._send_command("restart", str(action.target))
+            self._order(ProcessOrder(what="kill", pid=pid, why=action.why))
+            self._send_command("expel", str(action.target))  # the others need not wait until its silence is noticed
             return "its process was killed, and another one takes its place"
-        let_go = self._let_go(action.target, pid, action)
-        return f"{let_go}; {self._tell('call', str(action.target))}" if action.kind == "replace" else let_go
+        removed = self._remove(action.target, pid, action)
+        return f"{removed}; {self._send_command('call', str(action.target))}" if action.kind == "replace" else removed
 
-    def _let_go(self, target: int, pid: int | None, action: Action) -> str:
+    def _remove(self, target: int, pid: int | None, action: Action) -> str:
         if not action.is_hang:
-            return self._tell("leave", str(target))
+            return self._send_command("leave", str(target))
         if pid is None:
-            return self._tell("end", str(target))
-        self._order(Order(what="end", pid=pid, why=action.why))  # it would never come to its end by itself
-        return self._tell("expel", str(target))
+            return self._send_command("end", str(target))
+        self._order(ProcessOrder(what="end", pid=pid, why=action.why))  # it would never come to its end by itself
+        return self._send_command("expel", str(target))
 
-    def take_orders(self) -> list[Order]:
+    def take_orders(self) -> list[ProcessOrder]:
         """Return what the launcher is to do, once."""
         with self._lock:
             orders, self._orders = self._orders, []
         return orders
 
-    def _order(self, order: Order) -> None:
+    def _order(self, order: ProcessOrder) -> None:
         with self._lock:
             self._orders.append(order)
 
@@ -139,7 +141,7 @@ def read_pid(run_dir: Path, replica: int) -> int | None:
         return None
 
 
-def orders_of(status: Mapping[str, Any], *, run_dir: Path) -> list[Order]:
+def orders_of(status: Mapping[str, Any], *, run_dir: Path) -> list[ProcessOrder]:
     """Return what the coordinator wants done to processes of this host; the same again as long as it says so.
 
     Args:
@@ -151,7 +153,7 @@ def orders_of(status: Mapping[str, Any], *, run_dir: Path) -> list[Order]:
         what, replica = one.get("what"), one.get("replica")
         pid = read_pid(run_dir, replica) if isinstance(replica, int) and what in ("kill", "end") else None
         if pid is not None and replica == _latest_replica(run_dir, pid):  # who lived and joined again has another one
-            found.append(Order(what=what, pid=pid, why="the run's diagnosis found that it hangs"))
+            found.append(ProcessOrder(what=what, pid=pid, why="the run's diagnosis found that it hangs"))
     return found
 
 
@@ -174,7 +176,7 @@ def _pid_path(run_dir: Path, replica: int) -> Path:
 
 
 @dataclass(slots=True)
-class _Life:
+class _LiveReplica:
     """A replica as it was seen last."""
 
     host: str
@@ -183,7 +185,7 @@ class _Life:
 
 
 @dataclass(slots=True)
-class _Lost:
+class _LostReplica:
     """A replica that was let go."""
 
     replica: int
@@ -194,15 +196,15 @@ class _Lost:
     back_s: float | None = None
 
 
-class LostTime:
+class DowntimeTracker:
     """Learns from what the coordinator says again and again which replicas were lost, and when others came for them.
 
     Times are as exact as the coordinator is asked often. A replica that was told to leave is not lost.
     """
 
     def __init__(self) -> None:
-        self._lives: dict[int, _Life] = {}
-        self._lost: list[_Lost] = []
+        self._lives: dict[int, _LiveReplica] = {}
+        self._lost: list[_LostReplica] = []
         self._arrivals: list[tuple[str, float]] = []
         self._spare_of: dict[int, str] = {}
         self._repeated_windows = 0
@@ -210,7 +212,7 @@ class LostTime:
         self._step_s = 0.0
         self._num_active = 1
 
-    def see(self, status: Mapping[str, Any], *, at_s: float) -> None:
+    def observe(self, status: Mapping[str, Any], *, at_s: float) -> None:
         """Take in what the coordinator says, at a time in seconds since 1970."""
         members = {int(one["replica"]): one for one in status["members"]}
         active = {number: one for number, one in members.items() if one["standing"] == "active"}
@@ -225,15 +227,15 @@ class LostTime:
         for number, one in active.items():
             known = self._lives.get(number)
             if known is None:
-                self._lives[number] = _Life(str(one["host"]), int(one["step"]), at_s)
+                self._lives[number] = _LiveReplica(str(one["host"]), int(one["step"]), at_s)
                 self._come(str(one["host"]), at_s)
             elif one["step"] > known.step:
                 known.step, known.moved_s = int(one["step"]), at_s
         self._num_active = max(1, len(active))
         self._learn(status, active)
 
-    def _lose(self, replica: int, life: _Life, at_s: float) -> None:
-        lost = _Lost(replica, life.host, life.moved_s, at_s, share=1 / self._num_active)
+    def _lose(self, replica: int, life: _LiveReplica, at_s: float) -> None:
+        lost = _LostReplica(replica, life.host, life.moved_s, at_s, share=1 / self._num_active)
         self._lost.append(lost)
         # one that came in its place may have been there before it was let go
         came = [one for one in self._arrivals if self._may_come(one[0], lost) and one[1] > life.moved_s]
@@ -248,7 +250,7 @@ class LostTime:
         else:
             self._arrivals.append((host, at_s))
 
-    def _may_come(self, host: str, lost: _Lost) -> bool:
+    def _may_come(self, host: str, lost: _LostReplica) -> bool:
         """Tell whether a replica of a host takes the place of one that was lost."""
         return host in (lost.host, self._spare_of.get(lost.replica))
 
@@ -291,7 +293,7 @@ class LostTime:
         again_s = self._repeated_windows / max(1, batch_size) * self._step_s / self._num_active
         return replace(whole, post_checkpoint_s=whole.post_checkpoint_s + again_s)
 
-    def _incident(self, lost: _Lost, hangs: list[tuple[float, News]], done_s: Mapping[str, float]) -> Incident:
+    def _incident(self, lost: _LostReplica, hangs: list[tuple[float, News]], done_s: Mapping[str, float]) -> Incident:
         told = [at_s for at_s, one in hangs if target_of(one.finding) == lost.replica and at_s <= lost.gone_s]
         found_s = min([lost.gone_s, *told])
         return Incident(

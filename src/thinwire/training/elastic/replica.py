@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from thinwire.elastic.adaptive_local_steps import OwnPace
-from thinwire.elastic.coordinator_view import View
+from thinwire.elastic.adaptive_local_steps import AdaptiveLocalSteps
+from thinwire.elastic.coordinator_session import CoordinatorView, RoundLimits
 from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.engine_driver import ElasticDriver
 from thinwire.elastic.invitation import read_invitation
-from thinwire.elastic.join import Seated, join
+from thinwire.elastic.join import JoinPlan, Membership, join
 from thinwire.elastic.replica_state import global_tensors
 from thinwire.elastic.rounds import grace_steps, max_overdue_steps
 from thinwire.errors import CheckpointError, DroppedNonFinite, Expelled, Refused, RunOver
@@ -30,17 +30,17 @@ from thinwire.training.checkpoints.global_state import tensors_sha256
 from thinwire.training.config import TrainConfig, config_text
 from thinwire.training.corpora import Corpus
 from thinwire.training.corpora.sampler import ShardBatches
+from thinwire.training.drift import step_monitor_of
 from thinwire.training.elastic.coordinator_process import read_port
-from thinwire.training.elastic.job import Job, LocalSettings
-from thinwire.training.elastic.local_snapshot import RESUMED_ERA, Held, KeptState, kept_path
-from thinwire.training.elastic.loop import ElasticTraining, Left
-from thinwire.training.elastic.rank0_driver import Crew, check_ranks, whole_model
+from thinwire.training.elastic.job import ElasticJob, LocalSettings
+from thinwire.training.elastic.local_snapshot import RESUMED_ERA, HeldState, LocalSnapshot, snapshot_path
+from thinwire.training.elastic.loop import Left, StepThroughput, elastic_training
 from thinwire.training.elastic.record_forwarding import RecordForward
 from thinwire.training.elastic.remediation import write_pid
+from thinwire.training.elastic.replica_ranks import Rank0Driver, check_ranks, whole_model
 from thinwire.training.elastic.round_log import RoundLog
-from thinwire.training.elastic.state_fetch import ComingState
-from thinwire.training.elastic.states import StateKeeper, checkpoints_of, take_in
-from thinwire.training.elastic.throughput import OwnWork
+from thinwire.training.elastic.states import IncomingState, StateKeeper, checkpoints_of, take_in
+from thinwire.training.loop import LoopSetup, Training
 from thinwire.training.metrics import Meter, open_loggers
 from thinwire.training.run_identity import check_folder, write_identity
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
@@ -62,15 +62,15 @@ _LOOK_S = 0.5
 
 
 def run_replica(
-    settings: LocalSettings, *, tell: Callable[[str], None], device_index: int = 0, crew: Crew | None = None
+    settings: LocalSettings, *, report: Callable[[str], None], device_index: int = 0, rank0: Rank0Driver | None = None
 ) -> bool:
     """Take part in a job until it ends, or this replica is told to leave.
 
     Args:
         settings: What this host's replicas are told.
-        tell: Told, in words, what happens.
+        report: Takes the messages for the user.
         device_index: Which of this host's GPUs is its own.
-        crew: The ranks that this replica is made of, where there are several; this one leads.
+        rank0: The ranks that this replica is made of, where there are several; this one leads.
 
     Returns:
         Whether the run came to its end.
@@ -83,32 +83,32 @@ def run_replica(
     pause_s, bad_intervals, wait_s = _AGAIN_S, 0, 0.0
     while True:
         began_s = time.monotonic()
-        life = _Life(settings, secret=secret, tell=tell, device_index=device_index, crew=crew, wait_s=wait_s)
+        stay = _Stay(settings, secret=secret, report=report, device_index=device_index, rank0=rank0, wait_s=wait_s)
         wait_s = 0.0
         try:
-            return life.live()
+            return stay.live()
         except Left as left:
-            life.why = str(left).partition(" ")[2].partition(" ")[2]
-            tell(str(left))
+            stay.why = str(left).partition(" ")[2].partition(" ")[2]
+            report(str(left))
             return False
         except RunOver as over:
-            tell(str(over))
+            report(str(over))
             return True
         except DroppedNonFinite as dropped:
-            tell(str(dropped))
-            life.discard()
-            if life.has_counted:
+            report(str(dropped))
+            stay.discard()
+            if stay.has_counted:
                 bad_intervals = 0
-            wait_s = min(_LONGEST_BAD_AGAIN_S, bad_intervals * life.interval_s())
+            wait_s = min(_LONGEST_BAD_AGAIN_S, bad_intervals * stay.interval_s())
             bad_intervals = min(_MOST_BAD_INTERVALS, max(_BAD_AGAIN_INTERVALS, 2 * bad_intervals))
         except Expelled as expelled:
-            tell(str(expelled))
-            life.doubt()
+            report(str(expelled))
+            stay.doubt()
         except Exception as error:
-            life.fault = own_fault(error)
+            stay.fault = own_fault(error)
             raise
         finally:
-            life.close()
+            stay.close()
         if time.monotonic() - began_s > _SHORT_LIFE_S:
             pause_s = _AGAIN_S
         time.sleep(pause_s)
@@ -116,80 +116,80 @@ def run_replica(
 
 
 @dataclass(slots=True, kw_only=True)
-class _Parts:
+class _Assembly:
     """What a replica is made of once it knows its job."""
 
     config: TrainConfig
-    job: Job
+    job: ElasticJob
     corpus: Corpus
     device: torch.device
     model: torch.nn.Module
     optimizer: DistributedOptimizer
     driver: ElasticDriver
     batches: ShardBatches
-    own_work: OwnWork
+    throughput: StepThroughput
 
 
-class _Life:
+class _Stay:
     """One stay in a job, under one number."""
 
     def __init__(
-        self, settings: LocalSettings, *, secret: Secret, tell: Callable[[str], None], device_index: int,
-        crew: Crew | None, wait_s: float = 0.0,
+        self, settings: LocalSettings, *, secret: Secret, report: Callable[[str], None], device_index: int,
+        rank0: Rank0Driver | None, wait_s: float = 0.0,
     ) -> None:  # fmt: skip
         self._settings = settings
         self._wait_s = wait_s
         self._optimizer: DistributedOptimizer | None = None
         self._secret = secret
-        self._tell = tell
+        self._report = report
         self._device_index = device_index
-        self._crew = crew
-        self._seated: Seated | None = None
+        self._rank0 = rank0
+        self._membership: Membership | None = None
         self._keeper: StateKeeper | None = None
         self._meter: Meter | None = None
         self._round_log: RoundLog | None = None
         self._recorder: Recorder | None = None
-        self._kept: KeptState | None = None
-        self._held: Held | None = None
+        self._kept: LocalSnapshot | None = None
+        self._held: HeldState | None = None
         self._is_from_held = self._has_moments = False
-        self._coming: ComingState | None = None
+        self._coming: IncomingState | None = None
         self.why = "left"
         self.fault = ""
 
     def doubt(self) -> None:
-        """Begin from no own state again that this life began from and did not get far with."""
+        """Begin from no own state again that this stay began from and did not get far with."""
         if self._kept is not None and self._is_from_held and not (self._keeper is not None and self._keeper.has_kept):
             self._kept.discard()
 
     def discard(self) -> None:
-        """Delete the own state on disk, also one that is being written: this life's parameters went bad."""
+        """Delete the own state on disk, also one that is being written: this stay's parameters went bad."""
         if self._kept is not None:
             self._kept.close()
             self._kept.discard()
 
     @property
     def has_counted(self) -> bool:
-        """Whether a part of this life has been in a mean."""
+        """Whether a part of this stay has been in a mean."""
         statistics = None if self._optimizer is None else self._optimizer.statistics
         return statistics is not None and statistics.rounds_applied > statistics.rounds_missed
 
     def interval_s(self) -> float:
         """Return how long a sync interval takes, as far as it was heard; one second else."""
-        if self._seated is None:
+        if self._membership is None:
             return 1.0
-        council = self._seated.council
-        return council.interval_steps * (council.others.step_s or council.step_s) or 1.0
+        session = self._membership.session
+        return session.interval_steps * (session.pace.step_s or session.step_s) or 1.0
 
     def live(self) -> bool:
         """Join, train, and see the run to its end."""
-        seated, address = self._join()
-        self._wait(seated)
-        parts = self._assemble(seated)
-        self._arrive(seated, parts, address)
-        step = self._begin(seated, parts)
-        training = self._training(seated, parts, step=step)
+        membership, address = self._join()
+        self._wait(membership)
+        parts = self._assemble(membership)
+        self._arrive(membership, parts, address)
+        step = self._begin(membership, parts)
+        training = self._training(membership, parts, step=step)
         training.run()
-        return self._end(seated, parts, training)
+        return self._end(membership, parts, training)
 
     def close(self) -> None:
         """Leave, and give everything back."""
@@ -203,77 +203,76 @@ class _Life:
             self._meter.close()
         if self._round_log is not None:
             self._round_log.close()
-        if self._seated is not None:
-            self._seated.close(why=self.why if self._crew is None else self._crew.problem or self.why)
+        if self._membership is not None:
+            self._membership.close(why=self.why if self._rank0 is None else self._rank0.problem or self.why)
 
-    def _join(self) -> tuple[Seated, Address]:
+    def _join(self) -> tuple[Membership, Address]:
         invitation = read_invitation(self._settings.invitation)
 
-        def planned(values: Mapping[str, Any]) -> tuple[int, int]:
-            job = Job.from_json(values)
-            return job.config.num_replicas, job.sync_interval
+        def plan_of(values: Mapping[str, Any]) -> JoinPlan:
+            job = ElasticJob.from_json(values)
+            overdue_steps = max_overdue_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
+            limits = RoundLimits(overdue_steps=overdue_steps if job.bears else 0.0, last_step=job.config.run.steps)
+            return JoinPlan(num_replicas=job.config.num_replicas, interval_steps=job.sync_interval, limits=limits)
 
-        seated, address = join(
-            invitation, secret=self._secret, planned=planned, address=self._settings.address,
-            deadline_s=_JOIN_S, warn=self._tell,
+        membership, address = join(
+            invitation, secret=self._secret, plan_of=plan_of, address=self._settings.address,
+            deadline_s=_JOIN_S, warn=self._report,
         )  # fmt: skip
-        self._seated = seated
+        self._membership = membership
         with suppress(OSError):  # a full disk ends no replica; without it nobody can have it restarted
-            write_pid(Path(self._settings.out), seated.replica)
-        return seated, address
+            write_pid(Path(self._settings.out), membership.replica)
+        return membership, address
 
-    def _wait(self, seated: Seated) -> None:
+    def _wait(self, membership: Membership) -> None:
         """Wait before taking part, as a member that the coordinator can reach: the run may end meanwhile."""
         until_s = time.monotonic() + self._wait_s
         if self._wait_s:
-            self._tell(f"waiting {self._wait_s:.1f} s before it takes part again: its last parts held NaN or infinity")
+            self._report(
+                f"waiting {self._wait_s:.1f} s before it takes part again: its last parts held NaN or infinity"
+            )
         while (left_s := until_s - time.monotonic()) > 0:
-            seated.council.check()
-            if seated.council.view.leave_why:
-                raise Left(f"replica {seated.replica} {seated.council.view.leave_why}")
+            membership.session.check()
+            if membership.session.view.leave_why:
+                raise Left(f"replica {membership.replica} {membership.session.view.leave_why}")
             time.sleep(min(_LOOK_S, left_s))
 
-    def _assemble(self, seated: Seated) -> _Parts:
-        job = Job.from_json(seated.job)
+    def _assemble(self, membership: Membership) -> _Assembly:
+        job = ElasticJob.from_json(membership.job)
         config = self._settings.apply(job.config)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         self._keep_job(job, config)
         corpus = open_data(config)
         model, inner, device = self._model(config, corpus)
         method = elastic(
-            make_method(config), session=seated.seat, preserve_norm=config.elastic.preserve_norm,
-            find=lambda text: seated.council.tell("note", level="warning", text=text), pieces=self._crew,
+            make_method(config), session=membership.rounds, preserve_norm=config.elastic.preserve_norm,
+            find=lambda text: membership.session.send("note", level="warning", text=text), pieces=self._rank0,
         )  # fmt: skip
-        own_work = OwnWork(seated.council, interval_steps=job.sync_interval)
+        throughput = StepThroughput(membership.session, interval_steps=job.sync_interval)
         patience_steps = grace_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
-        seated.council.last_step = config.run.steps
-        if job.bears:
-            seated.council.max_overdue_steps = max_overdue_steps(
-                sync_interval=job.sync_interval, overlap_steps=job.overlap_steps
-            )
         own_pace = partial(
-            OwnPace, others=seated.council.others, own_s=lambda: own_work.steps_s, interval_steps=job.sync_interval,
-            slack_steps=job.overlap_steps / 4,
+            AdaptiveLocalSteps, peers=membership.session.pace, own_s=lambda: throughput.steps_s,
+            interval_steps=job.sync_interval, slack_steps=job.overlap_steps / 4,
         )  # fmt: skip
         driver = ElasticDriver(
-            seated.seat.known_step, grace_steps=patience_steps, tolerates_overdue=job.bears, own_pace=own_pace
+            membership.rounds.known_step, grace_steps=patience_steps, tolerates_overdue=job.bears, own_pace=own_pace
         )
         optimizer = DistributedOptimizer(
-            model, inner, method=method, transport=seated.transport, catch_up=driver, seed=config.run.seed
+            model, inner, method=method, transport=membership.transport, catch_up=driver, seed=config.run.seed
         )
         self._optimizer = optimizer
         assert config.data.batch_size is not None and config.model.seq_len is not None
         batches = ShardBatches(
             corpus.train, batch_size=config.data.batch_size, seq_len=config.model.seq_len, seed=config.run.seed,
-            shard_windows=job.shard_windows, lend=seated.council.lease, ask_ahead=seated.council.ask_lease,
+            shard_windows=job.shard_windows, lend=membership.session.lease, ask_ahead=membership.session.ask_lease,
         )  # fmt: skip
-        seated.council.used = batches.used
-        return _Parts(
+        membership.session.track_windows(batches.used)
+        return _Assembly(
             config=config, job=job, corpus=corpus, device=device, model=model, optimizer=optimizer, batches=batches,
-            driver=driver, own_work=own_work,
+            driver=driver, throughput=throughput,
         )  # fmt: skip
 
-    def _keep_job(self, job: Job, config: TrainConfig) -> None:
+    def _keep_job(self, job: ElasticJob, config: TrainConfig) -> None:
         """Check that the folder is of this run, and keep what this host needs to go on with the run alone.
 
         Raises:
@@ -295,37 +294,37 @@ class _Life:
         self, config: TrainConfig, corpus: Corpus
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.device]:
         vocab_size = corpus.tokenizer.vocab_size
-        if self._crew is not None:
-            check_ranks(config, num_ranks=self._crew.num_ranks)
-            return *self._crew.assemble(config, vocab_size=vocab_size), self._crew.device
+        if self._rank0 is not None:
+            check_ranks(config, num_ranks=self._rank0.num_ranks)
+            return *self._rank0.assemble(config, vocab_size=vocab_size), self._rank0.device
         is_cuda = config.model.device == "cuda"
         device = torch.device("cuda", self._device_index) if is_cuda else torch.device("cpu")
         torch.manual_seed(config.run.seed)
         model = make_model(config, vocab_size=vocab_size, device=device)
         return model, make_inner_optimizer(config, model), device
 
-    def _arrive(self, seated: Seated, parts: _Parts, address: Address) -> None:
-        path = kept_path(parts.config.run_dir, self._device_index)
-        if self._crew is None:  # what an inner optimizer remembers lies in shards where there are several ranks
-            self._kept = KeptState(
-                path, run=parts.job.identity, warn=self._tell,
-                account=lambda step: seated.council.account(step, deadline_s=_ACCOUNT_S),
+    def _arrive(self, membership: Membership, parts: _Assembly, address: Address) -> None:
+        path = snapshot_path(parts.config.run_dir, self._device_index)
+        if self._rank0 is None:  # what an inner optimizer remembers lies in shards where there are several ranks
+            self._kept = LocalSnapshot(
+                path, run=parts.job.identity, warn=self._report,
+                account=lambda step: membership.session.account(step, deadline_s=_ACCOUNT_S),
             )  # fmt: skip
             self._held = self._kept.read() or self._resumed(parts)
-        seated.arrive(
+        membership.announce(
             corpus=parts.corpus.sha256, num_windows=parts.batches.num_windows, address=address.host, port=address.port,
             held_step=0 if self._held is None else self._held.step, era=0 if self._held is None else self._held.era,
             disk_step=self._disk_step(parts),
         )  # fmt: skip
 
-        def has_news(view: View) -> object:
+        def has_news(view: CoordinatorView) -> object:
             if view.refused_why:
                 raise Refused(f"the job refuses this replica: {view.refused_why}")
             return view.has_started and view.offer
 
-        seated.council.wait_for(has_news, deadline_s=None, why="")
+        membership.session.wait_for(has_news, deadline_s=None, why="")
 
-    def _resumed(self, parts: _Parts) -> Held | None:
+    def _resumed(self, parts: _Assembly) -> HeldState | None:
         """Return the state that the run was resumed from, where this host holds the same bits."""
         step, sha256 = parts.job.resumed_step, parts.job.resumed_sha256
         if not step or self._kept is None:
@@ -335,10 +334,10 @@ class _Life:
         with suppress(CheckpointError):  # without it, the state is fetched
             state = checkpoints_of(parts.config, run=parts.job.identity).load(step)
             if tensors_sha256(state) == sha256:
-                return Held(step=step, era=RESUMED_ERA, state=state)
+                return HeldState(step=step, era=RESUMED_ERA, state=state)
         return None
 
-    def _disk_step(self, parts: _Parts) -> int:
+    def _disk_step(self, parts: _Assembly) -> int:
         """Return the step of a checkpoint that this host can read, 0 for none.
 
         Raises:
@@ -349,85 +348,89 @@ class _Life:
         except ForeignCheckpoint:
             raise
         except CheckpointError as error:
-            self._tell(f"{error}; this replica begins from the others' state")
+            self._report(f"{error}; this replica begins from the others' state")
             return 0
 
-    def _begin(self, seated: Seated, parts: _Parts) -> int:
+    def _begin(self, membership: Membership, parts: _Assembly) -> int:
         """Take a state in and become active; return the step to go on from."""
-        council, config = seated.council, parts.config
-        checkpoints = checkpoints_of(config, run=parts.job.identity, warn=self._tell)
+        session, config = membership.session, parts.config
+        checkpoints = checkpoints_of(config, run=parts.job.identity, warn=self._report)
         self._keeper = StateKeeper(
-            seated, model=parts.model, optimizer=parts.optimizer,
+            membership, model=parts.model, optimizer=parts.optimizer,
             checkpoints=checkpoints if self._device_index == 0 else None, every=config.output.checkpoint_every,
-            last_step=config.run.steps, warn=self._tell, is_shared=config.elastic.checkpoint_to is not None,
+            last_step=config.run.steps, warn=self._report, is_shared=config.elastic.checkpoint_to is not None,
             kept=self._kept,
         )  # fmt: skip
         parts.driver.observers.append(self._keeper)
-        offer = council.view.offer
+        offer = session.view.offer
         assert offer is not None
         self._is_from_held = offer.root == "own"
         is_own = self._held is not None and offer.root in ("own", "disk") and offer.step == self._held.step
         self._has_moments = is_own and self._held is not None and self._held.has_inner
         step, self._coming = take_in(
-            offer, seated=seated, model=parts.model, optimizer=parts.optimizer, checkpoints=checkpoints,
-            held=self._held, tell=self._tell, may_begin_early=parts.job.bears and self._crew is None,
+            offer, membership=membership, model=parts.model, optimizer=parts.optimizer, checkpoints=checkpoints,
+            held=self._held, report=self._report, may_begin_early=parts.job.bears and self._rank0 is None,
         )  # fmt: skip
         self._held = None
         if self._coming is not None:
             parts.driver.await_state(self._coming)
-        council.step = step
-        council.insist("active", step=step)
-        council.wait_for(lambda view: _is_active(view, seated.replica), deadline_s=None, why="")
-        council.done_with("active")
-        self._tell(f"replica {seated.replica} takes part from step {step}")
+        session.reach(step)
+        session.send_reliably("active", step=step)
+        session.wait_for(lambda view: _is_active(view, membership.replica), deadline_s=None, why="")
+        session.stop_resending("active")
+        self._report(f"replica {membership.replica} takes part from step {step}")
         is_with_coordinator = read_port(config.run_dir) is not None
-        forward = None if is_with_coordinator else RecordForward(council)
-        self._recorder = Recorder(config.run_dir, rank=seated.replica, warn=self._tell, forward=forward)
-        self._recorder.follow(seated.transport, parts.optimizer.engine)
+        forward = None if is_with_coordinator else RecordForward(session)
+        self._recorder = Recorder(config.run_dir, rank=membership.replica, warn=self._report, forward=forward)
+        self._recorder.follow(membership.transport, parts.optimizer.engine)
         if step:
             parts.driver.begin_at(parts.optimizer, step)
         return step
 
-    def _training(self, seated: Seated, parts: _Parts, *, step: int) -> ElasticTraining:
+    def _training(self, membership: Membership, parts: _Assembly, *, step: int) -> Training:
         config = parts.config
         loggers = open_loggers(
             config.run_dir,
             tensorboard=config.output.tensorboard,
             wandb=config.output.wandb,
-            replica=seated.replica,
+            replica=membership.replica,
             after_step=step,
         )
         self._meter = Meter(
-            config.run_dir, replica=seated.replica, log=seated.transport.log, loggers=loggers, warn=self._tell
+            config.run_dir, replica=membership.replica, log=membership.transport.log, loggers=loggers, warn=self._report
         )
         self._meter.start()
         self._round_log = RoundLog(
-            config.run_dir, replica=seated.replica, engine=parts.optimizer.engine, warn=self._tell
+            config.run_dir, replica=membership.replica, engine=parts.optimizer.engine, warn=self._report
         )
-        return ElasticTraining(
-            config, model=parts.model, optimizer=parts.optimizer, batches=parts.batches,
+        setup = LoopSetup(
+            config=config, model=parts.model, optimizer=parts.optimizer, batches=parts.batches,
             held_out=lambda num_batches: held_out_batches(config, parts.corpus, num_batches=num_batches),
-            meter=self._meter, device=parts.device, seated=seated, step=step, is_fresh=not self._has_moments,
-            own_work=parts.own_work, crew=self._crew, recorder=self._recorder,
+            meter=self._meter, device=parts.device, recorder=self._recorder,
+            watch=step_monitor_of(config, parts.optimizer, log=membership.transport.log),
+        )  # fmt: skip
+        return elastic_training(
+            setup, membership=membership, throughput=parts.throughput, step=step, is_fresh=not self._has_moments,
+            rank0=self._rank0,
         )  # fmt: skip
 
-    def _end(self, seated: Seated, parts: _Parts, training: ElasticTraining) -> bool:
+    def _end(self, membership: Membership, parts: _Assembly, training: Training) -> bool:
         with self._global_model(parts) as model:
             sha256 = parameters_sha256(model)
         note = replica_note(training.reading(), sha256=sha256)
-        council = seated.council
-        council.insist("done", note=note)
-        finish = council.wait_for(lambda view: view.finish, deadline_s=None, why="")
-        council.done_with("done")
-        if finish["writer"] == seated.replica:
+        session = membership.session
+        session.send_reliably("done", note=note)
+        finish = session.wait_for(lambda view: view.finish, deadline_s=None, why="")
+        session.stop_resending("done")
+        if finish["writer"] == membership.replica:
             self._write(parts, training, finish)
         self.why = "has come to the end"
         return True
 
     @contextmanager
-    def _global_model(self, parts: _Parts) -> Iterator[torch.nn.Module]:
+    def _global_model(self, parts: _Assembly) -> Iterator[torch.nn.Module]:
         """Give a model that holds the global parameters whole: this replica's own, or one made of all ranks' shards."""
-        if self._crew is not None:
+        if self._rank0 is not None:
             parameters, _ = global_tensors(parts.optimizer.engine, parts.model)
             vocab_size = parts.corpus.tokenizer.vocab_size
             yield whole_model(parts.config, vocab_size=vocab_size, parameters=parameters, sharded=parts.model)
@@ -435,7 +438,7 @@ class _Life:
         with parts.optimizer.global_parameters():
             yield parts.model
 
-    def _write(self, parts: _Parts, training: ElasticTraining, finish: Mapping[str, Any]) -> None:
+    def _write(self, parts: _Assembly, training: Training, finish: Mapping[str, Any]) -> None:
         """Evaluate, and write the model and the run's numbers."""
         config = parts.config
         val_loss = training.evaluate_at_end()
@@ -455,6 +458,6 @@ class _Life:
         write_summary(config.run_dir, summary)
 
 
-def _is_active(view: View, replica: int) -> bool:
+def _is_active(view: CoordinatorView, replica: int) -> bool:
     own = view.neighbours.get(replica)
     return own is not None and own.is_active

@@ -7,19 +7,20 @@ import threading
 import time
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
-from thinwire.elastic.coordinator_view import Offer
-from thinwire.elastic.join import Seated
-from thinwire.elastic.replica_state import global_tensors, load_global_parameters, load_global_tensors
-from thinwire.elastic.state_chunks import publish_state, withdraw_state
-from thinwire.errors import CheckpointError, ConnectError, Expelled, RunOver, ThinwireError
+from thinwire.elastic.coordinator_session import CoordinatorView, StateOffer
+from thinwire.elastic.join import Membership
+from thinwire.elastic.protocol import FROM_NOBODY
+from thinwire.elastic.replica_state import global_tensors, load_global_parameters, load_global_tensors, load_outer
+from thinwire.elastic.state_transfer import StateTransfer, publish_state, withdraw_state
+from thinwire.errors import CheckpointError, ConnectError, Expelled, NotThere, RunOver, ThinwireError
 from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.sync.round_engine import RoundEngine
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
-from thinwire.training.checkpoints.global_state import GlobalState, non_finite, pack
+from thinwire.training.checkpoints.global_state import GlobalState, non_finite, pack, unpack, unpack_parameters
 from thinwire.training.config import TrainConfig
-from thinwire.training.elastic.local_snapshot import Held, KeptState, newest_kept
-from thinwire.training.elastic.state_fetch import ComingState, fetch, state_name
+from thinwire.training.elastic.local_snapshot import HeldState, LocalSnapshot, newest_snapshot
 from thinwire.training.run_identity import RunIdentity
 
 _NOTE_S = 20.0
@@ -32,7 +33,7 @@ class StateKeeper:
     """Copies the global state at the steps where others need it, or a checkpoint is due; the rest is done by a thread.
 
     Args:
-        seated: This replica's seat, connections and blobs.
+        membership: This replica's seat, connections and blobs.
         model: Its model.
         optimizer: Over it.
         checkpoints: Where states are written; None for nowhere.
@@ -44,13 +45,13 @@ class StateKeeper:
     """
 
     def __init__(
-        self, seated: Seated, *, model: nn.Module, optimizer: DistributedOptimizer,
+        self, membership: Membership, *, model: nn.Module, optimizer: DistributedOptimizer,
         checkpoints: GlobalCheckpoints | None, every: int | None, last_step: int, warn: Callable[[str], None],
-        is_shared: bool = False, kept: KeptState | None = None,
+        is_shared: bool = False, kept: LocalSnapshot | None = None,
     ) -> None:  # fmt: skip
         self._kept = kept
         self._is_shared = is_shared
-        self._seated = seated
+        self._membership = membership
         self._model = model
         self._optimizer = optimizer
         self._checkpoints = checkpoints
@@ -76,12 +77,12 @@ class StateKeeper:
 
     def on_exchanged(self, step: int) -> None:
         """Copy the state where it is wanted; called between two steps, when it is the same on all replicas."""
-        council = self._seated.council
-        council.step = max(council.step, step)
-        with council.changed:
-            wanted = step in council.view.captures
-            missed = [cut for cut in council.view.captures if cut < step]
-            council.view.captures -= {step, *missed}
+        session = self._membership.session
+        session.reach(step)
+        with session.changed:
+            wanted = step in session.view.captures
+            missed = [cut for cut in session.view.captures if cut < step]
+            session.view.captures -= {step, *missed}
         for cut in missed:
             self._answer_late(cut)
         is_due = bool(self._every and step % self._every == 0) or step == self._last_step
@@ -90,13 +91,13 @@ class StateKeeper:
             state = GlobalState(step=step, parameters=parameters, outer=outer)
             if bad := non_finite(state):
                 self._warn(f"the state of step {step} is not kept: {bad} holds NaN or infinity")
-                council.tell("missed", step=step)
+                session.send("missed", step=step)
             else:
                 self._begun.add(step)
                 self._tasks.put((state, is_due))
         if self._kept is not None and step < self._last_step:
             self._has_kept |= self._kept.offer(
-                step, era=council.view.era, every=council.interval_steps, model=self._model, optimizer=self._optimizer
+                step, era=session.view.era, every=session.interval_steps, model=self._model, optimizer=self._optimizer
             )
 
     @property
@@ -108,9 +109,9 @@ class StateKeeper:
         """Say of a step that is over what became of it: that it is kept, will be, or was missed."""
         if cut in self._published:
             root, num_bytes = self._published[cut]
-            self._seated.council.tell("captured", step=cut, root=root.hex(), bytes=num_bytes)
+            self._membership.session.send("captured", step=cut, root=root.hex(), bytes=num_bytes)
         elif cut not in self._begun:
-            self._seated.council.tell("missed", step=cut)
+            self._membership.session.send("missed", step=cut)
 
     def _run(self) -> None:
         while True:
@@ -124,7 +125,7 @@ class StateKeeper:
             state, is_due = task
             try:
                 self._publish(state)
-                is_writer = not self._is_shared or self._seated.replica == min(self._seated.council.active())
+                is_writer = not self._is_shared or self._membership.replica == min(self._membership.session.active())
                 if is_due and is_writer and self._checkpoints is not None:
                     self._write(state)
             except RunOver:
@@ -136,22 +137,22 @@ class StateKeeper:
         if state.step in self._published:
             return
         vector = pack(state)
-        root = publish_state(self._seated.library, state_name(state.step), vector)
+        root = publish_state(self._membership.library, state_name(state.step), vector)
         self._published[state.step] = root, vector.numel()
         self._published_s = time.monotonic()
-        self._seated.council.tell("captured", step=state.step, root=root.hex(), bytes=vector.numel())
+        self._membership.session.send("captured", step=state.step, root=root.hex(), bytes=vector.numel())
         for old in sorted(self._published)[:-_KEPT]:
-            if old < self._seated.council.view.floor_step:
+            if old < self._membership.session.view.floor_step:
                 self._withdraw(old)
 
     def _withdraw(self, step: int) -> None:
         _, num_bytes = self._published.pop(step)
         self._begun.discard(step)
-        withdraw_state(self._seated.library, state_name(step), num_bytes=num_bytes)
+        withdraw_state(self._membership.library, state_name(step), num_bytes=num_bytes)
 
     def _forget_unwanted(self) -> None:
         """Let states go that nobody fetches: each is as large as the parameters and the outer momenta."""
-        since_s = min(time.monotonic() - self._published_s, self._seated.library.bulk_unwanted_s)
+        since_s = min(time.monotonic() - self._published_s, self._membership.library.bulk_unwanted_s)
         for step in [*self._published] if since_s > _UNWANTED_S else []:
             self._withdraw(step)
 
@@ -159,11 +160,11 @@ class StateKeeper:
         """Write a checkpoint with what the coordinator says of the data."""
         assert self._checkpoints is not None
 
-        def note_of(view: object) -> Offer | None:
-            return self._seated.council.view.offers.get(state.step)
+        def note_of(view: object) -> StateOffer | None:
+            return self._membership.session.view.offers.get(state.step)
 
         try:
-            offer = self._seated.council.wait_for(note_of, deadline_s=_NOTE_S, why="the checkpoint tells no data")
+            offer = self._membership.session.wait_for(note_of, deadline_s=_NOTE_S, why="the checkpoint tells no data")
             note = {**offer.note, "era": offer.era}
         except (ConnectError, Expelled):
             note = {}
@@ -180,14 +181,14 @@ def checkpoints_of(
 
 
 def newest_state(
-    config: TrainConfig, *, run: RunIdentity, tell: Callable[[str], None]
+    config: TrainConfig, *, run: RunIdentity, report: Callable[[str], None]
 ) -> tuple[GlobalState | None, bool]:
     """Return the newest global state of a run that this host can read: a checkpoint, or what a replica kept.
 
     Args:
         config: The run's options on this host.
         run: The run, as the incarnation that goes on with it.
-        tell: Told what cannot be used.
+        report: Takes a message for each state that cannot be used.
 
     Returns:
         The state, None where there is none, and whether it is no checkpoint yet.
@@ -198,8 +199,8 @@ def newest_state(
     """
     latest = checkpoints_of(config, run=run).latest()
     for warning in latest.warnings:
-        tell(warning)
-    kept = newest_kept(config.run_dir, run=run)
+        report(warning)
+    kept = newest_snapshot(config.run_dir, run=run)
     if kept is None or (latest.state is not None and _order(latest.state, latest.age) >= _order(kept.state, kept.age)):
         return latest.state, False
     return kept.state, True
@@ -211,20 +212,20 @@ def _order(state: GlobalState, age: int) -> tuple[int, int, int]:
 
 
 def take_in(
-    offer: Offer, *, seated: Seated, model: nn.Module, optimizer: DistributedOptimizer,
-    checkpoints: GlobalCheckpoints | None, held: Held | None = None, tell: Callable[[str], None],
+    offer: StateOffer, *, membership: Membership, model: nn.Module, optimizer: DistributedOptimizer,
+    checkpoints: GlobalCheckpoints | None, held: HeldState | None = None, report: Callable[[str], None],
     may_begin_early: bool = False,
-) -> tuple[int, ComingState | None]:  # fmt: skip
+) -> tuple[int, IncomingState | None]:  # fmt: skip
     """Begin from a state: fetched from others, from this host's disk, the replica's own, or from the seed.
 
     Args:
         offer: What the coordinator offers.
-        seated: This replica's seat.
+        membership: This replica's seat.
         model: The model, with the first weights.
         optimizer: Over it.
         checkpoints: This host's checkpoints.
         held: The state that this replica said it holds.
-        tell: Told what is done.
+        report: Takes progress messages.
         may_begin_early: Whether the outer optimizer's memory may come after the parameters: training goes on here while
             rounds are overdue.
 
@@ -240,37 +241,235 @@ def take_in(
         if held is None or held.step != offer.step:
             raise Expelled(f"was to go on from a state of its own of step {offer.step}, and holds none; joining again")
         held.take_in(model=model, optimizer=optimizer)
-        tell(f"going on from its own state of step {held.step}")
+        report(f"going on from its own state of step {held.step}")
         return held.step, None
     if offer.root == "disk" and held is not None and offer.step == held.step:  # the same, with the inner moments
         held.take_in(model=model, optimizer=optimizer)
-        tell(f"going on from the checkpoint of step {held.step}, as this host holds it")
+        report(f"going on from the checkpoint of step {held.step}, as this host holds it")
         return held.step, None
     if offer.root == "disk":
-        state = None if checkpoints is None else _checkpoint(checkpoints, step=offer.step, tell=tell)
+        state = None if checkpoints is None else _checkpoint(checkpoints, step=offer.step, report=report)
         if state is None:
-            tell("there is no checkpoint on this host; beginning anew")
+            report("there is no checkpoint on this host; beginning anew")
             return 0, None
         if bad := non_finite(state):
             raise CheckpointError(
                 f"{bad} of the checkpoint of step {state.step} holds NaN or infinity; delete it, and resume from the "
                 f"one before it"
             )
-        tell(f"going on from the checkpoint of step {state.step}")
+        report(f"going on from the checkpoint of step {state.step}")
         if state.step:
             load_global_tensors(optimizer.engine, model, dict(state.parameters), dict(state.outer))
         return state.step, None
-    coming, parameters = fetch(offer, seated=seated, tell=tell, may_begin_early=may_begin_early)
+    coming, parameters = fetch(offer, membership=membership, report=report, may_begin_early=may_begin_early)
     load_global_parameters(optimizer.engine, model, parameters)
-    seated.council.step = coming.step
+    membership.session.reach(coming.step)
     return coming.step, coming
 
 
-def _checkpoint(checkpoints: GlobalCheckpoints, *, step: int, tell: Callable[[str], None]) -> GlobalState | None:
+def _checkpoint(checkpoints: GlobalCheckpoints, *, step: int, report: Callable[[str], None]) -> GlobalState | None:
     """Return the state of a step, or the newest one where the step is 0."""
     if step:
         return checkpoints.load(step)
     latest = checkpoints.latest()
     for warning in latest.warnings:
-        tell(warning)
+        report(warning)
     return latest.state
+
+
+_HOLDER_POLL_S = 0.2
+_FIRST_POLL_S = 0.05
+# A state may be large and its wire thin: what ends a fetch is that nothing comes, not that it takes long.
+_FETCH_S, _STALL_S = 7 * 24 * 3600.0, 60.0
+# What is still on its way must be here within so many intervals: whoever takes no round in for eight is let go.
+_MOST_LATE_INTERVALS = 3.0
+
+
+def state_name(step: int) -> bytes:
+    """Return the name under which a state is shown."""
+    return b"s%d" % step
+
+
+def held_offer(view: CoordinatorView) -> StateOffer | None:
+    """Return the newest state that somebody holds who is there, or that nobody needs to."""
+    present = set(view.neighbours)
+    held = [offer for offer in view.offers.values() if offer.root in FROM_NOBODY or set(offer.holders) & present]
+    return max(held, key=lambda offer: offer.step, default=None)
+
+
+def fetch(
+    offer: StateOffer, *, membership: Membership, report: Callable[[str], None], may_begin_early: bool = False
+) -> tuple[IncomingState, dict[str, Tensor]]:
+    """Fetch a state's parameters; where all that hold it go, a newer one's.
+
+    Args:
+        offer: What the coordinator offers.
+        membership: This replica's seat.
+        report: Takes progress messages, maybe from another thread.
+        may_begin_early: Whether the rest may come later; else it is waited for.
+
+    Returns:
+        The state, and its global parameters by name.
+
+    Raises:
+        Expelled: It could not be had; this replica joins again.
+        ThinwireError: The run is over, or its coordinator gone.
+    """
+    session = membership.session
+    while True:
+        session.reach(offer.step)  # so that the others keep the rounds after it
+        coming = IncomingState(offer, membership=membership, report=report)
+        try:
+            return coming, coming.parameters(may_begin_early=may_begin_early)
+        except NotThere:
+            coming.close()
+            session.check()
+            with session.changed:
+                session.view.offers.pop(offer.step, None)
+            report(f"nobody holds the state of step {offer.step} any more; waiting for another one")
+            offer = session.wait_for(held_offer, deadline_s=None, why="")
+            if offer.root in FROM_NOBODY:  # another life begins from it
+                raise Expelled(
+                    "all that held the state are gone, and the run goes on from a disk; joining again"
+                ) from None
+        except ThinwireError as error:
+            coming.close()
+            session.check()
+            raise Expelled(f"the state of step {offer.step} could not be fetched: {error}; joining again") from None
+
+
+class IncomingState:
+    """One state, fetched by a thread from all that hold it.
+
+    Args:
+        offer: What is fetched.
+        membership: This replica's seat.
+        report: Called, by that thread, when all is here.
+    """
+
+    def __init__(self, offer: StateOffer, *, membership: Membership, report: Callable[[str], None]) -> None:
+        self._offer, self._membership, self._report = offer, membership, report
+        self._source = f"the state of step {offer.step}"
+        self._fetch = StateTransfer(
+            membership.library, state_name(offer.step), num_bytes=offer.num_bytes, root=bytes.fromhex(offer.root),
+            on_finding=lambda found: membership.session.send("note", level="warning", text=found.describe()),
+        )  # fmt: skip
+        self._watch = _HolderTracker(self._fetch, offer=offer, membership=membership)
+        self._state: GlobalState | None = None
+        self._failure: BaseException | None = None
+        self._has_ended = threading.Event()
+        self._began_s = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="thinwire-fetch", daemon=True)
+        self._thread.start()
+
+    @property
+    def step(self) -> int:
+        """The step that the state is of."""
+        return self._offer.step
+
+    def parameters(self, *, may_begin_early: bool) -> dict[str, Tensor]:
+        """Wait for the global parameters, and return them by name.
+
+        Args:
+            may_begin_early: Whether to return before the rest is here, if that will not take long.
+
+        Raises:
+            NotThere: Nobody holds the state any more.
+            ThinwireError: It could not be had.
+        """
+        while not self._has_ended.wait(_FIRST_POLL_S):
+            if may_begin_early and self._is_rest_soon():
+                found = unpack_parameters(self._fetch.first_bytes, num_bytes=self._offer.num_bytes, source=self._source)
+                if found is not None:
+                    return found
+        return dict(self._whole().parameters)
+
+    def _is_rest_soon(self) -> bool:
+        """Tell whether what is missing comes within `_MOST_LATE_INTERVALS`, at the rate so far."""
+        session = self._membership.session
+        interval_s = session.interval_steps * session.pace.step_s
+        here = self._fetch.bytes_here
+        missing_s = (self._offer.num_bytes - here) / max(1, here) * (time.monotonic() - self._began_s)
+        return missing_s <= _MOST_LATE_INTERVALS * interval_s
+
+    def is_here(self) -> bool:
+        """See `LateState.is_here`."""
+        return self._has_ended.is_set()
+
+    def load_into(self, engine: RoundEngine) -> None:
+        """See `LateState.load_into`."""
+        self._has_ended.wait()
+        try:
+            outer = dict(self._whole().outer)
+        except ThinwireError as error:
+            self._membership.session.check()
+            raise Expelled(f"the rest of {self._source} could not be fetched: {error}; joining again") from None
+        load_outer(engine, outer)
+        self._state = None
+        self._fetch.forget()
+
+    def close(self) -> None:
+        """Fetch no more."""
+        self._watch.give_up()
+        self._thread.join()
+
+    def _whole(self) -> GlobalState:
+        if self._failure is not None:
+            raise self._failure
+        assert self._state is not None
+        return self._state
+
+    def _run(self) -> None:
+        try:
+            vector = self._fetch.run(deadline_s=_FETCH_S, stall_s=_STALL_S, may_wait=False)
+            self._state = unpack(vector, source=self._source)
+            offer, num_holders = self._offer, self._watch.num_holders
+            self._report(f"fetched {self._source} ({offer.num_bytes} bytes) from {num_holders} replicas")
+        except BaseException as failure:  # handed to whoever waits
+            self._failure = failure
+        finally:
+            self._watch.close()
+            self._has_ended.set()
+
+
+class _HolderTracker:
+    """Tells a fetch who holds the state, as replicas come and go."""
+
+    def __init__(self, fetch: StateTransfer, *, offer: StateOffer, membership: Membership) -> None:
+        self.num_holders = 0
+        self._fetch = fetch
+        self._offer = offer
+        self._membership = membership
+        self._known: set[int] = set()
+        self._is_over = threading.Event()
+        self._update()
+        self._thread = threading.Thread(target=self._run, name="thinwire-holders", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._is_over.set()
+        self._thread.join()
+
+    def give_up(self) -> None:
+        """Look no more, and leave nobody to fetch from, which ends the fetch."""
+        self.close()
+        for holder in self._known:
+            self._fetch.remove_holder(holder)
+
+    def _run(self) -> None:
+        while not self._is_over.wait(_HOLDER_POLL_S):
+            self._update()
+
+    def _update(self) -> None:
+        with self._membership.session.changed:
+            view = self._membership.session.view
+            newest = view.offers.get(self._offer.step, self._offer)
+            # one that does not take part any more ends its fetch at once
+            present = set() if view.expelled_why else set(newest.holders) & set(view.neighbours)
+        for holder in present - self._known:
+            self._fetch.add_holder(holder)
+        for holder in self._known - present:
+            self._fetch.remove_holder(holder)
+        self._known = present
+        self.num_holders = max(self.num_holders, len(present))
