@@ -13,7 +13,7 @@ from thinwire.elastic.coordinator_session import CoordinatorSession, Coordinator
 from thinwire.elastic.protocol import FROM_NOBODY, Message
 from thinwire.elastic.round_driver import blob_name
 from thinwire.elastic.round_state_machine import CastVote, GiveUp, RequestPart, RoundInputs, RoundStateMachine
-from thinwire.elastic.rounds import ElasticRounds
+from thinwire.elastic.round_driver import ReplicaRounds
 from thinwire.errors import Expelled, RunOver
 from thinwire.events import FIRST_LAST_ROUND
 from thinwire.training.elastic.states import held_offer
@@ -91,7 +91,7 @@ class Life:
         session.changed = NoLock()  # type: ignore[assignment]
         session.report_work(step_s=1.0)
         session.track_windows(self.used)
-        self.seat = ElasticRounds(session, Shelf(self))
+        self.seat = ReplicaRounds(session, Shelf(self))
         self.phase = "arriving"
         for message in self.early:
             session.receive(message)

@@ -204,7 +204,7 @@ def test_the_others_are_as_fast_as_they_were_over_some_steps_of_ones_own():
     def heard(step, *, after, is_counted=False):
         for _ in range(after):
             work.add_step(num_tokens=1)
-        others.observe(launched, Progress(step=step, closed_step=step - 1), is_counted)
+        others.hear(launched, Progress(step=step, closed_step=step - 1), is_counted)
         return others.rate, others.target(stop=10**6), others.target(stop=None)
 
     assert others.target(stop=5) == others.target(stop=None) == others.closed_step == 0
@@ -309,7 +309,7 @@ def test_others_that_are_said_to_be_further_than_they_can_be_are_not_followed() 
     """A replica would pass over all the steps up to there."""
     others = quorum_policy(UncountedWork(num_fragments=1), drift_steps=60)
     launched = Round(id=3, fragment=0, launch_step=40, apply_step=42)
-    others.observe(launched, Progress(step=100, closed_step=99), False)
+    others.hear(launched, Progress(step=100, closed_step=99), False)
     with pytest.raises(PayloadError, match=r"round 3 of step 40: .* at step 18446744073709551615, .* 100 at most"):
-        others.observe(launched, Progress(step=2**64 - 1, closed_step=0), False)
+        others.hear(launched, Progress(step=2**64 - 1, closed_step=0), False)
     assert others.known_step == 100
