@@ -375,12 +375,11 @@ class Hub:
         self.decisions: dict[int, Any] = {}
         self.coordinator = Coordinator(
             CoordinatorConfig(
-                job={"thinwire": __version__}, initial_replicas=2, sync_interval=10, overlap_steps=1, shard_windows=8
+                job={"thinwire": __version__}, initial_replicas=2, sync_interval=10, overlap_steps=1,
+                shard_windows=8,
             ),
-            send=self._send,
-            record=self._record,
-            generation="g",
-        )
+            send=self._send, record=self._record, generation="g",
+        )  # fmt: skip
 
     def _send(self, token: bytes, kind: str, fields: dict[str, Any]) -> None:
         decode(encode(kind, **fields), to_member=True)  # what it says can be read
@@ -452,7 +451,7 @@ def _session() -> bytes:
 
 
 def _words_of_a_coordinator() -> bytes:
-    member = {"replica": 1, "host": "h", "address": "h", "port": 1, "standing": "active"}
+    member = {"replica": 1, "host": "h", "address": "h", "port": 1, "state": "active"}
     words: list[Message] = [
         {"kind": "roster", "members": [member], "started": True, "number": 3},
         {"kind": "call", "round": 0, "members": [0, 1]},

@@ -43,7 +43,7 @@ class Journal:
                 if number not in self.members and len(self.members) >= _MOST_MEMBERS:
                     self.members.pop(next(iter(self.members)))
                 self.members[number] = {
-                    "replica": number, "host": text(line.get("host")), "standing": text(line.get("standing")),
+                    "replica": number, "host": text(line.get("host")), "standing": text(line.get("state")),
                     "step": int(_number(line.get("step"))), "loss": _number(line.get("loss")),
                     "tokens_per_s": _number(line.get("tokens_s")), "is_paused": line.get("paused") is True,
                 }  # fmt: skip
