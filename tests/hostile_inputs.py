@@ -387,12 +387,11 @@ class Hub:
         self.decisions: dict[int, Any] = {}
         self.coordinator = Coordinator(
             CoordinatorConfig(
-                job={"thinwire": __version__}, initial_replicas=2, sync_interval=10, overlap_steps=1, shard_windows=8
+                job={"thinwire": __version__}, initial_replicas=2, sync_interval=10, overlap_steps=1,
+                shard_windows=8,
             ),
-            send=self._send,
-            record=self._record,
-            generation="g",
-        )
+            send=self._send, record=self._record, generation="g",
+        )  # fmt: skip
 
     def _send(self, token: bytes, kind: str, fields: dict[str, Any]) -> None:
         decode(encode(kind, **fields), to_member=True)  # what it says can be read
@@ -444,7 +443,7 @@ def _session() -> bytes:
     lines = []
     for token in (b"a", b"b"):
         lines.append(_said(token, "join", version=VERSION, thinwire=__version__, host="h"))
-        lines.append(_said(token, "here", address="h", port=1, corpus="c", windows=9, held=0, era=0))
+        lines.append(_said(token, "here", address="h", port=1, corpus="c", windows=9, held=0, era=0, disk=0))
     for token in (b"a", b"b"):
         lines += [_said(token, "active", step=0), _said(token, "beat", step=0, step_s=0.1, roster=0)]
         lines.append(_said(token, "lease", number=0))
@@ -453,7 +452,7 @@ def _session() -> bytes:
     for token in (b"a", b"b"):
         lines.append(_said(token, "vote", round=0, step=10, has=[0, 1], hash=0))
     lines.append(_said(b"c", "join", version=VERSION, thinwire=__version__, host="h"))
-    lines.append(_said(b"c", "here", address="h", port=1, corpus="c", windows=9, held=7, era=0))
+    lines.append(_said(b"c", "here", address="h", port=1, corpus="c", windows=9, held=7, era=0, disk=0))
     lines.append(_said(b"a", "captured", step=12, root="ab" * 32, bytes=9))
     lines += [_said(b"a", "lost", replica=1), _said(b"b", "stuck", round=1, why="w"), _said(b"a", "missed", step=3)]
     lines.append(_said(b"a", "command", verb="pause", target=""))
@@ -464,7 +463,7 @@ def _session() -> bytes:
 
 
 def _words_of_a_coordinator() -> bytes:
-    member = {"replica": 1, "host": "h", "address": "h", "port": 1, "standing": "active"}
+    member = {"replica": 1, "host": "h", "address": "h", "port": 1, "state": "active"}
     words: list[Message] = [
         {"kind": "roster", "members": [member], "started": True, "number": 3},
         {"kind": "call", "round": 0, "members": [0, 1]},

@@ -52,12 +52,10 @@ def serve(folder: Path) -> None:
     )
     coordinator = Coordinator(
         CoordinatorConfig(
-            job={"thinwire": __version__}, initial_replicas=1, sync_interval=10, overlap_steps=1, shard_windows=8
+            job={"thinwire": __version__}, initial_replicas=1, sync_interval=10, overlap_steps=1, shard_windows=8,
         ),
-        send=hub.send,
-        record=lambda what, fields: None,
-        generation="g",
-    )
+        send=hub.send, record=lambda what, fields: None, generation="g",
+    )  # fmt: skip
     print("ready", flush=True)
     hub.serve(coordinator, until=lambda: False)
 

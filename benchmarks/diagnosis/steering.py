@@ -80,7 +80,7 @@ class Play:
 
     def active(self) -> set[int]:
         status = self.status()
-        return {one["replica"] for one in status["members"] if one["standing"] == "active"} if status else set()
+        return {one["replica"] for one in status["members"] if one["state"] == "active"} if status else set()
 
     def step(self) -> int:
         status = self.status()

@@ -48,16 +48,11 @@ def coordinate(folder: Path, address: str, *, planned: int, has_detours: bool = 
     hub = CoordinatorServer(secret=SECRET, address=address, port=PORT, say=print)
     coordinator = Coordinator(
         CoordinatorConfig(
-            job={"thinwire": __version__},
-            initial_replicas=planned,
-            sync_interval=INTERVAL,
-            overlap_steps=0,
+            job={"thinwire": __version__}, initial_replicas=planned, sync_interval=INTERVAL, overlap_steps=0,
             shard_windows=8,
         ),
-        send=hub.send,
-        record=lambda what, fields: print(what, fields, flush=True),
-        generation=hub.generation,
-    )
+        send=hub.send, record=lambda what, fields: print(what, fields, flush=True), generation=hub.generation,
+    )  # fmt: skip
     if not has_detours:
         coordinator.state.detours.look = lambda active: []  # type: ignore[method-assign]
     hub.serve(coordinator, until=(folder / "over").exists)

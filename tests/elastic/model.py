@@ -109,16 +109,11 @@ class World:
     def _coordinator(self) -> Coordinator:
         made = Coordinator(
             CoordinatorConfig(
-                job={"thinwire": __version__},
-                initial_replicas=self.planned,
-                sync_interval=10,
-                overlap_steps=1,
+                job={"thinwire": __version__}, initial_replicas=self.planned, sync_interval=10, overlap_steps=1,
                 shard_windows=8,
             ),
-            send=self.send,
-            record=self.record,
-            generation="g",
-        )
+            send=self.send, record=self.record, generation="g",
+        )  # fmt: skip
         made.state.rounds._spreads = AdaptiveTimeout(least_s=LIMIT_S, most_s=LIMIT_S)
         return made
 

@@ -122,18 +122,11 @@ class Town:
     def _coordinator(self) -> Coordinator:
         made = Coordinator(
             CoordinatorConfig(
-                job={"thinwire": __version__},
-                initial_replicas=self.planned,
-                sync_interval=INTERVAL,
-                overlap_steps=OVERLAP,
-                shard_windows=SHARD,
-                part_share=self._part_share,
+                job={"thinwire": __version__}, initial_replicas=self.planned, sync_interval=INTERVAL,
+                overlap_steps=OVERLAP, shard_windows=SHARD, part_share=self._part_share,
             ),
-            send=self.send,
-            record=self.record,
-            generation="g",
-            clock=self.now,
-        )
+            send=self.send, record=self.record, generation="g", clock=self.now,
+        )  # fmt: skip
         made.state.rounds._spreads = AdaptiveTimeout(least_s=LIMIT_S, most_s=LIMIT_S)
         return made
 

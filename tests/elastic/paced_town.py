@@ -230,16 +230,11 @@ class PacedTown:
         self.setting = setting
         self.coordinator = Coordinator(
             CoordinatorConfig(
-                job={"thinwire": __version__},
-                initial_replicas=len(setting.step_s),
-                sync_interval=setting.schedule.sync_interval,
-                overlap_steps=setting.overlap_steps,
-                shard_windows=8,
+                job={"thinwire": __version__}, initial_replicas=len(setting.step_s),
+                sync_interval=setting.schedule.sync_interval, overlap_steps=setting.overlap_steps, shard_windows=8,
             ),
-            send=self._send,
-            record=lambda what, fields: None,
-            generation="g",
-        )
+            send=self._send, record=lambda what, fields: None, generation="g",
+        )  # fmt: skip
         self.runners = [Runner(self, number, setting) for number in range(len(setting.step_s))]
         for number in range(len(self.runners)):
             self.hear(number, {"kind": "join", "version": VERSION, "thinwire": __version__, "host": f"h{number}"})

@@ -10,7 +10,7 @@ from thinwire.elastic.coordinator_session import GONE_S, CoordinatorSession
 from thinwire.elastic.protocol import checked_member, printable
 from thinwire.errors import ConnectError, PayloadError
 
-GOOD = {"replica": 1, "host": "h", "address": "10.0.0.2", "port": 7, "standing": "active", "step": 0}
+GOOD = {"replica": 1, "host": "h", "address": "10.0.0.2", "port": 7, "state": "active", "step": 0}
 
 
 class Clock:
@@ -39,7 +39,7 @@ def seat(clock: Clock, warned: list[str]) -> CoordinatorSession:
         {**GOOD, "address": ""},
         {**GOOD, "port": 0},
         {**GOOD, "port": 1 << 16},
-        {key: value for key, value in GOOD.items() if key != "standing"},
+        {key: value for key, value in GOOD.items() if key != "state"},
     ],
 )
 def test_a_roster_with_a_member_that_is_none_is_refused_as_a_whole(wrong: Any) -> None:

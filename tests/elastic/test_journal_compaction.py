@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_coordinator_words import Desk
+from test_coordinator import Desk
 
 from tests.full_disk import file_size_limit
 from thinwire.elastic.journal import Journal

@@ -29,16 +29,12 @@ class Desk:
         lines = [dict(line) for line in self.journal]
         self.coordinator = Coordinator(
             CoordinatorConfig(
-                job={"thinwire": __version__},
-                initial_replicas=self.planned,
-                sync_interval=4,
-                overlap_steps=1,
+                job={"thinwire": __version__}, initial_replicas=self.planned, sync_interval=4, overlap_steps=1,
                 shard_windows=8,
             ),
             send=lambda token, kind, fields: self.sent.append((token, kind, fields)),
-            record=lambda what, fields: self.journal.append({"what": what, **fields}),
-            generation="g",
-        )
+            record=lambda what, fields: self.journal.append({"what": what, **fields}), generation="g",
+        )  # fmt: skip
         self.coordinator.replay(lines, now_s=self.now_s)
 
     def say(self, token: bytes, kind: str, **fields: Any) -> None:
@@ -188,7 +184,7 @@ def test_where_a_replica_is_is_said_until_the_roster_names_it() -> None:
     seconds[0] = 5.0
     session.tick()
     assert said.count("here") == 2
-    own = {"replica": 2, "host": "c", "address": "10.0.0.1", "port": 7, "standing": "loading"}
+    own = {"replica": 2, "host": "c", "address": "10.0.0.1", "port": 7, "state": "loading"}
     session.receive({"kind": "roster", "members": [own], "started": True, "number": 5})
     seconds[0] = 10.0
     session.tick()

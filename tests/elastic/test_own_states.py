@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_coordinator_words import Desk
+from test_coordinator import Desk
 from test_elastic_faults import SOON_S, STEPS, Street, Worker, are_alike, street
 
 from thinwire.elastic.protocol import VERSION

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic.data_leases import DataLeases
 from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.journal import Journal
@@ -339,17 +338,6 @@ def test_other_words_are_no_invitation_but_one_error(text: str) -> None:
         read_invitation(text)
     except ValueError as error:
         assert type(error) is ValueError and len(str(error)) < 400
-
-
-@given(st.lists(st.floats(0, 1000), max_size=100))
-def test_patience_stays_in_its_bounds_and_above_the_median(times: list[float]) -> None:
-    patience = AdaptiveTimeout(least_s=1.0, most_s=30.0)
-    for seconds in times:
-        patience.observe(seconds)
-    assert 1.0 <= patience.limit_s <= 30.0
-    assert patience.limit_s >= min(patience.median_s, 30.0)
-    with pytest.raises(ValueError, match="least_s"):
-        AdaptiveTimeout(least_s=2.0, most_s=1.0)
 
 
 def test_numbers_are_never_used_twice_and_a_suspect_has_less_time() -> None:

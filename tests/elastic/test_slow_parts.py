@@ -79,7 +79,7 @@ class SlowShelf:
 
 
 def member(replica: int) -> dict[str, Any]:
-    return {"replica": replica, "host": "h", "address": "10.0.0.1", "port": 7, "standing": "active"}
+    return {"replica": replica, "host": "h", "address": "10.0.0.1", "port": 7, "state": "active"}
 
 
 def proposal_of(shelf: SlowShelf, *, holders: list[int], there: range) -> RoundDriver:

@@ -88,10 +88,9 @@ class Town:
     def _made(self) -> Coordinator:
         return Coordinator(
             CoordinatorConfig(job=JOB, shard_windows=8, **self._settings),
-            send=self._send,
-            record=lambda what, fields: self.journal.append({"what": what, **fields}),
+            send=self._send, record=lambda what, fields: self.journal.append({"what": what, **fields}),
             generation="g",
-        )
+        )  # fmt: skip
 
     def restart(self) -> None:
         """Replace the coordinator by one that knows the journal only."""

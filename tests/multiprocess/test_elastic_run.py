@@ -84,7 +84,7 @@ def wait_until(run: Path, what: Callable[[dict[str, Any]], bool], started: Start
 
 
 def active(found: dict[str, Any]) -> set[int]:
-    return {one["replica"] for one in found["members"] if one["standing"] == "active"}
+    return {one["replica"] for one in found["members"] if one["state"] == "active"}
 
 
 def rounds(run: Path, replica: int) -> list[dict[str, Any]]:

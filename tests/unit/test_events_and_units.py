@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from thinwire.adaptive_timeout import Deadlines
 from thinwire.events import Transfer, TransferLog, peak_bits_per_s, rates
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds, parse_rate, parse_seconds
 
@@ -103,19 +102,3 @@ def test_a_duration_that_rounds_up_to_the_next_unit_is_told_in_that_unit():
     assert [format_seconds(s) for s in (0.0009994, 0.0009997, 0.99994, 0.99996, 59.94, 59.96, 60, 3599.4, 3599.6)] == [
         "999 us", "1.0 ms", "999.9 ms", "1.0 s", "59.9 s", "1:00 min", "1:00 min", "59:59 min", "1:00:00",
     ]  # fmt: skip
-
-
-def test_deadlines_grow_with_what_was_measured_and_never_fall_below_their_floor():
-    deadlines = Deadlines(minimum_s=5, slack=10, window=3)
-    assert deadlines.deadline_s(steps=100) == 5
-    for seconds in (9.0, 0.1, 0.3, 0.2):  # the first has left the window
-        deadlines.observe_step(seconds)
-    assert deadlines.deadline_s(steps=100) == pytest.approx(5 + 10 * 30)
-    deadlines.observe_round(2.0)
-    assert deadlines.deadline_s(steps=100) == pytest.approx(5 + 10 * 32)
-    # bytes beyond what any round has shown are allowed the time of the slowest wire, 100 kbit/s
-    deadlines.observe_round(2.0, num_bytes=1_000_000)
-    assert deadlines.deadline_s(steps=100, num_bytes=1_000_000) == pytest.approx(5 + 10 * 32)
-    assert deadlines.deadline_s(steps=100, num_bytes=2_000_000) == pytest.approx(5 + 80 + 10 * 32)
-    with pytest.raises(ValueError, match="slack"):
-        Deadlines(slack=0.5)

@@ -130,7 +130,7 @@ class RunStatusPoller:
 
 def describe(status: dict[str, Any]) -> str:
     """Return the state of a run in one line."""
-    active = [one for one in status["members"] if one["standing"] == "active"]
+    active = [one for one in status["members"] if one["state"] == "active"]
     paused = ", paused" if status["paused"] else ""
     loss = f", loss {status['loss']:.3f}" if status["loss"] else ""
     return f"step {status['step']}, {len(active)} replicas take part{loss}, {status['rounds']} rounds decided{paused}"
@@ -253,7 +253,7 @@ def show_status(status: dict[str, Any], *, as_json: bool) -> None:
             speed += f", {one['steps_per_interval']:g} steps an interval, {one['tokens_s']:.0f} tokens/s"
         if one["loss"]:
             speed += f", loss {one['loss']:.3f}"
-        name = f"replica {one['replica']:<4} {one['host']:<24} {one['standing']:<9}"
+        name = f"replica {one['replica']:<4} {one['host']:<24} {one['state']:<9}"
         print(f"  {name} step {one['step']:<8} {speed}{paused}")
     grace_s, vote_s, silence_s = (f"{status[name]:g} s" for name in ("grace_s", "vote_s", "silence_s"))
     print(f"deadlines: late replicas {grace_s}, votes {vote_s}, silence {silence_s}")

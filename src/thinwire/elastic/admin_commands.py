@@ -94,8 +94,8 @@ class AdminCommands:
         """
         if self._state.has_finished:
             return
-        for call in self._state.standby_hosts.due(now_s=now_s, patience_s=2 * self._state.roster.silence_s):
-            self._replace(call.replica, call.host)
+        for replica, host in self._state.standby_hosts.due(now_s=now_s, patience_s=2 * self._state.roster.silence_s):
+            self._replace(replica, host)
 
     def _set_paused(self, target: str, *, is_paused: bool) -> tuple[bool, str]:
         found = self._named(target)

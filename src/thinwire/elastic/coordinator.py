@@ -551,16 +551,7 @@ class Coordinator:
         self, member: RosterMember, *, why: str, is_told: bool = True, is_lost: bool = False,
         is_non_finite: bool = False, is_reported: bool = True,
     ) -> None:  # fmt: skip
-        """Remove a replica.
-
-        Args:
-            member: The replica.
-            why: The reason, for the replica and for users.
-            is_told: Whether the replica is told.
-            is_lost: Whether a standby host may take its place.
-            is_non_finite: Whether its parts held NaN or infinity.
-            is_reported: Whether it is a finding.
-        """
+        """Remove a replica; where it is lost, a standby host may take its place."""
         state = self.state
         if is_told:
             self._send(member.token, "expelled", {"why": why, "is_non_finite": is_non_finite})

@@ -101,7 +101,7 @@ class CoordinatorServer:
     def serve(
         self, coordinator: Coordinator, *, until: Callable[[], bool], turn: Callable[[], None] = lambda: None
     ) -> None:  # fmt: skip
-        """Serve until told to end.
+        """Serve until `until` returns true.
 
         Args:
             coordinator: The state machine.

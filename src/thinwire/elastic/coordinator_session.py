@@ -39,7 +39,7 @@ class Neighbour:
     def of(cls, described: Mapping[str, Any]) -> Neighbour:
         """Return the replica that a checked description is of."""
         names = ("replica", "host", "address", "port")
-        return cls(**{name: described[name] for name in names}, is_active=described["standing"] == "active")
+        return cls(**{name: described[name] for name in names}, is_active=described["state"] == "active")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

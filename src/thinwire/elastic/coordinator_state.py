@@ -56,76 +56,45 @@ class CoordinatorConfig:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CoordinatorState:
-    """All that a coordinator knows; `replay` rebuilds the upper half after a restart, replicas repeat the rest.
-
-    Attributes:
-        config: Constants of the run.
-        roster: Members.
-        rounds: Rounds and their decisions.
-        leases: Data leases and counts.
-        snapshots: States for joining replicas.
-        standby_hosts: Hosts that wait to replace a lost replica.
-        sites: Groups of replicas with fast links between them.
-        detours: Slow links that are bypassed.
-        has_started: Whether training has begun.
-        has_finished: Whether it has ended.
-        failure: Why it has failed for all, "" where it has not.
-        findings: Findings for users, the latest last.
-        corpus: Identity of the data and its number of windows, from the first replica.
-        accounts: By decision, the first step whose state holds it, its round, and the data account before it counted.
-        notes: By replica, its note at the end of the run.
-        era: Number of restarts from a checkpoint after all replicas were lost.
-        restart: The latest journal line about such a restart.
-        is_from_disk: Whether the next state comes from a checkpoint.
-        resumed_step: Step of the checkpoint whose data account the run began with, 0 for none.
-        member_lines: By member, its latest journal line.
-        is_paused: Whether all replicas were told to pause.
-        orders: Orders to launchers about processes of removed replicas, the latest last.
-        replaced: Replicas for which a standby host was called, and that host, the latest last.
-        kept_step: Step from which on parts are kept.
-        reviver: Replica that loads the checkpoint after all were lost.
-        first_s: When the first replica was ready.
-        used: By open round and replica, the windows used.
-        leased: By replica, the number of its latest request and the answer.
-        recorded: By replica, the number of its latest batch of records.
-        num_notices: By replica, its findings so far.
-        hosts_with_bad_parts: Hosts whose replicas were dropped because of NaN or infinity.
-        finish: The last message of the run.
-    """
+    """All that a coordinator knows."""
 
     config: CoordinatorConfig
+
+    # Rebuilt from the journal after a restart.
     roster: Roster = field(default_factory=Roster)
     rounds: ElasticRounds = field(init=False)
     leases: DataLeases = field(init=False)
     snapshots: StateSnapshots = field(default_factory=StateSnapshots)
     standby_hosts: StandbyHosts = field(default_factory=StandbyHosts)
-    sites: SiteTable = field(default_factory=SiteTable)
-    detours: DetourTable = field(default_factory=DetourTable)
     has_started: bool = False
     has_finished: bool = False
-    failure: str = ""
-    findings: list[str] = field(default_factory=list)
-    corpus: tuple[str, int] | None = None
+    failure: str = ""  # why the run has failed for all
+    findings: list[str] = field(default_factory=list)  # the latest last
+    corpus: tuple[str, int] | None = None  # identity of the data and its windows, from the first replica
+    # by decision: the first step whose state holds it, its round, and the data account before it was counted
     accounts: deque[tuple[int, int, dict[str, Any]]] = field(default_factory=deque)
-    notes: dict[int, dict[str, Any]] = field(default_factory=dict)
-    era: int = 0
-    restart: dict[str, Any] | None = None
-    is_from_disk: bool = field(init=False)
-    resumed_step: int = field(init=False)
-    member_lines: dict[int, dict[str, Any]] = field(default_factory=dict)
+    notes: dict[int, dict[str, Any]] = field(default_factory=dict)  # by replica, at the end of the run
+    era: int = 0  # restarts from a checkpoint after all replicas were lost
+    restart: dict[str, Any] | None = None  # the latest journal line about such a restart
+    is_from_disk: bool = field(init=False)  # the next state comes from a checkpoint
+    resumed_step: int = field(init=False)  # of the checkpoint whose data account the run began with, 0 for none
+    member_lines: dict[int, dict[str, Any]] = field(default_factory=dict)  # the latest in the journal, by member
 
+    # Of this process: replicas and users repeat it.
+    sites: SiteTable = field(default_factory=SiteTable)
+    detours: DetourTable = field(default_factory=DetourTable)
     is_paused: bool = False
-    orders: list[dict[str, Any]] = field(default_factory=list)
-    replaced: list[dict[str, Any]] = field(default_factory=list)
-    kept_step: int = 0
-    reviver: int | None = None
-    first_s: float | None = None
-    used: dict[int, dict[int, dict[int, int]]] = field(default_factory=dict)
-    leased: dict[int, tuple[int, Lease]] = field(default_factory=dict)
-    recorded: dict[int, int] = field(default_factory=dict)
+    orders: list[dict[str, Any]] = field(default_factory=list)  # to launchers, about removed replicas' processes
+    replaced: list[dict[str, Any]] = field(default_factory=list)  # replicas for which a standby host was called
+    kept_step: int = 0  # parts are kept from it on
+    reviver: int | None = None  # the replica that loads the checkpoint after all were lost
+    first_s: float | None = None  # when the first replica was ready
+    used: dict[int, dict[int, dict[int, int]]] = field(default_factory=dict)  # windows by open round, replica, shard
+    leased: dict[int, tuple[int, Lease]] = field(default_factory=dict)  # the latest request's number and its answer
+    recorded: dict[int, int] = field(default_factory=dict)  # number of the latest batch of records, by replica
     num_notices: dict[int, int] = field(default_factory=dict)
-    hosts_with_bad_parts: set[str] = field(default_factory=set)
-    finish: dict[str, Any] | None = None
+    hosts_with_bad_parts: set[str] = field(default_factory=set)  # their replicas were dropped for NaN or infinity
+    finish: dict[str, Any] | None = None  # the last message of the run
 
     def __post_init__(self) -> None:
         """Make the parts that need the constants of the run."""
@@ -337,7 +306,7 @@ class CoordinatorState:
         self.member_lines[line["replica"]] = line
         self.roster.put(RosterMember(
             replica=line["replica"], token=bytes.fromhex(line["token"]), host=line["host"], heard_s=now_s,
-            address=line["address"], port=line["port"], state=MemberState(line["standing"]), step=line["step"],
+            address=line["address"], port=line["port"], state=MemberState(line["state"]), step=line["step"],
             is_awaited=True, held_step=line["held_step"], begin_step=line["begin_step"],
             disk_step=line["disk_step"], has_counted=has_counted,
         ))  # fmt: skip

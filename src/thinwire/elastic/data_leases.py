@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import msgspec
+
 # Rounds of each replica whose counting can be undone: a bad part is reported within a round or two of its own, and
 # rounds are open at most eight intervals.
 _UNDOABLE_ROUNDS = 64
@@ -20,19 +22,12 @@ _UNDOABLE_ROUNDS = 64
 
 @dataclass(slots=True, kw_only=True)
 class Lease:
-    """A shard that is leased to a replica.
-
-    Attributes:
-        shard: Its number.
-        start: The first window of it that is the replica's.
-        used: Windows trained so far, as last reported.
-        counted: Windows whose training was in a decided round.
-    """
+    """A shard that is leased to a replica."""
 
     shard: int
-    start: int = 0
-    used: int = 0
-    counted: int = 0
+    start: int = 0  # the first window of the lease
+    used: int = 0  # end of the windows trained so far, as last reported
+    counted: int = 0  # end of the windows whose training was in a decided round
 
 
 class DataLeases:
@@ -167,20 +162,13 @@ class DataLeases:
 
     def undo_state(self) -> dict[str, Any]:
         """Return the history that `uncount` needs, as JSON values; checkpoints do without it."""
-        return {
-            str(replica): [[round_id, [asdict(lease) for lease in leases]] for round_id, leases in kept]
-            for replica, kept in self._before.items()
-        }
+        before = {replica: list(kept) for replica, kept in self._before.items()}
+        return dict(msgspec.to_builtins(before, str_keys=True))
 
     def load_undo_state(self, state: Mapping[str, Any]) -> None:
         """Load the history that `uncount` needs."""
-        self._before = {
-            int(replica): deque(
-                ((int(round_id), tuple(Lease(**lease) for lease in leases)) for round_id, leases in kept),
-                maxlen=_UNDOABLE_ROUNDS,
-            )
-            for replica, kept in state.items()
-        }
+        before = msgspec.convert(state, dict[int, list[tuple[int, tuple[Lease, ...]]]], strict=False)
+        self._before = {replica: deque(kept, maxlen=_UNDOABLE_ROUNDS) for replica, kept in before.items()}
 
     def release_all(self) -> None:
         """Return all shards, as where a run goes on with other replicas."""

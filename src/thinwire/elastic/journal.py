@@ -73,9 +73,7 @@ class Journal:
             if self._is_torn:
                 self._append_or_keep(b"\n")  # the half line stays one of its own
         except OSError as error:
-            raise ThinwireError(
-                f"the coordinator cannot write {path}: {error.strerror}; make room, or choose another --out"
-            ) from error
+            raise self._failure(error, remedy="make room, or choose another --out") from error
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines from before this object was made, without a last line that a crash cut off."""
@@ -99,7 +97,7 @@ class Journal:
                 if self._until is None or self._until.wait(_WAIT_S):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise ThinwireError(f"the coordinator cannot write {self._path}: {error.strerror}; make room") from error
+            raise self._failure(error) from error
 
     def flush(self) -> bool:
         """Write the lines in memory, as far as there is room; return whether none is left.
@@ -112,14 +110,15 @@ class Journal:
                 self._append(self._unwritten[0])
             except OSError as error:
                 if not is_no_room(error):
-                    raise ThinwireError(
-                        f"the coordinator cannot write {self._path}: {error.strerror}; make room"
-                    ) from error
+                    raise self._failure(error) from error
                 return False
             self._num_unwritten_bytes -= len(self._unwritten.popleft())
             if not self._unwritten:
                 self._say(f"there is room for {self._path} again, and the run goes on")
         return True
+
+    def _failure(self, error: OSError, *, remedy: str = "make room") -> ThinwireError:
+        return ThinwireError(f"the coordinator cannot write {self._path}: {error.strerror}; {remedy}")
 
     def _append_or_keep(self, line: bytes) -> None:
         if not self._unwritten:

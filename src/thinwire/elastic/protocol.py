@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from thinwire.errors import PayloadError
 
-VERSION = 4
+VERSION = 5
 # Bytes of a message to a replica, and to the coordinator, which receives no large ones.
 MOST_BYTES, MOST_BYTES_HERE = 1 << 20, 1 << 16
 _MAX_DEPTH = 16
@@ -110,7 +110,7 @@ class _Reachable(msgspec.Struct):
     host: str
     address: _Address
     port: _Port
-    standing: str
+    state: str
 
 
 _T = TypeVar("_T")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from thinwire.transport.wire.connection import KernelConnection
 
@@ -43,15 +43,11 @@ class RateLimit:
         return True
 
 
-def _per_connection() -> RateLimit:
-    return RateLimit(a_second=_MESSAGES_A_SECOND, at_once=_BURST_MESSAGES)
-
-
 @dataclass(slots=True, kw_only=True)
 class _Connection:
     tap: KernelConnection
     since_s: float
-    limit: RateLimit = field(default_factory=_per_connection)
+    limit: RateLimit
     is_reported: bool = False
     num_bytes: int = 0
     num_frames: int = 0
@@ -70,7 +66,8 @@ class ConnectionLimits:
         """Note a message of a connection, by its descriptor; return whether it is within the limit."""
         connection = self._connections.get(fd)
         if connection is None:
-            connection = self._connections[fd] = _Connection(tap=KernelConnection(fd), since_s=now_s)
+            limit = RateLimit(a_second=_MESSAGES_A_SECOND, at_once=_BURST_MESSAGES)
+            connection = self._connections[fd] = _Connection(tap=KernelConnection(fd), since_s=now_s, limit=limit)
         connection.num_bytes += num_bytes
         connection.num_frames += 1
         return connection.limit.take(now_s=now_s)

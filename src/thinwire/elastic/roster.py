@@ -32,61 +32,37 @@ class MemberState(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class RosterMember:
-    """One replica.
-
-    Attributes:
-        replica: Its number.
-        token: Its connection.
-        host: Its host's name.
-        address: Its address for other replicas.
-        port: Its port.
-        state: Its progress.
-        heard_s: Time of its last message.
-        step: Its last reported step.
-        step_s: Seconds of its steps, 0 before a report.
-        loss: Mean of its latest steps, in nats a token; 0 before a report.
-        steps_per_interval: Inner steps that it does itself in an interval.
-        tokens_s: Tokens a second that it trains on, waits included.
-        is_suspect: Whether another replica lost its connection to it while the coordinator still heard of it.
-        is_paused: Whether it was told to pause.
-        is_awaited: Whether it was known to an earlier process of the coordinator, and has yet to find this one.
-        held_step: The step of the state of its own that it goes on from, 0 where it begins from another one.
-        begin_step: The step that it takes part from: it holds the parts of rounds since, and may hold none before.
-        disk_step: Step of the checkpoint that it can read, 0 for none.
-        own_step: Step of the state of its own that it reported, 0 for none.
-        own_era: Era of that state.
-        has_counted: Whether a part of it has been in a mean.
-        rejected_by: By replica that found several of its parts in a row to hold NaN or infinity, the first's round.
-    """
+    """One replica."""
 
     replica: int
-    token: bytes
+    token: bytes  # names its connection
     host: str
-    heard_s: float
-    address: str = ""
+    heard_s: float  # time of its last message
+    address: str = ""  # for other replicas, with the port
     port: int = 0
     state: MemberState = MemberState.ARRIVING
-    step: int = 0
-    step_s: float = 0.0
-    steps_per_interval: float = 0.0
-    loss: float = 0.0
-    tokens_s: float = 0.0
-    is_suspect: bool = False
+    step: int = 0  # last reported
+    step_s: float = 0.0  # 0 before a report
+    steps_per_interval: float = 0.0  # inner steps that it does itself
+    loss: float = 0.0  # mean of its latest steps, nats a token; 0 before a report
+    tokens_s: float = 0.0  # tokens a second, waits included
+    is_suspect: bool = False  # a replica lost its connection to it
     is_paused: bool = False
-    is_awaited: bool = False
-    held_step: int = 0
-    begin_step: int = 0
-    disk_step: int = 0
-    own_step: int = 0
-    own_era: int = 0
-    has_counted: bool = False
+    is_awaited: bool = False  # known to an earlier process of the coordinator, and has yet to find this one
+    held_step: int = 0  # step of its own state that it goes on from, 0 for another state
+    begin_step: int = 0  # it holds the parts of rounds since this step, and may hold none before
+    disk_step: int = 0  # step of the checkpoint that it can read, 0 for none
+    own_step: int = 0  # step of its own state that it reported, 0 for none
+    own_era: int = 0  # era of that state
+    has_counted: bool = False  # a part of it has been in a mean
+    # by replica that found several of its parts in a row to hold NaN or infinity, the first's round
     rejected_by: dict[int, int] = field(default_factory=dict)
 
     def describe(self) -> dict[str, object]:
         """Return its entry in the roster and in the status."""
         return {
             "replica": self.replica, "host": self.host, "address": self.address, "port": self.port,
-            "standing": str(self.state), "step": self.step, "step_s": round(self.step_s, 4),
+            "state": str(self.state), "step": self.step, "step_s": round(self.step_s, 4),
             "paused": self.is_paused, "steps_per_interval": round(self.steps_per_interval, 1),
             "tokens_s": round(self.tokens_s, 1), "loss": round(self.loss, 4),
         }  # fmt: skip

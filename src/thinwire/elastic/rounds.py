@@ -46,40 +46,23 @@ def max_overdue_steps(*, sync_interval: int, overlap_steps: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The outcome of a round, which all replicas apply.
-
-    Attributes:
-        round_id: The round.
-        launch_step: Its launch step.
-        members: Replicas whose parts make the mean.
-        holders: Replicas that hold all of these parts.
-        step: The furthest known step of any replica when it was decided.
-    """
+    """The outcome of a round, which all replicas apply."""
 
     round_id: int
     launch_step: int
-    members: tuple[int, ...]
-    holders: tuple[int, ...]
-    step: int
+    members: tuple[int, ...]  # replicas whose parts make the mean
+    holders: tuple[int, ...]  # replicas that hold all of these parts
+    step: int  # the furthest known step of any replica when it was decided
 
 
 @dataclass(slots=True, kw_only=True)
 class OpenRound:
-    """A round before its decision.
-
-    Attributes:
-        launch_step: Its launch step.
-        first_s: When the first replica launched it, or, where only slow ones have, by when the others will have.
-        launched: Replicas that have launched it.
-        called: Replicas that gather, None before the call.
-        votes: Their votes.
-        first_vote_s: Time of the first vote.
-    """
+    """A round before its decision."""
 
     launch_step: int
-    first_s: float
+    first_s: float  # time of the first launch; where only slow replicas launched it, by when the others will
     launched: set[int] = field(default_factory=set)
-    called: tuple[int, ...] | None = None
+    called: tuple[int, ...] | None = None  # replicas that gather
     votes: dict[int, Vote] = field(default_factory=dict)
     first_vote_s: float = 0.0
 

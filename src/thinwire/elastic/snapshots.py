@@ -17,21 +17,13 @@ _KEPT = 4
 
 @dataclass(slots=True, kw_only=True)
 class StateSnapshot:
-    """One snapshot.
-
-    Attributes:
-        step: Its step.
-        holders: By replica, the hash of the state and its size.
-        joiners: Replicas that fetch it.
-        missed: Replicas that were past its step already.
-        asked: Replicas asked to keep it; empty where they keep it by themselves, for a checkpoint.
-    """
+    """One snapshot."""
 
     step: int
-    holders: dict[int, tuple[str, int]] = field(default_factory=dict)
-    joiners: set[int] = field(default_factory=set)
-    missed: set[int] = field(default_factory=set)
-    asked: tuple[int, ...] = ()
+    holders: dict[int, tuple[str, int]] = field(default_factory=dict)  # by replica, the state's hash and size
+    joiners: set[int] = field(default_factory=set)  # replicas that fetch it
+    missed: set[int] = field(default_factory=set)  # replicas that were past its step already
+    asked: tuple[int, ...] = ()  # replicas to keep it; empty where they do so by themselves, for a checkpoint
 
     @property
     def agreed(self) -> tuple[str, int] | None:

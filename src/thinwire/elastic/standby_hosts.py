@@ -22,32 +22,12 @@ class _StandbyHost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vacancy:
-    """The place of a lost replica.
-
-    Attributes:
-        replica: The lost replica.
-        host: Host that may fill it: the replica's own, or a standby host that was called.
-        since_s: Start of the wait for that host.
-        is_called: Whether that host is a standby host.
-    """
+    """The place of a lost replica."""
 
     replica: int
-    host: str
-    since_s: float
-    is_called: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StandbyCall:
-    """A call to a standby host.
-
-    Attributes:
-        host: The standby host.
-        replica: Replica whose place it takes.
-    """
-
-    host: str
-    replica: int
+    host: str  # may fill it: the replica's own, or a standby host
+    since_s: float  # start of the wait for that host
+    is_called: bool = False  # it is a standby host
 
 
 class StandbyHosts:
@@ -64,7 +44,7 @@ class StandbyHosts:
         >>> spares.due(now_s=10.0, patience_s=20.0), spares.due(now_s=22.0, patience_s=20.0)
         ([], [])
         >>> spares.ask(b"s", "gamma", now_s=22.5), spares.due(now_s=23.0, patience_s=20.0)
-        (False, [StandbyCall(host='gamma', replica=1)])
+        (False, [(1, 'gamma')])
         >>> spares.ask(b"s", "gamma", now_s=23.5), spares.waiting(now_s=23.5)
         (True, ())
     """
@@ -130,14 +110,14 @@ class StandbyHosts:
         self._unanswered.discard(replica)
         return free[0].host
 
-    def due(self, *, now_s: float, patience_s: float) -> list[StandbyCall]:
-        """Call standby hosts for the vacancies older than `patience_s`, as far as hosts wait."""
+    def due(self, *, now_s: float, patience_s: float) -> list[tuple[int, str]]:
+        """Call standby hosts for the vacancies older than `patience_s`; return the replicas and their new hosts."""
         found = []
         for vacancy in [vacancy for vacancy in self.vacancies if now_s - vacancy.since_s > patience_s]:
             host = self.call(vacancy.replica, now_s=now_s)
             if host is None:
                 break
-            found.append(StandbyCall(host=host, replica=vacancy.replica))
+            found.append((vacancy.replica, host))
         return found
 
     def take_change(self) -> list[list[int | str]] | None:

@@ -10,7 +10,7 @@ import pytest
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.protocol import VERSION, decode, encode
-from thinwire.elastic.standby_hosts import StandbyCall, StandbyHosts
+from thinwire.elastic.standby_hosts import StandbyHosts
 from thinwire.monitor.detect.live import News
 from thinwire.monitor.findings import Finding, Place
 from thinwire.monitor.remediation import Action
@@ -27,12 +27,11 @@ class Town:
         self.now_s = 0.0
         self.coordinator = Coordinator(
             CoordinatorConfig(
-                job={"thinwire": __version__}, initial_replicas=3, sync_interval=10, overlap_steps=1, shard_windows=8
+                job={"thinwire": __version__}, initial_replicas=3, sync_interval=10, overlap_steps=1,
+                shard_windows=8,
             ),
-            generation="g",
-            send=lambda *what: self.said.append(what),
-            record=self._record,
-        )
+            generation="g", send=lambda *what: self.said.append(what), record=self._record,
+        )  # fmt: skip
         if lines is not None:
             self.coordinator.replay(lines, now_s=0.0)
             return
@@ -177,9 +176,9 @@ def test_a_spare_whose_place_is_not_its_own_any_more_waits_on(way: str) -> None:
         spares.joined("s")
     elif way == "it was passed over":
         spares.ask(b"t", "t", now_s=30.0)
-        assert spares.due(now_s=31.0, patience_s=20.0) == [StandbyCall(host="t", replica=2)]
+        assert spares.due(now_s=31.0, patience_s=20.0) == [(2, "t")]
         spares.ask(b"u", "u", now_s=31.0)
-        assert spares.due(now_s=31.0, patience_s=20.0) == [StandbyCall(host="u", replica=1)]
+        assert spares.due(now_s=31.0, patience_s=20.0) == [(1, "u")]
     assert not spares.ask(b"s", "s", now_s=32.0)
 
 
@@ -193,7 +192,7 @@ def test_spares_and_places_are_bounded() -> None:
     ]
     spares.ask(b"later", "later", now_s=10.0)
     assert spares.waiting(now_s=10.0) == ("later",)
-    assert spares.due(now_s=10.0, patience_s=5.0) == [StandbyCall(host="later", replica=936)]
+    assert spares.due(now_s=10.0, patience_s=5.0) == [(936, "later")]
 
 
 def act(town: Town, tmp_path: Path, *, is_hang: bool) -> str:
@@ -222,8 +221,7 @@ def test_who_hangs_is_ended_and_who_is_slow_leaves_where_a_spare_takes_the_place
 def test_the_time_until_a_spare_takes_part_is_lost_time() -> None:
     def status(*members: tuple[int, str], replaced: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
         told = [
-            {"replica": number, "host": host, "standing": "active", "step": 10, "step_s": 0.1}
-            for number, host in members
+            {"replica": number, "host": host, "state": "active", "step": 10, "step_s": 0.1} for number, host in members
         ]
         return {"members": told, "findings": ["replica 1 on b was let go, since it hangs"], "data": {},
                 "replaced": list(replaced)}  # fmt: skip

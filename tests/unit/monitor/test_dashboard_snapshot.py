@@ -190,7 +190,7 @@ def test_an_elastic_folder_tells_who_takes_part_and_no_secret(tmp_path: Path) ->
     }  # fmt: skip
     append(
         tmp_path / "coordinator.jsonl",
-        *({**member, "replica": number, "standing": "active"} for number in (0, 1, 2)),
+        *({**member, "replica": number, "state": "active"} for number in (0, 1, 2)),
         {"what": "gone", "replica": 2}, {"what": "finding", "text": "replica 2 is gone"},
     )  # fmt: skip
     append(tmp_path / "metrics-replica-0.jsonl", step_line(20))

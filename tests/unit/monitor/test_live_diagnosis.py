@@ -227,7 +227,7 @@ def test_a_disk_without_room_is_told_once_and_so_is_its_end(tmp_path: Path, monk
 
 def member(replica: int, *, step: int, standing: str = "active", host: str = "a", paused: bool = False) -> Any:
     return {
-        "replica": replica, "host": host, "standing": standing, "step": step, "step_s": 0.5, "paused": paused
+        "replica": replica, "host": host, "state": standing, "step": step, "step_s": 0.5, "paused": paused
     }  # fmt: skip
 
 
@@ -335,10 +335,9 @@ def test_the_coordinator_lets_a_replica_go_that_does_not_answer() -> None:
     sent: list[tuple[bytes, str, dict[str, Any]]] = []
     coordinator = Coordinator(
         CoordinatorConfig(job={}, initial_replicas=2, sync_interval=4, overlap_steps=1, shard_windows=8),
-        send=lambda token, kind, fields: sent.append((token, kind, dict(fields))),
-        record=lambda what, fields: None,
+        send=lambda token, kind, fields: sent.append((token, kind, dict(fields))), record=lambda what, fields: None,
         generation="g",
-    )
+    )  # fmt: skip
     for token in (b"a", b"b"):
         coordinator.state.roster.add(token, host="h", now_s=0.0)
     for target, is_done in (("1", True), ("7", False), ("", False)):

@@ -39,12 +39,10 @@ class Nobody:
 def coordinator(send: Any) -> Coordinator:
     return Coordinator(
         CoordinatorConfig(
-            job={"thinwire": __version__}, initial_replicas=1, sync_interval=10, overlap_steps=1, shard_windows=8
+            job={"thinwire": __version__}, initial_replicas=1, sync_interval=10, overlap_steps=1, shard_windows=8,
         ),
-        generation="g",
-        send=send,
-        record=lambda what, fields: None,
-    )
+        generation="g", send=send, record=lambda what, fields: None,
+    )  # fmt: skip
 
 
 def write_beats(run: Path, rank: int, count: int) -> None:
@@ -81,7 +79,7 @@ def test_a_status_tells_how_long_each_replica_was_not_heard_of() -> None:
 
 def test_who_lives_on_another_host_and_whose_records_are_late_rests_until_they_come(tmp_path: Path) -> None:
     def member(replica: int, silent_s: float) -> dict[str, Any]:
-        return {"replica": replica, "standing": "active", "paused": False, "silent_s": silent_s}
+        return {"replica": replica, "state": "active", "paused": False, "silent_s": silent_s}
 
     for rank in range(4):
         write_beats(tmp_path, rank, 1)

@@ -22,12 +22,11 @@ class Town:
         self.said: list[tuple[bytes, str, dict[str, Any]]] = []
         self.coordinator = Coordinator(
             CoordinatorConfig(
-                job={"thinwire": __version__}, initial_replicas=3, sync_interval=10, overlap_steps=1, shard_windows=8
+                job={"thinwire": __version__}, initial_replicas=3, sync_interval=10, overlap_steps=1,
+                shard_windows=8,
             ),
-            generation="g",
-            send=lambda *what: self.said.append(what),
-            record=lambda what, fields: None,
-        )
+            generation="g", send=lambda *what: self.said.append(what), record=lambda what, fields: None,
+        )  # fmt: skip
         for token in (b"a", b"b", b"c"):
             self.hear(token, "join", version=VERSION, thinwire=__version__, host=token.decode())
 

@@ -109,7 +109,7 @@ class MemberEntry:
 
     replica: Rank
     host: str = ""
-    standing: str = ""
+    state: str = ""
     step: Count = 0
     loss: _Finite = 0.0
     tokens_s: _Finite = 0.0
@@ -179,7 +179,7 @@ class CoordinatorLog:
                 if entry.replica not in self.members and len(self.members) >= _MOST_MEMBERS:
                     self.members.pop(next(iter(self.members)))
                 self.members[entry.replica] = {
-                    "replica": entry.replica, "host": text(entry.host), "standing": text(entry.standing),
+                    "replica": entry.replica, "host": text(entry.host), "standing": text(entry.state),
                     "step": entry.step, "loss": entry.loss, "tokens_per_s": entry.tokens_s, "is_paused": entry.paused,
                 }  # fmt: skip
             case "gone":

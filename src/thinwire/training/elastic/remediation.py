@@ -66,14 +66,14 @@ class ElasticRemediation:
         status = self._status()
         if status is None:
             return None
-        active = {int(one["replica"]): one for one in status["members"] if one["standing"] == "active"}
+        active = {int(one["replica"]): one for one in status["members"] if one["state"] == "active"}
         present = frozenset(active)
         pids = {number: pid for number in present if (pid := read_pid(self._run_dir, number)) is not None}
         return Members(
             present=present,
             gone=frozenset(n for n, one in active.items() if (_has_ended(pids[n]) if n in pids else one.get("lost"))),
             resting=frozenset(n for n, one in active.items() if one["paused"] or self._is_late(n, one)),
-            ended=frozenset(int(one["replica"]) for one in status["members"] if one["standing"] != "active"),
+            ended=frozenset(int(one["replica"]) for one in status["members"] if one["state"] != "active"),
             num_spares=len(status.get("spares", ())),
         )  # fmt: skip
 
@@ -215,7 +215,7 @@ class DowntimeTracker:
     def observe(self, status: Mapping[str, Any], *, at_s: float) -> None:
         """Take in what the coordinator says, at a time in seconds since 1970."""
         members = {int(one["replica"]): one for one in status["members"]}
-        active = {number: one for number, one in members.items() if one["standing"] == "active"}
+        active = {number: one for number, one in members.items() if one["state"] == "active"}
         self._spare_of |= {int(one["replica"]): str(one["host"]) for one in status.get("replaced", ())}
         for number, life in [*self._lives.items()]:
             if number not in members:

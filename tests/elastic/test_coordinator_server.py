@@ -42,12 +42,11 @@ class Port:
         self.hub = CoordinatorServer(secret=SECRET, address=HOST, port=0, say=self.said.append)
         self.coordinator = Coordinator(
             CoordinatorConfig(
-                job={"thinwire": __version__}, initial_replicas=1, sync_interval=10, overlap_steps=1, shard_windows=8
+                job={"thinwire": __version__}, initial_replicas=1, sync_interval=10, overlap_steps=1,
+                shard_windows=8,
             ),
-            send=self.hub.send,
-            record=lambda what, fields: self.journal.append((what, fields)),
-            generation="g",
-        )
+            send=self.hub.send, record=lambda what, fields: self.journal.append((what, fields)), generation="g",
+        )  # fmt: skip
         self._is_over = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve)

@@ -22,17 +22,12 @@ class Desk:
         self.now_s = 0.0
         self.coordinator = Coordinator(
             CoordinatorConfig(
-                job={"thinwire": __version__},
-                initial_replicas=planned,
-                sync_interval=10,
-                overlap_steps=1,
-                shard_windows=8,
-                resumed_step=resumed_step,
+                job={"thinwire": __version__}, initial_replicas=planned, sync_interval=10, overlap_steps=1,
+                shard_windows=8, resumed_step=resumed_step,
             ),
-            send=self._send,
-            record=lambda what, fields: self.journal.append({"what": what, **fields}),
+            send=self._send, record=lambda what, fields: self.journal.append({"what": what, **fields}),
             generation="g",
-        )
+        )  # fmt: skip
         self.coordinator.replay([dict(line) for line in self.journal], now_s=0.0)
 
     def _send(self, token: bytes, kind: str, fields: dict[str, Any]) -> None:
@@ -99,7 +94,7 @@ def test_a_lost_state_is_offered_again_to_who_says_again_where_it_is() -> None:
 def test_who_says_again_that_it_takes_part_is_told_again_that_it_does() -> None:
     desk = Desk().begun()
     desk.hear(b"a", "active", step=0)
-    states = {one["replica"]: one["standing"] for one in desk.words(b"a", "roster")[0]["members"]}
+    states = {one["replica"]: one["state"] for one in desk.words(b"a", "roster")[0]["members"]}
     assert states == {0: "active", 1: "active"}
 
 
