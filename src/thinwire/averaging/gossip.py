@@ -64,6 +64,7 @@ class _BoundGossip(ExchangeState):
 
     def __init__(self, spec: Gossip, shapes: Sequence[Shapes], *, num_replicas: int) -> None:
         super().__init__(spec, [{"out": EncodeStage(code_for(spec.codec, tensors))} for tensors in shapes])
+        # unweighted: the payloads are those of an all-gather among the neighbours
         self._gather = AllGather(codec=spec.codec, keeps_parts=True)
         self._num_replicas = num_replicas
 
@@ -71,11 +72,13 @@ class _BoundGossip(ExchangeState):
         """See `BoundExchange.steps`."""
         me, members = context.peers.me, context.peers.members
         row = mixing_row(self._spec.graph, round_id=context.round_id, me=me, alive=range(self._num_replicas))
+        # both are functions of the round's id alone, so neighbours agree without a message
         assert tuple(row) == members, "the topology and the exchange must follow the same graph"
         average = yield from self._gather.through(self._stages[context.fragment]["out"], tensor, context)
         # the gather's mean weights all alike; the weighted one is summed again, in ascending order of the members
         mean = torch.zeros_like(average.mean)
         for member in members:
             mean.add_(average.parts[member], alpha=row[member])
+        # DIMAT matches units with the neighbours' models one by one; its own it has (arXiv 2404.08079)
         parts = {member: part for member, part in average.parts.items() if member != me}
         return replace(average, mean=mean, parts=parts, weights=row)

@@ -119,7 +119,7 @@ class _BoundLowRank:
         return True
 
     def shared_hash(self, fragment: int) -> int:
-        found = 0
+        found = 0  # Q is the same on all replicas: each starts the next round from it
         for right in self._right[fragment]:
             found = zlib.crc32(right.cpu().numpy().tobytes(), found)
         return found
@@ -131,9 +131,11 @@ class _BoundLowRank:
         matrices, right = self._matrices[context.fragment], self._right[context.fragment]
         thin, dense = _thin(matrices), [matrix for matrix in matrices if not matrix.is_thin]
         whole = self._residuals[context.fragment].to(tensor.device).add_(tensor)
+        # P = M Q of this replica; tensors that a product would not make smaller travel beside it, whole
         own = [m.of(whole) @ q.to(whole.device) for m, q in zip(thin, right, strict=True)]
         first = yield from self._inner.steps(_joined([*own, *(m.of(whole) for m in dense)], like=whole), context)
         *left, last = _cut(first.mean, [part.shape for part in own])
+        # every replica orthonormalises the same mean, so P agrees without being sent again
         left = [orthonormal(p) for p in left]
         own = [m.of(whole).T @ p for m, p in zip(thin, left, strict=True)]
         # phases 0 and 1 belong to the first exchange; the reference hash went with it
@@ -172,6 +174,7 @@ class _BoundLowRank:
         self.load_state_dict(state)
         if is_own:
             return ()
+        # another replica's residual is still in its own next round: taken over, it would count twice
         for residual in self._residuals:
             residual.zero_()
         return tuple(f"fragment {fragment}: what was not sent yet" for fragment in range(len(self._residuals)))
@@ -187,13 +190,14 @@ def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
         >>> orthonormal(torch.tensor([[3.0, 1.0], [4.0, 1.0]])).tolist()
         [[0.6000000238418579, 0.800000011920929], [0.800000011920929, -0.6000000238418579]]
     """
-    found = matrix.double()
+    found = matrix.double()  # in float32, the columns of a nearly singular matrix would not come out orthogonal
     for number in range(found.shape[1]):
         column = found[:, number]
         before = column.norm()
         for earlier in range(number):
             column -= (found[:, earlier] @ column) * found[:, earlier]
         length = column.norm()
+        # what is left of a dependent column is rounding error, and normalising it would make noise a direction
         is_own = bool(length > 1e-6 * before)
         column.copy_(column / length if is_own else torch.zeros_like(column))
     return found.float()
@@ -204,6 +208,7 @@ def _matrices(shapes: Shapes, *, rank: int) -> list[_Matrix]:
     for shape in shapes:
         num_rows = shape[0] if len(shape) else 1
         num_columns = shape.numel() // num_rows if num_rows else 0
+        # elements of both factors against those of the matrix
         is_thin = rank * (num_rows + num_columns) < num_rows * num_columns
         found.append(_Matrix(start=start, num_rows=num_rows, num_columns=num_columns, is_thin=is_thin))
         start += shape.numel()

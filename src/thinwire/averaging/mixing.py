@@ -12,6 +12,7 @@ rows then sum to 2/3; here the weights follow from the degrees.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -47,14 +48,14 @@ class MixingGraph(Protocol):
         ...
 
 
-class _Undirected:
+class _Undirected(ABC):
     """Base of undirected graphs: receivers are the neighbours, and weights follow from the degrees."""
 
     __slots__ = ()
 
+    @abstractmethod
     def neighbours(self, *, num_replicas: int, me: int, round_id: int = 0) -> tuple[int, ...]:
         """See `MixingGraph.neighbours`."""
-        raise NotImplementedError
 
     def receivers(self, *, num_replicas: int, me: int, round_id: int = 0) -> tuple[int, ...]:
         """See `MixingGraph.receivers`."""
@@ -74,14 +75,14 @@ class _Undirected:
         return dict(sorted({**row, me: 1 - sum(row.values())}.items()))
 
 
-class _Circulant:
+class _Circulant(ABC):
     """Base of circulant graphs, which look alike from every replica: equal weights, column sums equal row sums."""
 
     __slots__ = ()
 
+    @abstractmethod
     def distances(self, *, num_replicas: int, round_id: int) -> tuple[int, ...]:
         """Return the offsets of the receivers, modulo the number of replicas."""
-        raise NotImplementedError
 
     def neighbours(self, *, num_replicas: int, me: int, round_id: int = 0) -> tuple[int, ...]:
         """See `MixingGraph.neighbours`."""

@@ -142,6 +142,7 @@ class ShardedEncodeStage(EncodeStage):
             seed: Selects the random stream.
         """
         codec = self.codec(step)
+        # the residual is added before the cut: it belongs to elements, whoever owns their shard
         wanted = x if self._memory is None else self._memory.before(x)
         # a random stream for each shard: stochastic rounding draws by the place in the encoded part
         coded = {

@@ -33,6 +33,7 @@ def gram(stack: torch.Tensor) -> list[list[float]]:
     num_rows, numel = stack.shape
     shape = (min(_LANES, numel),)
     sums = [torch.zeros((num_rows - row, *shape), dtype=torch.float64, device=stack.device) for row in range(num_rows)]
+    # one float64 sum for each lane and pair: the symmetric half is not computed
     for start in range(0, numel, _LANES):
         part = stack[:, start : start + _LANES].to(torch.float64)
         for row, total in enumerate(sums):
@@ -75,7 +76,7 @@ def combine(stack: torch.Tensor, coefficients: Sequence[float], *, divisor: floa
         part = stack[:, start : start + _CHUNK]
         total = torch.zeros(part.shape[1], dtype=torch.float64, device=stack.device)
         for row, coefficient in zip(part, coefficients, strict=True):
-            if coefficient:
+            if coefficient:  # 0 * NaN would be NaN
                 # two operations: one that may be fused would round differently from processor to processor
                 total += row.to(torch.float64) * coefficient
         result[start : start + _CHUNK] = divided(total, divisor)
@@ -146,6 +147,7 @@ def over_sorted_columns(stack: torch.Tensor, reduce: Callable[[list[torch.Tensor
         float32, `(numel,)`.
     """
     numel = stack.shape[1]
+    # columns are independent, so chunks bound the memory and change no bit
     result = torch.empty(numel, dtype=torch.float32, device=stack.device)
     chunk = _SORT_CHUNK if stack.device.type == "cpu" else _SORT_CHUNK_ON_DEVICE
     for start in range(0, numel, chunk):

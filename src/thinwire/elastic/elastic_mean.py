@@ -241,10 +241,9 @@ class _BoundElasticMean(ExchangeState):
             for vector in decoded.values():  # in the order in which AllGather sums
                 total += vector
             return total.div_(len(decoded)), weights
-        keeps_norm = (
-            self._spec.directions[context.fragment] if self._spec.preserve_norm and self._spec.directions else ()
-        )
-        stack, sizes = torch.stack(list(decoded.values())), self._sizes[context.fragment]
+        spec, sizes = self._spec, self._sizes[context.fragment]
+        keeps_norm = spec.directions[context.fragment] if spec.preserve_norm and spec.directions else ()
+        stack = torch.stack(list(decoded.values()))
         return mean_by_tensor(stack, weights=list(weights.values()), sizes=sizes, keeps_norm=keeps_norm), weights
 
     def _decoded(self, codec: Codec, coded: torch.Tensor, *, numel: int, peer: int, what: str) -> torch.Tensor | None:
@@ -264,6 +263,7 @@ class _BoundElasticMean(ExchangeState):
         a_step = statistics.median_low([length / max(1, steps[member]) for member, length in lengths.items()])
         usual = statistics.median_low(lengths.values())
         for member, length in lengths.items():
+            # a replica that did more steps may have moved further
             limit = self._spec.most_length * max(usual, a_step * steps[member])
             if 0 < limit < length < math.inf:
                 decoded[member] = decoded[member] * (limit / length)
@@ -280,9 +280,8 @@ class _BadParts:
     """
 
     def __init__(self) -> None:
-        self._found: dict[
-            int, dict[int, tuple[int, int]]
-        ] = {}  # by replica and fragment: how many, and the first round
+        # by replica and fragment: how many, and the first round
+        self._found: dict[int, dict[int, tuple[int, int]]] = {}
 
     def note(self, replica: int, context: RoundContext, *, is_finite: bool) -> tuple[int, int]:
         """Take in a part; return how many bad ones there are of all fragments, and the round of the first."""
