@@ -169,7 +169,7 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_left_as_it_is(stopped_run: 
     unreadable.mkdir()
     (unreadable / "config.json").write_text('{"steps": "many"}')
     cases: list[tuple[list[str], int, str]] = [
-        (["--resume", str(foreign)], 1, "is of another run: its config_digest"),
+        (["--resume", str(foreign)], 1, "is not of this run: its run config is"),
         (["--resume", str(damaged)], 1, "replica-1.safetensors is damaged (its SHA-256 is wrong)"),
         (["--resume", str(unreadable)], 1, "steps must be int, got 'many'"),
         (["--resume", str(stopped_run), "--steps", "40"], 2, "--steps is 40, but"),
