@@ -59,18 +59,29 @@ check: $(TEST_STAMP) ## Lint, format, types, layers: seconds
 		echo "$$tool"; $(BIN)/$$tool || status=1; \
 	done; exit $$status
 
-# The tests run also where a check failed: one run says all that is wrong. The checks run beside them, since types need a
-# minute of one core and many tests wait; what they say comes last. Files whose tests start processes stay whole
-# on one worker (tests/dealing.py), so that what a file prepares is made once. Hundreds of processes start, so bytecode
-# is written also where the environment says that it should not be.
+# Tests that need no other process, and the fastest signal after a change.
+QUICK := tests/unit tests/laws tests/architecture
+
+# $(1) is what pytest runs. The tests run also where a check failed: one run reports everything. The checks run beside
+# them, since types need a minute of one core and many tests wait; their output comes last. Files whose tests start
+# processes stay whole on one worker (tests/dealing.py), so that what a file prepares is made once. Hundreds of processes
+# start, so bytecode is written also where the environment says that it should not be.
+define checks_and_tests
+	@status=0; report=$$(mktemp); \
+	$(MAKE) --no-print-directory check > "$$report" 2>&1 & check=$$!; \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(1) $(ARGS) || status=1; \
+	wait $$check || status=1; \
+	cat "$$report"; rm "$$report"; \
+	exit $$status
+endef
+
+.PHONY: quick
+quick: $(TEST_STAMP) ## All checks, unit tests and laws, in about two minutes (ARGS="-k word" appends)
+	$(call checks_and_tests,$(QUICK))
+
 .PHONY: test
 test: $(TEST_STAMP) ## All checks and all tests (ARGS="-k word" appends)
-	@status=0; told=$$(mktemp); \
-	$(MAKE) --no-print-directory check > "$$told" 2>&1 & check=$$!; \
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS) || status=1; \
-	wait $$check || status=1; \
-	cat "$$told"; rm "$$told"; \
-	exit $$status
+	$(call checks_and_tests,)
 
 # A target of its own: counting the lines takes half of the tests' time again.
 .PHONY: coverage

@@ -71,7 +71,7 @@ class Refused(ThinwireError):
 
 
 class RunOver(ThinwireError):
-    """An elastic run has come to its end; whoever comes now is too late."""
+    """An elastic run has come to its end; a replica that joins now is too late."""
 
 
 class DesyncError(ThinwireError):

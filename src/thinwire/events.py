@@ -54,14 +54,14 @@ class Transfer:
 
     def to_json(self) -> str:
         """Write the record as one JSON line without the line's end; `name` and `begun_s` are left out."""
-        told = asdict(self)
-        del told["name"], told["begun_s"]
-        return json.dumps(told, separators=(",", ":"))
+        values = asdict(self)
+        del values["name"], values["begun_s"]
+        return json.dumps(values, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Posted:
-    """One end of a message that was asked for; what becomes of it is told by the `Transfer` of its end.
+    """One end of a message that was asked for; the `Transfer` of its end holds the outcome.
 
     Attributes:
         direction: Seen from the replica that recorded it.

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 _FILE = os.environ.get("LAB_STEP_FILE", "")
-_REPLICAS = {"thinwire.cli.main", "thinwire.cli.processes"}
+_REPLICAS = {"thinwire.cli.main", "replica", "elastic-replica", "standby-replica"}
 
-if _FILE and _REPLICAS.intersection(sys.orig_argv):
+if _FILE and _REPLICAS.intersection(sys.orig_argv[2:4]):
     from thinwire.training.loop import LocalPasses
 
     _backward = LocalPasses.backward

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.cli.output import log, print_error
+from thinwire.cli.processes import ELASTIC_REPLICA, STANDBY_REPLICA
 from thinwire.cli.run_watchdog import diagnosis_of, report_end
 from thinwire.elastic.admin_commands import COME
 from thinwire.elastic.coordinator_client import CoordinatorConnection, send_command
@@ -232,9 +233,9 @@ def replica_roles(count: int, *, first: int = 0) -> list[Role]:
     return [
         Role(
             name=f"replica-process {index}",
-            module="thinwire.cli.processes",
+            module=ELASTIC_REPLICA,
             arguments=(str(index),),
-            spare="thinwire.cli.elastic_spare",
+            spare=STANDBY_REPLICA,
         )
         for index in range(first, first + count)
     ]

@@ -32,7 +32,7 @@ _JOIN_S = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """The latest that each replica wrote."""
+    """Latest metrics of each replica."""
 
     total_steps: int
     steps: dict[int, StepMetrics] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class RunState:
         return next(reversed(join_evaluations(self.parts.values())), None)
 
     def is_evaluated(self, *, replicas: int) -> bool:
-        """Tell whether all parts of the last evaluation are there; the one at the end is replica 0's alone."""
+        """Return whether all parts of the last evaluation are there; the one at the end is replica 0's alone."""
         last = max((part.step for part in self.parts.values()), default=0)
         count = sum(part.step == last for part in self.parts.values())
         return count == replicas or (last == self.total_steps and count > 0)
@@ -76,12 +76,12 @@ class LiveView:
         console: Where to show it; stderr by default. On a terminal a table that stays in place, elsewhere one line for
             each of replica 0's log intervals.
         quiet: Show nothing.
-        period_s: Time between two looks at the files.
+        period_s: Seconds between two reads of the files.
         after_step: The step that a resumed run goes on from, None for a new run. What was written up to it has been
             said before, and what stands in the files beyond it is about to be cut off.
 
     Attributes:
-        state: The latest that each replica wrote.
+        state: Latest metrics of each replica.
         after_step: May be lowered until training goes on, where replicas have yet to agree on it.
     """
 
@@ -139,7 +139,7 @@ class LiveView:
         with Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
             while True:
                 is_last = self._stop.is_set()  # asked first: what came before the end is shown
-                self._look()
+                self._read_new()
                 live.update(
                     progress_table(self.state, replicas=len(self._tails), width=self._console.width), refresh=True
                 )
@@ -150,8 +150,8 @@ class LiveView:
     def _show_lines(self) -> None:
         while True:
             is_last = self._stop.is_set()
-            for words in self._look():
-                self._console.print(plain(words), soft_wrap=True)
+            for text in self._read_new():
+                self._console.print(plain(text), soft_wrap=True)
             if is_last:
                 return
             self._stop.wait(self._period_s)
@@ -168,39 +168,39 @@ class LiveView:
         is_of_step = isinstance(values, dict) and values.get("kind") in kinds
         return is_of_step and self.after_step is not None and values["step"] <= self.after_step
 
-    def _look(self) -> list[str]:
-        """Read what is new, and return what plain lines say of it."""
-        said = []
-        # Replica 0's line speaks of all replicas: it is read first, so that what they wrote before it is read too,
-        # and taken last.
+    def _read_new(self) -> list[str]:
+        """Read new lines, and return a line of text for each that is shown without a table."""
+        texts = []
+        # Replica 0's line holds the speed of all replicas: it is read first, so that what they wrote before it is
+        # read too, and taken last.
         new = {replica: self._tails[replica].new_lines() for replica in sorted(self._tails)}
         for replica in sorted(new, reverse=True):
             for line in new[replica]:
                 if self._is_earlier(line, kinds=("warning",)):
-                    continue  # looked at anew before training goes on
+                    continue  # read again before training goes on
                 kind = self.state.take(replica, line)
                 if kind == "error":
-                    said.append(f"replica {replica} failed: {self.state.errors[replica]}")
+                    texts.append(f"replica {replica} failed: {self.state.errors[replica]}")
                 elif kind == "warning":
-                    said.append(f"warning: {self.state.warnings[replica]}")
-                elif self._is_earlier(line):  # a file that was cut is read anew
+                    texts.append(f"warning: {self.state.warnings[replica]}")
+                elif self._is_earlier(line):  # a file that was cut is read again
                     continue
                 elif kind == "eval" and self.state.evaluation and self.state.is_evaluated(replicas=len(self._tails)):
-                    said.append(evaluation_words(self.state.evaluation))
+                    texts.append(evaluation_line(self.state.evaluation))
                 elif replica == 0 and kind == "step":
-                    said.append(progress_words(self.state))
-        return said
+                    texts.append(progress_line(self.state))
+        return texts
 
 
-def progress_words(state: RunState) -> str:
-    """Say in one line how far replica 0 is, with the speed of all replicas.
+def progress_line(state: RunState) -> str:
+    """Return replica 0's progress in one line, with the speed of all replicas.
 
     Example:
         >>> line = StepMetrics(
         ...     step=30, time_s=12.3, loss=5.1, tokens=30720, tokens_per_s=2500.0, compute_fraction=0.99,
         ...     sent_bytes=123, received_bytes=99, sent_bits_per_s=1e5, peak_bits_per_s=2e6, rounds_in_flight=1,
         ... )
-        >>> progress_words(RunState(total_steps=300, steps={0: line})).split("  ")[:4]
+        >>> progress_line(RunState(total_steps=300, steps={0: line})).split("  ")[:4]
         ['step 30/300', 'loss 5.100', '2.50 k tokens/s', 'computing 99 %']
     """
     line = state.steps[0]
@@ -213,8 +213,8 @@ def progress_words(state: RunState) -> str:
     )
 
 
-def evaluation_words(evaluation: EvaluationMetrics) -> str:
-    """Say the loss of the global parameters in one line."""
+def evaluation_line(evaluation: EvaluationMetrics) -> str:
+    """Return the loss of the global parameters in one line."""
     return f"step {evaluation.step}  validation loss of the global parameters {evaluation.val_loss:.4f}"
 
 
@@ -233,7 +233,7 @@ def progress_table(state: RunState, *, replicas: int, width: int) -> RenderableT
         if not is_wide:
             cells = {head: "\n".join(cells[part] for part in _STACKED[head]) for head in heads[3:]}
         table.add_row(str(replica), bar, f"{step}/{state.total_steps}", *(cells[head] for head in heads[3:]))
-    below = [plain(evaluation_words(state.evaluation))] if state.evaluation else []
+    below = [plain(evaluation_line(state.evaluation))] if state.evaluation else []
     if 0 in state.steps:
         below.append(plain(f"time {format_seconds(state.steps[0].time_s)}"))
     below += [plain(f"warning: {words}") for words in state.warnings.values()]

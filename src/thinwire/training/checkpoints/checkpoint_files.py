@@ -125,7 +125,8 @@ class CheckpointFiles:
         try:
             files = self._same_files(step, tensors)
             if files is None:
-                self.remove(step)
+                if step in self.folders():  # else the removal could take an empty folder from another replica
+                    self.remove(step)
                 files = {file: self._write_tensors(folder, file, tensors[file]) for file in self._tensor_files}
             self._storage.write(folder, self._json_file, [memoryview(self._json(step, files, state))])
         except ForeignCheckpoint:

@@ -1,4 +1,4 @@
-"""The state of an elastic run as a value and as bytes: what all replicas hold alike after a step, at any number.
+"""Global state of an elastic run, as a value and as bytes: what all replicas share after a step.
 
 One vector of bytes serves replicas that join, and is the same bits on every replica: tensors go by name, JSON has one
 spelling, and unused bytes are zero. Arrived bytes are untrusted input: each length is checked against the vector before
@@ -55,7 +55,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GlobalState:
-    """What all replicas of an elastic run hold alike after a step; it does not depend on how many they are.
+    """State that all replicas of an elastic run share after a step; it does not depend on their number.
 
     Two states are the same where `sha256` of both is.
 
@@ -63,7 +63,7 @@ class GlobalState:
         step: The cut: all rounds that were to be applied up to this step have been.
         parameters: The global parameters by the model's names, in its shapes, on the CPU. Tied parameters may stand
             under each of their names.
-        outer: What the outer optimizer remembers, by names such as `momentum.0`, on the CPU.
+        outer: State of the outer optimizer, by names such as `momentum.0`, on the CPU.
         note: All else, as plain JSON: dicts with texts as keys, lists, texts, finite numbers, bools and None.
 
     Raises:
