@@ -19,7 +19,7 @@ class Hand:
 
     def __init__(self, peer: int, number: int, payload: torch.Tensor | None = None, *, is_there: bool = True) -> None:
         self.peer, self.number, self.payload, self.is_there = peer, number, payload, is_there
-        self.envelope = Envelope(kind=Kind.LIBRARY, round_id=number)
+        self.envelope = Envelope(kind=Kind.BLOB, round_id=number)
         self.callbacks: list[Callable[[], None]] = []
         self.has_ended = False
         self.received: Received | None = None
@@ -169,7 +169,7 @@ def test_its_own_blobs_need_no_wire(wire: HandTransport) -> None:
         library.get(7, b"a", most_bytes=9).wait(deadline_s=0)
     waits = library.get(7, b"c", most_bytes=9)
     library.close()
-    with pytest.raises(TransportError, match="the library was closed"):
+    with pytest.raises(TransportError, match="the blob store was closed"):
         waits.wait(deadline_s=0)
 
 

@@ -192,7 +192,7 @@ def test_asks_are_bounded_at_both_ends_and_answers_make_room() -> None:
         ends.ask().wait(deadline_s=0)
     ends.carry()
     assert len(ends.heard[1]) == MAX_REQUESTS
-    with pytest.raises(FrameError, match=f"more than {MAX_REQUESTS} asks"):
+    with pytest.raises(FrameError, match=f"more than {MAX_REQUESTS} requests"):
         ends.links[1].take(memoryview(write(RequestFrame(number=1 << 40, name=b"x"))))
     for number in range(3):
         ends.answer(number, content(1))
