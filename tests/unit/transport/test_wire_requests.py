@@ -164,7 +164,7 @@ def test_an_ask_of_an_earlier_connection_is_never_answered_over_the_next() -> No
         ask.wait(deadline_s=0)
     ends.connect()
     answer = ends.answer(0, content(5))
-    with pytest.raises(PeerLost, match="does not wait for the answer"):
+    with pytest.raises(PeerLost, match="does not wait for the response"):
         answer.wait(deadline_s=0)
     later = ends.ask()
     ends.carry()
