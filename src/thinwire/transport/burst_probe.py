@@ -1,7 +1,7 @@
 """Burst probe: timed bursts between the hosts of a job, which measure links that a collective leaves idle.
 
 A ring uses one link of each host. Only other links show whether that link, its sender or its receiver is slow. Each
-host sends `BURST_BYTES` to one other host at a time. That host answers when all bytes have arrived, with the bytes of the
+host sends `BURST_BYTES` to one other host at a time. It answers when all bytes have arrived, with the bytes of the
 job that arrived meanwhile. Received bytes are counted and dropped; only addresses of the job's hosts are accepted.
 """
 

@@ -1,4 +1,4 @@
-"""Asks over a connection without a socket: one answer each, bounds, and none of an earlier connection."""
+"""Requests over a connection without a socket: one response each, bounds, none of an earlier connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages of a connection without a socket: bounds, order, windows, pace."""
+"""Peer and flow control without a socket: bounds, order, windows, pacing."""
 
 from __future__ import annotations
 
