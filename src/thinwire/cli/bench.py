@@ -114,7 +114,7 @@ def _bench(options: BenchWireOptions, wanted: Sequence[Any]) -> int:
 def _cells(options: BenchWireOptions) -> Any:
     from thinwire.lab.settings import parse_loss
     from thinwire.lab.wire_benchmark.contenders import CONTENDERS, contender
-    from thinwire.lab.wire_benchmark.grid import BenchWire, cells, check_numbers, paced
+    from thinwire.lab.wire_benchmark.runner import BenchWire, cells, check_numbers, paced
     from thinwire.units import parse_rate, parse_seconds
 
     names = options.contender or tuple(CONTENDERS)
