@@ -1,4 +1,4 @@
-"""Shard of a parameter on this rank: the parameter itself, or the local shard of a DTensor (FSDP2, tensor parallelism)."""
+"""Shard of a parameter on this rank: itself, or the local shard of a DTensor (FSDP2, tensor parallelism)."""
 
 from __future__ import annotations
 

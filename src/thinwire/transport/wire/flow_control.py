@@ -90,6 +90,7 @@ class ReceiveWindow:
     def _adapt(self, bytes_per_s: float) -> None:
         before, self._smaller_bytes_per_s = self._smaller_bytes_per_s, None
         if before is not None and bytes_per_s < _GAIN * before:
+            # doubling did not raise the rate: the link, not the window, is the limit
             self.num_bytes = max(self._least, self.num_bytes // 2)
             self._left_epochs = _EPOCHS_UNTIL_RETRY
             return
@@ -98,6 +99,7 @@ class ReceiveWindow:
             if self._left_epochs > 0:
                 return
         if self.num_bytes < self._most:
+            # double on trial; the next epoch compares its rate with this one's
             self._smaller_bytes_per_s = bytes_per_s
             self.num_bytes *= 2
 
@@ -216,6 +218,7 @@ class OutgoingMessages:
             outgoing.transfer.fail(error_of(outgoing.transfer))
 
     def _has_room(self, num_bytes: int) -> bool:
+        # the receiver keeps no more unexpected messages than these, and disconnects a sender that exceeds them
         return len(self._unmatched) < MAX_UNEXPECTED and self._unmatched_bytes + num_bytes <= MAX_UNEXPECTED_BYTES
 
     def _open(self, outgoing: _Outgoing) -> MessageStart:
@@ -415,6 +418,7 @@ class IncomingMessages:
             self.replies.append(MessageRefused(number=number))
             transfer.fail(error)
             return
+        # allocated only now: the size is that of a posted receive, not whatever a peer announces
         message = torch.empty(message_bytes, dtype=torch.uint8)
         message[: opening.numel()] = opening
         room = _Incoming(
@@ -448,6 +452,8 @@ class IncomingMessages:
         room.transfer.succeed(room.message)
 
     def _send_credit(self, number: int, room: _Incoming) -> None:
+        # Messages that arrive at the same time share the window. Credit is renewed at half of it, so that the sender
+        # need not wait a round trip; with less than two parts it would stop after each.
         share = max(2 * PART_BYTES, self._window.num_bytes // len(self._arriving))
         if room.asked < len(room.view) and room.asked - room.arrived <= share // 2:
             room.asked = min(len(room.view), room.arrived + share)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VERSION = 1
+# First bytes of a message, which may be sent without credit; further parts are short, so that messages interleave.
 OPENING_BYTES = 1 << 16
 PART_BYTES = 1 << 15
 MOST_MESSAGE_BYTES = 1 << 48

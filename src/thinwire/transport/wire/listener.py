@@ -130,6 +130,7 @@ class Listener:
                 asked = self.decider.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
+            # request: identity, empty, version, request id, domain, address, routing id, mechanism, client key
             if len(asked) != 9 or asked[7] != b"CURVE":
                 code, replica = UNKNOWN, -1
             else:
@@ -192,6 +193,7 @@ class Listener:
 
     def turn_away(self, found: ReceivedFrame) -> None:
         """Close a connection that proved a key but broke the protocol."""
+        # a ROUTER cannot disconnect one peer, so its socket is shut down under libzmq
         _, tap = self._unproven.get(found.fd, (0.0, None))
         (tap or KernelConnection(found.fd)).shut()
 
