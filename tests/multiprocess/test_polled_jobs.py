@@ -320,7 +320,7 @@ def shard_without_work(folder: str) -> dict[str, Any]:
     usual = compat.unboxed_work
     compat.unboxed_work = lambda result: usual(result).wait() and None
     watching_module.calls_on_gpus = lambda kind, device: True  # type: ignore[assignment]
-    watching_module.WatchedGroups = partial(CollectiveHooks, mark=PassedSoon)  # type: ignore[assignment, misc]
+    watching_module.CollectiveHooks = partial(CollectiveHooks, mark=PassedSoon)  # type: ignore[assignment, misc]
     with thinwire.watch(f"{folder}/marked", gpu_calls=True) as watching:
         marked = train_sharded()
     dist.destroy_process_group()

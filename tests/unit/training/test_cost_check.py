@@ -250,7 +250,7 @@ def rates_where_a_replica_says(note: Mapping[str, Any], monkeypatch: pytest.Monk
     def lying(told: Mapping[str, Any], *, transport: Transport, **rest: Any) -> list[dict[str, Any]]:
         return all_gather_json(note if told and transport.replica == 1 else told, transport=transport, **rest)
 
-    monkeypatch.setattr(cost_check, "tell_all", lying)
+    monkeypatch.setattr(cost_check, "all_gather_json", lying)
     return list(thinwire.run_replicas(2, lambda transport: measure_rate(transport, number=3, deadline_s=10)))
 
 
