@@ -40,7 +40,7 @@ from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.journal import Journal
 from thinwire.elastic.protocol import VERSION, Message, decode, encode
 from thinwire.errors import ConnectError, PayloadError, ThinwireError
-from thinwire.lab.channel import Channel
+from thinwire.lab.daemon_client import Channel
 from thinwire.monitor.active_test.wire_tests import cells_of, read_flow, read_object, read_pair, seconds_of
 from thinwire.monitor.dashboard.server import DashboardServer, Feed
 from thinwire.monitor.dashboard.snapshot import RunFollower

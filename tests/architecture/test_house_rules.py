@@ -61,7 +61,7 @@ def test_a_slip_is_seen(name: str, source: str) -> None:
     [
         ("transport/group.py", "import torch.distributed as dist\ndist.barrier()"),
         ("compat.py", "from torch.distributed.tensor import DTensor"),
-        ("lab/wire_benchmark/reference_ddp.py", "import torch.distributed as dist\ndist.all_reduce(tensor)"),
+        ("lab/wire_benchmark/reference_trainers.py", "import torch.distributed as dist\ndist.all_reduce(tensor)"),
         ("cli/train.py", "import os\nprint(os.environ)"),
         ("transport/connect.py", "import os\nos.environ.get('RANK')"),
         ("lab/namespace_daemon.py", "import os\nenvironment = {**os.environ}"),

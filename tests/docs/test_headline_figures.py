@@ -20,9 +20,8 @@ import pytest
 from markdown_pages import ROOT
 
 from tests.hostile_inputs import SENDERS
-from thinwire.lab.wire_benchmark.grid import BenchWire
 from thinwire.lab.wire_benchmark.result_table import ResultRow, rows
-from thinwire.lab.wire_benchmark.runner import summary
+from thinwire.lab.wire_benchmark.runner import BenchWire, summary
 from thinwire.units import format_bytes
 
 RESULTS = ROOT / "benchmarks" / "results"

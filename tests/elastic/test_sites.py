@@ -144,7 +144,7 @@ def test_of_many_that_hold_a_decided_part_those_of_the_own_site_are_asked_first(
 
 def test_only_what_was_sent_well_and_is_large_enough_tells_a_rate() -> None:
     session = CoordinatorSession(replica=0, interval_steps=4, send=lambda kind, **fields: None)
-    common = {"peer": 1, "kind": "library", "round_id": 0, "fragment": 0, "phase": 0, "started_s": 1.0}
+    common = {"peer": 1, "kind": "blob", "round_id": 0, "fragment": 0, "phase": 0, "started_s": 1.0}
     for direction, num_bytes, error in (("received", 1 << 20, ""), ("sent", 1 << 20, "lost"), ("sent", 100, "")):
         note_rate(session, Transfer(
             direction=direction, payload_bytes=num_bytes, wire_bytes=num_bytes, finished_s=2.0, error=error, **common

@@ -55,7 +55,7 @@ def test_every_size_is_pulled_whole_before_and_after_its_publication_and_is_coun
         for one in (low, high):
             until(lambda one=one: one.recording.log.totals("sent").wire_bytes == moved)
             assert one.recording.log.totals("received").wire_bytes == moved
-            assert {record.kind for record in one.recording.log} == {"library"}
+            assert {record.kind for record in one.recording.log} == {"blob"}
 
 
 def test_eight_replicas_pull_from_each_other_at_once() -> None:
@@ -184,7 +184,7 @@ def test_a_late_answer_to_an_ask_of_a_broken_connection_is_lost_by_name() -> Non
         until(lambda: not one.wire.is_connected(0))
         one.wait_for(zero)
         answer = one.wire.respond(*wants[0], torch.zeros(9, dtype=torch.uint8))
-        with pytest.raises(PeerLost, match="replica 0 does not wait for the answer to its ask any more"):
+        with pytest.raises(PeerLost, match="replica 0 does not wait for the response to its request any more"):
             answer.wait(deadline_s=SOON_S)
 
 
@@ -230,7 +230,7 @@ def test_who_asks_without_an_end_is_disconnected_for_good() -> None:
         links: Any = zero.wire._loop.peers
         zero.wire._loop.call_soon(lambda: links[1]._requests.frames.append(RequestFrame(number=1 << 40, name=b"x")))
         until(lambda: not one.wire.is_connected(0))
-        with pytest.raises(PeerLost, match=f"replica 0 sent more than {MAX_REQUESTS} asks without an answer"):
+        with pytest.raises(PeerLost, match=f"replica 0 sent more than {MAX_REQUESTS} requests without a response"):
             one.library.get(0, b"x", most_bytes=1).wait(deadline_s=SOON_S)
         until(lambda: one.library.num_waiting == 0)
         time.sleep(1.5)

@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
 def _cells(options: BenchWireOptions) -> Any:
     from thinwire.lab.settings import parse_loss
     from thinwire.lab.wire_benchmark.contenders import CONTENDERS, contender
-    from thinwire.lab.wire_benchmark.grid import BenchWire, cells, check_numbers, paced
+    from thinwire.lab.wire_benchmark.runner import BenchWire, cells, check_numbers, paced
     from thinwire.units import parse_rate, parse_seconds
 
     names = options.contender or tuple(CONTENDERS)

@@ -3,11 +3,15 @@
 `python -m thinwire.lab.namespace_daemon FILE` talks to the lab over a socket. It is started as two processes: the outer
 one only waits, the inner one is the first of a process namespace, so that the kernel ends every command when it ends.
 The inner one ends when the lab closes the socket or dies.
+
+A host has namespaces for network, host name, mounts and processes. They are held by open files of one process: when it
+ends, the kernel removes them, their interfaces and every process in them. Nothing of a lab is left behind. Linux only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -20,16 +24,139 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from thinwire.errors import LabError
 from thinwire.lab import network_commands as commands
-from thinwire.lab.channel import Channel
 from thinwire.lab.counters import CounterSampler
-from thinwire.lab.namespaces import HostNamespaces, become_init_process, enter_namespaces, make_host
+from thinwire.lab.daemon_client import Channel
 from thinwire.lab.settings import LabSettings
+
+_NEW_MOUNTS, _NEW_NAMES, _NEW_IPC = 0x0002_0000, 0x0400_0000, 0x0800_0000
+_NEW_USERS, _NEW_PIDS, _NEW_NETWORK = 0x1000_0000, 0x2000_0000, 0x4000_0000
+_RECURSIVE, _PRIVATE, _BIND = 0x4000, 0x4_0000, 0x1000
+_DIE_WITH_PARENT = 1
+_KINDS = ("net", "uts", "mnt")
+
+
+def enter_namespaces(*, as_user: bool) -> None:
+    """Give this process namespaces of its own; its next child is the first process of a new process namespace.
+
+    Args:
+        as_user: Whether to become root in a user namespace first, where the real user is not root.
+
+    Raises:
+        LabError: The kernel refuses; names the remedy.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    if as_user:
+        _call("unshare", _NEW_USERS, what="make a user namespace")
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    kinds = _NEW_MOUNTS | _NEW_NAMES | _NEW_IPC | _NEW_PIDS | _NEW_NETWORK
+    _call("unshare", kinds, what="make namespaces")
+    # nothing that is mounted in here may be seen outside
+    _mount(None, "/", None, _RECURSIVE | _PRIVATE)
+    _silence_ipv6("all")
+
+
+def become_init_process() -> None:
+    """Set up the first process of the new process namespace; everything in it dies with this process."""
+    _call("prctl", _DIE_WITH_PARENT, 9, 0, 0, 0, what="bind this process to its parent")
+    _mount("proc", "/proc", "proc", 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostNamespaces:
+    """One host's namespaces, alive as long as these files are open.
+
+    Attributes:
+        network: File of the network namespace.
+        name: File of the one that holds the hostname.
+        mounts: File of the one that holds the mounts.
+        device_counters: The host's `/proc/net/dev`, opened inside.
+    """
+
+    network: int
+    name: int
+    mounts: int
+    device_counters: int
+
+    @property
+    def network_path(self) -> str:
+        """A path that a child process with the same open files may use."""
+        return f"/proc/self/fd/{self.network}"
+
+    def network_id(self) -> int:
+        """Return the number of the network namespace, as `/proc/PID/ns/net` shows it."""
+        return os.fstat(self.network).st_ino
+
+    def enter(self) -> None:
+        """Move this process (of a single thread) onto the host."""
+        for file in (self.network, self.name, self.mounts):
+            _call("setns", file, 0, what="enter a host")
+
+
+def make_host(hostname: str, *, hosts_file: Path) -> HostNamespaces:
+    """Make a host and come back.
+
+    Args:
+        hostname: Its name.
+        hosts_file: What it shall see as `/etc/hosts`.
+    """
+    here = Path.cwd()
+    with _back_home():
+        _call("unshare", _NEW_NETWORK | _NEW_NAMES | _NEW_MOUNTS, what="make a host")
+        socket.sethostname(hostname)
+        _mount(str(hosts_file), "/etc/hosts", None, _BIND)
+        with contextlib.suppress(LabError):  # some containers forbid it; few programs look there
+            _mount("sysfs", "/sys", "sysfs", 0)
+        _silence_ipv6("default")
+        network, name, mounts = (os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in _KINDS)
+        device_counters = os.open("/proc/self/net/dev", os.O_RDONLY)
+    os.chdir(here)
+    return HostNamespaces(network=network, name=name, mounts=mounts, device_counters=device_counters)
+
+
+def _silence_ipv6(which: str) -> None:
+    switch = Path(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6")
+    if switch.exists():
+        switch.write_text("1")  # its chatter would be counted
+
+
+@contextlib.contextmanager
+def _back_home() -> Iterator[None]:
+    homes = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in _KINDS]
+    try:
+        yield
+    finally:
+        for home in homes:
+            _call("setns", home, 0, what="come back from a host")
+            os.close(home)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int) -> None:
+    encoded = [None if text is None else text.encode() for text in (source, target, kind)]
+    _call("mount", *encoded, ctypes.c_ulong(flags), None, what=f"mount {target}")
+
+
+def _call(name: str, *arguments: object, what: str) -> None:
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    if function(*arguments) != 0:
+        reason = os.strerror(ctypes.get_errno())
+        raise LabError(f"the kernel does not let this user {what}: {reason}; {_REMEDY}")
+
+
+_REMEDY = (
+    "run as root, or allow user namespaces (sysctl user.max_user_namespaces, "
+    "kernel.apparmor_restrict_unprivileged_userns=0); in a container, start it with --privileged; "
+    "`thinwire lab doctor` says more"
+)
+
 
 _TUN = "/dev/net/tun"
 _SET_INTERFACE, _TAP, _NO_PACKET_INFO = 0x4004_54CA, 0x0002, 0x1000
@@ -95,9 +222,9 @@ class LabNetwork:
                     lines = [f"qdisc replace dev {interface} root pfifo", f"qdisc del dev {interface} root", *lines]
                 run(tool, lines, host_namespaces=host_namespaces if on_host else None)
                 self._done[host, place] = wanted  # what was refused is tried again at the next change
-        self._tell_relay()
+        self._configure_relay()
 
-    def _tell_relay(self) -> None:
+    def _configure_relay(self) -> None:
         if self._control is not None:
             os.write(self._control, json.dumps(self._settings.to_json()).encode() + b"\n")
 
@@ -128,7 +255,7 @@ class LabNetwork:
         process.returncode = 0  # the daemon waits for all its children
         for file in files:
             os.close(file)
-        self._tell_relay()
+        self._configure_relay()
         return process.pid
 
 

@@ -1,4 +1,4 @@
-"""The transport's promise: messages from replica to replica, each with a deadline."""
+"""Interface of transports: messages from replica to replica, each with a deadline."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import torch
 
 from thinwire.errors import DeadlineExceeded, TransportError
 
-# Where replicas come and go, their numbers only grow and are never used twice.
+# In an open set, replica numbers only grow and are never used twice.
 MOST_REPLICAS = 1 << 20
 
 
 class Kind(IntEnum):
-    """What a message belongs to; part of its header and of its tag."""
+    """Purpose of a message; part of its header and of its tag."""
 
     ROUND = 1
     SETUP = 2
     BUFFERS = 3
     CONTROL = 4
-    LIBRARY = 5
+    BLOB = 5
 
     @property
     def label(self) -> str:
-        """The kind as records and messages name it."""
+        """The kind's name in records and errors."""
         return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """What sender and receiver must agree on before a byte moves, and what the header proves.
+    """Identity and size of a message, on which sender and receiver agree beforehand; the header proves it.
 
     Attributes:
-        kind: What the message belongs to.
+        kind: Purpose of the message.
         round_id: The round, counted from 0 (for other kinds: their own running number).
         fragment: The fragment, counted from 0.
         phase: 0 for a round's first message, 1 for the second of a two-phase exchange.
@@ -45,10 +45,10 @@ class Envelope:
         payload_bytes: Size of the payload; for a receiver that `takes_less`, the most it can be.
         takes_less: For a receiver: whether the payload may be shorter. It does not travel.
         reference_hash: Hash of the global value that the payload refers to, 0 for none. It is not compared on
-            arrival: the engine compares it over all replicas, so that it can name the odd one. In the answer to an
-            ask it is 1 where the payload is what was asked for, and 0 where that is not there and will not come.
-        spread_s: A word to the sender's own transport, which does not travel: hand the message to the wire over so many
-            seconds, not at once. A transport may ignore it.
+            arrival: the engine compares it over all replicas, so that it can name the odd one. In the response to a
+            request it is 1 if the payload is the requested blob, and 0 if that is not there and will not be.
+        spread_s: Seconds over which the sender's own transport should spread the message. It does not travel; a
+            transport may ignore it.
     """
 
     kind: Kind
@@ -78,10 +78,10 @@ class Received:
 
 
 class Pending(Protocol):
-    """A transfer on its way."""
+    """A transfer in flight."""
 
     def done(self) -> bool:
-        """Tell, without waiting, whether `wait` would return or raise at once."""
+        """Return, without waiting, whether `wait` would return or raise at once."""
         ...
 
     def wait(self, *, deadline_s: float) -> Received | None:
@@ -107,9 +107,9 @@ class Transport(Protocol):
 
     Attributes:
         replica: This replica's number, 0 to `num_replicas - 1`.
-        num_replicas: How many replicas take part.
-        runs_in_background: Whether an exchange may be driven from a thread of its own. The loopback transport
-            says no: there, everything happens in one deterministic order.
+        num_replicas: Number of replicas.
+        runs_in_background: Whether an exchange may be driven from a thread of its own. It may not over the loopback
+            transport, where everything happens in one deterministic order.
     """
 
     @property
@@ -119,7 +119,7 @@ class Transport(Protocol):
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas take part."""
+        """Number of replicas."""
         ...
 
     @property
@@ -136,42 +136,42 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back sockets and threads; closing twice is fine."""
+        """Release sockets and threads; may be called again."""
         ...
 
 
 class Request(Pending, Protocol):
-    """What one replica asked another for, on its way."""
+    """Request to another replica, and its response, in flight."""
 
     envelope: Envelope
 
     def cancel(self) -> None:
-        """Wait for it no longer; where the answer comes all the same it is thrown away."""
+        """Cancel it; a response that still arrives is dropped."""
         ...
 
     def on_finish(self, callback: Callable[[], None]) -> None:
-        """Call back once when it ended either way, at once when it has."""
+        """Call back once when it ended, well or not; at once if it has."""
         ...
 
 
 class Response(Pending, Protocol):
-    """What one replica answers another, on its way."""
+    """Response to another replica's request, in flight."""
 
     envelope: Envelope
 
     def on_finish(self, callback: Callable[[], None]) -> None:
-        """Call back once when it ended either way, at once when it has."""
+        """Call back once when it ended, well or not; at once if it has."""
         ...
 
 
 @runtime_checkable
 class RequestTransport(Transport, Protocol):
-    """A transport on which replicas also ask each other for things by name, as `WireTransport` does.
+    """A transport over which replicas also request blobs from each other by name, as `WireTransport`.
 
     Attributes:
-        on_request: Called with a replica, the number of its ask and the name that it asks for.
-        on_cancel: Called with a replica and the number of an ask for whose answer nobody waits any more.
-        on_lost: Called with a replica whose connection ended, and its asks with it.
+        on_request: Called with a replica, the number of its request and the requested name.
+        on_cancel: Called with a replica and the number of a cancelled request.
+        on_lost: Called with a replica whose connection ended; its requests have ended too.
     """
 
     on_request: Callable[[int, int, bytes], None] | None
@@ -179,13 +179,13 @@ class RequestTransport(Transport, Protocol):
     on_lost: Callable[[int], None] | None
 
     def request(self, source: int, name: bytes, *, most_bytes: int) -> Request:
-        """Ask another replica for what it has, or will have, under a name."""
+        """Request a blob that another replica has, or will have."""
         ...
 
     def respond(
         self, peer: int, number: int, payload: torch.Tensor, *, is_there: bool = True, crc: int | None = None
     ) -> Response:
-        """Answer an ask; the payload is not copied, and must stay as it is until the transfer ends."""
+        """Respond to a request; the payload is not copied, and must not change until the transfer ends."""
         ...
 
 
@@ -221,12 +221,12 @@ def step_aside(transport: Transport) -> bool:
 
 
 class TransferFuture:
-    """A `Pending` that also announces its end.
+    """A `Pending` that calls back when it ends.
 
     Args:
-        peer_name: The other end, as errors name it.
-        envelope: What the message is.
-        verb: What the peer is to do: "send" or "take".
+        peer_name: The other end's name in errors.
+        envelope: The message's envelope.
+        verb: The peer's part: "send" or "take".
     """
 
     def __init__(self, *, peer_name: str, envelope: Envelope, verb: str) -> None:
@@ -240,15 +240,15 @@ class TransferFuture:
         self._error: TransportError | None = None
 
     def describe(self) -> str:
-        """Name what is under way in an error's text."""
+        """Name the transfer in an error's text."""
         return self._envelope.describe()
 
     def done(self) -> bool:
-        """Tell, without waiting, whether `wait` would return or raise at once."""
+        """Return, without waiting, whether `wait` would return or raise at once."""
         return self._finished.is_set()
 
     def wait(self, *, deadline_s: float) -> Received | None:
-        """Wait until the transfer is done; a wait that ran out can be tried again."""
+        """Wait until the transfer is done; after a time-out it may be called again."""
         if not self._finished.wait(timeout=max(0.0, deadline_s)):
             raise DeadlineExceeded(
                 f"{self._peer_name} did not {self._verb} {self.describe()} within {deadline_s:.3g} s, the "
@@ -259,7 +259,7 @@ class TransferFuture:
         return self._received
 
     def on_finish(self, callback: Callable[[], None]) -> None:
-        """Call back once when the transfer ended either way, from the thread that ends it, or at once when it has."""
+        """Call back once when the transfer ended, well or not, from the thread that ends it; at once if it has."""
         with self._lock:
             if not self._finished.is_set():
                 self._callbacks.append(callback)
@@ -267,7 +267,7 @@ class TransferFuture:
         callback()
 
     def _end(self, error: TransportError | None) -> None:
-        """End, once: well with what `_received` holds, or with an error."""
+        """End once: with the message in `_received`, or with an error."""
         with self._lock:
             if self._finished.is_set():
                 return

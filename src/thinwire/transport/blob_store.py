@@ -20,22 +20,22 @@ from thinwire.errors import NotThere, TransportError
 from thinwire.transport.base import Envelope, Kind, Received, Request, RequestTransport, TransferFuture
 from thinwire.transport.wire.flow_control import ReceiveWindow
 
-# Of bulk on its way at a time: on a thin wire the least, on a far one as many as make it come faster.
+# Bulk responses in flight: the least on a slow link, more on a distant one as long as that raises the rate.
 LEAST_BULK, MOST_BULK = 2, 8
-# How long bulk may be held back by others.
+# Longest time that other responses may hold bulk back.
 LONGEST_HOLD_S = 1.0
-# An answer that takes longer goes on, but a replica that does not take it keeps nobody else from theirs.
+# A response that takes longer continues, but does not count any more: a stuck replica must not delay the others.
 LONGEST_PLACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobRequest:
-    """An ask that a library answers.
+    """A request of another replica.
 
     Attributes:
-        peer: Who asked.
-        number: Of the ask.
-        name: What for.
+        peer: The requesting replica.
+        number: The request's number.
+        name: The blob's name.
     """
 
     peer: int
@@ -44,47 +44,47 @@ class BlobRequest:
 
 
 class SendScheduler:
-    """The answers that are on their way, and the bulk that waits; replicas take turns.
+    """Scheduler of responses: bulk yields to all others, but never starves; replicas take turns.
 
-    A bulk answer begins while fewer of them than a window are on their way, and no other answer; where others are, one
-    at a time begins all the same after `LONGEST_HOLD_S` in which no bulk was on its way.
+    A bulk response starts if fewer than a window of them are in flight, and no other response is. While others are in
+    flight, one bulk response at a time starts after `LONGEST_HOLD_S` without bulk in flight.
 
     Example:
-        >>> lanes = SendScheduler()
-        >>> lanes.begin_other()
-        >>> lanes.add(BlobRequest(peer=3, number=0, name=b"state/0"), now_s=0.0)
-        >>> lanes.next_bulk(now_s=0.5), lanes.due_s()
+        >>> scheduler = SendScheduler()
+        >>> scheduler.begin_other()
+        >>> scheduler.add(BlobRequest(peer=3, number=0, name=b"state/0"), now_s=0.0)
+        >>> scheduler.next_bulk(now_s=0.5), scheduler.due_s()
         (None, 1.0)
-        >>> lanes.end_other()
-        >>> lanes.next_bulk(now_s=0.5).name
+        >>> scheduler.end_other()
+        >>> scheduler.next_bulk(now_s=0.5).name
         b'state/0'
     """
 
     def __init__(self) -> None:
         self._waiting: dict[int, deque[BlobRequest]] = {}
         self._began_s: dict[BlobRequest, float] = {}
-        self._window = ReceiveWindow(least=LEAST_BULK, most=MOST_BULK)  # it counts answers here
+        self._window = ReceiveWindow(least=LEAST_BULK, most=MOST_BULK)  # in responses, not bytes
         self._others = 0
         self._held_since_s = 0.0
 
     @property
     def num_waiting(self) -> int:
-        """How many bulk answers wait."""
+        """Number of bulk responses that wait."""
         return sum(len(orders) for orders in self._waiting.values())
 
     def add(self, order: BlobRequest, *, now_s: float) -> None:
-        """Have a bulk answer wait for its turn.
+        """Queue a bulk response.
 
         Args:
-            order: The ask.
-            now_s: Seconds that only grow.
+            order: The request.
+            now_s: Monotonic time in seconds.
         """
         if not self._waiting and not self._began_s:
             self._held_since_s = now_s
         self._waiting.setdefault(order.peer, deque()).append(order)
 
     def begin_other(self) -> None:
-        """Count an answer that is not bulk and on its way."""
+        """Count a response in flight that is not bulk."""
         self._others += 1
 
     def end_other(self) -> None:
@@ -92,7 +92,7 @@ class SendScheduler:
         self._others -= 1
 
     def next_bulk(self, *, now_s: float) -> BlobRequest | None:
-        """Return the bulk answer that may begin now, and count it as on its way; None where none may."""
+        """Return the bulk response that may start now, and count it as in flight; None if none may."""
         due_s = self.due_s(now_s=now_s)
         if due_s is None or due_s > now_s:
             return None
@@ -105,16 +105,16 @@ class SendScheduler:
         return order
 
     def end_bulk(self, order: BlobRequest, *, now_s: float) -> None:
-        """Count a bulk answer no longer."""
+        """Count a bulk response no longer."""
         del self._began_s[order]
         self._held_since_s = now_s
         if self._others or not self._waiting:
-            self._window.pause()  # what it would measure is not the wire
+            self._window.pause()  # the rate would not be the link's
         else:
             self._window.observe(1, now_s=now_s)
 
     def drop(self, order: BlobRequest) -> bool:
-        """Forget a bulk answer that waits; tell whether there was one."""
+        """Drop a bulk response that waits; return whether there was one."""
         orders = self._waiting.get(order.peer)
         if orders is None or order not in orders:
             return False
@@ -124,11 +124,11 @@ class SendScheduler:
         return True
 
     def drop_all_of(self, peer: int) -> None:
-        """Forget what waits for a replica."""
+        """Drop all that waits for a replica."""
         self._waiting.pop(peer, None)
 
     def due_s(self, *, now_s: float = 0.0) -> float | None:
-        """Return from when on a bulk answer may begin if nothing else happens, None where none waits."""
+        """Return when the next bulk response may start if nothing else happens, None if none waits."""
         if not self._waiting:
             return None
         places_s = sorted(began_s + LONGEST_PLACE_S for began_s in self._began_s.values())
@@ -141,7 +141,7 @@ class SendScheduler:
         return now_s
 
 
-# Names whose blobs were withdrawn, the oldest of which is forgotten: whatever is old for good is told by `is_past`.
+# Names of withdrawn blobs that are kept; `is_past` covers older ones.
 MOST_WITHDRAWN = 1 << 16
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -154,40 +154,40 @@ class _Blob:
 
 
 class _LocalRequest(TransferFuture):
-    """An ask of this replica for what it will publish itself."""
+    """Request of this replica for a blob that it will publish itself."""
 
     def __init__(self, *, replica: int, name: bytes, leave: Callable[[_LocalRequest], bool]) -> None:
-        self.envelope = Envelope(kind=Kind.LIBRARY, round_id=0)
+        self.envelope = Envelope(kind=Kind.BLOB, round_id=0)
         super().__init__(peer_name=f"replica {replica}", envelope=self.envelope, verb="publish")
         self.name = name
         self._stop_waiting = leave
 
     def describe(self) -> str:
-        """Name what is asked for in an error's text."""
+        """Name the blob in an error's text."""
         return f"blob {ascii(self.name)[1:]}"
 
     def give(self, payload: torch.Tensor | None) -> None:
-        """End with what was asked for, or without it."""
+        """Complete with the blob, or without it."""
         found = _NOTHING if payload is None else payload
         self._received = Received(payload=found, reference_hash=int(payload is not None))
         self._end(None)
 
     def cancel(self) -> None:
-        """Wait for it no longer."""
+        """Cancel it."""
         self._stop_waiting(self)
         self._end(TransportError(f"{self.describe()} is not wanted any more"))
 
     def close(self) -> None:
-        """End because the library closes."""
-        self._end(TransportError(f"the library was closed while {self.describe()} was waited for"))
+        """Fail because the store closes."""
+        self._end(TransportError(f"the blob store was closed while {self.describe()} was waited for"))
 
 
 class BlobFetch:
-    """A blob on its way from a library.
+    """Fetch of a blob from a replica's store.
 
     Args:
         source: The replica that has it.
-        name: Of the blob.
+        name: The blob's name.
         ask: The transfer.
     """
 
@@ -197,22 +197,22 @@ class BlobFetch:
         self._ask = ask
 
     def done(self) -> bool:
-        """Tell, without waiting, whether `wait` would return or raise at once."""
+        """Return, without waiting, whether `wait` would return or raise at once."""
         return self._ask.done()
 
     def wait(self, *, deadline_s: float) -> torch.Tensor:
-        """Wait for the blob; a wait that ran out can be tried again.
+        """Wait for the blob; after a time-out it may be called again.
 
         Args:
             deadline_s: Seconds from now.
 
         Returns:
-            The payload, uint8, `(payload_bytes,)`; it is not to be written to.
+            The payload, uint8, `(payload_bytes,)`; it must not be written to.
 
         Raises:
-            DeadlineExceeded: It has not come in time.
+            DeadlineExceeded: It has not arrived in time.
             NotThere: The replica does not have it, and will not.
-            PeerLost: The connection broke, or the replica does not take part.
+            PeerLost: The connection broke, or the replica is not in the set.
             PayloadError: It is damaged, or larger than it may be.
         """
         received = self._ask.wait(deadline_s=deadline_s)
@@ -222,22 +222,22 @@ class BlobFetch:
         return received.payload
 
     def cancel(self) -> None:
-        """Wait for it no longer."""
+        """Cancel it."""
         self._ask.cancel()
 
     def on_finish(self, callback: Callable[[], None]) -> None:
-        """Call back once when it ended either way, from the thread that ends it, or at once when it has."""
+        """Call back once when it ended, well or not, from the thread that ends it; at once if it has."""
         self._ask.on_finish(callback)
 
 
 class BlobStore:
-    """What this replica has for others, and its way to what they have. Safe between threads.
+    """Blobs of this replica for others, and access to theirs. Thread-safe.
 
     Args:
-        transport: Carries asks and answers; the library takes its `on_request`, `on_cancel` and `on_lost`. It is made
-            before others can ask.
-        is_past: Tells of a name that is not published whether it never will be, so that nobody waits for it; it is
-            called from the transport's thread, and must be quick.
+        transport: Carries requests and responses; the store sets its `on_request`, `on_cancel` and `on_lost`. Make the
+            store before others can send requests.
+        is_past: Returns whether an unpublished name will never be published, so that no replica waits for it; called
+            from the transport's thread, it must be quick.
 
     Example:
         >>> from thinwire.transport.secret import Secret
@@ -281,18 +281,18 @@ class BlobStore:
 
     @property
     def bulk_unwanted_s(self) -> float:
-        """Seconds since another replica asked last for bulk that is here; infinite where none has."""
+        """Seconds since the last request of another replica for bulk that is here; infinite without one."""
         return time.monotonic() - self._bulk_wanted_s
 
     @property
     def num_waiting(self) -> int:
-        """Asks that wait for a publication, and bulk that waits for its turn."""
+        """Requests that wait for a publication, and queued bulk responses."""
         with self._lock:
             return sum(len(asks) for asks in self._waiting.values()) + self._scheduler.num_waiting
 
     @property
     def is_past(self) -> Callable[[bytes], bool]:
-        """Tells of a name that is not published whether it never will be."""
+        """Returns whether an unpublished name will never be published."""
         return self._is_past
 
     @is_past.setter
@@ -301,13 +301,13 @@ class BlobStore:
         self.forget_past()
 
     def publish(self, name: bytes, payload: torch.Tensor, *, is_bulk: bool = False) -> None:
-        """Let others have a blob, and answer those who wait for it.
+        """Publish a blob, and answer the requests that wait for it.
 
         Args:
-            name: 1 to 64 bytes that never stand for anything else.
+            name: 1 to 64 bytes that never name another blob.
             payload: uint8, `(payload_bytes,)`, contiguous, on the CPU; it is not copied, and must not change until it
-                is withdrawn and what was on its way then has ended.
-            is_bulk: Whether its answers give way to those of other blobs.
+                is withdrawn and its transfers have ended.
+            is_bulk: Whether its responses yield to those of other blobs.
 
         Raises:
             ValueError: The payload is of another kind, or the name is published already.
@@ -334,7 +334,7 @@ class BlobStore:
         self._start_bulk()
 
     def withdraw(self, name: bytes) -> None:
-        """Let others have a blob no longer: who asks later is told so; what is on its way still arrives."""
+        """Withdraw a blob: later requests are answered without it; transfers in flight go on."""
         with self._lock:
             self._blobs.pop(name, None)
             self._withdrawn[name] = None
@@ -346,7 +346,7 @@ class BlobStore:
         self._start_bulk()
 
     def forget_past(self) -> None:
-        """Withdraw all that `is_past` now tells, and let those who wait for it know that it will not come."""
+        """Withdraw all blobs that are past now, and answer requests for past names without a blob."""
         with self._lock:
             past = [name for name in (*self._blobs, *self._waiting) if self._is_past(name)]
             for name in past:
@@ -357,12 +357,12 @@ class BlobStore:
         self._start_bulk()
 
     def get(self, source: int, name: bytes, *, most_bytes: int) -> BlobFetch:
-        """Ask a replica for a blob, which may be this one.
+        """Request a blob of a replica, which may be this one.
 
         Args:
             source: The replica.
-            name: Of the blob.
-            most_bytes: The most that may come.
+            name: The blob's name.
+            most_bytes: Largest payload that is accepted.
 
         Raises:
             ValueError: There is no such replica, or the name is too short or too long.
@@ -375,7 +375,7 @@ class BlobStore:
         return BlobFetch(source=source, name=name, ask=own)
 
     def close(self) -> None:
-        """Give nothing away any more, and end what waits here; the transport stays."""
+        """Answer no more requests, and fail those that wait here; the transport stays."""
         with self._lock:
             self._is_closed = True
             self._transport.on_request = self._transport.on_cancel = self._transport.on_lost = None
@@ -454,7 +454,7 @@ class BlobStore:
 
     def _start_bulk(self) -> None:
         with self._lock:
-            if self._is_starting:  # by another thread, or below in this one: an answer may end at once
+            if self._is_starting:  # by another thread, or by a caller of this one: a response may end at once
                 return
             self._is_starting = True
         while True:

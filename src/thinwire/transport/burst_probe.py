@@ -1,8 +1,8 @@
-"""Small bursts of bytes between the hosts of a job, timed, so that wires which a collective leaves idle are known too.
+"""Burst probe: timed bursts between the hosts of a job, which measure links that a collective leaves idle.
 
-A ring sends over one wire of each host: whether that wire, its sender or its receiver is slow only other wires tell.
-Each host sends `BURST_BYTES` to one other host at a time, which answers when all have come, and says what else of the
-job came meanwhile. What comes is counted and thrown away, and is taken from addresses of the job's hosts only.
+A ring uses one link of each host. Only other links show whether that link, its sender or its receiver is slow. Each
+host sends `BURST_BYTES` to one other host at a time. It answers when all bytes have arrived, with the bytes of the
+job that arrived meanwhile. Received bytes are counted and dropped; only addresses of the job's hosts are accepted.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 BURST_BYTES = 131_072
-# Bursts take one part of so many of a host's time, by what they usually take, and are no closer than this.
+# Bursts take a hundredth of a host's time, by the median of the last 16, and start at least 0.25 s apart.
 _PARTS, _LEAST_GAP_S, _USUAL = 100.0, 0.25, 16
-# A burst begins when the job has sent nothing for so long: between two calls that follow each other it would meet them.
+# Idle time of the job before a burst: between two successive calls a burst would delay the second.
 _QUIET_S = 0.003
-# A job that calls without a pause is not asked at each call's end whether there is one.
+# Delay of the next try after the job called something meanwhile.
 _VAIN_S = 0.02
 _CONNECT_S, _GIVE_UP_S, _AGAIN_S = 5.0, 30.0, 10.0
 _CLOSE_S = 5.0
-# Connections of each address of the job's hosts, and more in all: a stranger in a host's name takes no others.
+# Connections of each address of the job's hosts, and further ones in all: a spoofed address cannot use up the others'.
 _MOST_EACH, _MORE = 4, 8
 _BURST = memoryview(bytes(BURST_BYTES))
-# What the kernel puts before an address of IPv4 whose connection comes in at a door for both.
+# The kernel's prefix of an IPv4 address on a dual-stack listener.
 _MAPPED = "::ffff:"
-# How many bytes of the job came to the other host during the burst.
+# Answer: bytes of the job that arrived at the other host during the burst.
 _ANSWER = struct.Struct("<I")
 _MOST_BESIDE = (1 << 32) - 1
 
@@ -41,10 +41,10 @@ OnBurst = Callable[[int, float, float, int], None]
 
 @dataclass(slots=True)
 class _Target:
-    """The connection to one host.
+    """Connection to one host.
 
     Attributes:
-        addresses: Where it may be, the next to be tried first.
+        addresses: Its addresses, the next to be tried first.
         port: Its port.
         connection: None while there is none.
         left: Bytes of the burst under way that are not handed to the kernel yet; none where no burst is under way.
@@ -68,7 +68,7 @@ class _Target:
 
 @dataclass(slots=True)
 class _Source:
-    """A connection from another host.
+    """Connection from another host.
 
     Attributes:
         connection: The connection.
@@ -97,16 +97,16 @@ def open_probe_port() -> socket.socket:
 
 
 class BurstProbe:
-    """Sends bursts to other hosts in turn and answers theirs, in a thread of its own, until it is closed.
+    """Sends bursts to other hosts in turn and answers theirs, in a thread of its own.
 
     Args:
-        door: Where the others' bursts come in, see `open_probe_port`; it is closed with this.
+        door: Listener for the others' bursts, see `open_probe_port`; closed with this.
         hosts: For each other host, by the number it is known by: its addresses, and its port.
-        on_burst: Told of each burst that was answered: the host, when it began, the seconds until the answer, and how
-            many bytes of the job crossed this host's access or the other one's meanwhile, whichever is more.
-        is_used: Whether so much is sent to a host anyway that no burst is needed.
-        carried: Gives the bytes that the job has sent to other hosts, and has received from them, so far.
-        clock: Seconds that only grow.
+        on_burst: Called with each answered burst: the host, its start, the seconds until the answer, and the bytes of
+            the job that crossed this host's access or the other one's meanwhile, whichever is more.
+        is_used: Returns whether the job sends so much to a host that no burst is needed.
+        carried: Returns the bytes that the job has sent to other hosts, and received from them.
+        clock: Monotonic time in seconds.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class BurstProbe:
         self._thread.start()
 
     def note_call(self, *, is_open: bool) -> None:
-        """Say that the job calls something, or that nothing it has called is open; cheap, from any thread."""
+        """Report that the job starts a call, or that none of its calls is open; cheap, from any thread."""
         self._idle_s = None if is_open else self._clock()
         if self._is_due and not is_open:
-            with contextlib.suppress(OSError):  # it rings already, or all is over
+            with contextlib.suppress(OSError):  # a wake-up is queued already, or the thread has ended
                 self._bell.send(b"\0")
 
     def close(self) -> None:

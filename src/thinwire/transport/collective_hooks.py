@@ -1,19 +1,18 @@
-"""Watch every call of this process's groups: who is asked for what, when, and when it has ended.
+"""Hooks on every call of this process's groups: kind, size, peers, start and end.
 
-What torch 2.13 does, and what follows from it:
+Behaviour of torch 2.13, and its consequences:
 
 - DDP's reducer calls its process group in C++, FSDP2 in Python, functional collectives through operators of their own.
-  All of them meet in the dispatcher's `c10d` operators, so a kernel there sees them all, in any thread, and each group
-  and each `Work` stays torch's own object. (A subclass of `ProcessGroup` has no backend to be asked for, and functions
-  of Python that are replaced are not seen by DDP.)
-- A collective's future tells its end in gloo's own thread, whether or not anybody waits.
+  All pass through the dispatcher's `c10d` operators, so a kernel there sees them all, in any thread, and each group
+  and each `Work` stays torch's own object. (A subclass of `ProcessGroup` offers no backend, and DDP bypasses replaced
+  Python functions.)
+- A collective's future completes in gloo's own thread, whether or not a thread waits.
 - A message between two ranks has no future, nor has a reduce-scatter; and of two waits for one message one never ends.
   So a thread of ours waits for each of these, and the caller gets a `Work` that waits for that thread.
-- On a GPU a call's end is an event of a stream, which tells nobody: `WorkPoller` asks for it where that is wanted, and
-  else such calls pass by and are only counted. Of a collective that is not asynchronous nccl gives no `Work` and puts
-  it on the caller's stream, where an event of ours marks its end; a barrier has ended on the GPU when it returns. What
-  is gathered into one call is not on a stream yet when it returns, and what a CUDA graph captures may not be asked for:
-  these pass by in any case.
+- On a GPU a call's end is an event on a stream: `WorkPoller` polls it on request; otherwise such calls are only
+  counted. For a collective that is not asynchronous, nccl returns no `Work` and uses the caller's stream, where an
+  event of ours marks its end; a barrier has ended on the GPU when it returns. Coalesced calls are not on a stream yet
+  when they return, and calls that a CUDA graph captures may not be queried: both are only counted.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _CLOSE_S = 2.0
 _GPU_CLOSE_S = 5.0  # a job that runs ahead of its GPU closes while the calls of its last step are under way
 _CPU = torch.device("cpu")
 _MESSAGES = {"send": "dst", "recv_": "src"}
-# For each operator: what it does, and the argument that holds what a rank brings; none where ranks may differ.
+# Kind of each operator, and the argument that holds a rank's input; None if the ranks' inputs may differ.
 _KINDS: dict[str, tuple[str, str | None]] = {
     "allreduce_": ("all_reduce", "tensors"),
     "allreduce_coalesced_": ("all_reduce", "tensors"),
@@ -62,7 +61,7 @@ _KINDS: dict[str, tuple[str, str | None]] = {
     "send": ("send", "tensors"),
     "recv_": ("recv", "tensors"),
 }
-_PASSED_BY = ("recv_any_source_",)  # whose message it is stands in the `Work` that would be replaced
+_PASSED_BY = ("recv_any_source_",)  # the source stands in the `Work`, which would be replaced
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -71,18 +70,18 @@ class GroupCall:
 
     Attributes:
         group: Number of the group in this process, see `CallObserver.group`.
-        kind: What it does, such as `all_reduce`, `send` or `recv`.
+        kind: Such as `all_reduce`, `send` or `recv`.
         sequence: Counts the group's collectives; for a message, those of this pair of ranks and tag.
-        dtype: Of the elements, as torch calls it; empty where there are none.
-        count: Elements that this rank brings; -1 where ranks may differ.
+        dtype: torch's name of the elements' dtype; empty without elements.
+        count: Elements of this rank's input; -1 if the ranks' inputs may differ.
         num_bytes: Their size.
-        posted_s: When it was called.
-        started_s: When the GPU came to it; none where that is not known.
-        done_s: When it had ended; none before.
-        error: What went wrong, or an empty text.
+        posted_s: Time of the call.
+        started_s: Time when the GPU started it; None if unknown.
+        done_s: Time of its end; None before.
+        error: Error, or an empty text.
         peer: For a message, the other end's rank in the whole job.
-        tag: Of a message.
-        polled_on: Where it runs, if its end is learned by asking; none where it is told.
+        tag: For a message, its tag.
+        polled_on: The device, if its end is polled; None if it is reported.
     """
 
     group: int
@@ -104,28 +103,28 @@ IsPolled = Callable[[str, torch.device], bool]
 
 
 def never_polled(kind: str, device: torch.device) -> bool:
-    """Say that the end of no call is learned by asking: calls on a GPU pass by."""
+    """Return False: no call is polled, and calls on a GPU are only counted."""
     return False
 
 
 def calls_on_gpus(kind: str, device: torch.device) -> bool:
-    """Say that the ends of calls on GPUs are learned by asking."""
+    """Return whether a call runs on a GPU, so that its end is polled."""
     return device.type == "cuda"
 
 
 class CallObserver(Protocol):
-    """What is told of calls, from whichever thread; each must be quick, and never raise."""
+    """Observer of calls, from any thread; each method must be quick, and never raise."""
 
     def group(self, number: int, name: str, ranks: tuple[int, ...]) -> None:
-        """Take note of a group before its first call: its name, the same on all ranks, and its members."""
+        """Handle a group before its first call: its name, the same on all ranks, and its members."""
         ...
 
     def posted(self, call: GroupCall) -> None:
-        """Take note of a call before it is made."""
+        """Handle a call before it is made."""
         ...
 
     def ended(self, call: GroupCall) -> None:
-        """Take note that it has ended, well or not."""
+        """Handle the end of a call, well or not."""
         ...
 
 
@@ -138,19 +137,19 @@ class _Group:
 
 
 class CollectiveHooks:
-    """Watches all process groups of this process from here on, those made later too.
+    """Hooks on all process groups of this process from here on, later ones too.
 
-    Calls are numbered from here on, so that all ranks must begin at the same call.
+    Calls are numbered from here on, so all ranks must begin at the same call.
 
     Args:
-        watcher: Who is told.
-        clock: Seconds that only grow.
-        is_polled: Which calls' ends are learned by asking, by kind and device; calls on a GPU, or they pass by.
-        mark: Marks what a device's current stream holds, for calls that have no `Work`.
+        watcher: The observer.
+        clock: Monotonic time in seconds.
+        is_polled: Returns, by kind and device, whether a call's end is polled; other calls on a GPU are only counted.
+        mark: Puts an event on a device's current stream, for calls without a `Work`.
 
     Attributes:
-        num_passed_by: Calls that were not recorded, on a GPU or a receive from whoever comes; and those on a GPU whose
-            end could not be learned after all, which are told as over when they returned.
+        num_passed_by: Calls that were not recorded: on a GPU, or a receive from any source. It includes calls on a GPU
+            whose end could not be polled, which are reported as ended when they returned.
 
     Raises:
         TransportError: This build of torch lacks what this needs, or the process is watched already.
@@ -194,19 +193,19 @@ class CollectiveHooks:
         self._is_closed = False
 
     def pause(self) -> None:
-        """Only number calls, and ask for no call's end: nothing is being asked when this returns."""
+        """Only number calls, and stop polling: no query is running when this returns."""
         self._is_paused = True
         self._poller.hold()
 
     def resume(self) -> None:
-        """Tell of calls again."""
+        """Report calls again."""
         self._poller.release()
         self._is_paused = False
 
     def close(self) -> None:
-        """Watch no further call; those under way are told still. A second call does nothing.
+        """Remove the hooks; ends of open calls are still reported. A second call does nothing.
 
-        Ends that are learned by asking are told as long as this waits for them: five seconds at most.
+        Polled ends are reported while this waits for them, five seconds at most.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -224,7 +223,7 @@ class CollectiveHooks:
         except BaseException as error:
             self._end(call, str(error) or type(error).__name__)
             raise
-        if result is None:  # the call was over when it returned
+        if result is None:  # the call had ended when it returned
             self._end(call)
             return None
         work = compat.unboxed_work(result)
@@ -240,7 +239,7 @@ class CollectiveHooks:
         return compat.with_wait(result, waiter.wait)
 
     def _call(self, operator: str, arguments: tuple[Any, ...]) -> GroupCall | None:
-        """Return a call to be told of; none for one that passes by or while paused, which is numbered all the same."""
+        """Return a call to report, or None for one that is only counted or numbered (also while paused)."""
         at = self._at[operator]
         kind, brought = _KINDS.get(operator, ("", None))
         tensors = _tensors(arguments[at[brought] if brought is not None else 0])
@@ -275,35 +274,35 @@ class CollectiveHooks:
 
     def _is_asynchronous(self, operator: str, arguments: tuple[Any, ...]) -> bool:
         at = self._at[operator].get("async_op", len(arguments))
-        return at >= len(arguments) or bool(arguments[at])  # what has its default is left out, and that is True
+        return at >= len(arguments) or bool(arguments[at])  # an omitted argument has its default, True
 
     def _can_be_asked(self, device: torch.device, group: Any) -> bool:
-        """Return whether a call's end can be learned by asking, which must be known before it is told of."""
+        """Return whether a call's end can be polled, which must be known before the call is reported."""
         return group not in self._gathering and self._poller.has_room and not is_capturing(device)
 
     def _watch_end(self, call: GroupCall, work: Any, device: torch.device, is_asynchronous: bool) -> None:
-        """Learn a call's end by asking its `Work`, or else the caller's stream; else it is over when it returned."""
+        """Poll a call's `Work`, or else an event on the caller's stream; without both it ended when it returned."""
         line: Hashable | None = call.group if call.peer is None else None
         if work is None and call.kind != "barrier":
-            # what is asynchronous runs on a stream of the group's own, so that the caller's says nothing of its end
+            # an asynchronous call runs on the group's own stream: an event on the caller's would not mark its end
             work = None if is_asynchronous else self._marked(device)
             self.num_passed_by += work is None
             line = None if work is None else (call.group, work.stream)
         if work is None:
             self._end(call)
         else:
-            self._poller.watch(work, partial(self._on_polled_end, call), group=call.group, line=line)
+            self._poller.watch(work, partial(self._on_polled_end, call), group=call.group, stream=line)
 
     def _marked(self, device: torch.device) -> StreamMark | None:
         try:
             return self._mark(device)
-        except Exception:  # whatever CUDA says: the job goes on, and hears of it from its own calls
+        except Exception:  # a CUDA error: the job goes on, and gets it from its own calls
             return None
 
     def _on_polled_end(self, call: GroupCall, end: CallEnd) -> None:
         call.done_s, call.error = end.done_s, end.error
         if end.duration_s is not None:
-            # seen late, an end may lie further from the beginning than the call took
+            # the end is seen late, so the call's own duration gives a later start
             call.started_s = max(call.posted_s, end.done_s - end.duration_s)
         self._watcher.ended(call)
 
@@ -341,7 +340,7 @@ class CollectiveHooks:
 
 
 class _Waiter(threading.Thread):
-    """Waits for one `Work`, once, and lets any number of callers wait for that."""
+    """Waits for one `Work` once, for any number of callers."""
 
     def __init__(self, work: Any, on_end: Callable[[_Waiter], None]) -> None:
         super().__init__(name="thinwire-watch-wait", daemon=True)
@@ -418,23 +417,23 @@ def own_rank(*, gpu_calls: bool = False) -> int:
 
 
 def all_gather_text(own: str) -> list[str]:
-    """Return what each rank of the default group tells of itself; all ranks call it together.
+    """Return the text of each rank of the default group; all ranks call it together.
 
     Args:
-        own: This rank's word; cut off where it is longer than 512 bytes.
+        own: This rank's text; cut off after 512 bytes.
 
     Raises:
         RuntimeError: A rank did not come within the group's timeout.
     """
-    told = own.encode("utf-8", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(_text_device())
+    text = own.encode("utf-8", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_text_device())
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
     return [part.cpu().numpy().tobytes().rstrip(b"\0").decode("utf-8", "replace") for part in found]
 
 
 def store_port() -> int:
-    """Return the port of the store that the ranks met at; 0 where it has none, or this torch does not tell."""
+    """Return the port of the default group's store; 0 if it has none, or this torch does not expose it."""
     try:
         store: Any = dist.distributed_c10d._get_default_store()
         while hasattr(store, "underlying_store"):

@@ -66,7 +66,7 @@ class JobPlace:
 
     @property
     def name(self) -> str:
-        """Where the ranks meet."""
+        """Name of the rendezvous in errors."""
         return self.rendezvous_file or f"{self.master_address}:{self.master_port}"
 
 

@@ -137,7 +137,7 @@ class FaultyTransport:
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas take part."""
+        """Number of replicas."""
         return self.inner.num_replicas
 
     @property

@@ -1,16 +1,18 @@
-"""Learn when calls on a GPU have ended, by asking: one thread for all of a process.
+"""GPU completion: one thread that polls whether calls on a GPU have ended.
 
-A call on a GPU tells nobody of its end: its `Work` holds an event at the end of the call on its stream, and
-`Work.is_completed` asks that event without waiting; a call without a `Work` has a mark of ours that answers the same.
-So nothing waits, and an end is known late by at most the time between two rounds of asking.
+A call on a GPU has no completion callback. Its `Work` holds an event at its end on the stream, which
+`Work.is_completed` queries without waiting; a call without a `Work` gets an event of ours behind it. So nothing waits,
+and an end is known late by at most one polling interval.
 
 What torch does, by the source of its ProcessGroupNCCL (read, not tried on a GPU), and what follows from it:
 
-- The question holds Python's lock, and CUDA may answer late while another thread synchronises a device. So calls that
-  one stream runs in their order are asked oldest first, and no further than the first that lasts. A group's own stream
-  runs its asynchronous calls; the others run wherever their caller is, and FSDP2 has several streams.
-- A `Work` holds the tensors that its call fills. They live until its end is known, so calls under way are bounded.
-- Any question from another thread breaks the capture of a CUDA graph in torch's default mode. So asking can be held.
+- A query holds Python's lock, and CUDA may answer late while another thread synchronises a device. So calls that one
+  stream runs in order are polled oldest first, up to the first that has not ended. A group's own stream runs its
+  asynchronous calls; the others run on their caller's stream, and FSDP2 has several.
+- A `Work` holds the tensors that its call fills. They live until its end is known, so open calls are bounded.
+- A query from another thread breaks the capture of a CUDA graph in torch's default mode. So polling can be held.
+- A collective of nccl that is not asynchronous is launched on the caller's current stream (pytorch/pytorch#148590,
+  landed again as #150398). So an event behind it there completes once the call has run. It keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ _JOIN_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallEnd:
-    """How a call ended.
+    """End of a call.
 
     Attributes:
-        done_s: When that was seen: never before it was so.
-        error: What went wrong, or an empty text.
-        duration_s: How long the GPU was in the call; none where torch does not time calls.
+        done_s: Time when the end was seen, never before the end itself.
+        error: Error, or an empty text.
+        duration_s: Time of the call on the GPU; None if torch does not time calls.
     """
 
     done_s: float
@@ -55,12 +57,12 @@ class _Asked:
 
 
 class WorkPoller:
-    """Asks each `Work` or mark that is under way whether it has ended, in a thread that begins with the first one.
+    """Polls each open `Work` or mark, in a thread that starts with the first one.
 
     Args:
-        clock: Seconds that only grow.
-        poll_s: Time between two rounds of asking while any call is under way.
-        most: How many calls may be under way.
+        clock: Monotonic time in seconds.
+        poll_s: Polling interval while any call is open.
+        most: Number of open calls at most.
     """
 
     def __init__(
@@ -81,21 +83,23 @@ class WorkPoller:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more call may be under way."""
+        """Whether one more call may be open."""
         return self._num < self._most
 
-    def watch(self, work: Any, on_end: Callable[[CallEnd], None], *, group: int, line: Hashable | None = None) -> None:
-        """Ask a `Work`, or a mark behind a call, until it has ended.
+    def watch(
+        self, work: Any, on_end: Callable[[CallEnd], None], *, group: int, stream: Hashable | None = None
+    ) -> None:
+        """Poll a `Work`, or a mark behind a call, until it has ended.
 
         Args:
-            work: Of a call that has been made.
-            on_end: Called once, in the asking thread.
-            group: Number of the group whose call it is.
-            line: Names the calls that end one after the other, as they were made; without it a call has no order.
+            work: The call's `Work` or mark.
+            on_end: Called once, in the polling thread.
+            group: Number of the call's group.
+            stream: Names the calls that end in the order in which they were made; None for a call without an order.
         """
         asked = _Asked(work, group, on_end)
         with self._lock:
-            self._queues.setdefault(object() if line is None else line, deque()).append(asked)
+            self._queues.setdefault(object() if stream is None else stream, deque()).append(asked)
             self._num += 1
             self._is_wanted.set()
             if self._thread is None:
@@ -103,16 +107,16 @@ class WorkPoller:
                 self._thread.start()
 
     def hold(self) -> None:
-        """Ask no more until `release`; nothing is being asked when this returns."""
+        """Stop polling until `release`; no query is running when this returns."""
         with self._asking:
             self._is_held = True
 
     def release(self) -> None:
-        """Ask again."""
+        """Poll again."""
         self._is_held = False
 
     def close(self, *, wait_s: float = 0.0) -> None:
-        """End the thread: as soon as all calls have ended, at the latest after `wait_s`, and after one more round."""
+        """End the thread once all calls have ended, at the latest after `wait_s`, and after one more round."""
         self._is_held = False
         self._closes_s = time.monotonic() + wait_s
         with self._lock:
@@ -138,24 +142,24 @@ class WorkPoller:
                 self._poll_queue(key)
 
     def _poll_queue(self, key: Hashable) -> None:
-        """Ask the calls of one line, oldest first, no further than the first that lasts."""
-        line = self._queues[key]
-        while line and (end := self._poll_one(line[0])) is not None:
-            asked = line.popleft()
+        """Poll the calls of one stream, oldest first, up to the first that has not ended."""
+        calls = self._queues[key]
+        while calls and (end := self._poll_one(calls[0])) is not None:
+            asked = calls.popleft()
             asked.on_end(end)
             with self._lock:
                 self._num -= 1
-                if not line:
+                if not calls:
                     del self._queues[key]
                 if not self._num and self._closes_s is None:
                     self._is_wanted.clear()
 
     def _poll_one(self, asked: _Asked) -> CallEnd | None:
-        """Return how a call ended; none while it lasts."""
+        """Return the end of a call, None while it lasts."""
         try:
             if not asked.work.is_completed():
                 return None
-        except Exception as error:  # as CUDA has it: after one such error every question fails
+        except Exception as error:  # after one CUDA error every query fails
             return CallEnd(done_s=self._clock(), error=str(error) or type(error).__name__)
         done_s = self._clock()
         if failure := compat.failure_of(asked.work):
@@ -163,8 +167,8 @@ class WorkPoller:
         return CallEnd(done_s=done_s, duration_s=self._duration_s(asked))
 
     def _duration_s(self, asked: _Asked) -> float | None:
-        """Return how long the GPU was in a call; where a group does not time its calls it is not asked again."""
-        kind = (asked.group, type(asked.work))  # a mark never knows, though the same group may time the rest
+        """Return the time of a call on the GPU; a group without timing is not queried again."""
+        kind = (asked.group, type(asked.work))  # a mark has no timing, even if its group times other calls
         if kind in self._untimed:
             return None
         duration_s = compat.duration_s(asked.work)
@@ -174,20 +178,20 @@ class WorkPoller:
 
 
 class StreamMark(Protocol):
-    """A place on a stream; it knows no failure of its own and no duration."""
+    """An event on a stream, without an error or a duration of its own."""
 
     @property
     def stream(self) -> Hashable:
-        """Names the stream: marks of one stream are passed in their order."""
+        """Names the stream: marks of one stream complete in order."""
         ...
 
     def is_completed(self) -> bool:
-        """Whether all before it has run, without waiting."""
+        """Return whether all work before it has run, without waiting."""
         ...
 
 
 class CudaEventMark:
-    """The end of what a device's current stream of this thread holds now.
+    """An event behind all work that this thread's current stream of a device holds now.
 
     Args:
         device: A GPU.
@@ -205,7 +209,7 @@ class CudaEventMark:
         self.stream: Hashable = (current.device_index, current.cuda_stream)
 
     def is_completed(self) -> bool:
-        """Whether all before it has run, without waiting."""
+        """Return whether all work before it has run, without waiting."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 

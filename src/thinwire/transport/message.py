@@ -1,4 +1,4 @@
-"""A message's bytes: a versioned, checksummed header of 56 bytes and the payload behind it.
+"""Message bytes: a versioned, checksummed header of 56 bytes, and the payload.
 
 Every field is checked on arrival: a peer's bytes are untrusted input. The layout, little endian:
 
@@ -43,7 +43,7 @@ def pack(payload: torch.Tensor, *, sender: int, envelope: Envelope) -> torch.Ten
     Args:
         payload: uint8, `(payload_bytes,)`, contiguous, on the CPU.
         sender: The replica that sends.
-        envelope: What the message is; its `payload_bytes` must be the payload's.
+        envelope: The message's envelope; its `payload_bytes` must be the payload's.
 
     Returns:
         uint8, `(HEADER_BYTES + payload_bytes,)`.
@@ -58,12 +58,12 @@ def pack(payload: torch.Tensor, *, sender: int, envelope: Envelope) -> torch.Ten
 
 
 def header_of(payload_crc: int, *, sender: int, envelope: Envelope) -> bytes:
-    """Return the header alone, for a payload that goes to several replicas and is not copied for each.
+    """Return the header alone, for a payload that is sent without a copy.
 
     Args:
         payload_crc: CRC-32 of the payload.
         sender: The replica that sends.
-        envelope: What the message is.
+        envelope: The message's envelope.
 
     Returns:
         `HEADER_BYTES` bytes.
@@ -88,7 +88,7 @@ def header_of(payload_crc: int, *, sender: int, envelope: Envelope) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a checked header says of its payload.
+    """Fields of a checked header that describe its payload.
 
     Attributes:
         payload_bytes: The payload's size.
@@ -102,12 +102,12 @@ class Header:
 
 
 def check_header(view: memoryview, *, source: int, envelope: Envelope) -> Header:
-    """Check a message's header against what was expected; the payload need not have arrived yet.
+    """Check a message's header against the expected envelope; the payload need not have arrived yet.
 
     Args:
         view: The message's first bytes.
         source: The replica it should come from.
-        envelope: What it should be; where it `takes_less`, the payload may be shorter than it says.
+        envelope: The expected envelope; if it `takes_less`, the payload may be shorter.
 
     Raises:
         PayloadError: Names the field that is wrong, what was found and what was expected.
@@ -147,12 +147,12 @@ def check_header(view: memoryview, *, source: int, envelope: Envelope) -> Header
 
 
 def unpack(message: torch.Tensor, *, source: int, envelope: Envelope) -> Received:
-    """Check a message against what was expected and take its payload out.
+    """Check a message against the expected envelope, and return its payload.
 
     Args:
         message: uint8, one-dimensional, CPU: what arrived.
         source: The replica it should come from.
-        envelope: What it should be; where it `takes_less`, the payload may be shorter than it says.
+        envelope: The expected envelope; if it `takes_less`, the payload may be shorter.
 
     Raises:
         PayloadError: Names the field that is wrong, what was found and what was expected.

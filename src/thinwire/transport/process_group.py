@@ -92,10 +92,10 @@ class ProcessGroupTransport:
     where the model is on a GPU.
 
     Args:
-        group: A gloo group of all ranks that nobody else sends messages on.
+        group: A gloo group of all ranks, used for these messages alone.
         ranks_per_replica: Ranks that form one replica.
         release: Called once by `close`, for what the maker of the group made.
-        sockets: What the kernel tells of the connections to other replicas is found by; none where nobody knows.
+        sockets: Finds the kernel's statistics of connections to other replicas; None without them.
 
     Attributes:
         tamper: Called with each packed message that this replica sends; returns what goes on the wire, or None to lose
@@ -138,7 +138,7 @@ class ProcessGroupTransport:
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas take part."""
+        """Number of replicas."""
         return self._num_replicas
 
     @property
@@ -147,7 +147,7 @@ class ProcessGroupTransport:
         return self._shard
 
     def reading(self, peer: int) -> ConnectionStats | None:
-        """Return what the kernel knows of the connections to a replica, None where nobody can tell which they are."""
+        """Return the kernel's statistics of the connections to a replica, None if they cannot be found."""
         rank = peer * self._ranks_per_replica + self._shard
         return None if self._sockets is None else self._sockets.reading(rank)
 
@@ -157,7 +157,7 @@ class ProcessGroupTransport:
         Args:
             payload: uint8, `(payload_bytes,)`, contiguous, on the CPU.
             to: The replica.
-            envelope: What the message is.
+            envelope: The message's envelope.
 
         Raises:
             ValueError: There is no other replica of that number, or the envelope does not fit a tag.

@@ -1,4 +1,4 @@
-"""A transport that writes down every message: its peer, its bytes, its times, what went wrong."""
+"""Recording transport: logs the peer, bytes, times and error of every message."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from thinwire.transport.tcp_stats import ConnectionStats
 
 @runtime_checkable
 class FinishNotifier(Protocol):
-    """A pending transfer that says when it ended, so that nobody needs to watch it."""
+    """A pending transfer that calls back when it ends."""
 
     def on_finish(self, callback: Callable[[], None]) -> None:
-        """Call back once when the transfer ended either way, at once when it has."""
+        """Call back once when the transfer ended, well or not; at once if it has."""
         ...
 
 
 class RecordingTransport:
     """Wrap a transport and record one `Transfer` for each message that ended, and for each deadline it missed.
 
-    Where the transport moves bytes in the background, a message's end is recorded when it happens, not when somebody
-    asks; elsewhere it is recorded by `done` or `wait`. A failed transfer is recorded with its error's text.
+    If the transport moves bytes in the background, a message's end is recorded when it happens; otherwise by `wait`. A
+    failed transfer is recorded with its error's text.
 
     Args:
         inner: The transport that moves the bytes.
         log: Where the records go, a new log by default.
-        clock: Seconds that only grow.
+        clock: Monotonic time in seconds.
 
     Attributes:
         inner: The transport that moves the bytes.
@@ -62,7 +62,7 @@ class RecordingTransport:
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas take part."""
+        """Number of replicas."""
         return self.inner.num_replicas
 
     @property
@@ -71,7 +71,7 @@ class RecordingTransport:
         return self.inner.runs_in_background
 
     def reading(self, peer: int) -> ConnectionStats | None:
-        """Return what the kernel knows of the connection to a replica, None where the transport cannot tell."""
+        """Return the kernel's statistics of the connection to a replica, None if the transport has none."""
         read = getattr(self.inner, "reading", None)
         found: ConnectionStats | None = None if read is None else read(peer)
         return found
@@ -81,7 +81,7 @@ class RecordingTransport:
         entry = _Entry(self.log, self._clock, direction="sent", peer=to, envelope=envelope)
         pending = _begin(entry, lambda: self.inner.send(payload, to=to, envelope=envelope))
         if pending.done():
-            # Nobody has to wait for a message that has left already; a receive is left alone, since waiting takes it.
+            # a message that has left already needs no `wait`; a receive does, since waiting takes the message
             pending.settle()
         return pending
 
@@ -96,15 +96,15 @@ class RecordingTransport:
 
 
 class RecordingRequestTransport(RecordingTransport):
-    """Wrap a transport on which replicas also ask each other, and record asks and answers too, with kind `library`.
+    """Wrap a transport with requests, and record requests and responses too, with kind `blob`.
 
-    An ask is recorded with the bytes that came, an answer with those that went, and one that nobody waited for any more
-    with its error. Whoever comes and goes is told to the wrapped transport itself.
+    A request is recorded with the bytes that arrived, a response with the bytes sent, and a cancelled one with its
+    error. Replicas are added to and removed from the wrapped transport itself.
 
     Args:
         inner: The transport that moves the bytes.
         log: Where the records go, a new log by default.
-        clock: Seconds that only grow.
+        clock: Monotonic time in seconds.
 
     Attributes:
         inner: The transport that moves the bytes.
@@ -119,19 +119,19 @@ class RecordingRequestTransport(RecordingTransport):
     ) -> None:
         super().__init__(inner, log=log, clock=clock)
         self._requests = inner
-        # what others ask for under a number, until they are answered
+        # names of requests that are not answered yet, by replica and number
         self._open_requests: dict[tuple[int, int], bytes] = {}
         self._on_request: Callable[[int, int, bytes], None] | None = None
         self._on_lost: Callable[[int], None] | None = None
 
     @property
     def num_open_requests(self) -> int:
-        """How many asks of others have no answer yet."""
+        """Number of requests of others without a response."""
         return len(self._open_requests)
 
     @property
     def on_request(self) -> Callable[[int, int, bytes], None] | None:
-        """Called with a replica, the number of its ask and the name that it asks for."""
+        """Called with a replica, the number of its request and the requested name."""
         return self._on_request
 
     @on_request.setter
@@ -141,7 +141,7 @@ class RecordingRequestTransport(RecordingTransport):
 
     @property
     def on_cancel(self) -> Callable[[int, int], None] | None:
-        """Called with a replica and the number of an ask for whose answer nobody waits any more."""
+        """Called with a replica and the number of a cancelled request."""
         return self._on_cancel
 
     @on_cancel.setter
@@ -151,7 +151,7 @@ class RecordingRequestTransport(RecordingTransport):
 
     @property
     def on_lost(self) -> Callable[[int], None] | None:
-        """Called with a replica whose connection ended, and its asks with it."""
+        """Called with a replica whose connection ended; its requests have ended too."""
         return self._on_lost
 
     @on_lost.setter
@@ -160,20 +160,20 @@ class RecordingRequestTransport(RecordingTransport):
         self._requests.on_lost = None if handler is None else self._on_peer_lost
 
     def request(self, source: int, name: bytes, *, most_bytes: int) -> Request:
-        """Ask another replica, see `RequestTransport.request`."""
+        """Send a request, see `RequestTransport.request`."""
         pending = self._requests.request(source, name, most_bytes=most_bytes)
         return _RecordedRequest(pending, self._entry("received", source, pending.envelope, name))
 
     def respond(
         self, peer: int, number: int, payload: torch.Tensor, *, is_there: bool = True, crc: int | None = None
     ) -> Response:
-        """Answer an ask, see `RequestTransport.respond`."""
+        """Respond to a request, see `RequestTransport.respond`."""
         pending = self._requests.respond(peer, number, payload, is_there=is_there, crc=crc)
         name = self._open_requests.pop((peer, number), b"")
         return _RecordedResponse(pending, self._entry("sent", peer, pending.envelope, name))
 
     def _on_peer_request(self, peer: int, number: int, name: bytes) -> None:
-        handler = self._on_request  # it may be taken away from another thread
+        handler = self._on_request  # another thread may unset it
         if handler is not None:
             self._open_requests[peer, number] = name
             handler(peer, number, name)
@@ -196,7 +196,7 @@ class RecordingRequestTransport(RecordingTransport):
 
 
 class _Entry:
-    """One transfer's line in the log, written once at its end and at most once before for a missed deadline."""
+    """Log record of one transfer, written at its end, and at most once before for a missed deadline."""
 
     def __init__(
         self,
@@ -290,7 +290,7 @@ class _Recorded:
 
     def settle(self) -> None:
         """Record the end of a transfer that is done."""
-        with contextlib.suppress(TransportError):  # it is in the record, and raised where somebody waits
+        with contextlib.suppress(TransportError):  # it is recorded here, and raised by the caller's `wait`
             self.wait(deadline_s=0.0)
 
 

@@ -1,8 +1,9 @@
-"""The ranks that hold one replica together, on one host: orders of the one that leads, shards gathered and dealt out.
+"""Replica group: the ranks of one replica on one host; rank 0 sends orders, and gathers and scatters shards.
 
-The group is made by a file that only this host's user can read, and its sockets listen on the loopback interface, so
-that nobody else takes part. Nobody waits for a rank here by a clock of the group's own: a rank that dies closes its
-connections, and whoever leads watches how long the others take.
+The group is made by a file that only this host's user can read, and its sockets listen on the loopback interface, so no
+other process can join. The group has no time-outs: a rank that dies closes its connections, and rank 0 watches how long
+the others take. Decision 7 gives the reason why an elastic replica exchanges whole fragments at rank 0, while a static
+one exchanges a shard at each rank (`connect(ranks_per_replica=...)`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from thinwire.transport.connect import gloo_on, keep_nccl_on_loopback
 from thinwire.transport.shards import drop_gathered, flatten, local_shard, unflatten_into
 from thinwire.untested import warn_untested
 
-# An order fits into this, or says how much more there is; the first eight bytes are its length.
+# First message of an order, with its length in the first eight bytes; longer orders continue in a second message.
 _ORDER_BYTES = 1024
 _LENGTH_BYTES = 8
 _MOST_ORDER_BYTES = 1 << 24
-# A replica may rest for as long as its people like.
+# A replica may be paused for long.
 _EVER = timedelta(days=7)
 _LEADER = 0
 
@@ -35,11 +36,11 @@ class ReplicaGroup:
     Args:
         rank: This rank; 0 leads.
         size: Ranks of the replica.
-        meeting: A file that does not exist yet, in a folder of this user's alone; the same for all ranks.
-        gpu: Which of this host's GPUs is this rank's, if it comes to use one.
+        meeting: A file that does not exist yet, in a folder that only this user can enter; the same for all ranks.
+        gpu: This rank's GPU, if it uses one.
 
     Attributes:
-        device: Where this rank computes; see `use`.
+        device: This rank's device; see `use`.
     """
 
     def __init__(self, *, rank: int, size: int, meeting: Path, gpu: int = 0) -> None:
@@ -76,14 +77,14 @@ class ReplicaGroup:
                 warn_untested("gpu ranks")
             self.device = torch.device("cuda", self._gpu)
             torch.cuda.set_device(self.device)
-            torch.cuda.synchronize()  # the mesh looks for a context, and else chooses a GPU by itself
+            torch.cuda.synchronize()  # without a context, the mesh would choose a GPU by itself
         from torch.distributed.device_mesh import init_device_mesh  # takes a second to import, as FSDP below
 
         self._mesh = init_device_mesh(kind, (self.size,))
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the one that the others follow."""
+        """Whether this rank sends the orders."""
         return self.rank == _LEADER
 
     def close(self) -> None:
@@ -92,7 +93,7 @@ class ReplicaGroup:
             dist.destroy_process_group()
 
     def send_order(self, order: bytes) -> None:
-        """Give the others an order; each must `receive_order` it.
+        """Send an order to the others; each must call `receive_order`.
 
         Raises:
             ValueError: It is longer than 16 MiB.
@@ -109,7 +110,7 @@ class ReplicaGroup:
         """Wait for the next order, however long that takes.
 
         Raises:
-            RuntimeError: The rank that leads is gone.
+            RuntimeError: Rank 0 is gone.
         """
         head = torch.empty(_ORDER_BYTES, dtype=torch.uint8)
         dist.broadcast(head, src=_LEADER)
@@ -122,31 +123,31 @@ class ReplicaGroup:
         return found[:length]
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Fill a tensor with the leading rank's, in place; same shape and dtype on all ranks."""
+        """Fill a tensor with rank 0's, in place; same shape and dtype on all ranks."""
         dist.broadcast(tensor, src=_LEADER)
         return tensor
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add a tensor over the ranks, in place."""
+        """Sum a tensor over the ranks, in place."""
         dist.all_reduce(tensor)
         return tensor
 
     def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return every rank's numbers, by rank; as many on each."""
+        """Return every rank's numbers, by rank; each rank passes equally many."""
         own = torch.tensor(list(numbers), dtype=torch.int64)
         found = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(found, own)
         return [part.tolist() for part in found]
 
     def gather(self, own: torch.Tensor, *, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Bring every rank's vector to the one that leads, bit for bit.
+        """Bring every rank's vector to rank 0, bit for bit.
 
         Args:
             own: `(sizes[rank],)`, on the group's device; may be empty.
             sizes: Elements of each rank's.
 
         Returns:
-            The vectors by rank at the rank that leads, nothing at the others.
+            The vectors by rank at rank 0, nothing at the others.
         """
         if not self.leads:
             if own.numel():
@@ -159,10 +160,10 @@ class ReplicaGroup:
         return parts
 
     def scatter(self, parts: Sequence[torch.Tensor], *, own: torch.Tensor) -> torch.Tensor:
-        """Bring a vector of the leading rank's to each rank, bit for bit; see `gather`.
+        """Bring a vector of rank 0's to each rank, bit for bit; see `gather`.
 
         Args:
-            parts: At the rank that leads: the vectors by rank. Elsewhere nothing.
+            parts: At rank 0: the vectors by rank. Elsewhere nothing.
             own: Where another rank's vector goes, of its size.
 
         Returns:
@@ -195,7 +196,7 @@ class ReplicaGroup:
 
 
 class ShardedParameters:
-    """A rank's shards, and what all ranks of its replica do with theirs at the same time.
+    """Shards of a rank, and collective operations on the shards of its replica.
 
     Every method is called by all ranks of the replica, in the same order and with the same names. Values travel as
     float32, which holds every number of the narrower dtypes.
@@ -218,7 +219,7 @@ class ShardedParameters:
         self._kept: list[torch.Tensor] = []
 
     def gather(self, names: Sequence[str]) -> torch.Tensor:
-        """Bring tensors to the rank that leads, bit for bit.
+        """Bring tensors to rank 0, bit for bit.
 
         Returns:
             The whole tensors, one behind the other: float32, `(numel,)`, on the group's device; elsewhere nothing.
@@ -238,7 +239,7 @@ class ShardedParameters:
 
         Args:
             names: Of the tensors.
-            values: At the rank that leads as `gather` returns them, on any device; elsewhere None.
+            values: At rank 0 as `gather` returns them, on any device; elsewhere None.
             blend: Weight of what is there.
         """
         own = [local_shard(self._tensors[name]) for name in names]

@@ -1,4 +1,4 @@
-"""A parameter's part on this rank: itself, or the local shard of a DTensor (FSDP2, tensor parallelism)."""
+"""Shard of a parameter on this rank: itself, or the local shard of a DTensor (FSDP2, tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def gather_over_shards(number: torch.Tensor, *, parameter: torch.Tensor) -> torc
 
 
 def drop_gathered(model: nn.Module) -> None:
-    """Make FSDP2 forget the whole parameters that it gathered, so that the next forward sees the shards as they are.
+    """Discard whole parameters that FSDP2 gathered, so that the next forward reads the current shards.
 
     After a forward without a backward, FSDP2 keeps its root's parameters gathered; a change of the shards would go
     unnoticed. A model without FSDP2 is left alone.
@@ -97,17 +97,8 @@ def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     assert start == flat.numel(), "the vector must have exactly the tensors' elements"
 
 
-def end_offsets(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return where each tensor ends within the vector that `flatten` makes."""
-    ends, total = [], 0
-    for tensor in tensors:
-        total += tensor.numel()
-        ends.append(total)
-    return ends
-
-
 def _is_a(module: str, name: str, value: object) -> bool:
-    """Tell whether a value is of a class whose module takes a second to import, without importing it.
+    """Return whether a value is of a class whose module takes a second to import, without importing it.
 
     Nothing can be of a class whose module was never imported.
     """

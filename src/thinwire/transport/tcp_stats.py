@@ -27,18 +27,18 @@ _ACKED, _RECEIVED, _BUSY_US, _HELD_US = 28, 29, 37, 38
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpInfo:
-    """What the kernel knows of a connection.
+    """TCP_INFO of one connection.
 
     Attributes:
-        sent_again: How often in a row the same was sent again without an answer.
-        asked_again: How often in a row it was asked whether the other end is there.
-        last_data_s: Since the last byte of data came.
-        last_ack_s: Since the last acknowledgement came.
-        rtt_s: The smoothed round-trip time.
-        acked_bytes: That the other end has acknowledged.
-        received_bytes: That have come.
-        busy_s: For how long there was something to send, or that was not acknowledged; none where the kernel is old.
-        held_s: For how much of that the other end would take no more, since its process did not read.
+        sent_again: Retransmissions in a row without an acknowledgement.
+        asked_again: Keep-alive probes in a row without an answer.
+        last_data_s: Seconds since data arrived.
+        last_ack_s: Seconds since an acknowledgement arrived.
+        rtt_s: Smoothed round-trip time.
+        acked_bytes: Bytes that the other end has acknowledged.
+        received_bytes: Bytes that have arrived.
+        busy_s: Seconds with unsent or unacknowledged bytes; None on kernels before 4.10.
+        held_s: Seconds of these in which the other end's receive window was full; its process did not read.
     """
 
     sent_again: int
@@ -53,7 +53,7 @@ class TcpInfo:
 
 
 def tcp_info(connection: socket.socket) -> TcpInfo | None:
-    """Ask the kernel about a TCP connection; None where it does not tell: it is very old, or not Linux.
+    """Return TCP_INFO of a connection; None on very old kernels and other systems.
 
     Raises:
         OSError: The connection is gone.
@@ -76,16 +76,16 @@ def tcp_info(connection: socket.socket) -> TcpInfo | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionStats:
-    """What the kernel knows of a connection.
+    """Statistics of one connection, or of all connections to one replica together.
 
     Attributes:
-        silence_s: Since the last byte came.
-        rtt_s: Its smoothed round-trip time.
-        sent_bytes: That the other end has acknowledged.
-        received_bytes: That have come.
-        busy_s: For how long there was something to send, or that was not acknowledged yet; 0 where the kernel is old.
-        held_s: For how much of that the other end would take no more, since its process did not read.
-        has_signs: Whether a sign of life comes over it once a second while it is well, also when nothing is sent.
+        silence_s: Seconds since data arrived.
+        rtt_s: Smoothed round-trip time.
+        sent_bytes: Bytes that the other end has acknowledged.
+        received_bytes: Bytes that have arrived.
+        busy_s: Seconds with unsent or unacknowledged bytes; 0 on kernels before 4.10.
+        held_s: Seconds of these in which the other end's receive window was full; its process did not read.
+        has_signs: Whether heartbeats arrive once a second, so that silence means a fault.
     """
 
     silence_s: float
@@ -98,7 +98,7 @@ class ConnectionStats:
 
 
 def connection_stats(connection: socket.socket) -> ConnectionStats | None:
-    """Ask the kernel about a TCP connection; None where it does not tell (it is gone, or this is not Linux)."""
+    """Return the statistics of a connection; None if it is gone, or this is not Linux."""
     try:
         found = tcp_info(connection)
     except OSError:
@@ -120,7 +120,7 @@ class LocalSockets:
 
     Args:
         addresses: The IPv4 address of each rank, this one's too.
-        now: Gives seconds that only grow.
+        now: Returns monotonic time in seconds.
 
     Example:
         >>> LocalSockets({0: "192.0.2.1", 1: "192.0.2.2"}).reading(1) is None  # nothing leads there
@@ -135,9 +135,9 @@ class LocalSockets:
         self._found_s = -math.inf
 
     def reading(self, rank: int) -> ConnectionStats | None:
-        """Return what the kernel knows of all connections to a rank together.
+        """Return the statistics of all connections to a rank together.
 
-        None where there is none, where others have the same address, and where the kernel does not tell.
+        None without a connection, if other ranks have the same address, or if the kernel has no statistics.
         """
         address = self._addresses.get(rank)
         found = (
@@ -156,7 +156,7 @@ class LocalSockets:
     def _connections(self, address: str) -> Iterator[socket.socket]:
         """Yield copies of the IPv4 connections to an address, each until the next one is asked for."""
         now_s = self._now()
-        if now_s - self._found_s > _AGAIN_S:  # to look at all that is open takes a hundred times as long
+        if now_s - self._found_s > _AGAIN_S:  # listing all descriptors takes a hundred times as long
             self._found_s = now_s
             self._numbers = defaultdict(list)
             for number in open_sockets():
@@ -166,7 +166,7 @@ class LocalSockets:
         for number in self._numbers.get(address, ()):
             if (copy := duplicate_socket(number)) is not None:
                 with contextlib.suppress(OSError), copy:
-                    if _address_of(copy) == address:  # and not something else that has the number by now
+                    if _address_of(copy) == address:  # the number may have been reused
                         yield copy
 
 
@@ -176,20 +176,20 @@ def _address_of(connection: socket.socket) -> str:
 
 
 def duplicate_socket(number: int) -> socket.socket | None:
-    """Return another descriptor of a socket; None where that number is none any more."""
+    """Return another descriptor of a socket; None if that number is no socket any more."""
     try:
         copy = os.dup(number)
     except OSError:
         return None
     try:
         return socket.socket(fileno=copy)
-    except OSError:  # something else than a socket has the number by now
+    except OSError:  # the number was reused by something else
         os.close(copy)
         return None
 
 
 def open_sockets() -> Iterator[int]:
-    """Yield this process's descriptors that are sockets now; what has such a number later may be something else."""
+    """Yield this process's descriptors that are sockets now; a number may be reused later."""
     with contextlib.suppress(OSError):
         for path in list(_OPEN.iterdir()):
             with contextlib.suppress(OSError):
@@ -197,31 +197,31 @@ def open_sockets() -> Iterator[int]:
                     yield int(path.name)
 
 
-# What is silent for a second is asked again at each look, until so many were not answered: after 127 the kernel would
-# end the connection. It asks on every 30 s by itself, which ends it after an hour, when any process group has given up.
+# Keep-alive probes: the first after 1 s of silence, renewed at each read until 20 are unanswered. The kernel itself
+# repeats them every 30 s and would end the connection after 127, an hour: any process group has given up by then.
 _IDLE_S, _BETWEEN_S, _MOST_UNANSWERED, _MOST_AGAIN = 1, 30, 127, 20
-# So long after the first question an answer may be expected; or after two round trips.
+# Time after the first probe at which an answer is expected; at least two round trips.
 _ANSWER_S = 0.4
-# Who looks more rarely than this asks more rarely than once a second, and so does not know what a silence means.
-_LONGEST_GAP_S = 0.8
-# More connections are not asked, which would be as many packets a second.
-_MOST_ASKED = 64
+# With longer gaps between reads, probes are rarer than once a second, and a silence has no meaning.
+_MAX_GAP_S = 0.8
+# Connections that are probed at most: each costs a packet a second.
+_MAX_PROBED = 64
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _Ends = tuple[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFlow:
-    """What the kernel knows of all connections to one host together.
+    """Statistics of all connections to one host together.
 
     Attributes:
-        num_bytes: That the other end has acknowledged.
-        num_received: Bytes that have come from there.
-        busy_s: For how long there was something to send, or that was not acknowledged yet.
-        held_s: For how much of that the other end would take no more, since its process did not read.
-        silence_s: Since anything came from the other end, which is asked once a second; none where it is not asked, or
-            may not have answered yet.
-        unanswered: How often in a row the same was sent, or asked, again without an answer.
+        num_bytes: Bytes that the other end has acknowledged.
+        num_received: Bytes that have arrived from there.
+        busy_s: Seconds with unsent or unacknowledged bytes.
+        held_s: Seconds of these in which the other end's receive window was full; its process did not read.
+        silence_s: Seconds since the last packet, with a probe a second; None if it is not probed, or may not have
+            answered yet.
+        unanswered: Retransmissions or probes in a row without an answer.
     """
 
     num_bytes: int
@@ -233,12 +233,12 @@ class HostFlow:
 
 
 class HostFlows:
-    """Reads this process's connections by the host they lead to.
+    """Statistics of this process's connections by host, and keep-alive probes of idle ones.
 
     Args:
-        addresses: For each other host, known by the number of a rank there, its addresses.
-        without: Ports; connections from or to these are left out.
-        now: Gives seconds that only grow.
+        addresses: Addresses of each other host, by the number of a rank there.
+        without: Ports whose connections are left out.
+        now: Returns monotonic time in seconds.
 
     Example:
         >>> HostFlows({1: ("192.0.2.1",)}).read()  # nothing leads there
@@ -255,20 +255,19 @@ class HostFlows:
         self._numbers: list[int] = []
         self._found_s = self._looked_s = -math.inf
         self._is_close = False
-        # since when the kernel asks, by both ends of a connection
+        # start of the probes, by both endpoints of a connection
         self._asked_s: dict[_Ends, float] = {}
 
     def read(self, *, is_asking: bool = False) -> dict[int, HostFlow]:
-        """Return what is known of each host that a connection leads to, by the rank it is known by.
+        """Return the statistics of each connected host, by its rank.
 
         Args:
-            is_asking: Let the kernel ask whether the other ends of idle connections are there, until this is called
-                without it.
+            is_asking: Let the kernel probe idle connections, until this is called without it.
         """
         now_s = self._now()
         if self._host_of and now_s - self._found_s > _AGAIN_S:
             self._numbers, self._found_s = list(open_sockets()), now_s
-        self._is_close, self._looked_s = now_s - self._looked_s <= _LONGEST_GAP_S, now_s
+        self._is_close, self._looked_s = now_s - self._looked_s <= _MAX_GAP_S, now_s
         before, found = self._asked_s, dict[int, list[HostFlow]]()
         self._asked_s = {}  # those that are there still
         for number in self._numbers:
@@ -278,7 +277,7 @@ class HostFlows:
         return {rank: _together(readings) for rank, readings in sorted(found.items())}
 
     def close(self) -> None:
-        """Leave the connections as they were: nobody is asked any more."""
+        """End the probes, and restore the connections' options."""
         if self._asked_s:
             self.read()
 
@@ -286,7 +285,7 @@ class HostFlows:
         self, copy: socket.socket, found: dict[int, list[HostFlow]], before: Mapping[_Ends, float],
         asking_s: float | None,
     ) -> None:  # fmt: skip
-        # torch's store reaches an address of IPv4 by a socket of IPv6, whose text is another one
+        # torch's store reaches an IPv4 address by an IPv6 socket, whose text differs
         rank = self._host_of.get(copy.getpeername()[0]) if copy.family in _FAMILIES else None
         if rank is None:
             return
@@ -298,7 +297,7 @@ class HostFlows:
             if since_s is not None:
                 copy.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
             since_s = None
-        elif since_s is None and len(self._asked_s) < _MOST_ASKED and _may_be_asked(copy):
+        elif since_s is None and len(self._asked_s) < _MAX_PROBED and _may_be_asked(copy):
             since_s = asking_s
         asked_s = None if since_s is None or asking_s is None or not self._is_close else asking_s - since_s
         reading = _read(copy, asked_s=asked_s)
@@ -311,7 +310,7 @@ class HostFlows:
 
 
 def _read(connection: socket.socket, *, asked_s: float | None) -> HostFlow | None:
-    """Ask the kernel about a connection; None where it does not tell: it is old, or not Linux."""
+    """Return the statistics of a connection; None on old kernels and other systems."""
     known = tcp_info(connection)
     if known is None or known.busy_s is None or known.held_s is None:
         return None
@@ -324,7 +323,7 @@ def _read(connection: socket.socket, *, asked_s: float | None) -> HostFlow | Non
 
 
 def _may_be_asked(connection: socket.socket) -> bool:
-    """Return whether the job has no rules of its own for when a silent connection ends."""
+    """Return whether the job has set no keep-alive or time-out of its own."""
     timeout = getattr(socket, "TCP_USER_TIMEOUT", None)
     return (
         timeout is not None
@@ -334,16 +333,16 @@ def _may_be_asked(connection: socket.socket) -> bool:
 
 
 def _ask(connection: socket.socket) -> None:
-    """Let the kernel ask the other end as soon as nothing has come for a second."""
+    """Let the kernel probe the other end after a second of silence."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _BETWEEN_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _MOST_UNANSWERED)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # sets the kernel's timer anew, from when something came last
+    # restarts the kernel's timer, from the last packet
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
 
 
 def _together(readings: Sequence[HostFlow]) -> HostFlow:
-    """Return what several connections to one host show: it is there while one of them answers."""
+    """Combine connections to one host, which is alive while one of them answers."""
     silences = [one.silence_s for one in readings if one.silence_s is not None]
     return HostFlow(
         num_bytes=sum(one.num_bytes for one in readings),

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from thinwire.lab import namespace_daemon
-from thinwire.lab.channel import Channel
+from thinwire.lab.daemon_client import Channel
 from thinwire.lab.namespace_daemon import NamespaceDaemon
 
 REMEDY = "; set TMPDIR to a folder that takes files, or give one (folder=)"

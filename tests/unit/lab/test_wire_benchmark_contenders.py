@@ -10,9 +10,9 @@ import torch
 
 from thinwire.errors import MissingExtra
 from thinwire.events import Transfer, TransferLog
-from thinwire.lab.wire_benchmark import reference_torchft
+from thinwire.lab.wire_benchmark import reference_trainers
 from thinwire.lab.wire_benchmark.contenders import ABLATION, CONTENDERS, REFERENCES, check_installed, contender
-from thinwire.lab.wire_benchmark.reference_torchft import matched_fragments, matched_numbers
+from thinwire.lab.wire_benchmark.reference_trainers import matched_fragments, matched_numbers
 from thinwire.lab.wire_benchmark.worker import ByteMeter, WorkerOptions, closing, lr_factor, run_worker, span
 from thinwire.methods import streaming_diloco
 from thinwire.sync.fragments import find_blocks
@@ -86,9 +86,9 @@ def test_another_package_that_torchft_misses_is_named_as_it_is(monkeypatch: pyte
     def broken(name: str) -> None:
         raise ModuleNotFoundError("No module named 'opentelemetry'", name="opentelemetry")
 
-    monkeypatch.setattr(reference_torchft.importlib, "import_module", broken)
+    monkeypatch.setattr(reference_trainers.importlib, "import_module", broken)
     with pytest.raises(ModuleNotFoundError, match="opentelemetry"):
-        reference_torchft.load_torchft()
+        reference_trainers.load_torchft()
 
 
 def test_torchft_gets_the_fragments_that_ours_have() -> None:

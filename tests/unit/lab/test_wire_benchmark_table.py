@@ -7,9 +7,16 @@ import pytest
 
 from thinwire.lab.counters import Sample
 from thinwire.lab.wire_benchmark.contenders import contender
-from thinwire.lab.wire_benchmark.grid import BenchWire, GridCell, cells, deadline_s, exchanges_every_step
 from thinwire.lab.wire_benchmark.result_table import HEAD, describe, figure, markdown, rows, spread
-from thinwire.lab.wire_benchmark.runner import kernel_numbers, summary
+from thinwire.lab.wire_benchmark.runner import (
+    BenchWire,
+    GridCell,
+    cells,
+    deadline_s,
+    exchanges_every_step,
+    kernel_numbers,
+    summary,
+)
 
 THIN = BenchWire(rate_bits_per_s=5e6)
 

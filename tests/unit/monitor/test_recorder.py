@@ -83,7 +83,7 @@ def test_parts_that_replicas_ask_each_other_for_are_known_by_round_and_owner(tmp
     recorder = Recorder(tmp_path, rank=3)
     for direction, name in (("received", blob_name(5, 2)), ("sent", b"state/0")):
         recorder.add(Posted(
-            direction=direction, peer=1, kind="library", round_id=99, fragment=0, phase=0, num_bytes=10, posted_s=1.0,
+            direction=direction, peer=1, kind="blob", round_id=99, fragment=0, phase=0, num_bytes=10, posted_s=1.0,
             name=name,
         ))  # fmt: skip
     recorder.close()

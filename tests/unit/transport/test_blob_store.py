@@ -1,4 +1,4 @@
-"""A library over a transport that is moved by hand: who waits, who is told that it is gone, who comes first."""
+"""Blob store over a manual transport: waiting requests, withdrawn blobs, and bulk that yields but never starves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from thinwire.errors import DeadlineExceeded, NotThere, TransportError
-from thinwire.transport import blob_store as library_module
+from thinwire.transport import blob_store as blob_store_module
 from thinwire.transport.base import Envelope, Kind, Received
-from thinwire.transport.blob_store import BlobStore
+from thinwire.transport.blob_store import (
+    LEAST_BULK,
+    LONGEST_HOLD_S,
+    LONGEST_PLACE_S,
+    MOST_BULK,
+    BlobRequest,
+    BlobStore,
+    SendScheduler,
+)
 
 
 class Hand:
@@ -19,7 +29,7 @@ class Hand:
 
     def __init__(self, peer: int, number: int, payload: torch.Tensor | None = None, *, is_there: bool = True) -> None:
         self.peer, self.number, self.payload, self.is_there = peer, number, payload, is_there
-        self.envelope = Envelope(kind=Kind.LIBRARY, round_id=number)
+        self.envelope = Envelope(kind=Kind.BLOB, round_id=number)
         self.callbacks: list[Callable[[], None]] = []
         self.has_ended = False
         self.received: Received | None = None
@@ -138,7 +148,7 @@ def test_who_waits_for_what_becomes_past_is_told_and_what_is_past_is_held_no_lon
 def test_names_that_were_withdrawn_are_not_remembered_without_an_end(
     wire: HandTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library_module, "MOST_WITHDRAWN", 10)
+    monkeypatch.setattr(blob_store_module, "MOST_WITHDRAWN", 10)
     library = BlobStore(wire)
     for number in range(30):
         library.withdraw(b"%d" % number)
@@ -169,7 +179,7 @@ def test_its_own_blobs_need_no_wire(wire: HandTransport) -> None:
         library.get(7, b"a", most_bytes=9).wait(deadline_s=0)
     waits = library.get(7, b"c", most_bytes=9)
     library.close()
-    with pytest.raises(TransportError, match="the library was closed"):
+    with pytest.raises(TransportError, match="the blob store was closed"):
         waits.wait(deadline_s=0)
 
 
@@ -275,3 +285,135 @@ def test_a_closed_library_has_nothing(wire: HandTransport) -> None:
     library.publish(b"b", content())
     library.close()
     assert wire.told == [(1, 0, False)] and library.num_bytes == 0 and wire.on_request is None
+
+
+def order(number: int, *, peer: int = 1) -> BlobRequest:
+    return BlobRequest(peer=peer, number=number, name=b"state/%d" % number)
+
+
+def test_no_more_bulk_is_on_its_way_than_may_be_and_the_next_begins_when_one_ends() -> None:
+    scheduler = SendScheduler()
+    for number in range(5):
+        scheduler.add(order(number), now_s=0)
+    begun = [scheduler.next_bulk(now_s=0) for _ in range(4)]
+    assert [found and found.number for found in begun] == [0, 1, None, None]
+    scheduler.end_bulk(order(1), now_s=0)
+    found = scheduler.next_bulk(now_s=0)
+    assert found is not None and found.number == 2 and scheduler.next_bulk(now_s=0) is None
+
+
+def most_at_once(seconds_of: Callable[[int], float]) -> int:
+    """Have bulk go out for long, each taking what it takes beside so many; return how many go at a time in the end."""
+    scheduler, now_s, going = SendScheduler(), 0.0, 0
+    for number in range(400):
+        scheduler.add(order(number), now_s=0)
+    ends: list[tuple[float, BlobRequest]] = []
+    for _ in range(300):
+        while (found := scheduler.next_bulk(now_s=now_s)) is not None:
+            ends.append((now_s, found))
+        going = len(ends)
+        began_s, found = ends.pop(0)
+        now_s = max(now_s, began_s + seconds_of(going))
+        scheduler.end_bulk(found, now_s=now_s)
+    return going
+
+
+def test_more_bulk_goes_at_once_only_where_that_makes_it_come_faster() -> None:
+    assert most_at_once(lambda going: 0.4 * going) <= 2 * LEAST_BULK  # a thin wire, and its latest try
+    assert most_at_once(lambda going: 0.4) == MOST_BULK  # a far one
+
+
+def test_replicas_take_turns() -> None:
+    scheduler = SendScheduler()
+    for number in range(3):
+        scheduler.add(order(number, peer=1), now_s=0)
+    scheduler.add(order(0, peer=2), now_s=0)
+    found = []
+    while (begun := scheduler.next_bulk(now_s=0)) is not None:
+        found.append((begun.peer, begun.number))
+        scheduler.end_bulk(begun, now_s=0)
+    assert found == [(1, 0), (2, 0), (1, 1), (1, 2)]
+
+
+def test_bulk_gives_way_to_others_but_one_at_a_time_goes_after_a_second() -> None:
+    scheduler = SendScheduler()
+    scheduler.begin_other()
+    for number in range(3):
+        scheduler.add(order(number), now_s=10)
+    assert scheduler.next_bulk(now_s=10.5) is None and scheduler.due_s(now_s=10.5) == 10 + LONGEST_HOLD_S
+    assert scheduler.next_bulk(now_s=11) == order(0)
+    assert scheduler.next_bulk(now_s=11) is None
+    scheduler.end_bulk(order(0), now_s=11.5)
+    assert scheduler.next_bulk(now_s=11.6) is None and scheduler.due_s(now_s=11.6) == 11.5 + LONGEST_HOLD_S
+    scheduler.end_other()
+    assert [scheduler.next_bulk(now_s=11.7), scheduler.next_bulk(now_s=11.7)] == [order(1), order(2)]
+
+
+def test_a_replica_that_does_not_take_its_answers_keeps_nobody_else_waiting_for_long() -> None:
+    scheduler = SendScheduler()
+    for number in range(4):
+        scheduler.add(order(number), now_s=0)
+    assert scheduler.next_bulk(now_s=0) and scheduler.next_bulk(now_s=1)
+    scheduler.add(order(0, peer=2), now_s=1)
+    assert scheduler.due_s(now_s=1) == LONGEST_PLACE_S and scheduler.next_bulk(now_s=4.9) is None
+    assert scheduler.next_bulk(now_s=5) is not None and scheduler.next_bulk(now_s=5) is None
+
+
+def test_what_waits_can_be_dropped() -> None:
+    scheduler = SendScheduler()
+    for number in range(3):
+        scheduler.add(order(number), now_s=0)
+    assert scheduler.drop(order(1)) and not scheduler.drop(order(1)) and not scheduler.drop(order(0, peer=9))
+    assert scheduler.num_waiting == 2
+    scheduler.drop_all_of(1)
+    scheduler.drop_all_of(1)
+    assert scheduler.num_waiting == 0 and scheduler.next_bulk(now_s=0) is None and scheduler.due_s() is None
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 3)),
+        st.tuples(st.just("begin other"), st.just(0)),
+        st.tuples(st.just("end other"), st.just(0)),
+        st.tuples(st.just("end bulk"), st.just(0)),
+        st.tuples(st.just("wait"), st.integers(1, 30)),
+    ),
+    max_size=60,
+)
+
+
+@given(EVENTS)
+def test_all_bulk_begins_in_the_end_once_and_within_its_bounds(events: list[tuple[str, int]]) -> None:
+    scheduler, now_s, added, others = SendScheduler(), 0.0, 0, 0
+    begun: list[BlobRequest] = []
+    going: list[tuple[float, BlobRequest]] = []
+
+    def begin_all() -> None:
+        while (found := scheduler.next_bulk(now_s=now_s)) is not None:
+            begun.append(found)
+            going.append((now_s, found))
+            fresh = [since_s for since_s, _ in going if now_s - since_s < LONGEST_PLACE_S]
+            assert len(fresh) <= (1 if others else MOST_BULK)
+        due_s = scheduler.due_s(now_s=now_s)
+        assert due_s is None or due_s > now_s
+
+    for what, value in events:
+        if what == "add":
+            scheduler.add(order(added, peer=value), now_s=now_s)
+            added += 1
+        elif what == "begin other":
+            scheduler.begin_other()
+            others += 1
+        elif what == "end other" and others:
+            scheduler.end_other()
+            others -= 1
+        elif what == "end bulk" and going:
+            scheduler.end_bulk(going.pop(0)[1], now_s=now_s)
+        elif what == "wait":
+            now_s += value / 8  # which floats hold exactly
+        begin_all()
+    while (due_s := scheduler.due_s(now_s=now_s)) is not None:  # although nothing ends any more
+        assert due_s - now_s <= LONGEST_PLACE_S
+        now_s = due_s
+        begin_all()
+    assert sorted(found.number for found in begun) == list(range(added))

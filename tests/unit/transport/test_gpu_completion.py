@@ -115,8 +115,8 @@ def test_calls_of_a_stream_are_asked_oldest_first_and_no_further_than_the_first_
     works, told = [Work() for _ in range(3)], list[int]()
     other = Work()
     for number, work in enumerate(works):
-        poller.watch(work, lambda _, number=number: told.append(number), group=0, line="a")  # type: ignore[misc]
-    poller.watch(other, lambda _: told.append(9), group=0, line="b")
+        poller.watch(work, lambda _, number=number: told.append(number), group=0, stream="a")  # type: ignore[misc]
+    poller.watch(other, lambda _: told.append(9), group=0, stream="b")
     works[1].has_ended = other.has_ended = True
     wait_until(lambda: told == [9])
     wait_until(lambda: works[0].num_asked > 3)
@@ -151,8 +151,8 @@ def test_a_failure_is_told_as_one_and_a_question_that_is_refused_ends_the_asking
 ) -> None:
     later, ends = Work(), list[CallEnd]()
     work.has_ended = later.has_ended = True
-    poller.watch(work, ends.append, group=0, line=0)
-    poller.watch(later, ends.append, group=0, line=0)
+    poller.watch(work, ends.append, group=0, stream=0)
+    poller.watch(later, ends.append, group=0, stream=0)
     wait_until(lambda: len(ends) == 2)
     assert [end.error for end in ends] == [says, ""]
     assert work.num_asked == 1

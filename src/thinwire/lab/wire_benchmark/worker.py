@@ -312,7 +312,7 @@ class _Run:
 
     def _check_same(self) -> None:
         own = {**self._options.shared(), "corpus": self._corpus.sha256, "thinwire_version": __version__}
-        notes = self._tell(own)
+        notes = self._all_gather(own)
         for replica, note in enumerate(notes):
             for name, value in notes[0].items():
                 if note.get(name) != value:
@@ -333,7 +333,9 @@ class _Run:
             sync_interval=options.sync_interval, overlap_steps=options.overlap_steps, timeout_s=options.timeout_s,
             address=options.address, seed=options.seed, pace=options.pace,
         )  # fmt: skip
-        return make_trainer(self._contender, model, inner, numbers=numbers, transport=self._transport, tell=self._tell)
+        return make_trainer(
+            self._contender, model, inner, numbers=numbers, transport=self._transport, tell=self._all_gather
+        )
 
     def _sampler(self) -> Sampler:
         options = self._options
@@ -363,7 +365,7 @@ class _Run:
         options = self._options
         with trainer.global_parameters():
             global_sha256 = parameters_sha256(model)
-        hashes = [str(note.get("sha256")) for note in self._tell({"sha256": global_sha256})]
+        hashes = [str(note.get("sha256")) for note in self._all_gather({"sha256": global_sha256})]
         if len(set(hashes)) > 1:
             raise DesyncError(
                 f"the replicas ended with different global parameters: {', '.join(sha[:12] for sha in hashes)}; this "
@@ -404,13 +406,13 @@ class _Run:
     def _read(self, trainer: Trainer) -> MeterReading:
         return self._meter.read(stalled_s=trainer.stalled_s)
 
-    def _tell(self, note: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _all_gather(self, note: Mapping[str, Any]) -> list[dict[str, Any]]:
         return all_gather_json(
             note, transport=self._transport, number=next(self._note_numbers), deadline_s=self._options.timeout_s
         )
 
     def _meet(self) -> None:
-        self._tell({})
+        self._all_gather({})
 
     def _pass_gate(self) -> None:
         gate = self._options.gate

@@ -28,7 +28,7 @@ Role = Literal["door", "dialler"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyPair:
-    """A CURVE key pair, as libzmq takes it.
+    """CURVE key pair in libzmq's form.
 
     Attributes:
         public: 40 characters of Z85.
@@ -40,18 +40,21 @@ class KeyPair:
 
     @property
     def public_bytes(self) -> bytes:
-        """The public key's 32 bytes, as libzmq shows them to who decides about a connection."""
+        """The public key's 32 bytes, as libzmq passes them to ZAP."""
         decoded: bytes = z85.decode(self.public)
         return decoded
 
 
 def key_pair(secret: Secret, *, replica: int, role: Role) -> KeyPair:
-    """Return the keys of a replica.
+    """Return the keys of a replica: one pair a replica and direction, derived from the job's secret.
+
+    A replica proves its number with its pair. Any holder of the secret can derive all pairs, so the number protects
+    against mistakes, not against holders of the secret.
 
     Args:
         secret: The job's.
-        replica: Whose keys.
-        role: For the side that is dialled, or the one that dials.
+        replica: The replica's number.
+        role: The side that listens, or the side that dials.
 
     Example:
         >>> secret = Secret(key=bytes(32))
@@ -70,11 +73,15 @@ _SAMPLES = 64
 
 
 class Liveness:
-    """How long a peer may be silent, from the round-trip times of the last minute.
+    """Failure detector: the longest silence allowed, from the round-trip times of the last minute.
 
-    Three beats may be late, and four round trips (a lost packet is sent again after more than one of them), where a
-    round trip is taken as the median and eight times the median deviation from it. A glitch of `LEAST_SILENCE_S` is
-    always borne, and nobody is waited for longer than `MOST_SILENCE_S`.
+    Both ends send a ZMTP heartbeat every `HEARTBEAT_S`, from libzmq's own thread. So a replica whose Python is busy is
+    not taken for dead, but a stopped process or a host that left the network is. The kernel reports when the last byte
+    arrived: a slow link in the middle of a large frame is not silent, nor are bytes that this process has not read yet.
+
+    The limit allows three late heartbeats and four round trips (a lost packet is sent again after more than one), where
+    a round trip is the median plus eight median deviations. It is at least `LEAST_SILENCE_S` and at most
+    `MOST_SILENCE_S`.
 
     Example:
         >>> liveness = Liveness()
@@ -92,7 +99,7 @@ class Liveness:
         self._rtts_s: deque[float] = deque(maxlen=_SAMPLES)
 
     def observe(self, rtt_s: float) -> None:
-        """Note a round-trip time."""
+        """Add a round-trip time."""
         self._rtts_s.append(rtt_s)
 
     @property
@@ -107,17 +114,17 @@ class Liveness:
 
 
 HANDSHAKE_S = 10.0
-# What CURVE puts around a frame: a name, a nonce, flags and the authenticator.
+# CURVE's overhead of a frame: a name, a nonce, flags and the authenticator.
 _CURVE_BYTES = 64
-# Frames that may stand in one of libzmq's queues. What we asked for and what may come unasked must fit: a full queue
-# would stop libzmq from reading, and heartbeats with it.
+# Frames in one of libzmq's queues. Requested and unexpected messages must fit together: a full queue would stop libzmq
+# from reading, and heartbeats with it.
 _RECEIVE_FRAMES = MAX_UNEXPECTED + MAX_REQUESTS + 1024
 _SEND_FRAMES = 128
-# What libzmq's own heartbeats end, for systems whose kernel tells nothing: it sees whole frames only, and on the
-# thinnest wires one of them takes a minute.
+# Time-out of libzmq's own heartbeats, for systems without TCP_INFO. libzmq sees whole frames only, and on the slowest
+# links one frame takes a minute.
 _BACKSTOP_MS = 300_000
-# What may have come over a connection beyond what it brought us: a peer can send a message of frames without an end,
-# and libzmq keeps them all until the last has come.
+# Bytes that the kernel received but libzmq has not delivered: a peer can send a multipart message without an end, which
+# libzmq buffers until its last frame.
 _UNSEEN_BYTES = MOST_BYTES + MAX_UNEXPECTED_BYTES + (1 << 25)
 _UNSEEN_BYTES_PER_S = 512.0
 _FRAME_OVERHEAD_BYTES = 128
@@ -126,27 +133,27 @@ Endpoint = tuple[str, int]
 
 
 class Connection(Protocol):
-    """One connection."""
+    """Connection to one replica; which side dialled makes no difference."""
 
     def send(self, raw: bytearray) -> bool:
-        """Hand one frame over; tell whether there was room for it."""
+        """Queue one frame; return whether there was room for it."""
         ...
 
     def close(self) -> None:
-        """End the connection at once."""
+        """Close the connection at once."""
         ...
 
     def reading(self) -> ConnectionStats | None:
-        """Return what the kernel knows of it, None where it does not tell."""
+        """Return the kernel's statistics, None if it has none."""
         ...
 
     def is_closed(self) -> bool:
-        """Tell whether the kernel has no such connection any more."""
+        """Return whether the kernel has no such connection any more."""
         ...
 
 
 def set_socket_options(plug: zmq.Socket[bytes]) -> None:
-    """Set the bounds and times that all sockets of the wire have in common."""
+    """Set the bounds and time-outs that all sockets of the wire share."""
     plug.setsockopt(zmq.LINGER, 0)
     plug.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES + _CURVE_BYTES)
     plug.setsockopt(zmq.RCVHWM, _RECEIVE_FRAMES)
@@ -158,14 +165,14 @@ def set_socket_options(plug: zmq.Socket[bytes]) -> None:
 
 @contextlib.contextmanager
 def borrow_socket(fd: int, *, peer: Endpoint | None) -> Iterator[socket.socket | None]:
-    """Look at a connection of libzmq's by its descriptor, of which libzmq may have made another one meanwhile.
+    """Duplicate a socket of libzmq's by its descriptor, which libzmq may have closed and reused meanwhile.
 
     Args:
         fd: The descriptor.
-        peer: The address and port that it must be connected to; None to take what is there.
+        peer: The address and port that it must be connected to; None for any.
 
     Yields:
-        A socket for the connection, None where there is none such.
+        A socket for the connection, None if there is no such connection.
     """
     copy = duplicate_socket(fd)
     if copy is None:
@@ -176,7 +183,7 @@ def borrow_socket(fd: int, *, peer: Endpoint | None) -> Iterator[socket.socket |
 
 
 def endpoint_of(connection: socket.socket) -> Endpoint | None:
-    """Return the other end's address and port, None where there is none."""
+    """Return the other end's address and port, None if it is not connected."""
     try:
         found: Any = connection.getpeername()
     except OSError:
@@ -185,7 +192,7 @@ def endpoint_of(connection: socket.socket) -> Endpoint | None:
 
 
 class KernelConnection:
-    """A connection of libzmq's as the kernel sees it."""
+    """Kernel view of a connection that libzmq owns."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -193,21 +200,21 @@ class KernelConnection:
             self.peer = None if connection is None else endpoint_of(connection)
 
     def reading(self) -> ConnectionStats | None:
-        """Return what the kernel knows of it, None where it is gone."""
+        """Return its statistics, None if it is gone."""
         if self.peer is None:
             return None
         with borrow_socket(self.fd, peer=self.peer) as connection:
             return None if connection is None else connection_stats(connection)
 
     def is_closed(self) -> bool:
-        """Tell whether the kernel has no such connection any more."""
+        """Return whether the kernel has no such connection any more."""
         if self.peer is None:
             return True
         with borrow_socket(self.fd, peer=self.peer) as connection:
             return connection is None
 
     def shut(self) -> None:
-        """End the connection under libzmq, which then drops it: there is no other way to end one of a ROUTER's."""
+        """Shut the socket down, so that libzmq drops it: a ROUTER offers no other way to close one connection."""
         if self.peer is None:
             return
         with borrow_socket(self.fd, peer=self.peer) as connection, contextlib.suppress(OSError):
@@ -216,6 +223,6 @@ class KernelConnection:
 
 
 def unseen_limit_bytes(*, seen_bytes: int, seen_frames: int, age_s: float) -> int:
-    """Return how many bytes a connection may have brought the kernel, where it brought us so many."""
+    """Return how many bytes the kernel may have received on a connection that delivered so many frames."""
     overhead = seen_frames * _FRAME_OVERHEAD_BYTES + round(age_s * _UNSEEN_BYTES_PER_S)
     return seen_bytes + overhead + _UNSEEN_BYTES

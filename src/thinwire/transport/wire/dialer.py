@@ -1,4 +1,4 @@
-"""Dialling a replica: one connection that is tried once; whoever wants another one dials again."""
+"""Dialer: one attempt to connect to a replica; a retry is a new attempt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thinwire.transport.wire.listener import TAKEN
 
 _BURST = 256
 _NUMBERS = itertools.count()
-# libzmq never gives up by itself; it is closed long before.
+# libzmq must not reconnect by itself: a retry is a new `DialedConnection`.
 _NEVER_MS = 24 * 3600 * 1000
 _REFUSED = "it takes no connection, or a firewall drops it"
 _FAILED_HANDSHAKE = (
@@ -28,20 +28,20 @@ _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKE | _NO
 
 
 class DialedConnection:
-    """The connection to a replica that this one dialled; it is a `Line` once the other has said who it is.
+    """Connection that this replica dialled; see `Connection`. It is in use once the other end has sent its hello.
 
     Args:
-        context: Of the transport.
-        address: Of the other.
-        port: Of its door.
+        context: The transport's.
+        address: The other replica's.
+        port: The port of its listener.
         own: This replica's keys.
         other: The other's public key, which it must prove.
-        hello: What is said first.
+        hello: The first frame.
 
     Attributes:
-        since_s: When it began.
-        problem: Why there is no connection, an empty text as long as there may be one.
-        is_mistrusted: Whether the handshake failed, so that trying again will hardly help.
+        since_s: Time of the attempt.
+        problem: Reason why there is no connection, empty as long as there may be one.
+        is_mistrusted: Whether the handshake failed, so that a retry will hardly help.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class DialedConnection:
         try:
             self._begin(address=address, port=port, own=own, other=other, hello=hello)
         except BaseException:
-            self.plug.close(linger=0)  # a socket that is left open would keep its context from ending
+            self.plug.close(linger=0)  # an open socket would keep its context from terminating
             raise
 
     def _begin(self, *, address: str, port: int, own: KeyPair, other: bytes, hello: Frame) -> None:
@@ -73,30 +73,30 @@ class DialedConnection:
         self.plug.setsockopt(zmq.CURVE_SERVERKEY, other)
         self.plug.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
         self.plug.setsockopt(zmq.CURVE_SECRETKEY, own.private)
-        # Named by a number of our own: the descriptor that pyzmq names it by may be that of a socket closed just now,
-        # whose monitor libzmq has not taken down yet.
+        # A name of our own: pyzmq names the monitor by the descriptor, which may be that of a socket closed just now,
+        # whose monitor libzmq has not removed yet.
         self.monitor = self.plug.get_monitor_socket(_EVENTS, f"inproc://dial-{next(_NUMBERS)}")
         self.plug.connect(f"tcp://{address}:{port}")
-        # a connection that was refused this very moment has no room any more
+        # a connection that was refused at once has no room
         if not self.send(write(hello)):
             self.problem = _REFUSED
 
     def read_events(self) -> None:
-        """Note what became of the connection."""
+        """Read the monitor's events."""
         with contextlib.suppress(zmq.Again):
             while True:
-                told = recv_monitor_message(self.monitor, zmq.DONTWAIT)
-                self._on_event(told["event"], told["value"])
+                event = recv_monitor_message(self.monitor, zmq.DONTWAIT)
+                self._on_event(event["event"], event["value"])
 
     def delivered(self) -> Iterator[memoryview | None]:
-        """Yield the frames that came, a burst at most; None for what was not one frame."""
+        """Yield received frames, at most a burst; None for a message that was not a single frame."""
         with contextlib.suppress(zmq.Again):
             for _ in range(_BURST):
                 frames = self.plug.recv_multipart(zmq.DONTWAIT, copy=False)
                 yield frames[0].buffer if len(frames) == 1 else None
 
     def send(self, raw: bytearray) -> bool:
-        """Hand one frame over; tell whether there was room for it."""
+        """Queue one frame; return whether there was room for it."""
         try:
             self.plug.send(raw, zmq.DONTWAIT)
         except zmq.Again:
@@ -104,18 +104,18 @@ class DialedConnection:
         return True
 
     def close(self) -> None:
-        """End the connection at once and give the sockets back."""
+        """Close the connection and its sockets at once."""
         if not self.plug.closed:
             self.plug.disable_monitor()
             self.monitor.close()
             self.plug.close()
 
     def reading(self) -> ConnectionStats | None:
-        """Return what the kernel knows of it."""
+        """Return the kernel's statistics."""
         return None if self._tap is None else self._tap.reading()
 
     def is_closed(self) -> bool:
-        """Tell whether the kernel has no such connection any more."""
+        """Return whether the kernel has no such connection any more."""
         return self._tap is not None and self._tap.is_closed()
 
     def _on_event(self, event: int, value: int) -> None:

@@ -31,21 +31,23 @@ from thinwire.transport.wire.transfer import WireTransfer
 
 LEAST_BYTES = 1 << 17
 MOST_BYTES = 1 << 24
+# A doubled window stays only if the rate grew by this factor; the next try follows after so many windows.
 _GAIN = 1.2
 _EPOCHS_UNTIL_RETRY = 64
 
 
 class ReceiveWindow:
-    """Grows for as long as growing makes the bytes come faster, so that neither a fast wire nor a far one idles.
+    """Receive window: bytes of a peer that may be in flight; doubles as long as that raises the rate by a fifth.
 
-    On a thin wire it stays small: what is on its way stands in a queue there, and a short message waits behind it.
+    So neither a fast nor a distant link idles. On a slow link the window stays small: bytes in flight wait in a queue
+    there, and a short message waits behind them.
 
     Args:
-        least: Bytes at the start, and always.
-        most: Bytes at the most.
+        least: Bytes at the start, and the minimum.
+        most: The maximum.
 
     Attributes:
-        num_bytes: How many may be on their way now.
+        num_bytes: Bytes that may be in flight now.
 
     Example:
         >>> window, now_s = ReceiveWindow(), 0.0
@@ -65,18 +67,18 @@ class ReceiveWindow:
         self._left_epochs = 1
 
     def pause(self) -> None:
-        """Forget when the current epoch began: nothing is being waited for."""
+        """Discard the current epoch: no bytes are expected."""
         self._began_s, self._arrived_bytes = None, 0
 
     def observe(self, num_bytes: int, *, now_s: float) -> None:
-        """Count what arrived; an epoch ends when a whole window has.
+        """Count bytes that arrived; an epoch ends when a whole window has.
 
         Args:
-            num_bytes: How many.
-            now_s: Seconds that only grow.
+            num_bytes: Number of bytes.
+            now_s: Monotonic time in seconds.
         """
         if self._began_s is None:
-            self._began_s = now_s  # what came first was sent before
+            self._began_s = now_s  # these bytes were sent before the epoch
             return
         self._arrived_bytes += num_bytes
         if self._arrived_bytes < self.num_bytes:
@@ -88,6 +90,7 @@ class ReceiveWindow:
     def _adapt(self, bytes_per_s: float) -> None:
         before, self._smaller_bytes_per_s = self._smaller_bytes_per_s, None
         if before is not None and bytes_per_s < _GAIN * before:
+            # doubling did not raise the rate: the link, not the window, is the limit
             self.num_bytes = max(self._least, self.num_bytes // 2)
             self._left_epochs = _EPOCHS_UNTIL_RETRY
             return
@@ -96,12 +99,13 @@ class ReceiveWindow:
             if self._left_epochs > 0:
                 return
         if self.num_bytes < self._most:
+            # double on trial; the next epoch compares its rate with this one's
             self._smaller_bytes_per_s = bytes_per_s
             self.num_bytes *= 2
 
 
 def key_of(envelope: Envelope) -> Key:
-    """Return what a receive is matched by.
+    """Return the key by which a message matches a receive.
 
     Raises:
         ValueError: A number does not fit its field.
@@ -129,14 +133,14 @@ class _Outgoing:
         return len(self.header) + len(self.rest)
 
     def piece(self, start: int, end: int) -> memoryview:
-        """Return some of its bytes; a copy only where they lie in two places."""
+        """Return some of its bytes; a copy only if they span the header and the payload."""
         skipped = len(self.header)
         if start >= skipped:
             return self.rest[start - skipped : end - skipped]
         return memoryview(self.header[start:end] + self.rest[: max(0, end - skipped)])
 
     def due_s(self) -> float | None:
-        """When its next part may go, None where none is asked for."""
+        """Return when its next part is due, None without credit for one."""
         end = min(self.sent + PART_BYTES, self.asked)
         if end <= self.sent:
             return None
@@ -175,24 +179,24 @@ class OutgoingMessages:
         return None
 
     def due_s(self) -> float | None:
-        """Return when the next part may go, None where none is asked for."""
+        """Return when the next part is due, None without credit for one."""
         return min((due_s for outgoing in self._turns if (due_s := outgoing.due_s()) is not None), default=None)
 
     def take(self, frame: Frame) -> None:
-        """Act on what the receiver says of a message.
+        """Act on the receiver's frame about a message.
 
         Raises:
-            FrameError: It says what cannot be.
+            FrameError: It fits no message in flight.
         """
         if isinstance(frame, ReceivePosted):
             if frame.number not in self._unmatched or frame.number in self._known:
-                raise FrameError(f"a word on message {frame.number}, which is not waiting for a receive")
+                raise FrameError(f"a frame about message {frame.number}, which is not waiting for a receive")
             self._match(frame.number)
             return
         assert isinstance(frame, Credit | Receipt | MessageRefused)
         outgoing = self._known.get(frame.number)
         if outgoing is None:
-            raise FrameError(f"a word on message {frame.number}, which is not on its way")
+            raise FrameError(f"a frame about message {frame.number}, which is not on its way")
         if isinstance(frame, Credit):
             if not outgoing.asked < frame.end <= outgoing.num_bytes:
                 raise FrameError(f"a request up to byte {frame.end} of {outgoing.num_bytes}, after {outgoing.asked}")
@@ -209,11 +213,12 @@ class OutgoingMessages:
             self._end(outgoing, error=_refusal(outgoing.transfer))
 
     def fail(self, error_of: Callable[[WireTransfer], TransportError]) -> None:
-        """End all that has not ended; nothing may be added after."""
+        """Fail all transfers in flight; nothing may be posted after."""
         for outgoing in (*self._known.values(), *self._waiting):
             outgoing.transfer.fail(error_of(outgoing.transfer))
 
     def _has_room(self, num_bytes: int) -> bool:
+        # the receiver keeps no more unexpected messages than these, and disconnects a sender that exceeds them
         return len(self._unmatched) < MAX_UNEXPECTED and self._unmatched_bytes + num_bytes <= MAX_UNEXPECTED_BYTES
 
     def _open(self, outgoing: _Outgoing) -> MessageStart:
@@ -246,7 +251,7 @@ class OutgoingMessages:
 
 def _refusal(transfer: WireTransfer) -> TransportError:
     who, what = f"replica {transfer.peer}", transfer.describe()
-    if transfer.envelope.kind is Kind.LIBRARY:
+    if transfer.envelope.kind is Kind.BLOB:
         return TransportError(f"{who} took {what} no further: it does not want it any more, or asked for less")
     return PayloadError(
         f"{who} refused {what}, because it expected another message there; the replicas run different set-ups: see its "
@@ -254,8 +259,8 @@ def _refusal(transfer: WireTransfer) -> TransportError:
     )
 
 
-# Messages that are not wanted any more, of which some may still be on its way; the oldest are long since over.
-_MOST_REFUSED = 4096
+# Cancelled messages of which parts may still be in flight; the oldest ended long ago.
+_MAX_CANCELLED = 4096
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -275,22 +280,22 @@ class _Incoming:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Rest:
-    """What may still come of a message that is not wanted any more: it was asked for, and is on its way."""
+class _Cancelled:
+    """Bytes of a cancelled message that may still arrive: credit for them was sent."""
 
     arrived: int
     asked: int
 
 
 class IncomingMessages:
-    """The messages that come in over one connection.
+    """Messages that arrive over one connection; their memory is bounded, whatever the peer sends.
 
     A message is matched with the posted receives of its key, in posting order. The start of an unexpected message is
     kept, up to `MAX_UNEXPECTED` of them and `MAX_UNEXPECTED_BYTES`. Credit for the rest is sent only after the start's
     header states the message that a receive expects. All such messages share one window.
 
     Attributes:
-        replies: What is to be sent back, oldest first; whoever sends it takes it out.
+        replies: Frames to send back, oldest first; the sender pops them.
     """
 
     def __init__(self) -> None:
@@ -300,12 +305,12 @@ class IncomingMessages:
         self._num_unexpected = 0
         self._unexpected_bytes = 0
         self._arriving: dict[int, _Incoming] = {}
-        self._refused: dict[int, _Rest] = {}
+        self._refused: dict[int, _Cancelled] = {}
         self._window = ReceiveWindow()
         self._next_number = 0
 
     def post(self, transfer: WireTransfer) -> None:
-        """Add a receive; a message that came before it is taken at once."""
+        """Post a receive; an unexpected message that matches is delivered at once."""
         found = self._pop_unexpected(transfer)
         if found is None:
             self._posted.setdefault(key_of(transfer.envelope), deque()).append(transfer)
@@ -316,22 +321,22 @@ class IncomingMessages:
             self._begin(transfer, number=found.number, message_bytes=found.message_bytes, opening=found.body)
 
     def cancel_receive(self, transfer: WireTransfer) -> bool:
-        """Ask for no more of a message that is not wanted any more; tell whether some of it had come."""
+        """Send no more credit for a message; return whether a part of it had arrived."""
         number = next((number for number, room in self._arriving.items() if room.transfer is transfer), None)
         if number is None:
             return False
         room = self._arriving.pop(number)
         if not self._arriving:
             self._window.pause()
-        self._refused[number] = _Rest(arrived=room.arrived, asked=room.asked)
-        while len(self._refused) > _MOST_REFUSED:
+        self._refused[number] = _Cancelled(arrived=room.arrived, asked=room.asked)
+        while len(self._refused) > _MAX_CANCELLED:
             del self._refused[next(iter(self._refused))]
         self.replies.append(MessageRefused(number=number))
         transfer.fail(TransportError(f"{transfer.describe()} is not wanted any more"))
         return True
 
     def take_unexpected(self, transfer: WireTransfer) -> bool:
-        """Give a receive what came before the connection ended; tell whether there was a whole message."""
+        """Deliver a message that arrived before the connection ended; return whether there was one."""
         while (found := self._pop_unexpected(transfer)) is not None:
             if found.body.numel() == found.message_bytes:
                 transfer.succeed(found.body)
@@ -339,10 +344,10 @@ class IncomingMessages:
         return False
 
     def take(self, frame: MessageStart | MessagePart, *, now_s: float) -> None:
-        """Take in what came.
+        """Store the bytes of a frame.
 
         Raises:
-            FrameError: It is out of order, out of bounds, or nobody asked for it.
+            FrameError: It is out of order, out of bounds, or without credit.
         """
         if isinstance(frame, MessageStart):
             self._open(frame)
@@ -350,7 +355,7 @@ class IncomingMessages:
             self._add(frame, now_s=now_s)
 
     def fail(self, error_of: Callable[[WireTransfer], TransportError]) -> None:
-        """End all that has not ended; what came whole before is kept for `take_unexpected`."""
+        """Fail all transfers in flight; whole unexpected messages are kept for `take_unexpected`."""
         rooms = (room.transfer for room in self._arriving.values())
         for transfer in (*rooms, *chain.from_iterable(self._posted.values())):
             transfer.fail(error_of(transfer))
@@ -397,8 +402,8 @@ class IncomingMessages:
             self.replies.append(Receipt(number=frame.number, is_matched=False))
 
     def _begin(self, transfer: WireTransfer, *, number: int, message_bytes: int, opening: torch.Tensor) -> None:
-        """Check the opening of a message that is longer, and ask for its rest."""
-        if transfer.done():  # nobody wants it any more
+        """Check the start of a longer message, and send credit for its rest."""
+        if transfer.done():  # it was cancelled
             self.replies.append(MessageRefused(number=number))
             transfer.fail(TransportError(f"{transfer.describe()} is not wanted any more"))
             return
@@ -413,6 +418,7 @@ class IncomingMessages:
             self.replies.append(MessageRefused(number=number))
             transfer.fail(error)
             return
+        # allocated only now: the size is that of a posted receive, not whatever a peer announces
         message = torch.empty(message_bytes, dtype=torch.uint8)
         message[: opening.numel()] = opening
         room = _Incoming(
@@ -430,7 +436,7 @@ class IncomingMessages:
                 del self._refused[frame.number]
             return
         if room is None:
-            raise FrameError(f"a part of message {frame.number}, which nobody asked for")
+            raise FrameError(f"a part of message {frame.number}, for which no credit was sent")
         _check_order(frame, arrived=room.arrived, asked=room.asked)
         end = frame.start + len(frame.body)
         room.view[frame.start : end] = frame.body
@@ -446,6 +452,8 @@ class IncomingMessages:
         room.transfer.succeed(room.message)
 
     def _send_credit(self, number: int, room: _Incoming) -> None:
+        # Messages that arrive at the same time share the window. Credit is renewed at half of it, so that the sender
+        # need not wait a round trip; with less than two parts it would stop after each.
         share = max(2 * PART_BYTES, self._window.num_bytes // len(self._arriving))
         if room.asked < len(room.view) and room.asked - room.arrived <= share // 2:
             room.asked = min(len(room.view), room.arrived + share)

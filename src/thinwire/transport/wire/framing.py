@@ -1,23 +1,22 @@
-"""The frames of the wire: one ZeroMQ message each, versioned, of a length that its kind and fields fix.
+"""Frames of the wire: one ZeroMQ message each, versioned, of a length that its kind and fields fix.
 
-Little endian. Every frame starts with the magic `tw`, the version and its kind, a byte each; then come its fields:
+Little endian. Every frame starts with the magic `tw`, the version and its kind, a byte each; its fields follow:
 
-| kind | fields | says |
+| kind | fields | meaning |
 | --- | --- | --- |
-| 1 hello | replica u32, replicas u32, incarnation 16 bytes | who speaks, first on every connection, both ways |
-| 2 opening | number u64, kind u8, phase u8, zero u16, fragment u32, round u64, bytes u64; body | a message begins |
-| 3 ask | number u64, end u64 | send this message's bytes up to here: a receive is posted for it |
-| 4 part | number u64, start u64; body | bytes of a message behind its opening |
-| 5 got | number u64, matched u8 | the whole message is here; and whether a receive was posted for it |
-| 6 matched | number u64 | a receive was posted for a message that had arrived whole |
-| 7 refused | number u64 | the message is not what was expected, or no more of it is wanted |
-| 8 bye | | nothing follows |
-| 9 want | number u64; name, 1 to 64 bytes | what is under this name? Answered by a message of kind 5, round `number` |
-| 10 cancel | number u64 | nobody wants the answer to this ask any more; say that it is gone |
+| 1 hello | replica u32, replicas u32, incarnation 16 bytes | identity; first on every connection, both ways |
+| 2 start | number u64, kind u8, phase u8, zero u16, fragment u32, round u64, bytes u64; body | a message starts |
+| 3 credit | number u64, end u64 | send this message's bytes up to `end`: a receive is posted for it |
+| 4 part | number u64, start u64; body | bytes of a message after its start |
+| 5 receipt | number u64, matched u8 | the whole message arrived; whether a receive was posted for it |
+| 6 posted | number u64 | a receive was posted for a message that had arrived whole |
+| 7 refused | number u64 | the message is not the expected one, or its rest is not wanted |
+| 8 goodbye | | nothing follows |
+| 9 request | number u64; name, 1 to 64 bytes | asks for a blob; answered by a message of kind 5, round `number` |
+| 10 cancel | number u64 | the response to this request is not wanted; answer that it is gone |
 
-Numbers count the messages that one side sent on this connection, from 0; those of wants and cancels are the asking
-side's own, and never used twice. A frame that breaks a rule is a `FrameError`,
-and its sender is disconnected.
+Numbers count the messages that one side sent on this connection, from 0. Those of requests and cancels belong to the
+requesting side, and are never used twice. A frame that breaks a rule is a `FrameError`; its sender is disconnected.
 """
 
 from __future__ import annotations
@@ -27,11 +26,17 @@ from dataclasses import dataclass
 from typing import Any
 
 VERSION = 1
+# First bytes of a message, which may be sent without credit; further parts are short, so that messages interleave.
 OPENING_BYTES = 1 << 16
 PART_BYTES = 1 << 15
 MOST_MESSAGE_BYTES = 1 << 48
 MOST_NAME_BYTES = 64
 INCARNATION_BYTES = 16
+# Bounds of unexpected messages (no receive posted yet) that a receiver keeps for each peer; the sender knows them too.
+MAX_UNEXPECTED = 1024
+MAX_UNEXPECTED_BYTES = 1 << 25
+# Requests of one peer that are not answered yet.
+MAX_REQUESTS = 4096
 _PREFIX = struct.Struct("<2sBB")
 _MAGIC = b"tw"
 _HELLO = struct.Struct(f"<II{INCARNATION_BYTES}s")
@@ -50,12 +55,12 @@ class FrameError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """Who speaks.
+    """Identity of a replica.
 
     Attributes:
         replica: Its number.
-        num_replicas: How many it knows of.
-        incarnation: Random bytes of its process.
+        num_replicas: Number of replicas in its configuration.
+        incarnation: Random bytes of its process; a restarted replica has others.
     """
 
     replica: int
@@ -65,13 +70,13 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageStart:
-    """The beginning of a message.
+    """The first bytes of a message.
 
     Attributes:
         number: The sender's count.
         key: Kind, round, fragment and phase: what a receive is matched by.
         message_bytes: Of the whole message, its header included.
-        body: Its first bytes: all, or `OPENING_BYTES`.
+        body: All of its bytes, or the first `OPENING_BYTES`.
     """
 
     number: int
@@ -82,7 +87,7 @@ class MessageStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
-    """A request for a message's bytes up to `end`."""
+    """Permission to send a message's bytes up to `end`."""
 
     number: int
     end: int
@@ -99,7 +104,7 @@ class MessagePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """A message is there as a whole."""
+    """Receipt for a whole message."""
 
     number: int
     is_matched: bool
@@ -107,26 +112,26 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivePosted:
-    """A receive was posted for a message that had arrived before it."""
+    """Notice that a receive was posted for a message that had arrived before."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageRefused:
-    """A message is not what was expected."""
+    """Notice that a message is not the expected one, or that its rest is not wanted."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodbye:
-    """Nothing follows."""
+    """Last frame of a connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFrame:
-    """A request for what the other side has, or will have, under a name."""
+    """Request for a blob that the other side has, or will have."""
 
     number: int
     name: bytes
@@ -134,7 +139,7 @@ class RequestFrame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelFrame:
-    """Nobody wants the answer to a `RequestFrame` any more."""
+    """Notice that the response to a `RequestFrame` is not wanted."""
 
     number: int
 
@@ -171,7 +176,7 @@ def write(frame: Frame) -> bytearray:
 
     Example:
         >>> read(memoryview(write(Credit(number=3, end=70_000))))
-        Ask(number=3, end=70000)
+        Credit(number=3, end=70000)
     """
     body: memoryview | None = None
     if isinstance(frame, Hello):
@@ -200,10 +205,10 @@ def write(frame: Frame) -> bytearray:
 
 
 def read(raw: memoryview) -> Frame:
-    """Take a frame out of a peer's bytes; its body is a view of them.
+    """Parse a peer's bytes; the frame's body is a view of them.
 
     Raises:
-        FrameError: It is none of this version.
+        FrameError: It is no frame of this version.
     """
     if len(raw) < _PREFIX.size or len(raw) > MOST_FRAME_BYTES:
         raise FrameError(f"a frame of {len(raw)} bytes, expected {_PREFIX.size} to {MOST_FRAME_BYTES}")
@@ -238,7 +243,7 @@ def _read_fields(kind: type, rest: memoryview) -> Frame:
         return Receipt(number=number, is_matched=bool(is_matched))
     if kind is Goodbye:
         if len(rest):
-            raise FrameError(f"a bye with {len(rest)} bytes, expected none")
+            raise FrameError(f"a goodbye with {len(rest)} bytes, expected none")
         return Goodbye()
     return _read_number(kind, rest)
 
@@ -273,10 +278,3 @@ def _at_least(fields: struct.Struct, raw: memoryview) -> tuple[int, ...]:
     if len(raw) < fields.size:
         raise FrameError(f"{len(raw)} bytes of fields, expected at least {fields.size}")
     return fields.unpack_from(raw)
-
-
-# What a receiver keeps of messages that it has posted no receive for yet, for each peer.
-MAX_UNEXPECTED = 1024
-MAX_UNEXPECTED_BYTES = 1 << 25
-# Asks of one peer that wait for their answers.
-MAX_REQUESTS = 4096

@@ -1,4 +1,4 @@
-"""The thread that owns the sockets of the wire: what comes in, what goes out, who comes and who is gone."""
+"""I/O loop: the thread that owns the sockets of the wire, and drives connections and peers."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from thinwire.transport.wire.transfer import CompletionThread
 
 FAREWELL_S = 2.0
 _LINGER_MS = 200
-# How soon a frame is tried again that libzmq's queue had no room for; a ROUTER does not tell when it has.
+# Delay until a frame is retried for which libzmq's queue had no room; a ROUTER does not report when it has.
 _RETRY_S = 0.005
-# Of a connection that ended, all that libzmq still holds is heard, which is no more than this.
+# Bursts that are read of a connection that ended: libzmq holds no more than this.
 _LAST_BURSTS = 16
 
 
 class IoLoop:
-    """Links to all other replicas, driven by one thread.
+    """Connections to all other replicas, driven by one thread.
 
     Args:
         replica: This replica.
-        num_replicas: How many there are, None where they come and go.
+        num_replicas: Number of replicas, None for an open set.
         secret: The job's.
         address: The IPv4 address to listen on.
-        on_request: Told, in the thread in which transfers end, what a replica asks for and cancels, and None when its
-            connection ended.
+        on_request: Called in the completion thread with a replica and its request or cancellation, or with None when
+            its connection ended.
 
     Attributes:
-        links: By replica.
-        door: Where this one is dialled.
-        changed: Notified when a connection came or could not be made.
+        peers: By replica.
+        listener: Accepts connections of replicas with higher numbers.
+        changed: Notified when a connection was made, or could not be made.
     """
 
     def __init__(
@@ -112,18 +112,18 @@ class IoLoop:
         self.completion.later(lambda: self._on_request_frame(peer, frame))
 
     def call_soon(self, command: Callable[[], None]) -> bool:
-        """Have the thread do something soon; tell whether it still runs."""
+        """Run a command in the thread soon; return whether the thread still runs."""
         with self._wake_lock:
             if self._wake.closed:
                 return False
             self._commands.append(command)
             if len(self._commands) == 1:
-                with contextlib.suppress(zmq.Again):  # it has been woken often enough
+                with contextlib.suppress(zmq.Again):  # enough wake-ups are queued
                     self._wake.send(b"", zmq.DONTWAIT)
             return True
 
     def dial(self, addresses: Mapping[int, Address]) -> None:
-        """Dial replicas, and again whenever their connection broke."""
+        """Dial replicas, and again whenever a connection breaks."""
 
         def begin() -> None:
             self._addresses.update(addresses)
@@ -132,7 +132,7 @@ class IoLoop:
         self.call_soon(begin)
 
     def add(self, peer: int, *, address: Address | None) -> None:
-        """Let a replica dial this one, or dial it where an address is given; for sets that are open."""
+        """Add a replica to an open set: it may dial this one, or is dialled if an address is given."""
 
         def begin() -> None:
             if peer not in self.peers:
@@ -144,7 +144,7 @@ class IoLoop:
         self.call_soon(begin)
 
     def remove(self, peer: int) -> None:
-        """End the connection to a replica, which is not admitted any more; for sets that are open."""
+        """Remove a replica from an open set: its connection ends, and it is not admitted again."""
 
         def end() -> None:
             self._addresses.pop(peer, None)
@@ -160,7 +160,7 @@ class IoLoop:
         self.call_soon(end)
 
     def close(self, *, deadline_s: float) -> None:
-        """End all that is in flight, say goodbye, and give the sockets back."""
+        """Fail all transfers in flight, send goodbyes, and close the sockets."""
         self.call_soon(self._start_closing)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=deadline_s)
@@ -179,8 +179,8 @@ class IoLoop:
                 while True:
                     self._woken.recv(zmq.DONTWAIT)
         self._run_commands()
-        # Who leaves is looked up first: the descriptor may be that of one who comes. What they said last still counts.
-        # And decisions come last: who is let in now must not be heard before the departures of then.
+        # Ended connections come first: a new one may reuse the descriptor. Their last frames still count. Handshakes
+        # come last: frames of a connection that is admitted now must not be read before earlier departures.
         leaving = [caller for fd in self.listener.departed() for caller in self._identities_on(fd)]
         for _ in range(_LAST_BURSTS if leaving else 1):
             if not self._read_listener():
@@ -190,23 +190,23 @@ class IoLoop:
         self.listener.decisions()
         for peer in list(self._dialed):
             self._poll_dialed(peer)
-        for link in self.peers.values():
-            self._is_busy = link.flush() or self._is_busy
+        for state in self.peers.values():
+            self._is_busy = state.flush() or self._is_busy
         if time.monotonic() >= self._next_heartbeat_s:
             self._next_heartbeat_s = time.monotonic() + HEARTBEAT_S
             self._on_heartbeat()
 
     def _pause_ms(self) -> int:
-        """Return how long nothing has to be done unless something comes."""
+        """Return the milliseconds until the next timer is due."""
         if self._is_busy or self._commands:
             self._is_busy = False
             return 0
         now_s = time.monotonic()
         pause_s = self._next_heartbeat_s - now_s
-        for link in self.peers.values():
-            if link.is_held:
+        for state in self.peers.values():
+            if state.is_held:
                 pause_s = min(pause_s, _RETRY_S)
-            elif (due_s := link.due_s()) is not None:
+            elif (due_s := state.due_s()) is not None:
                 pause_s = min(pause_s, due_s - now_s)
         return max(0, math.ceil(1000 * pause_s))
 
@@ -217,13 +217,13 @@ class IoLoop:
             command()
 
     def _decide(self, replica: int) -> bytes:
-        link = self.peers.get(replica)
-        if link is None or link.is_over:
+        state = self.peers.get(replica)
+        if state is None or state.is_over:
             return UNKNOWN
-        return ACCEPTED if link.connection is None else TAKEN
+        return ACCEPTED if state.connection is None else TAKEN
 
     def _identities_on(self, fd: int) -> list[bytes]:
-        return [caller for caller, (_, line) in self._accepted.items() if line.tap.fd == fd]
+        return [caller for caller, (_, connection) in self._accepted.items() if connection.tap.fd == fd]
 
     def _read_listener(self) -> bool:
         has_heard = False
@@ -233,87 +233,87 @@ class IoLoop:
         return has_heard
 
     def _on_disconnect(self, caller: bytes) -> None:
-        link, line = self._accepted.pop(caller)
-        if link.connection is line:
-            link.drop("closed its connection")
+        state, connection = self._accepted.pop(caller)
+        if state.connection is connection:
+            state.drop("closed its connection")
 
     def _on_received(self, found: ReceivedFrame) -> None:
         known = self._accepted.get(found.caller)
         if known is None:
             self._admit(found)
             return
-        link, line = known
-        if link.connection is line:
+        state, connection = known
+        if state.connection is connection:
             try:
-                link.take(found.frame)
+                state.take(found.frame)
             except FrameError as error:
-                link.drop(f"sent {error} and was disconnected", for_good=True)
+                state.drop(f"sent {error} and was disconnected", for_good=True)
 
     def _admit(self, found: ReceivedFrame) -> None:
-        link = self.peers.get(found.replica)
+        state = self.peers.get(found.replica)
         try:
-            if link is None:  # it was removed between its handshake and its hello
+            if state is None:  # it was removed between its handshake and its hello
                 raise FrameError("a hello of one who has left")
             if found.frame is None or not isinstance(hello := read(found.frame), Hello):
                 raise FrameError("something else before its hello")
-            link.check_hello(hello)
+            state.check_hello(hello)
             if self._decide(found.replica) != ACCEPTED:
                 raise FrameError("a hello while it is connected")
         except FrameError:
             self.listener.turn_away(found)
             return
-        line = self.listener.admit(found)
-        self._accepted[found.caller] = (link, line)
-        link.open(line, hello)
-        line.send(write(self._own))
+        connection = self.listener.admit(found)
+        self._accepted[found.caller] = (state, connection)
+        state.open(connection, hello)
+        connection.send(write(self._own))
         self._notify()
 
     def _poll_dialed(self, peer: int) -> None:
-        dial, link = self._dialed[peer], self.peers[peer]
+        dial, state = self._dialed[peer], self.peers[peer]
         dial.read_events()
         try:
             for _ in range(_LAST_BURSTS if dial.problem else 1):
-                if not self._read_dialed(dial, link):
+                if not self._read_dialed(dial, state):
                     break
         except FrameError as error:
             self._close_dialed(peer, reason=f"sent {error} and was disconnected", for_good=True)
             return
         if dial.problem:
             self._close_dialed(peer, reason="closed its connection", for_good=False)
-        elif link.connection is not dial and time.monotonic() - dial.since_s > 2 * HANDSHAKE_S:
+        elif state.connection is not dial and time.monotonic() - dial.since_s > 2 * HANDSHAKE_S:
             self._close_dialed(peer, reason="it shook hands and then said nothing", for_good=False)
 
-    def _read_dialed(self, dial: DialedConnection, link: Peer) -> bool:
+    def _read_dialed(self, dial: DialedConnection, state: Peer) -> bool:
         has_heard = False
         for raw in dial.delivered():
             has_heard = True
-            if link.connection is dial:
-                link.take(raw)
+            if state.connection is dial:
+                state.take(raw)
                 continue
             if raw is None or not isinstance(hello := read(raw), Hello):
                 raise FrameError("something else before its hello")
-            link.check_hello(hello)
-            link.open(dial, hello)
+            state.check_hello(hello)
+            state.open(dial, hello)
             self._notify()
         return has_heard
 
     def _close_dialed(self, peer: int, *, reason: str, for_good: bool) -> None:
-        dial, link = self._dialed.pop(peer), self.peers[peer]
+        dial, state = self._dialed.pop(peer), self.peers[peer]
         for plug in (dial.plug, dial.monitor):
             self._poller.unregister(plug)
         dial.close()
-        if link.connection is dial or for_good:
-            link.drop(reason, for_good=for_good)
+        if state.connection is dial or for_good:
+            state.drop(reason, for_good=for_good)
         else:
-            link.back_off()
+            state.back_off()
             self.problems[peer] = (dial.problem or reason, dial.is_mistrusted)
         self._notify()
 
     def _redial(self) -> None:
         now_s = time.monotonic()
         for peer, address in self._addresses.items():
-            link = self.peers[peer]
-            if peer in self._dialed or link.is_over or now_s < link.redial_s or self._until_s is not None:
+            state = self.peers[peer]
+            if peer in self._dialed or state.is_over or now_s < state.redial_s or self._until_s is not None:
                 continue
             dial = DialedConnection(
                 self._context,
@@ -330,36 +330,36 @@ class IoLoop:
     def _on_heartbeat(self) -> None:
         self._redial()
         self.listener.guard()
-        for peer, link in self.peers.items():
-            problem = link.check()
+        for peer, state in self.peers.items():
+            problem = state.check()
             if problem:
                 if peer in self._dialed:
                     self._close_dialed(peer, reason=problem, for_good=False)
                 else:
-                    link.drop(problem)
+                    state.drop(problem)
 
     def _start_closing(self) -> None:
         if self._until_s is None:
             self._until_s = time.monotonic() + FAREWELL_S
-            for link in self.peers.values():
-                link.close()
+            for state in self.peers.values():
+                state.close()
 
     def _is_finished(self) -> bool:
         if self._until_s is None:
             return False
-        return time.monotonic() > self._until_s or all(link.has_drained for link in self.peers.values())
+        return time.monotonic() > self._until_s or all(state.has_drained for state in self.peers.values())
 
     def _notify(self) -> None:
         with self.changed:
             self.changed.notify_all()
 
     def _release(self) -> None:
-        """Also where the thread ends by a slip of ours: nobody may wait for it."""
+        """Close everything, also if the thread ends by an error of ours: no caller may wait for it."""
         with self._wake_lock:
             self._wake.close(linger=0)
         self._run_commands()
-        for link in self.peers.values():
-            link.close()
+        for state in self.peers.values():
+            state.close()
         self._notify()
         for dial in self._dialed.values():
             dial.plug.setsockopt(zmq.LINGER, _LINGER_MS)
@@ -367,4 +367,6 @@ class IoLoop:
         self.listener.plug.setsockopt(zmq.LINGER, _LINGER_MS)
         self.listener.close()
         self._woken.close(linger=0)
-        self._context.destroy(linger=_LINGER_MS)  # also what a slip of ours left open: `term` would wait for it
+        self._context.destroy(
+            linger=_LINGER_MS
+        )  # also sockets that an error of ours left open: `term` would wait for them

@@ -1,8 +1,8 @@
-"""The port on which a replica is dialled: who may come in, and what those send who did.
+"""Listener of a replica: bounds unproven connections, checks CURVE keys (ZAP), and receives frames.
 
-Connections that have not proved a key of the job cost little and end after `HANDSHAKE_S`; where there are too many of
-them, some end at once, see `thinwire.transport.admission`. libzmq asks the decider (ZAP, RFC 27) about each client key,
-over an inproc socket of the same context, so no other program decides.
+A connection that has not proved a key of the job costs little and ends after `HANDSHAKE_S`. If there are too many, some
+end at once, see `thinwire.transport.admission`. libzmq asks about each client key by ZAP (RFC 27), over an inproc
+socket of the same context, so no other program can answer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from thinwire.transport.tcp_stats import ConnectionStats
 from thinwire.transport.wire.connection import HANDSHAKE_S, KernelConnection, KeyPair, set_socket_options
 
 ACCEPTED, TAKEN, UNKNOWN = b"200", b"400", b"500"
-# Connections without a proved key, from one address and in all. Many replicas of one host dial at the same time.
+# Connections without a proven key, from one address and in all. Many replicas of one host dial at the same time.
 MAX_UNPROVEN_EACH, MAX_UNPROVEN = 64, 256
-# What the kernel accepts beforehand: a flood must not fill it within the milliseconds that this process is busy.
+# Connections that the kernel accepts in advance: a flood must not fill it while this process is busy.
 _BACKLOG = 1024
 _BURST = 256
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
@@ -32,13 +32,13 @@ _DOMAIN = b"thinwire"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedFrame:
-    """A frame that came in.
+    """A received frame and its connection.
 
     Attributes:
-        caller: Names the connection.
-        replica: Whose key the connection proved.
+        caller: Routing identity of the connection.
+        replica: The replica whose key the connection proved.
         fd: The connection's descriptor.
-        frame: Its bytes, None where it was not one frame.
+        frame: Its bytes, None if the message was not a single frame.
     """
 
     caller: bytes
@@ -48,7 +48,7 @@ class ReceivedFrame:
 
 
 class AcceptedConnection:
-    """The connection to a replica that dialled this one."""
+    """Connection that a replica dialled; see `Connection`."""
 
     def __init__(self, door: Listener, *, caller: bytes, tap: KernelConnection) -> None:
         self._door = door
@@ -56,33 +56,33 @@ class AcceptedConnection:
         self.tap = tap
 
     def send(self, raw: bytearray) -> bool:
-        """Hand one frame over; where the connection is gone, it is lost, and the door tells so soon."""
+        """Queue one frame; on a connection that is gone it is lost, which the monitor reports soon."""
         return self._door.send(self.caller, raw)
 
     def close(self) -> None:
-        """End the connection at once."""
+        """Close the connection at once."""
         self.tap.shut()
 
     def reading(self) -> ConnectionStats | None:
-        """Return what the kernel knows of it."""
+        """Return the kernel's statistics."""
         return self.tap.reading()
 
     def is_closed(self) -> bool:
-        """Tell whether the kernel has no such connection any more."""
+        """Return whether the kernel has no such connection any more."""
         return self.tap.is_closed()
 
 
 class Listener:
-    """A bound ROUTER with its monitor and its decider; all of it is used from one thread.
+    """A bound ROUTER with its monitor and ZAP socket; used from one thread.
 
     Args:
-        context: Whose decider this becomes.
+        context: Its ZAP handler becomes this listener.
         address: The IPv4 address to listen on.
         keys: This replica's.
         callers: Replicas by the public keys with which they may dial.
-        decide: Says `ACCEPTED`, `TAKEN` or `UNKNOWN` of a replica whose key was proved.
+        decide: Returns `ACCEPTED`, `TAKEN` or `UNKNOWN` for a replica that proved its key.
         port: The port, 0 for a free one.
-        prepare: Sets the socket's bounds and times.
+        prepare: Sets the socket's bounds and time-outs.
 
     Raises:
         ConnectError: The address cannot be listened on.
@@ -124,12 +124,13 @@ class Listener:
         self.port = int(self.plug.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def decisions(self) -> None:
-        """Answer libzmq's questions about those that have just proved a key."""
+        """Answer libzmq's ZAP requests about connections that have just proven a key."""
         for _ in range(_BURST):
             try:
                 asked = self.decider.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
+            # request: identity, empty, version, request id, domain, address, routing id, mechanism, client key
             if len(asked) != 9 or asked[7] != b"CURVE":
                 code, replica = UNKNOWN, -1
             else:
@@ -139,20 +140,20 @@ class Listener:
             self.decider.send_multipart(answer)
 
     def departed(self) -> Iterator[int]:
-        """Note who came to the port, and yield the descriptors of connections that ended."""
+        """Record new connections, and yield the descriptors of connections that ended."""
         with contextlib.suppress(zmq.Again):
             while True:
-                told = recv_monitor_message(self.monitor, zmq.DONTWAIT)
-                if told["event"] == zmq.EVENT_ACCEPTED:
-                    self._on_accept(told["value"])
-                elif told["event"] == zmq.EVENT_DISCONNECTED:
-                    self._forget(told["value"])
-                    yield told["value"]
+                event = recv_monitor_message(self.monitor, zmq.DONTWAIT)
+                if event["event"] == zmq.EVENT_ACCEPTED:
+                    self._on_accept(event["value"])
+                elif event["event"] == zmq.EVENT_DISCONNECTED:
+                    self._forget(event["value"])
+                    yield event["value"]
 
     def _on_accept(self, fd: int) -> None:
         tap = KernelConnection(fd)
         self._unproven[fd] = (time.monotonic(), tap)
-        # not by closing the port: libzmq ends all connections that came through it with it
+        # never by closing the port: libzmq would close all of its connections too
         ending = self._pending.add(fd, "" if tap.peer is None else tap.peer[0])
         if ending is not None:
             self._unproven.pop(ending)[1].shut()
@@ -163,7 +164,7 @@ class Listener:
         return tap
 
     def delivered(self) -> Iterator[ReceivedFrame]:
-        """Yield what came in, a burst at most."""
+        """Yield received frames, at most a burst: one flooding peer must not starve the others."""
         with contextlib.suppress(zmq.Again):
             for _ in range(_BURST):
                 caller, *frames = self.plug.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -181,7 +182,7 @@ class Listener:
         return AcceptedConnection(self, caller=found.caller, tap=kernel)
 
     def know(self, fd: int) -> None:
-        """Count a connection no longer among those that never said who they are."""
+        """Mark a connection as identified, so that `guard` leaves it alone."""
         self._take_pending(fd)
 
     def _take_pending(self, fd: int) -> KernelConnection | None:
@@ -191,12 +192,13 @@ class Listener:
         return tap
 
     def turn_away(self, found: ReceivedFrame) -> None:
-        """End the connection of one that proved a key but does not behave."""
+        """Close a connection that proved a key but broke the protocol."""
+        # a ROUTER cannot disconnect one peer, so its socket is shut down under libzmq
         _, tap = self._unproven.get(found.fd, (0.0, None))
         (tap or KernelConnection(found.fd)).shut()
 
     def send(self, caller: bytes, raw: bytearray) -> bool:
-        """Hand one frame to a connection; tell whether there was room for it."""
+        """Queue one frame for a connection; return whether there was room for it."""
         try:
             self.plug.send(caller, zmq.DONTWAIT | zmq.SNDMORE)
             self.plug.send(raw, zmq.DONTWAIT)
@@ -208,15 +210,15 @@ class Listener:
         return True
 
     def guard(self) -> None:
-        """End connections that never said who they are."""
+        """Close connections that never identified themselves."""
         now_s = time.monotonic()
         for since_s, tap in list(self._unproven.values()):
-            # libzmq ends those that do not shake hands; this is for those that did and then say nothing
+            # libzmq closes those without a handshake; this is for those that then send nothing
             if now_s - since_s > 2 * HANDSHAKE_S:
                 tap.shut()
 
     def close(self) -> None:
-        """Give the sockets back."""
+        """Close the sockets."""
         self.plug.disable_monitor()
         for plug in (self.plug, self.decider, self.monitor):
             plug.close()

@@ -1,4 +1,4 @@
-"""One peer: at most one connection at a time, and the messages over it."""
+"""Peer of a replica: at most one connection at a time, and the messages over it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from thinwire.transport.wire.framing import (
 )
 from thinwire.transport.wire.transfer import RequestTable, RequestTransfer, ResponseTransfer, WireTransfer
 
-# Answers that a peer has not taken; one that sends and never reads is not to be answered without an end.
-_MOST_REPLIES = 8192
+# Unread replies (receipts, credit) of a peer: one that sends and never reads must not fill the memory.
+_MAX_REPLIES = 8192
 _BURST = 64
-_REDIAL_S, _LONGEST_REDIAL_S = 1.0, 30.0
-# Where replicas come and go, a door that does not know this one will know it soon.
+_REDIAL_S, _MAX_REDIAL_S = 1.0, 30.0
+# In an open set, a listener that does not know this replica yet will know it soon.
 _OPEN_REDIAL_S = 0.5
 _HELP = "see its log; restart it and resume from the last checkpoint"
 _OPEN_HELP = "see its log; the others go on without it"
@@ -43,7 +43,7 @@ OnRequest = Callable[[int, "RequestFrame | CancelFrame | None"], None]
 
 
 def not_a_member(transfer: WireTransfer) -> PeerLost:
-    """Say of a replica that it is none of those that this one was told of, or is none any more."""
+    """Return the error of a transfer with a replica that is not in the set."""
     return PeerLost(
         f"replica {transfer.peer} does not take part during {transfer.describe()}: it has left, or has not come yet; "
         f"the others go on without it"
@@ -52,12 +52,12 @@ def not_a_member(transfer: WireTransfer) -> PeerLost:
 
 @dataclass(slots=True, kw_only=True)
 class ReceivedTraffic:
-    """What came over a connection.
+    """Traffic received over a connection.
 
     Attributes:
-        since_s: When it began.
-        num_bytes: Of frames.
-        num_frames: How many.
+        since_s: Start of the connection.
+        num_bytes: Bytes of its frames.
+        num_frames: Number of its frames.
     """
 
     since_s: float
@@ -66,19 +66,19 @@ class ReceivedTraffic:
 
 
 class Peer:
-    """The state of one peer; all of it is used from the thread that owns the sockets.
+    """State of one peer; used only from the thread that owns the sockets.
 
     Args:
         peer: The other replica.
-        own: What this replica says first.
-        is_open: Whether replicas come and go, and the others go on without this one.
-        on_request: Told what the peer asks for and cancels, and None when the connection ends.
+        own: This replica's hello.
+        is_open: Whether the set of replicas is open: it goes on without a lost peer.
+        on_request: Called with each request and cancellation of the peer, and with None when the connection ends.
 
     Attributes:
-        line: The connection, None where there is none.
-        reason: What ended the last one, as the end of "replica 3 ...".
-        is_over: Whether there will be no other: the peer said goodbye, or broke the protocol.
-        redial_s: When to dial again.
+        connection: The connection, None if there is none.
+        reason: Reason why the last one ended, as the end of "replica 3 ...".
+        is_over: Whether there will be no other: the peer sent a goodbye, or broke the protocol.
+        redial_s: Time of the next attempt to dial.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Peer:
 
     @property
     def is_up(self) -> bool:
-        """Whether messages can go over it."""
+        """Whether messages can be sent."""
         return self.connection is not None and not self.is_over
 
     @property
@@ -116,10 +116,10 @@ class Peer:
         return self._has_received_goodbye and not self._incoming.replies and not self.is_held
 
     def check_hello(self, hello: Hello) -> None:
-        """Check who speaks at the other end.
+        """Check the identity of the other end.
 
         Raises:
-            FrameError: It is not who it should be.
+            FrameError: It is not the expected replica, set or process.
         """
         if hello.replica != self.peer:
             raise FrameError(f"a hello of replica {hello.replica}, expected {self.peer}")
@@ -129,28 +129,28 @@ class Peer:
             raise FrameError("a hello of another process than the one that this run began with")
 
     def open(self, line: Connection, hello: Hello) -> None:
-        """Begin to use a connection whose other end was greeted."""
+        """Start to use a connection whose hello was checked."""
         self._begin()
         self.connection = line
         self._incarnation = hello.incarnation
         self._redial_delay_s = _REDIAL_S
 
     def post_send(self, transfer: WireTransfer, message: torch.Tensor) -> None:
-        """Send a message, or fail it where there is no connection."""
+        """Send a message, or fail it if there is no connection."""
         if self.is_up:
             self._outgoing.post(transfer, message, now_s=time.monotonic())
         else:
             transfer.fail(self._lost(transfer))
 
     def post_receive(self, transfer: WireTransfer) -> None:
-        """Wait for a message; where there is no connection, take what came before it ended, or fail."""
+        """Post a receive; without a connection, deliver a message that arrived before it ended, or fail."""
         if self.is_up:
             self._incoming.post(transfer)
         elif not self._incoming.take_unexpected(transfer):
             transfer.fail(self._lost(transfer))
 
     def post_request(self, transfer: RequestTransfer) -> None:
-        """Ask for something by its name, or fail where there is no connection."""
+        """Send a request, or fail it if there is no connection."""
         if not self.is_up:
             transfer.fail(self._lost(transfer))
         elif not self._requests.has_room:
@@ -162,19 +162,19 @@ class Peer:
             )
         else:
             self._incoming.post(transfer)
-            self._requests.ask(transfer)
+            self._requests.request(transfer)
 
     def post_cancel(self, transfer: RequestTransfer) -> None:
-        """Let the peer know that nobody waits for an answer any more, also where some of it has come."""
+        """Cancel a request, even if a part of its response has arrived."""
         if not self._incoming.cancel_receive(transfer):
             self._requests.cancel(transfer)
 
     def post_response(self, transfer: ResponseTransfer, message: torch.Tensor, *, header: bytes = b"") -> None:
-        """Answer an ask that came over this connection; one of an earlier connection has nobody who waits."""
-        if self.is_up and self._requests.answer(transfer):
+        """Send a response; a request of an earlier connection is not answered any more."""
+        if self.is_up and self._requests.respond(transfer):
             self._outgoing.post(transfer, message, now_s=time.monotonic(), header=header)
         else:
-            transfer.fail(PeerLost(f"replica {self.peer} does not wait for the answer to its ask any more"))
+            transfer.fail(PeerLost(f"replica {self.peer} does not wait for the response to its request any more"))
 
     def take(self, raw: memoryview | None) -> None:
         """Act on a frame.
@@ -193,8 +193,8 @@ class Peer:
             return
         if isinstance(frame, MessageStart | MessagePart):
             self._incoming.take(frame, now_s=time.monotonic())
-            if len(self._incoming.replies) > _MOST_REPLIES:
-                raise FrameError(f"messages without an end while it leaves {_MOST_REPLIES} answers unread")
+            if len(self._incoming.replies) > _MAX_REPLIES:
+                raise FrameError(f"messages without an end while it leaves {_MAX_REPLIES} replies unread")
         elif isinstance(frame, Credit | Receipt | ReceivePosted | MessageRefused):
             self._outgoing.take(frame)
         elif isinstance(frame, RequestFrame | CancelFrame):
@@ -208,67 +208,67 @@ class Peer:
             raise FrameError("a second hello")
 
     def flush(self) -> bool:
-        """Hand out what may go now, a burst at most; tell whether more may."""
-        line = self.connection
+        """Send what may be sent now, at most a burst; return whether there may be more."""
+        connection = self.connection
         for _ in range(_BURST):
             raw = self._held or self._next()
-            if raw is None or line is None:
+            if raw is None or connection is None:
                 return False
-            if not line.send(raw):
+            if not connection.send(raw):
                 self._held = raw
                 return False
             self._held = None
         return True
 
     def due_s(self) -> float | None:
-        """When the next paced part may go."""
+        """Return when the next paced part is due, None if there is none."""
         return self._outgoing.due_s() if self.is_up else None
 
     def send_goodbye(self) -> None:
-        """Tell the peer, behind all else, that nothing follows."""
+        """Queue a goodbye behind all else."""
         if not self._has_sent_goodbye:
             self._has_sent_goodbye = True
             self._incoming.replies.append(Goodbye())
 
     def drop(self, reason: str, *, for_good: bool = False) -> None:
-        """Lose the connection: all that was on its way fails with the reason.
+        """Close the connection, and fail all transfers in flight.
 
         Args:
-            reason: As the end of "replica 3 ...".
-            for_good: Whether there will be no other.
+            reason: Reason, as the end of "replica 3 ...".
+            for_good: Whether the peer may not connect again.
         """
-        line, self.connection, self._held = self.connection, None, None
-        if line is not None:
-            line.close()
+        connection, self.connection, self._held = self.connection, None, None
+        if connection is not None:
+            connection.close()
         self.back_off()
         if not self.is_over:
             self._end(reason, error_of=self._lost)
         self.is_over = self.is_over or for_good
 
     def back_off(self) -> None:
-        """Wait before it is dialled again, longer each time."""
+        """Delay the next attempt to dial, by twice as long each time."""
         if self._is_open:
             self.redial_s = time.monotonic() + _OPEN_REDIAL_S
             return
         self.redial_s = time.monotonic() + self._redial_delay_s
-        self._redial_delay_s = min(2 * self._redial_delay_s, _LONGEST_REDIAL_S)
+        self._redial_delay_s = min(2 * self._redial_delay_s, _MAX_REDIAL_S)
 
     def close(self) -> None:
-        """End what is on its way because this side closes."""
+        """Fail all transfers in flight, because this side closes."""
 
         def closed(transfer: WireTransfer) -> TransportError:
             return TransportError(
                 f"the transport was closed with {transfer.describe()} of replica {self.peer} in flight"
             )
 
-        receipts = tuple(self._incoming.replies)  # for what did arrive
+        receipts = tuple(self._incoming.replies)  # of messages that arrived
         self._end(self.reason, error_of=closed)
         self._incoming.replies.extend(receipts)
         self.is_over = True
         self.send_goodbye()
 
     def check(self) -> str:
-        """Look at the connection with the kernel's eyes; return what is wrong with it."""
+        """Check the connection by the kernel's statistics; return what is wrong with it, or an empty text."""
         if self.connection is None:
             return ""
         if self.connection.is_closed():  # libzmq should have reported it; nothing arrives any more in any case

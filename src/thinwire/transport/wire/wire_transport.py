@@ -1,29 +1,28 @@
-"""Messages between sites: ZeroMQ with CURVE keys, so that a stranger can neither join, nor read, nor fill the memory.
+"""Wire transport: messages between sites over ZeroMQ with CURVE keys, bounded against strangers.
 
-**Who is trusted.** Whoever has the job's secret can join, may claim any replica number, and can read what the replicas
-send each other; a claim of a number whose connection is in use is refused. Nobody else gets further than a handshake.
+**Trust.** Any process with the job's secret can join, may claim any replica number, and can read the replicas'
+messages; a claim of a number whose connection is in use is refused. No other process gets further than a handshake.
 Each side proves its key to the other, and everything behind the handshake is encrypted and authenticated. There is no
 forward secrecy against a secret that leaks while connections last, and sizes and times of messages can be seen.
 
-**How it works.**
+**Mechanism.**
 
 - One TCP connection joins two replicas; the one with the higher number dials. One thread owns all sockets.
-- A message's opening of up to 64 KiB may come unasked, up to `EARLY_MESSAGES` of them, of `EARLY_BYTES`; a sender holds
-  back what would be more. The rest comes in parts after the receiver has checked the opening against its posted
-  receive, and not more than a window at a time, which grows where that makes the bytes come faster. So neither side's
-  queue grows, and a short message never waits behind more than a window.
+- A message's start of up to 64 KiB may arrive unexpected, up to `MAX_UNEXPECTED` of them and `MAX_UNEXPECTED_BYTES`;
+  the sender holds more back. The rest follows in parts after the receiver has checked the start against its posted
+  receive, at most a window at a time, which grows as long as that raises the rate. So neither side's queue grows, and a
+  short message never waits behind more than a window.
 - A send is done when the other replica has the whole message, whether or not it has posted its receive; a message of
   more than 64 KiB waits for that.
-- What a peer may cost is bounded: frames of one size at most, queues, early messages, answers unread, connections
-  without a handshake. Who exceeds a bound or sends what is no frame is disconnected for good; that is a `PeerLost` for
-  this peer's messages and no other's.
-- A connection that breaks, or over which nothing comes for longer than `Liveness` allows, fails what is on its way over
-  it with `PeerLost`. The dialling side dials again; when the same process answers, new messages go over the new
-  connection. Messages that had failed are not sent again; a whole message that came before the break can still be
-  received until then.
-- The replicas are a fixed set, or an open one: there, whoever knows who takes part calls `add` and `remove`, one port
-  takes all callers, and a replica that was removed never comes back under its number.
-- A replica may `request` another for what that has under a name, or will have; the answer is a message like any other.
+- A peer's cost is bounded: frame size, queues, unexpected messages, unread replies, connections without a handshake. A
+  peer that exceeds a bound or sends an invalid frame is disconnected for good, which is a `PeerLost` for its messages
+  only.
+- A connection that breaks, or is silent for longer than `Liveness` allows, fails its transfers in flight with
+  `PeerLost`. The dialling side dials again; when the same process answers, new messages go over the new connection.
+  Failed messages are not sent again; a whole message that arrived before the break can still be received until then.
+- The set of replicas is fixed or open. In an open set, the elastic layer calls `add` and `remove`; one port accepts all
+  replicas, and a removed one never comes back under its number.
+- A replica may `request` a blob that another has or will have; the response is a message like any other.
 - Bytes are those of `message.py`, as over a process group. CURVE, ZMTP and the wire's own frames add 125 bytes to a
   small message and 0.2 % to a large one, heartbeats 80 bytes a second each way
   (`benchmarks/transport/wire_overhead.py`).
@@ -54,35 +53,37 @@ from thinwire.transport.wire.peer import Peer, not_a_member
 from thinwire.transport.wire.transfer import RequestTransfer, ResponseTransfer, WireTransfer
 
 CLOSE_S = 10.0
+# One failed handshake may be a connection that broke at the wrong moment.
+_MAX_HANDSHAKES = 2
 Tamper = Callable[[torch.Tensor], "torch.Tensor | None"]
 _log = logging.getLogger(__name__)
 
 
 class WireTransport:
-    """A transport over CURVE connections, one rank a replica.
+    """Transport over CURVE connections, one rank a replica.
 
     It listens as soon as it is made; `dial` connects it to the replicas with lower numbers, and those with higher
     numbers dial it.
 
     Args:
         replica: This replica.
-        num_replicas: How many there are.
+        num_replicas: Number of replicas.
         secret: The job's.
         address: The IPv4 address to listen on; a free port is taken.
-        is_open: Whether replicas come and go: then `num_replicas` is only how many are planned, the number of a replica
-            may be anything below `MOST_REPLICAS`, there are no others until they are added, and a message for one that
-            does not take part is a `PeerLost`.
+        is_open: Whether the set is open. Then `num_replicas` is only the planned number, a replica's number may be any
+            below `MOST_REPLICAS`, there are no others until they are added, and a message for one that is not in the
+            set is a `PeerLost`.
 
     Attributes:
         tamper: Called with each packed message that this replica sends; returns what goes on the wire, or None to lose
             the message. For tests of faults.
-        on_request: Called with the number of a replica, the number of its ask and the name that it asks for; whoever is
-            called has `respond` called some day. Without it, nothing is there. It is set before others can ask.
-        on_cancel: Called with a replica and the number of an ask that has no answer yet and that nobody waits for any
-            more; it is still to be answered, best at once with nothing.
-        on_lost: Called with a replica whose connection ended, or that was removed before it had one; the asks that it
-            brought are forgotten. These three are called one at a time and in order, from the thread in which transfers
-            end, which they must not hold up.
+        on_request: Called with a replica, its request's number and the requested name; each request must be answered by
+            `respond` at some time. Without it, no blob is there. Set it before others can send requests.
+        on_cancel: Called with a replica and the number of a cancelled request without a response; it must still be
+            answered, best at once with an empty response.
+        on_lost: Called with a replica whose connection ended, or that was removed before it had one; its requests are
+            forgotten. These three are called one at a time and in order, from the completion thread, which they must
+            not delay.
 
     Raises:
         ValueError: There is no such replica.
@@ -133,7 +134,7 @@ class WireTransport:
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas take part, or are planned to."""
+        """Number of replicas; in an open set, the planned number."""
         return self._num_replicas
 
     @property
@@ -153,20 +154,20 @@ class WireTransport:
             ConnectError: A replica did not answer in time, or one end did not prove to have the secret.
         """
         if self._is_open:
-            raise ValueError("an open set of replicas has no others to dial at the start; add them one by one")
+            raise ValueError("an open set of replicas has no others at the start; add them one by one")
         for peer in addresses:
             if not 0 <= peer < self._replica:
                 raise ValueError(f"replica {self._replica} dials those with lower numbers, got {peer}")
         self._loop.dial(addresses)
-        wait_for_all(self._loop, addresses, replica=self._replica, deadline_s=deadline_s)
+        _wait_for_all(self._loop, addresses, replica=self._replica, deadline_s=deadline_s)
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
-        """Start to send a payload to another replica; the transport keeps a copy until it is there.
+        """Start to send a payload to another replica; the transport keeps a copy until it has arrived.
 
         Args:
             payload: uint8, `(payload_bytes,)`, contiguous, on the CPU.
             to: The replica.
-            envelope: What the message is.
+            envelope: The message's envelope.
 
         Raises:
             ValueError: There is no other replica of that number, or a number of the envelope is out of range.
@@ -179,7 +180,7 @@ class WireTransport:
             transfer.succeed()
             return transfer
         packed = message
-        self._on_peer(transfer, lambda link: link.post_send(transfer, packed))
+        self._on_peer(transfer, lambda state: state.post_send(transfer, packed))
         return transfer
 
     def receive(self, *, source: int, envelope: Envelope) -> Pending:
@@ -189,19 +190,19 @@ class WireTransport:
             ValueError: There is no other replica of that number, or a number of the envelope is out of range.
         """
         transfer = self._transfer(source, envelope, verb="send")
-        self._on_peer(transfer, lambda link: link.post_receive(transfer))
+        self._on_peer(transfer, lambda state: state.post_receive(transfer))
         return transfer
 
     def add(self, peer: int, *, address: Address | None = None) -> bool:
-        """Let a replica take part: it may dial this one, or is dialled, again and again, until it is removed.
+        """Add a replica to the open set: it may dial this one, or is dialled again and again until it is removed.
 
         Args:
             peer: Its number.
-            address: Where it is dialled, for one with a lower number than this one's; another address than before
-                counts from the next time on. The others dial this replica.
+            address: Address of a replica with a lower number; a new one counts from the next attempt on. Replicas with
+                higher numbers dial this one.
 
         Returns:
-            Whether it may take part: one that was removed never comes back.
+            Whether it was added: a removed replica never comes back.
 
         Raises:
             ValueError: The set is not open, or there is no such replica, or it has a lower number and no address.
@@ -213,12 +214,12 @@ class WireTransport:
             if peer in self._removed:
                 return False
             self._peers.add(peer)
-            # under the lock, so that commands come in the order of the calls
+            # under the lock, so that commands run in the order of the calls
             self._loop.add(peer, address=address if peer < self._replica else None)
         return True
 
     def remove(self, peer: int) -> None:
-        """End the connection to a replica for good; what is on its way to and from it fails at once.
+        """Remove a replica from the open set; its transfers in flight fail at once.
 
         Raises:
             ValueError: The set is not open, or there is no such replica.
@@ -230,21 +231,21 @@ class WireTransport:
             self._loop.remove(peer)
 
     def peers(self) -> tuple[int, ...]:
-        """Return the others that take part, connected or not, in the order of their numbers."""
+        """Return the other replicas of the set, connected or not, in ascending order."""
         with self._lock:
             return tuple(sorted(self._peers))
 
     def is_connected(self, peer: int) -> bool:
-        """Tell whether there is a connection to a replica now."""
-        link = self._loop.peers.get(peer)
-        return link is not None and link.is_up
+        """Return whether a replica is connected now."""
+        state = self._loop.peers.get(peer)
+        return state is not None and state.is_up
 
     def wait_until_connected(self, peers: Iterable[int], *, deadline_s: float) -> tuple[int, ...]:
-        """Wait until there are connections to all of these replicas that take part.
+        """Wait until all of these replicas that are in the set are connected.
 
         Args:
             peers: Their numbers; one that is not added, or is removed meanwhile, is not waited for.
-            deadline_s: Seconds after which to go on with those that there are.
+            deadline_s: Seconds to wait at most.
 
         Returns:
             Those that are connected now.
@@ -259,16 +260,16 @@ class WireTransport:
                 self._loop.changed.wait(min(left_s, 0.2))
 
     def request(self, source: int, name: bytes, *, most_bytes: int) -> RequestTransfer:
-        """Ask another replica for what it has, or will have, under a name.
+        """Request a blob that another replica has, or will have.
 
         Args:
             source: The replica.
             name: 1 to 64 bytes.
-            most_bytes: The most that may come.
+            most_bytes: Largest payload that is accepted.
 
         Returns:
-            What is on its way. The message's reference hash is 1 where the payload is what was asked for, 0 where that
-            is not there and will not come. It can be cancelled.
+            The transfer, which can be cancelled. The message's reference hash is 1 if the payload is the blob, and 0 if
+            the blob is not there and will not be.
 
         Raises:
             ValueError: There is no other replica of that number, or the name is too short or too long.
@@ -282,26 +283,26 @@ class WireTransport:
             name=name,
             most_bytes=most_bytes,
             later=self._loop.completion.later,
-            withdraw=lambda transfer: self._on_peer(transfer, lambda link: link.post_cancel(transfer)),
+            withdraw=lambda transfer: self._on_peer(transfer, lambda state: state.post_cancel(transfer)),
         )
-        self._on_peer(transfer, lambda link: link.post_request(transfer))
+        self._on_peer(transfer, lambda state: state.post_request(transfer))
         return transfer
 
     def respond(
         self, peer: int, number: int, payload: torch.Tensor, *, is_there: bool = True, crc: int | None = None
     ) -> ResponseTransfer:
-        """Answer an ask; the payload is not copied, and must stay as it is until the transfer ends.
+        """Respond to a request; the payload is not copied, and must not change until the transfer ends.
 
         Args:
-            peer: Who asked.
-            number: Of the ask.
+            peer: The requesting replica.
+            number: The request's number.
             payload: uint8, `(payload_bytes,)`, contiguous, on the CPU.
-            is_there: Whether the payload is what was asked for.
-            crc: CRC-32 of the payload, where it is known.
+            is_there: Whether the payload is the requested blob.
+            crc: CRC-32 of the payload, if known.
 
         Returns:
-            What is on its way. It is a `PeerLost` where nobody waits for it any more, also when the asker's connection
-            broke and came back.
+            The transfer. It fails with `PeerLost` if the request was cancelled, or its connection broke, even if the
+            replica is connected again.
         """
         transfer = ResponseTransfer(
             peer=peer,
@@ -319,11 +320,11 @@ class WireTransport:
         else:
             crc = zlib.crc32(payload.numpy().data) if crc is None else crc
             whole, header = payload, header_of(crc, sender=self._replica, envelope=transfer.envelope)
-        self._on_peer(transfer, lambda link: link.post_response(transfer, whole, header=header))
+        self._on_peer(transfer, lambda state: state.post_response(transfer, whole, header=header))
         return transfer
 
     def close(self) -> None:
-        """End what is in flight, let the others know, and give back sockets and threads, also when peers are dead."""
+        """Fail all transfers in flight, send goodbyes, and end sockets and threads, even if peers are dead."""
         with self._lock:
             if self._is_closed:
                 return
@@ -332,10 +333,10 @@ class WireTransport:
         self._loop.close(deadline_s=CLOSE_S)
 
     def reading(self, peer: int) -> ConnectionStats | None:
-        """Return what the kernel knows of the connection to a replica, None where there is none."""
-        link = self._loop.peers.get(peer)
-        line = None if link is None else link.connection
-        return None if line is None else line.reading()
+        """Return the kernel's statistics of the connection to a replica, None if there is none."""
+        state = self._loop.peers.get(peer)
+        connection = None if state is None else state.connection
+        return None if connection is None else connection.reading()
 
     def _transfer(self, peer: int, envelope: Envelope, *, verb: str) -> WireTransfer:
         check_peer(peer, replica=self._replica, num_replicas=self._most_replicas)
@@ -344,11 +345,11 @@ class WireTransport:
 
     def _on_peer(self, transfer: WireTransfer, command: Callable[[Peer], None]) -> None:
         def find() -> None:
-            link = self._loop.peers.get(transfer.peer)
-            if link is None:
+            state = self._loop.peers.get(transfer.peer)
+            if state is None:
                 transfer.fail(not_a_member(transfer))
             else:
-                command(link)
+                command(state)
 
         self._call_soon(transfer, find)
 
@@ -372,26 +373,22 @@ class WireTransport:
                     self.on_cancel(peer, frame.number)
             elif self.on_lost is not None:
                 self.on_lost(peer)
-        except Exception:  # transfers must go on ending, whatever a caller's own function does
-            _log.exception("what replica %d asks for could not be looked at", peer)
+        except Exception:  # transfers must go on, whatever a caller's function does
+            _log.exception("a request of replica %d could not be handled", peer)
 
     def _check_open(self, peer: int) -> None:
         if not self._is_open:
-            raise ValueError("only an open set of replicas has some that come and go; make it with is_open=True")
+            raise ValueError("only an open set of replicas can change; make it with is_open=True")
         check_peer(peer, replica=self._replica, num_replicas=MOST_REPLICAS)
 
 
-# One failed handshake may be a connection that broke at the wrong moment.
-_HANDSHAKES = 2
-
-
-def wait_for_all(loop: IoLoop, addresses: Mapping[int, Address], *, replica: int, deadline_s: float) -> None:
-    """Wait until all replicas that are being dialled have answered.
+def _wait_for_all(loop: IoLoop, addresses: Mapping[int, Address], *, replica: int, deadline_s: float) -> None:
+    """Wait until all dialled replicas have answered; name the one that does not.
 
     Args:
-        loop: Which dials them.
+        loop: The loop that dials them.
         addresses: By replica.
-        replica: This one.
+        replica: This replica.
         deadline_s: Seconds to wait.
 
     Raises:
@@ -401,7 +398,7 @@ def wait_for_all(loop: IoLoop, addresses: Mapping[int, Address], *, replica: int
     problems: dict[int, str] = {}
     failed_handshakes = dict.fromkeys(addresses, 0)
 
-    def no_way(peer: int, problem: str) -> ConnectError:
+    def failure(peer: int, problem: str) -> ConnectError:
         address = addresses[peer]
         return ConnectError(
             f"replica {replica} could not connect to replica {peer} at {address.host}, port {address.port}: {problem}; "
@@ -416,7 +413,7 @@ def wait_for_all(loop: IoLoop, addresses: Mapping[int, Address], *, replica: int
                 problems[peer] = problem or problems.get(peer, f"it did not answer within {deadline_s:g} s")
                 failed_handshakes[peer] += is_mistrusted
                 if loop.peers[peer].is_over:
-                    raise no_way(peer, f"it {loop.peers[peer].reason}")
-                if left_s <= 0 or failed_handshakes[peer] >= _HANDSHAKES:
-                    raise no_way(peer, problems[peer])
+                    raise failure(peer, f"it {loop.peers[peer].reason}")
+                if left_s <= 0 or failed_handshakes[peer] >= _MAX_HANDSHAKES:
+                    raise failure(peer, problems[peer])
             loop.changed.wait(min(left_s, 0.2))

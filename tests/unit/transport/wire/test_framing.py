@@ -1,4 +1,4 @@
-"""The frames of the wire: what is written is read again, and nothing else is."""
+"""Frames of the wire: round trip, and refusal of everything else."""
 
 from __future__ import annotations
 

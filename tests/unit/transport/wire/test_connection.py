@@ -1,4 +1,4 @@
-"""How long a peer may be silent, and how much may come that makes no message."""
+"""Connection: limits of silence and of bytes without messages."""
 
 from __future__ import annotations
 

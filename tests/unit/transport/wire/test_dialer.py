@@ -1,4 +1,4 @@
-"""Dialling a replica: what cannot be sent when a connection begins."""
+"""Dialer: failures at the start of a connection."""
 
 from __future__ import annotations
 

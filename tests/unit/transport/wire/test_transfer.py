@@ -1,4 +1,4 @@
-"""Asks over a connection without a socket: one answer each, bounds, and none of an earlier connection."""
+"""Requests over a connection without a socket: one response each, bounds, none of an earlier connection."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_an_ask_of_an_earlier_connection_is_never_answered_over_the_next() -> No
         ask.wait(deadline_s=0)
     ends.connect()
     answer = ends.answer(0, content(5))
-    with pytest.raises(PeerLost, match="does not wait for the answer"):
+    with pytest.raises(PeerLost, match="does not wait for the response"):
         answer.wait(deadline_s=0)
     later = ends.ask()
     ends.carry()
@@ -192,7 +192,7 @@ def test_asks_are_bounded_at_both_ends_and_answers_make_room() -> None:
         ends.ask().wait(deadline_s=0)
     ends.carry()
     assert len(ends.heard[1]) == MAX_REQUESTS
-    with pytest.raises(FrameError, match=f"more than {MAX_REQUESTS} asks"):
+    with pytest.raises(FrameError, match=f"more than {MAX_REQUESTS} requests"):
         ends.links[1].take(memoryview(write(RequestFrame(number=1 << 40, name=b"x"))))
     for number in range(3):
         ends.answer(number, content(1))

@@ -1,4 +1,4 @@
-"""The messages of a connection without a socket: bounds, order, windows, pace."""
+"""Peer and flow control without a socket: bounds, order, windows, pacing."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ def test_another_process_does_not_take_the_place_of_the_one_that_was_lost():
 def test_a_peer_that_sends_and_never_reads_is_refused_in_the_end():
     link = Peer(peer=1, own=OWN)
     link.open(FakeLine(), Hello(replica=1, num_replicas=2, incarnation=bytes(16)))
-    with pytest.raises(FrameError, match="answers unread"):
+    with pytest.raises(FrameError, match="replies unread"):
         for number in range(10_000):
             transfer = transfer_of(1)
             link.post_receive(transfer)
