@@ -93,9 +93,9 @@ def read_parts(run_dir: Path) -> list[dict[str, Any]]:
     found = []
     for line in lines:
         try:
-            told = json.loads(line)
-            if told["what"] in ("begun", "working", "ended") and math.isfinite(float(told["at"])):
-                found.append(told)
+            part = json.loads(line)
+            if part["what"] in ("begun", "working", "ended") and math.isfinite(float(part["at"])):
+                found.append(part)
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return found
@@ -149,9 +149,9 @@ def note_cost(run_dir: Path, *, cost_s: float, step_s: float, write_s: float = 0
         step_s: Seconds of a step.
         write_s: Seconds that it was written behind the back of training.
     """
-    told = {"cost_s": round(cost_s, 4), "step_s": round(step_s, 4), "write_s": round(write_s, 4)}
+    cost = {"cost_s": round(cost_s, 4), "step_s": round(step_s, 4), "write_s": round(write_s, 4)}
     with contextlib.suppress(OSError):
-        write_whole(run_dir / COST_FILE, json.dumps(told) + "\n")
+        write_whole(run_dir / COST_FILE, json.dumps(cost) + "\n")
 
 
 def chosen_interval(run_dir: Path) -> tuple[int, str] | None:
@@ -199,10 +199,10 @@ def _last_step(run_dir: Path) -> dict[str, Any]:
         return {}
     for line in reversed(lines):
         try:
-            told = json.loads(line)
-            if told["kind"] == "step" and told["step"] > 0:
-                step_s = round(float(told["time_s"]) / told["step"], 4)
-                return {"step": int(told["step"]), "step_s": step_s, "last_s": round(written_s, 3)}
+            values = json.loads(line)
+            if values["kind"] == "step" and values["step"] > 0:
+                step_s = round(float(values["time_s"]) / values["step"], 4)
+                return {"step": int(values["step"]), "step_s": step_s, "last_s": round(written_s, 3)}
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return {}
