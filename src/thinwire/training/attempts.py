@@ -1,7 +1,7 @@
-"""Attempts of a resumed run: begin, first work and end of each, and the cost of the faults between them.
+"""Attempts of a run that was resumed: begin, first step and end of each, and the cost of faults between them.
 
-The process that starts the run writes `parts.jsonl`, a JSON line each. If it was killed, the next one finds the end of
-its part in the run's files.
+The process that starts the run writes `parts.jsonl` in its folder. If that process was killed, the next one derives the
+end of the attempt from the run's files.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ How = Literal["finished", "stopped", "failed", "lost"]
 
 
 class RunParts:
-    """Writes the lines of one part of a run.
-
-    Args:
-        run_dir: The run's folder.
-        clock: Seconds since 1970.
-    """
+    """Writer of one attempt's lines; the clock counts seconds since 1970."""
 
     def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._run_dir = run_dir
@@ -45,7 +40,7 @@ class RunParts:
         self._began_s = clock()
 
     def begin(self, *, step: int) -> None:
-        """Write that a part begins after `step`; call it before the replicas cut off later lines."""
+        """Note that a part begins after `step`; before the replicas cut off what they wrote since."""
         before = read_parts(self._run_dir)
         if not before and step == 0:
             (self._run_dir / PARTS_FILE).unlink(missing_ok=True)
@@ -57,7 +52,7 @@ class RunParts:
         self._write("begun", {"step": step})
 
     def poll(self) -> None:
-        """Write the first work of the part, and lines that waited for room; called regularly."""
+        """Note the first sign of work, and write what a full disk kept waiting; called now and then."""
         if self._file is not None:
             self._file.flush()
         if not self._is_working and _size(self._run_dir / _METRICS) != self._seen:
@@ -67,7 +62,7 @@ class RunParts:
                 self._write("working", {}, at_s=last["last_s"])
 
     def end(self, how: How, *, found_s: float | None = None) -> None:
-        """Write how the part ended, and the time at which its fault was found, if before the end."""
+        """Note how the part ended, and when the fault that ended it was found, where that was before the end."""
         self.poll()
         found = {} if found_s is None else {"found_s": round(found_s, 3)}
         self._write("ended", {"how": how, **found, **_last_step(self._run_dir)})
@@ -102,12 +97,7 @@ def read_parts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def downtime_of(parts: Sequence[Mapping[str, Any]], *, now_s: float) -> Downtime:
-    """Return what faults cost that ended a part of the run; a person who stops it is no fault.
-
-    Args:
-        parts: The lines of `parts.jsonl`.
-        now_s: The present, in seconds since 1970.
-    """
+    """Return the cost of faults that ended an attempt, by the lines of `parts.jsonl`; a stop by the user is none."""
     if not parts:
         return Downtime()
     incidents = []
@@ -141,13 +131,13 @@ def measured_mtbf_s(parts: Sequence[Mapping[str, Any]], *, now_s: float) -> tupl
 
 
 def note_cost(run_dir: Path, *, cost_s: float, step_s: float, write_s: float = 0.0) -> None:
-    """Write the cost of a checkpoint, for `chosen_interval`; a full disk is reported elsewhere.
+    """Write down a checkpoint's cost, for `chosen_interval`; other writers report a full disk.
 
     Args:
         run_dir: The run's folder.
-        cost_s: Seconds that it kept the run from training.
+        cost_s: Seconds that training was blocked.
         step_s: Seconds of a step.
-        write_s: Seconds that it was written behind the back of training.
+        write_s: Seconds of writing in the background.
     """
     cost = {"cost_s": round(cost_s, 4), "step_s": round(step_s, 4), "write_s": round(write_s, 4)}
     with contextlib.suppress(OSError):
@@ -187,7 +177,7 @@ def _size(path: Path) -> tuple[float, int] | None:
 
 
 def _last_step(run_dir: Path) -> dict[str, Any]:
-    """Return replica 0's last step, its seconds, and its time; nothing if there is none."""
+    """Return the last step that replica 0 wrote, its seconds and its time; nothing if it wrote none."""
     path = run_dir / _METRICS
     try:
         with path.open("rb") as file:

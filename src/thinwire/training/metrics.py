@@ -17,6 +17,7 @@ from thinwire.monitor.runlog.writer import JsonlWriter
 WINDOW_S = 0.1
 _MAX_WINDOWS = 20_000
 _NOTHING = Totals()
+_COUNTS = ("messages", "payload_bytes", "wire_bytes")
 
 
 class Peak:
@@ -45,14 +46,15 @@ class Peak:
                 share = max(0.0, end - begin) / (finished_s - started_s)
             self._bits[window] = self._bits.get(window, 0.0) + 8 * wire_bytes * share
             self.bits_per_s = max(self.bits_per_s, self._bits[window] / WINDOW_S)
-        if len(self._bits) > _MAX_WINDOWS:  # the maximum holds the old windows already
+        if len(self._bits) > _MAX_WINDOWS:
+            # no transfer takes that long: what is old is in the maximum already
             for window in sorted(self._bits)[: _MAX_WINDOWS // 2]:
                 del self._bits[window]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaCounts:
-    """Counters of a replica at one moment; carried over a resume.
+    """Counts of a replica at one moment; carried over a resume.
 
     Attributes:
         time_s: Seconds since this replica's training began.
@@ -72,15 +74,13 @@ class ReplicaCounts:
 
 
 class Logger(Protocol):
-    """Receives metrics besides the JSON lines."""
+    """Receiver of metrics besides the JSON lines."""
 
     def log(self, values: dict[str, float], *, step: int) -> None:
-        """Log values at a step."""
-        ...
+        """Record values at a step."""
 
     def close(self) -> None:
         """Flush."""
-        ...
 
 
 class Meter:
@@ -90,7 +90,7 @@ class Meter:
         run_dir: The run's folder.
         replica: This replica.
         log: The transport's records, streamed to the file as they come.
-        loggers: Take the same values.
+        loggers: Receive the same values.
         warn: Receives a warning if the disk is full.
 
     Attributes:
@@ -116,35 +116,28 @@ class Meter:
         self._start_s = 0.0
 
     def start(self) -> None:
-        """Begin to write transfers, those of the set-up first; call it after a checkpoint was loaded."""
+        """Begin to write transfers down, those of the set-up first; after a checkpoint was loaded."""
         self._start_s = time.monotonic() - self._origin_s
         for transfer in self._log:
             self._record(transfer)
         self._log.add_sink(self._record)
 
     def read(self, *, stalled_s: float) -> ReplicaCounts:
-        """Return the counts now.
-
-        Args:
-            stalled_s: Seconds that this process's training thread waited for the wire.
-        """
+        """Return the counts now; `stalled_s` is the time that this process's training thread waited for the network."""
         carried = self._carried
         return ReplicaCounts(
-            time_s=time.monotonic() - self._origin_s,
-            tokens=self.tokens,
-            stalled_s=carried.stalled_s + stalled_s,
+            time_s=time.monotonic() - self._origin_s, tokens=self.tokens, stalled_s=carried.stalled_s + stalled_s,
             sent=_sum(carried.sent, self._log.totals("sent")),
-            received=_sum(carried.received, self._log.totals("received")),
-            peak_bits_per_s=self._peak.bits_per_s,
-        )
+            received=_sum(carried.received, self._log.totals("received")), peak_bits_per_s=self._peak.bits_per_s,
+        )  # fmt: skip
 
     def train_step(self, loss: Any, *, tokens: int) -> None:
-        """Add a step's loss (a scalar tensor, read only when a line is written)."""
+        """Add a step's loss, a scalar tensor; its value is read only when a line is written."""
         self._losses.append(loss)
         self.tokens += tokens
 
     def write_step(self, step: int, *, stalled_s: float, rounds_in_flight: int) -> None:
-        """Write a line about the steps since the last line."""
+        """Write a line about the steps since the last one."""
         now, last = self.read(stalled_s=stalled_s), self._last
         elapsed_s = max(now.time_s - last.time_s, 1e-9)
         loss = math.fsum(float(value) for value in self._losses) / max(1, len(self._losses))
@@ -152,32 +145,22 @@ class Meter:
         self.latest_loss = loss
         self._last = now
         line = {
-            "kind": "step",
-            "step": step,
-            "time_s": round(now.time_s, 4),
-            "loss": loss,
-            "tokens": now.tokens,
+            "kind": "step", "step": step, "time_s": round(now.time_s, 4), "loss": loss, "tokens": now.tokens,
             "tokens_per_s": round((now.tokens - last.tokens) / elapsed_s, 2),
             "compute_fraction": round(max(0.0, 1 - (now.stalled_s - last.stalled_s) / elapsed_s), 5),
-            "sent_bytes": now.sent.wire_bytes,
-            "received_bytes": now.received.wire_bytes,
+            "sent_bytes": now.sent.wire_bytes, "received_bytes": now.received.wire_bytes,
             "sent_bits_per_s": round(8 * (now.sent.wire_bytes - last.sent.wire_bytes) / elapsed_s, 1),
-            "peak_bits_per_s": round(now.peak_bits_per_s, 1),
-            "rounds_in_flight": rounds_in_flight,
-        }
+            "peak_bits_per_s": round(now.peak_bits_per_s, 1), "rounds_in_flight": rounds_in_flight,
+        }  # fmt: skip
         self._write(line, step=step)
 
     def write_eval(self, step: int, *, val_loss: float, targets: int) -> None:
         """Write the validation loss of the global parameters over so many tokens."""
         now = self.read(stalled_s=0.0)
         line = {
-            "kind": "eval",
-            "step": step,
-            "time_s": round(now.time_s, 4),
-            "tokens": now.tokens,
-            "val_loss": val_loss,
+            "kind": "eval", "step": step, "time_s": round(now.time_s, 4), "tokens": now.tokens, "val_loss": val_loss,
             "targets": targets,
-        }
+        }  # fmt: skip
         self._write(line, step=step)
 
     def write_error(self, step: int, *, message: str) -> None:
@@ -185,34 +168,27 @@ class Meter:
         self._write({"kind": "error", "step": step, "message": message}, step=step)
 
     def write_warning(self, step: int, *, message: str) -> None:
-        """Write a warning that holds from `step` on."""
+        """Write what the user should know from `step` on; nothing stops."""
         self._write({"kind": "warning", "step": step, "message": message}, step=step)
 
     def state_dict(self, *, stalled_s: float) -> dict[str, Any]:
-        """Return the counters and the sizes of the two files; no line may be pending."""
+        """Return the counts and how long the two files are; no line may be pending."""
         now = self.read(stalled_s=stalled_s)
         self._transfers.flush()
         counts = {
-            name: [getattr(totals, field) for field in ("messages", "payload_bytes", "wire_bytes")]
+            name: [getattr(totals, field) for field in _COUNTS]
             for name, totals in (("sent", now.sent), ("received", now.received))
         }
         return {
-            "time_s": now.time_s,
-            "tokens": now.tokens,
-            "stalled_s": now.stalled_s,
-            "peak_bits_per_s": now.peak_bits_per_s,
-            "losses": [float(loss) for loss in self._losses],
+            "time_s": now.time_s, "tokens": now.tokens, "stalled_s": now.stalled_s,
+            "peak_bits_per_s": now.peak_bits_per_s, "losses": [float(loss) for loss in self._losses],
             "last": [self._last.time_s, self._last.tokens, self._last.stalled_s, self._last.sent.wire_bytes],
-            "file_bytes": [path.stat().st_size for path in self._paths],
-            **counts,
-        }
+            "file_bytes": [path.stat().st_size for path in self._paths], **counts,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counters of a checkpoint, and cut off the lines written after it."""
-        sent, received = (
-            Totals(**dict(zip(("messages", "payload_bytes", "wire_bytes"), state[name], strict=True)))
-            for name in ("sent", "received")
-        )
+        """Go on counting from a checkpoint, and cut off the lines written after it."""
+        sent, received = (Totals(**dict(zip(_COUNTS, state[name], strict=True))) for name in ("sent", "received"))
         self._carried = ReplicaCounts(stalled_s=state["stalled_s"], sent=sent, received=received)
         self._peak = Peak(state["peak_bits_per_s"])
         self._origin_s = time.monotonic() - state["time_s"]
@@ -260,14 +236,7 @@ class Meter:
 def open_loggers(
     run_dir: Path, *, tensorboard: bool, wandb: bool, replica: int, after_step: int = 0
 ) -> tuple[Logger, ...]:
-    """Open the optional loggers.
-
-    Args:
-        run_dir: The run's folder.
-        tensorboard: Write event files into it.
-        wandb: Send to Weights & Biases.
-        replica: This replica.
-        after_step: The step that a resumed run goes on from; TensorBoard hides what came after it.
+    """Open the optional loggers; TensorBoard hides what a resumed run wrote after `after_step`.
 
     Raises:
         MissingExtra: Their package is not installed.
@@ -313,8 +282,4 @@ class _WandbLogger:
 
 
 def _sum(first: Totals, second: Totals) -> Totals:
-    return Totals(
-        messages=first.messages + second.messages,
-        payload_bytes=first.payload_bytes + second.payload_bytes,
-        wire_bytes=first.wire_bytes + second.wire_bytes,
-    )
+    return Totals(**{name: getattr(first, name) + getattr(second, name) for name in _COUNTS})
