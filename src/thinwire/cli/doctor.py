@@ -61,15 +61,15 @@ def main(arguments: Sequence[str]) -> int:
         0, 1 where something is wrong, 2 for wrong options.
     """
     options = parse_options(DoctorOptions, arguments, prog="thinwire doctor")
-    from thinwire.monitor.doctor.doctor import Patient, examine, is_well
+    from thinwire.monitor.doctor.doctor import DoctorConfig, has_passed, run_checks
 
-    patient = Patient(
+    config = DoctorConfig(
         target=options.target, interface=options.interface, address=options.address,
         gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME"), secret=options.secret, out=options.out,
         cache=options.cache_dir, deadline_s=parse_seconds(options.deadline),
     )  # fmt: skip
     checks = []
-    for check in examine(patient, ask=_ask_of(options)):
+    for check in run_checks(config, ask=_ask_of(options)):
         checks.append(check)
         if not options.json:
             _show(check.verdict.value, check.name, check.found, check.remedy)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps([check.to_json() for check in checks]))
     else:
         _sum_up([check.verdict.value for check in checks])
-    return 0 if is_well(checks) else FAILED
+    return 0 if has_passed(checks) else FAILED
 
 
 def _ask_of(options: DoctorOptions) -> Ask | None:

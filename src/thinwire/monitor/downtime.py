@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ROWS = ("post_checkpoint_s", "detection_s", "diagnosis_s", "reinitialisation_s")
-WORDS = ("post-checkpoint", "detection", "diagnosis", "re-initialisation")
+ROW_LABELS = ("post-checkpoint", "detection", "diagnosis", "re-initialisation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Downtime:
 
     @property
     def total_s(self) -> float:
-        """All four together."""
+        """Sum of the four rows."""
         return math.fsum(getattr(self, row) for row in ROWS)
 
     def to_json(self) -> dict[str, Any]:
@@ -77,18 +77,20 @@ class Downtime:
 
     def __str__(self) -> str:
         if not self.num_incidents:
-            return f"no end of a replica cost time in {self.run_s:.0f} s; waiting and slow work are not counted"
+            return f"downtime: 0 s of {self.run_s:.0f} s (only restarts count)"
         share = self.total_s / self.run_s if self.run_s > 0 else 0.0
-        rows = ", ".join(f"{word} {getattr(self, row):.1f} s" for word, row in zip(WORDS, ROWS, strict=True))
+        rows = ", ".join(f"{label} {getattr(self, row):.1f} s" for label, row in zip(ROW_LABELS, ROWS, strict=True))
         faults = "fault" if self.num_incidents == 1 else "faults"
-        return f"{self.num_incidents} {faults} cost {self.total_s:.1f} s of {self.run_s:.0f} s ({share:.1%}): {rows}"
+        return (
+            f"downtime: {self.total_s:.1f} s of {self.run_s:.0f} s ({share:.1%}), {self.num_incidents} {faults}: {rows}"
+        )
 
 
 def account(incidents: Iterable[Incident], *, run_s: float, end_s: float = math.inf) -> Downtime:
-    """Add up what faults cost.
+    """Add up the cost of faults.
 
-    Times that contradict each other are taken as no time, never as a gain. Faults that overlap are counted each, since
-    they stop different replicas.
+    Contradicting times count as no time, never as a gain. Overlapping faults count separately: they stop different
+    replicas.
 
     Args:
         incidents: The faults.
@@ -108,7 +110,7 @@ def account(incidents: Iterable[Incident], *, run_s: float, end_s: float = math.
         latest = min(one.since_s, end_s)
         spans = []
         for time_s in times[1:]:
-            # what nobody did took no time; the next span begins where the last one ended
+            # a step that is missing takes no time; the next span begins at the end of the last one
             at_s = latest if time_s is None else max(latest, min(time_s, end_s))
             spans.append(at_s - latest)
             latest = at_s

@@ -242,8 +242,8 @@ def _section(one: HeatMap, number: int) -> Iterator[str]:
 def _cell(time_s: float | None, ratio: float | None) -> str:
     if time_s is None:
         return "<td>none</td>"
-    told = "–" if ratio is None else f"{ratio:.1f}×"
-    return f'<td class="l{level(ratio)}">{told}<small>{_length(time_s)}</small></td>'
+    times = "–" if ratio is None else f"{ratio:.1f}×"
+    return f'<td class="l{level(ratio)}">{times}<small>{_length(time_s)}</small></td>'
 
 
 def _length(time_s: float) -> str:

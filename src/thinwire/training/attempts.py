@@ -40,7 +40,7 @@ class RunParts:
         self._began_s = clock()
 
     def begin(self, *, step: int) -> None:
-        """Write that a part begins after `step`; call it before the replicas cut off later lines."""
+        """Note that a part begins after `step`; before the replicas cut off what they wrote since."""
         before = read_parts(self._run_dir)
         if not before and step == 0:
             (self._run_dir / PARTS_FILE).unlink(missing_ok=True)
@@ -52,7 +52,7 @@ class RunParts:
         self._write("begun", {"step": step})
 
     def poll(self) -> None:
-        """Write the first work of the part, and lines that waited for room; called regularly."""
+        """Note the first sign of work, and write what a full disk kept waiting; called now and then."""
         if self._file is not None:
             self._file.flush()
         if not self._is_working and _size(self._run_dir / _METRICS) != self._seen:
@@ -62,7 +62,7 @@ class RunParts:
                 self._write("working", {}, at_s=last["last_s"])
 
     def end(self, how: How, *, found_s: float | None = None) -> None:
-        """Write how the part ended, and the time at which its fault was found, if before the end."""
+        """Note how the part ended, and when the fault that ended it was found, where that was before the end."""
         self.poll()
         found = {} if found_s is None else {"found_s": round(found_s, 3)}
         self._write("ended", {"how": how, **found, **_last_step(self._run_dir)})
@@ -88,9 +88,9 @@ def read_parts(run_dir: Path) -> list[dict[str, Any]]:
     found = []
     for line in lines:
         try:
-            told = json.loads(line)
-            if told["what"] in ("begun", "working", "ended") and math.isfinite(float(told["at"])):
-                found.append(told)
+            part = json.loads(line)
+            if part["what"] in ("begun", "working", "ended") and math.isfinite(float(part["at"])):
+                found.append(part)
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return found
@@ -139,9 +139,9 @@ def note_cost(run_dir: Path, *, cost_s: float, step_s: float, write_s: float = 0
         step_s: Seconds of a step.
         write_s: Seconds of writing in the background.
     """
-    told = {"cost_s": round(cost_s, 4), "step_s": round(step_s, 4), "write_s": round(write_s, 4)}
+    cost = {"cost_s": round(cost_s, 4), "step_s": round(step_s, 4), "write_s": round(write_s, 4)}
     with contextlib.suppress(OSError):
-        write_whole(run_dir / COST_FILE, json.dumps(told) + "\n")
+        write_whole(run_dir / COST_FILE, json.dumps(cost) + "\n")
 
 
 def chosen_interval(run_dir: Path) -> tuple[int, str] | None:
@@ -177,7 +177,7 @@ def _size(path: Path) -> tuple[float, int] | None:
 
 
 def _last_step(run_dir: Path) -> dict[str, Any]:
-    """Return replica 0's last step, its seconds, and its time; nothing if there is none."""
+    """Return the last step that replica 0 wrote, its seconds and its time; nothing if it wrote none."""
     path = run_dir / _METRICS
     try:
         with path.open("rb") as file:
@@ -189,10 +189,10 @@ def _last_step(run_dir: Path) -> dict[str, Any]:
         return {}
     for line in reversed(lines):
         try:
-            told = json.loads(line)
-            if told["kind"] == "step" and told["step"] > 0:
-                step_s = round(float(told["time_s"]) / told["step"], 4)
-                return {"step": int(told["step"]), "step_s": step_s, "last_s": round(written_s, 3)}
+            values = json.loads(line)
+            if values["kind"] == "step" and values["step"] > 0:
+                step_s = round(float(values["time_s"]) / values["step"], 4)
+                return {"step": int(values["step"]), "step_s": step_s, "last_s": round(written_s, 3)}
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return {}

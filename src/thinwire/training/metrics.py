@@ -46,7 +46,8 @@ class Peak:
                 share = max(0.0, end - begin) / (finished_s - started_s)
             self._bits[window] = self._bits.get(window, 0.0) + 8 * wire_bytes * share
             self.bits_per_s = max(self.bits_per_s, self._bits[window] / WINDOW_S)
-        if len(self._bits) > _MAX_WINDOWS:  # the maximum holds the old windows already
+        if len(self._bits) > _MAX_WINDOWS:
+            # no transfer takes that long: what is old is in the maximum already
             for window in sorted(self._bits)[: _MAX_WINDOWS // 2]:
                 del self._bits[window]
 
@@ -115,7 +116,7 @@ class Meter:
         self._start_s = 0.0
 
     def start(self) -> None:
-        """Begin to write transfers, those of the set-up first; call it after a checkpoint was loaded."""
+        """Begin to write transfers down, those of the set-up first; after a checkpoint was loaded."""
         self._start_s = time.monotonic() - self._origin_s
         for transfer in self._log:
             self._record(transfer)
@@ -136,7 +137,7 @@ class Meter:
         self.tokens += tokens
 
     def write_step(self, step: int, *, stalled_s: float, rounds_in_flight: int) -> None:
-        """Write a line about the steps since the last line."""
+        """Write a line about the steps since the last one."""
         now, last = self.read(stalled_s=stalled_s), self._last
         elapsed_s = max(now.time_s - last.time_s, 1e-9)
         loss = math.fsum(float(value) for value in self._losses) / max(1, len(self._losses))
@@ -167,11 +168,11 @@ class Meter:
         self._write({"kind": "error", "step": step, "message": message}, step=step)
 
     def write_warning(self, step: int, *, message: str) -> None:
-        """Write a warning that holds from `step` on."""
+        """Write what the user should know from `step` on; nothing stops."""
         self._write({"kind": "warning", "step": step, "message": message}, step=step)
 
     def state_dict(self, *, stalled_s: float) -> dict[str, Any]:
-        """Return the counters and the sizes of the two files; no line may be pending."""
+        """Return the counts and how long the two files are; no line may be pending."""
         now = self.read(stalled_s=stalled_s)
         self._transfers.flush()
         counts = {

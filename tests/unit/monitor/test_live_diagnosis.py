@@ -207,7 +207,7 @@ def test_an_action_or_a_disk_that_fails_is_told_and_ends_nothing(tmp_path: Path)
     assert sum("cannot write" in text for text in said) == 1
     report_end(tmp_path, diagnosis, Downtime(run_s=5.0), say=said.append)
     assert json.loads((tmp_path / "downtime.json").read_text())["total_s"] == 0.0
-    assert said[-1] == "no end of a replica cost time in 5 s; waiting and slow work are not counted"
+    assert said[-1] == "downtime: 0 s of 5 s (only restarts count)"
 
 
 def test_a_disk_without_room_is_told_once_and_so_is_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

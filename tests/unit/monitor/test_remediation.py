@@ -195,7 +195,7 @@ def test_times_that_contradict_each_other_are_no_gain_and_none_is_after_the_end(
 def test_who_did_not_come_back_cost_no_time_after_it_was_let_go() -> None:
     found = account([Incident(since_s=0.0, found_s=2.0, acted_s=2.5, back_s=None)], run_s=10.0)
     assert found.total_s == 2.5 and found.reinitialisation_s == 0.0
-    said = "no end of a replica cost time in 61 s; waiting and slow work are not counted"
+    said = "downtime: 0 s of 61 s (only restarts count)"
     assert str(account([], run_s=61.0)) == said
 
 

@@ -1,3 +1,5 @@
+"""What `report.html` says of what broke."""
+
 from __future__ import annotations
 
 import itertools
@@ -9,16 +11,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.rehearsed_run import finding_line
 from tests.sample_runs import append, step_line, write_run
 from thinwire.errors import DataError
 from thinwire.monitor.report.charts import HEIGHT, WIDTH, Axis, Chart, ChartSeries, highest, line_chart, scale, spread
-from thinwire.monitor.report.figures import (
-    loss_against_bytes,
-    loss_against_tokens,
-    utilisation,
-    wire_rate,
-)
-from thinwire.monitor.report.report import headline, render_report, write_report
+from thinwire.monitor.report.figures import loss_against_bytes, loss_against_tokens, utilisation, wire_rate
+from thinwire.monitor.report.report import headline, render_report, trouble, write_report
 from thinwire.monitor.runlog.run_folder import read_run
 from thinwire.training.config import TrainConfig, command_line, read_config
 
@@ -383,3 +381,38 @@ def test_a_run_in_progress_can_be_read_but_has_no_report(tmp_path: Path) -> None
     with pytest.raises(DataError, match=r"not finished.*last step is 120.*--resume"):
         write_report(run, command=REPEAT)
     assert not (run / "report.html").exists()
+
+
+def test_a_run_that_nobody_judged_is_not_called_well(tmp_path: Path) -> None:
+    assert "or the run had no live diagnosis" in "".join(trouble(tmp_path))
+
+
+def test_what_broke_what_was_done_and_what_it_cost_stand_in_the_report(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "findings.jsonl").write_text(finding_line(at=1e9) + finding_line(at=1e9 + 9, state="over"))
+    action = {"at": 1e9 + 1, "action": "exclude", "target": "replica 2", "dry_run": True, "finding": 0, "result": "-"}
+    (run / "actions.jsonl").write_text(json.dumps(action) + "\n")
+    (run / "downtime.json").write_text(json.dumps({"detection_s": 1.5, "total_s": 2.0, "run_s": 40.0}))
+    page = write_report(run, command="thinwire train").read_text()
+    told = (
+        "communication slow: link 0 -&gt; 2",
+        "Messages take longer.",
+        "times longer: 4.7",
+        "97 %",
+        "look at the cable",
+    )
+    done = "exclude (dry run: not done)", "replica 2", "2.0 s of 40.0 s, 5.0 %"
+    # with the date, and the same wherever it is read
+    places = (("reported at ", 40), ("over at ", 49), ("", 41))
+    when = [f"{words}2001-09-09 01:46:{second} UTC" for words, second in places]
+    for words in (*told, *done, *when):
+        assert words in page, words
+
+
+def test_broken_files_are_told_and_markup_in_them_stays_text(tmp_path: Path) -> None:
+    (tmp_path / "findings.jsonl").write_text("{broken\n" + finding_line(text="<script>", at=1e12))
+    (tmp_path / "actions.jsonl").write_text('{"at": "soon", "action": "warn"}\n')
+    (tmp_path / "downtime.json").write_text('{"total_s": -1}')
+    told = "".join(trouble(tmp_path))
+    assert "<script>" not in told and "&lt;script&gt;" in told
+    assert all(f"Not read: {name}" in told for name in ("findings.jsonl", "actions.jsonl", "downtime.json"))

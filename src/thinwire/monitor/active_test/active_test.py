@@ -340,7 +340,7 @@ class _Leader:
         pairs = dict(self._found.pairs)
         for source, destination in cells:
             if source not in said or destination not in said:
-                continue  # told as absent
+                continue  # reported as absent
             found, heard = read_pair(said[source]), said[destination].get("fault")
             if heard == "corrupt":  # the receiver knows best
                 found = PairTest(fault="corrupt", detail=detail_of(said[destination]))
@@ -381,8 +381,8 @@ class _Leader:
             said = self._ask({"do": "flows", "rows": [[*cell, sizes[cell]] for cell in cells], "limit_s": limit_s})
             for source, destination in cells:
                 seconds = said.get(source, {}).get("seconds")
-                told = seconds.get(str(destination)) if isinstance(seconds, dict) else None
-                flow = read_flow(sizes[source, destination], told)
+                value = seconds.get(str(destination)) if isinstance(seconds, dict) else None
+                flow = read_flow(sizes[source, destination], value)
                 before = best.get((source, destination))
                 if flow is not None and (before is None or flow.seconds < before.seconds):
                     best[source, destination] = flow

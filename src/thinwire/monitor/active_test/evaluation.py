@@ -405,7 +405,7 @@ def _crowded(measured: Measured, named: Set[int]) -> list[Finding]:
     Whose wire is named already is left out: acknowledgements wait in a queue that is full, so the other way of a slow
     wire becomes slow too.
     """
-    # the plainest test that shows it is told; the other one would tell the same
+    # the first test that shows a fault is reported; the other would report the same
     for flows, when in ((measured.neighbours, "all neighbours send"), (measured.everyone, "everyone sends to all")):
         if not flows:
             continue
@@ -453,10 +453,10 @@ def _all_reduce(measured: Measured, found: Sequence[Finding]) -> list[Finding]:
     done = measured.all_reduce
     if done is None:
         return []
-    told: list[Finding] = []
+    findings: list[Finding] = []
     if done.wrong:
         places = tuple(Place(kind="sender", ranks=(source,)) for source, _ in done.wrong)
-        told.append(Finding(
+        findings.append(Finding(
             kind="corrupt data", places=places, since_s=0.0, confidence=0.9 if len(places) == 1 else 0.6,
             evidence=WrongSumEvidence(links=_links(done.wrong), elements=done.num_bytes // 4),
             text=f"The all-reduce came to another sum than the exact one, first in what "
@@ -466,14 +466,14 @@ def _all_reduce(measured: Measured, found: Sequence[Finding]) -> list[Finding]:
     due_s = all_reduce_s(done, measured)
     ratio = done.seconds / due_s
     if done.seconds >= _LEAST_ALL_REDUCE * due_s + 2 * (len(done.order) - 1) * _TURN_S and not found:
-        told.append(Finding(
+        findings.append(Finding(
             kind="communication slow", places=(Place(kind="job"),), since_s=0.0, confidence=0.5,
             evidence=SlowAllReduceEvidence(seconds=done.seconds, expected_s=due_s, num_bytes=done.num_bytes),
             text=f"A ring all-reduce takes {format_seconds(done.seconds)}, {ratio:.1f} times as long as its wires "
             f"allow ({format_seconds(due_s)}), though each of them is as expected.",
             remedy="look at what the hosts compute meanwhile: their processors, and other programs on them",
         ))  # fmt: skip
-    return told
+    return findings
 
 
 def _confidence(explained: Explanation) -> float:
@@ -484,11 +484,11 @@ def _confidence(explained: Explanation) -> float:
 
 def _named(places: Sequence[Place], measured: Measured) -> str:
     """Return places in words that hold the hosts' names too."""
-    told = []
+    named = []
     for place in places:
         hosts = " to ".join(measured.hosts[rank] for rank in place.ranks)
-        told.append(f"{place} ({hosts})" if hosts.replace(" to ", "") else str(place))
-    return " or ".join(told)
+        named.append(f"{place} ({hosts})" if hosts.replace(" to ", "") else str(place))
+    return " or ".join(named)
 
 
 def _links(cells: Sequence[Cell] | frozenset[Cell]) -> list[str]:

@@ -94,8 +94,8 @@ def pair_note(found: PairTest) -> dict[str, Any]:
 
 def detail_of(note: Mapping[str, Any]) -> str:
     """Return what a rank says of a fault, cut to what is shown, without what a terminal would follow_plans."""
-    told = str(note.get("detail"))[:_MOST_CHARACTERS]
-    return "".join(letter if letter.isprintable() else "?" for letter in told)
+    detail = str(note.get("detail"))[:_MOST_CHARACTERS]
+    return "".join(letter if letter.isprintable() else "?" for letter in detail)
 
 
 def read_pair(note: Mapping[str, Any]) -> PairTest:

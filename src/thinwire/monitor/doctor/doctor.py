@@ -20,7 +20,7 @@ _MOST_PACKET_BYTES = 65_535  # of IPv4; the loopback interface says one more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patient:
+class DoctorConfig:
     """Settings of the checks.
 
     Attributes:
@@ -44,38 +44,38 @@ class Patient:
     deadline_s: float = 5.0
 
 
-def examine(patient: Patient, *, ask: Ask | None = None) -> Iterator[Check]:
+def run_checks(config: DoctorConfig, *, ask: Ask | None = None) -> Iterator[Check]:
     """Check this machine, its network, and the path to another host; yield each check as it is done.
 
     Nothing is changed. A port is opened for a moment, and files are written that have no name.
 
     Args:
-        patient: Settings.
+        config: Settings.
         ask: Asks the other host for its version and clock.
 
     Raises:
         ValueError: The target is no address, a number is out of range, or interface and address are both given.
 
     Example:
-        >>> names = [check.name for check in examine(Patient())]
+        >>> names = [check.name for check in run_checks(DoctorConfig())]
         >>> "memory" in names, "TCP connection" in names
         (True, False)
     """
-    if patient.interface is not None and patient.address is not None:
-        raise ValueError(f"give --interface or --address, not both, got {patient.interface!r} and {patient.address!r}")
-    if not patient.deadline_s > 0:
-        raise ValueError(f"the deadline of a connection must be above 0 s, got {patient.deadline_s:g}; 5 s is usual")
-    goal = None if patient.target is None else peer.parse_target(patient.target)
-    return _all_checks(patient, goal, ask=ask)
+    if config.interface is not None and config.address is not None:
+        raise ValueError(f"give --interface or --address, not both, got {config.interface!r} and {config.address!r}")
+    if not config.deadline_s > 0:
+        raise ValueError(f"the deadline of a connection must be above 0 s, got {config.deadline_s:g}; 5 s is usual")
+    goal = None if config.target is None else peer.parse_target(config.target)
+    return _all_checks(config, goal, ask=ask)
 
 
-def is_well(checks: list[Check]) -> bool:
+def has_passed(checks: list[Check]) -> bool:
     """Tell whether nothing is wrong; warnings and what was skipped do not count."""
     return all(check.verdict is not Verdict.WRONG for check in checks)
 
 
-def _all_checks(patient: Patient, goal: tuple[str, int] | None, *, ask: Ask | None) -> Iterator[Check]:
-    yield from _machine(patient)
+def _all_checks(config: DoctorConfig, goal: tuple[str, int] | None, *, ask: Ask | None) -> Iterator[Check]:
+    yield from _machine(config)
     yield checks.check_own_name(socket.gethostname())
     target: Address | None = None
     if goal is not None:
@@ -83,22 +83,22 @@ def _all_checks(patient: Patient, goal: tuple[str, int] | None, *, ask: Ask | No
         yield check
         target = None if found is None else Address(host=found, port=goal[1])
     chosen = checks.choose(
-        interface=patient.interface, address=patient.address, gloo_interface=patient.gloo_interface,
+        interface=config.interface, address=config.address, gloo_interface=config.gloo_interface,
         target=None if target is None else target.host,
     )  # fmt: skip
     yield from _own_network(chosen, target)
     if target is not None:
-        yield from _way_to(target, chosen, patient, ask=ask)
+        yield from _way_to(target, chosen, config, ask=ask)
 
 
-def _machine(patient: Patient) -> Iterator[Check]:
+def _machine(config: DoctorConfig) -> Iterator[Check]:
     builds = checks.installed()
-    yield checks.check_versions(builds, needs_pyzmq=patient.secret is not None)
+    yield checks.check_versions(builds, needs_pyzmq=config.secret is not None)
     yield checks.check_devices(builds)
     yield checks.check_backends(builds)
-    yield checks.check_secret(patient.secret)
-    yield checks.check_folder("run folder", patient.out.expanduser())
-    yield checks.check_folder("cache", patient.cache.expanduser())
+    yield checks.check_secret(config.secret)
+    yield checks.check_folder("run folder", config.out.expanduser())
+    yield checks.check_folder("cache", config.cache.expanduser())
     yield checks.check_open_files()
     yield checks.check_memory()
     yield checks.check_speed()
@@ -114,14 +114,14 @@ def _own_network(chosen: Chosen | Check, target: Address | None) -> Iterator[Che
     yield checks.check_mtu(chosen.interface)
 
 
-def _way_to(target: Address, chosen: Chosen | Check, patient: Patient, *, ask: Ask | None) -> Iterator[Check]:
+def _way_to(target: Address, chosen: Chosen | Check, config: DoctorConfig, *, ask: Ask | None) -> Iterator[Check]:
     if isinstance(chosen, Check):
         yield skipped("TCP connection", "this host has no address to come from")
         return
-    source = chosen.address if patient.interface or patient.address else None
+    source = chosen.address if config.interface or config.address else None
 
     def attempt(address: Address) -> Attempt:
-        return peer.try_connection(address, deadline_s=patient.deadline_s, source=source)
+        return peer.try_connection(address, deadline_s=config.deadline_s, source=source)
 
     connection = peer.check_connection(target, attempt=attempt)
     yield connection
@@ -129,10 +129,10 @@ def _way_to(target: Address, chosen: Chosen | Check, patient: Patient, *, ask: A
         for name in ("torch store", "packet size", "other version", "clock"):
             yield skipped(name, "there is no connection")
         return
-    if "://" in (patient.target or ""):
+    if "://" in (config.target or ""):
         yield skipped("torch store", "the address is that of an elastic run, which has none")
     else:
-        is_store = peer.is_torch_store(target, deadline_s=min(patient.deadline_s, _STORE_ANSWER_S))
+        is_store = peer.is_torch_store(target, deadline_s=min(config.deadline_s, _STORE_ANSWER_S))
         yield peer.check_store(target, is_store=is_store)
     status = psutil.net_if_stats().get(chosen.interface)
     mtu = _WHEN_UNKNOWN_BYTES if status is None else min(int(status.mtu), _MOST_PACKET_BYTES)

@@ -18,14 +18,14 @@ from thinwire.transport.burst_probe import BURST_BYTES, BurstProbe
 from thinwire.transport.collective_hooks import TEXT_BYTES
 from thinwire.transport.tcp_stats import HostFlow, HostFlows
 
-# Of so much time only one part goes into asking the kernel, however many connections there are.
+# One part in so many of the time goes into reading kernel counters, however many connections there are.
 _PARTS = 200.0
 _MOST_LINES = 64
 MUCH_BYTES, _MUCH_SHARE = 65_536, 0.2
 
 
 class _Pace:
-    """Lets only one part of so many of the time go into asking, by what it took the last time."""
+    """Limits the readings to one part in `_PARTS` of the time, by the duration of the last one."""
 
     def __init__(self, timer: Callable[[], float]) -> None:
         self._timer, self._next_s = timer, -math.inf
@@ -41,18 +41,18 @@ class _Pace:
 
 
 class FlowLines:
-    """Reads connections to other hosts again and again, and makes lines of what is new.
+    """Polls the kernel counters of connections to other hosts, and returns lines of what is new.
 
     Args:
         rank: Who writes.
         hosts: The host of each rank.
-        addresses: Those of each rank's host.
-        without: Ports whose connections are none of the job's.
-        clock: Seconds that only grow.
-        timer: The same, to measure what the asking itself takes.
+        addresses: The addresses of each rank's host.
+        without: Ports of connections that do not belong to the job.
+        clock: Monotonic seconds.
+        timer: Monotonic seconds, to measure the duration of a reading.
 
     Attributes:
-        used: Hosts to which at least `MUCH_BYTES` went between the last two looks, and a fifth of what went to any.
+        used: Hosts that got at least `MUCH_BYTES` between the last two polls, and a fifth of the busiest host's bytes.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class FlowLines:
     ) -> None:  # fmt: skip
         self._rank, self._clock, self._pace = rank, clock, _Pace(timer)
         self._flows = HostFlows(addresses_of_others(rank, hosts, addresses), without=without, now=clock)
-        self._told: dict[int, int] = {}
+        self._written: dict[int, int] = {}
         self._before: dict[int, int] = {}
         self.used: frozenset[int] = frozenset()
 
@@ -72,16 +72,16 @@ class FlowLines:
             self._flows.close()
 
     def lines(self, *, is_waiting: bool) -> list[str]:
-        """Return lines of those over which bytes went since the last look, or of all while a call does not end."""
+        """Return lines of connections with bytes since the last poll, or of all while a call is open for long."""
         now_s = self._clock()
         if not self._pace.is_due(now_s):
             return []
         with self._pace.measured(now_s):
             found = self._flows.read(is_asking=is_waiting)
-        fresh = {peer: one for peer, one in found.items() if is_waiting or one.num_bytes != self._told.get(peer)}
-        # where there are too many, those that nothing comes from tell most
+        fresh = {peer: one for peer, one in found.items() if is_waiting or one.num_bytes != self._written.get(peer)}
+        # beyond the bound, the most silent ones matter most
         worst = sorted(fresh, key=lambda peer: -(fresh[peer].silence_s or 0.0))[:_MOST_LINES]
-        self._told |= {peer: fresh[peer].num_bytes for peer in worst}
+        self._written |= {peer: fresh[peer].num_bytes for peer in worst}
         carried = {peer: one.num_bytes - self._before.get(peer, one.num_bytes) for peer, one in found.items()}
         much = max(MUCH_BYTES, _MUCH_SHARE * max(carried.values(), default=0))
         self.used = frozenset(peer for peer, num_bytes in carried.items() if num_bytes >= much)
@@ -94,53 +94,53 @@ class FlowSource(Protocol):
 
     @property
     def sent_bytes(self) -> int:
-        """That the other end has acknowledged."""
+        """Bytes that the other end has acknowledged."""
         ...
 
     @property
     def busy_s(self) -> float:
-        """For how long there was something to send, or that was not acknowledged; 0 where that is not known."""
+        """Seconds with something to send or not yet acknowledged; 0 if unknown."""
         ...
 
     @property
     def held_s(self) -> float:
-        """For how much of that the other end would take no more."""
+        """Of these, seconds in which the other end took no more."""
         ...
 
 
 class PeerFlows:
-    """Asks a rank's own transport about its connections again and again, and makes records of what is new.
+    """Polls the connections of a rank's own transport, and returns records of what is new.
 
     Args:
         rank: Who writes.
-        timer: Seconds that only grow, to measure what the asking itself takes.
+        timer: Monotonic seconds, to measure the duration of a reading.
     """
 
     def __init__(self, rank: int, *, timer: Callable[[], float] = time.monotonic) -> None:
         self._rank, self._pace = rank, _Pace(timer)
         self._peers: set[int] = set()
-        self._told: dict[int, int] = {}
+        self._written: dict[int, int] = {}
 
     def note_send(self, peer: int) -> None:
-        """Say that something is sent to another rank; beyond `_MOST_LINES` others are not asked about."""
+        """Note that something is sent to a rank; at most `_MOST_LINES` ranks are polled."""
         if len(self._peers) < _MOST_LINES:
             self._peers.add(peer)
 
     def records(self, at_s: float, reading: Callable[[int], FlowSource | None]) -> list[Flow]:
-        """Return a record of each connection over which bytes went since the last one.
+        """Return a record of each connection with bytes since the last poll.
 
         Args:
-            at_s: When this is.
-            reading: What is known of the connection to a rank, if anything.
+            at_s: The present.
+            reading: Counters of the connection to a rank, if any.
         """
         if not self._pace.is_due(at_s):
             return []
         with self._pace.measured(at_s):
             known = {peer: one for peer in sorted(self._peers) if (one := reading(peer)) is not None and one.busy_s}
-        fresh = {peer: one for peer, one in known.items() if one.sent_bytes != self._told.get(peer)}
-        # ranks that are gone leave their room to others; whoever is sent to again is asked about again
+        fresh = {peer: one for peer, one in known.items() if one.sent_bytes != self._written.get(peer)}
+        # ranks that are gone leave their room to others, until something is sent to them again
         self._peers.intersection_update(known)
-        self._told = {peer: one.sent_bytes for peer, one in known.items()}
+        self._written = {peer: one.sent_bytes for peer, one in known.items()}
         return [
             Flow(
                 rank=self._rank, peer=peer, at_s=at_s, num_bytes=one.sent_bytes, busy_s=round(one.busy_s, 6),
@@ -160,7 +160,7 @@ def _flow(rank: int, peer: int, one: HostFlow, at_s: float) -> Flow:
 def addresses_of_others(
     rank: int, hosts: Sequence[str], addresses: Sequence[Sequence[str]]
 ) -> Mapping[int, tuple[str, ...]]:
-    """Return the addresses of each other host, by its lowest rank; those that several hosts have tell nothing.
+    """Return the addresses of each other host, by its lowest rank; shared ones are left out.
 
     Example:
         >>> own, other = ["192.0.2.1", "172.17.0.1"], ["192.0.2.2", "172.17.0.1"]
@@ -178,8 +178,8 @@ def addresses_of_others(
     }
 
 
-_MOST_UNTOLD = 256
-# Where it takes so long so often in a row to count what the job sends, this is not done any more.
+_MOST_BURSTS = 256
+# After so many slow readings in a row the job's bytes are not counted any more.
 _LONG_S, _MOST_LONG = 0.002, 8
 
 
@@ -188,10 +188,10 @@ class RankPlace:
     """Host, clock and addresses of a rank, as it reports them to the others.
 
     Attributes:
-        host: What its host is called.
+        host: Name of its host.
         clock: Equal for ranks that share a clock.
-        addresses: Its host's, see `outer_addresses`, as many as there was room for.
-        port: Where it takes bursts in; 0 where it does not.
+        addresses: Its host's, see `outer_addresses`, as many as fit.
+        port: Port that receives bursts; 0 if none.
     """
 
     host: str
@@ -218,12 +218,12 @@ class RankPlace:
         """
         host, clock, port, addresses = (*word.split("\n"), "", "", "")[:4]
         number = int(port) if port.isascii() and port.isdigit() and len(port) < 6 else 0
-        told = tuple(address for address in addresses.split() if _is_address(address))
-        return cls(host=host, clock=clock, addresses=told, port=number if number < 65_536 else 0)
+        valid = tuple(address for address in addresses.split() if _is_address(address))
+        return cls(host=host, clock=clock, addresses=valid, port=number if number < 65_536 else 0)
 
 
 def _is_address(text: str) -> bool:
-    """Return whether a text is an address, and not a name that somebody else would have to be asked about.
+    """Return whether a text is an address, and not a name that needs a look-up.
 
     One with a scope (`fe80::1%eth0`) is not: it holds on one link only, and the scope may be any text.
     """
@@ -235,24 +235,24 @@ def _is_address(text: str) -> bool:
 
 
 def own_place(*, port: int = 0) -> RankPlace:
-    """Return where this process is.
+    """Return the place of this process.
 
     Args:
-        port: Where it takes bursts in; 0 where it does not.
+        port: Port that receives bursts; 0 if none.
     """
     return RankPlace(host=host_name(), clock=clock_name(), addresses=outer_addresses(), port=port)
 
 
 class WatchedWires:
-    """Makes the records of a rank's wires to other hosts, until it is closed.
+    """Records of a rank's connections to other hosts, until it is closed.
 
     Args:
         rank: Who writes.
         places: Of all ranks, in order.
-        store: The port of the store that the ranks met at, which carries nothing of the job's; 0 where it is not known.
-        door: Socket that receives bursts of other hosts, see `open_probe_port`; None if wires are not probed. The
-            lowest rank of each host keeps it, the others close it.
-        clock: Seconds that only grow.
+        store: Port of the rendezvous store, whose traffic is not the job's; 0 if unknown.
+        door: Listener for bursts of other hosts, see `open_probe_port`; None without probes. The lowest rank of each
+            host keeps it, the others close it.
+        clock: Monotonic seconds.
 
     Attributes:
         num_bursts: Bursts of this rank that other hosts have answered.
@@ -268,53 +268,53 @@ class WatchedWires:
         hosts, addresses = [place.host for place in places], [place.addresses for place in places]
         ports = {store, *(place.port for place in places)} - {0}
         self._flows = FlowLines(rank, hosts=hosts, addresses=addresses, without=ports, clock=clock)
-        self._bursts: deque[str] = deque(maxlen=_MOST_UNTOLD)
+        self._bursts: deque[str] = deque(maxlen=_MOST_BURSTS)
         others = addresses_of_others(rank, hosts, addresses)
-        told = {peer: (own, places[peer].port) for peer, own in others.items() if places[peer].port}
+        targets = {peer: (own, places[peer].port) for peer, own in others.items() if places[peer].port}
         self._probes: BurstProbe | None = None
-        if door is not None and told and hosts.index(hosts[rank]) == rank:
+        if door is not None and targets and hosts.index(hosts[rank]) == rank:
             self._beside = HostFlows(others, without=ports, now=clock)
             self._probes = BurstProbe(
-                door, told, self._take_burst, is_used=lambda host: host in self._flows.used, carried=self._carried,
+                door, targets, self._take_burst, is_used=lambda host: host in self._flows.used, carried=self._carried,
                 clock=clock,
             )  # fmt: skip
         elif door is not None:
             door.close()
 
     def lines(self, *, is_waiting: bool) -> list[str]:
-        """Return what is new, as lines.
+        """Return new records as lines.
 
         Args:
-            is_waiting: Whether a call has been open for long, so that idle connections are to be asked.
+            is_waiting: Whether a call has been open for long, so that idle connections are polled too.
         """
         try:
             found = self._flows.lines(is_waiting=is_waiting)
-        except (OSError, ValueError):  # no descriptor is left, or /proc is not there: all else is recorded
+        except (OSError, ValueError):  # no descriptor is left, or /proc is missing: the rest is recorded
             found = []
         while self._bursts:
             found.append(self._bursts.popleft())
         return found
 
     def note_call(self, *, is_open: bool) -> None:
-        """Say that the job calls something, or that nothing it has called is open: wires are probed in between."""
+        """Note whether a call of the job is open: probes run in between."""
         if self._probes is not None:
             self._probes.note_call(is_open=is_open)
 
     def close(self) -> None:
-        """Send no more bursts, and leave the job's connections as they were. A second call does nothing."""
+        """Stop the probes, and leave the job's connections as they were; closing twice is fine."""
         self._flows.close()
         if self._probes is not None:
             self._probes.close()
 
     def _carried(self) -> tuple[int, int]:
-        """Return the bytes that the job has sent to other hosts and received from them, as far as is known.
+        """Return the known bytes that the job has sent to other hosts and received from them.
 
-        Of thousands of connections that takes too long, and is always the same then.
+        If that takes too long, with thousands of connections, the last known value is returned.
         """
         if self._num_long >= _MOST_LONG:
             return self._known
         begun_s = time.thread_time()
-        with contextlib.suppress(OSError, ValueError):  # no descriptor is left, or /proc is not there
+        with contextlib.suppress(OSError, ValueError):  # no descriptor is left, or /proc is missing
             found = self._beside.read().values()
             self._known = sum(one.num_bytes for one in found), sum(one.num_received for one in found)
         self._num_long = self._num_long + 1 if time.thread_time() - begun_s > _LONG_S else 0

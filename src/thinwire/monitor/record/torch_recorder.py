@@ -197,7 +197,7 @@ class Watching:
                 return
             try:
                 if self._file.write_all(lines):
-                    # the file before, which told of who and where, may soon be gone
+                    # the older file, which holds the communicators, may soon be gone
                     self._file.write_all(self._communicators.values())
             except (OSError, ValueError) as error:  # a broken disk or a closed file ends the recording, not the job
                 self.lost = str(error)
@@ -218,17 +218,17 @@ class Watching:
         failed = bool(call.error)
         end = "" if call.done_s is None or failed else f',"done_s":{call.done_s:.6f}'
         begin = "" if call.started_s is None else f',"started_s":{call.started_s:.6f}'
-        told = json.dumps(name)
+        quoted = json.dumps(name)
         dtype = f',"dtype":"{call.dtype}"' if call.dtype else ""
         yield (
-            f'{{"record":"operation","communicator":{told},"rank":{self._rank},"sequence":{call.sequence},'
+            f'{{"record":"operation","communicator":{quoted},"rank":{self._rank},"sequence":{call.sequence},'
             f'"kind":"{kind}"{dtype},"count":{call.count},"posted_s":{call.posted_s:.6f}{begin}{end}}}'
         )
         if call.peer is not None:
             direction = "sent" if call.kind == "send" else "received"
             error = f',"error":{json.dumps(call.error[:400])}' if failed else ""
             yield (
-                f'{{"record":"transfer","communicator":{told},"rank":{self._rank},"peer":{call.peer},'
+                f'{{"record":"transfer","communicator":{quoted},"rank":{self._rank},"peer":{call.peer},'
                 f'"direction":"{direction}","operation":{call.sequence},"num_bytes":{call.num_bytes},'
                 f'"posted_s":{call.posted_s:.6f}{end}{error}}}'
             )

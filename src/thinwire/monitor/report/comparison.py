@@ -1,17 +1,17 @@
-"""Several finished runs beside each other: one row a run, the gaps to the first, and what makes them incomparable."""
+"""Comparison of finished runs: a row a run, gaps to the first one, and notes on other differences."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from thinwire.monitor.report.charts import escape
 from thinwire.monitor.report.figures import figures_of_runs
 from thinwire.monitor.report.report import gallery, grid, page, times_fewer, write_page
-from thinwire.monitor.runlog.run_folder import RunRecord, read_run, setting
+from thinwire.monitor.runlog.run_folder import RunRecord, Summary, read_run, setting
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
 HEAD = (
@@ -21,62 +21,58 @@ HEAD = (
 _TOKENS_TOLERANCE = 0.01
 
 
+_COMPARED = (
+    "method", "replicas", "steps", "tokens", "val_loss", "wall_s", "tokens_per_s", "wire_bytes_sent",
+    "peak_bits_per_s", "compute_utilisation",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ComparedRun:
     """One run of a comparison; `gap_percent` is its validation loss against the first run's."""
 
     name: str
     path: str
-    method: str
-    replicas: int
-    steps: int
-    tokens: int
-    val_loss: float
+    summary: Summary
     gap_percent: float | None
-    wall_s: float
-    tokens_per_s: float
-    wire_bytes_sent: float
-    times_fewer_bytes: float | None
-    peak_bits_per_s: float
-    compute_utilisation: float
 
     def cells(self) -> tuple[str, ...]:
         """Return the row as text, in the order of `HEAD`."""
+        one, times = self.summary, times_fewer(self.summary)
         return (
-            self.name,
-            self.method,
-            str(self.replicas),
-            f"{self.steps:,}",
-            format_count(self.tokens),
-            f"{self.val_loss:.4f}",
-            "-" if self.gap_percent is None else f"{self.gap_percent:+.2f} %",
-            format_seconds(self.wall_s),
-            format_count(self.tokens_per_s),
-            format_bytes(self.wire_bytes_sent),
-            "-" if self.times_fewer_bytes is None else f"{self.times_fewer_bytes:,.1f}",
-            format_rate(self.peak_bits_per_s),
-            f"{100 * self.compute_utilisation:.1f} %",
-        )
+            self.name, one.method, str(one.replicas), f"{one.steps:,}", format_count(one.tokens),
+            f"{one.val_loss:.4f}", "-" if self.gap_percent is None else f"{self.gap_percent:+.2f} %",
+            format_seconds(one.wall_s), format_count(one.tokens_per_s), format_bytes(one.wire_bytes_sent),
+            "-" if times is None else f"{times:,.1f}", format_rate(one.peak_bits_per_s),
+            f"{100 * one.compute_utilisation:.1f} %",
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as an object for JSON; a number that is not finite becomes null."""
+        values = {name: getattr(self.summary, name) for name in _COMPARED}
+        values |= {"gap_percent": self.gap_percent, "times_fewer_bytes": times_fewer(self.summary)}
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        return {"name": self.name, "path": self.path, **finite}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Rows in the order that was asked for, and notes on what differs besides the method."""
+    """Runs in the order of the request, and notes on differences besides the method."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRun, ...]
     notes: tuple[str, ...]
     runs: Mapping[str, RunRecord]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the rows and notes as an object for JSON; a number that is not finite becomes null."""
-        return {"runs": [_finite(asdict(row)) for row in self.rows], "notes": list(self.notes)}
+        """Return the rows and notes as an object for JSON."""
+        return {"runs": [row.to_json() for row in self.rows], "notes": list(self.notes)}
 
 
 def compare_runs(paths: Sequence[Path]) -> Comparison:
-    """Read finished runs and set them beside each other.
+    """Read finished runs and compare them.
 
     Args:
-        paths: Folders of runs; the first is what the others are compared with.
+        paths: Folders of runs; the first is the reference.
 
     Raises:
         ValueError: No folder is given, or one twice.
@@ -113,29 +109,16 @@ def write_comparison(comparison: Comparison, path: Path) -> None:
     write_page(path, page("thinwire compare", parts=parts))
 
 
-def _row(name: str, run: RunRecord, reference: float) -> Row:
+def _row(name: str, run: RunRecord, reference: float) -> ComparedRun:
     summary = run.finished()
     gap = 100 * (summary.val_loss / reference - 1) if reference else math.nan
-    return Row(
-        name=name,
-        path=str(run.path),
-        method=summary.method,
-        replicas=summary.replicas,
-        steps=summary.steps,
-        tokens=summary.tokens,
-        val_loss=summary.val_loss,
-        gap_percent=gap if math.isfinite(gap) else None,
-        wall_s=summary.wall_s,
-        tokens_per_s=summary.tokens_per_s,
-        wire_bytes_sent=summary.wire_bytes_sent,
-        times_fewer_bytes=times_fewer(summary),
-        peak_bits_per_s=summary.peak_bits_per_s,
-        compute_utilisation=summary.compute_utilisation,
-    )
+    return ComparedRun(
+        name=name, path=str(run.path), summary=summary, gap_percent=gap if math.isfinite(gap) else None
+    )  # fmt: skip
 
 
 def _remarks(runs: Mapping[str, RunRecord]) -> list[str]:
-    """Name what differs besides the method, so that a gap is not taken for the method's."""
+    """Return notes on differences besides the method, which a gap may come from."""
     (first, reference), *others = runs.items()
     notes = []
     for name, run in others:
@@ -159,21 +142,18 @@ def _subjects(run: RunRecord, reference: RunRecord) -> list[tuple[str, str, str]
 
 
 def _headline(comparison: Comparison) -> str:
-    finite = [row for row in comparison.rows if math.isfinite(row.val_loss)]
+    finite = [row for row in comparison.rows if math.isfinite(row.summary.val_loss)]
     if not finite:
         return "No run ended with a finite validation loss."
-    best = min(finite, key=lambda row: row.val_loss)
-    fewest = min(comparison.rows, key=lambda row: row.wire_bytes_sent)
-    words = f"<b>{escape(best.name)}</b> has the lowest validation loss, <b>{best.val_loss:.3f}</b>"
+    best = min(finite, key=lambda row: row.summary.val_loss)
+    fewest = min(comparison.rows, key=lambda row: row.summary.wire_bytes_sent)
+    name, loss = escape(best.name), f"<b>{best.summary.val_loss:.3f}</b>"
+    sent = escape(format_bytes(fewest.summary.wire_bytes_sent))
     if len(comparison.rows) == 1:
-        return f"{escape(best.name)} reached a validation loss of <b>{best.val_loss:.3f}</b>."
+        return f"{name} reached a validation loss of {loss}."
     if fewest is best:
-        return f"{words}, and sent the fewest bytes, {escape(format_bytes(best.wire_bytes_sent))} each replica."
+        return f"<b>{name}</b> has the lowest validation loss, {loss}, and sent the fewest bytes, {sent} each replica."
     return (
-        f"{words}; <b>{escape(fewest.name)}</b> sent the fewest bytes, "
-        f"{escape(format_bytes(fewest.wire_bytes_sent))} each replica, and ended at {fewest.val_loss:.3f}."
+        f"<b>{name}</b> has the lowest validation loss, {loss}; <b>{escape(fewest.name)}</b> sent the fewest bytes, "
+        f"{sent} each replica, and ended at {fewest.summary.val_loss:.3f}."
     )
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

@@ -127,13 +127,13 @@ def trouble(folder: Path) -> list[str]:
     return [*parts, *(f'<p class="note">{escape(f"Not read: {words}")}</p>' for words in refused.quoted())]
 
 
-def _read(path: Path, told: Findings | Actions, refused: RejectedLines) -> None:
+def _read(path: Path, receiver: Findings | Actions, refused: RejectedLines) -> None:
     file = JsonlTailer(path)
     while True:
         _, lines = file.poll()
         for number, line in lines:
             try:
-                told.take(parse_object(line))
+                receiver.take(parse_object(line))
             except ValueError as error:
                 refused.add(f"{path.name}:{number}", str(error))
         if not file.is_behind:
@@ -141,15 +141,15 @@ def _read(path: Path, told: Findings | Actions, refused: RejectedLines) -> None:
 
 
 def _finding(one: Mapping[str, Any]) -> str:
-    over = f"over at {format_moment(one['over_at'])}" if one["is_over"] else "not over at the end"
+    over = f"over at {format_moment(one['over_at'])}" if one["is_over"] else "open at the end"
     since = f", since round {one['since_round']}" if one["since_round"] >= 0 else ""
     rows = [
-        ("when", f"told at {format_moment(one['at'])}{since}; {over}"),
+        ("when", f"reported at {format_moment(one['at'])}{since}; {over}"),
         ("what", one["text"]),
         ("evidence", "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in one["evidence"])),
-        ("how sure", f"{100 * one['confidence']:.0f} %"),
+        ("confidence", f"{100 * one['confidence']:.0f} %"),
         ("what to do", one["remedy"]),
-        ("what would tell the places apart", one["probe"]),
+        ("test that separates the places", one["probe"]),
     ]
     return f"<h3>{escape(one['kind'])}: {escape(one['where'])}</h3>{facts([row for row in rows if row[1]])}"
 
@@ -160,12 +160,12 @@ def _lost(path: Path, refused: RejectedLines) -> list[str]:
     if file.value is None:
         return []
     try:
-        told = downtime_rows(file.value)
+        lost = downtime_rows(file.value)
     except ValueError as error:
         refused.add(path.name, str(error))
         return []
-    rows = [(words, f"{told[name]:.1f} s") for name, words in _ROWS.items() if name in told]
-    total_s, run_s = told.get("total_s"), told.get("run_s")
+    rows = [(label, f"{lost[name]:.1f} s") for name, label in _ROWS.items() if name in lost]
+    total_s, run_s = lost.get("total_s"), lost.get("run_s")
     if total_s is not None:
         share = f" of {run_s:.1f} s, {100 * total_s / run_s:.1f} %" if run_s else ""
         rows.append(("together", f"{total_s:.1f} s{share}"))

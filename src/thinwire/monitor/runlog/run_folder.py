@@ -29,7 +29,7 @@ from thinwire.monitor.runlog.reader import (
     record_of,
     short,
 )
-from thinwire.monitor.runlog.records import MOST_RANKS, Communicator, Operation, Span, TransferEnd
+from thinwire.monitor.runlog.records import MOST_RANKS, Communicator, Count, Operation, Seconds, Span, TransferEnd
 
 CONFIG = "config.json"
 SUMMARY = "summary.json"
@@ -320,7 +320,7 @@ Line = TypeVar("Line", StepMetrics, EvaluationMetrics)
 
 
 def _latest(lines: Iterable[Line]) -> list[Line]:
-    """Let lines after a resume take the place of those that the killed run wrote beyond its checkpoint."""
+    """Replace lines that a killed run wrote beyond its checkpoint by those of the resumed run."""
     kept: list[Line] = []
     for line in lines:
         while kept and kept[-1].step >= line.step:
@@ -347,7 +347,7 @@ def _object(content: bytes, where: str) -> dict[str, Any]:
 _TRANSFERS = re.compile(r"transfers-replica-([0-9]{1,6})\.jsonl")
 ROUNDS = "rounds"
 MEMBERS_FILE, JOURNAL_FILE = "members.jsonl", "coordinator.jsonl"
-# Messages of one round: fragments and phases are told apart, so that both ends find each other.
+# Messages of one round between two replicas are numbered, so that both ends match.
 _MOST_PARTS = 1 << 20
 _MOST_REMOVED = 4096
 _LEAST_PRESENT = 2
@@ -367,8 +367,8 @@ def replica_of(path: Path) -> int | None:
 def removed_replicas(folder: Path) -> frozenset[int]:
     """Return the replicas that an elastic run removed while others went on, by its `members.jsonl` and its journal.
 
-    None where the run was left with less than two members: then the loss of the others is the fault. The numbers of
-    replicas are never given again. Of lines that hold something else nothing is taken.
+    None if fewer than two members were left: then the loss of the others is the fault. Replica numbers are never
+    reused. Other lines are ignored.
 
     Args:
         folder: The run's folder on one host.
@@ -384,16 +384,18 @@ def removed_replicas(folder: Path) -> frozenset[int]:
                 if line is None or (b'"removed"' not in line and b'"gone"' not in line):
                     continue
                 with contextlib.suppress(ValueError):
-                    told = parse_object(line)
-                    removed |= _ranks([told.get("replica")] if told.get("what") == "gone" else told.get("removed"))
-                    present = len(_ranks(told["present"])) if "present" in told else present
-        except DataError:  # it went away, or may not be read: what is known stays
+                    values = parse_object(line)
+                    removed |= _ranks(
+                        [values.get("replica")] if values.get("what") == "gone" else values.get("removed")
+                    )
+                    present = len(_ranks(values["present"])) if "present" in values else present
+        except DataError:  # removed or unreadable: the rest counts
             continue
     return frozenset(removed) if present >= _LEAST_PRESENT else frozenset()
 
 
-def _ranks(told: object) -> set[int]:
-    found = told[:_MOST_REMOVED] if isinstance(told, list) else []
+def _ranks(value: object) -> set[int]:
+    found = value[:_MOST_REMOVED] if isinstance(value, list) else []
     return {one for one in found if type(one) is int and 0 <= one < MOST_RANKS}
 
 
@@ -467,8 +469,18 @@ def end_of(line: dict[str, Any], rank: int, parts: dict[tuple[int, int, str], in
     return replace(end, part=part)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepWork:
+    """Fields of a line about steps that the diagnosis needs."""
+
+    step: Count
+    time_s: Seconds
+    loss: float
+    compute_fraction: float
+
+
 def _take_metrics(records: Records, path: Path, rank: int) -> None:
-    """Take the lines about steps: what a replica computed since its last line, and its loss."""
+    """Add the spans between lines about steps, with their loss."""
     last_s, last_step = 0.0, 0
     for number, line in numbered_lines(path):
         records.num_lines += 1
@@ -476,7 +488,7 @@ def _take_metrics(records: Records, path: Path, rank: int) -> None:
             values = parse_object(line)
             if values.get("kind") != "step":
                 continue
-            step = parse(StepMetrics, values, source="the line")
+            step = converted(values, _StepWork)
             if not step.time_s >= last_s or step.step <= last_step:
                 raise ValueError("steps run backwards")
             # waiting for the network is no work
@@ -487,7 +499,7 @@ def _take_metrics(records: Records, path: Path, rank: int) -> None:
             }  # fmt: skip
             records.add(record_of(Span, fields))
             last_s, last_step = step.time_s, step.step
-        except (ValueError, DataError) as error:
+        except ValueError as error:
             records.refuse(path.name, number, str(error))
 
 
@@ -496,11 +508,10 @@ _HEAD = 4096
 
 
 def read_files(paths: Iterable[Path]) -> Records:
-    """Read all files of one job, whatever they are.
+    """Read all files of one job, of any kind.
 
-    A folder that holds records of ranks is read for these alone; several such folders may be of one job, one a host.
-    Files of NCCL's tools are known by what they hold, whatever their names. A folder also tells which replicas of an
-    elastic run were removed.
+    Of a folder with records of ranks only these are read; one job may have several such folders, one a host. Files of
+    NCCL's tools are recognised by their contents. A folder also names the removed replicas of an elastic run.
 
     Raises:
         DataError: A file cannot be read, or is none of those that can be diagnosed.
@@ -528,7 +539,7 @@ def read_files(paths: Iterable[Path]) -> Records:
 
 
 def nccl_reader(first: bytes) -> Callable[[Records, Path], None] | None:
-    """Return the reader of a file of NCCL's tools that begins so; none where it is no such file."""
+    """Return the reader of a file of NCCL's tools by its first bytes; None for other files."""
     if nccl_inspector.is_inspector(first):
         return nccl_inspector.read_inspector
     return nccl_ras.read_ras if nccl_ras.is_ras(first) else None
@@ -543,7 +554,7 @@ def _is_dump(first: bytes, path: Path) -> bool:
 
 
 def _read_folder(records: Records, folder: Path) -> bool:
-    """Read a folder's records of ranks, or files of NCCL's tools where it holds neither these nor files of a run.
+    """Read a folder's records of ranks, or its files of NCCL's tools if it holds no files of a run.
 
     Returns:
         Whether there are any.
