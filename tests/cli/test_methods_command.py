@@ -25,6 +25,14 @@ def test_one_method_is_explained_with_its_equations_and_options(capsys: pytest.C
     assert "--overlap-steps: int or numbers joined by commas, 1" in text and "--outer-momentum: float, 0.9" in text
 
 
+def test_an_option_whose_name_means_something_else_to_train_is_shown_as_one_of_the_method(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["dgc"]) == 0
+    text = capsys.readouterr().out
+    assert "  --density: float, 0.001" in text and "  --method-option warmup_steps=VALUE: int, 0" in text
+
+
 def test_a_program_gets_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diloco", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["diloco"]["paper"] == "arXiv 2311.08105"

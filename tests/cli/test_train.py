@@ -173,7 +173,7 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_left_as_it_is(stopped_run: 
         (["--resume", str(foreign)], 1, "is not of this run: its run config is"),
         (["--resume", str(damaged)], 1, "replica-1.safetensors is damaged (its SHA-256 is wrong)"),
         (["--resume", str(unreadable)], 1, "Expected `int`, got `str` - at `$.run.steps`"),
-        (["--resume", str(older)], 1, "config.json has no sections: thinwire 0.0.1 wrote it"),
+        (["--resume", str(older)], 1, "config.json has no sections: an older thinwire wrote it"),
         (["--resume", str(stopped_run), "--steps", "40"], 2, "--steps is 40, but"),
         (["--resume", str(stopped_run), "--lr=0.5"], 2, "a run goes on with its own options"),
         (["--resume", str(stopped_run), "--no-final-exchange"], 2, "--final-exchange is False"),

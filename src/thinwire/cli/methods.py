@@ -76,6 +76,7 @@ def _print_table(found: dict[str, dict[str, str]]) -> None:
 
 def _explain(name: str) -> None:
     from thinwire.methods import about, options_of, recipe, story
+    from thinwire.training.config import OPTIONS, flag
 
     card = about(name)
     print(f"{name} ({card.paper})\n\n{story(name)}\n")
@@ -83,4 +84,6 @@ def _explain(name: str) -> None:
     print(f"extra copies of the parameters: {card.memory}\nrestrictions: {card.restrictions}\n")
     print("options of thinwire train:")
     for option, kind in options_of(recipe(name)).items():
-        print(f"  --{option.replace('_', '-')}: {kind}")
+        # a name that means something else to `thinwire train`, such as the warm-up of the learning rate
+        is_taken = OPTIONS.get(option, ("sync", option))[0] != "sync"
+        print(f"  --method-option {option}=VALUE: {kind}" if is_taken else f"  {flag(option)}: {kind}")

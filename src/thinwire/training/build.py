@@ -1,4 +1,4 @@
-"""From options to parts: the method, the model, the inner optimizer, the learning rate; and all that can be refused."""
+"""Parts of a run from its options: method, model, inner optimizer and learning rate, checked before training."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def make_method(config: TrainConfig) -> Method:
 
 
 def _check_run(config: TrainConfig, method: Method, *, takes_overlap: bool) -> None:
-    """Refuse options of the run that the method has no use for, or cannot do with."""
+    """Check options of the run that do not fit the method."""
     if not config.sync.final_exchange and not method.has_common_value:
         raise ValueError(
             f"--no-final-exchange does not go with --method {config.sync.method}: only that exchange makes one "
@@ -79,7 +79,7 @@ def _check_run(config: TrainConfig, method: Method, *, takes_overlap: bool) -> N
 
 
 def _overlaps(method: Method) -> bool:
-    """Tell whether any round of a method is applied later than it is launched."""
+    """Return whether any round of a method is applied later than it is launched."""
     steps = range(1, 2 * method.schedule.sync_interval + 1)
     rounds = [round for step in steps for round in method.schedule.launches(step, num_fragments=1)]
     return any(round.apply_step > round.launch_step for round in rounds)

@@ -85,7 +85,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
-    """When and how replicas exchange. Options of one method alone: see `thinwire methods NAME`."""
+    """The exchange between replicas; `thinwire methods NAME` lists the options of one method."""
 
     method: str = "streaming-diloco"
     """When and how replicas exchange; see `thinwire methods`. auto measures the links between hosts and plans."""
@@ -188,7 +188,7 @@ class ElasticConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputConfig:
-    """What a run writes and prints, and when."""
+    """Files and output of the run."""
 
     out: Path | None = None
     """Folder of the run. Default: runs/METHOD-MODEL-seedN."""
@@ -493,11 +493,11 @@ def read_config(run_dir: Path) -> TrainConfig:
     path = run_dir / "config.json"
     try:
         values = json.loads(path.read_bytes())
-        version = values.pop("thinwire_version", None)
+        values.pop("thinwire_version", None)
         if isinstance(values.get("model"), str):
             raise CheckpointError(
-                f"{path} has no sections: thinwire {version} wrote it, this is {__version__}; resume the run with that "
-                f"version, or start a new run with --overwrite"
+                f"{path} has no sections: an older thinwire wrote it; resume the run with that version, or start a new "
+                f"run with --overwrite"
             )
         return from_json(values)
     except FileNotFoundError:

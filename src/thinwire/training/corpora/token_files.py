@@ -1,4 +1,4 @@
-"""Tokens on disk: two flat files and a manifest in a folder of their own, memory-mapped by whoever trains.
+"""Tokens on disk: two flat files and a manifest in a folder of their own, memory-mapped for training.
 
 ```
 CACHE/corpora/NAME-KEY/

@@ -1,4 +1,4 @@
-"""Any causal language model of the transformers library, behind the two methods that training calls."""
+"""Any causal language model of the transformers library, as a `LanguageModel`."""
 
 from __future__ import annotations
 
