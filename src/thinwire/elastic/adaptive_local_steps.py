@@ -70,7 +70,7 @@ class PeerPace:
 
 
 class AdaptiveLocalSteps:
-    """See the module; `aim` is for the engine, between two inner steps.
+    """Chooses the steps that a slow replica skips; the engine asks between two inner steps.
 
     Args:
         peers: Pace of the fastest replicas.
