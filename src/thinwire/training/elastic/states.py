@@ -169,7 +169,9 @@ class StateKeeper:
             return self._membership.session.view.offers.get(state.step)
 
         try:
-            offer = self._membership.session.wait_for(note_of, deadline_s=_NOTE_S, why="the checkpoint tells no data")
+            offer = self._membership.session.wait_for(
+                note_of, deadline_s=_NOTE_S, why="the checkpoint has no account of the data"
+            )
             note = {**offer.note, "era": offer.era}
         except (ConnectError, Expelled):
             note = {}
@@ -255,7 +257,7 @@ def take_in(
     if offer.root == "disk":
         state = None if checkpoints is None else _checkpoint(checkpoints, step=offer.step, report=report)
         if state is None:
-            report("there is no checkpoint on this host; beginning anew")
+            report("there is no checkpoint on this host; starting from the seed")
             return 0, None
         if bad := non_finite(state):
             raise CheckpointError(
@@ -287,7 +289,7 @@ _HOLDER_POLL_S = 0.2
 _FIRST_POLL_S = 0.05
 # A state may be large and its wire thin: what ends a fetch is that nothing comes, not that it takes long.
 _FETCH_S, _STALL_S = 7 * 24 * 3600.0, 60.0
-# What is still on its way must be here within so many intervals: whoever takes no round in for eight is let go.
+# Intervals within which the rest must arrive: a replica that applies no round for eight is removed.
 _MOST_LATE_INTERVALS = 3.0
 
 
@@ -435,7 +437,7 @@ class IncomingState:
             self._state = unpack(vector, source=self._source)
             offer, num_holders = self._offer, self._watch.num_holders
             self._report(f"fetched {self._source} ({offer.num_bytes} bytes) from {num_holders} replicas")
-        except BaseException as failure:  # handed to whoever waits
+        except BaseException as failure:  # raised in the waiting thread
             self._failure = failure
         finally:
             self._watch.close()
