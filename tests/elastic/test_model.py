@@ -57,7 +57,7 @@ class Hasty(World):
     """Its replicas apply what they happen to hold."""
 
     def _apply(self, replica: Any, round_id: int, decision: Any) -> None:
-        replica.applied[round_id] = replica.bids[round_id].has
+        replica.applied[round_id] = replica.machines[round_id].has
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-"""A slow replica's own pace: it takes fewer inner steps an interval, so that its part is there when others launch.
+"""Adaptive local steps (DyLU, arXiv 2401.09135): a slow replica takes fewer inner steps an interval.
 
-The fastest replicas set the pace: the coordinator tells when they launch, and how long their steps take. A slower one
-knows from its own steps' times where they will be after its next step, and passes over the steps that it cannot do
-before it, not after. So it is with them at each launch, its steps are spread evenly over the interval, and nobody
-waits. What it has trained counts by its tokens. That a replica's H follows its speed is DyLU's idea (arXiv 2401.09135);
-there a server hands it out, here each replica finds its own, step by step.
+The coordinator reports when the fastest replicas launch, and how long their steps take. A slower replica predicts their
+step after its own next one, and skips the steps that it cannot take in time, before its step instead of after it. Its
+steps spread evenly over the interval, its part is there at each launch, and no replica waits. Its work counts by its
+tokens. In DyLU a server assigns H; here each replica finds its own, step by step.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
-# Who needs less than this many times the fastest one's step time keeps up, but for the noise of what is measured.
+# Ratio of step times from which a replica counts as slower; below it lies measurement noise.
 SLOWER = 1.05
-# So many launches of the others are a measure of how fast they are.
+# Number of launches from which the others' speed is measured.
 _SEEN = 8
-# Of its own steps, so many are, or as many as it does in an interval: one that was disturbed once keeps its pace.
+# Number of own steps needed, or as many as fit in an interval; one disturbed step changes nothing.
 _OWN_SEEN = 5
-# A step takes longer than the median by more than so many median deviations only now and then.
+# A step rarely exceeds the median by more than this many median absolute deviations.
 _DEVIATIONS = 3.0
-# Rounding of sums of times must not make a step that just fits one that does not.
+# Steps; a step that just fits must not fail through rounding.
 _EPSILON = 1e-6
-# Nobody looks further ahead, whatever the numbers say.
+# Bound on the look-ahead, whatever was measured.
 _MOST_STEPS = 1 << 20
 
 
 def is_slower(step_s: float, *, fastest_s: float) -> bool:
-    """Tell whether a replica is slower than the fastest one by more than noise; False where a time is not known (0).
+    """Return whether a replica is slower than the fastest by more than noise; False where a time is unknown (0).
 
     Example:
         >>> is_slower(0.2, fastest_s=0.1), is_slower(0.102, fastest_s=0.1), is_slower(0.2, fastest_s=0.0)
@@ -41,10 +40,10 @@ def is_slower(step_s: float, *, fastest_s: float) -> bool:
 
 
 class PeerPace:
-    """What a replica hears of the pace of the fastest: when they came to which step, and how long their steps take.
+    """Pace of the fastest replicas: the time at which they reached each step, and the time of their steps.
 
     Attributes:
-        step_s: Seconds of an inner step at the fastest replica, 0 where nobody has said so.
+        step_s: Seconds of an inner step at the fastest replica, 0 while unknown.
     """
 
     def __init__(self) -> None:
@@ -52,35 +51,35 @@ class PeerPace:
         self._reached: deque[tuple[int, float]] = deque(maxlen=4 * _SEEN)
 
     def observe(self, step: int, *, now_s: float) -> None:
-        """Take in that one of the fastest has come to a step."""
+        """Record that one of the fastest has reached a step."""
         if step > (self._reached[-1][0] if self._reached else 0):
             self._reached.append((step, now_s))
 
     def start(self, *, now_s: float) -> None:
-        """Take in that all begin now, from step 0; where more has been heard, it says nothing."""
+        """Record that all begin now at step 0; ignored once later steps are known."""
         if not self._reached:
             self._reached.append((0, now_s))
 
     def reset(self) -> None:
-        """Forget all steps: the run goes on from an earlier state."""
+        """Forget all steps, because the run continues from an earlier state."""
         self._reached.clear()
 
     def launches(self, is_launch: Callable[[int], bool]) -> list[tuple[int, float]]:
-        """Return the latest launches that were heard of, and the beginning of the run: their steps, and when."""
+        """Return step and time of the latest launches, and of the start of the run."""
         return [found for found in list(self._reached) if found[0] == 0 or is_launch(found[0])][-_SEEN - 1 :]
 
 
 class AdaptiveLocalSteps:
-    """See the module; `aim` is for the engine, between two inner steps.
+    """Chooses the steps that a slow replica skips; the engine asks between two inner steps.
 
     Args:
-        others: What is heard of them.
+        peers: Pace of the fastest replicas.
         own_s: Returns the times of this replica's own latest steps, in seconds, without its waits.
         launched: Returns the fragments of the rounds that are launched at a step.
-        has_work: Tells of a fragment whether this replica has trained anything that no round has counted.
+        has_work: Returns whether this replica has trained a fragment since its last counted round.
         interval_steps: H: within so many steps there is a launch.
-        slack_steps: By so many of the others' steps a launch may come later than theirs, since nobody needs it yet.
-        now: Gives seconds that only grow, of the same clock as what is heard.
+        slack_steps: Steps of the others by which a launch may follow theirs, because no replica needs it yet.
+        now: Clock of the recorded times, seconds.
 
     Example:
         >>> peers = PeerPace()
@@ -111,7 +110,7 @@ class AdaptiveLocalSteps:
         self._now = now
 
     def target_step(self, reached: int) -> int:
-        """Return the step to be at before the next inner step; where it is no further than `reached`, none is passed.
+        """Return the step to skip to before the next inner step; at most `reached` where none is skipped.
 
         Args:
             reached: The step that this replica is at.
@@ -129,7 +128,7 @@ class AdaptiveLocalSteps:
         if reached < known:
             return known
         if now_s > at_s + (self._next_launch(known) - known + self._interval_steps / 2) * each_s:
-            return 0  # they have stopped: nobody drives them on
+            return 0  # they have stopped
         end_s = now_s + statistics.median(own_s) + _DEVIATIONS * _deviation(own_s)
         return self._ahead(reached, min(known + (end_s - at_s) / each_s, float(reached + _MOST_STEPS)))
 
@@ -141,7 +140,7 @@ class AdaptiveLocalSteps:
             if after <= step + self._slack_steps + _EPSILON:
                 return min(target, step - 1)  # it will be there in time
             if not any(map(self._has_work, self._launched(step))):
-                return min(target, step - 1)  # a part of nothing would count nothing: rather it comes late
+                return min(target, step - 1)  # an empty part counts nothing: better late
             target = max(target, step)  # its next step would be too late: it launches before it
         return target
 

@@ -1,4 +1,4 @@
-"""A replica's connection to the coordinator: it dials again by itself, and nothing that matters is said only once."""
+"""Connection to the coordinator: ZeroMQ with CURVE, with automatic reconnects."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class CoordinatorConnection:
 
     Args:
         invitation: Where the coordinator is.
-        secret: The job's.
-        hear: Given each checked message, from the thread; must be quick.
-        turn: Called a few times a second, from the thread.
+        secret: Secret of the job.
+        on_message: Called with each validated message, from the thread; must be quick.
+        on_tick: Called a few times a second, from the thread.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CoordinatorConnection:
                 self._wake.send(b"", zmq.DONTWAIT)
 
     def close(self) -> None:
-        """Send what is left, and give the sockets back; closing twice is fine."""
+        """Send queued messages, and close the sockets; may be called twice."""
         with self._lock:
             if self._is_closing:
                 return
@@ -99,7 +99,7 @@ class CoordinatorConnection:
                 self._on_tick()
         self._flush()
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        with self._lock:  # who closes may be waking this thread still
+        with self._lock:  # `close` may still be waking this thread
             for socket in (self._socket, self._woken, self._wake):
                 socket.close()
         self._context.term()
@@ -114,12 +114,12 @@ class CoordinatorConnection:
         with contextlib.suppress(zmq.Again):
             while True:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT)
-                with contextlib.suppress(PayloadError):  # it has the secret and another version: nothing to act on
+                with contextlib.suppress(PayloadError):  # a peer of another version that has the secret
                     self._on_message(decode(b"".join(frames[:1]), to_member=True))
 
 
 def send_command(invitation: Invitation, *, secret: Secret, deadline_s: float, **fields: Any) -> Message:
-    """Give the coordinator a command of a person's, and return its answer.
+    """Send an admin command to the coordinator, and return its answer.
 
     Args:
         invitation: Where it is.

@@ -145,6 +145,10 @@ class _NoActivity:
         return False
 
 
+def _ignore(text: str) -> None:
+    """Drop a warning; a function, so that a session can be copied."""
+
+
 class CoordinatorSession:
     """A replica's session with the coordinator; safe between threads.
 
@@ -171,7 +175,7 @@ class CoordinatorSession:
     def __init__(
         self, *, replica: int, interval_steps: int, send: Callable[..., None],
         on_roster: Callable[[Mapping[int, Neighbour]], None] = lambda neighbours: None,
-        warn: Callable[[str], None] = lambda text: None, now: Callable[[], float] = time.monotonic,
+        warn: Callable[[str], None] = _ignore, now: Callable[[], float] = time.monotonic,
         activity: LinkActivity | None = None, limits: RoundLimits = RoundLimits(),
     ) -> None:  # fmt: skip
         self.replica = replica

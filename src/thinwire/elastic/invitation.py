@@ -1,4 +1,4 @@
-"""The words with which one joins a job: where its coordinator is, and the secret of the job."""
+"""URI of a job: address of its coordinator, and the secret of the job."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _TEXT = re.compile(r"(?:thinwire://)?(?P<host>[A-Za-z0-9._-]+):(?P<port>[0-9]{1,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invitation:
-    """Where to join, and with which secret.
+    """Address of a coordinator, and the secret of its job.
 
     Attributes:
         host: Name or address of the coordinator's host.
         port: Its port.
-        secret: The job's secret, None where the words did not hold it.
+        secret: The job's secret, None if the URI does not contain it.
 
     Example:
         >>> text = Invitation(host="10.0.0.1", port=29400, secret=Secret(key=bytes(32))).text()
@@ -33,7 +33,7 @@ class Invitation:
     secret: Secret | None = field(default=None, repr=False)
 
     def text(self) -> str:
-        """Return the words; whoever has them can join, where they hold the secret."""
+        """Return the URI; any host that has one with the secret can join and decrypt the traffic."""
         place = f"{_SCHEME}{self.host}:{self.port}"
         if self.secret is None:
             return place
@@ -41,10 +41,10 @@ class Invitation:
 
 
 def read_invitation(text: str) -> Invitation:
-    """Read the words that `Invitation.text` made, or `HOST:PORT`.
+    """Parse a URI of `Invitation.text`, or `HOST:PORT`.
 
     Raises:
-        ValueError: They are no such words; says what is wrong and where they come from.
+        ValueError: It is malformed; the message names the error and the source of a valid one.
     """
     found = _TEXT.fullmatch(text.strip())
     if found is None:

@@ -1,4 +1,4 @@
-"""From an invitation to a seat: a number from the coordinator, connections to the others, blobs."""
+"""Join of a replica: gets its number from the coordinator, connects to the others, and opens the blob store."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Membership:
     """A replica that has joined.
 
     Attributes:
-        job: What the coordinator says of the job.
-        session: This replica's seat among the others.
+        job: The job as the coordinator describes it.
+        session: Session with the coordinator.
         transport: Its connections.
-        library: Its blobs and its way to the others'.
+        library: Blob store of this replica.
         rounds: The engine's interface to elastic rounds.
         connection: Its connection to the coordinator.
     """
@@ -56,7 +56,7 @@ class Membership:
         self, *, corpus: str, num_windows: int, address: str, port: int, held_step: int = 0, era: int = 0,
         disk_step: int = 0,
     ) -> None:  # fmt: skip
-        """Report where this replica is, what it reads, and which states it has.
+        """Report this replica's address, its corpus, and the states that it holds.
 
         Args:
             corpus: SHA-256 of the corpus.
@@ -73,7 +73,7 @@ class Membership:
         )  # fmt: skip
 
     def close(self, *, why: str = "") -> None:
-        """Leave, and give sockets and threads back."""
+        """Leave the job, and close sockets and threads."""
         self.session.send("leave", why=why)
         self.connection.close()
         self.library.close()
@@ -82,7 +82,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinPlan:
-    """What a session needs to know of its job.
+    """Values of a job that a session needs.
 
     Attributes:
         num_replicas: Planned replicas.
@@ -96,7 +96,7 @@ class JoinPlan:
 
 
 class _Handshake:
-    """What the coordinator says before there is a session."""
+    """Messages of the coordinator before the session exists."""
 
     def __init__(self) -> None:
         self.session: CoordinatorSession | None = None
@@ -139,19 +139,19 @@ def join(
 
     Args:
         invitation: Where its coordinator is.
-        secret: The job's.
+        secret: Secret of the job.
         plan_of: Reads what the session needs from the job.
         address: This host's address that the others reach; None for the one from which the coordinator is reached.
-        deadline_s: For how long the coordinator is waited for.
-        warn: Told, later, that the coordinator has not been heard of.
+        deadline_s: Seconds to wait for the coordinator.
+        warn: Called later while the coordinator is silent.
 
     Returns:
-        The seat, and where this replica is reached.
+        The membership, and the address of this replica.
 
     Raises:
         ConnectError: The coordinator did not answer; with the remedy.
         Refused: It takes no replica of this kind; with the remedy.
-        RunOver: The run has come to its end.
+        RunOver: The run has ended.
     """
     own_address = address_towards(invitation.host) if address is None else address
     handshake = _Handshake()
@@ -206,7 +206,7 @@ def _request_join(
 
 
 def _update_peers(wire: WireTransport, neighbours: Mapping[int, Neighbour], *, replica: int) -> None:
-    """Connect to those that came, and let those go that left."""
+    """Connect to new members, and disconnect from those that left."""
     for peer in set(wire.peers()) - set(neighbours):
         wire.remove(peer)
     for peer, found in neighbours.items():
@@ -216,14 +216,14 @@ def _update_peers(wire: WireTransport, neighbours: Mapping[int, Neighbour], *, r
 
 
 def note_rate(session: CoordinatorSession, transfer: Transfer) -> None:
-    """Learn from an answer how fast the wire to a replica is; an ask also waits for what is not there yet."""
+    """Measure a link from a sent answer; requests are not measured, since they may wait for their blob."""
     if transfer.direction == "sent" and not transfer.error:
         seconds = transfer.finished_s - transfer.started_s
         session.link_rates.observe(transfer.peer, num_bytes=transfer.wire_bytes, seconds=seconds)
 
 
 def _report_losses(transport: RecordingRequestTransport, session: CoordinatorSession) -> None:
-    """Let the coordinator look sooner at a replica that nothing comes from any more."""
+    """Report lost connections to the coordinator, so that it checks those replicas sooner."""
     inner = transport.on_lost
 
     def lost(peer: int) -> None:

@@ -1,7 +1,7 @@
-"""One round of an elastic run at one replica: offer the own part, gather the others', vote, and get what was decided.
+"""Driver of one elastic round at one replica: offers its part, gathers the others, votes, and applies the decision.
 
-A part's blob is 16 bytes, the hash of the global value that it refers to, zeros and the round, and the part itself.
-Whoever holds a blob offers it in turn, so that it can be had after its sender has gone.
+The blob of a part is a header of 16 bytes (hash of the global value it refers to, zeros, round) and the part. Each
+replica that holds a blob offers it too, so that it survives its sender. `RoundStateMachine` decides the next action.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from thinwire.transport.base import Received
 
 _HEAD = struct.Struct("<IxxxxQ")
 HEAD_BYTES = _HEAD.size
-# Blobs that come are looked for so often; words of the coordinator wake whoever waits for them.
+# Seconds between two polls for blobs; coordinator messages wake a waiting round at once.
 _POLL_S, _WAIT_S = 0.02, 0.5
 
 
 class PendingPart(Protocol):
-    """A blob on its way."""
+    """A requested blob."""
 
     def done(self) -> bool:
-        """Tell whether `wait` would return or raise at once."""
+        """Return whether `wait` would return or raise at once."""
         ...
 
     def wait(self, *, deadline_s: float) -> torch.Tensor:
@@ -41,32 +41,32 @@ class PendingPart(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Wait for it no longer."""
+        """Cancel the request."""
         ...
 
 
 class PartStore(Protocol):
-    """Where blobs are offered and fetched by name."""
+    """Store that offers blobs and fetches those of other replicas by name."""
 
     def publish(self, name: bytes, payload: torch.Tensor) -> None:
         """Offer a blob."""
         ...
 
     def get(self, source: int, name: bytes, *, most_bytes: int) -> PendingPart:
-        """Begin to fetch a blob from a replica."""
+        """Start to fetch a blob from a replica."""
         ...
 
     def forget_past(self) -> None:
-        """Let go of blobs that nobody needs any more."""
+        """Release blobs that no replica needs any more."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult:
-    """What a round came to, the same at every replica.
+    """Result of a round, the same at every replica.
 
     Attributes:
-        parts: By replica in ascending order, what makes the mean.
+        parts: Parts of the mean, by replica in ascending order.
         step: The furthest step that was known when it was decided.
         closed_step: A step up to which all rounds are decided.
     """
@@ -93,13 +93,13 @@ def part_of_name(name: bytes) -> tuple[int, int] | None:
 
 
 class RoundDriver:
-    """See the module; what to do next is `RoundStateMachine`'s business, and this does it.
+    """Executes the actions of a `RoundStateMachine` on real blobs and messages.
 
     `wait` drives it, from any one thread; every wait in it ends by a measured time or by `Expelled`.
 
     Args:
-        session: This replica's seat.
-        store: Its blobs and the others'.
+        session: Session with the coordinator.
+        store: Blobs of this replica and of the others.
         round_id: The round.
         launch_step: The step that it is launched at.
         part: uint8, one-dimensional, CPU; None where this replica has none to offer.
@@ -125,23 +125,25 @@ class RoundDriver:
         self._decision: Decision | None = None
         is_offered = self._inputs().decision is None and part is not None
         self._machine = RoundStateMachine(replica=session.replica, has_part=is_offered)
+        # launch: publish the part before announcing it, so that whoever asks finds it
         if is_offered:
             assert part is not None
             self._offer(session.replica, part)
             session.launch(round_id, launch_step=launch_step)
+            # request the others' parts at once: the transfer overlaps with the next inner steps
             self._advance()
         elif bad_parts and self._decision is None:
             session.withhold(round_id, launch_step=launch_step, parts=bad_parts)
 
     def done(self) -> bool:
-        """Tell whether it has come to its end; it does so in `wait` only."""
+        """Return whether the round has ended; it ends only in `wait`."""
         return self.agreed is not None
 
     def wait(self, *, deadline_s: float) -> Received:
         """Drive the round to its end.
 
         Args:
-            deadline_s: Has no meaning here: the session's own deadlines hold.
+            deadline_s: Ignored: the session's own time limits apply.
 
         Raises:
             Expelled: The run goes on without this replica.
@@ -149,6 +151,7 @@ class RoundDriver:
         while (decision := self._advance()) is None or not self._machine.is_complete(decision):
             self._session.check()
             self._pause()
+        # apply: the decision is complete here
         self._session.settle(self._round_id)
         with self._session.changed:
             closed_step = self._session.view.closed_step
@@ -159,7 +162,7 @@ class RoundDriver:
         return Received(payload=torch.empty(0, dtype=torch.uint8), reference_hash=self._hash)
 
     def _advance(self) -> Decision | None:
-        """Do what can be done; return the decision, None before."""
+        """Execute all actions due; return the decision, None before."""
         self._collect()
         inputs = self._inputs()
         if inputs.decision is not None:
@@ -176,14 +179,14 @@ class RoundDriver:
     def _inputs(self) -> RoundInputs:
         with self._session.changed:
             view, active, me = self._session.view, self._session.active(), self._session.replica
-            # the session forgets it once all others are far ahead
+            # the session forgets old decisions once all others are far ahead
             self._decision = self._decision or view.decisions.get(self._round_id)
             return RoundInputs(
                 called=view.calls.get(self._round_id), decision=self._decision, active=active,
                 neighbours=tuple(view.neighbours), limit_s=self._session.transfer_timeout.limit_s,
                 silent=self._session.activity.silent_peers(),
                 relays=relays(view.sites, replica=me, round_id=self._round_id, active=active, detours=view.detours),
-                # a relay that is given up too early costs the thin wire the part a second time
+                # a relay given up too early makes the part cross the thin link twice
                 relay_limit_s=min(
                     self._session.relay_timeout.limit_s + self._session.relay_timeout.median_s,
                     # after that the vote is cast without the part
@@ -195,7 +198,7 @@ class RoundDriver:
             )  # fmt: skip
 
     def _slack_s(self) -> float:
-        """Return for how long after the call parts may come without anybody waiting for the result."""
+        """Return the seconds after the call for which no replica waits for the result."""
         steps = self._session.limits.overdue_steps
         is_at_end = self._round_id >= FIRST_LAST_ROUND or self._launch_step + steps > self._session.limits.last_step
         return 0.0 if is_at_end else steps * self._session.pace.step_s
@@ -212,6 +215,7 @@ class RoundDriver:
     def _ask(self, source: int, member: int) -> None:
         name = blob_name(self._round_id, member)
         fetch = None
+        # a probe under way to the origin becomes the request; else the probe is a second, measured transfer
         if source == member:
             fetch, self._probes[member] = self._probes.get(member), None
         elif member not in self._probes and member in self._probed_now():
@@ -220,13 +224,13 @@ class RoundDriver:
         self._asked[member, source] = time.monotonic(), fetch
 
     def _probed_now(self) -> frozenset[int]:
-        """Return whose slow wires are probed_sources in this round."""
+        """Return the members whose slow links are probed in this round."""
         with self._session.changed:
             detours = self._session.view.detours
         return probed_sources(detours, replica=self._session.replica, round_id=self._round_id)
 
     def _collect_probes(self) -> None:
-        """Take in what has come over slow wires; what comes later is for the rate only, and nobody ends it."""
+        """Use parts that arrived over probed links first; later probes only measure the rate and are not cancelled."""
         for member, fetch in list(self._probes.items()):
             if fetch is not None and fetch.done():
                 self._probes[member] = None
@@ -235,7 +239,7 @@ class RoundDriver:
                     self._cancel(member)
 
     def _collect(self) -> None:
-        """Take in what has come."""
+        """Process the requests that have finished."""
         self._collect_probes()
         for (member, source), (asked_s, fetch) in list(self._asked.items()):
             if (member, source) not in self._asked or not fetch.done():
@@ -248,6 +252,7 @@ class RoundDriver:
                 self._machine.on_failure(member, now_s=now_s, source=source)
                 continue
             self._cancel(member)
+            # before the call a part may not exist yet, so its time counts from the call
             called_s = self._machine.called_s
             since_s = now_s if called_s is None else max(asked_s, called_s)
             self._session.transfer_timeout.observe(max(0.0, now_s - since_s))
@@ -255,15 +260,15 @@ class RoundDriver:
                 self._session.relay_timeout.observe(max(0.0, now_s - since_s))
 
     def _cancel(self, member: int) -> None:
-        """RequestPart for a part no longer."""
+        """Cancel all requests for a part."""
         for key in [key for key in self._asked if key[0] == member]:
             self._asked.pop(key)[1].cancel()
 
     def _take(self, member: int, blob: torch.Tensor) -> None:
-        """Check a blob and offer it in turn.
+        """Verify a blob, and offer it to others.
 
         Raises:
-            PayloadError: It is no part of this round, or of another global value.
+            PayloadError: It is not a part of this round, or refers to another global value.
         """
         if blob.numel() < HEAD_BYTES:
             raise PayloadError(f"round {self._round_id}: a part of replica {member} without a head")
@@ -271,6 +276,7 @@ class RoundDriver:
         if round_id != self._round_id or found_hash != self._hash:
             raise PayloadError(f"round {self._round_id}: the part of replica {member} refers to another global value")
         self._machine.on_part(member)
+        # offered in turn, so that it outlives its sender
         if member not in self._parts:
             self._parts[member] = blob
             self._store.publish(blob_name(self._round_id, member), blob)
@@ -281,14 +287,14 @@ class RoundDriver:
         self._store.publish(blob_name(self._round_id, member), self._parts[member])
 
     def _give_up(self, member: int, sources: tuple[int, ...]) -> None:
-        who = f"none of the replicas {list(sources)} gave" if sources else "nobody that is left holds"
+        who = f"none of the replicas {list(sources)} delivered" if sources else "no remaining replica holds"
         why = f"{who} the part of replica {member}"
         self._session.send("stuck", round=self._round_id, why=why)
         self._session.settle(self._round_id)
         raise Expelled(f"replica {self._session.replica} could not get round {self._round_id}: {why}; it joins again")
 
     def _pause(self) -> None:
-        """Wait for news: words wake it, blobs are looked for."""
+        """Wait until a coordinator message arrives or the next poll is due."""
         with self._session.changed:
             if self._machine.has_voted and self._round_id not in self._session.view.decisions:
                 self._session.changed.wait(_WAIT_S)
@@ -297,11 +303,11 @@ class RoundDriver:
 
 
 class ReplicaRounds:
-    """Implements `thinwire.averaging.elastic_mean.ElasticSession`.
+    """Elastic rounds as the engine uses them; implements `ElasticSession`.
 
     Args:
-        session: What the coordinator says.
-        store: Where parts are offered and fetched.
+        session: Session with the coordinator.
+        store: Offers and fetches parts.
     """
 
     def __init__(self, session: CoordinatorSession, store: PartStore) -> None:
@@ -314,12 +320,12 @@ class ReplicaRounds:
         return self._session.active()
 
     def known_step(self) -> int:
-        """Return the furthest step at which somebody has launched a round."""
+        """Return the furthest step at which any replica has launched a round."""
         with self._session.changed:
             return self._session.view.step
 
     def is_decided(self, round_id: int) -> bool:
-        """Tell whether a round was decided without this replica."""
+        """Return whether a round was decided without this replica."""
         with self._session.changed:
             return round_id in self._session.view.decisions
 
@@ -327,7 +333,7 @@ class ReplicaRounds:
         self, part: torch.Tensor | None, *, round_id: int, launch_step: int, reference_hash: int, most_bytes: int,
         bad_parts: int = 0,
     ) -> RoundDriver:  # fmt: skip
-        """Offer a part and take part in what is agreed on; see `RoundDriver`."""
+        """Start a round; see `RoundDriver`."""
         self._forget_old()
         self._kept[round_id] = launch_step
         return RoundDriver(
@@ -340,13 +346,13 @@ class ReplicaRounds:
         self._session.send("reject", round=round_id, member=member, parts=bad_parts, since=since)
 
     def is_past(self, name: bytes) -> bool:
-        """Tell of a blob's name whether it is a part of a round that nobody needs any more."""
+        """Return whether a name is that of a part of a round that no replica needs any more."""
         round_id = round_of_name(name)
         oldest = min(list(self._kept), default=0)
         return round_id is not None and round_id < oldest
 
     def _forget_old(self) -> None:
-        """Let go of rounds that all have applied, and that nobody needs who is coming, or may come back."""
+        """Release rounds that all have applied, and that no joining or returning replica needs."""
         view = self._session.view
         floor = min(view.floor_step, view.kept_step) - self._session.interval_steps
         old = [round_id for round_id, launch_step in self._kept.items() if launch_step < floor]

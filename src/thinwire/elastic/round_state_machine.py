@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 
 from thinwire.elastic.rounds import Decision
 
-# After so long somebody is asked again who could not give a part.
+# Seconds until a replica that could not deliver a part is asked again.
 _AGAIN_S = 0.2
-# For so long, at least, parts of a decided round are sought while none comes.
+# Seconds without any part after which a replica gives up a decided round, at least.
 _LEAST_FETCH_S = 60.0
-# While this replica's own link is busy, a part takes longer whoever sends it: a second copy would only share the link.
+# Factor on the time limit while this replica's own link is busy: a second copy of a part would share that link.
 _BUSY_TIMES = 8.0
-# Parts of later rounds are asked for once the earlier ones lack fewer than this: a thin link then brings first what is
+# Parts of later rounds are requested once earlier ones miss fewer than this. A thin link then carries first what is
 # applied first, and is never idle between two rounds.
 _PARTS_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPart:
-    """To do: ask a replica for a part; those that were asked for it before go on."""
+    """Action: request a part from a replica; earlier requests for it continue."""
 
     source: int
     member: int
@@ -32,14 +32,14 @@ class RequestPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastVote:
-    """To do: say which parts are here."""
+    """Action: report the parts that are here."""
 
     has: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
-    """To do: leave, because nobody gives a part of the mean."""
+    """Action: leave, because no replica delivers a part of the mean."""
 
     member: int
     sources: tuple[int, ...]
@@ -50,22 +50,22 @@ Action = RequestPart | CastVote | GiveUp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundInputs:
-    """What the coordinator has said, and how long parts take.
+    """Inputs of one transition: the coordinator's messages, members, and measured limits.
 
     Attributes:
-        called: Who gathers the round's parts, None before the call.
-        decision: What was decided, None before.
-        active: Who takes part in rounds.
-        neighbours: Who is there at all.
-        limit_s: For how long a part is waited for.
-        silent: From whom nothing has come for a while, not even a sign of life.
-        relays: Whom to ask first for a part that is not theirs: it is far, or the wire from its origin is slow.
-        relay_limit_s: For how long that is waited for, from the call on, until its origin is asked itself.
-        near: The replicas of this one's site, who are asked first for what many hold.
-        slow: Those with a slow wire to this one, who are asked last.
-        slack_s: For how long a part is waited for where nobody needs the result before.
-        is_busy: Whether much comes to this replica just now, so that a part that is late is not so for its source.
-        ahead: How many parts earlier rounds still lack that were decided: they come first.
+        called: Replicas called to gather the round's parts, None before the call.
+        decision: The coordinator's decision, None before.
+        active: Replicas that take part in rounds.
+        neighbours: All connected replicas.
+        limit_s: Time limit of a part, seconds.
+        silent: Replicas from which no byte has arrived for a while.
+        relays: Replica to ask first for a part of another one, where the link to its origin is slow.
+        relay_limit_s: Seconds from the call until the origin is asked instead of the relay.
+        near: Replicas of the same site; asked first for parts that many hold.
+        slow: Replicas with a slow link to this one; asked last.
+        slack_s: Seconds after the call before any replica needs the result.
+        is_busy: Whether this replica's link is busy, so that a late part is not its source's fault.
+        ahead: Missing parts of earlier decided rounds, which come first.
     """
 
     called: tuple[int, ...] | None
@@ -84,11 +84,11 @@ class RoundInputs:
 
 
 class RoundStateMachine:
-    """See the module.
+    """One replica's state in one round.
 
     Args:
-        replica: This one's number.
-        has_part: Whether it offers a part of its own; one that does not only waits for the decision.
+        replica: Number of this replica.
+        has_part: Whether it offers a part of its own; otherwise it only waits for the decision.
 
     Example:
         >>> machine = RoundStateMachine(replica=0, has_part=True)
@@ -114,26 +114,26 @@ class RoundStateMachine:
 
     @property
     def has(self) -> tuple[int, ...]:
-        """Whose parts are here, in ascending order."""
+        """Members whose parts are here, in ascending order."""
         return tuple(sorted(self._has))
 
     @property
     def called_s(self) -> float | None:
-        """When the call was inputs, None before."""
+        """Time at which the call was seen, None before."""
         return self._called_s
 
     @property
     def has_voted(self) -> bool:
-        """Whether nothing is left to do but to wait for the decision."""
+        """Whether this replica has voted and only waits for the decision."""
         return self._has_voted
 
     def on_part(self, member: int) -> None:
-        """Note that a part came."""
+        """Record a part that arrived."""
         self._asked.pop(member, None)
         self._has.add(member)
 
     def on_failure(self, member: int, *, now_s: float, source: int | None = None) -> None:
-        """Note that a replica that was asked for a part cannot give it, or none of those that were."""
+        """Record that a source cannot deliver a part; None means every source asked so far."""
         asked = self._asked.get(member, {})
         asked.pop(source, None) if source is not None else asked.clear()
         if source not in (None, member):
@@ -143,15 +143,15 @@ class RoundStateMachine:
             self._failed[member] = now_s
 
     def is_complete(self, decision: Decision) -> bool:
-        """Tell whether all parts of the mean are here."""
+        """Return whether all parts of the mean are here."""
         return not self.num_lacking(decision)
 
     def num_lacking(self, decision: Decision) -> int:
-        """Return how many parts of the mean are not here."""
+        """Return the number of parts of the mean that are missing."""
         return len(set(decision.members) - self._has)
 
     def advance(self, inputs: RoundInputs, *, now_s: float) -> list[Action]:
-        """Return what to do now; it counts as done."""
+        """Return the actions due now; they count as done."""
         return (
             self._gather(inputs, now_s) if inputs.decision is None else self._complete(inputs.decision, inputs, now_s)
         )
@@ -165,9 +165,9 @@ class RoundStateMachine:
                 todo.append(self._ask(self._first_source(peer, inputs), peer, now_s))
         if inputs.called is not None:
             self._called_s = now_s if self._called_s is None else self._called_s
-            # who has died or sleeps is not waited for
+            # parts of dead or sleeping replicas would only delay the vote
             awaited = (set(inputs.called) & {*inputs.active, self._replica}) - set(inputs.silent)
-            # an origin that was asked in a relay's place has as much time
+            # an origin asked in place of its relay gets the full time limit
             limit_s = max(inputs.limit_s, inputs.slack_s)
             if self._has.issuperset(awaited) or now_s > max(self._called_s, self._direct_s) + limit_s:
                 self._has_voted = True
@@ -175,15 +175,17 @@ class RoundStateMachine:
         return todo
 
     def _is_wanted(self, peer: int, inputs: RoundInputs, now_s: float) -> bool:
-        """Tell whether to ask for a part of a round that is open: not yet asked for, or in vain."""
+        """Return whether to request a part of an undecided round: not requested yet, or without success."""
         asked = self._asked.get(peer)
         if not asked:
             return self._is_due(peer, inputs, now_s)
         if peer in asked or self._called_s is None:
             return False
+        # a called, responsive relay will fetch the part; the link to the origin is spared until its limit
         is_called = inputs.called is not None and set(asked) <= set(inputs.called) - set(inputs.silent)
         if is_called and now_s < max(self._called_s, *asked.values()) + inputs.relay_limit_s:
             return False
+        # from here on the origin itself is asked, with a time limit that starts now
         self._direct.add(peer)
         self._direct_s = now_s
         return True
@@ -200,25 +202,28 @@ class RoundStateMachine:
         todo: list[Action] = []
         for member in sorted(set(decision.members) - self._has):
             holders = (set(inputs.neighbours) & {*decision.holders, member}) - {self._replica}
-            # where all have gone that held it then, others have fetched it from them meanwhile
+            # if all holders at decision time have gone, another active replica may have fetched the part since
             sources = sorted(holders or set(inputs.active) - {self._replica})
             if not sources or now_s > self._until_s:
                 return [GiveUp(member=member, sources=tuple(sources))]
+            # sources without a request for this part; on the first request slow links last, own site first
             free = [source for source in sources if source not in self._asked.get(member, {})]
             if member not in self._turns:
                 free = [source for source in free if source not in inputs.slow] or free
                 free = [source for source in free if source in inputs.near] or free
+            # an unrequested part waits for the parts of earlier rounds, see `_PARTS_AHEAD`
             has_turn = member in self._asked or not inputs.ahead or inputs.ahead + len(self._asked) < _PARTS_AHEAD
             if free and has_turn and self._is_due(member, inputs, now_s):
-                turn = self._turns.get(member, member)  # each part from another source first
+                # rotate by member, so that the parts of one round start at different sources
+                turn = self._turns.get(member, member)
                 self._turns[member] = turn + 1
                 todo.append(self._ask(free[turn % len(free)], member, now_s))
         return todo
 
     def _is_due(self, member: int, inputs: RoundInputs, now_s: float) -> bool:
-        """Tell whether a part is not on its way, or has been for so long that another one is asked too.
+        """Return whether a part is not under way, or is late enough to request it from another source too.
 
-        Those that were asked before go on: on a wire that has become slow, a part that is asked for anew never comes.
+        Earlier requests continue: on a link that became slow, a part requested again would never arrive.
         """
         asked = self._asked.get(member)
         if asked:
@@ -227,6 +232,7 @@ class RoundStateMachine:
 
     @staticmethod
     def _is_late(asked: Mapping[int, float], limit_s: float, now_s: float) -> bool:
+        # the limit doubles with each source asked: exponential back-off against duplicate transfers
         return now_s >= max(asked.values()) + limit_s * 2.0 ** (len(asked) - 1)
 
     def _ask(self, source: int, member: int, now_s: float) -> RequestPart:

@@ -1,9 +1,11 @@
-"""Detours: where one wire between two replicas is much slower than the way over a third one, that one is asked first.
+"""Routing of a round's parts: sites, detours around slow links, and the replica to ask first for each part.
 
-Each replica tells the coordinator how fast its answers reach the others. Where the wire from one to another has become
-slow, as by a bad route between two providers, and a third replica is fast to both, the coordinator tells everyone. The
-third one fetches the part in each round anyway, and offers it in turn: it is asked in the origin's place (`asking`).
-Nothing would be measured on the wire any more, so now and then the origin is asked too, for the rate only.
+Each replica reports how fast its answers reach the others; the coordinator finds sites and detours in all rates and
+reports them to everyone. A *site* is a group of replicas with fast links among them: one of them, the relay, fetches a
+part from elsewhere once over the thin link, and the others get it from the relay. A *detour* avoids a link that became
+much slower than the path over a third replica. Every replica derives the same choice from the same messages. Where
+messages are late, a part arrives later and nothing hangs: parts are the same bytes from any source, and an origin is
+asked itself when the replica asked in its place does not deliver in time.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from typing import Any
 
 from thinwire.errors import PayloadError
 
-# Inside a site each rate is at least so many times as large as any between it and others.
+# Ratio of the slowest link inside a site to the fastest link out of it, at least.
 FASTER = 4.0
-# A smaller answer tells of the latency, not of the rate.
+# Bytes; smaller answers measure latency, not rate.
 LEAST_BYTES = 1 << 14
 _SEEN = 8
-# A wire that has become slow is seen after so many answers.
+# Number of latest answers that reveal a link that became slow.
 LATEST = 3
 _LEAST_S = 1e-4
 _MOST_RATE = 1 << 53
@@ -35,16 +37,16 @@ _NO_WAYS: Mapping[tuple[int, int], float] = {}
 
 
 class LinkRates:
-    """How fast this replica's answers reached the others, in bytes a second.
+    """Rates at which this replica's answers reached the others, bytes a second.
 
-    The highest of the latest few counts: others may have shared the wire, but nobody is faster than it. One thread may
-    observe while another one asks: both work on what is there at one moment.
+    The highest of the latest few counts: other traffic can slow a transfer, but nothing can exceed the link. One thread
+    may observe while another one reads.
 
     Example:
         >>> rates = LinkRates()
         >>> rates.observe(3, num_bytes=100_000, seconds=0.5)
         >>> rates.observe(3, num_bytes=100_000, seconds=0.25)
-        >>> rates.observe(3, num_bytes=10, seconds=0.25)  # too small to tell
+        >>> rates.observe(3, num_bytes=10, seconds=0.25)  # too small to measure a rate
         >>> rates.report()
         {'3': 400000}
     """
@@ -53,12 +55,12 @@ class LinkRates:
         self._seen: dict[int, deque[float]] = {}
 
     def observe(self, peer: int, *, num_bytes: int, seconds: float) -> None:
-        """Take in an answer that reached a replica."""
+        """Record an answer that reached a replica."""
         if num_bytes >= LEAST_BYTES:
             self._seen.setdefault(peer, deque(maxlen=_SEEN)).append(num_bytes / max(_LEAST_S, seconds))
 
     def forget(self, peer: int) -> None:
-        """Forget what was seen of the wire to a replica."""
+        """Forget the measurements of the link to a replica."""
         self._seen.pop(peer, None)
 
     def retain(self, peers: Collection[int]) -> None:
@@ -67,10 +69,10 @@ class LinkRates:
             self._seen.pop(peer, None)
 
     def report(self, *, latest: int = _SEEN) -> dict[str, int]:
-        """Return the rates as the coordinator is told them: of so many of the latest answers, the highest.
+        """Return the rates for the coordinator: the highest of the latest answers.
 
         Args:
-            latest: Where there are fewer, nothing is told, but for the default.
+            latest: Number of answers; peers with fewer are left out, except with the default.
         """
         kept = {peer: list(rates.copy()) for peer, rates in sorted(self._seen.copy().items())}
         least = 1 if latest == _SEEN else latest
@@ -114,7 +116,7 @@ def find_sites(rates: Mapping[int, Mapping[int, float]], active: Collection[int]
 
 
 def _joined(pairs: Mapping[tuple[int, int], float], *, least: float) -> Sites:
-    """Return the groups that pairs of at least a rate join."""
+    """Return the groups connected by pairs of at least a rate."""
     groups: dict[int, set[int]] = {}
     for (one, other), rate in pairs.items():
         if rate >= least:
@@ -124,11 +126,11 @@ def _joined(pairs: Mapping[tuple[int, int], float], *, least: float) -> Sites:
 
 
 class SiteTable:
-    """The rates that replicas told, and the sites that are found in them.
+    """Rates that replicas reported, and the sites found in them.
 
     Attributes:
-        sites: As they were found last.
-        num_changes: How often they were others than before.
+        sites: Sites of the latest update.
+        num_changes: Number of changes so far.
     """
 
     def __init__(self) -> None:
@@ -137,19 +139,19 @@ class SiteTable:
         self._rates: dict[int, Mapping[int, float]] = {}
 
     def add_rates(self, replica: int, rates: Mapping[int, float]) -> None:
-        """Take in how fast a replica's answers reach the others."""
+        """Record the rates that a replica reported."""
         self._rates[replica] = rates
 
     def forget(self, replica: int) -> None:
-        """Let a replica go."""
+        """Forget a replica."""
         self._rates.pop(replica, None)
 
     def update(self, active: Collection[int], *, ways: Mapping[tuple[int, int], float] = _NO_WAYS) -> bool:
-        """Find the sites anew; tell whether they are others than before.
+        """Find the sites again; return whether they changed.
 
         Args:
             active: The replicas that take part.
-            ways: The rates of detours, which count in place of their wires' own: one bad wire breaks no site up.
+            ways: Rates of detours, which replace those of their links, so that one bad link splits no site.
         """
         rates = self._rates
         if ways:
@@ -162,44 +164,43 @@ class SiteTable:
 
 
 def site_of(replica: int, sites: Sites) -> tuple[int, ...]:
-    """Return the replicas of one's site, itself among them."""
+    """Return the replicas of a replica's site, itself among them."""
     return next((site for site in sites if replica in site), (replica,))
 
 
 Pair = tuple[int, int]
 
-# A way is taken that is so many times as fast as the wire. All wires of a replica share its access: of three or four
-# replicas, a wire of a tenth of the access looks three to six times as slow as others.
+# Ratio of path rate to link rate from which a detour begins. All links of a replica share its access: with three or
+# four replicas, a link of a tenth of the access looks three to six times as slow as others.
 BEGINS = 3.0
-# It is left once it is less than so many times as fast. A wire that is well again shares its ends with all others in a
-# try, and looks up to half as fast as they are.
+# Ratio below which it ends. A recovered link shares its ends with all others in a probe, and looks up to half as fast.
 STAYS = 2.5
-# Noise of busy hosts makes equal wires look that unequal for a round or two. So a detour begins once its way has been
-# so much faster in that many rounds one after the other, or at once where the way is `CLEARLY` times as fast.
+# Noise of busy hosts makes equal links look that unequal for a round or two. So a detour begins after this many
+# consecutive rounds, or at once where the path is `CLEARLY` times as fast.
 STEADY_ROUNDS, CLEARLY = 6, 8.0
-# It is held for so many rounds at least, and ends once its way has not been `STAYS` times as fast for so many.
+# Rounds for which it is held at least, and rounds below `STAYS` after which it ends.
 HELD_ROUNDS, LEFT_ROUNDS = 8, 2
-# One that ended within so many tries of its wire was of no use: the next one of that wire needs twice as many rounds,
-# and never begins at once. The doubling ends at `STEADY_ROUNDS` times two to the power of the last number.
+# A detour that ended within this many probes was useless: the next one on that link needs twice as many rounds, and
+# never begins at once. The doubling ends at `STEADY_ROUNDS` times two to the power of the last number.
 _FRUITLESS_TRIES, _MOST_DOUBLINGS = 3, 6
-# With what it carries for others shared out, a way must still be so many times as fast.
+# Ratio that a path must keep when its load for other replicas is shared out.
 _WORTH = 2.0
-# Tries of slow wires are at most such a share of the parts that their two ends carry anyway.
+# Probes of slow links, as a share of the parts that their ends carry anyway.
 _TRIED_SHARE = 1 / 32
 _MOST_EVERY = 1 << 16
-# So many are looked at and told, and over so many replicas each: what everyone hears each second stays small.
+# Bounds on detours and on replicas per detour, so that the message sent each second stays small.
 _MOST_DETOURS, _MOST_WAYS = 256, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detour:
-    """Whom one replica asks first for another one's parts.
+    """Replicas that one replica asks first for another one's parts.
 
     Attributes:
-        source: Whose parts.
-        replica: Who asks.
-        over: Whom it asks, one of them a part, in ascending order.
-        every: In one of so many rounds, `source` is asked too.
+        source: Origin of the parts.
+        replica: Replica that asks.
+        over: Replicas that it asks, one per part, in ascending order.
+        every: One round in this many also probes the link from `source`.
     """
 
     source: int
@@ -209,10 +210,10 @@ class Detour:
 
     @classmethod
     def from_list(cls, values: Sequence[int]) -> Detour:
-        """Return what the coordinator told.
+        """Decode and check a detour from the coordinator.
 
         Raises:
-            PayloadError: It is no detour.
+            PayloadError: It is malformed.
 
         Example:
             >>> Detour.from_list([0, 2, 16, 1])
@@ -229,14 +230,14 @@ class Detour:
         return cls(source=ends[0], replica=ends[1], over=over, every=every[0])
 
     def to_list(self) -> list[int]:
-        """Return it as everyone is told it."""
+        """Encode it as a list of numbers."""
         return [self.source, self.replica, self.every, *self.over]
 
 
 def find_detours(
     rates: Mapping[int, Mapping[int, float]], active: Collection[int], *, current: Collection[Pair] = ()
 ) -> dict[Pair, dict[int, float]]:
-    """Return over whom which wires are gone around: by source and destination, by replica between, bytes a second.
+    """Return the detours to take: by source and destination, then by relay, bytes a second.
 
     A way is as fast as the slower one of its two wires, and taken where that is `BEGINS` times as fast as the wire. It
     must be twice as fast even if all that may go over its replica does so in one round: n - 1 answers leave a replica
@@ -285,7 +286,7 @@ def _least(is_current: bool) -> float:
 
 
 def _slow(known: Mapping[Pair, float], current: Collection[Pair]) -> list[Pair]:
-    """Return the wires that may be gone around, those first that are already, then from the slowest on."""
+    """Return the links that may be avoided: current detours first, then from the slowest on."""
     best_from: dict[int, float] = {}
     best_to: dict[int, float] = {}
     for (one, to), rate in known.items():
@@ -299,11 +300,11 @@ def _slow(known: Mapping[Pair, float], current: Collection[Pair]) -> list[Pair]:
 
 
 class DetourTable:
-    """The latest rates that replicas told, and the detours that are taken.
+    """Latest rates that replicas reported, and the current detours.
 
     Attributes:
-        detours: As they were found last.
-        num_changes: How often one has begun or ended.
+        detours: Detours of the latest update.
+        num_changes: Number of detours begun or ended so far.
     """
 
     def __init__(self) -> None:
@@ -314,28 +315,28 @@ class DetourTable:
         self._every: dict[Pair, int] = {}
         self._begun: Counter[Pair] = Counter()
         self._fruitless: Counter[Pair] = Counter()
-        # by wire, in which round it was found slow first, gone around, or found well again
+        # by link, the round at which it was first found slow, avoided, or found recovered
         self._slow_since: dict[Pair, int] = {}
         self._around_since: dict[Pair, int] = {}
         self._well_since: dict[Pair, int] = {}
 
     def add_rates(self, replica: int, rates: Mapping[int, float]) -> None:
-        """Take in how fast a replica's latest answers reached the others."""
+        """Record the latest rates that a replica reported."""
         self._rates[replica] = rates
 
     def forget(self, replica: int) -> None:
-        """Let a replica go."""
+        """Forget a replica."""
         self._rates.pop(replica, None)
         for counted in (self._begun, self._fruitless):
             for pair in [pair for pair in counted if replica in pair]:
                 del counted[pair]
 
     def ways(self) -> dict[Pair, float]:
-        """Return how fast what is gone around is by the best way, bytes a second."""
+        """Return the rate of the best path of each detour, bytes a second."""
         return {pair: max(ways.values()) for pair, ways in self._ways.items()}
 
     def update(self, active: Collection[int], *, num_rounds: int) -> list[str]:
-        """Find the detours again; return what people should know: which have begun or ended.
+        """Find the detours again; return a text for each that began or ended.
 
         Args:
             active: The replicas that take part.
@@ -365,7 +366,7 @@ class DetourTable:
     def _steady(
         self, found: dict[Pair, dict[int, float]], active: Collection[int], *, num_rounds: int
     ) -> dict[Pair, dict[int, float]]:
-        """Leave out what was found for too few rounds, and keep what was not found for too few."""
+        """Drop detours found for too few rounds, and keep those missed for too few."""
         begun = set(found) - set(self._ways)
         self._slow_since = {pair: self._slow_since.get(pair, num_rounds) for pair in begun}
         for pair in begun:
@@ -384,7 +385,7 @@ class DetourTable:
         return found
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return the detours as people are shown them."""
+        """Return the detours for the status output."""
         return [
             {
                 "source": one.source, "replica": one.replica, "over": list(one.over), "every": one.every,
@@ -396,7 +397,7 @@ class DetourTable:
         ]  # fmt: skip
 
     def text(self, source: int, replica: int) -> str:
-        """Return what people are told of a detour."""
+        """Return the description of a detour."""
         ways = self._ways[source, replica]
         named = " or ".join(map(str, ways))
         return (
@@ -419,7 +420,7 @@ class DetourTable:
         return self._rates.get(source, {}).get(replica, 0.0)
 
     def _tried_every(self, pair: Pair, found: Mapping[Pair, Mapping[int, float]], *, num_active: int) -> int:
-        """Return in one of how many rounds a wire is tried.
+        """Return the number of rounds per probe of a link.
 
         A try carries one part more from and to its ends, which carry n - 1 each way in a round, and others with the
         same end are tried too. It is over before the next one: a round lasts at least as long as a part takes on the
@@ -443,7 +444,7 @@ _CHOICE = struct.Struct("<QII")
 def relays(
     sites: Sites, *, replica: int, round_id: int, active: tuple[int, ...], detours: tuple[Detour, ...] = ()
 ) -> Mapping[int, int]:
-    """Return whom to ask first for which part of a round, where that is not whose part it is.
+    """Return the replica to ask first for each part that is not asked of its origin.
 
     For a far part that is the replica of the own site whose hash with the part is the highest (rendezvous hashing), so
     all of a site choose the same one without a word, and when one goes only its parts change hands. One that has a slow
@@ -453,7 +454,7 @@ def relays(
 
     Args:
         sites: All sites.
-        replica: Who asks.
+        replica: Replica that asks.
         round_id: The round.
         active: The replicas that take part.
         detours: All detours.
@@ -494,7 +495,7 @@ def _fetcher(
     member: int, replica: int, *, sites: Sites, slow: Collection[tuple[int, int]], round_id: int,
     active: Collection[int],
 ) -> int:  # fmt: skip
-    """Return who of a replica's site fetches a part from elsewhere; the replica itself where it is from the site."""
+    """Return the replica of the site that fetches a part from elsewhere; the asking one for parts of its site."""
     site = site_of(replica, sites)
     here = [one for one in site if one in active]
     if member in site or len(here) < 2:
@@ -504,7 +505,7 @@ def _fetcher(
 
 
 def probed_sources(detours: Collection[Detour], *, replica: int, round_id: int) -> frozenset[int]:
-    """Return whose parts are also asked for over their slow wires in a round, only to see how fast these are now.
+    """Return the sources whose slow links are probed in a round by also requesting the part there.
 
     A hash picks one round out of `every`, so that fragments exchanged in turn are all probed.
 
@@ -518,7 +519,7 @@ def probed_sources(detours: Collection[Detour], *, replica: int, round_id: int) 
 
 
 def slow_sources(detours: Collection[Detour], *, replica: int) -> frozenset[int]:
-    """Return from whom a wire to a replica is slow."""
+    """Return the sources with a slow link to a replica."""
     return frozenset(one.source for one in detours if one.replica == replica)
 
 

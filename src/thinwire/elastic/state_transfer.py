@@ -88,7 +88,7 @@ def chunk_name(name: bytes, index: int) -> bytes:
 
 
 def root_of(hashes: bytes, *, num_bytes: int, chunk_bytes: int) -> bytes:
-    """Return the hash that stands for a state.
+    """Return the hash that identifies a state.
 
     Args:
         hashes: Of the chunks, 32 bytes each.
@@ -103,7 +103,7 @@ def root_of(hashes: bytes, *, num_bytes: int, chunk_bytes: int) -> bytes:
 
 
 def publish_state(library: BlobStore, name: bytes, vector: torch.Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> bytes:
-    """Let others fetch a state; its bytes are not copied, so they must not change until it is withdrawn.
+    """Publish a state; its bytes are not copied, so they must not change until it is withdrawn.
 
     Args:
         library: Of this replica.
@@ -112,7 +112,7 @@ def publish_state(library: BlobStore, name: bytes, vector: torch.Tensor, *, chun
         chunk_bytes: Of a chunk. All bytes are read for checksum and hash before this returns.
 
     Returns:
-        The root: 32 bytes that whoever fetches it must know from somebody it trusts.
+        The root: 32 bytes that a joiner must get from a trusted source, the coordinator.
 
     Raises:
         ValueError: The vector is of another kind, the name is too long, or something is published under it already.
@@ -136,7 +136,7 @@ def publish_state(library: BlobStore, name: bytes, vector: torch.Tensor, *, chun
 
 
 def withdraw_state(library: BlobStore, name: bytes, *, num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Let others fetch a state no longer; who asks for a part of it is told that it is gone.
+    """Withdraw a state; later requests for it are refused.
 
     Args:
         library: Of this replica.
@@ -155,21 +155,21 @@ def _check_name(name: bytes) -> None:
         raise ValueError(f"the name of a state has 1 to {most} bytes, got {len(name)}")
 
 
-# What a holder brings in `_AHEAD_S` may be under way from it, within these bounds.
+# Requests in flight per holder: what it delivers in `_AHEAD_S` seconds, within these bounds.
 LEAST_WINDOW, WINDOW = 4, 12
 _AHEAD_S = 1.0
-# Of a holder that has brought nothing yet: it may be slow, or bring wrong bytes.
+# The same for a holder that has delivered nothing yet: it may be slow, or send wrong bytes.
 FIRST_WINDOW = 2
-# Over all holders, so that memory is bounded however many there are.
+# Requests in flight over all holders, which bounds memory.
 MOST_UNDER_WAY = 32
 LEAST_LIMIT_S, MOST_LIMIT_S = 2.0, 60.0
-# For as long as nothing has been measured.
+# Seconds; used until times are measured.
 FIRST_LIMIT_S = 10.0
-# A holder whose connection broke is asked again after so long.
+# Seconds until a holder whose connection broke is asked again.
 REST_S = 1.0
 _DEVIATIONS = 8
 _LEAST_SAMPLES = 3
-# What may be asked for twice because it was slow, as a share of all.
+# Share of all chunks that may be requested twice because a holder is slow.
 _TWICE_SHARE = 0.03
 
 
@@ -188,21 +188,25 @@ class _Holder:
         return 1 if self.strikes else self.width
 
     def observe(self, took_s: float) -> None:
-        """Note how long a chunk took, and how many should be under way."""
+        """Record the time of a chunk, and adapt the window."""
         self.times_s.append(took_s)
         per_s = self.width / max(1e-3, statistics.median(self.times_s))
         self.width = min(max(LEAST_WINDOW, 2 + round(per_s * _AHEAD_S)), WINDOW)
 
     def limit_s(self) -> float | None:
-        """How long one of its chunks may take, None where too little was measured."""
+        """Return the time limit of a chunk, None while too few were measured."""
         return _limit_s(self.times_s) if len(self.times_s) >= _LEAST_SAMPLES else None
 
 
 class TransferPlan:
-    """What is here, what is under way, and what comes next.
+    """Plan of a transfer without I/O: chunks here, in flight, and next.
+
+    A holder has as many chunks in flight as it delivers in a second, so a faster one delivers more. Chunks of a holder
+    that exceeds its own usual times are requested elsewhere too, and the holder rests. At the end the times of the
+    fastest other holder count.
 
     Args:
-        num_chunks: How many there are.
+        num_chunks: Number of chunks.
 
     Example:
         >>> plan = TransferPlan(3)
@@ -229,36 +233,36 @@ class TransferPlan:
 
     @property
     def num_here(self) -> int:
-        """Chunks that have come."""
+        """Number of chunks that have arrived."""
         return self._num_here
 
     @property
     def num_first(self) -> int:
-        """Chunks before the first that has not come."""
+        """Number of chunks before the first missing one."""
         return self._num_first
 
     @property
     def is_complete(self) -> bool:
-        """Whether all have come."""
+        """Whether all chunks have arrived."""
         return self._num_here == len(self._is_here)
 
     @property
     def missing(self) -> list[int]:
-        """Chunks that have not come."""
+        """Chunks that are missing."""
         return [chunk for chunk, is_here in enumerate(self._is_here) if not is_here]
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Those that may be asked."""
+        """Holders that may be asked."""
         return tuple(self._holders)
 
     def add_holder(self, holder: int) -> None:
-        """Ask one more, or at once again one whose connection broke."""
+        """Add a holder, or retry one at once whose connection broke."""
         self._holders.setdefault(holder, _Holder()).lost_until_s = 0.0
         self._most_holders = max(self._most_holders, len(self._holders))
 
     def remove_holder(self, holder: int) -> list[int]:
-        """Ask one no longer.
+        """Remove a holder.
 
         Returns:
             The chunks that were under way from it.
@@ -271,7 +275,7 @@ class TransferPlan:
         return list(found.under_way)
 
     def requests(self, *, now_s: float) -> Iterator[tuple[int, int]]:
-        """Yield what is to be asked for now, as holder and chunk; each counts as under way at once.
+        """Yield the requests due now, as holder and chunk; each counts as in flight at once.
 
         Args:
             now_s: Seconds that only grow.
@@ -284,7 +288,7 @@ class TransferPlan:
             yield found
 
     def on_chunk(self, holder: int, chunk: int, *, now_s: float) -> bool:
-        """Note that a chunk came and is right; tell whether it is the first such."""
+        """Record a verified chunk; return whether it is the first copy."""
         found = self._holders.get(holder)
         if found is not None and chunk in found.under_way:
             took_s = now_s - found.under_way.pop(chunk)
@@ -302,7 +306,7 @@ class TransferPlan:
         return True
 
     def superseded(self, chunk: int) -> list[int]:
-        """Forget who else is asked for a chunk that is here.
+        """Forget the other requests for a chunk that is here.
 
         Returns:
             The holders whose asks can be cancelled.
@@ -314,7 +318,7 @@ class TransferPlan:
         return holders
 
     def on_failure(self, holder: int, chunk: int, *, now_s: float) -> None:
-        """Note that a chunk did not come because its holder's connection broke: it is asked again after `REST_S`."""
+        """Record that a holder's connection broke; it is asked again after `REST_S`."""
         found = self._holders.get(holder)
         if found is None or chunk not in found.under_way:
             return
@@ -324,7 +328,7 @@ class TransferPlan:
         self._give_up(holder, chunk)
 
     def limit_s(self, holder: int) -> float:
-        """Return how long a chunk may take from a holder before it is asked for elsewhere too."""
+        """Return the time that a chunk may take before it is requested from another holder too."""
         own = self._holders[holder].limit_s()
         if own is None:
             own = _limit_s(self._all_times_s) if len(self._all_times_s) >= _LEAST_SAMPLES else FIRST_LIMIT_S
@@ -337,7 +341,7 @@ class TransferPlan:
         if sum(len(found.under_way) for found in self._holders.values()) >= MOST_UNDER_WAY:
             return None
         there = [(holder, found) for holder, found in self._holders.items() if found.lost_until_s <= now_s]
-        # where all that are there were slow, they are all that there is
+        # if all reachable holders were slow, use them anyway
         ready = [(holder, found) for holder, found in there if found.rests_until_s <= now_s] or there
         for holder, found in sorted(ready, key=lambda item: len(item[1].under_way)):
             if len(found.under_way) < found.window and (chunk := self._take_left(holder)) is not None:
@@ -358,7 +362,7 @@ class TransferPlan:
     def _find_slow(self, now_s: float) -> None:
         there = {holder for holder, found in self._holders.items() if found.lost_until_s <= now_s}
         for holder, found in self._holders.items():
-            if there <= {holder}:  # nobody else to ask
+            if there <= {holder}:  # no other holder to ask
                 continue
             limit_s = self.limit_s(holder)
             late = {chunk for chunk, since_s in found.under_way.items() if now_s - since_s > limit_s} - found.slow
@@ -377,7 +381,7 @@ class TransferPlan:
             return False
         if there <= self._asked_of[chunk]:
             return False
-        # a guess of what is slow may be wrong, and bytes that come twice are lost; but nothing waits without an end
+        # the guess may be wrong and duplicate bytes are wasted, so duplicates are bounded; but no chunk waits forever
         most = WINDOW * self._most_holders + _TWICE_SHARE * len(self._is_here)
         latest_s = max(found.under_way[chunk] for found in asked)
         return self._num_twice < most or now_s - latest_s > MOST_LIMIT_S
@@ -385,7 +389,7 @@ class TransferPlan:
     def _give_up(self, holder: int, chunk: int) -> None:
         self._forget(holder, chunk)
         if not self._is_here[chunk] and chunk not in self._asked_of and chunk not in self._again:
-            self._left.appendleft(chunk)  # what comes first in the state is needed first
+            self._left.appendleft(chunk)  # the start of the state is needed first
 
     def _forget(self, holder: int, chunk: int) -> None:
         holders = self._asked_of.get(chunk, set())
@@ -406,7 +410,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorruptChunk:
-    """A finding: a replica sent what is not the state.
+    """Finding: a replica sent bytes that are not the state.
 
     Attributes:
         holder: The replica.
@@ -419,13 +423,13 @@ class CorruptChunk:
     problem: str
 
     def describe(self) -> str:
-        """Say it in one line."""
+        """Return a description in one line."""
         return f"replica {self.holder} sent wrong bytes for {ascii(self.name)[1:]}: {self.problem}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Phase:
-    """One of the two parts of a fetch: the list of hashes, and the chunks."""
+    """One of the two phases of a transfer: the list of hashes, then the chunks."""
 
     plan: TransferPlan
     name_of: Callable[[int], bytes]
@@ -448,14 +452,14 @@ class _HolderChange:
 
 
 class StateTransfer:
-    """The fetch of one state, which holders may join and leave as it runs; a `run` that failed can be run again.
+    """Transfer of one state; holders may join and leave while it runs, and a failed `run` can be repeated.
 
     Args:
-        library: Of this replica; its transport is connected to the holders, or soon will be.
+        library: Blob store of this replica.
         name: Of the state, as in `publish_state`.
         num_bytes: Of the state.
         chunk_bytes: As it was published.
-        root: As `publish_state` returned it, from somebody who is trusted.
+        root: As `publish_state` returned it, from a trusted source.
         on_progress: Called with the bytes that are here and the state's, in the thread that runs, for each chunk.
         on_finding: Called with each finding, in the thread that runs.
 
@@ -510,12 +514,12 @@ class StateTransfer:
 
     @property
     def findings(self) -> tuple[CorruptChunk, ...]:
-        """Who sent wrong bytes; none of them is asked again."""
+        """Replicas that sent wrong bytes; none of them is asked again."""
         return tuple(self._findings.values())
 
     @property
     def bytes_here(self) -> int:
-        """Bytes of the state that have come and are right."""
+        """Verified bytes of the state."""
         return self._bytes_here
 
     @property
@@ -526,19 +530,19 @@ class StateTransfer:
         return self._vector[: self._num_first_bytes]
 
     def add_holder(self, holder: int) -> None:
-        """Ask one more replica, or again one that was lost; from any thread."""
+        """Add a holder, or retry a lost one; from any thread."""
         self._events.put(_HolderChange(holder=holder, holds=True))
 
     def remove_holder(self, holder: int) -> None:
-        """Ask a replica no longer; from any thread."""
+        """Remove a holder; from any thread."""
         self._events.put(_HolderChange(holder=holder, holds=False))
 
     def forget(self) -> None:
-        """Let the bytes go, once a run has returned them and they are used."""
+        """Release the bytes after use."""
         self._vector, self._num_first_bytes = None, 0
 
     def run(self, *, deadline_s: float, stall_s: float = math.inf, may_wait: bool = True) -> torch.Tensor:
-        """Fetch what is missing, in the calling thread; one at a time.
+        """Fetch the missing chunks in the calling thread; one run at a time.
 
         Args:
             deadline_s: Seconds from now.
@@ -549,7 +553,7 @@ class StateTransfer:
             The state: uint8, `(num_bytes,)`, on the CPU.
 
         Raises:
-            DeadlineExceeded: It is not all here in time; it can be run again, and keeps what is here.
+            DeadlineExceeded: Chunks are missing; the next run continues from those that are here.
             NotThere: No holder is left, and none may be waited for.
         """
         if self._vector is None:
@@ -715,7 +719,7 @@ def fetch_state(
         name: Of the state.
         num_bytes: Of the state.
         chunk_bytes: As it was published.
-        root: As `publish_state` returned it, from somebody who is trusted.
+        root: As `publish_state` returned it, from a trusted source.
         deadline_s: Seconds from now.
         stall_s: Seconds without one right chunk after which to give up earlier.
         on_progress: Called with the bytes that are here and the state's, for each chunk.

@@ -50,14 +50,14 @@ def test_a_job_goes_over_the_wire_without_what_is_one_hosts_own(tmp_path: Path) 
 def test_a_job_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
     told = job_of(config_of(tmp_path)).to_json()
     for wrong in ({**told, name: -1}, {key: value for key, value in told.items() if key != name}):
-        with pytest.raises(ConnectError, match="tells of no job of this thinwire"):
+        with pytest.raises(ConnectError, match="describes no job of this thinwire"):
             ElasticJob.from_json(wrong)
 
 
 def test_a_job_with_options_that_cannot_be_is_refused(tmp_path: Path) -> None:
     told = job_of(config_of(tmp_path)).to_json()
     for name, value in (("steps", 0), ("replicas", None), ("lr", -1.0), ("batch_size", None)):
-        with pytest.raises(ConnectError, match="tells of no job of this thinwire"):
+        with pytest.raises(ConnectError, match="describes no job of this thinwire"):
             section, field = OPTIONS[name]
             config = {**told["config"], section: {**told["config"][section], field: value}}
             ElasticJob.from_json({**told, "config": config})

@@ -18,10 +18,9 @@ from thinwire.version import __version__
 if TYPE_CHECKING:
     from thinwire.sync.method import Method
 
-# A replica is lent so many batches of data at a time, or a quarter of an interval's, so that what no round has counted
-# yet is no more than a few shards.
+# Batches per data lease, at least; else a quarter of an interval, so that uncounted work is a few shards at most.
 _BATCHES_A_SHARD = 16
-# Options of the host that began the job, which mean nothing to another one.
+# Options of the first host that other hosts do not use.
 _LOCAL = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret", "plan",
     "ranks_per_replica", "on_finding", "on_finding_dry_run",
@@ -35,13 +34,13 @@ _MOST_DIGITS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticJob:
-    """What all replicas of a job share.
+    """Description of a job, shared by all its replicas.
 
     Attributes:
-        config: The options; those of one host are left out.
+        config: Options, without those of single hosts.
         sync_interval: H.
         overlap_steps: tau.
-        shard_windows: Windows of the data that a replica is lent at a time.
+        shard_windows: Windows of a data lease.
         part_share: Bytes of the parts that a replica sends in an interval, over those of the state.
         bears: Whether training goes on where a round's result is overdue: where it would be given up for the result (at
             blend 0), it does not.
@@ -66,7 +65,7 @@ class ElasticJob:
     ) -> ElasticJob:
         """Return the job that resolved options describe."""
         assert config.data.batch_size is not None
-        from thinwire.training.build import make_method  # torch, which who only reads a job's words does without
+        from thinwire.training.build import make_method  # imports torch, which readers of a job do not need
 
         method = make_method(config)
         overlap = getattr(method.schedule, "overlap_steps", 0)
@@ -79,7 +78,7 @@ class ElasticJob:
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the coordinator tells."""
+        """Return the coordinator's description of the job."""
         return {
             "thinwire": __version__, "config": to_json(self.config, without=_LOCAL),
             "sync_interval": self.sync_interval,
@@ -90,10 +89,10 @@ class ElasticJob:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ElasticJob:
-        """Take back what `to_json` returned; it comes over the network.
+        """Decode and check the result of `to_json` from the network.
 
         Raises:
-            ConnectError: It is no job of this thinwire.
+            ConnectError: It is malformed, or of another version.
         """
         try:
             names = ("sync_interval", "overlap_steps", "shard_windows", "resumed_step")
@@ -118,7 +117,7 @@ class ElasticJob:
             )  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
             raise ConnectError(
-                f"the coordinator tells of no job of this thinwire ({error}); install the same version on all hosts"
+                f"the coordinator describes no job of this thinwire ({error}); install the same version on all hosts"
             ) from None
 
 
@@ -130,7 +129,7 @@ def _part_share(method: Method, *, numel: int = 1 << 20) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSettings:
-    """What a host's replicas are told by whoever started them.
+    """Settings of a host's replicas, written by its launcher.
 
     Attributes:
         invitation: Where the coordinator is, without the secret.

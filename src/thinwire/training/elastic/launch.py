@@ -1,4 +1,4 @@
-"""The processes of an elastic run on one host: each is started again when it dies, whatever the others do."""
+"""Processes of an elastic run on one host: each is restarted when it dies; a standby process saves the imports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.errors import Stopped, WorkerFailed
 from thinwire.files import write_whole
 from thinwire.training.elastic.remediation import ProcessOrder
 
-# A spare that is still importing when it is needed is no slower than a process that begins then.
+# Seconds. A standby process that is still importing when needed is no slower than a new one.
 _STANDBY_STOP_S = 5.0
 
 
@@ -114,9 +114,9 @@ def read_work() -> list[str] | None:
     return [str(argument) for argument in work["arguments"]]
 
 
-# A worker that ends with this code has said why, and would end so again.
+# Exit code of a worker that has reported why, and would fail again.
 REFUSED = 3
-# So does one that nobody answered; that may be mended where somebody has answered this host before.
+# Exit code of a worker whose coordinator did not answer; restarted if it has answered this host before.
 UNANSWERED = 4
 _AGAIN_S, _LONGEST_AGAIN_S = 0.1, 30.0
 _SHORT_LIFE_S = 10.0
@@ -130,9 +130,9 @@ class Role:
     """A process that is to run.
 
     Attributes:
-        name: For people and for its log.
+        name: For messages and for its log.
         module: What `python -m` runs.
-        words: Its arguments, behind the run's folder and this process's id.
+        arguments: Appended to the run's folder and this process's id.
         is_needed: Whether it does this host's part in the run, and does not only serve the others.
         spare: What `python -m` runs to wait until this process dies, and then to take its place; "" for nothing.
     """
@@ -202,7 +202,7 @@ class _Worker:
                     [*command, *self.role.arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                     start_new_session=True,
                 )  # fmt: skip
-        with contextlib.suppress(OSError):  # for people; a full disk must not end the run
+        with contextlib.suppress(OSError):  # for users; a full disk must not end the run
             write_whole(logs / f"{name}.pid", f"{self._process.pid}\n")
         self._began_s = time.monotonic()
         self.num_starts += 1
@@ -211,8 +211,8 @@ class _Worker:
         if time.monotonic() - self._began_s > _SHORT_LIFE_S:
             self._pause_s = _AGAIN_S
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        words = self._last_error() if code > 0 else ""
-        why = f" ({words})" if words else ""
+        error = self._last_error() if code > 0 else ""
+        why = f" ({error})" if error else ""
         report(f"{self.role.name} {how}{why}; starting it again in {self._pause_s:g} s")
         self._due_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_AGAIN_S)
@@ -337,7 +337,7 @@ def _execute(workers: Sequence[_Worker], orders: Sequence[ProcessOrder]) -> None
 
 
 def _stop_all(workers: Sequence[_Worker]) -> None:
-    """Replicas first: what they say as they leave is for the coordinator."""
+    """Stop the replicas first: as they leave they still send messages to the coordinator."""
     until_s = time.monotonic() + _STOP_S
     for worker in [*(w for w in workers if w.role.is_needed), *(w for w in workers if not w.role.is_needed)]:
         worker.stop(signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""A replica's own state on its host's disk, so that one whose process died, or that was let go, need not fetch it.
+"""Local snapshot of a replica on its host's disk, so that a restarted replica need not fetch the state.
 
-It holds the global parameters and momenta after a step, and what the inner optimizer remembered there. Whoever comes
-back with it takes in the rounds that were decided since; the coordinator says whether their parts can still be had.
+It holds the global parameters, momenta, and the inner optimizer's state after a step. A replica that returns with it
+applies the rounds decided since; the coordinator reports whether their parts are still available.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.checkpoints.global_state import GlobalState, non_finite, spans, tensors_sha256, unpack
 from thinwire.training.run_identity import RunIdentity
 
-# Copying may take such a share of the training's time, and writing such a share of the disk's and of a core's.
+# Shares of training time spent on copying, and of the disk and a core on writing, at most.
 _COPY_SHARE, _WRITE_SHARE = 0.005, 0.05
 _INNER = "inner."
 _FOLDER = "kept"
@@ -116,12 +116,12 @@ class LocalSnapshot:
         return HeldState(step=step, era=RESUMED_ERA, state=state) if is_same else None
 
     def discard(self) -> None:
-        """Read it no more."""
+        """Delete the file."""
         with contextlib.suppress(OSError):
             self._path.unlink()
 
     def offer(self, step: int, *, era: int, every: int, model: nn.Module, optimizer: DistributedOptimizer) -> bool:
-        """Keep the state after a step where it is time to; called between two steps.
+        """Write the state after a step when due; called between two steps.
 
         Args:
             step: The step; its rounds are all applied.
@@ -151,7 +151,7 @@ class LocalSnapshot:
         return True
 
     def close(self) -> None:
-        """Let what is being written be finished."""
+        """Wait until a running write has finished."""
         if self._writer is not None:
             self._writer.join(timeout=60)
 

@@ -70,7 +70,7 @@ _MOST_RAMP_STEPS = 20
 
 
 class Left(ThinwireError):
-    """A replica was told to leave, and has."""
+    """A replica was asked to leave, and has."""
 
 
 class ElasticPolicy:
@@ -100,7 +100,7 @@ class ElasticPolicy:
         """Wait while the run is paused.
 
         Raises:
-            Left: This replica was told to leave.
+            Left: This replica was asked to leave.
         """
         session = self._session
         session.check()

@@ -1,7 +1,7 @@
-"""A replica's records on their way to the coordinator's host, where those of all replicas are judged together.
+"""Forwarding of a replica's records to the coordinator's host, which diagnoses all replicas together.
 
-They go as words over the replica's connection to the coordinator, a batch at a time, each until it is answered; what
-has gone wrong in between loses nothing but time. What is sent and what is kept is bounded at both ends.
+They travel over the connection to the coordinator, one batch at a time, each resent until it is acknowledged. Memory
+and traffic are bounded at both ends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from thinwire.monitor.runlog.reader import parse_line
 from thinwire.monitor.runlog.records import Communicator, Record, to_line
 from thinwire.monitor.runlog.writer import record_paths, record_writer
 
-# Of a wire of 5 Mbit/s, less than one part in a hundred.
+# Less than 1 % of a link of 5 Mbit/s.
 BYTES_A_SECOND, _BYTES_AT_ONCE = 4096.0, 32768.0
-# Of the lines of a batch; pressed they are a fifth to a half of that.
+# Lines of a batch, uncompressed; compressed they take a fifth to a half.
 MOST_BATCH_BYTES = 32768
-# While the coordinator does not answer, so much waits; the oldest steps are left out first.
+# Lines that wait while the coordinator does not answer; the oldest steps are dropped first.
 MOST_WAITING_BYTES = 1 << 18
 _SPAN = '{"record":"span"'
 _FINISH_S, _FINISH_LOOK_S = 2.0, 0.02
@@ -35,19 +35,19 @@ _FINISH_S, _FINISH_LOOK_S = 2.0, 0.02
 MOST_KEPT_BYTES = 1 << 29
 # At the coordinator, of all replicas together, while its disk is full.
 MAX_WAITING_HERE_BYTES = 4 << 20
-# At the coordinator: a replica that says the truth stays far below.
+# At the coordinator: an honest replica stays far below.
 _TAKEN_A_SECOND, _TAKEN_AT_ONCE = 2 * BYTES_A_SECOND, float(MOST_WAITING_BYTES)
 
 
 class ReliableSender(Protocol):
-    """Says something to the coordinator until it is answered."""
+    """Sends messages to the coordinator until they are acknowledged."""
 
     def send_reliably(self, kind: str, **fields: object) -> None:
-        """Say it again and again."""
+        """Send a message repeatedly."""
         ...
 
     def is_acknowledged(self, kind: str) -> bool:
-        """Tell whether it was answered."""
+        """Return whether it was acknowledged."""
         ...
 
 
@@ -55,7 +55,7 @@ class RecordForward:
     """Sends one replica's lines; used by its recorder's thread alone.
 
     Args:
-        session: Its way to the coordinator.
+        session: Session with the coordinator.
         now: Gives seconds that only grow.
 
     Attributes:
@@ -153,8 +153,8 @@ def unpressed(text: str) -> list[str]:
 class TakenRecords:
     """Writes what replicas of other hosts record to this run's folder, as `records-rank-N.jsonl`: untrusted lines.
 
-    A line is read as a record and written anew. One of another rank, one that is no record, and what a replica says
-    beyond its allowance are left out. Nothing is written for a replica whose process is on this host: it writes itself.
+    Each line is parsed and written again. Lines of another rank, malformed lines, and lines beyond a replica's
+    allowance are dropped. Nothing is written for a replica whose process is on this host: it writes itself.
     Where all files together grow too long, those go whose replica has been silent for longest. While the disk is full,
     lines are kept in memory, bounded; beyond the bound the oldest of the replica with the most are lost.
 
@@ -179,7 +179,7 @@ class TakenRecords:
         self._now = now
         self._allowances: dict[int, RateLimit] = {}
         self._places: dict[int, str] = {}
-        self._told: set[int] = set()
+        self._warned: set[int] = set()
         self._met: set[int] = set()
         self._waiting: dict[int, deque[str]] = {}
         self.num_refused = 0
@@ -188,7 +188,7 @@ class TakenRecords:
         """Take a batch of lines.
 
         Args:
-            replica: Who sent it, as its connection tells.
+            replica: Sender, known from its connection.
             text: As `pressed` made it.
         """
         allowance = self._allowances.setdefault(replica, RateLimit(a_second=_TAKEN_A_SECOND, at_once=_TAKEN_AT_ONCE))
@@ -201,11 +201,11 @@ class TakenRecords:
         except ValueError:
             self.num_refused += 1
             return
-        told = [to_line(record) for line in lines if (record := self._checked(replica, line)) is not None]
-        if told and replica not in self._met:
-            told = self._beyond_the_last(replica, told)
-        if told:
-            self._write(replica, told)
+        checked = [to_line(record) for line in lines if (record := self._checked(replica, line)) is not None]
+        if checked and replica not in self._met:
+            checked = self._beyond_the_last(replica, checked)
+        if checked:
+            self._write(replica, checked)
 
     def _checked(self, replica: int, line: str) -> Record | None:
         try:
@@ -237,7 +237,7 @@ class TakenRecords:
                 if file.write_all(lines) and replica in self._places:
                     file.write_all([self._places[replica]])
             self._make_room(replica)
-            self._told.discard(replica)
+            self._warned.discard(replica)
         except OSError as error:
             _cut_back(path, before)
             if is_no_room(error):
@@ -245,8 +245,8 @@ class TakenRecords:
                 self._bound_waiting()
             else:
                 self.num_refused += len(lines)
-            if replica not in self._told:
-                self._told.add(replica)
+            if replica not in self._warned:
+                self._warned.add(replica)
                 how = "wait in memory until there is room" if replica in self._waiting else "are lost"
                 self._say(f"records of replica {replica} {how}: {error.strerror or error}")
 

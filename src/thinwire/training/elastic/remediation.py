@@ -24,18 +24,18 @@ SendCommand = Callable[[str, str], str]
 _HEARD_S = 2.5
 # A recorder beats twice a second, and what it writes is forwarded four times a second.
 _LATE_S = 3.0
-# Why a replica goes without any fault, as the coordinator tells it.
+# Reasons of the coordinator for which a replica leaves without a fault.
 _GOOD_REASONS = ("was told to leave", "left", "has come to the end", "came too late")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOrder:
-    """What the launcher, which owns the processes, is to do.
+    """Order to the launcher, which owns the processes.
 
     Attributes:
         what: Kill a process so that another one takes its place, end it for good, or end the whole run.
         pid: The process; 0 for the whole run.
-        why: In words.
+        why: Reason, for the log.
     """
 
     what: Literal["kill", "end", "abort"]
@@ -77,9 +77,9 @@ class ElasticRemediation:
             num_spares=len(status.get("spares", ())),
         )  # fmt: skip
 
-    def _is_late(self, replica: int, told: Mapping[str, Any]) -> bool:
+    def _is_late(self, replica: int, member: Mapping[str, Any]) -> bool:
         """Tell whether a replica of another host lives and its records do not come: their silence is not its own."""
-        if "silent_s" not in told or told["silent_s"] >= _HEARD_S or read_pid(self._run_dir, replica) is not None:
+        if "silent_s" not in member or member["silent_s"] >= _HEARD_S or read_pid(self._run_dir, replica) is not None:
             return False
         path, _ = record_paths(self._run_dir, rank=replica)
         try:
@@ -142,7 +142,7 @@ def read_pid(run_dir: Path, replica: int) -> int | None:
 
 
 def orders_of(status: Mapping[str, Any], *, run_dir: Path) -> list[ProcessOrder]:
-    """Return what the coordinator wants done to processes of this host; the same again as long as it says so.
+    """Return the coordinator's orders for processes of this host; repeated until executed.
 
     Args:
         status: What it said last.
@@ -186,7 +186,7 @@ class _LiveReplica:
 
 @dataclass(slots=True)
 class _LostReplica:
-    """A replica that was let go."""
+    """A replica that was removed."""
 
     replica: int
     host: str
@@ -197,9 +197,9 @@ class _LostReplica:
 
 
 class DowntimeTracker:
-    """Learns from what the coordinator says again and again which replicas were lost, and when others came for them.
+    """Tracks lost replicas and their replacements in the coordinator's status.
 
-    Times are as exact as the coordinator is asked often. A replica that was told to leave is not lost.
+    Times are as exact as the status is frequent. A replica that was asked to leave is not lost.
     """
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ class DowntimeTracker:
         self._num_active = 1
 
     def observe(self, status: Mapping[str, Any], *, at_s: float) -> None:
-        """Take in what the coordinator says, at a time in seconds since 1970."""
+        """Process a status, at a time in seconds since 1970."""
         members = {int(one["replica"]): one for one in status["members"]}
         active = {number: one for number, one in members.items() if one["state"] == "active"}
         self._spare_of |= {int(one["replica"]): str(one["host"]) for one in status.get("replaced", ())}
@@ -237,7 +237,7 @@ class DowntimeTracker:
     def _lose(self, replica: int, life: _LiveReplica, at_s: float) -> None:
         lost = _LostReplica(replica, life.host, life.moved_s, at_s, share=1 / self._num_active)
         self._lost.append(lost)
-        # one that came in its place may have been there before it was let go
+        # its replacement may have arrived before it was removed
         came = [one for one in self._arrivals if self._may_come(one[0], lost) and one[1] > life.moved_s]
         if came:
             lost.back_s = came[0][1]
@@ -269,7 +269,7 @@ class DowntimeTracker:
         """Return what the run lost.
 
         Args:
-            news: Findings, with the time that they were told.
+            news: Findings, with the time of each report.
             actions: Lines of `actions.jsonl`.
             run_s: Seconds of the run.
             end_s: Its end.
@@ -294,8 +294,8 @@ class DowntimeTracker:
         return replace(whole, post_checkpoint_s=whole.post_checkpoint_s + again_s)
 
     def _incident(self, lost: _LostReplica, hangs: list[tuple[float, News]], done_s: Mapping[str, float]) -> Incident:
-        told = [at_s for at_s, one in hangs if target_of(one.finding) == lost.replica and at_s <= lost.gone_s]
-        found_s = min([lost.gone_s, *told])
+        reported = [at_s for at_s, one in hangs if target_of(one.finding) == lost.replica and at_s <= lost.gone_s]
+        found_s = min([lost.gone_s, *reported])
         return Incident(
             since_s=lost.since_s, found_s=found_s, acted_s=done_s.get(str(lost.replica), lost.gone_s),
             back_s=lost.back_s, share=lost.share, text=f"replica {lost.replica} on {lost.host} was lost",

@@ -1,4 +1,4 @@
-"""One replica of an elastic run, from joining to the end; one that fell out joins again with a new number."""
+"""One replica of an elastic run, from joining to the end; after a removal it joins again with a new number."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ from thinwire.training.worker import held_out_batches, open_data
 from thinwire.transport.addresses import Address
 from thinwire.transport.secret import Secret, read_secret
 
-# Between two attempts to join; doubled up to the second while they fail at once.
+# Seconds between two attempts to join; doubled up to the second while they fail at once.
 _AGAIN_S, _LONGEST_AGAIN_S = 0.5, 10.0
 _SHORT_LIFE_S = 30.0
 _JOIN_S = 60.0
-# So long a state that is kept waits for the coordinator's account of the data; less than a launcher waits for the end.
+# Seconds that a snapshot waits for the coordinator's account of the data; less than a launcher waits for the end.
 _ACCOUNT_S = 10.0
-# A replica dropped for NaN again, before any part of it counted, waits so many intervals; doubled each time up to
-# the second number, and never longer than ten minutes. Each attempt costs the others a copy of their state.
+# Intervals that a replica waits if dropped for NaN again before any part of it counted; doubled each time up to the
+# second number, and ten minutes at most. Each attempt costs the others a copy of their state.
 _BAD_AGAIN_INTERVALS, _MOST_BAD_INTERVALS = 1, 64
 _LONGEST_BAD_AGAIN_S = 600.0
 _LOOK_S = 0.5
@@ -64,10 +64,10 @@ _LOOK_S = 0.5
 def run_replica(
     settings: LocalSettings, *, report: Callable[[str], None], device_index: int = 0, rank0: Rank0Driver | None = None
 ) -> bool:
-    """Take part in a job until it ends, or this replica is told to leave.
+    """Take part in a job until it ends, or this replica is asked to leave.
 
     Args:
-        settings: What this host's replicas are told.
+        settings: Settings of this host's replicas.
         report: Takes the messages for the user.
         device_index: Which of this host's GPUs is its own.
         rank0: The ranks that this replica is made of, where there are several; this one leads.
@@ -117,7 +117,7 @@ def run_replica(
 
 @dataclass(slots=True, kw_only=True)
 class _Assembly:
-    """What a replica is made of once it knows its job."""
+    """Parts of a replica that knows its job."""
 
     config: TrainConfig
     job: ElasticJob
@@ -220,7 +220,7 @@ class _Stay:
             deadline_s=_JOIN_S, warn=self._report,
         )  # fmt: skip
         self._membership = membership
-        with suppress(OSError):  # a full disk ends no replica; without it nobody can have it restarted
+        with suppress(OSError):  # a full disk must not end a replica; only restarts on request need the file
             write_pid(Path(self._settings.out), membership.replica)
         return membership, address
 

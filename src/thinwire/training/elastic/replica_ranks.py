@@ -213,7 +213,7 @@ class Rank0Driver:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         return self._group.device
 
     def assemble(self, config: TrainConfig, *, vocab_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -445,8 +445,8 @@ class RankProcesses:
 
     def _start(self, command: list[str], rank: int) -> subprocess.Popen[bytes]:
         with self._log(rank).open("ab") as log:
-            words = [*command, str(rank), str(self.meeting)]
-            return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            arguments = [*command, str(rank), str(self.meeting)]
+            return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def _log(self, rank: int) -> Path:
         return self._logs / f"{self._name}-rank-{rank}.err"

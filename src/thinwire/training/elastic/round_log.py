@@ -1,6 +1,6 @@
 """Log of the rounds that a replica applied, with a hash of its global parameters: a JSON line each.
 
-Two replicas that applied the same round hold the same bits; whoever reads the files of all can prove it.
+Replicas that applied the same round hold the same bits; the files of all replicas prove it.
 """
 
 from __future__ import annotations

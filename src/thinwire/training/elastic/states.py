@@ -1,4 +1,8 @@
-"""States of an elastic run at one replica: kept for those that come, written to disk, and taken in when it comes."""
+"""Global states at one replica: published for joiners, written to disk, and loaded when it joins.
+
+A joiner fetches the parameters first. The outer optimizer's state is as large or larger, and is needed only when a
+round is applied. Where training continues while rounds are overdue, it arrives meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +29,21 @@ from thinwire.training.run_identity import RunIdentity
 
 _NOTE_S = 20.0
 _KEPT = 2
-# Who fetches a state gives up after a minute without a chunk: what was not asked for in this time, nobody fetches.
+# Seconds without a request after which a state is withdrawn; a joiner gives up after 60 s without a chunk.
 _UNWANTED_S, _LOOK_S = 150.0, 10.0
 
 
 class StateKeeper:
-    """Copies the global state at the steps where others need it, or a checkpoint is due; the rest is done by a thread.
+    """Copies the global state when a joiner needs it or a checkpoint is due; a thread publishes and writes it.
 
     Args:
-        membership: This replica's seat, connections and blobs.
+        membership: Membership of this replica.
         model: Its model.
         optimizer: Over it.
         checkpoints: Where states are written; None for nowhere.
         every: Steps between two checkpoints, None or 0 for none but the last.
         last_step: The run's last step.
-        warn: Told of what could not be kept or written.
+        warn: Called for each state that could not be kept or written.
         is_shared: Whether all replicas write to the same place, so that only the one with the lowest number does.
         kept: Takes this replica's own state, once an interval; None for nowhere.
     """
@@ -67,7 +71,7 @@ class StateKeeper:
         self._thread.start()
 
     def close(self) -> None:
-        """Finish what was begun."""
+        """Finish all started work."""
         self._tasks.put(None)
         self._thread.join(timeout=60)
         if self._kept is not None:
@@ -106,7 +110,7 @@ class StateKeeper:
         return self._has_kept
 
     def _answer_late(self, cut: int) -> None:
-        """Say of a step that is over what became of it: that it is kept, will be, or was missed."""
+        """Report a past step's state as captured or missed, unless it is still being captured."""
         if cut in self._published:
             root, num_bytes = self._published[cut]
             self._membership.session.send("captured", step=cut, root=root.hex(), bytes=num_bytes)
@@ -129,7 +133,7 @@ class StateKeeper:
                 if is_due and is_writer and self._checkpoints is not None:
                     self._write(state)
             except RunOver:
-                return  # nobody needs it any more
+                return  # no replica needs it any more
             except (ThinwireError, ValueError, OSError, MemoryError) as error:
                 self._warn(f"the state of step {state.step} could not be kept: {error}")
 
@@ -151,20 +155,22 @@ class StateKeeper:
         withdraw_state(self._membership.library, state_name(step), num_bytes=num_bytes)
 
     def _forget_unwanted(self) -> None:
-        """Let states go that nobody fetches: each is as large as the parameters and the outer momenta."""
+        """Withdraw states that no replica fetches: each is as large as the parameters and the outer momenta."""
         since_s = min(time.monotonic() - self._published_s, self._membership.library.bulk_unwanted_s)
         for step in [*self._published] if since_s > _UNWANTED_S else []:
             self._withdraw(step)
 
     def _write(self, state: GlobalState) -> None:
-        """Write a checkpoint with what the coordinator says of the data."""
+        """Write a checkpoint with the coordinator's account of the data."""
         assert self._checkpoints is not None
 
         def note_of(view: object) -> StateOffer | None:
             return self._membership.session.view.offers.get(state.step)
 
         try:
-            offer = self._membership.session.wait_for(note_of, deadline_s=_NOTE_S, why="the checkpoint tells no data")
+            offer = self._membership.session.wait_for(
+                note_of, deadline_s=_NOTE_S, why="the checkpoint has no account of the data"
+            )
             note = {**offer.note, "era": offer.era}
         except (ConnectError, Expelled):
             note = {}
@@ -250,7 +256,7 @@ def take_in(
     if offer.root == "disk":
         state = None if checkpoints is None else _checkpoint(checkpoints, step=offer.step, report=report)
         if state is None:
-            report("there is no checkpoint on this host; beginning anew")
+            report("there is no checkpoint on this host; starting from the seed")
             return 0, None
         if bad := non_finite(state):
             raise CheckpointError(
@@ -281,17 +287,17 @@ _HOLDER_POLL_S = 0.2
 _FIRST_POLL_S = 0.05
 # A state may be large and its wire thin: what ends a fetch is that nothing comes, not that it takes long.
 _FETCH_S, _STALL_S = 7 * 24 * 3600.0, 60.0
-# What is still on its way must be here within so many intervals: whoever takes no round in for eight is let go.
+# Intervals within which the rest must arrive: a replica that applies no round for eight is removed.
 _MOST_LATE_INTERVALS = 3.0
 
 
 def state_name(step: int) -> bytes:
-    """Return the name under which a state is shown."""
+    """Return the name under which a state is published."""
     return b"s%d" % step
 
 
 def held_offer(view: CoordinatorView) -> StateOffer | None:
-    """Return the newest state that somebody holds who is there, or that nobody needs to."""
+    """Return the newest state that a connected replica holds, or that needs no holder."""
     present = set(view.neighbours)
     held = [offer for offer in view.offers.values() if offer.root in FROM_NOBODY or set(offer.holders) & present]
     return max(held, key=lambda offer: offer.step, default=None)
@@ -326,7 +332,7 @@ def fetch(
             session.check()
             with session.changed:
                 session.view.offers.pop(offer.step, None)
-            report(f"nobody holds the state of step {offer.step} any more; waiting for another one")
+            report(f"no replica holds the state of step {offer.step} any more; waiting for another one")
             offer = session.wait_for(held_offer, deadline_s=None, why="")
             if offer.root in FROM_NOBODY:  # another life begins from it
                 raise Expelled(
@@ -339,7 +345,7 @@ def fetch(
 
 
 class IncomingState:
-    """One state, fetched by a thread from all that hold it.
+    """State that a thread fetches from all its holders.
 
     Args:
         offer: What is fetched.
@@ -409,7 +415,7 @@ class IncomingState:
         self._fetch.forget()
 
     def close(self) -> None:
-        """Fetch no more."""
+        """Stop fetching."""
         self._watch.give_up()
         self._thread.join()
 
@@ -425,7 +431,7 @@ class IncomingState:
             self._state = unpack(vector, source=self._source)
             offer, num_holders = self._offer, self._watch.num_holders
             self._report(f"fetched {self._source} ({offer.num_bytes} bytes) from {num_holders} replicas")
-        except BaseException as failure:  # handed to whoever waits
+        except BaseException as failure:  # raised in the waiting thread
             self._failure = failure
         finally:
             self._watch.close()
@@ -433,7 +439,7 @@ class IncomingState:
 
 
 class _HolderTracker:
-    """Tells a fetch who holds the state, as replicas come and go."""
+    """Keeps the holders of a transfer up to date as replicas come and go."""
 
     def __init__(self, fetch: StateTransfer, *, offer: StateOffer, membership: Membership) -> None:
         self.num_holders = 0
@@ -447,12 +453,12 @@ class _HolderTracker:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop updating."""
         self._is_over.set()
         self._thread.join()
 
     def give_up(self) -> None:
-        """Look no more, and leave nobody to fetch from, which ends the fetch."""
+        """Stop updating, and remove all holders, which ends the transfer."""
         self.close()
         for holder in self._known:
             self._fetch.remove_holder(holder)
