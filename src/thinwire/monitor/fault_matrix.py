@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thinwire.monitor.findings import Finding, Kind, Place
-from thinwire.monitor.synthetic_jobs import NOISES, Fault, FaultKind, Pattern, Scene
+from thinwire.monitor.synthetic_jobs import NOISES, FaultKind, InjectedFault, Pattern, Scene
 
 Verdict = Literal["right", "ambiguous", "wrong place", "wrong kind", "missed"]
 
@@ -49,7 +49,7 @@ HANGS: tuple[FaultKind, ...] = ("paused", "killed", "black hole", "skipped", "wr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class FaultResult:
     """What was made of one fault.
 
     Attributes:
@@ -58,12 +58,12 @@ class Judgement:
         rounds: Rounds from the fault to when it was sure; -1 where there are none.
     """
 
-    fault: Fault
+    fault: InjectedFault
     verdict: Verdict
     rounds: int = -1
 
 
-def judge(scene: Scene, findings: Sequence[Finding]) -> tuple[list[Judgement], list[Finding]]:
+def compare(scene: Scene, findings: Sequence[Finding]) -> tuple[list[FaultResult], list[Finding]]:
     """Return what was made of each fault, and the findings that belong to none."""
     left = list(findings)
     judgements = []
@@ -78,7 +78,7 @@ def judge(scene: Scene, findings: Sequence[Finding]) -> tuple[list[Judgement], l
         if chosen is not None:
             left.remove(chosen)
         rounds = chosen.seen_round - fault.begin if chosen is not None and chosen.seen_round >= 0 else -1
-        judgements.append(Judgement(fault=fault, verdict=verdict, rounds=rounds))
+        judgements.append(FaultResult(fault=fault, verdict=verdict, rounds=rounds))
     return judgements, left
 
 
@@ -114,7 +114,7 @@ def pairs_of_faults(*, seed: int, count: int) -> Iterator[Scene]:
     for _ in range(count):
         wire = wire_scene(draw, "slow link", draw.choice(LINK_KINDS[:3]), draw.choice((3.0, 6.0, 20.0)))
         rank = draw.randrange(len(wire.hosts))
-        work = Fault(
+        work = InjectedFault(
             kind="slow work", place=Place(kind="rank", ranks=(rank,)), begin=_before(wire.pattern) + draw.randrange(8),
             severity=draw.choice((3.0, 6.0)),
         )  # fmt: skip
@@ -136,7 +136,7 @@ def wire_scene(
     hosts, pattern = _shape(draw, patterns)
     place = _wire_place(draw, hosts, kind)
     begin = _before(pattern) + draw.randrange(8)
-    return _scene(draw, hosts, pattern, (Fault(kind=fault, place=place, begin=begin, severity=severity),))
+    return _scene(draw, hosts, pattern, (InjectedFault(kind=fault, place=place, begin=begin, severity=severity),))
 
 
 def work_scene(draw: random.Random, fault: FaultKind, severity: float, *, whole_host: bool) -> Scene:
@@ -148,7 +148,7 @@ def work_scene(draw: random.Random, fault: FaultKind, severity: float, *, whole_
     else:
         place = Place(kind="rank", ranks=(draw.randrange(len(hosts)),))
     begin = _before(pattern) + draw.randrange(8)
-    made = Fault(kind=fault, place=place, begin=begin, severity=severity, period=draw.randrange(5, 10))
+    made = InjectedFault(kind=fault, place=place, begin=begin, severity=severity, period=draw.randrange(5, 10))
     return _scene(draw, hosts, pattern, (made,))
 
 
@@ -162,7 +162,7 @@ def _before(pattern: Pattern) -> int:
     return _RING_ROUNDS_BEFORE if pattern == "rotating_ring" else _ROUNDS_BEFORE
 
 
-def _scene(draw: random.Random, hosts: tuple[str, ...], pattern: Pattern, faults: tuple[Fault, ...]) -> Scene:
+def _scene(draw: random.Random, hosts: tuple[str, ...], pattern: Pattern, faults: tuple[InjectedFault, ...]) -> Scene:
     long = any(fault.kind in ("flapping", "stalls", "growing work") for fault in faults)
     weak = any(fault.severity < 3.0 for fault in faults)
     name = draw.choice(tuple(NOISES))

@@ -19,7 +19,7 @@ Pattern = Literal["all_gather", "two_phase", "ring", "rotating_ring", "torch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class InjectedFault:
     """One thing that goes wrong.
 
     Attributes:
@@ -87,7 +87,7 @@ class Scene:
     rounds: int = 60
     seed: int = 0
     noise: Noise = field(default_factory=Noise)
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[InjectedFault, ...] = ()
     compute_s: float = 0.2
     message_s: float = 0.05
     watched_s: float = 5.0
@@ -134,18 +134,18 @@ _WORLD = "world"
 _DOWN, _CYCLE = 3, 8  # rounds of a flapping link
 
 
-def rehearse(scene: Scene) -> list[Record]:
+def synthesize(scene: Scene) -> list[Record]:
     """Return what all ranks of a scene write down, in seconds of their hosts' clocks.
 
     Example:
-        >>> records = rehearse(Scene(hosts=("a", "a", "b"), rounds=2))
+        >>> records = synthesize(Scene(hosts=("a", "a", "b"), rounds=2))
         >>> sum(isinstance(record, TransferEnd) for record in records)  # 6 messages with 2 ends in each of 2 rounds
         24
     """
-    return _Rehearsal(scene).run()
+    return _Synthesis(scene).run()
 
 
-class _Rehearsal:
+class _Synthesis:
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
         self.size = len(scene.hosts)
@@ -252,7 +252,9 @@ class _Rehearsal:
                 for destination in range(self.size):
                     if source != destination:
                         numbers = [round + (rank in skipped) for rank in (source, destination)]
-                        self._ends(source, destination, numbers, 0, (posted[source], posted[destination], math.inf))
+                        self._add_transfer(
+                            source, destination, numbers, 0, (posted[source], posted[destination], math.inf)
+                        )
         self.stood_s = min(self.stood_s, max(posted))
         self.free = [math.inf] * self.size
 
@@ -297,10 +299,12 @@ class _Rehearsal:
         if done > min(self.stop[source], self.stop[destination]):
             done = math.inf
         if self.scene.pattern != "torch":
-            self._ends(source, destination, [round, round], part, (posted[source], posted[destination], done))
+            self._add_transfer(source, destination, [round, round], part, (posted[source], posted[destination], done))
         return done
 
-    def _ends(self, source: int, destination: int, numbers: list[int], part: int, times: tuple[float, ...]) -> None:
+    def _add_transfer(
+        self, source: int, destination: int, numbers: list[int], part: int, times: tuple[float, ...]
+    ) -> None:
         """Write both ends of a message; who waits for one that was killed is told that its connection broke."""
         lost = {source, destination} & self.killed
         for index, (rank, peer) in enumerate(((source, destination), (destination, source))):
@@ -327,7 +331,7 @@ class _Rehearsal:
             begins = self.scene.noise.bursts and self.draw.random() < self.scene.noise.bursts
             self.busy[host] = left - 1 if left else self.draw.choice((1, 2)) if begins else 0
 
-    def _is_down(self, fault: Fault, round: int) -> bool:
+    def _is_down(self, fault: InjectedFault, round: int) -> bool:
         return fault.kind == "flapping" and (round - fault.begin) % _CYCLE < _DOWN
 
     def _hit(self, kind: FaultKind, round: int) -> set[int]:

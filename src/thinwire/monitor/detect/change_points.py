@@ -63,7 +63,7 @@ class _Knows(Protocol):
     def bases(self) -> Collection[_Usual]: ...
 
 
-class Company:
+class PeerGroup:
     """Watches of one kind, which know together how long times get without any fault.
 
     What they know is looked up once for as many values as there are watches, about once a round.
@@ -114,7 +114,7 @@ class Pair:
 
     __slots__ = ("_company", "_count", "_done_s", "begin")
 
-    def __init__(self, company: Company) -> None:
+    def __init__(self, company: PeerGroup) -> None:
         self._company = company
         self._count, self._done_s = 0, -math.inf
         self.begin = (-1, 0.0)
@@ -126,7 +126,7 @@ class Pair:
             round: Its number.
             begin_s: When it began.
             end_s: When it was over.
-            excess: Its logarithm over the usual time; `Company.is_far` was asked about it.
+            excess: Its logarithm over the usual time; `PeerGroup.is_far` was asked about it.
         """
         if not self._company.was_long(excess):
             self._count = 0
@@ -169,7 +169,7 @@ def at_least(hits: int, trials: int, chance: float) -> float:
     )
 
 
-class Lasting(Protocol):
+class Interval(Protocol):
     """What began at a time, and ended at one or goes on."""
 
     @property
@@ -183,7 +183,7 @@ class Lasting(Protocol):
         ...
 
 
-def is_at_once(one: Lasting, other: Lasting) -> bool:
+def is_at_once(one: Interval, other: Interval) -> bool:
     """Return whether neither was over when the other one began: what was over explains nothing."""
     return all(
         first.until_s is None or first.until_s >= second.since_s for first, second in ((one, other), (other, one))
@@ -273,7 +273,7 @@ class Change:
         return self.until_s is not None
 
 
-class Watch:
+class ChangePointDetector:
     """Watches one time, of one or several size classes, for a lasting growth.
 
     Args:
@@ -286,7 +286,7 @@ class Watch:
         excess: Of each value with a history: round, seconds of the clock, logarithm of the ratio to the usual time.
 
     Example:
-        >>> watch = Watch()
+        >>> watch = ChangePointDetector()
         >>> for round in range(40):
         ...     watch.add(round, float(round), 0.1 if round < 30 else 0.3)
         >>> watch.change.since_round, watch.change.seen_round
@@ -302,7 +302,7 @@ class Watch:
         *,
         alarm: float = CUSUM.alarm,
         most_usual: int = CUSUM.max_history,
-        company: Company | None = None,
+        company: PeerGroup | None = None,
     ) -> None:
         self._company = company
         self._pair = None if company is None else Pair(company)

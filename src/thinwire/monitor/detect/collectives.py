@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from thinwire.monitor.detect.change_points import CUSUM, Watch
+from thinwire.monitor.detect.change_points import CUSUM, ChangePointDetector
 from thinwire.monitor.detect.connections import (
     CONNECTIONS,
     SlowerWires,
@@ -57,7 +57,9 @@ def find_slow_operations(job: Job) -> list[Finding]:
     these are told by their wires.
     """
     seen = {message.communicator for message in job.messages}
-    watches: dict[str, dict[tuple[str, int], Watch]] = defaultdict(lambda: defaultdict(Watch))
+    watches: dict[str, dict[tuple[str, int], ChangePointDetector]] = defaultdict(
+        lambda: defaultdict(ChangePointDetector)
+    )
     for (communicator, sequence), own in sorted(job.operations.items(), key=lambda item: item[0][1]):
         waits = [op.done_s - op.posted_s for op in own.values() if op.done_s is not None]
         first = next(iter(own.values()))
@@ -86,18 +88,18 @@ def _will_be_placed(job: Job, slow: Finding) -> bool:
     return not is_placed and waited_s < COLLECTIVES.unplaced_s and are_watched(job)
 
 
-def _how_much(watch: Watch) -> tuple[bool, float]:
+def _how_much(watch: ChangePointDetector) -> tuple[bool, float]:
     """Return whether it lasts, and by how many seconds it is longer."""
     return watch.change is not None and not watch.change.is_over, watch.usual_s * math.expm1(_lasting(watch))
 
 
-def _lasting(watch: Watch) -> float:
+def _lasting(watch: ChangePointDetector) -> float:
     assert watch.change is not None
     last = watch.change.seen_round + COLLECTIVES.look_rounds
     return watch.excess_in(watch.change.since_round, watch.change.until_round - 1 if watch.change.is_over else last)
 
 
-def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:
+def _slow_operation(job: Job, communicator: str, watch: ChangePointDetector) -> Finding:
     assert watch.change is not None
     change, ratio = watch.change, math.exp(_lasting(watch))
     wires = slower_wires(job, change.since_s, math.inf if change.until_s is None else change.until_s)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from thinwire.monitor.detect.change_points import CUSUM, Change, Watch, is_at_once, median
+from thinwire.monitor.detect.change_points import CUSUM, Change, ChangePointDetector, is_at_once, median
 from thinwire.monitor.detect.delay_matrix import (
     DELAYS,
     WIRE_REMEDY,
@@ -300,7 +300,7 @@ def find_slow_flows(job: Job) -> list[Finding]:
             break
         until_s = math.inf if change.until_s is None else change.until_s
         wires = slower_wires(job, change.since_s, until_s) if _are_calls_alike(job, change.since_s, until_s) else None
-        if wires is None or not _is_told_by(wires, cells) or _will_be_placed(job, wires, change):
+        if wires is None or not _is_explained_by(wires, cells) or _will_be_placed(job, wires, change):
             continue
         if has_rounds and change.until_s is None and not _is_still_so(job, wires, change):
             continue
@@ -309,19 +309,19 @@ def find_slow_flows(job: Job) -> list[Finding]:
     return found
 
 
-def watch_flows(job: Job) -> dict[Cell, Watch]:
+def watch_flows(job: Job) -> dict[Cell, ChangePointDetector]:
     """Watch the seconds that a million bytes take over each way that carries enough, one value a look."""
-    watches: dict[Cell, Watch] = {}
+    watches: dict[Cell, ChangePointDetector] = {}
     ways = heavy_ways(job)
     begin_s = min((job.flows[cell][0][0] for cell in ways), default=0.0)
     for cell in sorted(ways):
-        watch = watches[cell] = Watch()
+        watch = watches[cell] = ChangePointDetector()
         for at_s, each_s in seconds_a_byte(job.flows[cell]):
             watch.add(int((at_s - begin_s) / CONNECTIONS.reading_s), at_s, _MILLION * each_s)
     return watches
 
 
-def watch_bursts(job: Job) -> dict[frozenset[Cell], Watch]:
+def watch_bursts(job: Job) -> dict[frozenset[Cell], ChangePointDetector]:
     """Watch the bursts over each way, and over all from a rank and to it: one way alone may have few.
 
     Each counts as a ratio to the middle of those before it over the same way.
@@ -333,7 +333,7 @@ def watch_bursts(job: Job) -> dict[frozenset[Cell], Watch]:
             own_ends[index, cell[index]].append(cell)
     all_of = {end: frozenset(cells) for end, cells in own_ends.items()}
     ends = {cell: {frozenset([cell]), all_of[0, cell[0]], all_of[1, cell[1]]} for cell in job.probes}
-    watches = {own: Watch() for found in ends.values() for own in found}
+    watches = {own: ChangePointDetector() for found in ends.values() for own in found}
     usual: dict[Cell, deque[float]] = {cell: deque(maxlen=CONNECTIONS.latest) for cell in job.probes}
     begin_s = timed[0][0] if timed else 0.0
     for done_s, cell, each_s in timed:
@@ -361,7 +361,7 @@ def _are_calls_alike(job: Job, since_s: float, until_s: float) -> bool:
     return most <= CONNECTIONS.alike * least
 
 
-def _is_told_by(wires: SlowerWires, cells: frozenset[Cell]) -> bool:
+def _is_explained_by(wires: SlowerWires, cells: frozenset[Cell]) -> bool:
     """Return whether a place has a wire that gave the alarm, and is slower by enough to be told."""
     explained = wires.explained
     if not cells & explained.cells or explained.excess < math.log(DELAYS.min_endpoint):

@@ -64,7 +64,7 @@ class _Standstill:
     inside: Mapping[int, Operation]
     missing: tuple[int, ...]
     since_s: float
-    patience_s: float
+    limit_s: float
     gone_s: float
     left_behind: frozenset[int] = frozenset()
 
@@ -87,7 +87,7 @@ def find_hangs(job: Job) -> list[Finding]:
         left_behind = set(dark)
         while (still := _standstill(job, communicator, left_behind)) is not None:
             if not (failed and still.since_s <= failed[0][0] + still.gone_s):
-                found += _judge(job, still)
+                found += _findings_of(job, still)
             # where the others have gone on without those who stand still, they may stand still elsewhere
             are_silent = set(still.inside) <= set(_silent(job, still.gone_s)) - left_behind
             if not are_silent or not _has_gone_on(job, communicator, left_behind | set(still.inside)):
@@ -164,9 +164,9 @@ def _hang_at_end(job: Job, communicator: str, ranks: Set[int], *, first: int, fi
         for rank, seen_s in sorted(job.last_seen_s.items())
         if rank not in job.goodbyes and rank not in job.unsteady and seen_s < first_s
     )
-    gone_s, limit_s = patience_s(op for own in unfinished.values() for op in own.values())
+    gone_s, limit_s = limits_s(op for own in unfinished.values() for op in own.values())
     still = _Standstill(
-        communicator=communicator, sequence=number, inside=inside, missing=killed, gone_s=gone_s, patience_s=limit_s,
+        communicator=communicator, sequence=number, inside=inside, missing=killed, gone_s=gone_s, limit_s=limit_s,
         since_s=min(first_s, max(op.posted_s for op in inside.values())),
     )  # fmt: skip
     arrivals = {way: [one for one in seen if one[0] <= first_s] for way, seen in job.arrivals.items()}
@@ -195,7 +195,7 @@ def _roots(found: list[Finding]) -> list[Finding]:
     return [one for one, ranks in zip(found, named, strict=True) if not ranks or ranks - waiting] or found
 
 
-def patience_s(operations: Iterable[Operation]) -> tuple[float, float]:
+def limits_s(operations: Iterable[Operation]) -> tuple[float, float]:
     """Return how long an operation may stand when a rank is silent, and when all live, from what earlier ones took.
 
     Args:
@@ -251,7 +251,7 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
     still = [(sequence, ops) for sequence, ops in own if any(op.done_s is None for op in ops.values())]
     if not still:
         return None
-    gone_s, limit_s = patience_s(op for _, all_ops in own for op in all_ops.values())
+    gone_s, limit_s = limits_s(op for _, all_ops in own for op in all_ops.values())
     # the end of its last operation is what a killed rank did not come to write: where calls have failed counts first
     failed = [(number, ops) for number, ops in still if _waiting_in(ops) <= job.left]
     sequence, ops = (failed or still)[0]
@@ -277,7 +277,7 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
         return None
     return _Standstill(
         communicator=communicator, sequence=sequence, inside=inside, missing=missing, since_s=since_s,
-        patience_s=limit_s, gone_s=gone_s, left_behind=frozenset(left_behind),
+        limit_s=limit_s, gone_s=gone_s, left_behind=frozenset(left_behind),
     )  # fmt: skip
 
 
@@ -319,7 +319,7 @@ def _waiting_in(ops: Mapping[int, Operation]) -> set[int]:
     return {rank for rank, op in ops.items() if op.done_s is None}
 
 
-def _judge(job: Job, still: _Standstill) -> list[Finding]:
+def _findings_of(job: Job, still: _Standstill) -> list[Finding]:
     messages = [m for m in job.messages if m.communicator == still.communicator and m.operation == still.sequence]
     if any(m.received_done_s is None and still.left_behind & {m.source, m.destination} for m in messages):
         return []  # they wait for those who stand still elsewhere
@@ -404,7 +404,7 @@ def _outside(
         evidence=MissingRankEvidence(
             communicator=still.communicator, operation=still.sequence,
             waiting=sorted(set(still.inside) - set(culprits))[:32], waited_s=round(job.now_s - still.since_s, 3),
-            longer_than_s=round(still.patience_s, 3), last_sign_s=round(last_s, 3),
+            longer_than_s=round(still.limit_s, 3), last_sign_s=round(last_s, 3),
             wait_chain=_chain(still, messages, culprits),
         ),
         text=f"{place.title} has {came} operation {still.sequence} of {still.communicator}{sitting}; its "
@@ -418,7 +418,7 @@ def _outside(
 
 def _sure_s(still: _Standstill) -> float:
     """Return for how long a rank that lives may just be very slow, where others wait for it."""
-    return min(HANGS.very_slow * still.gone_s / HANGS.periods, max(HANGS.max_unsure_s, 2 * still.patience_s))
+    return min(HANGS.very_slow * still.gone_s / HANGS.periods, max(HANGS.max_unsure_s, 2 * still.limit_s))
 
 
 def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
@@ -429,7 +429,7 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
         assert isinstance(partial.evidence, OneSidedEvidence)
         evidence = msgspec.structs.replace(
             partial.evidence, communicator=still.communicator, operation=still.sequence,
-            waited_s=round(job.now_s - still.since_s, 3), longer_than_s=round(still.patience_s, 3),
+            waited_s=round(job.now_s - still.since_s, 3), longer_than_s=round(still.limit_s, 3),
         )  # fmt: skip
         return replace(partial, since_round=still.round, seen_round=still.round, evidence=evidence)
     cells: dict[Cell, float] = {
@@ -459,7 +459,7 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
             communicator=still.communicator, operation=still.sequence,
             stuck=[f"{m.source} -> {m.destination}" for m in stuck][:16],
             arrived=sum(m.received_done_s is not None for m in messages), waited_s=round(job.now_s - still.since_s, 3),
-            longer_than_s=round(still.patience_s, 3), errors=sorted({m.error for m in messages if m.error})[:4],
+            longer_than_s=round(still.limit_s, 3), errors=sorted({m.error for m in messages if m.error})[:4],
         ), text=text, confidence=confidence * job.trust,
         remedy="look at this wire: routes, firewalls, cables; send the same bytes over it outside of the job",
         probe=probe_for(places) or ("" if stuck else "exchange messages in pairs of ranks: none were recorded"),

@@ -92,7 +92,7 @@ def _no_records(job: Job, rank: int, last_s: float, heard_s: float) -> Finding:
     )  # fmt: skip
 
 
-class Lateness:
+class HeartbeatDelays:
     """Learns, look by look, how long each rank's latest record is past before another one comes.
 
     What was that late three times of the latest 64 is how this rank, its disk or its wire is; what was so once was a

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
-from thinwire.monitor.detect.change_points import Watch, at_least, median
+from thinwire.monitor.detect.change_points import ChangePointDetector, at_least, median
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, probe_for
 from thinwire.monitor.detect.link_history import LinkTimes
 from thinwire.monitor.detect.timeline import Job
@@ -65,7 +65,7 @@ class Flapping:
     seen_round: int
 
 
-def usual_share(watches: Mapping[Cell, Watch], least: float) -> float:
+def usual_share(watches: Mapping[Cell, ChangePointDetector], least: float) -> float:
     """Return which share of a link's messages may be longer by the logarithm `least`: twice that of the middle link.
 
     Of the latest messages, or of all, whichever is less: what was broken before says nothing of now.
@@ -86,7 +86,7 @@ def _share(values: Sequence[_Value], least: float, latest: int | None) -> float:
     return sum(bad) / len(bad) if bad else 0.0
 
 
-def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
+def flapping_of(watch: ChangePointDetector, *, least: float, usual: float) -> Flapping | None:
     """Return what a link does that is bad in several times with good ones between, more often than by chance.
 
     Args:
@@ -113,7 +113,7 @@ class BothWays:
         watches: Of all links.
     """
 
-    def __init__(self, watches: Mapping[Cell, Watch]) -> None:
+    def __init__(self, watches: Mapping[Cell, ChangePointDetector]) -> None:
         self._watches = watches
         pairs = [(a, b) for a, b in watches if a < b and (b, a) in watches]
         self._num_pairs = len(pairs)
@@ -189,13 +189,13 @@ def _above(level: float, values: Sequence[_Value]) -> list[_Value]:
     return [(number, at_s, excess - level) for number, at_s, excess in values]
 
 
-def _joint(there: Watch, back: Watch) -> list[_Value]:
+def _joint(there: ChangePointDetector, back: ChangePointDetector) -> list[_Value]:
     """Return of each round what both ways show at least."""
     others = {number: excess for number, _, excess in back.excess}
     return [(number, at_s, min(own, others[number])) for number, at_s, own in there.excess if number in others]
 
 
-def _without_changes(values: Sequence[_Value], bad: list[int], watches: Iterable[Watch]) -> list[int]:
+def _without_changes(values: Sequence[_Value], bad: list[int], watches: Iterable[ChangePointDetector]) -> list[int]:
     """Leave out what was told as slow and is over, which was no flapping, and what came before it was slow for good.
 
     What was over so soon may be a bad time of a link that flaps.
@@ -273,7 +273,7 @@ def _is_over(bad: list[int], count: int) -> bool:
 def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
     """Return the place whose links are bad and good in turns."""
     flapping: dict[Cell, Flapping] = {}
-    often: Mapping[Cell, Watch] = times.watches
+    often: Mapping[Cell, ChangePointDetector] = times.watches
     for least in sorted(INTERMITTENT.bad):
         often = {cell: watch for cell, watch in often.items() if _is_often_bad(watch, least)}
         usual = usual_share(times.watches, least) if often else 0.0
@@ -313,14 +313,14 @@ def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
     )]  # fmt: skip
 
 
-def _excess_in(watch: Watch, flapping: Mapping[Cell, Flapping]) -> float:
+def _excess_in(watch: ChangePointDetector, flapping: Mapping[Cell, Flapping]) -> float:
     """Return how much longer a link takes while any that flaps is down, from its first bad round to its last."""
     rounds = frozenset.union(*(found.bad for found in flapping.values()))
     middle = median([excess for number, _, excess in watch.excess if number in rounds])
     return 0.0 if middle < INTERMITTENT.bad[0] / 2 else middle
 
 
-def _is_often_bad(watch: Watch, least: float) -> bool:
+def _is_often_bad(watch: ChangePointDetector, least: float) -> bool:
     if not watch.is_often_long(of=INTERMITTENT.window + 1):
         return False  # not even by less
     latest = islice(reversed(watch.excess), INTERMITTENT.window)

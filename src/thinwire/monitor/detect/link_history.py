@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from thinwire.monitor.detect.change_points import CUSUM, Change, Company, Watch
+from thinwire.monitor.detect.change_points import CUSUM, Change, ChangePointDetector, PeerGroup
 from thinwire.monitor.detect.delay_matrix import Cell
 from thinwire.monitor.detect.timeline import Job, Message
 
@@ -104,7 +104,7 @@ def alone_s(job: Job, messages: Iterable[Message]) -> dict[int, float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class Endpoint:
     """All wires of a rank that were seen, one way or both.
 
     Attributes:
@@ -115,59 +115,61 @@ class End:
 
     rank: int
     cells: frozenset[Cell]
-    watch: Watch
+    watch: ChangePointDetector
 
 
 _Round = dict[Cell, tuple[float, float]]  # seconds of the clock and logarithm of the ratio
 _Ordered = Sequence[tuple[int, _Round, list[float]]]  # in the order of their numbers, with the logarithms in order
 
 
-def watch_ends(watches: Mapping[Cell, Watch], classes: Mapping[int, int]) -> list[End]:
+def watch_endpoints(watches: Mapping[Cell, ChangePointDetector], classes: Mapping[int, int]) -> list[Endpoint]:
     """Watch what each rank sends, what it receives, and both.
 
     Args:
         watches: Of what each wire's messages would have taken alone.
         classes: The size class of each round: small messages scatter more, and say nothing of how large ones do.
     """
-    return EndHistory().take(watches, classes)
+    return EndpointHistory().take(watches, classes)
 
 
-class EndHistory:
+class EndpointHistory:
     """Remembers what the wires of each end showed together."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[int, frozenset[Cell]], End] = {}
+        self._endpoints: dict[tuple[int, frozenset[Cell]], Endpoint] = {}
         self._cells: frozenset[Cell] = frozenset()
         self._taken: dict[frozenset[Cell], int] = {}
 
-    def take(self, watches: Mapping[Cell, Watch], classes: Mapping[int, int], *, until: int | None = None) -> list[End]:
+    def take(
+        self, watches: Mapping[Cell, ChangePointDetector], classes: Mapping[int, int], *, until: int | None = None
+    ) -> list[Endpoint]:
         """Take in what is new, and return all ends.
 
         Args:
-            watches: See `watch_ends`.
+            watches: See `watch_endpoints`.
             classes: The same.
             until: The last round that all wires have shown; None where nothing more will come.
         """
         if len(watches) != len(self._cells):
             self._cells = frozenset(watches)
-            named = _ends_of(self._cells)
-            self._ends = {key: self._ends.get(key) or _end(*key) for key in named}
+            named = _endpoints_of(self._cells)
+            self._endpoints = {key: self._endpoints.get(key) or _endpoint(*key) for key in named}
             self._taken = {cells: self._taken.get(cells, -1) for _, cells in named}
         since = min(self._taken.values(), default=-1)
         ordered = _rounds(watches, since=since, until=until)
-        for (_, cells), end in self._ends.items():
+        for (_, cells), end in self._endpoints.items():
             known = self._taken[cells]
             _feed(end, [one for one in ordered if one[0] > known] if known > since else ordered, classes)
         if ordered:
             self._taken = dict.fromkeys(self._taken, ordered[-1][0])
-        return [*self._ends.values()]
+        return [*self._endpoints.values()]
 
 
-def _end(rank: int, cells: frozenset[Cell]) -> End:
-    return End(rank=rank, cells=cells, watch=Watch(most_usual=LINKS.baseline_rounds))
+def _endpoint(rank: int, cells: frozenset[Cell]) -> Endpoint:
+    return Endpoint(rank=rank, cells=cells, watch=ChangePointDetector(most_usual=LINKS.baseline_rounds))
 
 
-def _ends_of(cells: Collection[Cell]) -> list[tuple[int, frozenset[Cell]]]:
+def _endpoints_of(cells: Collection[Cell]) -> list[tuple[int, frozenset[Cell]]]:
     rows, columns = defaultdict[int, set[Cell]](set), defaultdict[int, set[Cell]](set)
     for cell in cells:
         rows[cell[0]].add(cell)
@@ -180,7 +182,7 @@ def _ends_of(cells: Collection[Cell]) -> list[tuple[int, frozenset[Cell]]]:
     ]
 
 
-def _rounds(watches: Mapping[Cell, Watch], *, since: int, until: int | None) -> _Ordered:
+def _rounds(watches: Mapping[Cell, ChangePointDetector], *, since: int, until: int | None) -> _Ordered:
     """Return the rounds after one, up to another one."""
     rounds: dict[int, _Round] = defaultdict(dict)
     # a look at a running job must not take long: of very many wires, what came before all was usual is left out
@@ -192,7 +194,7 @@ def _rounds(watches: Mapping[Cell, Watch], *, since: int, until: int | None) -> 
     return [(number, own, sorted(excess for _, excess in own.values())) for number, own in sorted(rounds.items())]
 
 
-def _feed(end: End, rounds: _Ordered, classes: Mapping[int, int]) -> None:
+def _feed(end: Endpoint, rounds: _Ordered, classes: Mapping[int, int]) -> None:
     for number, own, ordered in rounds:
         ours = [own[cell] for cell in end.cells if cell in own]
         if len(ours) < LINKS.min_links:
@@ -236,9 +238,9 @@ class LinkTimes:
             come.
     """
 
-    watches: dict[Cell, Watch] = field(default_factory=dict)
-    alone: dict[Cell, Watch] = field(default_factory=dict)
-    ends: list[End] = field(default_factory=list)
+    watches: dict[Cell, ChangePointDetector] = field(default_factory=dict)
+    alone: dict[Cell, ChangePointDetector] = field(default_factory=dict)
+    ends: list[Endpoint] = field(default_factory=list)
     retries: dict[Cell, int] = field(default_factory=dict)
     times: dict[tuple[Cell, int], list[float]] = field(default_factory=dict)
     soon: dict[Cell, Change] = field(default_factory=dict)
@@ -272,14 +274,14 @@ class LinkHistory:
 
     def __init__(self) -> None:
         self._times = LinkTimes()
-        self._plain, self._shared = Company(), Company()
+        self._plain, self._shared = PeerGroup(), PeerGroup()
         self._taken: dict[Cell, int] = {}
         self._missing: dict[Cell, set[int]] = {}  # rounds before that one which may still come
         self._parts: dict[Cell, int] = {}
         self._bytes: dict[Cell, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._classes: dict[int, int] = {}
         self._open: list[Message] = []
-        self._ends = EndHistory()
+        self._endpoints = EndpointHistory()
         self.newest = -1
 
     def take(self, job: Job, *, settled_s: float | None = None) -> LinkTimes:
@@ -302,7 +304,7 @@ class LinkHistory:
             self._add(job, cell, round, classed, message, shares[id(message)])
         for number in [*self._classes][: -LINKS.max_rounds]:
             del self._classes[number]
-        self._watch_ends(is_all=settled_s is None)
+        self._update_endpoints(is_all=settled_s is None)
         self._times.soon = {} if settled_s is None else self._soon(job, settled_s)
         return _within(self._times, job)
 
@@ -355,7 +357,10 @@ class LinkHistory:
     def _add(self, job: Job, cell: Cell, round: int, classed: int, message: Message, share_s: float) -> None:
         times, time_s, at_s = self._times, max(message.transfer_s or 0.0, 0.0), message.received_done_s or 0.0
         if cell not in times.watches:
-            times.watches[cell], times.alone[cell] = Watch(company=self._plain), Watch(company=self._shared)
+            times.watches[cell], times.alone[cell] = (
+                ChangePointDetector(company=self._plain),
+                ChangePointDetector(company=self._shared),
+            )
         watch, alone = times.watches[cell], times.alone[cell]
         classed_so, error_s = _measured(job, message, classed)
         if error_s > LINKS.max_error * time_s:
@@ -378,9 +383,9 @@ class LinkHistory:
                     found[cell] = change
         return found
 
-    def _watch_ends(self, *, is_all: bool) -> None:
+    def _update_endpoints(self, *, is_all: bool) -> None:
         if is_all:
-            self._times.ends = self._ends.take(self._times.alone, self._classes)
+            self._times.ends = self._endpoints.take(self._times.alone, self._classes)
             return
         if max((len(watch.excess) for watch in self._times.alone.values()), default=0) < LINKS.ripe:
             return
@@ -390,7 +395,7 @@ class LinkHistory:
             if number >= self.newest - LINKS.recent_rounds
         ]
         until = max(min(recent), self.newest - LINKS.later_rounds)
-        self._times.ends = self._ends.take(self._times.alone, self._classes, until=until)
+        self._times.ends = self._endpoints.take(self._times.alone, self._classes, until=until)
 
 
 def _measured(job: Job, message: Message, classed: int) -> tuple[int, float]:
@@ -438,7 +443,7 @@ def _may_come(message: Message, now_s: float) -> bool:
 def _within(times: LinkTimes, job: Job) -> LinkTimes:
     """Return what is known of the links whose ends take part, and whose clocks nobody set."""
 
-    def kept(watches: Mapping[Cell, Watch]) -> dict[Cell, Watch]:
+    def kept(watches: Mapping[Cell, ChangePointDetector]) -> dict[Cell, ChangePointDetector]:
         return {
             cell: watch
             for cell, watch in watches.items()

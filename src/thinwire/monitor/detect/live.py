@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from thinwire.monitor.detect.clocks import SightingBook
 from thinwire.monitor.detect.diagnose import DetectorState, findings_of
-from thinwire.monitor.detect.heartbeats import Lateness, find_silent
+from thinwire.monitor.detect.heartbeats import HeartbeatDelays, find_silent
 from thinwire.monitor.detect.progress import PROGRESS
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Finding, Place, WaitEvidence
@@ -56,7 +56,7 @@ _Kept = TypeVar("_Kept")
 _Key = TypeVar("_Key")
 
 
-class _Ends(Generic[_Kept]):
+class _FirstAndLatest(Generic[_Kept]):
     """The first and the latest of many: what a thing was like at first must not be forgotten by what it became."""
 
     def __init__(self, most: int) -> None:
@@ -83,7 +83,7 @@ class _Ends(Generic[_Kept]):
         return [*self._first.values(), *self._latest.values()]
 
 
-class Window:
+class RecordWindow:
     """Records of a job, a bounded number: the first ones, and the latest.
 
     An operation or an end of a transfer that is written again takes the place of the earlier one.
@@ -93,7 +93,7 @@ class Window:
             many ranks that this is a few rounds, more are kept, a few rounds at least.
 
     Example:
-        >>> window = Window(most_records=8)
+        >>> window = RecordWindow(most_records=8)
         >>> for step in range(100):
         ...     window.add(Span(rank=0, kind="compute", step=step, started_s=step, done_s=step + 0.5))
         >>> [span.step for span in window.records().spans]
@@ -105,13 +105,13 @@ class Window:
             raise ValueError(f"most_records must be at least 4, got {most_records}")
         # a rank may know itself only, so that each writes another record of the same communicator
         self._communicators: OrderedDict[Communicator, None] = OrderedDict()
-        self._operations: _Ends[Operation] = _Ends(most_records)
-        self._transfers: _Ends[TransferEnd] = _Ends(2 * most_records)
-        self._spans: _Ends[Span] = _Ends(most_records)
+        self._operations: _FirstAndLatest[Operation] = _FirstAndLatest(most_records)
+        self._transfers: _FirstAndLatest[TransferEnd] = _FirstAndLatest(2 * most_records)
+        self._spans: _FirstAndLatest[Span] = _FirstAndLatest(most_records)
         self._beats: dict[int, deque[Beat]] = {}
         self._arrivals: dict[tuple[int, int], deque[Arrival]] = {}
-        self._flows: _Ends[Flow] = _Ends(LIVE.max_flows)
-        self._probes: _Ends[Probe] = _Ends(LIVE.max_flows)
+        self._flows: _FirstAndLatest[Flow] = _FirstAndLatest(LIVE.max_flows)
+        self._probes: _FirstAndLatest[Probe] = _FirstAndLatest(LIVE.max_flows)
         self._writers: set[int] = set()
         self._ways: set[tuple[int, int, str]] = set()
 
@@ -239,11 +239,11 @@ class _Case:
         return self.finding.confidence <= PROGRESS.unsure and now_s - self.last_s < LIVE.held * waited_s
 
     @property
-    def is_told(self) -> bool:
+    def is_reported(self) -> bool:
         return self.number >= 0
 
 
-class LiveJudge:
+class LiveDetector:
     """Judges a job again and again, and tells of each cause once.
 
     A finding must be there at several looks before it is new, and be gone for several before it is over. Two findings
@@ -252,40 +252,40 @@ class LiveJudge:
     when twice as long as it lasted has gone by without another, so that it is told once and not message by message.
 
     Args:
-        looks_until_new: Looks in a row that a finding must be there.
-        looks_until_over: Looks in a row that it must be gone.
-        most_records: See `Window`.
-        own_host: See `Lateness`.
+        updates_until_new: Looks in a row that a finding must be there.
+        updates_until_over: Looks in a row that it must be gone.
+        most_records: See `RecordWindow`.
+        own_host: See `HeartbeatDelays`.
 
     Attributes:
         num_failed: Looks at which the rules themselves failed; nothing is told then.
         problem: What the rules failed with the last time.
 
     Example:
-        >>> from thinwire.monitor.synthetic_jobs import rehearse
-        >>> from thinwire.monitor.synthetic_jobs import Fault, Scene
-        >>> slow = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 1)), begin=20, severity=6.0)
-        >>> judge = LiveJudge(looks_until_new=2)
-        >>> judge.take(rehearse(Scene(hosts=("a", "b", "c"), rounds=40, faults=(slow,))))
-        >>> judge.look(), [(news.state, news.finding.where) for news in judge.look()]
+        >>> from thinwire.monitor.synthetic_jobs import synthesize
+        >>> from thinwire.monitor.synthetic_jobs import InjectedFault, Scene
+        >>> slow = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 1)), begin=20, severity=6.0)
+        >>> detector = LiveDetector(updates_until_new=2)
+        >>> detector.add(synthesize(Scene(hosts=("a", "b", "c"), rounds=40, faults=(slow,))))
+        >>> detector.update(), [(news.state, news.finding.where) for news in detector.update()]
         ([], [('new', 'link 0 -> 1')])
     """
 
     def __init__(
-        self, *, looks_until_new: int = 2, looks_until_over: int = 5, most_records: int = 3000, own_host: str = ""
+        self, *, updates_until_new: int = 2, updates_until_over: int = 5, most_records: int = 3000, own_host: str = ""
     ) -> None:
-        for name, value in (("looks_until_new", looks_until_new), ("looks_until_over", looks_until_over)):
+        for name, value in (("updates_until_new", updates_until_new), ("updates_until_over", updates_until_over)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        self._until_new, self._until_over = looks_until_new, looks_until_over
-        self._window = Window(most_records=most_records)
-        self._history, self._book, self._lateness = DetectorState(), SightingBook(), Lateness(own_host)
+        self._until_new, self._until_over = updates_until_new, updates_until_over
+        self._window = RecordWindow(most_records=most_records)
+        self._history, self._book, self._lateness = DetectorState(), SightingBook(), HeartbeatDelays(own_host)
         self._cases: list[_Case] = []
-        self._num_told = 0
+        self._num_reported = 0
         self.num_failed = 0
         self.problem = ""
 
-    def take(self, records: Iterable[Record]) -> None:
+    def add(self, records: Iterable[Record]) -> None:
         """Take records in, in the order in which each rank wrote them."""
         for record in records:
             self._window.add(record)
@@ -294,7 +294,7 @@ class LiveJudge:
         """Return the ranks that are known."""
         return frozenset(self._window.ranks())
 
-    def look(self, *, without: Collection[int] = frozenset()) -> list[News]:
+    def update(self, *, without: Collection[int] = frozenset()) -> list[News]:
         """Judge what there is, and return what is new or over since the last look.
 
         Args:
@@ -326,11 +326,11 @@ class LiveJudge:
     @property
     def is_unsure(self) -> bool:
         """Whether there is a finding that was not there often enough to be told: it is worth looking again soon."""
-        return any(not case.is_told for case in self._cases)
+        return any(not case.is_reported for case in self._cases)
 
-    def still_told(self) -> list[News]:
+    def open_findings(self) -> list[News]:
         """Return what is told of and not over, as it was seen last, the oldest first."""
-        told = sorted((case for case in self._cases if case.is_told), key=lambda case: case.number)
+        told = sorted((case for case in self._cases if case.is_reported), key=lambda case: case.number)
         return [News(case=case.number, state="new", finding=case.finding, age_s=case.age_s) for case in told]
 
     def _case_of(self, finding: Finding, hosts: Mapping[int, str]) -> _Case | None:
@@ -347,15 +347,15 @@ class LiveJudge:
         for case in [*self._cases]:
             if any(case is one for one in seen):
                 case.seen, case.gone = case.seen + 1, 0
-                if not case.is_told and case.seen >= self._until_new:
-                    case.number, self._num_told = self._num_told, self._num_told + 1
+                if not case.is_reported and case.seen >= self._until_new:
+                    case.number, self._num_reported = self._num_reported, self._num_reported + 1
                     news.append(News(case=case.number, state="new", finding=case.finding, age_s=case.age_s))
                 continue
             case.seen, case.gone = 0, case.gone + 1
-            if case.is_told and (case.gone < self._until_over or case.may_return(now_s)):
+            if case.is_reported and (case.gone < self._until_over or case.may_return(now_s)):
                 continue
             self._cases.remove(case)
-            if case.is_told:
+            if case.is_reported:
                 news.append(News(case=case.number, state="over", finding=case.finding, age_s=case.age_s))
         return news
 

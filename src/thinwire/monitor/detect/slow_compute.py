@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from thinwire.monitor.detect.change_points import (
     CUSUM,
-    Company,
-    Watch,
+    ChangePointDetector,
+    PeerGroup,
     at_least,
     median,
 )
@@ -159,8 +159,8 @@ class WorkTimes:
         least_longer_s: By how much work must grow to be told; more where steps had to be found in plain calls.
     """
 
-    own: dict[int, Watch] = field(default_factory=dict)
-    beside: dict[int, Watch] = field(default_factory=dict)
+    own: dict[int, ChangePointDetector] = field(default_factory=dict)
+    beside: dict[int, ChangePointDetector] = field(default_factory=dict)
     first: dict[int, list[float]] = field(default_factory=dict)
     least_longer_s: float = 0.0
 
@@ -193,7 +193,7 @@ class WorkHistory:
 
     def __init__(self) -> None:
         self._times = WorkTimes()
-        self._plain, self._compared = Company(), Company()
+        self._plain, self._compared = PeerGroup(), PeerGroup()
         self._taken: dict[int, int] = {}
         self._held: dict[int, dict[int, Work]] = {}  # by step, then by rank: not all have come so far
         self.newest = -1
@@ -209,7 +209,10 @@ class WorkHistory:
         works = {rank: works for rank, works in work_of(job).items() if rank not in job.unsteady}
         for rank, own in works.items():
             if rank not in times.own:
-                times.own[rank], times.beside[rank] = Watch(company=self._plain), Watch(company=self._compared)
+                times.own[rank], times.beside[rank] = (
+                    ChangePointDetector(company=self._plain),
+                    ChangePointDetector(company=self._compared),
+                )
                 times.first[rank] = []
             for work in own:
                 if work.step > self._taken.get(rank, -1):
@@ -303,7 +306,7 @@ def _is_relevant(finding: Finding, times: WorkTimes) -> bool:
     return evidence.times_longer >= CUSUM.min_ratio and evidence.now_s - evidence.usual_s >= times.least_longer_s
 
 
-def _grew(own: Watch, beside: Watch) -> bool:
+def _grew(own: ChangePointDetector, beside: ChangePointDetector) -> bool:
     """Return whether a rank itself takes longer: when all others become faster, none is at fault."""
     change = beside.change
     return change is not None and own.excess_in(change.since_round, change.seen_round) >= math.log(CUSUM.min_ratio) / 2
@@ -316,7 +319,9 @@ def _hosts_of(job: Job, ranks: Iterable[int]) -> dict[str, list[int]]:
     return dict(found)
 
 
-def _slow_work(job: Job, times: WorkTimes, watches: Mapping[int, Watch], ranks: Sequence[int], place: Place) -> Finding:
+def _slow_work(
+    job: Job, times: WorkTimes, watches: Mapping[int, ChangePointDetector], ranks: Sequence[int], place: Place
+) -> Finding:
     changes = [change for rank in ranks if (change := watches[rank].change) is not None]
     first = min(changes, key=lambda change: change.seen_round)
     since = first.since_round
@@ -356,7 +361,7 @@ def _waits(job: Job, since_s: float) -> dict[int, float]:
     return {rank: median(values) for rank, values in waits.items()}
 
 
-def _is_growing(watch: Watch, since: int) -> bool:
+def _is_growing(watch: ChangePointDetector, since: int) -> bool:
     """Return whether a rank's work grows on since it began to: each third of that time slower than the one before."""
     values = [excess for number, _, excess in watch.excess if number >= since]
     third = len(values) // 3
@@ -457,7 +462,7 @@ def _beside_neighbours(values: Sequence[tuple[int, float]]) -> list[tuple[int, f
     return found
 
 
-def regular_stalls(watch: Watch) -> tuple[int, int, float, int] | None:
+def regular_stalls(watch: ChangePointDetector) -> tuple[int, int, float, int] | None:
     """Return first round, period, logarithm of the ratio and round of proof of regular spikes, or none.
 
     Spikes that fall on a grid of rounds are no chance where so many points of the grid have one that spikes as

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from thinwire.monitor.detect.change_points import CUSUM, Change, Watch, median
+from thinwire.monitor.detect.change_points import CUSUM, Change, ChangePointDetector, median
 from thinwire.monitor.detect.delay_matrix import (
     DELAYS,
     WIRE_REMEDY,
@@ -166,7 +166,7 @@ def _claimed(explained: Explanation, matrix: Mapping[Cell, float], first: frozen
     return explained.cells | explained.following(matrix) | (first if is_little else frozenset())
 
 
-def _change_of(watch: Watch, alone: Watch) -> Change | None:
+def _change_of(watch: ChangePointDetector, alone: ChangePointDetector) -> Change | None:
     """Return the change of a link: an alarm of either of its times, which is over as soon as one is as before.
 
     What a message would have taken alone varies less where many share an access, and its own time where few do.

@@ -173,7 +173,7 @@ def build(records: Records, book: SightingBook | None = None) -> Job:
     """
     job = Job(communicators=records.communicators, has_beats=bool(records.beats), nccl=records.nccl)
     clock_of = _places(job, records)
-    ends, twice = _latest_ends(records.transfers)
+    ends, twice = _latest_reports(records.transfers)
     job.num_said_twice += twice
     messages = _sightings(ends, clock_of)
     sightings = [seen for _, seen in messages] if book is None else book.take(messages, of=clock_of.values())
@@ -293,7 +293,7 @@ def _places(job: Job, records: Records) -> dict[int, str]:
 EndKey = tuple[str, int, int, str, int, int]
 
 
-def _latest_ends(transfers: list[TransferEnd]) -> tuple[dict[EndKey, TransferEnd], int]:
+def _latest_reports(transfers: list[TransferEnd]) -> tuple[dict[EndKey, TransferEnd], int]:
     """Return each end once: an end that is done stands for the same end when it was not; also count the rest."""
     ends: dict[EndKey, TransferEnd] = {}
     twice = 0

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from thinwire.monitor.detect.change_points import CUSUM, Change, Watch, median
+from thinwire.monitor.detect.change_points import CUSUM, Change, ChangePointDetector, median
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
 from thinwire.monitor.detect.link_history import size_class
 from thinwire.monitor.findings import (
@@ -54,7 +54,7 @@ INSPECTOR = InspectorConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
+class CollectiveSeries:
     """The operations of one kind in one communicator.
 
     Attributes:
@@ -62,19 +62,19 @@ class Series:
         kind: NCCL's name of it.
         num_ranks: How many ranks the communicator has.
         operations: Sequence number and what each rank wrote, in order; those that at least two ranks wrote.
-        seats: Host and process of each rank that wrote anything.
+        locations: Host and process of each rank that wrote anything.
     """
 
     communicator: str
     kind: str
     num_ranks: int
     operations: list[tuple[int, dict[int, Timing]]] = field(default_factory=list)
-    seats: Mapping[int, tuple[str, int]] = field(default_factory=dict)
+    locations: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
     @property
     def unrecorded(self) -> int:
         """How many ranks wrote nothing."""
-        return max(0, self.num_ranks - len(self.seats))
+        return max(0, self.num_ranks - len(self.locations))
 
     @property
     def period_s(self) -> float:
@@ -127,24 +127,26 @@ def is_usable(timing: Timing) -> bool:
 
 def numbers_of(timings: Iterable[Timing]) -> Numbers:
     """Return the job's own number of each rank."""
-    seats = {(one.communicator, one.num_ranks, one.rank, (one.host, one.pid)) for one in timings}
-    return Numbers(sorted(seats))
+    locations = {(one.communicator, one.num_ranks, one.rank, (one.host, one.pid)) for one in timings}
+    return Numbers(sorted(locations))
 
 
-def series_of(timings: Iterable[Timing]) -> list[Series]:
+def series_of(timings: Iterable[Timing]) -> list[CollectiveSeries]:
     """Return the operations in which all ranks end together, by communicator and kind."""
     found: dict[tuple[str, str], dict[int, dict[int, Timing]]] = defaultdict(lambda: defaultdict(dict))
     size_of: dict[str, int] = {}
-    seats: dict[str, dict[int, tuple[str, int]]] = defaultdict(dict)
+    locations: dict[str, dict[int, tuple[str, int]]] = defaultdict(dict)
     for one in timings:
         if one.kind in TOGETHER:
             size_of[one.communicator] = max(one.num_ranks, size_of.get(one.communicator, 0))
-            seats[one.communicator].setdefault(one.rank, (one.host, one.pid))
+            locations[one.communicator].setdefault(one.rank, (one.host, one.pid))
             if is_usable(one):
                 # a number that comes again, as graphs that are replayed may have it, is told by none
                 found[one.communicator, one.kind][one.sequence].setdefault(one.rank, one)
     return [
-        Series(communicator=name, kind=kind, num_ranks=size_of[name], operations=both, seats=seats[name])
+        CollectiveSeries(
+            communicator=name, kind=kind, num_ranks=size_of[name], operations=both, locations=locations[name]
+        )
         for (name, kind), own in sorted(found.items())
         if (both := list(_shared(own)))
     ]
@@ -162,7 +164,7 @@ def _shared(operations: Mapping[int, dict[int, Timing]]) -> Iterator[tuple[int, 
 class _Late:
     """One rank, or all ranks of a host, that came late to the operations of a series."""
 
-    series: Series
+    series: CollectiveSeries
     ranks: tuple[int, ...]
     host: str = ""
     change: Change | None
@@ -172,7 +174,7 @@ class _Late:
     share_last: float
 
 
-def find_late(all_series: Iterable[Series], numbers: Numbers, *, trust: float) -> list[Finding]:
+def find_late(all_series: Iterable[CollectiveSeries], numbers: Numbers, *, trust: float) -> list[Finding]:
     """Return one finding for each rank or host that others wait for; who is late because it waits for another is none.
 
     Args:
@@ -210,13 +212,13 @@ def _without_followers(findings: Sequence[Finding]) -> list[Finding]:
     return left
 
 
-class _Lateness:
+class _LateTimes:
     """By how much each rank of a series came late, operation by operation."""
 
-    def __init__(self, series: Series) -> None:
+    def __init__(self, series: CollectiveSeries) -> None:
         self.series = series
         self.usual = series.usual_s()
-        self.watches: dict[int, Watch] = defaultdict(Watch)
+        self.watches: dict[int, ChangePointDetector] = defaultdict(ChangePointDetector)
         self.rows: dict[int, list[tuple[int, float, bool]]] = defaultdict(list)
         for sequence, own in series.operations:
             classed = class_of(own)
@@ -246,9 +248,9 @@ class _Lateness:
         )  # fmt: skip
 
 
-def _late_in(series: Series) -> list[_Late]:
+def _late_in(series: CollectiveSeries) -> list[_Late]:
     """Return the late ranks of a series, or their hosts; those late from the start only where nothing has changed."""
-    lateness = _Lateness(series)
+    lateness = _LateTimes(series)
     alarmed: dict[int, _Late] = {}
     for rank, watch in lateness.watches.items():
         if watch.change is not None:
@@ -259,7 +261,7 @@ def _late_in(series: Series) -> list[_Late]:
     return _by_host(lateness, alarmed)
 
 
-def _always(lateness: _Lateness, rank: int) -> _Late | None:
+def _always(lateness: _LateTimes, rank: int) -> _Late | None:
     rows = lateness.rows[rank]
     late = lateness.late([rank], None)
     often = sum(by_s >= 0.5 * late.usual_s for _, by_s, _ in rows) >= INSPECTOR.often * len(rows)
@@ -267,10 +269,10 @@ def _always(lateness: _Lateness, rank: int) -> _Late | None:
     return late if is_late else None
 
 
-def _by_host(lateness: _Lateness, alarmed: dict[int, _Late]) -> list[_Late]:
+def _by_host(lateness: _LateTimes, alarmed: dict[int, _Late]) -> list[_Late]:
     """Return whole hosts where all of their ranks in this communicator are late alike, and single ranks else."""
     ranks_on: dict[str, list[int]] = defaultdict(list)
-    for rank, (host, _) in lateness.series.seats.items():
+    for rank, (host, _) in lateness.series.locations.items():
         ranks_on[host].append(rank)
     found = []
     for host, ranks in sorted(ranks_on.items()):
@@ -289,18 +291,20 @@ def _finding(lates: Sequence[_Late], ranks: tuple[int, ...], numbers: Numbers, t
     series, change = late.series, late.change
     place = Place(kind="host", hosts=(late.host,)) if late.host else Place(kind="rank", ranks=ranks)
     others = sorted(
-        {numbers.of(one.series.communicator, rank) for one in lates for rank in one.series.seats} - set(ranks)
+        {numbers.of(one.series.communicator, rank) for one in lates for rank in one.series.locations} - set(ranks)
     )
     sure = 0.5 if change is None else 0.85
-    seats = [f"rank {rank} of {series.communicator}: {series.seats[rank][0]}, process {series.seats[rank][1]}"
-             for rank in late.ranks]  # fmt: skip
+    locations = [
+        f"rank {rank} of {series.communicator}: {host}, process {pid}"
+        for rank, (host, pid) in ((rank, series.locations[rank]) for rank in late.ranks)
+    ]
     finding = Finding(
         kind="non-communication slow",
         places=(place,),
         since_s=late.since[1], since_round=late.since[0],
         evidence=LateRankEvidence(
             late_s=round(late.late_s, 6), operation_takes_s=round(late.usual_s, 6),
-            came_last=round(late.share_last, 3), late=list(ranks), waiting=others[:64], seats=seats[:16],
+            came_last=round(late.share_last, 3), late=list(ranks), waiting=others[:64], locations=locations[:16],
             communicators=sorted({one.series.communicator for one in lates})[:16],
             kinds=sorted({one.series.kind for one in lates}), ranks_without_files=series.unrecorded,
         ),
@@ -320,14 +324,14 @@ def _finding(lates: Sequence[_Late], ranks: tuple[int, ...], numbers: Numbers, t
 _TEST = "run `thinwire diagnose test` on these hosts while the job stands: it measures each wire alone"
 
 
-def find_slow_collectives(all_series: Iterable[Series], numbers: Numbers, *, trust: float) -> list[Finding]:
+def find_slow_collectives(all_series: Iterable[CollectiveSeries], numbers: Numbers, *, trust: float) -> list[Finding]:
     """Return that operations take longer for all ranks alike: one finding for those that last, one for what is over.
 
     Times of collectives do not tell which wire it is.
     """
-    slow: dict[bool, dict[str, tuple[Series, Watch]]] = {False: {}, True: {}}
+    slow: dict[bool, dict[str, tuple[CollectiveSeries, ChangePointDetector]]] = {False: {}, True: {}}
     for series in all_series:
-        watch = Watch()
+        watch = ChangePointDetector()
         for sequence, own in series.operations:
             at_s = median([one.at_s for one in own.values()])
             watch.add(sequence, at_s, shortest_s(own), size_class=class_of(own))
@@ -336,21 +340,23 @@ def find_slow_collectives(all_series: Iterable[Series], numbers: Numbers, *, tru
     return [_slow_collectives(list(own.values()), numbers, trust) for own in slow.values() if own]
 
 
-def _lasting(watch: Watch, change: Change) -> float:
+def _lasting(watch: ChangePointDetector, change: Change) -> float:
     return watch.excess_in(
         change.since_round, change.until_round - 1 if change.is_over else change.seen_round + INSPECTOR.look
     )
 
 
-def _slow_collectives(slow: list[tuple[Series, Watch]], numbers: Numbers, trust: float) -> Finding:
+def _slow_collectives(
+    slow: list[tuple[CollectiveSeries, ChangePointDetector]], numbers: Numbers, trust: float
+) -> Finding:
     series, watch = min(slow, key=lambda pair: pair[1].change.since_s if pair[1].change is not None else math.inf)
     assert watch.change is not None
-    hosts = sorted({host for one, _ in slow for host, _ in one.seats.values()})
+    hosts = sorted({host for one, _ in slow for host, _ in one.locations.values()})
     is_host = len(hosts) == 1 and not series.unrecorded
     places = [Place(kind="host", hosts=(hosts[0],)) if is_host else Place(kind="communicator")]
     if series.unrecorded:  # who comes last may be a rank that wrote nothing
         gone = sorted(numbers.of(series.communicator, rank) for rank in range(series.num_ranks) if rank not in
-                      series.seats) if series.unrecorded <= 64 else []  # fmt: skip
+                      series.locations) if series.unrecorded <= 64 else []  # fmt: skip
         places.append(Place(kind="rank", ranks=tuple(gone)) if gone else Place(kind="job"))
     ratio = math.exp(_lasting(watch, watch.change))
     return Finding(
@@ -376,7 +382,7 @@ class _Links:
     """Times of messages by link, in the numbers of one communicator."""
 
     communicator: str
-    watches: dict[Cell, Watch] = field(default_factory=lambda: defaultdict(Watch))
+    watches: dict[Cell, ChangePointDetector] = field(default_factory=lambda: defaultdict(ChangePointDetector))
     times: dict[tuple[Cell, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     host_of: dict[int, str] = field(default_factory=dict)
     began_s: float = math.inf
@@ -505,20 +511,20 @@ def _hosts(links: _Links, explained: Explanation) -> list[str]:
     return sorted({links.host_of[rank] for cell in explained.cells for rank in cell})[:16]
 
 
-def find_gaps(all_series: Sequence[Series], numbers: Numbers, *, trust: float) -> list[Finding]:
+def find_gaps(all_series: Sequence[CollectiveSeries], numbers: Numbers, *, trust: float) -> list[Finding]:
     """Return ranks whose records end long before the others', and those that wrote none where most have.
 
     Neither says that a rank did not come: what it had not come to cannot end, and so is in nobody's file.
     """
     found = {finding.places: finding for series in all_series for finding in _ended(series, numbers, trust)}
-    absent = [series for series in all_series if series.unrecorded and 2 * len(series.seats) >= series.num_ranks]
+    absent = [series for series in all_series if series.unrecorded and 2 * len(series.locations) >= series.num_ranks]
     if absent:
         series = max(absent, key=lambda one: (one.num_ranks, one.communicator))
         found.setdefault((), _absent(series, numbers, trust))
     return list(found.values())
 
 
-def _ended(series: Series, numbers: Numbers, trust: float) -> list[Finding]:
+def _ended(series: CollectiveSeries, numbers: Numbers, trust: float) -> list[Finding]:
     own: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for sequence, timings in series.operations:
         for rank, one in timings.items():
@@ -536,7 +542,7 @@ def _ended(series: Series, numbers: Numbers, trust: float) -> list[Finding]:
                 communicator=series.communicator, last_operation=last[0],
                 ranks=[numbers.of(series.communicator, rank) for rank in ranks][:INSPECTOR.max_named],
                 others_last=max(rows[-1][0] for rows in own.values()), others_went_on_s=round(left_s, 3),
-                seats=[": process ".join(map(str, series.seats[rank])) for rank in ranks][:16],
+                locations=[": process ".join(map(str, series.locations[rank])) for rank in ranks][:16],
             ),
             text=f"The file of {place} ends with {series.kind} {last[0]} of communicator {series.communicator}, and "
             f"others have written for {left_s:.0f} s more. They could not have ended these without it, so it took "
@@ -558,28 +564,28 @@ def _left_s(rank: int, own: Mapping[int, Sequence[tuple[int, float]]]) -> float 
     return long_s if is_over else None
 
 
-def _places(series: Series, ranks: Sequence[int], numbers: Numbers) -> Iterable[tuple[Place, list[int]]]:
+def _places(series: CollectiveSeries, ranks: Sequence[int], numbers: Numbers) -> Iterable[tuple[Place, list[int]]]:
     """Yield whole hosts, and single ranks else."""
     on: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
-        on[series.seats[rank][0]].append(rank)
+        on[series.locations[rank][0]].append(rank)
     for host, gone in sorted(on.items()):
-        everyone = [rank for rank, seat in series.seats.items() if seat[0] == host]
+        everyone = [rank for rank, location in series.locations.items() if location[0] == host]
         if len(everyone) == len(gone) > 1:
             yield Place(kind="host", hosts=(host,)), gone
         else:
             yield from ((Place(kind="rank", ranks=(numbers.of(series.communicator, rank),)), [rank]) for rank in gone)
 
 
-def _absent(series: Series, numbers: Numbers, trust: float) -> Finding:
-    gone = [rank for rank in range(series.num_ranks) if rank not in series.seats][: INSPECTOR.max_named]
+def _absent(series: CollectiveSeries, numbers: Numbers, trust: float) -> Finding:
+    gone = [rank for rank in range(series.num_ranks) if rank not in series.locations][: INSPECTOR.max_named]
     first: Timing = next(iter(series.operations[0][1].values()))
     place = Place(kind="rank", ranks=tuple(numbers.of(series.communicator, rank) for rank in gone))
     return Finding(
         kind="no records", places=(place,), since_s=first.at_s, since_round=series.operations[0][0],
         evidence=MissingFileEvidence(
             communicator=series.communicator, ranks=list(place.ranks), num_ranks=series.num_ranks,
-            with_files=len(series.seats),
+            with_files=len(series.locations),
         ),
         text=f"Of {series.num_ranks} ranks of communicator {series.communicator} {series.unrecorded} wrote nothing "
         f"that was read ({place}): their files were not given, or the Inspector is not on there.",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import DataError
-from thinwire.monitor.nccl.values import CommunicatorState, Member, Process, Snapshot
+from thinwire.monitor.nccl.values import CommunicatorState, Process, RankState, Snapshot
 from thinwire.monitor.runlog.reader import MOST_LINE_BYTES, MOST_RANKS, Records, numbered_lines, short, text, whole
 from thinwire.untested import warn_untested
 
@@ -192,7 +192,7 @@ class StatusText:
                 member["lost"] = "dead"
         return CommunicatorState(
             communicator=told.communicator, size=told.size, errors=told.errors, unlisted=tuple(unlisted),
-            members={rank: Member(**one) for rank, one in sorted(told.members.items())},
+            members={rank: RankState(**one) for rank, one in sorted(told.members.items())},
         )  # fmt: skip
 
     def _rest(self, told: _Communicator, groups: Iterable[_Group], group: _Group) -> Iterator[int]:
@@ -377,7 +377,7 @@ def snapshot_of(told: dict[str, Any], *, source: str) -> Snapshot:
 
 def _communicator(told: dict[str, Any]) -> CommunicatorState:
     size = whole("size", told["size"], least=1, most=MOST_RANKS)
-    members: dict[int, Member] = {}
+    members: dict[int, RankState] = {}
     for one in (*map(_member, _list("ranks", told["ranks"])), *map(_missing, _list("missing", told["missing_ranks"]))):
         if one.rank >= size or one.rank in members:
             raise ValueError(f"rank is twice there or not below the communicator's size: {one.rank}")
@@ -401,7 +401,7 @@ def canonical(comm_hash: str) -> str:
     return f"0x{int(comm_hash, 16):x}"
 
 
-def _member(told: dict[str, Any]) -> Member:
+def _member(told: dict[str, Any]) -> RankState:
     state, counts = told["status"], told["collective_counts"]
     if not isinstance(state, dict) or not isinstance(counts, dict) or len(counts) > 64:
         raise ValueError(f"status or collective_counts is no JSON object: {short(state)}")
@@ -409,8 +409,8 @@ def _member(told: dict[str, Any]) -> Member:
     status = "RUNNING" if init == 0 else "INIT"
     if state["finalize_called"] is True or state["destroy_flag"] is True:
         status = "FINALIZE"
-    return Member(
-        **_seat(told),
+    return RankState(
+        **_location(told),
         counts={text("kind", kind): whole("count", count) for kind, count in counts.items()},
         status="ABORT" if state["abort_flag"] is True else status,
         init_error="" if init in _NO_ERRORS else _ERRORS_RAS.get(init, f"error {init}"),
@@ -418,15 +418,15 @@ def _member(told: dict[str, Any]) -> Member:
     )
 
 
-def _missing(told: dict[str, Any]) -> Member:
+def _missing(told: dict[str, Any]) -> RankState:
     state = told["status"]
     if not isinstance(state, dict):
         raise ValueError(f"status is no JSON object: {short(state)}")
     lost = "dead" if state["considered_dead"] is True else "unresponsive" if state["unresponsive"] is True else ""
-    return Member(**_seat(told), lost=lost, status="" if lost else "NOCOMM")
+    return RankState(**_location(told), lost=lost, status="" if lost else "NOCOMM")
 
 
-def _seat(told: dict[str, Any]) -> dict[str, Any]:
+def _location(told: dict[str, Any]) -> dict[str, Any]:
     host = text("host", told["host"])
     return {
         "rank": whole("rank", told["rank"], most=MOST_RANKS - 1),

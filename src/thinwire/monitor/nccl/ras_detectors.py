@@ -24,7 +24,7 @@ from thinwire.monitor.findings import (
     RasStateEvidence,
     RasSuspectEvidence,
 )
-from thinwire.monitor.nccl.values import HASH_LETTERS, CommunicatorState, Member, Numbers, Process, Snapshot
+from thinwire.monitor.nccl.values import HASH_LETTERS, CommunicatorState, Numbers, Process, RankState, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Unchanged:
         return f"nothing of it has changed {how_long} ({self.num} answers)"
 
 
-class Standing:
+class RasHistory:
     """All answers, in order.
 
     Args:
@@ -92,7 +92,7 @@ class Standing:
         self.latest = snapshots[-1]
         self.trust = trust
         self._numbers = Numbers(
-            (one.communicator, one.size, rank, member.seat)
+            (one.communicator, one.size, rank, member.location)
             for snapshot in snapshots
             for one in snapshot.communicators
             for rank, member in one.members.items()
@@ -102,12 +102,12 @@ class Standing:
         """Return the job's own number of a rank, or the communicator's where nothing better is known."""
         return self._numbers.of(one.communicator, rank)
 
-    def seats(self, ranks: Iterable[tuple[CommunicatorState, int]]) -> list[str]:
+    def locations(self, ranks: Iterable[tuple[CommunicatorState, int]]) -> list[str]:
         """Return where ranks run, in words, of the first 16."""
         told: list[str] = []
         for one, rank in ranks:
             member = one.members.get(rank)
-            if member is not None and member.seat is not None and len(told) < 16:
+            if member is not None and member.location is not None and len(told) < 16:
                 gpu = f", GPU {member.gpu}" if member.gpu >= 0 else ""
                 told.append(f"rank {rank} of {one.communicator}: {member.host}, process {member.pid}{gpu}")
         return told
@@ -125,7 +125,7 @@ class Standing:
             first = snapshot
         return first.at_s or 0.0
 
-    def unchanged(self, one: CommunicatorState, value: Callable[[Member], Any]) -> Unchanged:
+    def unchanged(self, one: CommunicatorState, value: Callable[[RankState], Any]) -> Unchanged:
         """Return since when a communicator's members are all as they are, as far as answers tell of both."""
         num, first, has_moved = 1, self.latest, False
         for snapshot in reversed(self.snapshots[:-1]):
@@ -141,7 +141,7 @@ class Standing:
         return Unchanged(num=num, since_s=first.at_s or 0.0, apart_s=apart_s, has_moved=has_moved)
 
 
-def _is_same(one: CommunicatorState, other: CommunicatorState, value: Callable[[Member], Any]) -> bool | None:
+def _is_same(one: CommunicatorState, other: CommunicatorState, value: Callable[[RankState], Any]) -> bool | None:
     """Return whether two answers tell the same of a communicator, where both tell; none where they do not."""
     told, then = ({(kind, count): num for kind, count, num in state.unlisted} for state in (one, other))
     both = [told == then] if told and then else []
@@ -201,7 +201,7 @@ class _Behind:
         return max(len(self.others), self.one.size - self.num)
 
 
-def find_behind(standing: Standing) -> list[Finding]:
+def find_behind(standing: RasHistory) -> list[Finding]:
     """Return the ranks that have not come, and those that call something else than the others."""
     found: list[tuple[Finding, set[object], set[object]]] = []
     for one in standing.latest.communicators:
@@ -213,7 +213,7 @@ def find_behind(standing: Standing) -> list[Finding]:
             found.append((_desync(standing, *swapped), set(), set()))
         elif not unchanged.has_moved or unchanged.has_stood:
             first = max(behind, key=lambda own: own.highest - own.lowest)
-            ranks, others = (_seats(one, own) for own in (first.ranks, first.others))
+            ranks, others = (_locations(one, own) for own in (first.ranks, first.others))
             found.append((_not_come(standing, first, unchanged), ranks, others))
     return [finding for finding, ranks, waiting in found if not _waits(ranks, waiting, found)]
 
@@ -227,10 +227,10 @@ def _waits(
     )
 
 
-def _seats(one: CommunicatorState, ranks: frozenset[int]) -> set[object]:
+def _locations(one: CommunicatorState, ranks: frozenset[int]) -> set[object]:
     """Return where ranks run; none where that is not known of all."""
-    seats = [one.members[rank].seat for rank in ranks]
-    return set(seats) if None not in seats else set()
+    locations = [one.members[rank].location for rank in ranks]
+    return set(locations) if None not in locations else set()
 
 
 def _behind(one: CommunicatorState) -> Iterator[_Behind]:
@@ -260,7 +260,7 @@ def _swapped(behind: Sequence[_Behind]) -> tuple[_Behind, _Behind] | None:
     return None
 
 
-def _desync(standing: Standing, one: _Behind, other: _Behind) -> Finding:
+def _desync(standing: RasHistory, one: _Behind, other: _Behind) -> Finding:
     few, many = sorted((one.ranks & other.others, other.ranks & one.others), key=len)
     is_sure = len(few) < len(many)
     calls, lacks = (other, one) if few <= one.ranks else (one, other)
@@ -274,7 +274,7 @@ def _desync(standing: Standing, one: _Behind, other: _Behind) -> Finding:
         evidence=RasDesyncEvidence(
             communicators=[one.one.communicator], ranks=list(numbers),
             launched=[f"{own.kind}: {own.lowest} to {own.highest}" for own in (one, other)],
-            seats=standing.seats([(one.one, rank) for rank in sorted(ranks)]),
+            locations=standing.locations([(one.one, rank) for rank in sorted(ranks)]),
         ),
         text=f"{Place(kind='rank', ranks=numbers).title} of communicator {one.one.communicator}: more {calls.kind} and "
         f"fewer {lacks.kind} launched than by others, so they call different collectives.",
@@ -285,7 +285,7 @@ def _desync(standing: Standing, one: _Behind, other: _Behind) -> Finding:
     )  # fmt: skip
 
 
-def _not_come(standing: Standing, behind: _Behind, unchanged: Unchanged) -> Finding:
+def _not_come(standing: RasHistory, behind: _Behind, unchanged: Unchanged) -> Finding:
     one = behind.one
     numbers = tuple(sorted(standing.number(one, rank) for rank in behind.ranks))
     named = numbers[: RAS.max_named] if behind.ranks else ()
@@ -303,7 +303,7 @@ def _not_come(standing: Standing, behind: _Behind, unchanged: Unchanged) -> Find
             communicators=[one.communicator], kind_of_collective=behind.kind, launched=behind.lowest,
             others_launched=behind.highest, num_behind=behind.num, ranks=list(named), num_others=behind.num_others,
             unchanged_s=unchanged.lasted, answers=unchanged.num,
-            seats=standing.seats([(one, rank) for rank in sorted(behind.ranks)]),
+            locations=standing.locations([(one, rank) for rank in sorted(behind.ranks)]),
         ),
         text=f"{who} {verb} not come to {behind.kind} {behind.lowest + 1} of communicator {one.communicator}, which "
         f"others have launched up to {behind.highest}"
@@ -316,7 +316,7 @@ def _not_come(standing: Standing, behind: _Behind, unchanged: Unchanged) -> Find
     )  # fmt: skip
 
 
-def _place(standing: Standing, one: CommunicatorState, behind: _Behind, numbers: tuple[int, ...]) -> Place:
+def _place(standing: RasHistory, one: CommunicatorState, behind: _Behind, numbers: tuple[int, ...]) -> Place:
     """Return the host whose ranks these are, where all hosts are known, or the ranks."""
     if not numbers:
         return Place(kind="communicator")
@@ -328,7 +328,7 @@ def _place(standing: Standing, one: CommunicatorState, behind: _Behind, numbers:
     return Place(kind="rank", ranks=numbers)
 
 
-def find_still(standing: Standing) -> list[Finding]:
+def find_still(standing: RasHistory) -> list[Finding]:
     """Return that no communicator of the job has moved for half a minute, where all ranks count alike.
 
     Only RAS's JSON tells counts of communicators that are well. It does not count messages (Send, Recv).
@@ -371,7 +371,7 @@ def find_in_snapshots(snapshots: Sequence[Snapshot], *, trust: float) -> list[Fi
     """
     if not snapshots:
         return []
-    standing = Standing(in_order(snapshots), trust)
+    standing = RasHistory(in_order(snapshots), trust)
     gone = list(_find_lost(standing))
     errors = list(_find_errors(standing, is_lost=bool(gone)))
     states = list(_find_states(standing))
@@ -383,7 +383,7 @@ def find_in_snapshots(snapshots: Sequence[Snapshot], *, trust: float) -> list[Fi
     return [*found, *bare] or find_still(standing)
 
 
-def _find_lost(standing: Standing) -> Iterator[Finding]:
+def _find_lost(standing: RasHistory) -> Iterator[Finding]:
     """Yield processes that RAS cannot reach, those of a host together."""
     processes, ranks = _lost(standing.latest)
     for state in ("dead", "unresponsive"):
@@ -395,7 +395,7 @@ def _find_lost(standing: Standing) -> Iterator[Finding]:
                 yield _gone(standing, state, host, own, members)
 
 
-_ByState = dict[str, list[tuple[CommunicatorState, Member]]]
+_ByState = dict[str, list[tuple[CommunicatorState, RankState]]]
 
 
 def _lost(latest: Snapshot) -> tuple[dict[str, list[Process]], _ByState]:
@@ -410,7 +410,7 @@ def _lost(latest: Snapshot) -> tuple[dict[str, list[Process]], _ByState]:
             state = member.lost
             if not member.host and len(known) == 1:
                 (process,) = known
-                member = Member(rank=member.rank, host=process.host, pid=process.pid, lost=state)
+                member = RankState(rank=member.rank, host=process.host, pid=process.pid, lost=state)
                 state = "dead" if latest.dead else state
             ranks[state].append((one, member))
             if member.host and not known:
@@ -419,8 +419,8 @@ def _lost(latest: Snapshot) -> tuple[dict[str, list[Process]], _ByState]:
 
 
 def _gone(
-    standing: Standing, state: str, host: str, processes: Sequence[tuple[int, str]],
-    members: Sequence[tuple[CommunicatorState, Member]],
+    standing: RasHistory, state: str, host: str, processes: Sequence[tuple[int, str]],
+    members: Sequence[tuple[CommunicatorState, RankState]],
 ) -> Finding:  # fmt: skip
     numbers = sorted({standing.number(one, member.rank) for one, member in members})
     everyone = {member.rank for one in standing.latest.communicators for member in one.members.values()
@@ -453,7 +453,7 @@ def _is_lost(snapshot: Snapshot, host: str, pids: Sequence[int]) -> bool:
     return any(one.host == host and one.pid in pids for own in processes.values() for one in own)
 
 
-def _find_errors(standing: Standing, *, is_lost: bool) -> Iterator[Finding]:
+def _find_errors(standing: RasHistory, *, is_lost: bool) -> Iterator[Finding]:
     """Yield the errors that ranks have of their own; those by the loss of others only where there is nothing else."""
     found: dict[tuple[str, str], list[tuple[CommunicatorState, int]]] = defaultdict(list)
     for one in standing.latest.communicators:
@@ -472,7 +472,7 @@ def _find_errors(standing: Standing, *, is_lost: bool) -> Iterator[Finding]:
             places=(place,), since_s=standing.latest.at_s or 0.0,
             evidence=RasErrorEvidence(
                 error=error, phase=when, ranks=list(numbers)[:64], communicators=names[:16],
-                seats=standing.seats(ranks),
+                locations=standing.locations(ranks),
             ),
             text=f"{place.title} has failed while {when} communicator {names[0]}: {error}"
             + (", which says that another process or the wire to it is lost." if error == REMOTE_ERROR else "."),
@@ -482,7 +482,7 @@ def _find_errors(standing: Standing, *, is_lost: bool) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _find_states(standing: Standing) -> Iterator[Finding]:
+def _find_states(standing: RasHistory) -> Iterator[Finding]:
     """Yield the ranks that are in another state than the rest of their communicator."""
     for one in standing.latest.communicators:
         states: dict[str, list[int]] = defaultdict(list)
@@ -501,7 +501,7 @@ def _find_states(standing: Standing) -> Iterator[Finding]:
             evidence=RasStateEvidence(
                 states=[f"{name}: {len(own)}" for name, own in sorted(states.items())], ranks=list(numbers)[:64],
                 communicators=[one.communicator], unchanged_s=same.lasted,
-                seats=standing.seats([(one, rank) for rank in ranks]),
+                locations=standing.locations([(one, rank) for rank in ranks]),
             ),
             text=f"{place.title} {said} communicator {one.communicator}, and others are not so far"
             + (f": {same.said}." if same.has_stood else "; this may be on its way."),
@@ -527,7 +527,7 @@ def _is_bare(one: CommunicatorState, told: Iterable[str]) -> bool:
     return not one.members and not one.unlisted and one.errors not in ("", "OK") and one.communicator not in told
 
 
-def _bare(standing: Standing, one: CommunicatorState) -> Finding:
+def _bare(standing: RasHistory, one: CommunicatorState) -> Finding:
     return Finding(
         kind="non-communication hang", places=(Place(kind="communicator"),), since_s=standing.latest.at_s or 0.0,
         evidence=RasSuspectEvidence(communicators=[one.communicator], ras_says=one.errors, size=one.size),
