@@ -11,7 +11,7 @@ from thinwire.monitor.detect.change_points import ChangePointDetector, median
 from thinwire.monitor.detect.delay_matrix import DelayMatrix
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.intermittent import flapping_of
-from thinwire.monitor.detect.link_history import watch_endpoints
+from thinwire.monitor.detect.link_history import ENDPOINT_CUSUM, watch_endpoints
 from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.detect.slow_compute import regular_stalls
 from thinwire.monitor.findings import report
@@ -186,7 +186,7 @@ def test_what_other_wires_show_is_taken_off_exactly() -> None:
                 watch.add(number, float(number), draw.choice((1.0, 1.0, 2.0, math.exp(draw.gauss(0, 0.3)))))
         histories = {cell: {number: x for number, _, x in watch.history()} for cell, watch in watches.items()}
         for end in watch_endpoints(watches, {}):
-            own, expected = watches[min(end.cells)], ChangePointDetector(most_usual=256)
+            own, expected = watches[min(end.cells)], ChangePointDetector(ENDPOINT_CUSUM)
             for number, _, _ in own.history():
                 values = {cell: seen[number] for cell, seen in histories.items()}
                 others = [value for cell, value in values.items() if cell not in end.cells]

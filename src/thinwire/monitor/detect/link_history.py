@@ -36,6 +36,7 @@ class LinkHistoryConfig:
 
 
 LINKS = LinkHistoryConfig()
+ENDPOINT_CUSUM = replace(CUSUM, max_history=LINKS.baseline_rounds)
 
 _Access = tuple[str, str]
 
@@ -166,7 +167,7 @@ class EndpointHistory:
 
 
 def _endpoint(rank: int, cells: frozenset[Cell]) -> Endpoint:
-    return Endpoint(rank=rank, cells=cells, watch=ChangePointDetector(most_usual=LINKS.baseline_rounds))
+    return Endpoint(rank=rank, cells=cells, watch=ChangePointDetector(ENDPOINT_CUSUM))
 
 
 def _endpoints_of(cells: Collection[Cell]) -> list[tuple[int, frozenset[Cell]]]:
@@ -358,8 +359,8 @@ class LinkHistory:
         times, time_s, at_s = self._times, max(message.transfer_s or 0.0, 0.0), message.received_done_s or 0.0
         if cell not in times.watches:
             times.watches[cell], times.alone[cell] = (
-                ChangePointDetector(company=self._plain),
-                ChangePointDetector(company=self._shared),
+                ChangePointDetector(peers=self._plain),
+                ChangePointDetector(peers=self._shared),
             )
         watch, alone = times.watches[cell], times.alone[cell]
         classed_so, error_s = _measured(job, message, classed)

@@ -210,8 +210,8 @@ class WorkHistory:
         for rank, own in works.items():
             if rank not in times.own:
                 times.own[rank], times.beside[rank] = (
-                    ChangePointDetector(company=self._plain),
-                    ChangePointDetector(company=self._compared),
+                    ChangePointDetector(peers=self._plain),
+                    ChangePointDetector(peers=self._compared),
                 )
                 times.first[rank] = []
             for work in own:
