@@ -11,7 +11,7 @@ from thinwire.monitor.detect.change_points import ChangePointDetector, median
 from thinwire.monitor.detect.delay_matrix import DelayMatrix
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.intermittent import flapping_of
-from thinwire.monitor.detect.link_history import ENDPOINT_CUSUM, watch_endpoints
+from thinwire.monitor.detect.link_history import ENDPOINT_CUSUM, EndpointHistory
 from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.detect.slow_compute import regular_stalls
 from thinwire.monitor.findings import report
@@ -97,7 +97,7 @@ def test_an_end_is_slow_by_all_its_wires_where_none_of_them_alone_shows_it() -> 
                 number, float(number), math.exp(draw.gauss(0, 0.5)) * (1.8 if cell[0] == 2 and number >= 50 else 1)
             )
     assert not any(watch.change for watch in watches.values())
-    seen = {(end.rank, end.cells) for end in watch_endpoints(watches, {}) if end.watch.change is not None}
+    seen = {(end.rank, end.cells) for end in EndpointHistory().take(watches, {}) if end.watch.change is not None}
     assert (2, frozenset(cell for cell in CELLS if cell[0] == 2)) in seen
     assert {rank for rank, _ in seen} == {2}
 
@@ -108,7 +108,7 @@ def test_what_slows_all_wires_is_no_fault_of_an_end() -> None:
     for number in range(80):
         for watch in watches.values():
             watch.add(number, float(number), math.exp(draw.gauss(0, 0.2)) * (3.0 if number >= 50 else 1.0))
-    assert not any(end.watch.change for end in watch_endpoints(watches, {}))
+    assert not any(end.watch.change for end in EndpointHistory().take(watches, {}))
 
 
 @pytest.mark.parametrize(("back", "said"), [(1.1, "sender rank 1"), (1.8, "host b"), (2.9, "host b")])
@@ -185,7 +185,7 @@ def test_what_other_wires_show_is_taken_off_exactly() -> None:
             for watch in watches.values():
                 watch.add(number, float(number), draw.choice((1.0, 1.0, 2.0, math.exp(draw.gauss(0, 0.3)))))
         histories = {cell: {number: x for number, _, x in watch.history()} for cell, watch in watches.items()}
-        for end in watch_endpoints(watches, {}):
+        for end in EndpointHistory().take(watches, {}):
             own, expected = watches[min(end.cells)], ChangePointDetector(ENDPOINT_CUSUM)
             for number, _, _ in own.history():
                 values = {cell: seen[number] for cell, seen in histories.items()}
