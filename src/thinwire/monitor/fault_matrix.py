@@ -1,6 +1,6 @@
-"""The fault matrix: scenes of all faults, severities and patterns, and whether what is found is what was done.
+"""Fault matrix: scenes of all faults, severities and patterns, and a comparison of findings with the faults.
 
-A result here is of rehearsed jobs. It says that the rules fit together, not how often they are right on a cluster.
+Results are of synthetic jobs: they show that the detectors agree with each other, not their accuracy on a cluster.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ HANGS: tuple[FaultKind, ...] = ("paused", "killed", "black hole", "skipped", "wr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultResult:
-    """What was made of one fault.
+    """Diagnosis of one fault.
 
     Attributes:
-        fault: What was done.
+        fault: Injected fault.
         verdict: `ambiguous` is right: the place is among those that the records cannot tell apart.
-        rounds: Rounds from the fault to when it was sure; -1 where there are none.
+        rounds: Rounds from the fault to the evidence; -1 if unknown.
     """
 
     fault: InjectedFault
@@ -64,7 +64,7 @@ class FaultResult:
 
 
 def compare(scene: Scene, findings: Sequence[Finding]) -> tuple[list[FaultResult], list[Finding]]:
-    """Return what was made of each fault, and the findings that belong to none."""
+    """Return the result for each fault, and the findings that belong to none."""
     left = list(findings)
     judgements = []
     for fault in scene.faults:
@@ -86,9 +86,9 @@ def scenes(*, seed: int, per_cell: int = 1, severities: Sequence[float] = (1.5, 
     """Yield scenes with one fault each: every kind of fault and place, at every severity.
 
     Args:
-        seed: Of all that is drawn.
+        seed: Of all random choices.
         per_cell: Scenes of each kind, place and severity.
-        severities: Of what has one.
+        severities: Of faults that have one.
     """
     draw = random.Random(seed)
     for _ in range(per_cell):
@@ -166,12 +166,12 @@ def _scene(draw: random.Random, hosts: tuple[str, ...], pattern: Pattern, faults
     long = any(fault.kind in ("flapping", "stalls", "growing work") for fault in faults)
     weak = any(fault.severity < 3.0 for fault in faults)
     name = draw.choice(tuple(NOISES))
-    # a hang is told after 1.5 times the longest operation seen, which takes up to 8 s under these noises
+    # a hang is found after 1.5 times the longest operation, which takes up to 8 s under these noises
     watched_s = 12.0 if name in ("heavy", "bursts") else 5.0
     after = _RING_ROUNDS_AFTER if pattern == "rotating_ring" else _ROUNDS_AFTER
     rounds = _before(pattern) + 8 + after * (2 if long or weak else 1)
     name = draw.choice(tuple(NOISES))
-    # a hang is told after 1.5 times the longest operation seen, which takes up to 8 s under these noises
+    # a hang is found after 1.5 times the longest operation, which takes up to 8 s under these noises
     watched_s = 12.0 if name in ("heavy", "bursts") else 5.0
     while True:
         scene = Scene(

@@ -1,6 +1,6 @@
-"""A judge of a running job: it is fed records as they are written, and says which findings are new and which are over.
+"""Live detector of a running job: takes records as they are written, and returns findings that are new or have ended.
 
-Nothing here runs by itself: who has the files calls `take` and `look`, and decides how often.
+Nothing here runs by itself: the owner of the files calls `add` and `update`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _Key = TypeVar("_Key")
 
 
 class _FirstAndLatest(Generic[_Kept]):
-    """The first and the latest of many: what a thing was like at first must not be forgotten by what it became."""
+    """The first and the latest values of many: the first ones show how things were without a fault."""
 
     def __init__(self, most: int) -> None:
         self.hold(most)
@@ -65,12 +65,12 @@ class _FirstAndLatest(Generic[_Kept]):
         self._latest: OrderedDict[Hashable, _Kept] = OrderedDict()
 
     def hold(self, most: int) -> None:
-        """Hold so many from now on; the first ones stay those that they are."""
+        """Change the capacity; the first values stay."""
         self.most = most
         self._most_first, self._most_latest = most // 4, most - most // 4
 
     def put(self, key: Hashable, value: _Kept) -> None:
-        """Take one in, in the place of that of the same key."""
+        """Add a value; it replaces one of the same key."""
         if key in self._first or (len(self._first) < self._most_first and not self._latest):
             self._first[key] = value
             return
@@ -79,12 +79,12 @@ class _FirstAndLatest(Generic[_Kept]):
             self._latest.popitem(last=False)
 
     def values(self) -> list[_Kept]:
-        """Return all, in the order in which their keys came."""
+        """Return all values in the order of their keys' arrival."""
         return [*self._first.values(), *self._latest.values()]
 
 
 class RecordWindow:
-    """Records of a job, a bounded number: the first ones, and the latest.
+    """Bounded number of records of a job: the first ones and the latest.
 
     An operation or an end of a transfer that is written again takes the place of the earlier one.
 
@@ -103,7 +103,7 @@ class RecordWindow:
     def __init__(self, *, most_records: int = 3000) -> None:
         if most_records < 4:
             raise ValueError(f"most_records must be at least 4, got {most_records}")
-        # a rank may know itself only, so that each writes another record of the same communicator
+        # a rank may know only itself, so that each writes another record of the same communicator
         self._communicators: OrderedDict[Communicator, None] = OrderedDict()
         self._operations: _FirstAndLatest[Operation] = _FirstAndLatest(most_records)
         self._transfers: _FirstAndLatest[TransferEnd] = _FirstAndLatest(2 * most_records)
@@ -116,7 +116,7 @@ class RecordWindow:
         self._ways: set[tuple[int, int, str]] = set()
 
     def add(self, record: Record) -> None:
-        """Take a record in."""
+        """Add a record."""
         if isinstance(record, Communicator):
             self._communicators.pop(record, None)
             self._communicators[record] = None
@@ -151,7 +151,7 @@ class RecordWindow:
             _put_latest(self._arrivals, (record.rank, record.peer), record, most=LIVE.max_arrivals)
 
     def ranks(self) -> set[int]:
-        """Return the ranks that wrote anything: a sign of life, or where they are."""
+        """Return the ranks with a heartbeat or a communicator."""
         return {*self._beats, *(rank for one in self._communicators for rank in one.ranks)}
 
     def hosts(self) -> dict[int, str]:
@@ -163,16 +163,16 @@ class RecordWindow:
         }  # fmt: skip
 
     def records(self, *, without: Collection[int] = frozenset()) -> Records:
-        """Return what is to be judged.
+        """Return the kept records.
 
         Args:
-            without: Ranks that take part no more; what they wrote is left out, and what others wrote of them.
+            without: Ranks that do not take part any more; records by them and about them are left out.
         """
         gone, found = frozenset(without), Records()
         for one in self._communicators:
             left = members_of(one, without=gone)
             if left is not None:
-                with contextlib.suppress(ValueError):  # it contradicts what was said before
+                with contextlib.suppress(ValueError):  # it contradicts an earlier record
                     found.add(left)
         kept = [op for op in self._operations.values() if op.rank not in gone]
         found.operations = without_given_up(kept)
@@ -193,19 +193,19 @@ def _put_latest(kept: dict[_Key, deque[_Kept]], key: _Key, record: _Kept, *, mos
 
 
 def _most_of(count: int) -> int:
-    """Return how many records are kept of so many ranks or ways."""
+    """Return the capacity for so many ranks or ways."""
     return min(LIVE.max_records, max(min(LIVE.many * count, LIVE.many_total), LIVE.few * count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """A finding that is new, or over.
+    """A finding that is new or has ended.
 
     Attributes:
         case: Counts the causes of the run, from 0; the same for `new` and `over`.
-        state: Which.
-        finding: The finding as it was seen last.
-        age_s: Seconds from when it began, by the records, to the latest record.
+        state: `over` once it has ended.
+        finding: Its latest form.
+        age_s: Seconds from its begin to the latest record.
     """
 
     case: int
@@ -223,7 +223,7 @@ class News:
 
 @dataclass(slots=True)
 class _Case:
-    """One cause, as far as it was seen."""
+    """One cause, and the updates that showed it."""
 
     finding: Finding
     number: int = -1
@@ -233,7 +233,7 @@ class _Case:
     last_s: float = 0.0
 
     def may_return(self, now_s: float) -> bool:
-        """Return whether a hang that may have been a very slow message may come again with the next one."""
+        """Return whether a hang that may be a very slow message may recur with the next one."""
         evidence = self.finding.evidence
         waited_s = evidence.waited_s if isinstance(evidence, WaitEvidence) else 0.0
         return self.finding.confidence <= PROGRESS.unsure and now_s - self.last_s < LIVE.held * waited_s
@@ -244,22 +244,22 @@ class _Case:
 
 
 class LiveDetector:
-    """Judges a job again and again, and tells of each cause once.
+    """Detectors of a running job, which report each cause once.
 
-    A finding must be there at several looks before it is new, and be gone for several before it is over. Two findings
-    are of one cause where they are of one kind and name a common place, or where one's ranks are among the other's:
-    what was ambiguous and becomes exact is no second cause. A hang that may be a very slow wire or rank is over only
-    when twice as long as it lasted has gone by without another, so that it is told once and not message by message.
+    A finding is new after several updates with it, and has ended after several without it. Two findings have one cause
+    if they are of one kind and share a place, or the ranks of one are among the other's: an ambiguous finding that
+    becomes exact is no second cause. A hang that may be a very slow link or rank has ended after twice its duration
+    without another, so that it is reported once and not for each message.
 
     Args:
-        updates_until_new: Looks in a row that a finding must be there.
-        updates_until_over: Looks in a row that it must be gone.
+        updates_until_new: Updates in a row with a finding.
+        updates_until_over: Updates in a row without it.
         most_records: See `RecordWindow`.
         own_host: See `HeartbeatDelays`.
 
     Attributes:
-        num_failed: Looks at which the rules themselves failed; nothing is told then.
-        problem: What the rules failed with the last time.
+        num_failed: Updates at which the detectors themselves failed, without findings.
+        problem: Latest of these errors.
 
     Example:
         >>> from thinwire.monitor.synthetic_jobs import synthesize
@@ -295,17 +295,17 @@ class LiveDetector:
         return frozenset(self._window.ranks())
 
     def update(self, *, without: Collection[int] = frozenset()) -> list[News]:
-        """Judge what there is, and return what is new or over since the last look.
+        """Run the detectors, and return the findings that are new or have ended since the last update.
 
         Args:
-            without: Ranks that take part no more, or were told to pause.
+            without: Ranks that do not take part any more, or are paused.
         """
         try:
             job = build(self._window.records(without=without), self._book)
             job.late_s = self._lateness.take(job)
-            # the hang tells more of one who is waited for than its silence does: it comes first, and is the same cause
+            # a hang shows more than the silence of the same rank: it comes first, and they are one cause
             findings = [*findings_of(job, self._history), *find_silent(job)]
-        except Exception as error:  # whatever strangers wrote, the run goes on
+        except Exception as error:  # records may be forged: the run goes on
             self.num_failed += 1
             self.problem = f"{type(error).__name__}: {error}"[:300]
             return []
@@ -325,11 +325,11 @@ class LiveDetector:
 
     @property
     def is_unsure(self) -> bool:
-        """Whether there is a finding that was not there often enough to be told: it is worth looking again soon."""
+        """Whether a finding is not confirmed yet, so that the next update should come soon."""
         return any(not case.is_reported for case in self._cases)
 
     def open_findings(self) -> list[News]:
-        """Return what is told of and not over, as it was seen last, the oldest first."""
+        """Return the reported findings that have not ended, the oldest first."""
         told = sorted((case for case in self._cases if case.is_reported), key=lambda case: case.number)
         return [News(case=case.number, state="new", finding=case.finding, age_s=case.age_s) for case in told]
 
@@ -361,7 +361,7 @@ class LiveDetector:
 
 
 def is_one_cause(one: Finding, other: Finding, *, hosts: Mapping[int, str]) -> bool:
-    """Tell whether two findings are of one cause.
+    """Return whether two findings have one cause.
 
     Args:
         one: A finding.
@@ -382,6 +382,6 @@ def _ranks(places: Collection[Place], hosts: Mapping[int, str]) -> set[int]:
 
 
 def _sharper(old: Finding, new: Finding) -> Finding:
-    """Return what is known now; the begin stays where it was seen first."""
+    """Return the new finding with the earlier begin."""
     since = {"since_s": old.since_s, "since_round": old.since_round} if old.since_s < new.since_s else {}
     return replace(new, **since)  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""Ranks that come late to NCCL's operations, from how long each rank's kernel was in them (C4, arXiv 2406.04594).
+"""Detectors on NCCL Inspector files: late ranks (C4, arXiv 2406.04594), slow collectives and messages, missing files.
+
+All ranks leave an operation at about the same time if none can end before all have come. So the difference of two
+ranks' kernel durations is the difference of their arrivals, and no clocks are compared.
 
 Who waits least came last. A rank that is late again and again, by more than it was or than the operation itself
 takes, keeps the others waiting: its own work is slow.
@@ -55,7 +58,7 @@ INSPECTOR = InspectorConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveSeries:
-    """The operations of one kind in one communicator.
+    """Operations of one kind in one communicator.
 
     Attributes:
         communicator: The begin of its hash.
@@ -73,19 +76,19 @@ class CollectiveSeries:
 
     @property
     def unrecorded(self) -> int:
-        """How many ranks wrote nothing."""
+        """Number of ranks without records."""
         return max(0, self.num_ranks - len(self.locations))
 
     @property
     def period_s(self) -> float:
-        """Seconds from one operation to the next, on the ranks' own clocks; NaN where they do not tell."""
+        """Seconds from one operation to the next, by the ranks' own clocks; NaN if unknown."""
         first, last = self.operations[0], self.operations[-1]
         both = first[1].keys() & last[1].keys()
         spans = [last[1][rank].at_s - first[1][rank].at_s for rank in both]
         return median([span / (last[0] - first[0]) for span in spans if span > 0 and last[0] > first[0]])
 
     def usual_s(self) -> dict[int, float]:
-        """Return what an operation of each size takes where the last rank has come: the middle of the shortest."""
+        """Return the usual duration of an operation of each size: the median over operations of the shortest kernel."""
         shortest: dict[int, list[float]] = defaultdict(list)
         for _, own in self.operations:
             shortest[class_of(own)].append(shortest_s(own))
@@ -93,17 +96,17 @@ class CollectiveSeries:
 
 
 def class_of(own: Mapping[int, Timing]) -> int:
-    """Return the size of an operation, as a class of sizes that are alike for `changes.Watch`."""
+    """Return the size class of an operation."""
     return 2 * size_class(next(iter(own.values())).num_bytes)
 
 
 def shortest_s(own: Mapping[int, Timing]) -> float:
-    """Return how long the rank that came last was in an operation: what the operation itself takes."""
+    """Return the operation's own duration: the time of the rank that came last."""
     return min(one.time_s for one in own.values())
 
 
 def late_s(own: Mapping[int, Timing]) -> dict[int, float]:
-    """Return by how many seconds each rank came later than the middle one of the others; 0 where it did not.
+    """Return the seconds by which each rank came later than the median of the others; at least 0.
 
     Example:
         >>> kernel = dict(communicator="0x1", num_ranks=3, host="a", pid=1, kind="AllReduce", sequence=0, num_bytes=8)
@@ -121,7 +124,7 @@ def late_s(own: Mapping[int, Timing]) -> dict[int, float]:
 
 
 def is_usable(timing: Timing) -> bool:
-    """Return whether a time is a kernel's: one by the CPU around the call holds the time in the queue too."""
+    """Return whether a duration is the kernel's own: that of the CPU includes time in the queue."""
     return timing.time_s > 0 and timing.source != "collective_cpu"
 
 
@@ -141,7 +144,7 @@ def series_of(timings: Iterable[Timing]) -> list[CollectiveSeries]:
             size_of[one.communicator] = max(one.num_ranks, size_of.get(one.communicator, 0))
             locations[one.communicator].setdefault(one.rank, (one.host, one.pid))
             if is_usable(one):
-                # a number that comes again, as graphs that are replayed may have it, is told by none
+                # replayed CUDA graphs may repeat a number: the first one counts
                 found[one.communicator, one.kind][one.sequence].setdefault(one.rank, one)
     return [
         CollectiveSeries(
@@ -155,14 +158,14 @@ def series_of(timings: Iterable[Timing]) -> list[CollectiveSeries]:
 def _shared(operations: Mapping[int, dict[int, Timing]]) -> Iterator[tuple[int, dict[int, Timing]]]:
     for sequence in sorted(operations):
         own = operations[sequence]
-        # other sizes at one number are other operations: the ranks' counts have parted
+        # different sizes at one number are different operations: the ranks' counts diverge
         if len(own) > 1 and len({one.num_bytes for one in own.values()}) == 1:
             yield sequence, own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Late:
-    """One rank, or all ranks of a host, that came late to the operations of a series."""
+    """A rank, or all ranks of a host, that came late to operations."""
 
     series: CollectiveSeries
     ranks: tuple[int, ...]
@@ -175,7 +178,7 @@ class _Late:
 
 
 def find_late(all_series: Iterable[CollectiveSeries], numbers: Numbers, *, trust: float) -> list[Finding]:
-    """Return one finding for each rank or host that others wait for; who is late because it waits for another is none.
+    """Return one finding for each rank or host that others wait for and that does not wait for another.
 
     Args:
         all_series: Operations side by side.
@@ -213,7 +216,7 @@ def _without_followers(findings: Sequence[Finding]) -> list[Finding]:
 
 
 class _LateTimes:
-    """By how much each rank of a series came late, operation by operation."""
+    """Lateness of each rank, operation by operation."""
 
     def __init__(self, series: CollectiveSeries) -> None:
         self.series = series
@@ -223,7 +226,7 @@ class _LateTimes:
         for sequence, own in series.operations:
             classed = class_of(own)
             for rank, by_s in (late := late_s(own)).items():
-                # beside what the operation takes: what is little beside that is no change
+                # added to the operation's own duration, so that a small lateness is no change
                 time_s = self.usual[classed] + by_s
                 self.watches[rank].add(sequence, own[rank].at_s, time_s, size_class=classed)
                 self.rows[rank].append((sequence, by_s, by_s > 0 and by_s == max(late.values())))
@@ -231,7 +234,7 @@ class _LateTimes:
         self.least_s = max(INSPECTOR.min_late_s, INSPECTOR.min_late_share * period_s if period_s > 0 else 0.0)
 
     def late(self, ranks: Sequence[int], change: Change | None, host: str = "") -> _Late:
-        """Return how late ranks were since a change, or since the begin."""
+        """Return the lateness of ranks since a change, or since the begin."""
         first = self.series.operations[0][0] if change is None else change.since_round
         last = (
             None if change is None else change.until_round - 1 if change.is_over else change.seen_round + INSPECTOR.look
@@ -249,7 +252,7 @@ class _LateTimes:
 
 
 def _late_in(series: CollectiveSeries) -> list[_Late]:
-    """Return the late ranks of a series, or their hosts; those late from the start only where nothing has changed."""
+    """Return the late ranks or hosts; those late from the start only without a lasting change."""
     lateness = _LateTimes(series)
     alarmed: dict[int, _Late] = {}
     for rank, watch in lateness.watches.items():
@@ -270,7 +273,7 @@ def _always(lateness: _LateTimes, rank: int) -> _Late | None:
 
 
 def _by_host(lateness: _LateTimes, alarmed: dict[int, _Late]) -> list[_Late]:
-    """Return whole hosts where all of their ranks in this communicator are late alike, and single ranks else."""
+    """Return hosts whose ranks in this communicator are all late alike, and single ranks else."""
     ranks_on: dict[str, list[int]] = defaultdict(list)
     for rank, (host, _) in lateness.series.locations.items():
         ranks_on[host].append(rank)
@@ -311,7 +314,7 @@ def _finding(lates: Sequence[_Late], ranks: tuple[int, ...], numbers: Numbers, t
         text=f"{place.title} comes late to {series.kind} of communicator {series.communicator}: the "
         f"others' kernels wait {late.late_s * 1e3:.3g} ms for it, where the operation itself takes "
         f"{late.usual_s * 1e3:.3g} ms" + (", since the files begin." if change is None else "."),
-        # a rank that wrote nothing may have been later still
+        # a rank without records may have been later still
         confidence=(sure if not series.unrecorded else 0.7 * sure) * trust,
         remedy="look at this rank's own work: other load, thermal limits, data that comes late, more work than others "
         "have" + (" from the start" if change is None else ""),
@@ -325,7 +328,7 @@ _TEST = "run `thinwire diagnose test` on these hosts while the job stands: it me
 
 
 def find_slow_collectives(all_series: Iterable[CollectiveSeries], numbers: Numbers, *, trust: float) -> list[Finding]:
-    """Return that operations take longer for all ranks alike: one finding for those that last, one for what is over.
+    """Return that operations take longer for all ranks: one finding for lasting slowdowns, one for ended ones.
 
     Times of collectives do not tell which wire it is.
     """
@@ -354,7 +357,7 @@ def _slow_collectives(
     hosts = sorted({host for one, _ in slow for host, _ in one.locations.values()})
     is_host = len(hosts) == 1 and not series.unrecorded
     places = [Place(kind="host", hosts=(hosts[0],)) if is_host else Place(kind="communicator")]
-    if series.unrecorded:  # who comes last may be a rank that wrote nothing
+    if series.unrecorded:  # the last rank may be one without records
         gone = sorted(numbers.of(series.communicator, rank) for rank in range(series.num_ranks) if rank not in
                       series.locations) if series.unrecorded <= 64 else []  # fmt: skip
         places.append(Place(kind="rank", ranks=tuple(gone)) if gone else Place(kind="job"))
@@ -379,7 +382,7 @@ def _slow_collectives(
 
 @dataclass(slots=True)
 class _Links:
-    """Times of messages by link, in the numbers of one communicator."""
+    """Durations of messages by link, in the rank numbers of one communicator."""
 
     communicator: str
     watches: dict[Cell, ChangePointDetector] = field(default_factory=lambda: defaultdict(ChangePointDetector))
@@ -389,7 +392,7 @@ class _Links:
 
 
 def find_slow_messages(timings: Iterable[Timing], numbers: Numbers, *, trust: float) -> list[Finding]:
-    """Return the links, senders, receivers or hosts whose messages take longer at both ends than before or than others.
+    """Return the places whose messages take longer at both ends than before, or than others.
 
     A message's own time is the shorter one of its two ends': the other end has waited.
     """
@@ -424,7 +427,7 @@ def _links_of(timings: Iterable[Timing], numbers: Numbers) -> list[_Links]:
 
 
 def without_gap(messages: Mapping[int, Timing]) -> Iterator[Timing]:
-    """Yield a rank's messages from its first one on, up to where the first is missing.
+    """Yield a rank's messages up to the first gap in their numbers.
 
     The Inspector counts a rank's messages to all peers together, from 1, so both ends of one have other numbers: the
     n-th one to a peer is the n-th that this peer receives. After a gap nobody knows to whom those went that it lacks.
@@ -442,7 +445,7 @@ def without_gap(messages: Mapping[int, Timing]) -> Iterator[Timing]:
 def _take(links: _Links, cell: Cell, pairs: Iterable[tuple[Timing, Timing]]) -> None:
     for number, (sent, received) in enumerate(pairs):
         if sent.num_bytes != received.num_bytes:
-            return  # from here on they are not the same messages
+            return  # from here on the two ends count different messages
         if is_usable(sent) and is_usable(received):
             time_s, classed = min(sent.time_s, received.time_s), size_class(sent.num_bytes)
             links.watches[cell].add(number, sent.at_s, time_s, size_class=2 * classed)
@@ -478,7 +481,7 @@ def _longer(links: _Links, changed: Mapping[Cell, Change], trust: float) -> list
 
 
 def _than_peers(links: _Links, trust: float) -> list[Finding]:
-    """Return links that were slow from the start: three times the middle of those like them, or more."""
+    """Return links that were slow from the start: three times the median of similar ones, or more."""
     groups: dict[tuple[bool, int], dict[Cell, float]] = defaultdict(dict)
     for (cell, classed), times in links.times.items():
         if len(times) >= CUSUM.min_history:
@@ -512,7 +515,7 @@ def _hosts(links: _Links, explained: Explanation) -> list[str]:
 
 
 def find_gaps(all_series: Sequence[CollectiveSeries], numbers: Numbers, *, trust: float) -> list[Finding]:
-    """Return ranks whose records end long before the others', and those that wrote none where most have.
+    """Return ranks whose files end long before the others', and ranks without a file if most have one.
 
     Neither says that a rank did not come: what it had not come to cannot end, and so is in nobody's file.
     """
@@ -554,7 +557,7 @@ def _ended(series: CollectiveSeries, numbers: Numbers, trust: float) -> list[Fin
 
 
 def _left_s(rank: int, own: Mapping[int, Sequence[tuple[int, float]]]) -> float | None:
-    """Return for how long others went on after a rank's last operation, each by its own clock; none for no time."""
+    """Return the seconds that others went on after a rank's last operation; None if they did not."""
     rows = own[rank]
     after = [one[bisect_left(one, (rows[-1][0], -math.inf)) :] for other, one in own.items() if other != rank]
     went_on = [one[-1][1] - one[0][1] if one else 0.0 for one in after]
@@ -565,7 +568,7 @@ def _left_s(rank: int, own: Mapping[int, Sequence[tuple[int, float]]]) -> float 
 
 
 def _places(series: CollectiveSeries, ranks: Sequence[int], numbers: Numbers) -> Iterable[tuple[Place, list[int]]]:
-    """Yield whole hosts, and single ranks else."""
+    """Yield hosts whose ranks are all among some, and single ranks else."""
     on: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
         on[series.locations[rank][0]].append(rank)

@@ -51,7 +51,7 @@ _ERRORS = ("init_error", "async_error")
 
 @dataclass(slots=True)
 class _Group:
-    """Ranks of a communicator that have one value in common, and those of them that are named."""
+    """Ranks of a communicator with one common value, and those of them that are named."""
 
     value: Any
     num: int
@@ -60,7 +60,7 @@ class _Group:
 
 @dataclass(slots=True)
 class _Communicator:
-    """What was told of a communicator so far."""
+    """Lines about one communicator so far."""
 
     communicator: str
     size: int
@@ -77,7 +77,7 @@ class _Communicator:
 
 
 class StatusText:
-    """Takes the lines of one answer.
+    """Parser of one answer, line by line.
 
     Args:
         source: The file.
@@ -99,7 +99,7 @@ class StatusText:
         self._now: _Communicator | None = None
 
     def take(self, line: str) -> bool:
-        """Take a line in, and return whether it told anything.
+        """Parse a line, and return whether it held data.
 
         Raises:
             ValueError: It belongs to the answer, and cannot be understood.
@@ -163,9 +163,9 @@ class StatusText:
         return True
 
     def snapshot(self, at_s: float | None) -> Snapshot:
-        """Return what was told."""
+        """Return the snapshot."""
         told = {int(group) for group, _, _ in self._communicators}
-        # of these RAS says that they are not well, and nothing more that could be read
+        # RAS calls these faulty without readable details
         bare = [
             CommunicatorState(communicator=f"of group {group}", size=size, members={}, errors=errors)
             for group, (size, errors) in self._rows.items()
@@ -180,7 +180,7 @@ class StatusText:
         unlisted = []
         for topic, groups in told.groups.items():
             for group in groups:
-                # of errors, those that are not named are not all others
+                # ranks without a named error are not one group
                 ranks = group.ranks or (list(self._rest(told, groups, group)) if topic not in _ERRORS else [])
                 for rank in ranks:
                     _set(told, rank, topic, group.value)
@@ -196,7 +196,7 @@ class StatusText:
         )  # fmt: skip
 
     def _rest(self, told: _Communicator, groups: Iterable[_Group], group: _Group) -> Iterator[int]:
-        """Return the ranks of the one group that is not named: all but those of the others, and but those missing."""
+        """Return the ranks of the one unnamed group: all but the named and the missing ones."""
         others = [other for other in groups if other is not group]
         if told.size <= 0 or any(len(other.ranks) != other.num for other in others) or told.size > self._budget[0]:
             return iter(())
@@ -230,7 +230,7 @@ def _take_rank(now: _Communicator, match: re.Match[str]) -> None:
 
 
 def _value_of(match: re.Match[str]) -> Any:
-    """Return the count, status or error in a line; none where it has none."""
+    """Return the count, status or error in a line; None without one."""
     if match["count"] is not None or match["none"] is not None:
         return int(match["count"] or 0)
     status = match["status"]
@@ -247,7 +247,7 @@ def _set(told: _Communicator, rank: int, topic: str, value: Any) -> None:
 
 MOST_BYTES = 64 * 1024 * 1024
 _JSON = re.compile(rb'"nccl_version"\s*:')
-# nccl.h: ncclSuccess and ncclInProgress are no errors; the words are those of RAS's text.
+# nccl.h: ncclSuccess and ncclInProgress are no errors; the texts are RAS's own.
 _ERRORS_RAS = {
     1: "Unhandled CUDA error", 2: "System error", 3: "Internal error", 4: "Invalid argument", 5: "Invalid usage",
     6: "Remote process error", 8: "Timeout",
@@ -273,7 +273,7 @@ def is_json(first: bytes) -> bool:
 
 
 def read_ras(records: Records, path: Path) -> None:
-    """Read one file; what cannot be understood is refused and counted, and ends no reading.
+    """Read one file; lines that cannot be parsed are counted as refused.
 
     Raises:
         DataError: The file cannot be read, or is too long.
@@ -297,7 +297,7 @@ def read_ras(records: Records, path: Path) -> None:
 
 
 def _text_snapshots(records: Records, path: Path, written_s: float) -> list[Snapshot]:
-    """Return the answers in a file of text; only where it is one, the file's time is its time."""
+    """Return the answers in a text file; a single answer has the file's time."""
     readers: list[StatusText] = []
     budget = [_MOST_UNNAMED]
     for number, line in numbered_lines(path):
@@ -358,7 +358,7 @@ def _objects(records: Records, path: Path) -> Iterator[tuple[int, dict[str, Any]
 
 
 def snapshot_of(told: dict[str, Any], *, source: str) -> Snapshot:
-    """Return what one answer in JSON tells.
+    """Return the snapshot of one answer in JSON.
 
     Raises:
         ValueError: It holds what cannot be.

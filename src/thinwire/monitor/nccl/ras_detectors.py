@@ -41,7 +41,7 @@ RAS = RasConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unchanged:
-    """For how long something is as it is.
+    """Time for which a state has not changed.
 
     Attributes:
         num: How many answers show it so, the latest included.
@@ -67,20 +67,20 @@ class Unchanged:
 
     @property
     def lasted(self) -> float | str:
-        """Seconds for which it has been seen so, for a finding."""
+        """Seconds without a change, for a finding."""
         if self.num == 1:
             return "one answer only"
         return "unknown" if math.isnan(self.apart_s) else round(self.apart_s, 3)
 
     @property
     def said(self) -> str:
-        """For how long, in words."""
+        """The same as text."""
         how_long = "between them" if math.isnan(self.apart_s) else f"in {self.apart_s:.0f} s"
         return f"nothing of it has changed {how_long} ({self.num} answers)"
 
 
 class RasHistory:
-    """All answers, in order.
+    """All answers of RAS, in order.
 
     Args:
         snapshots: At least one, the latest last.
@@ -103,7 +103,7 @@ class RasHistory:
         return self._numbers.of(one.communicator, rank)
 
     def locations(self, ranks: Iterable[tuple[CommunicatorState, int]]) -> list[str]:
-        """Return where ranks run, in words, of the first 16."""
+        """Return host, process and GPU of the first 16 ranks as texts."""
         told: list[str] = []
         for one, rank in ranks:
             member = one.members.get(rank)
@@ -113,11 +113,11 @@ class RasHistory:
         return told
 
     def has_trouble(self, one: CommunicatorState) -> bool:
-        """Return whether members of a communicator are lost or have failed, which explains what else is odd."""
+        """Return whether members of a communicator are lost or have failed, which explains other oddities."""
         return any(member.lost or member.init_error or member.async_error for member in one.members.values())
 
     def first_s(self, shows: Callable[[Snapshot], bool]) -> float:
-        """Return when the first of the latest answers was that show something; 0 where unknown."""
+        """Return the time of the first of the latest answers that show something; 0 if unknown."""
         first = self.latest
         for snapshot in reversed(self.snapshots):
             if not shows(snapshot):
@@ -126,13 +126,13 @@ class RasHistory:
         return first.at_s or 0.0
 
     def unchanged(self, one: CommunicatorState, value: Callable[[RankState], Any]) -> Unchanged:
-        """Return since when a communicator's members are all as they are, as far as answers tell of both."""
+        """Return the time for which a communicator's members have not changed."""
         num, first, has_moved = 1, self.latest, False
         for snapshot in reversed(self.snapshots[:-1]):
             earlier = next((other for other in snapshot.communicators if other.communicator == one.communicator), None)
             same = None if earlier is None else _is_same(one, earlier, value)
             if not same:
-                # text leaves out communicators that are well: how far they were then nobody knows
+                # the text format leaves healthy communicators out: their counts then are unknown
                 has_moved = same is False
                 break
             num, first = num + 1, snapshot
@@ -142,7 +142,7 @@ class RasHistory:
 
 
 def _is_same(one: CommunicatorState, other: CommunicatorState, value: Callable[[RankState], Any]) -> bool | None:
-    """Return whether two answers tell the same of a communicator, where both tell; none where they do not."""
+    """Return whether two answers agree about a communicator; None if they share no value."""
     told, then = ({(kind, count): num for kind, count, num in state.unlisted} for state in (one, other))
     both = [told == then] if told and then else []
     for rank in one.members.keys() & other.members.keys():
@@ -155,7 +155,7 @@ def _is_same(one: CommunicatorState, other: CommunicatorState, value: Callable[[
 
 
 def in_order(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
-    """Return answers by their times, or as they came where one has none.
+    """Return answers by time, or in their order if one has no time.
 
     Example:
         >>> first, second = Snapshot(source="b", at_s=2.0), Snapshot(source="a", at_s=1.0)
@@ -182,7 +182,7 @@ _ASK_AGAIN = "ask RAS again after some seconds, and diagnose both answers togeth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Behind:
-    """Those of a communicator that have launched least of a kind."""
+    """Ranks of a communicator that have launched the fewest collectives of a kind."""
 
     one: CommunicatorState
     kind: str
@@ -202,7 +202,7 @@ class _Behind:
 
 
 def find_behind(standing: RasHistory) -> list[Finding]:
-    """Return the ranks that have not come, and those that call something else than the others."""
+    """Return the lagging ranks, and those that call other collectives."""
     found: list[tuple[Finding, set[object], set[object]]] = []
     for one in standing.latest.communicators:
         behind = list(_behind(one))
@@ -221,14 +221,14 @@ def find_behind(standing: RasHistory) -> list[Finding]:
 def _waits(
     ranks: set[object], for_them: set[object], found: Sequence[tuple[Finding, set[object], set[object]]]
 ) -> bool:
-    """Return whether those that are behind in one communicator wait in another one, for somebody else."""
+    """Return whether the lagging ranks of one communicator wait in another one for other ranks."""
     return bool(ranks) and any(
         ranks <= waiting and not behind <= for_them for _, behind, waiting in found if behind and not behind & ranks
     )
 
 
 def _locations(one: CommunicatorState, ranks: frozenset[int]) -> set[object]:
-    """Return where ranks run; none where that is not known of all."""
+    """Return the locations of ranks; none if one is unknown."""
     locations = [one.members[rank].location for rank in ranks]
     return set(locations) if None not in locations else set()
 
@@ -249,7 +249,7 @@ def _behind(one: CommunicatorState) -> Iterator[_Behind]:
 
 
 def _swapped(behind: Sequence[_Behind]) -> tuple[_Behind, _Behind] | None:
-    """Return two kinds of which a rank has launched fewer of the one and more of the other than another rank has.
+    """Return two kinds of which one rank has launched fewer of the first and more of the second than another.
 
     Of ranks that all call the same in the same order, one is never ahead in one kind and behind in another.
     """
@@ -317,7 +317,7 @@ def _not_come(standing: RasHistory, behind: _Behind, unchanged: Unchanged) -> Fi
 
 
 def _place(standing: RasHistory, one: CommunicatorState, behind: _Behind, numbers: tuple[int, ...]) -> Place:
-    """Return the host whose ranks these are, where all hosts are known, or the ranks."""
+    """Return the host with exactly these ranks, if all hosts are known, or the ranks."""
     if not numbers:
         return Place(kind="communicator")
     hosts = {one.members[rank].host for rank in behind.ranks}
@@ -329,7 +329,7 @@ def _place(standing: RasHistory, one: CommunicatorState, behind: _Behind, number
 
 
 def find_still(standing: RasHistory) -> list[Finding]:
-    """Return that no communicator of the job has moved for half a minute, where all ranks count alike.
+    """Return that no communicator has moved for half a minute, if all ranks have equal counts.
 
     Only RAS's JSON tells counts of communicators that are well. It does not count messages (Send, Recv).
     """
@@ -363,7 +363,7 @@ _ASK_AGAIN_STATES = "ask RAS again after some seconds, and diagnose both answers
 
 
 def find_in_snapshots(snapshots: Sequence[Snapshot], *, trust: float) -> list[Finding]:
-    """Return what the latest answer of RAS shows to be wrong, held against the earlier ones.
+    """Return the faults in the latest answer of RAS, compared with the earlier ones.
 
     Args:
         snapshots: Of one job, in any order where they have times, else in the order in which they were asked for.
@@ -399,7 +399,7 @@ _ByState = dict[str, list[tuple[CommunicatorState, RankState]]]
 
 
 def _lost(latest: Snapshot) -> tuple[dict[str, list[Process]], _ByState]:
-    """Return processes and ranks that are lost; a rank whose process is not told is the one process that is, if so."""
+    """Return the lost processes and ranks; a rank without a process belongs to the only lost one, if there is one."""
     processes = {"dead": list(latest.dead), "unresponsive": list(latest.unresponsive)}
     ranks: _ByState = {"dead": [], "unresponsive": []}
     known = {*latest.dead, *latest.unresponsive}
@@ -454,7 +454,7 @@ def _is_lost(snapshot: Snapshot, host: str, pids: Sequence[int]) -> bool:
 
 
 def _find_errors(standing: RasHistory, *, is_lost: bool) -> Iterator[Finding]:
-    """Yield the errors that ranks have of their own; those by the loss of others only where there is nothing else."""
+    """Yield the ranks' own errors; errors by the loss of others only if there is nothing else."""
     found: dict[tuple[str, str], list[tuple[CommunicatorState, int]]] = defaultdict(list)
     for one in standing.latest.communicators:
         for rank, member in one.members.items():
@@ -511,7 +511,7 @@ def _find_states(standing: RasHistory) -> Iterator[Finding]:
 
 
 def _odd(states: dict[str, list[int]]) -> tuple[list[int], str]:
-    """Return the ranks that keep a communicator from going on, and what they do."""
+    """Return the ranks that block a communicator, and their state as text."""
     for name, said in (("ABORT", "has aborted"), ("INIT", "is still initialising")):
         if name in states:
             return states[name], said
@@ -523,7 +523,7 @@ def _odd(states: dict[str, list[int]]) -> tuple[list[int], str]:
 
 
 def _is_bare(one: CommunicatorState, told: Iterable[str]) -> bool:
-    """Return whether RAS calls a communicator not well, and nothing of it was told."""
+    """Return whether RAS calls a communicator faulty and no finding is about it."""
     return not one.members and not one.unlisted and one.errors not in ("", "OK") and one.communicator not in told
 
 

@@ -17,7 +17,7 @@ HASH_LETTERS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """How long one rank's kernel was in one operation, its waiting for the other ranks included.
+    """Duration of one rank's kernel in one operation, with its wait for the other ranks.
 
     Attributes:
         communicator: The begin of its hash, such as `0x7f8c496ae9f661`.
@@ -67,7 +67,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """One rank of a communicator, as far as a status tells.
+    """One rank of a communicator, from a RAS status.
 
     Attributes:
         rank: Counted in the communicator.
@@ -93,7 +93,7 @@ class RankState:
 
     @property
     def location(self) -> tuple[str, int, int] | None:
-        """Where it runs: host, process and GPU; none where unknown."""
+        """Host, process and GPU; None if unknown."""
         return (self.host, self.pid, self.gpu) if self.host and self.pid >= 0 else None
 
 
@@ -118,7 +118,7 @@ class CommunicatorState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What RAS answered once.
+    """One answer of RAS.
 
     Attributes:
         source: The file.
@@ -140,7 +140,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class NcclRecords:
-    """All that was read of NCCL's tools.
+    """Records of NCCL's tools.
 
     Attributes:
         timings: In the order in which they were read, which of one rank is that in which they ended.
@@ -178,9 +178,9 @@ class Numbers:
         self._number: dict[Hashable, int] = {}
         if ranks:
             largest = max(ranks, key=lambda name: (size_of[name], len(ranks[name]), name))
-            # a process that drives several GPUs has several ranks, and does not tell which of them writes
+            # a process that drives several GPUs has several ranks, and its records do not name them
             self._number = {location: min(own) for location, own in ranks[largest].items() if len(own) == 1}
 
     def of(self, communicator: str, rank: int) -> int:
-        """Return the job's number of a rank, or its number in the communicator where nothing better is known."""
+        """Return the job's number of a rank, or its number in the communicator if that is unknown."""
         return self._number.get(self._seat_of.get((communicator, rank)), rank)
