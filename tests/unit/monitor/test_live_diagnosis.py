@@ -126,7 +126,7 @@ class BecomesSure:
 
     def update(self, *, without: object = None) -> list[News]:
         self.num_looks += 1
-        return self.still_told() if self.num_looks == 1 else []
+        return self.open_findings() if self.num_looks == 1 else []
 
     def open_findings(self) -> list[News]:
         (_, told) = hang(0.0, age_s=1.0)
