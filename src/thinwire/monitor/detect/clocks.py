@@ -215,11 +215,14 @@ def _bounds(delays: Delays, reference: str) -> dict[str, tuple[float, float]]:
     for sender, others in delays.items():
         for receiver, delay in others.items():
             back[receiver][sender] = delay
+    # offset(b) - offset(a) <= apparent delay a -> b: the tightest upper bound is a shortest path, the lower one of the
+    # reversed graph
     upper, lower = _shortest(delays, reference), _shortest(back, reference)
     return {name: (-lower[name], upper[name]) for name in upper if name in lower and name != reference}
 
 
 def _shortest(delays: Delays, source: str) -> dict[str, float]:
+    # Bellman-Ford: apparent delays are negative where the receiver's clock is behind
     best = {source: 0.0}
     changed = {source}
     for _ in range(len(delays) + 1):
@@ -271,6 +274,7 @@ def _drift(bounds: list[_Bound], play_s: float) -> float | None:
     if least > most + 1e-9:
         return None
     slopes = [_slope([(b.at_s, b.lower) for b in bounds]), _slope([(b.at_s, b.upper) for b in bounds])]
+    # slopes of different signs are noise; of equal ones the smaller is common to both directions
     both = 0.0 if slopes[0] * slopes[1] <= 0 else min(slopes, key=abs)
     return min(max(both, least), max(least, most))
 

@@ -61,6 +61,7 @@ def find_slow_operations(job: Job) -> list[Finding]:
         lambda: defaultdict(ChangePointDetector)
     )
     for (communicator, sequence), own in sorted(job.operations.items(), key=lambda item: item[0][1]):
+        # one clock each, so that errors between clocks do not matter
         waits = [op.done_s - op.posted_s for op in own.values() if op.done_s is not None]
         first = next(iter(own.values()))
         if communicator in seen or len(waits) < len(own) or len(own) < 2 or first.kind in _ROOTED:

@@ -206,6 +206,7 @@ def find_behind(standing: RasHistory) -> list[Finding]:
     found: list[tuple[Finding, set[object], set[object]]] = []
     for one in standing.latest.communicators:
         behind = list(_behind(one))
+        # lost or failed members explain why counts differ
         if not behind or standing.has_trouble(one):
             continue
         unchanged = standing.unchanged(one, lambda member: dict(member.counts))
@@ -262,6 +263,7 @@ def _swapped(behind: Sequence[_Behind]) -> tuple[_Behind, _Behind] | None:
 
 def _desync(standing: RasHistory, one: _Behind, other: _Behind) -> Finding:
     few, many = sorted((one.ranks & other.others, other.ranks & one.others), key=len)
+    # of two sides of equal size either may be wrong
     is_sure = len(few) < len(many)
     calls, lacks = (other, one) if few <= one.ranks else (one, other)
     ranks = few if is_sure else few | many
@@ -290,6 +292,7 @@ def _not_come(standing: RasHistory, behind: _Behind, unchanged: Unchanged) -> Fi
     numbers = tuple(sorted(standing.number(one, rank) for rank in behind.ranks))
     named = numbers[: RAS.max_named] if behind.ranks else ()
     place = _place(standing, one, behind, named)
+    # a majority that lags may also mean that the others called once too often
     is_few = behind.num < behind.num_others
     stood = 0.9 if unchanged.is_long else 0.75
     sure = (stood if is_few else 0.6) if unchanged.has_stood else 0.35
@@ -461,6 +464,7 @@ def _find_errors(standing: RasHistory, *, is_lost: bool) -> Iterator[Finding]:
             for when, error in (("initialising", member.init_error), ("running", member.async_error)):
                 if error:
                     found[when, error].append((one, rank))
+    # a remote error follows from the loss of another process
     own = {key: ranks for key, ranks in found.items() if key[1] != REMOTE_ERROR}
     for (when, error), ranks in (own or ({} if is_lost else found)).items():
         numbers = tuple(sorted({standing.number(one, rank) for one, rank in ranks}))
