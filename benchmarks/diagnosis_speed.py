@@ -23,7 +23,7 @@ from pathlib import Path
 
 from thinwire.monitor.detect.change_points import CUSUM
 from thinwire.monitor.detect.diagnose import diagnose
-from thinwire.monitor.detect.live import LiveJudge
+from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.findings import report
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
@@ -64,7 +64,7 @@ def rounds_of(ranks: int, rounds: int, *, slow_host: int, seed: int = 0) -> Iter
 
 def judge_live(parts: list[list[Record]]) -> tuple[list[float], list[str]]:
     """Return the seconds of each look, and what was told after which round."""
-    judge, looks_s, told = LiveJudge(), [], []
+    judge, looks_s, told = LiveDetector(), [], []
     for number, part in enumerate(parts):
         begin_s = time.process_time()
         judge.take(part)

@@ -27,7 +27,7 @@ from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Place
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Communicator, Record, Span, header_line, to_line
-from thinwire.monitor.synthetic_jobs import NOISES, Fault, Scene, rehearse
+from thinwire.monitor.synthetic_jobs import NOISES, InjectedFault, Scene, synthesize
 
 _STEPS_A_ROUND, _TOKENS_A_STEP, _WIRE_BYTES = 20, 4096, 500_009
 # Width and height in CSS pixels, and pixels of the picture for each.
@@ -37,9 +37,9 @@ _CHROMIUM_S = 60.0
 
 def write_rehearsed_run(folder: Path) -> None:
     """Write what a run on three hosts would have written whose link 0 -> 2 became slow in round 30."""
-    fault = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=30, severity=5.0)
+    fault = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=30, severity=5.0)
     scene = Scene(hosts=("oslo", "riga", "turin"), rounds=48, seed=3, noise=NOISES["calm"], faults=(fault,))
-    records = [_with_passes(one) if isinstance(one, Span) else one for one in rehearse(scene)]
+    records = [_with_passes(one) if isinstance(one, Span) else one for one in synthesize(scene)]
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "run": {"steps": 1200, "replicas": 3}, "model": {"name": "35m"}, "data": {"source": "stdlib"},

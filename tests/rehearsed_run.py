@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.monitor.runlog.records import Communicator, header_line, to_line
-from thinwire.monitor.synthetic_jobs import NOISES, Fault, Scene, rehearse
+from thinwire.monitor.synthetic_jobs import NOISES, InjectedFault, Scene, synthesize
 
 HOSTS = ("a", "b", "c")
 
 
-def write_records(folder: Path, *faults: Fault, rounds: int = 48, hosts: tuple[str, ...] = HOSTS) -> Path:
+def write_records(folder: Path, *faults: InjectedFault, rounds: int = 48, hosts: tuple[str, ...] = HOSTS) -> Path:
     """Write records-rank-N.jsonl of a scene."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = rehearse(Scene(hosts=hosts, rounds=rounds, seed=3, noise=NOISES["calm"], faults=faults))
+    found = synthesize(Scene(hosts=hosts, rounds=rounds, seed=3, noise=NOISES["calm"], faults=faults))
     for rank in range(len(hosts)):
         own = [one for one in found if isinstance(one, Communicator) or one.rank == rank]
         (folder / f"records-rank-{rank}.jsonl").write_text("\n".join([header_line(), *map(to_line, own)]) + "\n")

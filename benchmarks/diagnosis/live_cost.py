@@ -17,7 +17,7 @@ from pathlib import Path
 from thinwire.monitor.live_diagnosis import LiveDiagnosis, Members
 from thinwire.monitor.remediation import Action, Policy, Steering
 from thinwire.monitor.runlog.records import Communicator, header_line, to_line
-from thinwire.monitor.synthetic_jobs import Scene, rehearse
+from thinwire.monitor.synthetic_jobs import Scene, synthesize
 
 
 class Nobody:
@@ -30,7 +30,7 @@ class Nobody:
 
 def write(folder: Path, *, ranks: int, rounds: int) -> int:
     texts: dict[int, list[str]] = {rank: [header_line()] for rank in range(ranks)}
-    for record in rehearse(Scene(hosts=("a",) * ranks, rounds=rounds)):
+    for record in synthesize(Scene(hosts=("a",) * ranks, rounds=rounds)):
         owners = range(ranks) if isinstance(record, Communicator) else (record.rank,)
         for rank in owners:
             texts[rank].append(to_line(record))

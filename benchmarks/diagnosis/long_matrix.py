@@ -3,9 +3,9 @@
 sudo python benchmarks/diagnosis/long_matrix.py --seed 1 --number 0 --hosts 4 --method diloco
 python benchmarks/diagnosis/long_matrix.py --report
 
-Real processes train a small model on hosts with shaped links. What they write is judged twice a second by what judges
-every run (`LiveJudge`, fed by `RecordTailer`). Each fault is left there until it was told rightly for some seconds or
-its time is over, then taken back until nothing is told any more, or for 15 s. Between them nothing is broken, and
+Real processes train a small model on hosts with shaped links. The live detector of every run (`LiveDetector`, fed by
+`RecordTailer`) diagnoses their records twice a second. Each fault stays until it has been found for some seconds or
+its time is over, and is then removed until no finding is open, or for 15 s. Between faults nothing is broken, and
 whatever is told then is a false alarm. A line of JSON a scenario says what was told, when, and how right it was.
 """
 
@@ -26,7 +26,7 @@ from long_faults import LASTS_S, MARKS, RATE, Part, Strikes, deal, lasts_s, mark
 from long_report import report
 
 from thinwire.lab import Lab
-from thinwire.monitor.detect.live import LiveJudge, News
+from thinwire.monitor.detect.live import LiveDetector, News
 from thinwire.monitor.live_diagnosis import LOOK_S, SOON_S
 from thinwire.monitor.runlog.records import Operation, Record
 from thinwire.monitor.runlog.tailer import RecordTailer
@@ -64,7 +64,7 @@ class Job:
 class Look:
     """Feeds the judge, and counts the rounds that all ranks have finished."""
 
-    def __init__(self, judge: LiveJudge) -> None:
+    def __init__(self, judge: LiveDetector) -> None:
         self.judge = judge
         self.cost_s = 0.0
         self.count = 0
@@ -76,8 +76,8 @@ class Look:
             if isinstance(one, Operation) and one.done_s is not None:
                 self._done[one.rank] = self._done.get(one.rank, 0) + 1
         begun_s = time.process_time()
-        self.judge.take(records)
-        news = self.judge.look()
+        self.judge.add(records)
+        news = self.judge.update()
         self.cost_s += time.process_time() - begun_s
         self.count += 1
         return news
@@ -164,7 +164,7 @@ class LongRun:
         self.tails: dict[Path, RecordTailer] = {}
         for host in range(job.hosts):
             self.strikes.set_step(host)
-        self.look = Look(LiveJudge())
+        self.look = Look(LiveDetector())
         self._next_s, self._was_soon = time.monotonic(), False
 
     def step(self) -> list[News]:
@@ -200,7 +200,7 @@ class LongRun:
         """Strike, look on, heal, look on."""
         begun_s, begun = time.monotonic(), self.look.rounds
         load = os.getloadavg()[0]
-        told = self.look.judge.still_told()
+        told = self.look.judge.open_findings()
         verdict = Verdict(parts=parts, stale={news.case for news in told})
         for part in parts:
             self.strikes.strike(part)
@@ -214,7 +214,7 @@ class LongRun:
             for part in parts:
                 self.strikes.tick(part, after_s)
             self.step()
-            after_s, told = time.monotonic() - begun_s, self.look.judge.still_told()
+            after_s, told = time.monotonic() - begun_s, self.look.judge.open_findings()
             verdict.see(after_s, self.look.rounds - begun, told)
             right_since_s = (right_since_s or after_s) if verdict.is_right else None
             if right_since_s is not None and after_s - right_since_s >= STAYS_S:
@@ -231,7 +231,7 @@ class LongRun:
         while (after_s := time.monotonic() - begun_s) < HEAL_S and not self.has_ended:
             fresh += [f"{news.finding.kind}: {' or '.join(map(place_name, news.finding.places))}"
                       for news in self.step() if news.state == "new"]  # fmt: skip
-            if not self.look.judge.still_told() and after_s > 2 * LOOK_S:
+            if not self.look.judge.open_findings() and after_s > 2 * LOOK_S:
                 return {"over_s": round(time.monotonic() - begun_s, 2), "after": fresh}
         return {"over_s": None, "after": fresh}
 

@@ -22,7 +22,7 @@ from long_faults import Part, place_name
 from long_matrix import RESULTS, Look, Verdict
 from long_report import report
 
-from thinwire.monitor.detect.live import LiveJudge, News
+from thinwire.monitor.detect.live import LiveDetector, News
 from thinwire.monitor.live_diagnosis import LOOK_S
 from thinwire.monitor.runlog.records import Arrival, Beat, Communicator, Record
 from thinwire.monitor.runlog.tailer import RecordTailer
@@ -56,7 +56,7 @@ class Replay:
         files = [stamped(path) for path in sorted(folder.glob("host-*/records-rank-*.jsonl"))]
         self._records = list(heapq.merge(*files, key=lambda pair: pair[0]))
         self._place = 0
-        self.look = Look(LiveJudge())
+        self.look = Look(LiveDetector())
         self.now_s = next((at_s for at_s, _ in self._records if at_s > 1), 0.0)
 
     def step(self) -> list[News]:
@@ -95,11 +95,11 @@ def play(folder: Path, every_s: float) -> list[dict[str, Any]]:
 
 def _scenario(replay: Replay, line: dict[str, Any], every_s: float) -> None:
     parts = [Part(**{name: part[name] for name in ("fault", "victim", "other", "severity")}) for part in line["parts"]]
-    told = replay.look.judge.still_told()
+    told = replay.look.judge.open_findings()
     verdict, begun = Verdict(parts=parts, stale={news.case for news in told}), replay.look.rounds
     while replay.now_s + every_s <= line["healed_at_s"]:
         replay.step()
-        told = replay.look.judge.still_told()
+        told = replay.look.judge.open_findings()
         verdict.see(replay.now_s - line["struck_at_s"], replay.look.rounds - begun, told)
     line |= {"parts": verdict.lines(told), "cases": [*verdict.cases.values()], "stale": len(verdict.stale),
              "after": [], "beside": verdict.beside()}  # fmt: skip
@@ -107,7 +107,7 @@ def _scenario(replay: Replay, line: dict[str, Any], every_s: float) -> None:
     line["over_s"] = None
     while replay.now_s + every_s <= until_s:
         line["after"] += replay.names(replay.now_s + every_s)
-        if line["over_s"] is None and not replay.look.judge.still_told():
+        if line["over_s"] is None and not replay.look.judge.open_findings():
             line["over_s"] = round(replay.now_s - healed_s, 2)
 
 

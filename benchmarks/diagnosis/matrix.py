@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.monitor.detect.diagnose import diagnose
-from thinwire.monitor.fault_matrix import clean_scenes, judge, pairs_of_faults, scenes
+from thinwire.monitor.fault_matrix import clean_scenes, compare, pairs_of_faults, scenes
 from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.synthetic_jobs import NOISES, rehearse
+from thinwire.monitor.synthetic_jobs import NOISES, synthesize
 
 RESULTS = Path(__file__).parents[1] / "results" / "diagnosis.jsonl"
 VERDICTS = ("right", "ambiguous", "wrong place", "wrong kind", "missed")
@@ -29,7 +29,7 @@ def play(*, seed: int, per_cell: int, clean_rounds: int) -> list[dict[str, Any]]
     """Play all scenes and return a line for each fault, and one for each clean scene."""
     lines = []
     for scene in [*scenes(seed=seed, per_cell=per_cell), *pairs_of_faults(seed=seed, count=10 * per_cell)]:
-        judgements, left = judge(scene, diagnose(from_records(rehearse(scene))))
+        judgements, left = compare(scene, diagnose(from_records(synthesize(scene))))
         noise = next(name for name, noise in NOISES.items() if noise == scene.noise)
         for one in judgements:
             lines.append({
@@ -40,7 +40,7 @@ def play(*, seed: int, per_cell: int, clean_rounds: int) -> list[dict[str, Any]]
             })  # fmt: skip
     for number in range(max(1, clean_rounds // 1000)):
         for scene in clean_scenes(seed=seed + number, rounds=250):
-            found = diagnose(from_records(rehearse(scene)))
+            found = diagnose(from_records(synthesize(scene)))
             noise = next(name for name, noise in NOISES.items() if noise == scene.noise)
             lines.append({"fault": "none", "rounds": scene.rounds, "noise": noise, "pattern": scene.pattern,
                           "ranks": len(scene.hosts), "seed": scene.seed, "false_alarms": len(found)})  # fmt: skip

@@ -31,7 +31,7 @@ from typing import Any
 from lab_report import keep
 
 from thinwire.lab import Lab, rank_environment
-from thinwire.monitor.detect.live import LiveJudge
+from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.runlog.run_folder import read_files
 from thinwire.monitor.runlog.tailer import RecordTailer
@@ -153,7 +153,7 @@ def play(scenario: Scenario, *, keep_in: Path | None = None) -> dict[str, Any]:
             variables = {**rank_environment(host, scenario.hosts), "OMP_NUM_THREADS": "1"}
             lab.start([sys.executable, str(JOB), folder, *words], host=host, environment=variables)
         tails = [RecordTailer(Path(folder) / f"records-rank-{rank}.jsonl") for rank in range(scenario.hosts)]
-        judge, told = LiveJudge(), _Told(scenario)
+        judge, told = LiveDetector(), _Told(scenario)
         until_s = time.monotonic() + START_S
         while not all((Path(folder) / f"records-rank-{rank}.jsonl").exists() for rank in range(scenario.hosts)):
             if time.monotonic() > until_s:
@@ -167,9 +167,11 @@ def play(scenario: Scenario, *, keep_in: Path | None = None) -> dict[str, Any]:
                 strike(lab, scenario)
                 is_broken, broken_s = True, time.monotonic()
             for tail in tails:
-                judge.take(tail.new_records())
-            judge.look()
-            told.note([news.finding for news in judge.still_told()], time.monotonic() - broken_s, is_broken=is_broken)
+                judge.add(tail.new_records())
+            judge.update()
+            told.note(
+                [news.finding for news in judge.open_findings()], time.monotonic() - broken_s, is_broken=is_broken
+            )
         return told.to_json()
 
 

@@ -17,7 +17,7 @@ from tests.sample_runs import append, step_line, write_run
 from thinwire.monitor.dashboard.server import dashboard_page
 from thinwire.monitor.dashboard.snapshot import snapshot
 from thinwire.monitor.findings import Place
-from thinwire.monitor.synthetic_jobs import Fault
+from thinwire.monitor.synthetic_jobs import InjectedFault
 
 NODE = shutil.which("node")
 PAGE = dashboard_page().holding("").decode()
@@ -166,7 +166,7 @@ def test_the_policy_allows_exactly_what_stands_in_the_page() -> None:
 
 @NEEDS_NODE
 def test_the_page_shows_the_trouble_first_and_every_chart_has_words_and_a_table(tmp_path: Path) -> None:
-    slow = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=30, severity=5.0)
+    slow = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=30, severity=5.0)
     write_records(write_run(tmp_path / "demo", replicas=3, is_finished=False), slow)
     (tmp_path / "demo" / "downtime.json").write_text('{"detection_s": 1.5, "total_s": 3, "run_s": 60}')
     page = in_node(told(tmp_path / "demo"))

@@ -14,14 +14,14 @@ import pytest
 from thinwire.cli.diagnose import FOUND, DiagnoseOptions, main
 from thinwire.monitor.findings import Place
 from thinwire.monitor.runlog.records import Communicator, Span, header_line, to_line
-from thinwire.monitor.synthetic_jobs import Fault, Scene, rehearse
+from thinwire.monitor.synthetic_jobs import InjectedFault, Scene, synthesize
 
 HOSTS = ("a", "b", "c")
 
 
-def _files(folder: Path, *faults: Fault) -> list[str]:
+def _files(folder: Path, *faults: InjectedFault) -> list[str]:
     """Write a file a rank, as recorders do."""
-    found = rehearse(Scene(hosts=HOSTS, rounds=60, seed=4, faults=faults))
+    found = synthesize(Scene(hosts=HOSTS, rounds=60, seed=4, faults=faults))
     paths = []
     for rank in range(len(HOSTS)):
         own = [one for one in found if isinstance(one, Communicator) or one.rank == rank]
@@ -38,7 +38,7 @@ def test_the_options_are_those_that_were_agreed_on() -> None:
 
 
 def test_a_slow_link_is_named_from_the_files_of_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slow = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=30, severity=5.0)
+    slow = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=30, severity=5.0)
     assert main(_files(tmp_path, slow)) == FOUND
     told = capsys.readouterr()
     assert told.out.startswith("communication slow: link 0 -> 2") and "remedy: " in told.out
@@ -56,7 +56,9 @@ def test_a_healthy_job_is_no_finding_and_json_is_one_object(tmp_path: Path, caps
 
 
 def test_a_name_in_a_file_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = _files(tmp_path, Fault(kind="slow link", place=Place(kind="host", hosts=("b",)), begin=30, severity=5.0))
+    paths = _files(
+        tmp_path, InjectedFault(kind="slow link", place=Place(kind="host", hosts=("b",)), begin=30, severity=5.0)
+    )
     for path in map(Path, paths):
         path.write_text(path.read_text().replace('"hosts":["a","b","c"]', '"hosts":["a","\\u001b[2Jb","c"]'))
     assert main(paths) == FOUND

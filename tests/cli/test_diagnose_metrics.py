@@ -13,9 +13,9 @@ from thinwire.monitor.findings import Place
 from thinwire.monitor.prometheus_text import findings_text
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Communicator, Span, header_line, to_line
-from thinwire.monitor.synthetic_jobs import Fault
+from thinwire.monitor.synthetic_jobs import InjectedFault
 
-SLOW = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=24, severity=5.0)
+SLOW = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=24, severity=5.0)
 
 
 def test_metrics_of_a_slow_link_hold_its_finding_and_all_ranks(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""The fault matrix: scenes of all faults, severities and patterns, and whether what is found is what was done.
+"""Fault matrix: scenes of all faults, severities and patterns, and a comparison of findings with the faults.
 
-A result here is of rehearsed jobs. It says that the rules fit together, not how often they are right on a cluster.
+Results are of synthetic jobs: they show that the detectors agree with each other, not their accuracy on a cluster.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thinwire.monitor.findings import Finding, Kind, Place
-from thinwire.monitor.synthetic_jobs import NOISES, Fault, FaultKind, Pattern, Scene
+from thinwire.monitor.synthetic_jobs import NOISES, FaultKind, InjectedFault, Pattern, Scene
 
 Verdict = Literal["right", "ambiguous", "wrong place", "wrong kind", "missed"]
 
@@ -49,22 +49,22 @@ HANGS: tuple[FaultKind, ...] = ("paused", "killed", "black hole", "skipped", "wr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
-    """What was made of one fault.
+class FaultResult:
+    """Diagnosis of one fault.
 
     Attributes:
-        fault: What was done.
+        fault: Injected fault.
         verdict: `ambiguous` is right: the place is among those that the records cannot tell apart.
-        rounds: Rounds from the fault to when it was sure; -1 where there are none.
+        rounds: Rounds from the fault to the evidence; -1 if unknown.
     """
 
-    fault: Fault
+    fault: InjectedFault
     verdict: Verdict
     rounds: int = -1
 
 
-def judge(scene: Scene, findings: Sequence[Finding]) -> tuple[list[Judgement], list[Finding]]:
-    """Return what was made of each fault, and the findings that belong to none."""
+def compare(scene: Scene, findings: Sequence[Finding]) -> tuple[list[FaultResult], list[Finding]]:
+    """Return the result for each fault, and the findings that belong to none."""
     left = list(findings)
     judgements = []
     for fault in scene.faults:
@@ -78,7 +78,7 @@ def judge(scene: Scene, findings: Sequence[Finding]) -> tuple[list[Judgement], l
         if chosen is not None:
             left.remove(chosen)
         rounds = chosen.seen_round - fault.begin if chosen is not None and chosen.seen_round >= 0 else -1
-        judgements.append(Judgement(fault=fault, verdict=verdict, rounds=rounds))
+        judgements.append(FaultResult(fault=fault, verdict=verdict, rounds=rounds))
     return judgements, left
 
 
@@ -86,9 +86,9 @@ def scenes(*, seed: int, per_cell: int = 1, severities: Sequence[float] = (1.5, 
     """Yield scenes with one fault each: every kind of fault and place, at every severity.
 
     Args:
-        seed: Of all that is drawn.
+        seed: Of all random choices.
         per_cell: Scenes of each kind, place and severity.
-        severities: Of what has one.
+        severities: Of faults that have one.
     """
     draw = random.Random(seed)
     for _ in range(per_cell):
@@ -114,7 +114,7 @@ def pairs_of_faults(*, seed: int, count: int) -> Iterator[Scene]:
     for _ in range(count):
         wire = wire_scene(draw, "slow link", draw.choice(LINK_KINDS[:3]), draw.choice((3.0, 6.0, 20.0)))
         rank = draw.randrange(len(wire.hosts))
-        work = Fault(
+        work = InjectedFault(
             kind="slow work", place=Place(kind="rank", ranks=(rank,)), begin=_before(wire.pattern) + draw.randrange(8),
             severity=draw.choice((3.0, 6.0)),
         )  # fmt: skip
@@ -136,7 +136,7 @@ def wire_scene(
     hosts, pattern = _shape(draw, patterns)
     place = _wire_place(draw, hosts, kind)
     begin = _before(pattern) + draw.randrange(8)
-    return _scene(draw, hosts, pattern, (Fault(kind=fault, place=place, begin=begin, severity=severity),))
+    return _scene(draw, hosts, pattern, (InjectedFault(kind=fault, place=place, begin=begin, severity=severity),))
 
 
 def work_scene(draw: random.Random, fault: FaultKind, severity: float, *, whole_host: bool) -> Scene:
@@ -148,7 +148,7 @@ def work_scene(draw: random.Random, fault: FaultKind, severity: float, *, whole_
     else:
         place = Place(kind="rank", ranks=(draw.randrange(len(hosts)),))
     begin = _before(pattern) + draw.randrange(8)
-    made = Fault(kind=fault, place=place, begin=begin, severity=severity, period=draw.randrange(5, 10))
+    made = InjectedFault(kind=fault, place=place, begin=begin, severity=severity, period=draw.randrange(5, 10))
     return _scene(draw, hosts, pattern, (made,))
 
 
@@ -162,16 +162,16 @@ def _before(pattern: Pattern) -> int:
     return _RING_ROUNDS_BEFORE if pattern == "rotating_ring" else _ROUNDS_BEFORE
 
 
-def _scene(draw: random.Random, hosts: tuple[str, ...], pattern: Pattern, faults: tuple[Fault, ...]) -> Scene:
+def _scene(draw: random.Random, hosts: tuple[str, ...], pattern: Pattern, faults: tuple[InjectedFault, ...]) -> Scene:
     long = any(fault.kind in ("flapping", "stalls", "growing work") for fault in faults)
     weak = any(fault.severity < 3.0 for fault in faults)
     name = draw.choice(tuple(NOISES))
-    # a hang is told after 1.5 times the longest operation seen, which takes up to 8 s under these noises
+    # a hang is found after 1.5 times the longest operation, which takes up to 8 s under these noises
     watched_s = 12.0 if name in ("heavy", "bursts") else 5.0
     after = _RING_ROUNDS_AFTER if pattern == "rotating_ring" else _ROUNDS_AFTER
     rounds = _before(pattern) + 8 + after * (2 if long or weak else 1)
     name = draw.choice(tuple(NOISES))
-    # a hang is told after 1.5 times the longest operation seen, which takes up to 8 s under these noises
+    # a hang is found after 1.5 times the longest operation, which takes up to 8 s under these noises
     watched_s = 12.0 if name in ("heavy", "bursts") else 5.0
     while True:
         scene = Scene(

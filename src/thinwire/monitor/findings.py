@@ -319,7 +319,7 @@ class RasEvidence(Evidence, frozen=True, kw_only=True):
     communicators: Sequence[str] = ()
     ranks: Sequence[int] = ()
     hosts: Sequence[str] = ()  # names of the addresses that are mentioned
-    seats: Sequence[str] = ()  # host, process and GPU of each rank
+    locations: Sequence[str] = ()  # host, process and GPU of each rank
 
 
 class RasLostEvidence(RasEvidence, frozen=True, kw_only=True):
@@ -385,7 +385,7 @@ class LateRankEvidence(Evidence, frozen=True, kw_only=True):
     came_last: float  # share of the operations
     late: Sequence[int]
     waiting: Sequence[int]
-    seats: Sequence[str]
+    locations: Sequence[str]
     communicators: Sequence[str]
     kinds: Sequence[str]
     ranks_without_files: int
@@ -399,7 +399,7 @@ class EndedFileEvidence(Evidence, frozen=True, kw_only=True):
     ranks: Sequence[int]
     others_last: int
     others_went_on_s: float
-    seats: Sequence[str]
+    locations: Sequence[str]
 
 
 class MissingFileEvidence(Evidence, frozen=True, kw_only=True):

@@ -1,4 +1,7 @@
-"""Write a job's records as dumps that the analyser of torch's Flight Recorder reads, also of gloo.
+"""Dumps of torch's Flight Recorder: reader of the JSON form, and writer for torch's analyser, also for gloo.
+
+On gloo a dump shows when a rank called each collective and whether it has ended, not when; messages between two ranks
+are left out. So it shows missing ranks and mismatched calls, but no slowness.
 
 `python -m torch.distributed.flight_recorder.fr_trace FOLDER` reads one pickle a rank, and ends with a KeyError on the
 dumps that torch 2.13 writes of gloo, which do not name their groups. Ours name all groups, and hold messages between
@@ -82,9 +85,9 @@ def read_dumps(records: Records, paths: Sequence[Path]) -> None:
 
 
 def _reopen(records: Records, ranks: set[int]) -> None:
-    """Take back that a collective has ended where it has failed: gloo calls both retired, and gives neither a time.
+    """Reopen collectives that have failed: gloo marks ended and failed ones as retired, without a time.
 
-    What others have not called cannot have ended well.
+    A collective that other ranks have not called cannot have ended well.
     """
     furthest: dict[str, dict[int, int]] = {}
     for operation in records.operations:
@@ -101,7 +104,7 @@ def _reopen(records: Records, ranks: set[int]) -> None:
 
 
 def _members(told: dict[str, Any], operations: list[Operation]) -> list[Communicator]:
-    """Return who belongs to the groups whose ranks the dump tells; with one group its name may be empty."""
+    """Return the members of the groups whose ranks are in the dump; a single group may have an empty name."""
     config = told.get("pg_config")
     names = {operation.communicator for operation in operations}
     found = []
@@ -165,7 +168,7 @@ def _operation(entry: Any, rank: int) -> Operation | None:
 
 
 def _count(kind: str, sizes: list[list[int]]) -> int:
-    """Return how many elements a rank brings; unknown where ranks may bring different numbers."""
+    """Return the elements that a rank brings; -1 if ranks may bring different numbers."""
     if not sizes or "v" in kind.rpartition("_")[2][-1:] or kind in ("gather", "scatter", "all_to_all"):
         return -1
     total = 0
@@ -247,7 +250,7 @@ def _dump(rank: int, operations: list[Operation], communicators: dict[str, Commu
 
 
 def _as_message(operation: Operation, match: re.Match[str], members: Communicator | None) -> dict[str, Any]:
-    """Return what makes an entry one of a message; its ends are told by their place in the group."""
+    """Return the fields of a message's entry; its ends are named by their place in the group."""
     order = sorted(members.ranks) if members is not None else []
     ends = [int(match[end]) for end in ("source", "destination")]
     is_sent = ends[0] == operation.rank
@@ -293,7 +296,7 @@ def _entry(operation: Operation, number: int, group: str, size: int) -> dict[str
 
 
 def _taken(kind: str, count: int, size: int) -> int:
-    """Return how many elements a rank takes from an operation to which it brings `count`."""
+    """Return the elements that a rank receives from an operation to which it brings `count`."""
     if kind == "all_gather":
         return count * size
     return count // size if kind == "reduce_scatter" else count

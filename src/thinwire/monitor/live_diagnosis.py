@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from thinwire.monitor.detect.live import LiveJudge, News
+from thinwire.monitor.detect.live import LiveDetector, News
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.remediation import Action, Steering
 from thinwire.monitor.runlog.run_folder import MEMBERS_FILE
@@ -94,7 +94,7 @@ class LiveDiagnosis:
 
     def __init__(
         self, run_dir: Path, *, say: Callable[[str], None], steering: Steering, hands: Hands, is_dry_run: bool = False,
-        judge: LiveJudge | None = None, is_mine: Callable[[], bool] = lambda: True,
+        judge: LiveDetector | None = None, is_mine: Callable[[], bool] = lambda: True,
         is_said: Callable[[Finding], bool] = lambda finding: True,
     ) -> None:  # fmt: skip
         self._run_dir = run_dir
@@ -102,7 +102,7 @@ class LiveDiagnosis:
         self._steering = steering
         self._hands = hands
         self._is_dry_run = is_dry_run
-        self._judge = judge or LiveJudge(own_host=host_name())
+        self._judge = judge or LiveDetector(own_host=host_name())
         self._is_mine = is_mine
         self._is_said = is_said
         self._tails: dict[Path, RecordTailer] = {}
@@ -147,10 +147,10 @@ class LiveDiagnosis:
         self._note_members(members)
         if self._tails and self._is_mine():
             self.num_looks += 1
-            for news in self._judge.look(without=self._without(members)):
+            for news in self._judge.update(without=self._without(members)):
                 self._report(news)
                 self._act(news, members)
-            for news in self._judge.still_told() if self._steering.unsure else ():
+            for news in self._judge.open_findings() if self._steering.unsure else ():
                 if news.case in self._steering.unsure:
                     self._act(news, members)
         self._warn_once(self._judge.problem and f"the rules failed: {self._judge.problem}")
@@ -174,7 +174,7 @@ class LiveDiagnosis:
             if path.name.endswith(".old.jsonl") or (path not in self._tails and not self._is_new(path)):
                 continue
             tail = self._tails.setdefault(path, RecordTailer(path))
-            self._judge.take(tail.new_records())
+            self._judge.add(tail.new_records())
 
     def _note_members(self, members: Members | None) -> None:
         """Write the present and removed members whenever they change, for `thinwire diagnose`."""

@@ -1,6 +1,6 @@
 """Remediation: a table from findings to actions, and the limits that keep actions harmless.
 
-Nothing here acts. `Steering` is given news of findings and says what is to be done; who runs the job does it.
+Nothing here acts: `Steering` decides, and the caller executes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from thinwire.monitor.findings import Finding, Kind
 ActionKind = Literal["warn", "exclude", "restart", "replace", "abort"]
 ON_FINDING: tuple[str, ...] = ("off", "warn", "exclude", "restart", "replace", "abort")
 
-# What helps against what, of that which one may ask for. Another process on the same machine makes no wire faster, and
-# a clock that was set or a stall now and then is no reason to lose a replica. Losses of small batches scatter: that one
-# has parted from the others' is for a person to judge.
+# Actions that help against each kind. A new process on the same machine makes no link faster, and a clock that was set
+# or a stall is no reason to lose a replica. Losses of small batches scatter, so that a person decides on divergence.
 HELPS: Mapping[Kind, tuple[ActionKind, ...]] = {
     "communication hang": ("exclude", "restart", "replace", "abort"),
     "non-communication hang": ("exclude", "restart", "replace", "abort"),
@@ -35,23 +34,23 @@ HELPS: Mapping[Kind, tuple[ActionKind, ...]] = {
     "corrupt data": (),
     "no records": (),
 }
-# Who is slower than this is told of only: others hardly wait for it, and other load soon makes a machine half as fast.
+# Below this ratio a slow rank is only reported: others hardly wait, and other load often halves a machine's speed.
 _LEAST_TIMES = 3.0
-# Of a place that is one rank, or a wire's end at one rank.
+# Places with one rank.
 _OF_ONE_RANK = ("rank", "sender", "receiver", "endpoint")
 _HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What is to be done about a finding.
+    """Action for a finding.
 
     Attributes:
-        kind: What.
-        target: The rank (the replica's number in an elastic run) that it is done to; none for a warning or the end.
-        case: The cause, as `News` counts them.
-        why: In words: what the finding asks for, or why no more is done than to warn.
-        is_hang: Whether the target does not answer, so that asking it to leave would be of no use.
+        kind: Of the action.
+        target: Rank, which is the replica's number in an elastic run; None for a warning or an abort.
+        case: Number of the cause in `News`.
+        why: Reason for the action, or for no more than a warning.
+        is_hang: Whether the target does not answer, so that it cannot be asked to leave.
     """
 
     kind: ActionKind
@@ -70,15 +69,15 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What may be done, and how much of it.
+    """Limits of the actions.
 
     Attributes:
-        on_finding: The strongest action that is allowed; what it does not help against is told only.
-        least_confidence: A finding that is less sure is told only.
-        cooldown_s: So long after an action to a rank nothing else is done to it.
-        settle_s: So long after any action nobody is judged by slowness: one that starts makes others of its host slow.
-        most_restarts: In an hour, of all replicas together.
-        least_share: This part of the most replicas that ever took part together is never gone below.
+        on_finding: Strongest action; findings that it does not help against are only reported.
+        least_confidence: Findings below it are only reported.
+        cooldown_s: Seconds after an action to a rank without another one to it.
+        settle_s: Seconds after any action without actions on slowness: a starting process slows its host.
+        most_restarts: In an hour, of all replicas.
+        least_share: Share of the largest number of replicas so far that always stays.
     """
 
     on_finding: ActionKind = "warn"
@@ -104,13 +103,13 @@ class Policy:
 
 
 class Steering:
-    """Says what is to be done, once for each cause.
+    """Decides on actions, once for each cause.
 
     Args:
-        policy: What may be done.
+        policy: Limits.
 
     Attributes:
-        unsure: Causes that were not sure enough, to be decided on again when they are.
+        unsure: Causes below the least confidence, decided again when they exceed it.
 
     Example:
         >>> from thinwire.monitor.findings import Place
@@ -135,14 +134,14 @@ class Steering:
     def decide(
         self, news: News, *, now_s: float, present: Collection[int], gone: Collection[int] = (), num_spares: int = 0
     ) -> Action | None:  # fmt: skip
-        """Return what is to be done about news; nothing for what is over, or was decided on already.
+        """Return the action for news; None if the finding has ended or was decided already.
 
         Args:
             news: Of a finding.
             now_s: Seconds on a clock that only grows.
-            present: The ranks that take part now.
-            gone: Of these, those whose process has ended: somebody else starts another one.
-            num_spares: Hosts that wait to take a place; without one, a replica is excluded where it should be replaced.
+            present: Ranks that take part.
+            gone: Of these, the ranks whose process has ended: their launcher starts another one.
+            num_spares: Spare hosts; without one, a replica is excluded instead of replaced.
         """
         self._most_present = max(self._most_present, len(present))
         if news.state != "new" or news.case in self._decided:
@@ -168,7 +167,7 @@ class Steering:
         return Action(kind=kind, target=target, case=news.case, why=wanted.text + more, is_hang="hang" in wanted.kind)
 
     def _note(self, kind: ActionKind, target: int | None, *, now_s: float) -> None:
-        """Remember an action for the limits of the next ones."""
+        """Record an action for the limits of later ones."""
         if target is None:
             return
         self._acted_s[target] = now_s
@@ -178,7 +177,7 @@ class Steering:
             self._excluded.add(target)
 
     def _refusal(self, finding: Finding, *, now_s: float) -> str:
-        """Return why a finding is no reason for the action that was asked for, or an empty text."""
+        """Return why a finding does not justify the allowed action, or an empty text."""
         kind = self.policy.on_finding
         if kind == "warn":
             return ""
@@ -198,7 +197,7 @@ class Steering:
     def _limit(
         self, kind: ActionKind, target: int | None, *, now_s: float, present: Collection[int]
     ) -> str:  # fmt: skip
-        """Return which limit forbids an action to a rank, or an empty text."""
+        """Return the limit that forbids an action to a rank, or an empty text."""
         if target is None:
             return "the finding names no single replica"
         if target not in present:
@@ -227,7 +226,7 @@ class Steering:
 
 
 def target_of(finding: Finding) -> int | None:
-    """Return the one rank that a finding blames; none where it blames a wire, a host, several, or cannot tell.
+    """Return the one rank that a finding blames; None if it names a link, a host, or several places.
 
     Example:
         >>> from thinwire.monitor.findings import Place

@@ -1,4 +1,8 @@
-"""Plays a scene and returns what its ranks would have written."""
+"""Synthetic jobs: scenes with faults, and the records that their ranks would write.
+
+Ranks compute and exchange in rounds, in virtual seconds, on hosts whose clocks show different times and drift.
+Durations vary as on shared cores. The same scene gives the same records.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +23,16 @@ Pattern = Literal["all_gather", "two_phase", "ring", "rotating_ring", "torch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One thing that goes wrong.
+class InjectedFault:
+    """One fault.
 
     Attributes:
-        kind: What.
-        place: Where: links, ends or hosts for wires, ranks or hosts for work and processes.
-        begin: The first round with it.
-        severity: How many times as long things take.
+        kind: Of the fault.
+        place: Links, endpoints or hosts for links; ranks or hosts for compute and processes.
+        begin: First round with it.
+        severity: Factor on durations.
         period: Rounds between stalls.
-        end: The first round without it.
+        end: First round without it.
     """
 
     kind: FaultKind
@@ -41,14 +45,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """How times vary.
+    """Variation of durations.
 
     Attributes:
-        sigma: Of the logarithm of every time.
-        spikes: Share of times that are much longer.
-        tail: Exponent of how much longer: the smaller, the longer.
-        bursts: Share of rounds in which other load comes to a host, for one or two rounds.
-        unevenness: Links differ by up to this factor.
+        sigma: Standard deviation of log durations.
+        spikes: Share of durations that are much longer.
+        tail: Pareto exponent of the spikes; smaller is longer.
+        bursts: Share of rounds in which other load begins on a host, for one or two rounds.
+        unevenness: Largest ratio between links.
     """
 
     sigma: float = 0.1
@@ -68,7 +72,7 @@ NOISES: dict[str, Noise] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """A job to rehearse.
+    """A job to synthesize.
 
     Attributes:
         hosts: The host of each rank.
@@ -76,7 +80,7 @@ class Scene:
         rounds: How many.
         seed: For all that is drawn.
         noise: How times vary.
-        faults: What goes wrong.
+        faults: Injected faults.
         compute_s: Usual seconds of work in a round.
         message_s: Usual seconds of a message between hosts.
         watched_s: Seconds that records go on after the job stands still.
@@ -87,13 +91,13 @@ class Scene:
     rounds: int = 60
     seed: int = 0
     noise: Noise = field(default_factory=Noise)
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[InjectedFault, ...] = ()
     compute_s: float = 0.2
     message_s: float = 0.05
     watched_s: float = 5.0
 
     def orders(self) -> list[list[int]]:
-        """Return the orders in which ranks stand in a ring, by turns where it rotates."""
+        """Return the orders of the ranks in a ring; a rotating one takes them in turns."""
         draw = random.Random(self.seed + 1)
         first, other = (draw.sample(range(len(self.hosts)), len(self.hosts)) for _ in range(2))
         # back and forth, so that clocks are bounded from both sides
@@ -134,18 +138,18 @@ _WORLD = "world"
 _DOWN, _CYCLE = 3, 8  # rounds of a flapping link
 
 
-def rehearse(scene: Scene) -> list[Record]:
-    """Return what all ranks of a scene write down, in seconds of their hosts' clocks.
+def synthesize(scene: Scene) -> list[Record]:
+    """Return the records of all ranks of a scene, by their hosts' clocks.
 
     Example:
-        >>> records = rehearse(Scene(hosts=("a", "a", "b"), rounds=2))
+        >>> records = synthesize(Scene(hosts=("a", "a", "b"), rounds=2))
         >>> sum(isinstance(record, TransferEnd) for record in records)  # 6 messages with 2 ends in each of 2 rounds
         24
     """
-    return _Rehearsal(scene).run()
+    return _Synthesis(scene).run()
 
 
-class _Rehearsal:
+class _Synthesis:
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
         self.size = len(scene.hosts)
@@ -169,7 +173,7 @@ class _Rehearsal:
         self.orders = scene.orders()
 
     def run(self) -> list[Record]:
-        """Play the rounds until the job stands still, and return what was written."""
+        """Play the rounds until the job stands still, and return the records."""
         for round in range(self.scene.rounds):
             if any(free == math.inf for free in self.free):
                 break
@@ -252,12 +256,14 @@ class _Rehearsal:
                 for destination in range(self.size):
                     if source != destination:
                         numbers = [round + (rank in skipped) for rank in (source, destination)]
-                        self._ends(source, destination, numbers, 0, (posted[source], posted[destination], math.inf))
+                        self._add_transfer(
+                            source, destination, numbers, 0, (posted[source], posted[destination], math.inf)
+                        )
         self.stood_s = min(self.stood_s, max(posted))
         self.free = [math.inf] * self.size
 
     def _exchange(self, round: int, kind: str, posted: list[float]) -> list[float]:
-        """Return when each rank has all that it needs."""
+        """Return the time at which each rank has all of its messages."""
         if kind in ("all_gather", "two_phase") and self.scene.pattern != "torch":
             ready = self._all_to_all(round, 0, posted)
             return self._all_to_all(round, 1, ready) if kind == "two_phase" else ready
@@ -297,11 +303,13 @@ class _Rehearsal:
         if done > min(self.stop[source], self.stop[destination]):
             done = math.inf
         if self.scene.pattern != "torch":
-            self._ends(source, destination, [round, round], part, (posted[source], posted[destination], done))
+            self._add_transfer(source, destination, [round, round], part, (posted[source], posted[destination], done))
         return done
 
-    def _ends(self, source: int, destination: int, numbers: list[int], part: int, times: tuple[float, ...]) -> None:
-        """Write both ends of a message; who waits for one that was killed is told that its connection broke."""
+    def _add_transfer(
+        self, source: int, destination: int, numbers: list[int], part: int, times: tuple[float, ...]
+    ) -> None:
+        """Record both ends of a message; a peer of a killed rank sees a broken connection."""
         lost = {source, destination} & self.killed
         for index, (rank, peer) in enumerate(((source, destination), (destination, source))):
             if times[index] == math.inf:
@@ -327,7 +335,7 @@ class _Rehearsal:
             begins = self.scene.noise.bursts and self.draw.random() < self.scene.noise.bursts
             self.busy[host] = left - 1 if left else self.draw.choice((1, 2)) if begins else 0
 
-    def _is_down(self, fault: Fault, round: int) -> bool:
+    def _is_down(self, fault: InjectedFault, round: int) -> bool:
         return fault.kind == "flapping" and (round - fault.begin) % _CYCLE < _DOWN
 
     def _hit(self, kind: FaultKind, round: int) -> set[int]:
@@ -341,7 +349,7 @@ class _Rehearsal:
         self.latest_s = max(self.latest_s, *(time for time in times if time < math.inf), 0.0)
 
     def _shown(self, end_s: float) -> Iterator[Record]:
-        """Yield what was written by `end_s`, in seconds of each host's clock."""
+        """Yield the records written by `end_s`, by each host's clock."""
         for record in self.records:
             if isinstance(record, Span):
                 if record.done_s <= end_s:
@@ -360,7 +368,7 @@ class _Rehearsal:
                 yield Beat(rank=rank, at_s=self._shift(rank, number * BEAT_S))
 
     def _shift(self, rank: int, time_s: float) -> float:
-        """Return what the clock of a rank's host shows."""
+        """Return a time by the clock of a rank's host."""
         offset_s, drift = self.clocks[self.scene.hosts[rank]]
         return offset_s + time_s * (1 + drift)
 

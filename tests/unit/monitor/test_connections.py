@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from thinwire.monitor.dashboard.chart_data import delay_matrix
 from thinwire.monitor.dashboard.window import RankWindow
 from thinwire.monitor.detect.delay_matrix import Cell
-from thinwire.monitor.detect.live import LiveJudge, Window
+from thinwire.monitor.detect.live import LiveDetector, RecordWindow
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.runlog.reader import Records, from_records
 from thinwire.monitor.runlog.records import Beat, Flow, Operation, Probe, Record
@@ -234,16 +234,16 @@ def test_what_nobody_has_looked_at_lately_tells_nothing_of_a_hang(seen: list[Rec
 
 
 def test_a_hang_is_told_with_its_place_and_not_before() -> None:
-    judge = LiveJudge(looks_until_new=2)
-    judge.take([communicator(HOSTS), *operations(lambda step: BUSY_S, steps=BROKEN)])
+    judge = LiveDetector(updates_until_new=2)
+    judge.add([communicator(HOSTS), *operations(lambda step: BUSY_S, steps=BROKEN)])
     told = []
     fresh = hang(until_s=BROKEN_S)[3 * BROKEN :]
     for half in range(8):
         at_s = BROKEN_S + 0.5 * half
         beats: list[Record] = [Beat(rank=rank, at_s=at_s) for rank in range(3)]
         dead = dict.fromkeys([(1, 2), (2, 1)], 0.5 * half)
-        judge.take([*fresh, *beats, *silences(dead, at_s=at_s)])
-        told += [(news.finding.where, round(news.age_s, 1)) for news in judge.look()]
+        judge.add([*fresh, *beats, *silences(dead, at_s=at_s)])
+        told += [(news.finding.where, round(news.age_s, 1)) for news in judge.update()]
     assert told == [("link 1 <-> 2", 2.5)]
 
 
@@ -288,7 +288,7 @@ def test_forged_flows_and_bursts_are_never_a_crash_nor_a_finding_of_their_own(da
 
 
 def test_what_is_kept_of_a_long_job_holds_its_first_looks_too() -> None:
-    page, window = RankWindow(0), Window(most_records=40)
+    page, window = RankWindow(0), RecordWindow(most_records=40)
     for number in range(10_000):
         flow = Flow(rank=0, peer=1, at_s=float(number), num_bytes=number, busy_s=0.0)
         probe = Probe(rank=0, peer=1, at_s=float(number), num_bytes=9, took_s=1.0)

@@ -22,9 +22,9 @@ from thinwire.monitor.findings import Place
 from thinwire.monitor.runlog.reader import MOST_LINE_BYTES
 from thinwire.monitor.runlog.records import Operation, TransferEnd
 from thinwire.monitor.runlog.tailer import JsonlTailer
-from thinwire.monitor.synthetic_jobs import Fault
+from thinwire.monitor.synthetic_jobs import InjectedFault
 
-SLOW = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=30, severity=5.0)
+SLOW = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=30, severity=5.0)
 
 
 def cell(found: dict[str, Any], source: int, destination: int) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def test_a_slow_link_is_the_hot_cell_of_the_matrix_and_the_headline(tmp_path: Pa
 
 def test_what_has_healed_is_told_as_over_and_no_trouble_any_more(tmp_path: Path) -> None:
     place = Place(kind="link", ranks=(0, 2))
-    fault = Fault(kind="slow link", place=place, begin=20, end=34, severity=6.0)
+    fault = InjectedFault(kind="slow link", place=place, begin=20, end=34, severity=6.0)
     found = snapshot(write_records(tmp_path / "healed", fault, rounds=80))
     assert [(one["where"], one["is_over"]) for one in found["findings"]["findings"]] == [("link 0 -> 2", True)]
     assert "link 0 -> 2" not in found["headline"]["text"]
@@ -58,7 +58,9 @@ def test_a_calm_run_is_told_to_be_well(tmp_path: Path) -> None:
 
 
 def test_a_round_that_stands_still_is_open_to_the_end_of_its_lane(tmp_path: Path) -> None:
-    found = snapshot(write_records(tmp_path, Fault(kind="killed", place=Place(kind="rank", ranks=(1,)), begin=20)))
+    found = snapshot(
+        write_records(tmp_path, InjectedFault(kind="killed", place=Place(kind="rank", ranks=(1,)), begin=20))
+    )
     lanes = {lane["rank"]: lane for lane in found["timeline"]["lanes"]}
     assert lanes[0]["num_open"] == lanes[2]["num_open"] == 1
     assert lanes[0]["work"][-1][0] == "waiting" and lanes[0]["work"][-1][2] == 0.0
@@ -87,7 +89,7 @@ def test_the_usual_time_of_a_link_outlives_the_window_of_records(
 
 HOSTS = tuple("abcdefghijkl")
 # of twelve hosts that all exchange, the page keeps the latest 45 rounds of those that it follows
-HEALED = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=20, end=34, severity=6.0)
+HEALED = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=20, end=34, severity=6.0)
 
 
 def _told(sections: dict[str, Any]) -> list[tuple[str, bool]]:

@@ -9,25 +9,25 @@ from dataclasses import replace
 import pytest
 
 from thinwire.monitor.detect import diagnose as diagnose_module
-from thinwire.monitor.detect.change_points import Watch
+from thinwire.monitor.detect.change_points import ChangePointDetector
 from thinwire.monitor.detect.clocks import Sighting, SightingBook, align
 from thinwire.monitor.detect.diagnose import DetectorState, DetectorStateConfig, settled_s
 from thinwire.monitor.detect.link_history import LinkHistory, link_times
-from thinwire.monitor.detect.live import LiveJudge, Window
+from thinwire.monitor.detect.live import LiveDetector, RecordWindow
 from thinwire.monitor.detect.slow_compute import work_times
 from thinwire.monitor.detect.timeline import Job, Message, build
 from thinwire.monitor.findings import Place
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
-from thinwire.monitor.synthetic_jobs import NOISES, Fault, Scene, _Rehearsal
+from thinwire.monitor.synthetic_jobs import NOISES, InjectedFault, Scene, _Synthesis
 
-SLOW = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 1)), begin=40, severity=6.0)
-SLOW_WORK = Fault(kind="slow work", place=Place(kind="rank", ranks=(2,)), begin=50, severity=3.0)
+SLOW = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 1)), begin=40, severity=6.0)
+SLOW_WORK = InjectedFault(kind="slow work", place=Place(kind="rank", ranks=(2,)), begin=50, severity=3.0)
 
 
 def on_one_clock(scene: Scene) -> list[Record]:
     """Play a scene whose hosts share a clock, so that no estimate of one is between two ways to judge it."""
-    player = _Rehearsal(scene)
+    player = _Synthesis(scene)
     player.clocks = dict.fromkeys(player.clocks, (0.0, 0.0))
     return [
         replace(record, clocks=("one",) * len(record.ranks)) if isinstance(record, Communicator) else record
@@ -65,7 +65,7 @@ def looks(written: list[tuple[float, Record]], *, every_s: float = 0.5) -> Itera
     yield part
 
 
-def told(watch: Watch, *, until: int) -> list[tuple[int, float]]:
+def told(watch: ChangePointDetector, *, until: int) -> list[tuple[int, float]]:
     return [(number, round(excess, 9)) for number, _, excess in watch.excess if number <= until]
 
 
@@ -78,7 +78,7 @@ def test_by_and_by_links_and_work_are_known_as_from_all_records(
     hosts = tuple(f"host-{number}" for number in range(size))
     scene = Scene(hosts=hosts, rounds=90, noise=NOISES[noise], faults=(SLOW, SLOW_WORK), pattern=pattern)  # type: ignore[arg-type]
     records = on_one_clock(scene)
-    window, history = Window(most_records=30 * size), DetectorState()
+    window, history = RecordWindow(most_records=30 * size), DetectorState()
     for part in looks([*as_written(records)]):
         for record in part:
             window.add(record)
@@ -102,10 +102,10 @@ def test_a_job_of_many_hosts_is_judged_while_it_runs() -> None:
     """What is kept of its records are 16 rounds: from these alone nothing would be known of what is usual."""
     hosts = tuple(f"host-{number}" for number in range(14))
     scene = Scene(hosts=hosts, rounds=60, noise=NOISES["shared"], faults=(SLOW,))
-    judge, news = LiveJudge(), []
+    judge, news = LiveDetector(), []
     for part in looks([*as_written(on_one_clock(scene))], every_s=1.0):
-        judge.take(part)
-        news += judge.look()
+        judge.add(part)
+        news += judge.update()
     assert [(one.state, one.finding.kind, one.finding.where) for one in news] == [
         ("new", "communication slow", "link 0 -> 1")
     ]
@@ -117,10 +117,10 @@ def test_a_job_that_began_anew_has_a_new_history(monkeypatch: pytest.MonkeyPatch
     hosts = ("a", "b", "c")
     clean, slow = (on_one_clock(Scene(hosts=hosts, rounds=100, faults=faults)) for faults in ((), (SLOW,)))
     later_s = max(at_s for at_s, _ in as_written(clean)) + 1.0
-    judge, news = LiveJudge(), []
+    judge, news = LiveDetector(), []
     for part in looks([*as_written(clean), *as_written(slow, later_s=later_s)]):
-        judge.take(part)
-        news += judge.look()
+        judge.add(part)
+        news += judge.update()
     where = [(one.finding.where, one.finding.since_round) for one in news if one.finding.kind == "communication slow"]
     assert [name for name, _ in where] == ["link 0 -> 1"] and 39 <= where[0][1] <= 41
 
@@ -136,16 +136,16 @@ def test_a_forged_number_stands_in_the_way_of_later_rounds_for_a_while_only(monk
                       operation=1 << 50, num_bytes=1 << 20, posted_s=at_s, done_s=at_s + 0.01) for rank in (0, 1)),
         Span(rank=0, kind="compute", step=1 << 50, started_s=at_s, done_s=at_s + 0.01),
     ]  # fmt: skip
-    judge, news = LiveJudge(most_records=600), []
+    judge, news = LiveDetector(most_records=600), []
     for part in looks([*written, *((at_s + 0.01, one) for one in forged)]):
-        judge.take(part)
-        news += judge.look()
+        judge.add(part)
+        news += judge.update()
     assert [(one.state, one.finding.where) for one in news] == [("new", "link 1 -> 0")] and judge.num_failed == 0
 
 
 def test_links_of_who_is_gone_are_known_no_more_and_are_known_again() -> None:
     records = on_one_clock(Scene(hosts=("a", "b", "c", "d"), rounds=30))
-    window, history = Window(), LinkHistory()
+    window, history = RecordWindow(), LinkHistory()
     for record in records:
         window.add(record)
     everyone = history.take(build(window.records()), settled_s=math.inf)
@@ -202,7 +202,7 @@ def test_a_message_that_comes_after_those_of_later_rounds_counts_and_counts_once
         watch = history.take(job, settled_s=19.0).watches[0, 1]
         seen.append([round for round, *_ in watch._early])
     assert seen == [[1], [1, 0], [1, 0]]
-    watch = Watch()
+    watch = ChangePointDetector()
     for number in [*range(40), 41, 42, 40, 43]:
         watch.add(number, float(number), 2.0 if number == 40 else 1.0)
     assert [round(math.exp(excess)) for excess in watch.values_in(40, 42)] == [2, 1, 1]
@@ -233,7 +233,7 @@ def test_of_many_messages_those_are_kept_that_bound_clocks_best() -> None:
 
 @pytest.mark.parametrize(("ranks", "kept"), [(2, 40), (50, 800), (9000, 18_000)])
 def test_some_rounds_of_all_ranks_are_kept_however_many_there_are(ranks: int, kept: int) -> None:
-    window = Window(most_records=40)
+    window = RecordWindow(most_records=40)
     for number in range(20 if ranks < 9000 else 6):
         for rank in range(ranks):
             window.add(Operation(communicator="w", rank=rank, sequence=number, kind="r", posted_s=number))

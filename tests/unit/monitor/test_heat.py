@@ -17,7 +17,7 @@ from thinwire.monitor.heat import HeatMap, heat_maps, summary_sentence, to_page
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Record, Span
 from thinwire.monitor.runlog.run_folder import read_files
-from thinwire.monitor.synthetic_jobs import Fault, Scene, rehearse
+from thinwire.monitor.synthetic_jobs import InjectedFault, Scene, synthesize
 
 
 def spans(times_s: dict[int, list[float]], kind: str = "compute") -> list[Span]:
@@ -37,7 +37,7 @@ def test_without_records_there_is_no_map() -> None:
 
 
 def test_a_rank_that_computes_ever_slower_is_a_row_that_grows_hot(tmp_path: Path) -> None:
-    fault = Fault(kind="growing work", place=Place(kind="rank", ranks=(1,)), begin=8, severity=6.0)
+    fault = InjectedFault(kind="growing work", place=Place(kind="rank", ranks=(1,)), begin=8, severity=6.0)
     folder = write_records(tmp_path / "run", fault, rounds=64)
     (one,) = heat_maps(build(read_files([folder])))
     row = [ratio for ratio in one.times_longer[1] if ratio is not None]
@@ -90,17 +90,17 @@ def test_passes_that_a_span_tells_of_are_maps_after_that_of_the_whole_work() -> 
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(kind="slow work", place=Place(kind="rank", ranks=(1,)), begin=20, severity=4.0),
-        Fault(kind="stalls", place=Place(kind="rank", ranks=(0,)), begin=8, severity=8.0, period=5),
-        Fault(kind="growing work", place=Place(kind="rank", ranks=(2,)), begin=8, severity=6.0),
-        Fault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=20, severity=5.0),
-        Fault(kind="killed", place=Place(kind="rank", ranks=(1,)), begin=30),
+        InjectedFault(kind="slow work", place=Place(kind="rank", ranks=(1,)), begin=20, severity=4.0),
+        InjectedFault(kind="stalls", place=Place(kind="rank", ranks=(0,)), begin=8, severity=8.0, period=5),
+        InjectedFault(kind="growing work", place=Place(kind="rank", ranks=(2,)), begin=8, severity=6.0),
+        InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=20, severity=5.0),
+        InjectedFault(kind="killed", place=Place(kind="rank", ranks=(1,)), begin=30),
         None,
     ],
     ids=lambda fault: fault.kind if fault else "no fault",
 )
-def test_what_passes_take_changes_no_finding(fault: Fault | None) -> None:
-    records = rehearse(Scene(hosts=("a", "b", "c"), rounds=64, seed=3, faults=(fault,) if fault else ()))
+def test_what_passes_take_changes_no_finding(fault: InjectedFault | None) -> None:
+    records = synthesize(Scene(hosts=("a", "b", "c"), rounds=64, seed=3, faults=(fault,) if fault else ()))
     told = diagnose(from_records(records))
     assert bool(told) == bool(fault)
     # also where they come as spans of their own, of whatever wrote them

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from thinwire.monitor.detect.change_points import Watch
+from thinwire.monitor.detect.change_points import ChangePointDetector
 from thinwire.monitor.detect.delay_matrix import Cell
 from thinwire.monitor.detect.intermittent import BothWays, find_flapping
 from thinwire.monitor.detect.link_history import LinkTimes
@@ -21,10 +21,12 @@ BOTH = [(0, 1), (1, 0)]
 FLAPS = {64: 6.2, 72: 6.7, 80: 6.5}
 
 
-def _watches(longer: Mapping[Cell, Mapping[int, float]], *, rounds: int = 84, sigma: float = 0.3) -> dict[Cell, Watch]:
+def _watches(
+    longer: Mapping[Cell, Mapping[int, float]], *, rounds: int = 84, sigma: float = 0.3
+) -> dict[Cell, ChangePointDetector]:
     """Return what links have shown whose times vary as on busy cores; some rounds of some take longer."""
     draw = random.Random(11)
-    watches = {cell: Watch() for cell in CELLS}
+    watches = {cell: ChangePointDetector() for cell in CELLS}
     for number in range(rounds):
         for cell, watch in watches.items():
             watch.add(number, float(number), math.exp(draw.gauss(0, sigma)) * longer.get(cell, {}).get(number, 1.0))
@@ -97,7 +99,7 @@ def test_it_is_over_once_nothing_has_come_for_long() -> None:
 
 def test_noise_on_busy_cores_makes_no_link_flap() -> None:
     for seed in range(3):
-        draw, watches = random.Random(seed), {cell: Watch() for cell in CELLS}
+        draw, watches = random.Random(seed), {cell: ChangePointDetector() for cell in CELLS}
         for number in range(400):
             for watch in watches.values():
                 # one time of fifty is long by a heavy tail, each way by itself

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import DataError
-from thinwire.monitor.detect.live import LiveJudge, News, Window, is_one_cause
+from thinwire.monitor.detect.live import LiveDetector, News, RecordWindow, is_one_cause
 from thinwire.monitor.findings import Finding, Kind, Place
 from thinwire.monitor.runlog.records import (
     Beat,
@@ -25,7 +25,7 @@ from thinwire.monitor.runlog.records import (
 )
 from thinwire.monitor.runlog.run_folder import read_files
 from thinwire.monitor.runlog.tailer import RecordTailer
-from thinwire.monitor.synthetic_jobs import Fault, Scene, rehearse
+from thinwire.monitor.synthetic_jobs import InjectedFault, Scene, synthesize
 
 HOSTS = ("a", "b", "c")
 
@@ -50,16 +50,16 @@ def in_parts(records: list[Record], count: int) -> Iterator[list[Record]]:
         ]
 
 
-def play(scene: Scene, *, looks: int = 60, **options: int) -> tuple[list[tuple[int, News]], LiveJudge]:
-    judge, told = LiveJudge(**options), []
-    for number, part in enumerate(in_parts(rehearse(scene), looks)):
-        judge.take(part)
-        told += [(number, news) for news in judge.look()]
+def play(scene: Scene, *, looks: int = 60, **options: int) -> tuple[list[tuple[int, News]], LiveDetector]:
+    judge, told = LiveDetector(**options), []
+    for number, part in enumerate(in_parts(synthesize(scene), looks)):
+        judge.add(part)
+        told += [(number, news) for news in judge.update()]
     return told, judge
 
 
 def test_a_lasting_fault_is_told_once_also_when_it_lasts_much_longer_than_what_is_kept() -> None:
-    slow = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 1)), begin=60, severity=6.0)
+    slow = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 1)), begin=60, severity=6.0)
     told, judge = play(Scene(hosts=HOSTS, rounds=300, faults=(slow,)), looks=40, most_records=1200)
     assert [(news.state, news.finding.where, news.case) for _, news in told] == [("new", "link 0 -> 1", 0)]
     assert 60 / 300 * 40 - 1 <= told[0][0] <= 80 / 300 * 40 + 2
@@ -67,14 +67,14 @@ def test_a_lasting_fault_is_told_once_also_when_it_lasts_much_longer_than_what_i
 
 
 def test_a_fault_that_ends_is_over_and_the_same_place_may_break_again() -> None:
-    judge = LiveJudge(looks_until_new=2, looks_until_over=3)
-    good = rehearse(Scene(hosts=HOSTS, rounds=30))
-    stuck = rehearse(Scene(hosts=HOSTS, rounds=30, faults=(Fault(kind="paused", begin=20, place=_rank(1)),)))
+    judge = LiveDetector(updates_until_new=2, updates_until_over=3)
+    good = synthesize(Scene(hosts=HOSTS, rounds=30))
+    stuck = synthesize(Scene(hosts=HOSTS, rounds=30, faults=(InjectedFault(kind="paused", begin=20, place=_rank(1)),)))
     states = []
     for records in (stuck, good, stuck):
-        judge._window = Window()  # the fault is gone with its records
-        judge.take(records)
-        states += [(news.state, news.case, news.finding.kind) for _ in range(4) for news in judge.look()]
+        judge._window = RecordWindow()  # the fault is gone with its records
+        judge.add(records)
+        states += [(news.state, news.case, news.finding.kind) for _ in range(4) for news in judge.update()]
     kind = "non-communication hang"
     assert states == [("new", 0, kind), ("over", 0, kind), ("new", 1, kind)]
 
@@ -85,16 +85,20 @@ def test_a_clean_run_is_told_nothing_of() -> None:
 
 
 def test_what_is_seen_at_one_look_only_is_not_told() -> None:
-    judge = LiveJudge(looks_until_new=3)
-    judge.take(rehearse(Scene(hosts=HOSTS, rounds=30, faults=(Fault(kind="killed", begin=20, place=_rank(2)),))))
-    assert [len(judge.look()) for _ in range(5)] == [0, 0, 1, 0, 0]
+    judge = LiveDetector(updates_until_new=3)
+    judge.add(
+        synthesize(Scene(hosts=HOSTS, rounds=30, faults=(InjectedFault(kind="killed", begin=20, place=_rank(2)),)))
+    )
+    assert [len(judge.update()) for _ in range(5)] == [0, 0, 1, 0, 0]
 
 
 def test_ranks_that_take_part_no_more_are_blamed_for_nothing() -> None:
-    judge = LiveJudge(looks_until_new=1)
-    judge.take(rehearse(Scene(hosts=HOSTS, rounds=30, faults=(Fault(kind="killed", begin=20, place=_rank(2)),))))
-    assert not any("2" in news.finding.where for news in judge.look(without={2}))
-    assert "rank 2" in [news.finding.where for news in judge.look()]
+    judge = LiveDetector(updates_until_new=1)
+    judge.add(
+        synthesize(Scene(hosts=HOSTS, rounds=30, faults=(InjectedFault(kind="killed", begin=20, place=_rank(2)),)))
+    )
+    assert not any("2" in news.finding.where for news in judge.update(without={2}))
+    assert "rank 2" in [news.finding.where for news in judge.update()]
 
 
 def _rank(rank: int) -> Place:
@@ -133,7 +137,7 @@ def test_a_host_and_its_rank_are_one_cause() -> None:
 
 
 def test_an_operation_that_its_rank_has_left_behind_does_not_hang() -> None:
-    window = Window()
+    window = RecordWindow()
     for sequence in range(6):
         done_s = None if sequence in (1, 5) else sequence + 0.5
         window.add(Operation(communicator="w", rank=0, sequence=sequence, kind="r", posted_s=sequence, done_s=done_s))
@@ -147,21 +151,21 @@ def beats(silent_from: float, *, end: float, every_s: float = 1.0) -> list[Recor
 
 
 def test_a_rank_that_stops_is_found_also_where_nobody_waits_for_it() -> None:
-    judge = LiveJudge(looks_until_new=1)
-    judge.take(beats(10.0, end=13.0))
-    assert judge.look() == []
-    judge.take([Beat(rank=0, at_s=13.0)])
-    (news,) = judge.look()
+    judge = LiveDetector(updates_until_new=1)
+    judge.add(beats(10.0, end=13.0))
+    assert judge.update() == []
+    judge.add([Beat(rank=0, at_s=13.0)])
+    (news,) = judge.update()
     assert (news.finding.kind, news.finding.where) == ("non-communication hang", "rank 1")
     assert news.finding.since_s == 9.0 and news.age_s == 4.0
 
 
 def test_signs_of_life_that_come_seldom_are_missed_later() -> None:
-    judge = LiveJudge(looks_until_new=1)
-    judge.take(beats(30.0, end=40.0, every_s=3.0))
-    assert judge.look() == []
-    judge.take([Beat(rank=0, at_s=42.0)])
-    assert [news.finding.where for news in judge.look()] == ["rank 1"]
+    judge = LiveDetector(updates_until_new=1)
+    judge.add(beats(30.0, end=40.0, every_s=3.0))
+    assert judge.update() == []
+    judge.add([Beat(rank=0, at_s=42.0)])
+    assert [news.finding.where for news in judge.update()] == ["rank 1"]
 
 
 # -- files that grow
@@ -210,8 +214,8 @@ def test_of_a_long_file_the_communicators_and_the_end_are_read(tmp_path: Path) -
 
 def test_nothing_that_is_written_makes_it_fall(tmp_path: Path) -> None:
     draw, path = random.Random(3), tmp_path / "records-rank-0.jsonl"
-    tail, judge = RecordTailer(path, most_bytes=300_000), LiveJudge(looks_until_new=1, most_records=400)
-    lines = [to_line(record).encode() for record in rehearse(Scene(hosts=HOSTS, rounds=10))]
+    tail, judge = RecordTailer(path, most_bytes=300_000), LiveDetector(updates_until_new=1, most_records=400)
+    lines = [to_line(record).encode() for record in synthesize(Scene(hosts=HOSTS, rounds=10))]
     with path.open("wb") as file:
         for _ in range(12):
             for line in draw.sample(lines, 60):
@@ -223,9 +227,9 @@ def test_nothing_that_is_written_makes_it_fall(tmp_path: Path) -> None:
             file.write(b"x" * draw.choice([10, 400_000]))
             file.write(b"\n")
             file.flush()
-            judge.take(tail.new_records())
-            judge.look()
-            judge.look(without={0, 7})
+            judge.add(tail.new_records())
+            judge.update()
+            judge.update(without={0, 7})
     assert tail.num_refused > 50 and judge.num_failed == 0, judge.problem
 
 
@@ -234,12 +238,12 @@ def test_a_rule_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         raise ZeroDivisionError("of a rule")
 
     monkeypatch.setattr("thinwire.monitor.detect.live.findings_of", fail)
-    judge = LiveJudge()
-    assert judge.look() == [] and judge.num_failed == 1 and judge.problem == "ZeroDivisionError: of a rule"
+    judge = LiveDetector()
+    assert judge.update() == [] and judge.num_failed == 1 and judge.problem == "ZeroDivisionError: of a rule"
 
 
 def test_what_is_kept_is_bounded() -> None:
-    window = Window(most_records=40)
+    window = RecordWindow(most_records=40)
     for number in range(1000):
         window.add(Operation(communicator="w", rank=0, sequence=number, kind="r", posted_s=number, done_s=number))
         window.add(TransferEnd(communicator="w", rank=0, peer=1, direction="sent", operation=number, num_bytes=1,
@@ -253,10 +257,10 @@ def test_what_is_kept_is_bounded() -> None:
 
 
 def test_limits_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="looks_until_new must be at least 1, got 0"):
-        LiveJudge(looks_until_new=0)
+    with pytest.raises(ValueError, match="updates_until_new must be at least 1, got 0"):
+        LiveDetector(updates_until_new=0)
     with pytest.raises(ValueError, match="most_records must be at least 4, got 3"):
-        Window(most_records=3)
+        RecordWindow(most_records=3)
 
 
 def heard(rank: int, times: Iterable[float]) -> list[Record]:
@@ -269,15 +273,15 @@ def heard(rank: int, times: Iterable[float]) -> list[Record]:
 
 
 def test_a_rank_that_writes_nothing_any_more_and_is_still_heard_of_is_not_called_stopped() -> None:
-    judge = LiveJudge(looks_until_new=1)
-    judge.take([*beats(10.0, end=20.0), *heard(1, (9.5, 12.0, 15.0, 18.5))])
-    (news,) = judge.look()
+    judge = LiveDetector(updates_until_new=1)
+    judge.add([*beats(10.0, end=20.0), *heard(1, (9.5, 12.0, 15.0, 18.5))])
+    (news,) = judge.update()
     assert (news.finding.kind, news.finding.where) == ("no records", "rank 1")
     assert "received from it 0.5 s ago" in news.finding.text and "disk" in news.finding.remedy
 
 
 def test_a_rank_whose_last_message_was_on_its_way_when_it_stopped_has_stopped() -> None:
-    judge = LiveJudge(looks_until_new=1)
-    judge.take([*beats(10.0, end=20.0), *heard(1, (9.5, 10.5))])
-    (news,) = judge.look()
+    judge = LiveDetector(updates_until_new=1)
+    judge.add([*beats(10.0, end=20.0), *heard(1, (9.5, 10.5))])
+    (news,) = judge.update()
     assert (news.finding.kind, news.finding.where) == ("non-communication hang", "rank 1")

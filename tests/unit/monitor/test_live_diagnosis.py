@@ -119,17 +119,17 @@ class BecomesSure:
     def __init__(self, *confidences: float) -> None:
         self.confidences, self.num_looks = confidences, 0
 
-    def take(self, records: object) -> None:
+    def add(self, records: object) -> None:
         """Take anything."""
 
     def ranks(self) -> frozenset[int]:
         return frozenset((0, 1))
 
-    def look(self, *, without: object = None) -> list[News]:
+    def update(self, *, without: object = None) -> list[News]:
         self.num_looks += 1
-        return self.still_told() if self.num_looks == 1 else []
+        return self.open_findings() if self.num_looks == 1 else []
 
-    def still_told(self) -> list[News]:
+    def open_findings(self) -> list[News]:
         (_, told) = hang(0.0, age_s=1.0)
         sure = self.confidences[min(self.num_looks, len(self.confidences)) - 1]
         return [replace(told, finding=replace(told.finding, confidence=sure))]

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from thinwire.monitor.detect.change_points import Company, Watch
+from thinwire.monitor.detect.change_points import ChangePointDetector, PeerGroup
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.intermittent import find_flapping
 from thinwire.monitor.detect.link_history import LinkTimes, link_times
-from thinwire.monitor.detect.live import LiveJudge
+from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.detect.slow_links import find_slow_links
 from thinwire.monitor.detect.timeline import Job, build
 from thinwire.monitor.findings import Finding
@@ -87,7 +87,7 @@ def _found(records: list[Record], *, until_s: float) -> list[Finding]:
 
 def test_one_wire_that_flaps_beside_others_that_are_a_little_slow_makes_no_end_flap() -> None:
     draw, bad = random.Random(3), {*range(44, 80, 6), *range(45, 80, 6)}
-    watches = {pair: Watch() for pair in PAIRS}
+    watches = {pair: ChangePointDetector() for pair in PAIRS}
     for number in range(80):
         for (source, to), watch in watches.items():
             longer = 1.0 if number not in bad or to != 2 else 6.0 if source == 0 else 2.0
@@ -103,7 +103,7 @@ def test_one_wire_that_flaps_beside_others_that_are_a_little_slow_makes_no_end_f
 def test_a_link_that_was_slow_and_is_well_again_does_not_flap_for_that() -> None:
     draw, found = random.Random(4), {}
     for slow in (frozenset[int](), frozenset(range(40, 47))):
-        watches = {pair: Watch() for pair in PAIRS}
+        watches = {pair: ChangePointDetector() for pair in PAIRS}
         for number in range(70):
             for pair, watch in watches.items():
                 is_bad = number in slow or number in (52, 58, 59, 65)  # too few times for a link that was never slow
@@ -124,7 +124,7 @@ def test_a_wire_is_not_told_for_less_than_its_times_vary_where_little_is_known_o
 ) -> None:
     """Of six hosts on two cores, messages took 0.8 to 3.9 times as long by what they shared, and steadily so alone."""
     draw = random.Random(2)
-    watches, alone = {pair: Watch() for pair in PAIRS}, {pair: Watch() for pair in PAIRS}
+    watches, alone = {pair: ChangePointDetector() for pair in PAIRS}, {pair: ChangePointDetector() for pair in PAIRS}
     for number in range(begin + 30):
         for pair in PAIRS:
             longer = ratio if pair == (0, 2) and number >= begin else 1.0
@@ -195,18 +195,18 @@ def test_a_wire_alone_that_is_a_little_slower_is_not_told_and_a_sender_is(
     assert [one.where for one in diagnose(from_records(_longer(longer)))] == told
 
 
-def _company(count: int, *, spike: float = 2.0) -> tuple[Company, list[Watch]]:
+def _peers(count: int, *, spike: float = 2.0) -> tuple[PeerGroup, list[ChangePointDetector]]:
     """Return watches that have seen 60 rounds each, one of which was long."""
-    draw, company = random.Random(8), Company()
-    watches = [Watch(company=company) for _ in range(count)]
+    draw, peers = random.Random(8), PeerGroup()
+    watches = [ChangePointDetector(peers=peers) for _ in range(count)]
     for number in range(60):
         for index, watch in enumerate(watches):
             is_long = index == 1 and number == 30
             watch.add(number, float(number), (spike if is_long else 1.0) * math.exp(draw.gauss(0, 0.1)))
-    return company, watches
+    return peers, watches
 
 
-def _rounds_until_told(watch: Watch, ratio: float) -> int:
+def _rounds_until_told(watch: ChangePointDetector, ratio: float) -> int:
     for number in range(60, 80):
         watch.add(number, float(number), ratio)
         if watch.change is not None:
@@ -215,26 +215,26 @@ def _rounds_until_told(watch: Watch, ratio: float) -> int:
 
 
 def test_times_far_beyond_all_that_any_wire_has_shown_are_told_after_three_rounds() -> None:
-    assert _rounds_until_told(_company(4)[1][0], 20.0) == 3
-    assert _rounds_until_told(Watch(), 20.0) == -1, "no history"
+    assert _rounds_until_told(_peers(4)[1][0], 20.0) == 3
+    assert _rounds_until_told(ChangePointDetector(), 20.0) == -1, "no history"
     # what any wire has shown without a fault, or could show where little is known, says nothing
-    assert _rounds_until_told(_company(4, spike=12.0)[1][0], 20.0) == 4
-    assert _rounds_until_told(_company(3)[1][0], 20.0) == 4
-    assert _rounds_until_told(_company(4)[1][0], 5.0) == 4
+    assert _rounds_until_told(_peers(4, spike=12.0)[1][0], 20.0) == 4
+    assert _rounds_until_told(_peers(3)[1][0], 20.0) == 4
+    assert _rounds_until_told(_peers(4)[1][0], 5.0) == 4
 
 
 def test_four_times_in_a_row_longer_than_a_wire_has_shown_lately_are_told() -> None:
-    assert _rounds_until_told(_company(4)[1][0], 2.5) == 4
-    assert _rounds_until_told(_company(4)[1][0], 1.8) > 4, "less than twice the usual is summed up"
+    assert _rounds_until_told(_peers(4)[1][0], 2.5) == 4
+    assert _rounds_until_told(_peers(4)[1][0], 1.8) > 4, "less than twice the usual is summed up"
     # what the wire has shown without a fault is no record
-    assert _rounds_until_told(_company(4, spike=12.0)[1][1], 10.0) > 4
+    assert _rounds_until_told(_peers(4, spike=12.0)[1][1], 10.0) > 4
     # nor is anything where little is known
-    watch = Watch()
+    watch = ChangePointDetector()
     for number in range(30, 60):
         watch.add(number, float(number), math.exp(0.05 * (-1) ** number))
     assert _rounds_until_told(watch, 5.0) == 5
     # noise that goes before is no part of what lasts
-    watch = _company(4)[1][0]
+    watch = _peers(4)[1][0]
     for number, ratio in enumerate((1.4, 1.02, 1.3, 1.0, 1.4, 1.02, 1.4, 1.05)):
         watch.add(60 + number, 60.0 + number, ratio)
     for number in range(68, 72):
@@ -242,14 +242,14 @@ def test_four_times_in_a_row_longer_than_a_wire_has_shown_lately_are_told() -> N
         watch.add(number, float(number), 3.0)
     assert watch.change is not None and watch.change.since_round == 68
     # and it must be four in a row
-    watch, times = _company(4)[1][0], [3.0, 3.0, 3.0, 1.0, 3.0, 3.0, 1.0, 1.0, 3.0, 1.0]
+    watch, times = _peers(4)[1][0], [3.0, 3.0, 3.0, 1.0, 3.0, 3.0, 1.0, 1.0, 3.0, 1.0]
     for number, ratio in enumerate(times):
         watch.add(60 + number, 60.0 + number, ratio)
     assert watch.change is None
 
 
 def test_two_long_rounds_are_nothing_however_long() -> None:
-    watch = _company(4)[1][0]
+    watch = _peers(4)[1][0]
     for number, ratio in enumerate((50.0, 50.0, 1.0, 1.0, 1.0, 50.0, 50.0, 1.0, 1.0)):
         watch.add(60 + number, 60.0 + number, ratio)
     assert watch.change is None
@@ -274,14 +274,14 @@ def _told_live(*, slow: range) -> list[tuple[float, str]]:
         now_s += slow_s + 0.3
     beats = [(half / 2, Beat(rank=rank, at_s=half / 2)) for half in range(int(2 * now_s)) for rank in RANKS]
     ordered = sorted([*ends, *beats], key=lambda one: one[0])
-    judge, look_s = LiveJudge(), 0.4 * (slow[0] - 10)
+    judge, look_s = LiveDetector(), 0.4 * (slow[0] - 10)
     told: list[tuple[float, str]] = []
-    judge.take([PLACE])
+    judge.add([PLACE])
     while look_s < now_s:
         num_come = bisect_left(ordered, look_s, key=lambda one: one[0])
-        judge.take([one for _, one in ordered[:num_come]])
+        judge.add([one for _, one in ordered[:num_come]])
         del ordered[:num_come]
-        told += [(look_s, f"{news.state} {news.finding.kind}: {news.finding.where}") for news in judge.look()]
+        told += [(look_s, f"{news.state} {news.finding.kind}: {news.finding.where}") for news in judge.update()]
         look_s += 0.25
     return told
 
@@ -303,9 +303,9 @@ def test_one_very_slow_message_is_no_slow_wire_and_two_are_one_that_is_over(num_
     assert words == [f"{state} communication slow: link 0 -> 2" for state in told]
 
 
-def _pair_told(*ratios: float, gap_s: float = 0.1, **company: float) -> int:
+def _pair_told(*ratios: float, gap_s: float = 0.1, **peers: float) -> int:
     """Return after how many rounds a wire is told that takes so many times as long, with pauses between them."""
-    watch, end_s = _company(4, **company)[1][0], 60.0  # type: ignore[arg-type]
+    watch, end_s = _peers(4, **peers)[1][0], 60.0  # type: ignore[arg-type]
     for number, ratio in enumerate(ratios):
         begin_s, end_s = end_s + gap_s, end_s + gap_s + ratio
         watch.add(60 + number, end_s, ratio, begin_s=begin_s)

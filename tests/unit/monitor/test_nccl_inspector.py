@@ -58,7 +58,7 @@ def test_the_rank_that_waits_least_is_named_and_since_when(
     assert finding.evidence.late_s == pytest.approx(0.02, rel=0.1)
     assert finding.evidence.operation_takes_s == pytest.approx(0.004, rel=0.1)
     assert set(finding.evidence.waiting) == set(range(slow)) and finding.confidence > 0.8
-    assert hosts[slow] in finding.evidence.seats[0] and str(1000 + slow) in finding.evidence.seats[0]
+    assert hosts[slow] in finding.evidence.locations[0] and str(1000 + slow) in finding.evidence.locations[0]
 
 
 def test_a_rank_that_is_late_from_the_start_is_named_with_less_confidence(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_who_is_behind_in_two_answers_has_not_come(tmp_path: Path, form: str) ->
     (finding,) = found(write(tmp_path, form, job, job))
     assert finding.kind == "non-communication hang" and finding.where == "rank 3"
     assert finding.confidence == 0.9 and finding.since_round == 640 and "in 60 s" in finding.text
-    assert "process 503" in finding.evidence.seats[0]
+    assert "process 503" in finding.evidence.locations[0]
 
 
 @pytest.mark.parametrize("form", FORMS)

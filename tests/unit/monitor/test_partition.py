@@ -11,15 +11,15 @@ import pytest
 from tests.rehearsed_run import write_records
 from thinwire.cli.main import main
 from thinwire.monitor.detect.diagnose import diagnose
-from thinwire.monitor.detect.live import LiveJudge
+from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.findings import Finding, Place
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, TransferEnd, header_line, to_line
 from thinwire.monitor.runlog.run_folder import MEMBERS_FILE, read_files, removed_replicas
-from thinwire.monitor.synthetic_jobs import Fault
+from thinwire.monitor.synthetic_jobs import InjectedFault
 
 RECORDED = Path(__file__).parents[2] / "recorded"
-KILLED = Fault(kind="killed", place=Place(kind="rank", ranks=(1,)), begin=20)
+KILLED = InjectedFault(kind="killed", place=Place(kind="rank", ranks=(1,)), begin=20)
 
 
 def _told(name: str, *hosts: int) -> Finding:
@@ -114,9 +114,9 @@ def test_a_host_that_hears_of_no_other_is_unsure_and_one_that_hears_of_some_is_s
 ) -> None:
     where = Communicator(communicator="rounds", ranks=(0, 1, 2), hosts=("a", "b", "c"), clocks=("one",) * 3)
     beats = [Beat(rank=rank, at_s=half / 2) for rank in range(3) for half in range(20 if rank in silent else 60)]
-    judge = LiveJudge(looks_until_new=1)
-    judge.take([where, *beats])
-    news = judge.look()
+    judge = LiveDetector(updates_until_new=1)
+    judge.add([where, *beats])
+    news = judge.update()
     assert news and all(one.finding.confidence == pytest.approx(confidence) for one in news)
     assert all((Place(kind="host", hosts=("a",)) in one.finding.places) == (len(silent) == 2) for one in news)
 
@@ -186,7 +186,7 @@ def test_lines_about_members_are_read_as_a_stranger_s(tmp_path: Path, line: str,
 def test_watch_and_diagnose_say_the_same_of_a_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, has_findings: bool
 ) -> None:
-    slow = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=30, severity=5.0)
+    slow = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=30, severity=5.0)
     if "/" in name:
         run = tmp_path / "run"
         shutil.copytree(RECORDED / name, run)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from thinwire.monitor.detect.diagnose import diagnose
-from thinwire.monitor.detect.live import LiveJudge, News
+from thinwire.monitor.detect.live import LiveDetector, News
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.runlog.reader import Records, from_records
 from thinwire.monitor.runlog.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd
@@ -202,7 +202,7 @@ def test_a_rank_whose_steps_do_not_end_hangs(steps: list[tuple[float, float]]) -
 
 
 def test_a_slow_wire_is_told_once_however_many_messages_it_takes() -> None:
-    judge, news = LiveJudge(), list[News]()
+    judge, news = LiveDetector(), list[News]()
     records = healthy()
     at_s, number = BEGUN_S, ROUNDS
     for _ in range(6):  # each message takes 2.4 s instead of 0.1
@@ -217,8 +217,8 @@ def test_a_slow_wire_is_told_once_however_many_messages_it_takes() -> None:
     for half in range(round(2 * at_s)):
         now_s = 0.5 * half
         seen = [one for record in records if (one := _as_seen(record, now_s)) is not None]
-        judge.take(seen)
-        news += judge.look()
+        judge.add(seen)
+        news += judge.update()
     assert judge.num_failed == 0, judge.problem
     assert [(one.state, one.finding.kind, one.finding.where) for one in news] == [
         ("new", "communication slow", "link 0 -> 1")

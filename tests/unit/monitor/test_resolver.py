@@ -129,7 +129,7 @@ def ras(*ranks: int) -> Finding:
 
 def ended(*ranks: int) -> Finding:
     evidence = EndedFileEvidence(communicator="w", last_operation=3, ranks=ranks, others_last=9, others_went_on_s=20.0,
-                                 seats=[])  # fmt: skip
+                                 locations=[])  # fmt: skip
     return finding(evidence, place(*ranks), kind="no records")
 
 

@@ -29,7 +29,7 @@ from thinwire.monitor.runlog.records import (
     header_line,
     to_line,
 )
-from thinwire.monitor.synthetic_jobs import Scene, rehearse
+from thinwire.monitor.synthetic_jobs import Scene, synthesize
 
 ONE_OF_EACH: list[Record] = [
     Communicator(communicator="world", ranks=(0, 1), hosts=("a", "b")),
@@ -167,7 +167,7 @@ def test_any_value_in_any_field_is_taken_or_refused(value: object, field: str, r
 @given(st.integers(0, 1 << 30))
 def test_records_that_are_cut_off_mixed_up_doubled_and_forged_are_no_fault_of_the_job(seed: int) -> None:
     draw = random.Random(seed)
-    found = rehearse(Scene(hosts=("a", "a", "b"), rounds=25, seed=seed))
+    found = synthesize(Scene(hosts=("a", "a", "b"), rounds=25, seed=seed))
     lines = [to_line(record).encode() for record in found]
     lines += draw.sample(lines, 40)
     draw.shuffle(lines)
@@ -180,7 +180,7 @@ def test_records_that_are_cut_off_mixed_up_doubled_and_forged_are_no_fault_of_th
 
 
 def test_a_rank_whose_file_is_cut_off_in_the_middle_is_not_blamed_with_confidence() -> None:
-    found = rehearse(Scene(hosts=("a", "b", "c"), rounds=40, seed=3))
+    found = synthesize(Scene(hosts=("a", "b", "c"), rounds=40, seed=3))
     own = [record for record in found if isinstance(record, Operation | TransferEnd | Span | Beat) and record.rank == 2]
     kept = [record for record in found if record not in own[len(own) // 2 :]]
     assert all(finding.kind != "communication slow" for finding in diagnose(from_records(kept)))
@@ -219,7 +219,7 @@ def test_a_link_that_is_slow_in_one_direction_is_bounded_by_the_way_over_a_third
 
 
 def test_a_clock_that_was_set_is_told_and_its_times_are_left_out() -> None:
-    found = rehearse(Scene(hosts=("a", "b", "c"), rounds=60, seed=5))
+    found = synthesize(Scene(hosts=("a", "b", "c"), rounds=60, seed=5))
 
     def jump(record: Record) -> Record:
         if isinstance(record, Communicator) or record.rank != 1:

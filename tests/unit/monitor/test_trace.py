@@ -14,14 +14,14 @@ from thinwire.monitor.detect.timeline import Job, build
 from thinwire.monitor.findings import Place
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Span, TransferEnd
-from thinwire.monitor.synthetic_jobs import Fault, Scene, rehearse
+from thinwire.monitor.synthetic_jobs import InjectedFault, Scene, synthesize
 from thinwire.monitor.trace import to_trace
 
 HOSTS = ("a", "a", "b", "c")
 
 
-def job_of(*faults: Fault) -> Job:
-    return build(from_records(rehearse(Scene(hosts=HOSTS, rounds=40, seed=2, faults=faults))))
+def job_of(*faults: InjectedFault) -> Job:
+    return build(from_records(synthesize(Scene(hosts=HOSTS, rounds=40, seed=2, faults=faults))))
 
 
 def slices_of(trace: dict[str, Any]) -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ def slices_of(trace: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", ["slow link", "paused"])
 def test_events_of_a_lane_lie_apart_and_arrows_lie_in_events(kind: Any) -> None:
     place = Place(kind="link", ranks=(0, 2)) if kind == "slow link" else Place(kind="rank", ranks=(2,))
-    job = job_of(Fault(kind=kind, place=place, begin=20, severity=5.0))
+    job = job_of(InjectedFault(kind=kind, place=place, begin=20, severity=5.0))
     trace = json.loads(json.dumps(to_trace(job, findings_of(job)), allow_nan=False))
     lanes: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for event in slices_of(trace):

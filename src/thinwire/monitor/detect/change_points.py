@@ -52,93 +52,8 @@ class ChangePointConfig:
 CUSUM = ChangePointConfig()
 
 
-class _Usual(Protocol):
-    @property
-    def count(self) -> int: ...
-
-    longest: float
-
-
-class _Knows(Protocol):
-    def bases(self) -> Collection[_Usual]: ...
-
-
-class Company:
-    """Watches of one kind, which know together how long times get without any fault.
-
-    What they know is looked up once for as many values as there are watches, about once a round.
-    """
-
-    __slots__ = ("_count", "_fresh", "_longest", "_watches")
-
-    def __init__(self) -> None:
-        self._watches: list[_Knows] = []
-        self._fresh = self._count = 0
-        self._longest = 0.0
-
-    def join(self, watch: _Knows) -> None:
-        """Take a watch in."""
-        self._watches.append(watch)
-
-    def is_far(self, excess: float) -> bool:
-        """Return whether a logarithm over the usual time is far beyond all that was usual in any of the watches.
-
-        To be asked once for each value.
-        """
-        self._fresh -= 1
-        if excess < CUSUM.pair_long:
-            return False
-        if self._fresh <= 0:
-            bases = [base for watch in self._watches for base in watch.bases()]
-            self._fresh, self._count = len(self._watches), sum(base.count for base in bases)
-            self._longest = max((base.longest for base in bases), default=0.0)
-        return self.was_far(excess)
-
-    def was_far(self, excess: float) -> bool:
-        """Return the same by what was known when it was last looked up."""
-        return excess >= CUSUM.far and self._count >= CUSUM.min_known and excess >= CUSUM.far_margin + self._longest
-
-    def was_long(self, excess: float) -> bool:
-        """Return whether it is well beyond all that was usual then."""
-        return (
-            excess >= CUSUM.pair_long and self._count >= CUSUM.min_known and excess >= CUSUM.pair_margin + self._longest
-        )
-
-
-class Pair:
-    """Two times of one watch, one after the other, that are well beyond all that was usual in any of its kind.
-
-    Attributes:
-        begin: The round of the first one, and when it was.
-    """
-
-    __slots__ = ("_company", "_count", "_done_s", "begin")
-
-    def __init__(self, company: Company) -> None:
-        self._company = company
-        self._count, self._done_s = 0, -math.inf
-        self.begin = (-1, 0.0)
-
-    def add(self, round: int, begin_s: float, end_s: float, excess: float) -> bool:
-        """Return whether a time makes the pair whole.
-
-        Args:
-            round: Its number.
-            begin_s: When it began.
-            end_s: When it was over.
-            excess: Its logarithm over the usual time; `Company.is_far` was asked about it.
-        """
-        if not self._company.was_long(excess):
-            self._count = 0
-        elif not self._count:
-            self._count, self._done_s, self.begin = 1, end_s, (round, end_s)
-        elif begin_s >= self._done_s:
-            self._count, self._done_s = self._count + 1, end_s
-        return self._count >= CUSUM.pair_samples
-
-
 def median(values: Sequence[float]) -> float:
-    """Return the middle of values that need no order; NaN where there are none.
+    """Return the median; NaN without values.
 
     Example:
         >>> median([3.0, 1.0, 2.0]), median([1.0, 2.0])
@@ -152,12 +67,12 @@ def median(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float], middle: float) -> float:
-    """Return the median absolute deviation from `middle`, scaled to be a normal distribution's standard deviation."""
+    """Return the median absolute deviation from `middle`, scaled to a normal distribution's standard deviation."""
     return 1.4826 * median([abs(value - middle) for value in values])
 
 
 def at_least(hits: int, trials: int, chance: float) -> float:
-    """Return how likely at least so many hits are.
+    """Return the binomial probability of at least so many hits.
 
     Example:
         >>> at_least(1, 2, 0.5)
@@ -169,96 +84,101 @@ def at_least(hits: int, trials: int, chance: float) -> float:
     )
 
 
-class Lasting(Protocol):
-    """What began at a time, and ended at one or goes on."""
+class Interval(Protocol):
+    """Anything with a begin and an optional end."""
 
     @property
     def since_s(self) -> float:
-        """When it began."""
+        """Begin."""
         ...
 
     @property
     def until_s(self) -> float | None:
-        """When it was over; none while it is not."""
+        """End; None if it lasts."""
         ...
 
 
-def is_at_once(one: Lasting, other: Lasting) -> bool:
-    """Return whether neither was over when the other one began: what was over explains nothing."""
+def is_at_once(one: Interval, other: Interval) -> bool:
+    """Return whether two intervals overlap."""
     return all(
         first.until_s is None or first.until_s >= second.since_s for first, second in ((one, other), (other, one))
     )
 
 
 class Baseline:
-    """What a time usually is: median and spread of the logarithms of the latest values that were not suspicious.
+    """Usual duration: median and spread of the logarithms of the latest values that were not suspicious.
 
     Args:
-        most: How many of them.
+        config: Constants.
 
     Attributes:
-        middle: Their median.
-        scale: Their spread.
-        shift: The mean of their scores.
-        longest: By how much the longest of them is above the middle one.
+        middle: Median.
+        scale: Spread.
+        shift: Mean score.
+        longest: Longest value over the median.
     """
 
-    __slots__ = ("_fresh", "_values", "longest", "middle", "scale", "shift")
+    __slots__ = ("_config", "_fresh", "_values", "longest", "middle", "scale", "shift")
 
-    def __init__(self, most: int = CUSUM.max_history) -> None:
-        self._values: deque[float] = deque(maxlen=most)
+    def __init__(self, config: ChangePointConfig = CUSUM) -> None:
+        self._config = config
+        self._values: deque[float] = deque(maxlen=config.max_history)
         self._fresh = 0
         self.middle = math.nan
-        self.scale = CUSUM.min_scale
+        self.scale = config.min_scale
         self.shift = self.longest = 0.0
 
     @property
     def is_known(self) -> bool:
         """Whether there is enough history."""
-        return len(self._values) >= CUSUM.min_history
+        return len(self._values) >= self._config.min_history
 
     @property
     def count(self) -> int:
-        """How many values are known."""
+        """Number of values."""
         return len(self._values)
 
     def is_record(self, value: float) -> bool:
-        """Return whether a logarithm is well above the usual, and above all that was usual lately."""
-        return self.count >= CUSUM.record_history and value - self.middle >= max(CUSUM.record, self.longest)
+        """Return whether a logarithm is well above the median, and above all recent values."""
+        config = self._config
+        return self.count >= config.record_history and value - self.middle >= max(config.record, self.longest)
 
     def learn(self, value: float) -> None:
         """Take a logarithm in."""
-        self._values.append(value)
+        config, values = self._config, self._values
+        values.append(value)
         self._fresh += 1
-        if self.is_known and (
-            len(self._values) <= 2 * CUSUM.min_history or self._fresh >= max(CUSUM.refresh, len(self._values) // 16)
-        ):
-            self._fresh = 0
-            self.middle = median(self._values)
-            self.longest = max(self._values) - self.middle
-            # few values may lie close together by chance
-            unsure = 1 + 8 / len(self._values)
-            self.scale = max(CUSUM.min_scale, unsure * spread(self._values, self.middle))
-            # a history with many long rounds scores above zero without any fault
-            low, high = self.middle - CUSUM.clip * self.scale, self.middle + CUSUM.clip * self.scale
-            clipped = [low if value < low else high if value > high else value for value in self._values]
-            self.shift = max(0.0, (sum(clipped) / len(clipped) - self.middle) / self.scale)
+        # a young baseline follows each value, an old one is sorted less often
+        is_due = len(values) <= 2 * config.min_history or self._fresh >= max(config.refresh, len(values) // 16)
+        if not self.is_known or not is_due:
+            return
+        self._fresh = 0
+        self.middle = median(values)
+        self.longest = max(values) - self.middle
+        # few values may lie close together by chance
+        unsure = 1 + 8 / len(values)
+        self.scale = max(config.min_scale, unsure * spread(values, self.middle))
+        # a history with many long rounds scores above zero without any fault
+        low, high = self.middle - config.clip * self.scale, self.middle + config.clip * self.scale
+        clipped = [low if value < low else high if value > high else value for value in values]
+        self.shift = max(0.0, (sum(clipped) / len(clipped) - self.middle) / self.scale)
 
     def score(self, value: float) -> float:
-        """Return how unusual a logarithm is, clipped."""
-        return _clipped((value - self.middle) / self.scale)
+        """Return the clipped score of a logarithm, in spreads."""
+        clip = self._config.clip
+        return max(-clip, min(clip, (value - self.middle) / self.scale))
 
 
 @dataclass(slots=True)
 class Change:
-    """Times that became longer for good.
+    """Durations that became longer for good.
 
     Attributes:
-        since_round: The first round of the change.
-        since_s: When that was.
-        seen_round: The round that made it sure.
-        until_round: The first round in which times were as before again; -1 while they are not.
-        until_s: When that was; None while they are not.
+        since_round: First round of the change.
+        since_s: Its time.
+        seen_round: Round of the alarm.
+        until_round: First round in which durations were usual again; -1 while they are not.
+        until_s: Its time; None while they are not.
     """
 
     since_round: int
@@ -269,47 +189,102 @@ class Change:
 
     @property
     def is_over(self) -> bool:
-        """Whether times are as before again."""
+        """Whether durations are usual again."""
         return self.until_s is not None
 
 
-class Watch:
-    """Watches one time, of one or several size classes, for a lasting growth.
+class PeerGroup:
+    """Detectors of one kind, whose baselines show together how long durations get without a fault.
 
-    Args:
-        alarm: The sum that is an alarm.
-        most_usual: From how many of the latest values that were not suspicious the usual time is learnt.
-        company: Watches of the same kind; with them, few values that are far beyond all that these know are an alarm.
+    Their longest value is computed once for as many values as there are detectors, which is about once a round.
+    """
+
+    __slots__ = ("_count", "_detectors", "_fresh", "_longest")
+
+    def __init__(self) -> None:
+        self._detectors: list[ChangePointDetector] = []
+        self._fresh = self._count = 0
+        self._longest = 0.0
+
+    def join(self, detector: ChangePointDetector) -> None:
+        """Add a detector."""
+        self._detectors.append(detector)
+
+    def is_far(self, excess: float) -> bool:
+        """Return whether a log ratio is far beyond all usual values of the group; call it once for each value."""
+        self._fresh -= 1
+        if excess < CUSUM.pair_long:
+            return False
+        if self._fresh <= 0:
+            bases = [base for detector in self._detectors for base in detector.bases()]
+            self._fresh, self._count = len(self._detectors), sum(base.count for base in bases)
+            self._longest = max((base.longest for base in bases), default=0.0)
+        return self.was_far(excess)
+
+    def was_far(self, excess: float) -> bool:
+        """Return the same from the values of the last call of `is_far`."""
+        return excess >= CUSUM.far and self._count >= CUSUM.min_known and excess >= CUSUM.far_margin + self._longest
+
+    def was_long(self, excess: float) -> bool:
+        """Return whether a log ratio is well beyond all usual values of that call."""
+        is_known = self._count >= CUSUM.min_known
+        return is_known and excess >= CUSUM.pair_long and excess >= CUSUM.pair_margin + self._longest
+
+
+class _Pair:
+    """Consecutive values of one detector that are well beyond all usual values of its peers, and do not overlap.
 
     Attributes:
-        change: The latest alarm, if any: one that lasts, or is over.
-        excess: Of each value with a history: round, seconds of the clock, logarithm of the ratio to the usual time.
+        begin: Round and time of the first.
+    """
+
+    __slots__ = ("_count", "_done_s", "_peers", "begin")
+
+    def __init__(self, peers: PeerGroup) -> None:
+        self._peers = peers
+        self._count, self._done_s = 0, -math.inf
+        self.begin = (-1, 0.0)
+
+    def add(self, round: int, begin_s: float, end_s: float, excess: float) -> bool:
+        """Add a value after `PeerGroup.is_far` has seen it, and return whether the pair is complete."""
+        if not self._peers.was_long(excess):
+            self._count = 0
+        elif not self._count:
+            self._count, self._done_s, self.begin = 1, end_s, (round, end_s)
+        elif begin_s >= self._done_s:
+            self._count, self._done_s = self._count + 1, end_s
+        return self._count >= CUSUM.pair_samples
+
+
+class ChangePointDetector:
+    """CUSUM over one duration, of one or several size classes, that finds a lasting growth and its end.
+
+    Args:
+        config: Constants.
+        peers: Detectors of the same kind; with them, a few values beyond all usual ones of the group are an alarm.
+
+    Attributes:
+        change: Latest alarm, which lasts or has ended; None without one.
+        excess: Round, time and log ratio to the usual duration, of each value with a baseline.
 
     Example:
-        >>> watch = Watch()
+        >>> detector = ChangePointDetector()
         >>> for round in range(40):
-        ...     watch.add(round, float(round), 0.1 if round < 30 else 0.3)
-        >>> watch.change.since_round, watch.change.seen_round
+        ...     detector.add(round, float(round), 0.1 if round < 30 else 0.3)
+        >>> detector.change.since_round, detector.change.seen_round
         (30, 35)
     """
 
-    __slots__ = ("_alarm", "_bases", "_begin", "_company", "_early", "_held", "_level", "_long", "_most_usual",
-                 "_newest", "_num_late", "_num_values", "_pair", "_record", "_records", "_return", "_sum", "change",
+    __slots__ = ("_bases", "_begin", "_config", "_early", "_held", "_level", "_long", "_newest", "_num_late",
+                 "_num_values", "_pair", "_peers", "_record", "_records", "_return", "_sum", "change",
                  "excess")  # fmt: skip
 
-    def __init__(
-        self,
-        *,
-        alarm: float = CUSUM.alarm,
-        most_usual: int = CUSUM.max_history,
-        company: Company | None = None,
-    ) -> None:
-        self._company = company
-        self._pair = None if company is None else Pair(company)
-        if company is not None:
-            company.join(self)
-        self._alarm = alarm
-        self._most_usual = most_usual
+    def __init__(self, config: ChangePointConfig = CUSUM, *, peers: PeerGroup | None = None) -> None:
+        self._config = config
+        self._peers = peers
+        self._pair = None if peers is None else _Pair(peers)
+        if peers is not None:
+            peers.join(self)
         self._bases: dict[int, Baseline] = {}
         self._early: list[tuple[int, float, float, Baseline]] = []
         self._sum, self._records = 0.0, 0
@@ -317,129 +292,137 @@ class Watch:
         self._record = self._begin
         self._level = 0.0
         self._return = 0.0
-        self._held: list[tuple[Baseline, float]] = []
+        self._held: list[tuple[Baseline, float]] = []  # values of a sum that has not decided yet
         self._newest, self._num_late, self._num_values = -1, 0, 0
-        self._long: deque[int] = deque(maxlen=CUSUM.often)
+        self._long: deque[int] = deque(maxlen=config.often)
         self.change: Change | None = None
+        # four times the default baseline, whatever the own one holds
         self.excess: deque[tuple[int, float, float]] = deque(maxlen=4 * CUSUM.max_history)
 
     def add(
         self, round: int, at_s: float, time_s: float, *, size_class: int = 0, margin_s: float = 0.0,
         begin_s: float | None = None,
     ) -> None:  # fmt: skip
-        """Take the time of a round in.
+        """Take the duration of a round in.
 
         Args:
             round: Its number; rounds come in order, or a little late.
-            at_s: When it was.
-            time_s: How long it took.
-            size_class: Only times of one class are alike; 2 n and 2 n + 1 are of one size, measured in two ways.
-            margin_s: By how much these two ways may differ.
-            begin_s: When it began, if that is known: two that do not overlap may be enough.
+            at_s: Its time.
+            time_s: Duration.
+            size_class: Durations of one class are comparable; 2 n and 2 n + 1 are one size, measured in two ways.
+            margin_s: Largest difference between these two ways.
+            begin_s: Begin, if it is known: two values that do not overlap may suffice.
         """
-        value = math.log(max(time_s, CUSUM.min_time_s))
+        config = self._config
+        value = math.log(max(time_s, config.min_time_s))
         base = self._base(size_class)
         if not base.is_known:
-            twin = self._bases.get(size_class ^ 1)
-            sure = max(time_s - margin_s, CUSUM.min_time_s)
-            if twin is None or not twin.is_known or math.log(sure) < twin.middle + math.log(CUSUM.min_ratio):
+            other = self._bases.get(size_class ^ 1)
+            sure = max(time_s - margin_s, config.min_time_s)
+            if other is None or not other.is_known or math.log(sure) < other.middle + math.log(config.min_ratio):
                 base.learn(value)
                 self._early.append((round, at_s, value, base))
                 return
-            value, base = math.log(sure), twin
-        if value - base.middle >= CUSUM.long:
+            # suspicious by the other way of measuring: it must not become the baseline of this one
+            value, base = math.log(sure), other
+        excess = value - base.middle
+        if excess >= config.long:
             self._long.append(self._num_values)
         self._num_values += 1
         self._num_late += round <= self._newest
         self._newest = max(round, self._newest)
-        self.excess.append((round, at_s, value - base.middle))
+        self.excess.append((round, at_s, excess))
         if self.change is None or self.change.is_over:
-            self._step(round, at_s, value, base, begin_s)
+            self._detect(round, at_s, value, base, begin_s)
         else:
-            self._step_back(self.change, round, at_s, value, base)
+            self._detect_return(self.change, round, at_s, value, base)
 
     def _base(self, size_class: int) -> Baseline:
         base = self._bases.get(size_class)
         if base is None:
-            base = self._bases[size_class] = Baseline(self._most_usual)
+            base = self._bases[size_class] = Baseline(self._config)
         return base
 
-    def _step(self, round: int, at_s: float, value: float, base: Baseline, begin_s: float | None) -> None:
+    def _detect(self, round: int, at_s: float, value: float, base: Baseline, begin_s: float | None) -> None:
+        config = self._config
         if self._sum == 0.0:
             self._begin = (round, at_s)
-            # what went before was no change: it is history now
+            # the values before were no change: they are history now
             for old, held in self._held:
                 old.learn(held)
             self._held.clear()
         excess = value - base.middle
-        is_far = self._company is not None and self._company.is_far(excess)
-        gained = self._alarm / CUSUM.far_samples if is_far else base.score(value) - CUSUM.drift - base.shift
+        is_far = self._peers is not None and self._peers.is_far(excess)
+        # Page's CUSUM: S = max(0, S + score - k); `far_samples` far values reach the alarm at once
+        gained = config.alarm / config.far_samples if is_far else base.score(value) - config.drift - base.shift
         self._sum = max(0.0, self._sum + gained)
         self._records = self._records + 1 if base.is_record(value) else 0
         if self._records == 1:
             self._record = (round, at_s)
         if len(self._held) < CUSUM.max_history:
             self._held.append((base, value))
-        is_pair = self._is_pair(round, begin_s, at_s, excess) if base.count >= 2 * CUSUM.min_history else False
-        # noise before a fault may have begun the sum, and is not part of what lasts
-        if self._sum >= self._alarm:
-            self._alarmed(self._begin, round, least=CUSUM.min_samples)
-        if self._records >= CUSUM.record_samples:
-            self._alarmed(self._record, round, least=CUSUM.min_samples)
+        is_pair = base.count >= 2 * config.min_history and self._is_pair(round, begin_s, at_s, excess)
+        # noise before a fault may have begun the sum, and is not part of the change
+        if self._sum >= config.alarm:
+            self._raise_alarm(self._begin, round, least=config.min_samples)
+        if self._records >= config.record_samples:
+            self._raise_alarm(self._record, round, least=config.min_samples)
         if is_pair and self._pair is not None:
-            self._alarmed(self._pair.begin, round, least=CUSUM.pair_samples)
+            self._raise_alarm(self._pair.begin, round, least=config.pair_samples)
 
     def _is_pair(self, round: int, begin_s: float | None, at_s: float, excess: float) -> bool:
         return self._pair is not None and begin_s is not None and self._pair.add(round, begin_s, at_s, excess)
 
-    def _alarmed(self, begin: tuple[int, float], round: int, *, least: int) -> None:
-        """Make an alarm of what there is since it began, if that is long and enough, and there is none yet."""
+    def _raise_alarm(self, begin: tuple[int, float], round: int, *, least: int) -> None:
+        """Set `change` if the values since its begin are long and enough, and there is none yet."""
+        config = self._config
         if self.change is not None and not self.change.is_over:
             return
         ratios = sorted(excess for number, _, excess in self.excess if number >= begin[0])
-        enough = min(least, CUSUM.far_samples) if ratios and ratios[0] >= CUSUM.far else least
-        if len(ratios) >= enough and ratios[len(ratios) // 4] >= math.log(CUSUM.min_ratio):
+        enough = min(least, config.far_samples) if ratios and ratios[0] >= config.far else least
+        # the lower quartile: a change makes most rounds longer, noise a few
+        if len(ratios) >= enough and ratios[len(ratios) // 4] >= math.log(config.min_ratio):
             self.change = Change(since_round=begin[0], since_s=begin[1], seen_round=round)
             self._level, self._return = median(ratios), 0.0
 
-    def _step_back(self, change: Change, round: int, at_s: float, value: float, base: Baseline) -> None:
-        """Sum up what speaks for times as they were before: scores below the middle between then and now."""
+    def _detect_return(self, change: Change, round: int, at_s: float, value: float, base: Baseline) -> None:
+        """Run the CUSUM of the other direction: scores below the middle between the change and the baseline."""
         if self._return == 0.0:
             self._begin = (round, at_s)
-        score = _clipped((base.middle + self._level / 2 - value) / base.scale)
+        clip = self._config.clip
+        score = max(-clip, min(clip, (base.middle + self._level / 2 - value) / base.scale))
         self._return = max(0.0, self._return + score)
-        if self._return >= self._alarm:
+        if self._return >= self._config.alarm:
             change.until_round, change.until_s = self._begin
             self._sum = 0.0
             self._held.clear()
 
     def soon(self, round: int, time_s: float, *, size_class: int = 0) -> Change | None:
-        """Return the alarm that a time will make which is not over yet, and is far beyond all that is usual already.
+        """Return the alarm that a value will raise which has not ended, and is far beyond all usual ones already.
 
         Args:
-            round: Of what is not over.
-            time_s: For how long it has lasted.
+            round: Of the open value.
+            time_s: Its duration so far.
             size_class: See `add`.
         """
-        base, company = self._bases.get(size_class), self._company
-        if company is None or base is None or not base.is_known:
+        base, peers = self._bases.get(size_class), self._peers
+        if peers is None or base is None or not base.is_known:
             return None
-        if self.change is not None and not self.change.is_over and self._level >= CUSUM.far:
-            return None  # it has been made
-        far = list(takewhile(lambda one: company.was_far(one[2]), reversed(self.excess)))
-        if len(far) < CUSUM.far_samples - 1 or not company.was_far(
-            math.log(max(time_s, CUSUM.min_time_s)) - base.middle
-        ):
+        if self.change is not None and not self.change.is_over and self._level >= self._config.far:
+            return None  # it has been raised
+        far = list(takewhile(lambda one: peers.was_far(one[2]), reversed(self.excess)))
+        open_excess = math.log(max(time_s, self._config.min_time_s)) - base.middle
+        if len(far) < self._config.far_samples - 1 or not peers.was_far(open_excess):
             return None
         since_round, since_s, _ = far[-1]
         return Change(since_round=since_round, since_s=since_s, seen_round=round)
 
     def bases(self) -> Collection[Baseline]:
-        """Return what is usual, by size."""
+        """Return the baselines of all size classes."""
         return self._bases.values()
 
     def history(self) -> list[tuple[int, float, float]]:
-        """Return `excess` with the values before it, from which the usual time was learnt."""
+        """Return `excess` with the values before it, from which the baselines were learnt."""
         early = [(number, at_s, value - base.middle) for number, at_s, value, base in self._early if base.is_known]
         return sorted([*early, *self.excess])
 
@@ -448,42 +431,38 @@ class Watch:
         return [one for one in islice(reversed(self.excess), self._most_since(first)) if one[0] >= first]
 
     def _most_since(self, first: int) -> int:
-        """Return how many values there are at most from a round on, where some came late or twice."""
+        """Return the largest number of values from a round on; some came late or twice."""
         return max(0, self._newest - first + 1 + self._num_late)
 
     @property
     def was_long(self) -> bool:
-        """Whether any value was twice the usual time or more."""
+        """Whether any value was long."""
         return bool(self._long)
 
     def is_often_long(self, *, of: int) -> bool:
-        """Return whether `OFTEN` of the latest values are twice the usual time or more."""
-        return len(self._long) == CUSUM.often and self._num_values - self._long[0] < of
+        """Return whether `often` of the latest values are long."""
+        return len(self._long) == self._config.often and self._num_values - self._long[0] < of
 
     def num_long(self, *, of: int) -> int:
-        """Return how many of the latest values are twice the usual time or more, `OFTEN` at the most."""
+        """Return the number of long values among the latest, `often` at most."""
         return sum(self._num_values - one <= of for one in self._long)
 
     def values_in(self, first: int, last: int) -> list[float]:
-        """Return the logarithms of the ratio in rounds first to last, the latest first."""
+        """Return the log ratios of rounds first to last, the latest first."""
         latest = islice(reversed(self.excess), self._most_since(first))
         return [excess for number, _, excess in latest if first <= number <= last]
 
     def excess_in(self, first: int, last: int) -> float:
-        """Return the median logarithm of the ratio in rounds first to last; NaN without values."""
+        """Return the median log ratio of rounds first to last; NaN without values."""
         return median(self.values_in(first, last))
 
     @property
     def usual(self) -> Baseline:
-        """What is usual, of the class with the most values."""
+        """Baseline of the size class with the most values."""
         return max(self._bases.values(), key=lambda one: one.count, default=Baseline())
 
     @property
     def usual_s(self) -> float:
-        """The usual time, of the class with the longest."""
+        """Usual duration of the size class with the longest."""
         known = [base.middle for base in self._bases.values() if base.is_known]
         return math.exp(max(known)) if known else math.nan
-
-
-def _clipped(score: float) -> float:
-    return max(-CUSUM.clip, min(CUSUM.clip, score))

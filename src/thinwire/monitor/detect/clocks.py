@@ -1,9 +1,9 @@
 """Clocks of several hosts, brought to one: offset and drift from messages both ways, with the error that remains.
 
 A message cannot arrive before it was sent. So a message from clock a to clock b bounds b's offset from above, one
-from b to a from below, and what leads over a third clock bounds it as well: differences under constraints, whose
-tightest bounds are shortest paths. The estimate is the middle of the bounds; half their distance is its error, and it
-is never smaller than what nobody can know: a wire that is slow in one direction only, for as long as the records go.
+from b to a from below, and a path over a third clock bounds it too: difference constraints, whose tightest bounds are
+shortest paths. The estimate is the mean of both bounds; half their distance is its error. A link that is slow in one
+direction for all of the records cannot be distinguished from an offset.
 
 Reference:
     D. L. Mills, "Internet time synchronization: the network time protocol", 1991, for the bounds of one pair.
@@ -45,9 +45,9 @@ class Sighting(NamedTuple):
 
 
 class SightingBook:
-    """Keeps what bounds clocks best of all messages of a job, a bounded number of each way between two clocks.
+    """Store of the messages that bound clocks best, a bounded number for each way between two clocks.
 
-    Of some rounds that follow each other the message with the least delay is kept, of the more the longer the job is.
+    It keeps the message with the least delay of each stretch of rounds; stretches grow with the job.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class SightingBook:
         self._width = 1
 
     def take(self, found: Iterable[tuple[int, Sighting]], *, of: Iterable[str]) -> list[Sighting]:
-        """Take messages in with the numbers of their rounds, known ones too, and return what is kept of some clocks."""
+        """Take messages in with their rounds, known ones too, and return the stored ones between some clocks."""
         for number, seen in found:
             self._put(self._ways[seen.sender, seen.receiver], number // self._width, seen)
         while len(self._places) > CLOCKS.max_sightings:
@@ -80,15 +80,15 @@ class SightingBook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockFit:
-    """How a clock stands to the reference: it shows `offset_s + drift * (t - origin_s)` more.
+    """Linear fit of a clock: it shows `offset_s + drift * (t - origin_s)` more than the reference.
 
     Attributes:
         offset_s: Seconds more than the reference at the reference's `origin_s`.
         drift: Seconds gained per second.
-        error_s: What the offset may be wrong by; infinite where no messages went both ways.
-        origin_s: Where the offset holds.
+        error_s: Largest error of the offset; infinite without messages both ways.
+        origin_s: Time at which the offset holds.
         is_steady: Whether one line fits all records; if not, the clock was set while they were written.
-        jumped_s: Where it was set first, in its own seconds.
+        jumped_s: Time by this clock at which it was set first.
     """
 
     offset_s: float
@@ -99,7 +99,7 @@ class ClockFit:
     jumped_s: float = math.nan
 
     def to_reference(self, time_s: float) -> float:
-        """Return what the reference showed when this clock showed `time_s`."""
+        """Return a time of this clock in reference seconds."""
         since_s = time_s - self.offset_s - self.origin_s
         return self.origin_s + since_s / (1 + self.drift)
 
@@ -109,7 +109,7 @@ class Alignment:
     """All clocks against one.
 
     Attributes:
-        reference: The clock that others are brought to.
+        reference: Clock that the others are compared with.
         fits: Each clock's.
     """
 
@@ -151,12 +151,12 @@ def align(clocks: Iterable[str], sightings: Iterable[Sighting]) -> Alignment:
         for name, (lower, upper) in _bounds(delays, reference).items():
             bounds[name].append(_Bound(at_s, lower, upper))
     origin_s = segments[0][0]
-    # the bounds of a stretch are of different moments in it, between which clocks drift
+    # bounds of one stretch come from different moments, between which clocks drift
     play_s = CLOCKS.play_s + CLOCKS.usual_drift * abs(segments[-1][0] - origin_s) / max(1, len(segments) - 1)
     fits = {name: _fit(bounds.get(name, []), origin_s, play_s) for name in names if name != reference}
     moved = [name for name, fit in fits.items() if not fit.is_steady]
     if len(fits) > 1 and 2 * len(moved) > len(fits):
-        # all others jumped at once: it was the one that they are measured by
+        # if most others jumped at once, the reference jumped
         first_s = min(fits[name].jumped_s - fits[name].offset_s for name in moved)
         still = ClockFit(offset_s=0.0, drift=0.0, error_s=0.0, origin_s=origin_s, is_steady=False, jumped_s=first_s)
     return Alignment(reference=reference, fits={**fits, reference: still})
@@ -215,11 +215,14 @@ def _bounds(delays: Delays, reference: str) -> dict[str, tuple[float, float]]:
     for sender, others in delays.items():
         for receiver, delay in others.items():
             back[receiver][sender] = delay
+    # offset(b) - offset(a) <= apparent delay a -> b: the tightest upper bound is a shortest path, the lower one of the
+    # reversed graph
     upper, lower = _shortest(delays, reference), _shortest(back, reference)
     return {name: (-lower[name], upper[name]) for name in upper if name in lower and name != reference}
 
 
 def _shortest(delays: Delays, source: str) -> dict[str, float]:
+    # Bellman-Ford: apparent delays are negative where the receiver's clock is behind
     best = {source: 0.0}
     changed = {source}
     for _ in range(len(delays) + 1):
@@ -236,7 +239,7 @@ def _shortest(delays: Delays, source: str) -> dict[str, float]:
 
 
 def _fit(bounds: list[_Bound], origin_s: float, play_s: float) -> ClockFit:
-    """Return a clock that keeps all bounds, or that of the first segment where none does."""
+    """Return a fit within all bounds, or that of the first segment if there is none."""
     if not bounds:
         return ClockFit(offset_s=0.0, drift=0.0, error_s=math.inf, origin_s=origin_s)
     drift = _drift(bounds, play_s)
@@ -256,9 +259,9 @@ def _fit(bounds: list[_Bound], origin_s: float, play_s: float) -> ClockFit:
 
 
 def _drift(bounds: list[_Bound], play_s: float) -> float | None:
-    """Return the drift that both bounds show, as far as no two stretches contradict it, or none.
+    """Return the drift that both bounds show within what all stretches allow; None if they contradict each other.
 
-    Where a clock drifts, both bounds move; where a wire becomes slow in one direction, one does.
+    A drifting clock moves both bounds; a link that becomes slow in one direction moves one.
     """
     least, most = -CLOCKS.max_drift, CLOCKS.max_drift
     if any(bound.lower > bound.upper + 2 * play_s for bound in bounds):
@@ -271,12 +274,13 @@ def _drift(bounds: list[_Bound], play_s: float) -> float | None:
     if least > most + 1e-9:
         return None
     slopes = [_slope([(b.at_s, b.lower) for b in bounds]), _slope([(b.at_s, b.upper) for b in bounds])]
+    # slopes of different signs are noise; of equal ones the smaller is common to both directions
     both = 0.0 if slopes[0] * slopes[1] <= 0 else min(slopes, key=abs)
     return min(max(both, least), max(least, most))
 
 
 def _slope(points: list[tuple[float, float]]) -> float:
-    """Return the middle of the slopes between all points (Theil and Sen)."""
+    """Return the median slope between all pairs of points (Theil-Sen estimator)."""
     slopes = [
         (late[1] - early[1]) / (late[0] - early[0])
         for index, early in enumerate(points)

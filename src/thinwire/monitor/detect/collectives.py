@@ -1,4 +1,4 @@
-"""Collectives that are slow or stand still, and whose messages nobody records: found by calls, placed by wires."""
+"""Collective detector: slow or hanging collectives without recorded messages, found by calls, placed by connections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from thinwire.monitor.detect.change_points import CUSUM, Watch
+from thinwire.monitor.detect.change_points import CUSUM, ChangePointDetector
 from thinwire.monitor.detect.connections import (
     CONNECTIONS,
     SlowerWires,
@@ -38,7 +38,7 @@ from thinwire.monitor.findings import (
 class CollectiveConfig:
     """Constants of the detector of slow collectives."""
 
-    look_rounds: int = 24  # operations after an alarm that tell the ratio
+    look_rounds: int = 24  # operations after an alarm that the ratio is taken from
     min_share: float = 0.5  # share of the operations' log ratio that a link must show to explain them
     unplaced_s: float = 2.5  # wait for readings of connections before a finding without a place is reported
     slow: float = math.log(2.0)  # log ratio below which a link may just share its host (LOG 2026-11-24, 1.5 times)
@@ -50,15 +50,18 @@ _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 def find_slow_operations(job: Job) -> list[Finding]:
-    """Return communicators whose operations take longer, where nothing was recorded by peer.
+    """Return communicators whose operations take longer and have no recorded messages.
 
-    The rank that waited least came last, and what it waited is the operation's own time, on one clock. Where one rank
-    only sends, that ends for it when its kernel has the bytes, so that a full connection looks like a slow operation:
-    these are told by their wires.
+    The rank that waited least came last; its wait is the operation's own duration, on one clock. A rank that only
+    sends is done when its kernel has the bytes, so that a full connection looks like a slow operation: operations with
+    a root are left to the connections.
     """
     seen = {message.communicator for message in job.messages}
-    watches: dict[str, dict[tuple[str, int], Watch]] = defaultdict(lambda: defaultdict(Watch))
+    watches: dict[str, dict[tuple[str, int], ChangePointDetector]] = defaultdict(
+        lambda: defaultdict(ChangePointDetector)
+    )
     for (communicator, sequence), own in sorted(job.operations.items(), key=lambda item: item[0][1]):
+        # one clock each, so that errors between clocks do not matter
         waits = [op.done_s - op.posted_s for op in own.values() if op.done_s is not None]
         first = next(iter(own.values()))
         if communicator in seen or len(waits) < len(own) or len(own) < 2 or first.kind in _ROOTED:
@@ -76,7 +79,7 @@ def find_slow_operations(job: Job) -> list[Finding]:
 
 
 def _will_be_placed(job: Job, slow: Finding) -> bool:
-    """Return whether the next looks at connections, or the next bursts over other wires, may say more of the place."""
+    """Return whether the next readings of connections, or the next bursts, may show the place."""
     is_placed = slow.places[0].kind != "communicator"
     if slow.until_s is not None or (is_placed and len(slow.places) == 1):
         return False
@@ -86,23 +89,23 @@ def _will_be_placed(job: Job, slow: Finding) -> bool:
     return not is_placed and waited_s < COLLECTIVES.unplaced_s and are_watched(job)
 
 
-def _how_much(watch: Watch) -> tuple[bool, float]:
-    """Return whether it lasts, and by how many seconds it is longer."""
+def _how_much(watch: ChangePointDetector) -> tuple[bool, float]:
+    """Return whether a change lasts, and the seconds that it adds."""
     return watch.change is not None and not watch.change.is_over, watch.usual_s * math.expm1(_lasting(watch))
 
 
-def _lasting(watch: Watch) -> float:
+def _lasting(watch: ChangePointDetector) -> float:
     assert watch.change is not None
     last = watch.change.seen_round + COLLECTIVES.look_rounds
     return watch.excess_in(watch.change.since_round, watch.change.until_round - 1 if watch.change.is_over else last)
 
 
-def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:
+def _slow_operation(job: Job, communicator: str, watch: ChangePointDetector) -> Finding:
     assert watch.change is not None
     change, ratio = watch.change, math.exp(_lasting(watch))
     wires = slower_wires(job, change.since_s, math.inf if change.until_s is None else change.until_s)
     if wires is not None and wires.explained.excess < COLLECTIVES.min_share * math.log(ratio):
-        wires = None  # that does not explain it
+        wires = None  # too little to explain the operations
     found = Finding(
         kind="communication slow",
         places=(Place(kind="communicator"),),
@@ -145,16 +148,16 @@ def _placed(found: Finding, wires: SlowerWires, job: Job) -> Finding:
 
 
 def may_be_placed_soon(job: Job, still_s: float) -> bool:
-    """Return whether an operation has stood for too short a time to say which wire is dead, and wires are watched."""
+    """Return whether readings of connections will soon show which link is dead."""
     return still_s < CONNECTIONS.placed_s and are_watched(job)
 
 
 def placed_hang(job: Job, hang: Finding) -> Finding:
-    """Return a hang inside of a collective with the wires over which nothing comes, where connections are watched.
+    """Return a hang inside a collective with the links that are dead, if connections are read.
 
     Args:
         job: All records.
-        hang: The finding as far as the calls tell.
+        hang: Finding from the calls.
     """
     if not are_watched(job):
         return hang

@@ -1,8 +1,12 @@
 """Slow and dead wires of a collective, from the kernel's counters of its connections.
 
-A collective's messages are recorded by nobody, but a kernel counts, for each connection, for how long it had something
-to send and how much of it was acknowledged: the seconds that a byte takes are the wire's own, however long the ranks
-wait for each other. Of a wire that is idle it knows since when nothing has come.
+A collective's messages are not recorded. But the kernel counts, for each connection, the time with bytes to send and
+the bytes acknowledged (TCP_INFO). The seconds a byte takes belong to the link, however long ranks wait for each other.
+Of an idle connection it knows the time since the last segment.
+
+A link of two thirds of its rate makes calls longer by a tenth, since ranks also wait and compute in them. The seconds a
+byte takes show all of it. The same holds for thinwire's own rounds on busy machines, where a message takes as long as
+its receiver needs to wake up. Their messages are recorded and come first; counters find the slow links they miss.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from thinwire.monitor.detect.change_points import CUSUM, Change, Watch, is_at_once, median
+from thinwire.monitor.detect.change_points import CUSUM, Change, ChangePointDetector, is_at_once, median
 from thinwire.monitor.detect.delay_matrix import (
     DELAYS,
     WIRE_REMEDY,
@@ -69,15 +73,15 @@ _OF_HOSTS: dict[str, PlaceKind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowerWires:
-    """What explains that bytes take longer over some wires than they did.
+    """Place where bytes take longer than before.
 
     Attributes:
-        explained: The place, or those that the wires in use cannot tell apart.
-        times: How many times as long a byte takes there.
-        burst_times: How many times as long bursts take there; 1 where none are sent over it.
-        usual_s: How long a byte took before.
-        num_seen: Stretches of time since then that tell of it.
-        links: The ways, as texts.
+        explained: The place, or several that the links in use cannot distinguish.
+        times: Ratio of the seconds a byte takes.
+        burst_times: Ratio of the bursts' durations; 1 without bursts.
+        usual_s: Seconds a byte took before.
+        num_seen: Stretches since the change.
+        links: Ways, as texts.
     """
 
     explained: Explanation
@@ -89,22 +93,22 @@ class SlowerWires:
 
 
 def are_watched(job: Job) -> bool:
-    """Return whether somebody has just looked at connections between hosts."""
+    """Return whether there are fresh readings of connections between hosts."""
     return any(job.now_s - points[-1][0] <= CONNECTIONS.fresh_s for points in job.flows.values())
 
 
 def is_probed(job: Job) -> bool:
-    """Return whether bursts are sent over the wires that a collective leaves idle, so that more will be known soon."""
+    """Return whether bursts are sent over the links that a collective leaves idle."""
     return any(job.now_s - probes[-1][1] <= CONNECTIONS.probed_s for probes in job.probes.values())
 
 
 def dead_wires(job: Job) -> tuple[Explanation | None, int]:
-    """Return the place over whose wires nothing comes any more, none where all answer, and of how many ways is known.
+    """Return the place whose links are dead, None if all answer, and the number of ways with a reading.
 
     Args:
         job: All records.
     """
-    # who hears nothing tells of the way to itself
+    # a host that hears nothing shows the way to itself
     fresh = {
         way[::-1]: points[-1] for way, points in job.flows.items() if job.now_s - points[-1][0] <= CONNECTIONS.fresh_s
     }
@@ -121,12 +125,12 @@ def dead_wires(job: Job) -> tuple[Explanation | None, int]:
 
 
 def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerWires | None:
-    """Return the place where a byte takes longer than before; none where that is no wire, or cannot be told.
+    """Return the place where a byte takes longer than before; None if no link explains it.
 
     Args:
         job: All records.
-        since_s: Since when something is slow, in seconds of the reference clock.
-        until_s: When it was over.
+        since_s: Begin of the slowdown, by the reference clock.
+        until_s: Its end.
     """
     heavy = heavy_ways(job)
     seen: dict[Cell, tuple[float, int]] = {}
@@ -135,7 +139,7 @@ def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerW
         before, after = _before_and_after(job, cell, since_s, until_s, is_heavy=cell in heavy)
         if len(before) >= CONNECTIONS.min_before and len(after) >= CONNECTIONS.min_after:
             at = CONNECTIONS.median_of if cell in heavy else CONNECTIONS.quartile_of
-            # of the first ones too: what has been slow for long is not compared with itself
+            # the first values count too: a link that has been slow for long is not compared with itself
             usual_s[cell] = max(
                 min(_low(before[: CONNECTIONS.latest], at), _low(before[-CONNECTIONS.latest :], at)), CONNECTIONS.min_s
             )
@@ -143,9 +147,9 @@ def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerW
                 math.log(max(_low(after[-CONNECTIONS.latest :], at), CONNECTIONS.min_s) / usual_s[cell]),
                 len(after),
             )
-    # a busy machine slows all wires alike; where there are but two ways, nothing tells that from a slow one
+    # a busy machine slows all links alike, which two ways alone cannot show
     common = max(0.0, min((longer for longer, _ in seen.values()), default=0.0)) if len(seen) > 2 else 0.0
-    # bursts are another measure than the job's own bytes, and tell only whether a wire is slow too
+    # bursts differ from the job's own bytes in size, so they only show whether a link is slow too
     most = max((longer for cell, (longer, _) in seen.items() if cell in heavy), default=0.0)
     bare = {cell: min(longer, most) - common for cell, (longer, _) in seen.items()}
     excess = {cell: longer if longer >= math.log(CUSUM.min_ratio) / 2 else 0.0 for cell, longer in bare.items()}
@@ -161,11 +165,11 @@ def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerW
 
 
 def usual_and_now(job: Job, *, latest: int) -> dict[Cell, tuple[float, float]]:
-    """Return how long a byte usually takes over each wire, and how long it took lately, in seconds.
+    """Return the seconds that a byte takes over each link, usually and lately.
 
     Args:
         job: All records.
-        latest: How many of the latest times tell what is now.
+        latest: Number of the latest values that show the present.
     """
     heavy = heavy_ways(job)
     found: dict[Cell, tuple[float, float]] = {}
@@ -178,14 +182,14 @@ def usual_and_now(job: Job, *, latest: int) -> dict[Cell, tuple[float, float]]:
 
 
 def _low(values: Sequence[float], at: int) -> float:
-    """Return the value at a half, or another part, of the way from the least to the most."""
+    """Return the 1/n quantile."""
     return sorted(values)[(len(values) - 1) // at]
 
 
 def _before_and_after(
     job: Job, cell: Cell, since_s: float, until_s: float, *, is_heavy: bool
 ) -> tuple[list[float], list[float]]:
-    """Return how long a byte took over a wire, by what the job sends or, where that is too little, by probes."""
+    """Return the seconds a byte took over a link, from the job's bytes or, if these are few, from bursts."""
     if is_heavy:
         points = job.flows[cell]
         before = [point for point in points if point[0] <= since_s]
@@ -201,7 +205,7 @@ def _before_and_after(
 
 
 def heavy_ways(job: Job) -> set[Cell]:
-    """Return the ways that carry enough for their times to be those of bytes."""
+    """Return the ways that carry enough bytes to be timed."""
     carried = {
         cell: sum(max(0, later.num_bytes - early.num_bytes) for (_, early), (_, later) in pairwise(points))
         for cell, points in job.flows.items()
@@ -211,9 +215,9 @@ def heavy_ways(job: Job) -> set[Cell]:
 
 
 def seconds_a_byte(points: Sequence[tuple[float, Flow]]) -> list[tuple[float, float]]:
-    """Return how long a byte took in each stretch in which enough were sent, and when that ended, in order.
+    """Return the end of each stretch with enough bytes, and the seconds that a byte took in it.
 
-    Time in which the other end's process did not read is not the wire's.
+    Time in which the receiving process did not read is subtracted.
     """
     found: list[tuple[float, float]] = []
     sent, busy_s = 0, 0.0
@@ -221,7 +225,7 @@ def seconds_a_byte(points: Sequence[tuple[float, Flow]]) -> list[tuple[float, fl
         more, longer_s = later.num_bytes - early.num_bytes, later.busy_s - early.busy_s
         held_s = later.held_s - early.held_s
         if more < 0 or longer_s < 0 or held_s < 0 or later_s - early_s > CONNECTIONS.max_gap_s:
-            sent, busy_s = 0, 0.0  # a connection was made anew, or nobody looked
+            sent, busy_s = 0, 0.0  # reconnected, or not read for long
             continue
         sent, busy_s = sent + more, busy_s + max(0.0, longer_s - held_s)
         if busy_s >= CONNECTIONS.min_busy_s and (
@@ -235,7 +239,7 @@ def seconds_a_byte(points: Sequence[tuple[float, Flow]]) -> list[tuple[float, fl
 def _explain(
     job: Job, excess: Mapping[Cell, float], joined: Callable[[list[float]], float]
 ) -> tuple[Explanation | None, set[Cell]]:
-    """Return the place that explains a matrix of connections, which lead to hosts, and the ways that it explains."""
+    """Return the place that explains a matrix of connections between hosts, and the ways that it explains."""
     first: dict[str, int] = {}
     for rank, host in sorted(job.host_of.items()):
         first.setdefault(host, rank)
@@ -256,7 +260,7 @@ def _explain(
 
 
 def _of_hosts(job: Job, place: Place) -> Place:
-    """Return a place of ranks that stand for their hosts as one of hosts."""
+    """Return a place of ranks, which stand for their hosts, as a place of hosts."""
     if place.kind not in _OF_HOSTS:
         return place
     return Place(kind=_OF_HOSTS[place.kind], hosts=tuple(job.host_of[rank] for rank in place.ranks))
@@ -266,7 +270,7 @@ _BITS, _MILLION = 8.0, 1e6
 
 
 def how_to_decide(job: Job, places: Sequence[Place]) -> str:
-    """Return what would tell several places of wires apart; nothing where there is one."""
+    """Return the measurement that would distinguish several places; empty if there is one."""
     return probe_for(places) + with_probes(job) if len(places) > 1 else ""
 
 
@@ -278,9 +282,9 @@ def with_probes(job: Job) -> str:
 
 
 def find_slow_flows(job: Job) -> list[Finding]:
-    """Return the places over whose wires bytes take longer than they did: what lasts first, then what is over.
+    """Return the places whose links need more seconds a byte: lasting slowdowns first, then those that have ended.
 
-    Jobs whose messages are recorded are judged by these, unless they are thinwire's own rounds.
+    Jobs with recorded messages are left to these, unless they are thinwire's own rounds.
     """
     has_rounds = _has_rounds(job)
     if job.messages and not has_rounds:
@@ -290,41 +294,41 @@ def find_slow_flows(job: Job) -> list[Finding]:
     alarms += [(watch.change, cells) for cells, watch in watch_bursts(job).items() if watch.change is not None]
     alarms.sort(key=lambda one: (one[0].is_over, one[0].seen_round, sorted(one[1])))
     found: list[Finding] = []
-    told: list[tuple[Change, frozenset[Cell]]] = []
-    num_looks = 0
+    reported: list[tuple[Change, frozenset[Cell]]] = []
+    num_alarms = 0
     for change, cells in alarms:
-        if any(cells & others and is_at_once(change, other) for other, others in told):
+        if any(cells & others and is_at_once(change, other) for other, others in reported):
             continue
-        num_looks += 1
-        if num_looks > CONNECTIONS.max_alarms:
+        num_alarms += 1
+        if num_alarms > CONNECTIONS.max_alarms:
             break
         until_s = math.inf if change.until_s is None else change.until_s
         wires = slower_wires(job, change.since_s, until_s) if _are_calls_alike(job, change.since_s, until_s) else None
-        if wires is None or not _is_told_by(wires, cells) or _will_be_placed(job, wires, change):
+        if wires is None or not _is_explained_by(wires, cells) or _will_be_placed(job, wires, change):
             continue
         if has_rounds and change.until_s is None and not _is_still_so(job, wires, change):
             continue
         found.append(_slow_flow(job, wires, change))
-        told.append((change, wires.explained.cells))
+        reported.append((change, wires.explained.cells))
     return found
 
 
-def watch_flows(job: Job) -> dict[Cell, Watch]:
-    """Watch the seconds that a million bytes take over each way that carries enough, one value a look."""
-    watches: dict[Cell, Watch] = {}
+def watch_flows(job: Job) -> dict[Cell, ChangePointDetector]:
+    """Return a detector of the seconds that a million bytes take for each way that carries enough."""
+    watches: dict[Cell, ChangePointDetector] = {}
     ways = heavy_ways(job)
     begin_s = min((job.flows[cell][0][0] for cell in ways), default=0.0)
     for cell in sorted(ways):
-        watch = watches[cell] = Watch()
+        watch = watches[cell] = ChangePointDetector()
         for at_s, each_s in seconds_a_byte(job.flows[cell]):
             watch.add(int((at_s - begin_s) / CONNECTIONS.reading_s), at_s, _MILLION * each_s)
     return watches
 
 
-def watch_bursts(job: Job) -> dict[frozenset[Cell], Watch]:
-    """Watch the bursts over each way, and over all from a rank and to it: one way alone may have few.
+def watch_bursts(job: Job) -> dict[frozenset[Cell], ChangePointDetector]:
+    """Return a detector of the bursts over each way, and over all ways of a sender or receiver: one way has few.
 
-    Each counts as a ratio to the middle of those before it over the same way.
+    Each burst counts as a ratio to the median of those before it over the same way.
     """
     timed = sorted((done_s, cell, each_s) for cell, probes in job.probes.items() for _, done_s, each_s in probes)
     own_ends: dict[tuple[int, int], list[Cell]] = defaultdict(list)
@@ -333,7 +337,7 @@ def watch_bursts(job: Job) -> dict[frozenset[Cell], Watch]:
             own_ends[index, cell[index]].append(cell)
     all_of = {end: frozenset(cells) for end, cells in own_ends.items()}
     ends = {cell: {frozenset([cell]), all_of[0, cell[0]], all_of[1, cell[1]]} for cell in job.probes}
-    watches = {own: Watch() for found in ends.values() for own in found}
+    watches = {own: ChangePointDetector() for found in ends.values() for own in found}
     usual: dict[Cell, deque[float]] = {cell: deque(maxlen=CONNECTIONS.latest) for cell in job.probes}
     begin_s = timed[0][0] if timed else 0.0
     for done_s, cell, each_s in timed:
@@ -342,13 +346,13 @@ def watch_bursts(job: Job) -> dict[frozenset[Cell], Watch]:
         if len(known) >= CONNECTIONS.min_bursts:
             for own in ends[cell]:
                 watches[own].add(int((done_s - begin_s) / CONNECTIONS.reading_s), done_s, ratio)
-        if ratio < DELAYS.min_endpoint:  # what is slow must not become what is usual
+        if ratio < DELAYS.min_endpoint:  # a slow burst must not become usual
             known.append(each_s)
     return watches
 
 
 def _are_calls_alike(job: Job, since_s: float, until_s: float) -> bool:
-    """Return whether calls are about as large as before: a byte of small ones takes longer on any wire."""
+    """Return whether calls are about as large as before: a byte of small ones takes longer on any link."""
     before: list[int] = []
     after: list[int] = []
     for own in job.operations.values():
@@ -361,17 +365,17 @@ def _are_calls_alike(job: Job, since_s: float, until_s: float) -> bool:
     return most <= CONNECTIONS.alike * least
 
 
-def _is_told_by(wires: SlowerWires, cells: frozenset[Cell]) -> bool:
-    """Return whether a place has a wire that gave the alarm, and is slower by enough to be told."""
+def _is_explained_by(wires: SlowerWires, cells: frozenset[Cell]) -> bool:
+    """Return whether a place has a link that raised the alarm, and is slow enough to be reported."""
     explained = wires.explained
     if not cells & explained.cells or explained.excess < math.log(DELAYS.min_endpoint):
         return False
-    # bursts share nothing: what they show as well is no wire that is shared more than before
+    # bursts share nothing, so a single link that they show too is no access that is shared more than before
     return not explained.is_wire_alone or max(wires.times, wires.burst_times) >= DELAYS.min_link
 
 
 def _will_be_placed(job: Job, wires: SlowerWires, change: Change) -> bool:
-    """Return whether the next bursts over other wires may say which of several places it is."""
+    """Return whether the next bursts over other links may decide between several places."""
     is_young = change.until_s is None and job.now_s - change.since_s < CONNECTIONS.undecided_s
     return is_young and len(wires.explained.places) > 1 and is_probed(job)
 

@@ -1,8 +1,8 @@
-"""The delay matrix: how much longer each link takes than usual, and the one place that explains the pattern best.
+"""Delay matrix: excess delay of each link, and the one place that explains the pattern best.
 
 One cell is a link, a row a sender, a column a receiver, both of one host a host (C4D, arXiv 2406.04594). Every place
-predicts which cells are longer by a common factor, the others by none; the place that leaves the least unexplained is
-blamed. Places that predict the same observed cells cannot be told apart, and are all named.
+predicts a common excess for its cells and none for the others; the place that leaves the least unexplained is blamed.
+Places that predict the same observed cells cannot be distinguished, and are all named.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ WIRE_REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What explains a matrix best.
+    """Place that explains a matrix best.
 
     Attributes:
         places: The place, or all that predict the same observed cells.
         cells: Those cells.
         excess: The common excess of those cells, as the matrix gives it.
         fit: Part of the matrix's excess that is explained, in (0, 1].
-        lead: How much more it explains than the next place, as a part of what it explains itself, in [0, 1].
+        lead: Excess that it explains beyond the next place, as a share of its own, in [0, 1].
     """
 
     places: tuple[Place, ...]
@@ -65,11 +65,11 @@ class Explanation:
 
     @property
     def sure(self) -> float:
-        """How sure it is that this place is the right one, in [0.5, 1], by how well it explains and how alone."""
+        """Confidence in the place, in [0.5, 1], from its fit and its lead."""
         return 0.5 + 0.3 * self.fit + 0.2 * min(1.0, 2 * self.lead)
 
     def following(self, excess: Mapping[Cell, float]) -> frozenset[Cell]:
-        """Return the cells of the way back that take longer because their acknowledgements wait on the way there."""
+        """Return the cells of the way back whose acknowledgements wait on the slow way there."""
         back = {(destination, source) for source, destination in self.cells} - self.cells
         return frozenset(
             cell for cell in back if 0.0 < excess.get(cell, 0.0) <= DELAYS.receiver_back_share * self.excess
@@ -80,7 +80,7 @@ class DelayMatrix:
     """Excess of each observed link.
 
     Args:
-        excess: Of each cell (source, destination), 0 for as usual; below 0 counts as 0.
+        excess: Log ratio of each cell (source, destination); 0 is usual, less counts as 0.
         host_of: The host of each rank.
 
     Example:
@@ -105,7 +105,7 @@ class DelayMatrix:
             self._between[host_of[cell[0]], host_of[cell[1]]].add(cell)
 
     def explain(self) -> Explanation | None:
-        """Return the place that explains most, or none where nothing is in excess."""
+        """Return the place that explains most; None without excess."""
         top = max(self._excess.values(), default=0.0)
         if top <= 0.0:
             return None
@@ -130,9 +130,9 @@ class DelayMatrix:
         )
 
     def _worse_way(self, by_cells: Mapping[frozenset[Cell], list[Place]], cells: frozenset[Cell]) -> frozenset[Cell]:
-        """Return one way of a place that is both ways, where only that one can be at fault.
+        """Return the slow way of a place that has both ways, if only that one can be at fault.
 
-        What waits for a very slow way back are acknowledgements: so the other way becomes slow too, and less so.
+        Acknowledgements wait on a very slow way, so that the other way becomes slow too, and less so.
         """
         back = frozenset((destination, source) for source, destination in cells)
         values = {cell: self._excess[cell] for cell in cells}
@@ -147,7 +147,7 @@ class DelayMatrix:
         return cells
 
     def _gain(self, cells: frozenset[Cell]) -> float:
-        """Return how much less is left unexplained when these cells are longer by their median."""
+        """Return the excess that these cells explain if all have their median."""
         values = [self._excess[cell] for cell in cells]
         common = median(values)
         return sum(value - abs(value - common) for value in values)
@@ -208,7 +208,7 @@ class DelayMatrix:
 
 
 def probe_for(places: Iterable[Place]) -> str:
-    """Return which measurement would tell places apart, or nothing where there is one place."""
+    """Return the measurement that would distinguish places; empty for one place."""
     found = list(places)
     if len(found) < 2:
         return ""
@@ -225,7 +225,7 @@ def probe_for(places: Iterable[Place]) -> str:
 
 
 def _is_way_alone(kinds: set[str], slow: list[float], less: list[float]) -> bool:
-    """Return whether one way alone may be at fault where both are slow, from the logarithms of both."""
+    """Return whether one way alone may be at fault, from the excess of both."""
     ratio = median(less) / median(slow) if median(slow) > 0.0 else math.inf
     if kinds & {"receiver", "host receiver"}:
         return ratio <= DELAYS.receiver_back_share and median(slow) >= DELAYS.slow_in

@@ -1,4 +1,4 @@
-"""Ranks out of step: another operation, round, type or size at the same place in the sequence; losses that part."""
+"""Desync detector: operations that differ between ranks at one sequence number, and losses that diverge."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LossConfig:
 LOSSES = LossConfig()
 
 
-# What is compared, in the order of what causes what: a rank in another round has other sizes too.
+# Compared fields, causes first: a rank in another round has other sizes too.
 _COMPARED: tuple[tuple[str, str], ...] = (
     ("round", "is in round {own} where the others are in {others}; it left out or repeated an operation"),
     ("kind", "calls {own} where the others call {others}; it left out, added or swapped an operation"),
@@ -80,14 +80,14 @@ def _mismatches(job: Job, own: dict[int, Operation], sequence: int) -> Iterator[
 
 
 def _minority(known: dict[int, Hashable]) -> tuple[tuple[int, ...], Hashable]:
-    """Return the ranks that differ from what most bring, and what most bring."""
+    """Return the ranks that differ from the majority, and the majority's value."""
     counts = Counter(known.values())
     usual = max(counts, key=lambda value: (counts[value], -min(r for r in known if known[r] == value)))
     return tuple(sorted(rank for rank in known if known[rank] != usual)), usual
 
 
 def find_losses(job: Job) -> list[Finding]:
-    """Return ranks whose loss is no number any more, and ranks whose loss has parted from the others'."""
+    """Return ranks whose loss is not finite, and ranks whose loss diverges from the others'."""
     by_step: dict[int, dict[int, Span]] = defaultdict(dict)
     for span in job.spans:
         if span.loss is not None:
@@ -114,9 +114,9 @@ def _non_finite(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Find
 
 
 def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Finding]:
-    """Return a rank whose loss differs from the median of all by much more than ranks do, several steps in a row.
+    """Return a rank whose loss is far from the median of all ranks, several steps in a row.
 
-    Always to the same side: a small batch makes a loss jump to both.
+    All of these steps are on one side: a small batch makes a loss jump to both.
     """
     runs: dict[int, list[tuple[int, float]]] = defaultdict(list)
     usual: list[float] = []
@@ -133,17 +133,17 @@ def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Finding]
             apart, run = loss - middle, runs[rank]
             is_far = scale is not None and abs(apart) > LOSSES.far_scores * scale
             if run and (not is_far or run[-1][1] * apart < 0):
-                # it was noise, and tells how far ranks are apart
+                # noise, which shows the spread of the ranks
                 usual += [abs(distance) for _, distance in run]
                 run.clear()
             if is_far:
                 run.append((step, apart))
             elif apart:
-                # with an odd number of ranks one is the middle itself, and says nothing of how far ranks are apart
+                # of an odd number of ranks one is the median itself, at a distance of 0
                 usual.append(abs(apart))
             if scale is not None and len(run) >= LOSSES.far_steps:
                 return {"loss": _parting(job, rank, by_step[run[0][0]][rank], step, abs(apart) / scale)}
-        # losses part as they fall: what ranks were apart long ago says little
+        # the spread changes as losses fall
         del usual[: -LOSSES.history]
     return {}
 

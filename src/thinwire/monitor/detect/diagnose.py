@@ -1,4 +1,4 @@
-"""From records to findings, in one call."""
+"""Diagnosis: from records to findings, in one call or incrementally."""
 
 from __future__ import annotations
 
@@ -64,11 +64,10 @@ STATE = DetectorStateConfig()
 
 
 class DetectorState:
-    """Remembers what was recorded of a job's links and work.
+    """Incremental state of the detectors for a running job: an update costs only the new records.
 
-    Jobs whose messages or work cannot be numbered throughout (several communicators with messages; no spans of work,
-    as with plain calls of torch) are judged by what is kept of their records alone, and so are those that have just
-    begun.
+    A job whose messages or compute have no numbers throughout (several communicators with messages; no spans, as with
+    plain calls of torch) is computed from the kept records each time, and so is a job that has just begun.
     """
 
     def __init__(self) -> None:
@@ -77,16 +76,16 @@ class DetectorState:
         self._since_s = -math.inf
 
     def update(self, job: Job) -> tuple[LinkTimes, WorkTimes]:
-        """Take in what is new, and return all that is known of who takes part.
+        """Take new records in, and return the history of all ranks that take part.
 
         Args:
-            job: What was recorded lately.
+            job: Latest records.
         """
         job = self._of_now(job)
-        anew_s = self._anew_s(job) if self._is_remembered else None
-        if anew_s is not None:
+        restart_s = self._restart_s(job) if self._is_remembered else None
+        if restart_s is not None:
             self._links, self._work, self._is_remembered = LinkHistory(), WorkHistory(), False
-            self._since_s = anew_s
+            self._since_s = restart_s
             job = self._of_now(job)
         self._is_remembered = self._is_remembered or _is_worth_it(job)
         if not self._is_remembered:
@@ -99,14 +98,14 @@ class DetectorState:
         )
 
     def _of_now(self, job: Job) -> Job:
-        """Return a job without what was recorded before it began anew."""
+        """Return a job without the records before its restart."""
         if self._since_s == -math.inf:
             return job
         messages = [message for message in job.messages if _done_s(message) >= self._since_s]
         return replace(job, messages=messages, spans=[span for span in job.spans if span.done_s >= self._since_s])
 
-    def _anew_s(self, job: Job) -> float | None:
-        """Return since when all is far behind what was seen before, if it is."""
+    def _restart_s(self, job: Job) -> float | None:
+        """Return the time of a restart: all numbers lie far behind earlier ones since then."""
         rounds = ((one.received_done_s, one.operation) for one in job.messages if one.received_done_s is not None)
         steps = ((span.done_s, span.step) for span in job.spans if span.kind == "compute")
         for done, newest in ((rounds, self._links.newest), (steps, self._work.newest)):
@@ -124,7 +123,7 @@ def _is_worth_it(job: Job) -> bool:
 
 
 def settled_s(job: Job) -> float:
-    """Return until when all ranks have written that are not silent."""
+    """Return the time up to which all ranks have written that are not silent."""
     seen = [
         seen_s
         for rank, seen_s in job.last_seen_s.items()
@@ -244,7 +243,7 @@ def _is_passing(finding: Finding, job: Job) -> bool:
 
 
 def find_set_clocks(job: Job) -> list[Finding]:
-    """Return hosts whose clock was set while they wrote: their times are compared with nobody's."""
+    """Return hosts whose clock was set while they wrote, so that their times cannot be compared."""
     found = []
     for clock, fit in job.alignment.fits.items():
         if fit.is_steady:

@@ -1,8 +1,8 @@
 """Hang detector: finds the rank that makes the others wait, inside and outside of communication.
 
-Everybody who waits has written down what for. So a rank that has not come to the operation that the others sit in
-hangs outside of communication ("who did not log", as MegaScale, arXiv 2402.15627, says); where all have come, a
-message whose both ends are ready and that does not arrive shows the place. Who waits for whom ends there.
+Every rank records an operation before it waits in it. So a rank that is missing from the operation that the others wait
+in hangs outside of communication (MegaScale, arXiv 2402.15627). If all have come, a message that does not arrive though
+both ends are ready shows the place: each chain of waits ends there.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ HANGS = HangConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Standstill:
-    """An operation that does not end: who is in it, who is not, since when, and how long is too long."""
+    """An operation that does not end: ranks inside, missing ranks, begin, and limits."""
 
     communicator: str
     sequence: int
     inside: Mapping[int, Operation]
     missing: tuple[int, ...]
     since_s: float
-    patience_s: float
+    limit_s: float
     gone_s: float
     left_behind: frozenset[int] = frozenset()
 
@@ -75,20 +75,20 @@ class _Standstill:
 
 
 def find_hangs(job: Job) -> list[Finding]:
-    """Return one finding for each communicator that stands still for longer than its own times allow.
+    """Return one finding for each communicator that stands still for longer than its own history allows.
 
     The limit is the longest of 1 s, three times the usual time between operations, and 1.5 times the longest
     operation that is usual. Where a rank has ended by a fault of its own, the others stand still because of it.
     """
     failed = sorted((at_s, rank) for rank, (at_s, error) in job.goodbyes.items() if error)
     found = [_failed(job, rank) for _, rank in failed[:1]]
-    dark = unrecorded(job)  # where these are nobody knows
+    dark = unrecorded(job)  # their progress is unknown
     for communicator in sorted({name for name, _ in job.operations}):
         left_behind = set(dark)
         while (still := _standstill(job, communicator, left_behind)) is not None:
             if not (failed and still.since_s <= failed[0][0] + still.gone_s):
-                found += _judge(job, still)
-            # where the others have gone on without those who stand still, they may stand still elsewhere
+                found += _findings_of(job, still)
+            # if the others have gone on without these ranks, they may stand still elsewhere
             are_silent = set(still.inside) <= set(_silent(job, still.gone_s)) - left_behind
             if not are_silent or not _has_gone_on(job, communicator, left_behind | set(still.inside)):
                 break
@@ -97,16 +97,16 @@ def find_hangs(job: Job) -> list[Finding]:
 
 
 def _has_gone_on(job: Job, communicator: str, without: Set[int]) -> bool:
-    """Return whether an operation has ended to which none of some ranks has come: else the others wait for these."""
+    """Return whether an operation has ended without any of some ranks: else the others wait for these."""
     operations = [ops for (name, _), ops in job.operations.items() if name == communicator]
     return any(not ops.keys() & without and any(op.done_s is not None for op in ops.values()) for ops in operations)
 
 
 def _given_up(job: Job) -> list[Finding]:
-    """Return what stood still when the first rank gave up: a rank that loses a peer ends without an own error.
+    """Return the standstill at which the first rank gave up: a rank that loses a peer ends without an own error.
 
-    What never came stays in the records as messages that failed. The others lose those who gave up, so that their
-    later errors say nothing of the cause.
+    Messages that never arrived stay in the records as failed. Later errors of the other ranks follow from the first,
+    so that only the first counts.
     """
     found = []
     for communicator in sorted({name for name, _ in job.operations}):
@@ -119,13 +119,13 @@ def _given_up(job: Job) -> list[Finding]:
             for (name, _), ops in job.operations.items()
             for rank, op in ops.items()
         )
-        if not has_gone_on:  # an elastic run goes on without those who leave it
+        if not has_gone_on:  # an elastic run goes on without ranks that leave
             found.append(_hang_at_end(job, communicator, ranks, first=first, first_s=first_s))
     return _roots(found)
 
 
 def _ranks_that_gave_up(job: Job, communicator: str) -> set[int]:
-    """Return the ranks that ended inside of an operation one of whose messages had failed, without an own error."""
+    """Return the ranks that ended without an own error inside an operation with a failed message."""
     failed = {
         (rank, m.operation)
         for m in job.messages
@@ -142,13 +142,13 @@ def _ranks_that_gave_up(job: Job, communicator: str) -> set[int]:
 
 
 def _hang_at_end(job: Job, communicator: str, ranks: Set[int], *, first: int, first_s: float) -> Finding:
-    """Return what the records report of the moment when the first rank gave up.
+    """Return the finding at the moment when the first rank gave up.
 
     Args:
         job: All records.
-        communicator: In whose operations it did.
-        ranks: Who gave up.
-        first: Who was first.
+        communicator: Of the operations.
+        ranks: Ranks that gave up.
+        first: The first of them.
         first_s: When.
     """
     unfinished = {
@@ -158,15 +158,15 @@ def _hang_at_end(job: Job, communicator: str, ranks: Set[int], *, first: int, fi
     }
     number, ops = next(iter(unfinished.items()))
     inside = {rank: op for rank, op in ops.items() if op.done_s is None and rank in ranks}
-    # its last record is older than the first goodbye, and it never said one itself
+    # a killed rank writes no goodbye, and its last record is older than the first one
     killed = tuple(
         rank
         for rank, seen_s in sorted(job.last_seen_s.items())
         if rank not in job.goodbyes and rank not in job.unsteady and seen_s < first_s
     )
-    gone_s, limit_s = patience_s(op for own in unfinished.values() for op in own.values())
+    gone_s, limit_s = limits_s(op for own in unfinished.values() for op in own.values())
     still = _Standstill(
-        communicator=communicator, sequence=number, inside=inside, missing=killed, gone_s=gone_s, patience_s=limit_s,
+        communicator=communicator, sequence=number, inside=inside, missing=killed, gone_s=gone_s, limit_s=limit_s,
         since_s=min(first_s, max(op.posted_s for op in inside.values())),
     )  # fmt: skip
     arrivals = {way: [one for one in seen if one[0] <= first_s] for way, seen in job.arrivals.items()}
@@ -189,14 +189,14 @@ def _hang_at_end(job: Job, communicator: str, ranks: Set[int], *, first: int, fi
 
 
 def _roots(found: list[Finding]) -> list[Finding]:
-    """Leave out ranks that are missed in one communicator because they wait in another, where there is another one."""
+    """Leave out ranks that are missing from one communicator because they wait in another."""
     waiting = {rank for one in found if isinstance(one.evidence, MissingRankEvidence) for rank in one.evidence.waiting}
     named = [{rank for place in finding.places for rank in place.ranks} for finding in found]
     return [one for one, ranks in zip(found, named, strict=True) if not ranks or ranks - waiting] or found
 
 
-def patience_s(operations: Iterable[Operation]) -> tuple[float, float]:
-    """Return how long an operation may stand when a rank is silent, and when all live, from what earlier ones took.
+def limits_s(operations: Iterable[Operation]) -> tuple[float, float]:
+    """Return the limits of an operation in seconds if a rank is silent, and if all live, from earlier operations.
 
     Args:
         operations: In the order of their sequence numbers.
@@ -219,10 +219,10 @@ def patience_s(operations: Iterable[Operation]) -> tuple[float, float]:
 
 
 def _longest_usual_s(durations: Mapping[int, float], latest: Mapping[int, tuple[float, int]]) -> float:
-    """Return the longest operation that belongs to this job's ways: a fault that is over says nothing of the next one.
+    """Return the longest usual operation; an earlier fault is no measure of the next one.
 
-    What took long once, with the same rank last, and not again since several operations, was a fault. What comes
-    again, as when one rank evaluates or writes a checkpoint, is usual, and so is how long the latest ones took.
+    A duration that occurred once, with the same rank last, and not in recent operations was a fault. One that recurs,
+    as with evaluation or checkpoints on one rank, is usual, and so are those of the latest operations.
 
     Args:
         durations: Seconds by sequence number, in order.
@@ -251,23 +251,23 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
     still = [(sequence, ops) for sequence, ops in own if any(op.done_s is None for op in ops.values())]
     if not still:
         return None
-    gone_s, limit_s = patience_s(op for _, all_ops in own for op in all_ops.values())
-    # the end of its last operation is what a killed rank did not come to write: where calls have failed counts first
+    gone_s, limit_s = limits_s(op for _, all_ops in own for op in all_ops.values())
+    # a killed rank's last operation stays open in the records: operations with failed calls come first
     failed = [(number, ops) for number, ops in still if _waiting_in(ops) <= job.left]
     sequence, ops = (failed or still)[0]
     known = job.communicators.get(communicator)
     members = set(known.ranks) if known is not None else {rank for _, all_ops in own for rank in all_ops}
     furthest = {rank: number for number, all_ops in own for rank in all_ops}
-    # of a rank without any record nobody knows whether it came, and one that has ended does not come
+    # a rank without records may have come, and one that has ended does not come
     members &= set(job.last_seen_s) - set(job.goodbyes) - left_behind
     missing = tuple(sorted(rank for rank in members if furthest.get(rank, -1) < sequence))
     inside = {rank: op for rank, op in ops.items() if op.done_s is None}
     since_s = max(op.posted_s for op in inside.values())
     still_s = job.now_s - since_s
     has_ended = set(inside) <= set(job.goodbyes) and not missing
-    if has_ended:  # its ranks have ended in the middle of it, and no one of them has a fault of its own
+    if has_ended:  # all of its ranks have ended, without a fault of their own
         return None
-    # whose calls have failed wait no longer: who has not come to them is gone
+    # ranks whose calls have failed do not wait any more: the missing ones are gone
     is_left = bool(missing) and set(inside) <= job.left
     is_sure = (
         is_left or still_s >= limit_s or (still_s >= PROGRESS.min_wait_s and _silent(job, gone_s)) or _survivors(job)
@@ -277,15 +277,15 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
         return None
     return _Standstill(
         communicator=communicator, sequence=sequence, inside=inside, missing=missing, since_s=since_s,
-        patience_s=limit_s, gone_s=gone_s, left_behind=frozenset(left_behind),
+        limit_s=limit_s, gone_s=gone_s, left_behind=frozenset(left_behind),
     )  # fmt: skip
 
 
 def _has_stuck(job: Job, communicator: str, sequence: int, *, is_long: bool) -> bool:
-    """Return whether a message that both ends are ready for has not come in three times what 95 % of the latest took.
+    """Return whether a message takes three times as long as 95 % of the latest, though both ends are ready.
 
-    How long operations take says nothing here: most of it is waiting for ranks that come late. Where not a byte comes,
-    three times of what the middle one took is enough; else the operation must have stood for long too.
+    Durations of operations do not help, since most of them is waiting for late ranks. If no byte arrives, three times
+    the median suffices; else the operation must have stood for long too.
     """
     own = [m for m in job.messages if m.communicator == communicator]
     stuck = [m for m in own if m.operation == sequence and m.is_stuck and m.begin_s is not None]
@@ -295,9 +295,7 @@ def _has_stuck(job: Job, communicator: str, sequence: int, *, is_long: bool) -> 
     if is_still(job, stuck):
         longest_s = median(took)
     elif is_long:
-        longest_s = took[
-            -1 - len(took) // HANGS.tail_share
-        ]  # the longest of a fault that is over say nothing of the next one
+        longest_s = took[-1 - len(took) // HANGS.tail_share]  # without the longest, which may be of an earlier fault
     else:
         return False
     waited_s = job.now_s - min(m.begin_s for m in stuck if m.begin_s is not None)
@@ -309,7 +307,7 @@ def _took(messages: Sequence[Message]) -> list[float]:
 
 
 def _times_late(job: Job, stuck: Iterable[Message], communicator: str) -> float:
-    """Return how many times as long as messages usually take the latest of those that are stuck has been waited for."""
+    """Return the wait for the latest stuck message, in usual durations of a message."""
     usual_s = median(_took([m for m in job.messages if m.communicator == communicator]))
     begun_s = max((m.begin_s for m in stuck if m.begin_s is not None), default=-math.inf)
     return (job.now_s - begun_s) / usual_s if usual_s > 0 else math.inf
@@ -319,22 +317,22 @@ def _waiting_in(ops: Mapping[int, Operation]) -> set[int]:
     return {rank for rank, op in ops.items() if op.done_s is None}
 
 
-def _judge(job: Job, still: _Standstill) -> list[Finding]:
+def _findings_of(job: Job, still: _Standstill) -> list[Finding]:
     messages = [m for m in job.messages if m.communicator == still.communicator and m.operation == still.sequence]
     if any(m.received_done_s is None and still.left_behind & {m.source, m.destination} for m in messages):
-        return []  # they wait for those who stand still elsewhere
+        return []  # these wait for ranks that stand still elsewhere
     silent = tuple(rank for rank in _silent(job, still.gone_s) if rank not in still.left_behind)
     inside = tuple(sorted(still.inside))
-    if set(inside) <= job.left:  # whose calls have failed were left by those who did not come, and write no more
+    if set(inside) <= job.left:  # ranks whose calls have failed write no more
         known_s = max(job.last_seen_s[rank] for rank in inside)
         silent += tuple(rank for rank in still.missing if job.last_seen_s[rank] < known_s and rank not in silent)
-    # where all who stand here are silent, the others have gone on: whoever else is silent stands elsewhere
+    # if all ranks inside are silent, the others have gone on: other silent ranks stand elsewhere
     culprits = still.missing or (inside if set(inside) <= set(silent) else silent)
     if culprits:
-        # whoever hears from no other host waits for these, and not for its own ranks that wait too
+        # a host that hears from no other waits for the others, not for its own waiting ranks
         alone = None if set(culprits) & set(silent) else cut_off(job, [*still.inside, *culprits], since_s=still.since_s)
         return [_outside(job, still, culprits, silent, messages) if alone is None else alone]
-    # before all have shown that they still live, one of them may just have been paused or killed
+    # until all have shown a sign of life, one of them may just have been paused or killed
     known_s = still.since_s + PROGRESS.min_wait_s
     if job.has_beats and any(job.last_seen_s[rank] < known_s for rank in still.inside if rank not in job.goodbyes):
         return []
@@ -361,14 +359,14 @@ def _silent(job: Job, limit_s: float) -> tuple[int, ...]:
 
 
 def _survivors(job: Job) -> tuple[int, ...]:
-    """Return who has not said goodbye where most have, because they lost others: who was killed says nothing."""
+    """Return the ranks without a goodbye if most have one: killed ranks write none, the others end by their loss."""
     left = tuple(sorted(set(job.last_seen_s) - set(job.goodbyes)))
     return left if 2 * len(left) < len(job.last_seen_s) else ()
 
 
 def _failed(job: Job, rank: int) -> Finding:
     at_s, error = job.goodbyes[rank]
-    is_written_for_it = error.startswith("was ")  # by the launcher; a rank's own error begins with its type
+    is_written_for_it = error.startswith("was ")  # by the launcher; a rank's own error starts with its type
     place = Place(kind="rank", ranks=(rank,))
     return Finding(
         kind="non-communication hang", places=(place,), since_s=at_s,
@@ -385,7 +383,7 @@ def _outside(
     job: Job, still: _Standstill, culprits: tuple[int, ...], silent: tuple[int, ...], messages: list[Message]
 ) -> Finding:
     gone = tuple(rank for rank in culprits if rank in silent)
-    culprits = gone or culprits  # those who are gone keep the others from coming
+    culprits = gone or culprits  # ranks that are gone keep the others from coming
     lost = any(m.error for m in messages if {m.source, m.destination} & set(culprits))
     who = "has ended or is cut off" if gone and lost else "is paused, killed or cut off" if gone else "is alive"
     last_s = min(job.last_seen_s.get(rank, still.since_s) for rank in culprits)
@@ -404,7 +402,7 @@ def _outside(
         evidence=MissingRankEvidence(
             communicator=still.communicator, operation=still.sequence,
             waiting=sorted(set(still.inside) - set(culprits))[:32], waited_s=round(job.now_s - still.since_s, 3),
-            longer_than_s=round(still.patience_s, 3), last_sign_s=round(last_s, 3),
+            longer_than_s=round(still.limit_s, 3), last_sign_s=round(last_s, 3),
             wait_chain=_chain(still, messages, culprits),
         ),
         text=f"{place.title} has {came} operation {still.sequence} of {still.communicator}{sitting}; its "
@@ -417,8 +415,8 @@ def _outside(
 
 
 def _sure_s(still: _Standstill) -> float:
-    """Return for how long a rank that lives may just be very slow, where others wait for it."""
-    return min(HANGS.very_slow * still.gone_s / HANGS.periods, max(HANGS.max_unsure_s, 2 * still.patience_s))
+    """Return the seconds for which a live rank that others wait for may be very slow."""
+    return min(HANGS.very_slow * still.gone_s / HANGS.periods, max(HANGS.max_unsure_s, 2 * still.limit_s))
 
 
 def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
@@ -429,13 +427,13 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
         assert isinstance(partial.evidence, OneSidedEvidence)
         evidence = msgspec.structs.replace(
             partial.evidence, communicator=still.communicator, operation=still.sequence,
-            waited_s=round(job.now_s - still.since_s, 3), longer_than_s=round(still.patience_s, 3),
+            waited_s=round(job.now_s - still.since_s, 3), longer_than_s=round(still.limit_s, 3),
         )  # fmt: skip
         return replace(partial, since_round=still.round, seen_round=still.round, evidence=evidence)
     cells: dict[Cell, float] = {
         (m.source, m.destination): 0.0 for m in messages if m.received_done_s is not None and m.sent_posted_s
     }
-    # one that waits for a message which nobody has sent yet waits for somebody else
+    # a message that its sender is not ready for waits for that sender
     cells |= {(m.source, m.destination): 1.0 for m in stuck}
     explained = DelayMatrix(cells, job.host_of).explain() if stuck else None
     places = explained.places if explained is not None else (Place(kind="communicator"),)
@@ -459,7 +457,7 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
             communicator=still.communicator, operation=still.sequence,
             stuck=[f"{m.source} -> {m.destination}" for m in stuck][:16],
             arrived=sum(m.received_done_s is not None for m in messages), waited_s=round(job.now_s - still.since_s, 3),
-            longer_than_s=round(still.patience_s, 3), errors=sorted({m.error for m in messages if m.error})[:4],
+            longer_than_s=round(still.limit_s, 3), errors=sorted({m.error for m in messages if m.error})[:4],
         ), text=text, confidence=confidence * job.trust,
         remedy="look at this wire: routes, firewalls, cables; send the same bytes over it outside of the job",
         probe=probe_for(places) or ("" if stuck else "exchange messages in pairs of ranks: none were recorded"),
@@ -467,10 +465,10 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
 
 
 def _whole_connection(job: Job, place: Place, stuck: list[Message]) -> Place:
-    """Return both ways of a link that is stuck one way, unless the other way has been seen to work since.
+    """Return both ways of a link that is stuck one way, unless the other way has worked since.
 
-    A connection that is cut one way carries little the other way either, since acknowledgements are lost; and what
-    came that way at about the time when the stuck message should have come too may have come before the cut.
+    A connection that is cut one way carries little the other way, since acknowledgements are lost. A message that
+    arrived the other way at about the time of the stuck one may have arrived before the cut.
     """
     if place.kind not in ("link", "host link"):
         return place
@@ -492,7 +490,7 @@ def _whole_connection(job: Job, place: Place, stuck: list[Message]) -> Place:
 
 
 def _place_of(job: Job, ranks: tuple[int, ...]) -> Place:
-    """Return the host whose ranks these are, or the ranks."""
+    """Return the host with exactly these ranks, or the ranks."""
     hosts = {job.host_of[rank] for rank in ranks}
     if len(ranks) > 1 and set(ranks) == {rank for rank, host in job.host_of.items() if host in hosts}:
         return Place(kind="host", hosts=tuple(sorted(hosts)))
@@ -500,7 +498,7 @@ def _place_of(job: Job, ranks: tuple[int, ...]) -> Place:
 
 
 def _chain(still: _Standstill, messages: list[Message], culprits: tuple[int, ...]) -> str:
-    """Return who waits for whom, from a waiting rank to a culprit."""
+    """Return the chain of waits from a waiting rank to a culprit, as text."""
     waits: dict[int, set[int]] = defaultdict(set)
     for message in messages:
         if message.received_done_s is None and message.received_posted_s is not None:

@@ -1,7 +1,7 @@
-"""Ranks that have fallen silent while others write on: stopped, killed or cut off, whoever waits for them.
+"""Heartbeat detector: ranks that are silent while others write on, and the usual delays of heartbeats.
 
-In a run that goes on without those who do not come, nothing stands still where one has stopped; its beats end. A rank
-whose messages still reach others works: its records are what has ended, as on a disk without room.
+An elastic run goes on without missing ranks, so that nothing stands still if one stops; only its heartbeats end. A rank
+whose messages still arrive works: its records have ended, as on a full disk.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def find_silent(job: Job) -> list[Finding]:
 
 
 def _other(job: Job, rank: int) -> str:
-    """Say what else it may be where nothing else of a rank's host is heard of: its records come over a wire."""
+    """Return the other possible cause if no rank of the same host is heard: records come over a link."""
     host = job.host_of.get(rank, "")
     others = [other for other in job.host_of if other != rank]
     if not host or not others or any(job.host_of[other] == host for other in others):
@@ -67,7 +67,7 @@ def _other(job: Job, rank: int) -> str:
 
 
 def unrecorded(job: Job) -> frozenset[int]:
-    """Return the ranks that work and write no records any more."""
+    """Return the ranks that work and write no records."""
     return frozenset(
         rank for rank in job.beat_s
         if rank not in job.goodbyes and rank not in job.unsteady and _works_on(job, rank)
@@ -75,7 +75,7 @@ def unrecorded(job: Job) -> frozenset[int]:
 
 
 def _works_on(job: Job, rank: int) -> bool:
-    # what was on its way when a rank stopped comes soon after that
+    # messages in flight arrive after their sender has stopped
     flows_s = max(HEARTBEATS.in_flight_s, job.silence_s(rank) / 2)
     return job.heard_s.get(rank, -math.inf) > job.last_seen_s.get(rank, math.inf) + flows_s
 
@@ -92,14 +92,14 @@ def _no_records(job: Job, rank: int, last_s: float, heard_s: float) -> Finding:
     )  # fmt: skip
 
 
-class Lateness:
-    """Learns, look by look, how long each rank's latest record is past before another one comes.
+class HeartbeatDelays:
+    """Usual delays of each rank's latest record, learnt at each update.
 
-    What was that late three times of the latest 64 is how this rank, its disk or its wire is; what was so once was a
-    fault, and must not hide the next one.
+    A delay that occurred three times among the latest 64 is usual for this rank, its disk or its link. One that
+    occurred once was a fault, and must not hide the next one.
 
     Args:
-        own_host: Where the judge is; records of ranks on other hosts may be later. All are near where it is empty.
+        own_host: Host of this detector; records from other hosts may be later. Empty if all are near.
     """
 
     def __init__(self, own_host: str = "") -> None:
@@ -108,10 +108,10 @@ class Lateness:
         self._late: dict[int, deque[float]] = {}
 
     def take(self, job: Job) -> dict[int, float]:
-        """Take in what a look shows.
+        """Take the ages of the latest records in.
 
         Returns:
-            By rank, how many seconds its signs of life are late again and again; only of those that are late now.
+            Usual delay in seconds of each rank that is late now.
         """
         found = {}
         for rank, seen_s in job.last_seen_s.items():

@@ -1,4 +1,4 @@
-"""Links that fail and come back, again and again: no lasting change, and too often for noise."""
+"""Detector of intermittent links: bad and good messages in turns, too often for noise and without a lasting change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
-from thinwire.monitor.detect.change_points import Watch, at_least, median
+from thinwire.monitor.detect.change_points import ChangePointDetector, at_least, median
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, probe_for
 from thinwire.monitor.detect.link_history import LinkTimes
 from thinwire.monitor.detect.timeline import Job
@@ -45,12 +45,12 @@ class IntermittentConfig:
 INTERMITTENT = IntermittentConfig()
 
 
-_Value = tuple[int, float, float]  # round, seconds of the clock, logarithm of the ratio to the usual time
+_Value = tuple[int, float, float]  # round, time, log ratio to the usual duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flapping:
-    """What a link does that flaps.
+    """Bad times of an intermittent link.
 
     Attributes:
         episodes: First and last round of each bad time.
@@ -65,10 +65,10 @@ class Flapping:
     seen_round: int
 
 
-def usual_share(watches: Mapping[Cell, Watch], least: float) -> float:
-    """Return which share of a link's messages may be longer by the logarithm `least`: twice that of the middle link.
+def usual_share(watches: Mapping[Cell, ChangePointDetector], least: float) -> float:
+    """Return the share of messages above a log ratio that is usual for a link: twice that of the median link.
 
-    Of the latest messages, or of all, whichever is less: what was broken before says nothing of now.
+    Of the latest messages or of all, whichever is less: an earlier fault does not count.
     """
     own = [watch.excess if watch.was_long else () for watch in watches.values() if watch.excess]
     return INTERMITTENT.usual_bad + 2 * _middle_share(own, least)
@@ -86,8 +86,8 @@ def _share(values: Sequence[_Value], least: float, latest: int | None) -> float:
     return sum(bad) / len(bad) if bad else 0.0
 
 
-def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
-    """Return what a link does that is bad in several times with good ones between, more often than by chance.
+def flapping_of(watch: ChangePointDetector, *, least: float, usual: float) -> Flapping | None:
+    """Return the bad times of a link with good ones between, if they are no chance.
 
     Args:
         watch: Its times.
@@ -107,13 +107,13 @@ def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
 
 
 class BothWays:
-    """Looks for links whose messages are long both ways at once, again and again.
+    """Detector of links whose messages are long both ways at once, repeatedly.
 
     Args:
         watches: Of all links.
     """
 
-    def __init__(self, watches: Mapping[Cell, Watch]) -> None:
+    def __init__(self, watches: Mapping[Cell, ChangePointDetector]) -> None:
         self._watches = watches
         pairs = [(a, b) for a, b in watches if a < b and (b, a) in watches]
         self._num_pairs = len(pairs)
@@ -134,7 +134,7 @@ class BothWays:
         )
 
     def flapping(self) -> dict[Cell, Flapping]:
-        """Return what each link does that flaps, under both of its ways."""
+        """Return the bad times of each intermittent link, under both of its ways."""
         if not self._often:
             return {}
         self._num_bad = Counter(
@@ -148,7 +148,7 @@ class BothWays:
         return found
 
     def _usual(self, pair: Cell) -> list[float]:
-        """Return which share of messages is that long without a fault: a little, and what all other pairs show."""
+        """Return the usual share of bad messages: a constant and the share of all other pairs."""
         others = [excess for other, values in self._values.items() if other != pair for _, _, excess in values]
         shares = [sum(excess >= least for excess in others) / max(1, len(others)) for least in INTERMITTENT.bad]
         return [share + seen for share, seen in zip(INTERMITTENT.usual_both, shares, strict=True)]
@@ -171,17 +171,14 @@ class BothWays:
         if found is None:
             return None
         first, last = found.episodes[0][0], found.episodes[-1][1]
-        # one way that is slow for good, and another that is long now and then, do not flap
+        # one slow way and another with a few long messages are not intermittent
         least = INTERMITTENT.bad[0] + self._lately[pair]
         slow = max(sum(excess >= least for excess in one.values_in(first, last)) for one in both)
         return found if 2 * slow < sum(first <= number <= last for number, _, _ in values) else None
 
 
 def _lately(values: Sequence[_Value]) -> float:
-    """Return by how much times are longer in the middle than they were once.
-
-    What has become slower, such as by a connection that was made anew, may flap all the same.
-    """
+    """Return the median excess: a link that became slower, as after a reconnect, may be intermittent too."""
     return max(0.0, median([excess for _, _, excess in values] or [0.0]))
 
 
@@ -189,16 +186,16 @@ def _above(level: float, values: Sequence[_Value]) -> list[_Value]:
     return [(number, at_s, excess - level) for number, at_s, excess in values]
 
 
-def _joint(there: Watch, back: Watch) -> list[_Value]:
-    """Return of each round what both ways show at least."""
+def _joint(there: ChangePointDetector, back: ChangePointDetector) -> list[_Value]:
+    """Return the lesser excess of both ways, for each round."""
     others = {number: excess for number, _, excess in back.excess}
     return [(number, at_s, min(own, others[number])) for number, at_s, own in there.excess if number in others]
 
 
-def _without_changes(values: Sequence[_Value], bad: list[int], watches: Iterable[Watch]) -> list[int]:
-    """Leave out what was told as slow and is over, which was no flapping, and what came before it was slow for good.
+def _without_changes(values: Sequence[_Value], bad: list[int], watches: Iterable[ChangePointDetector]) -> list[int]:
+    """Leave out rounds of an ended slowdown, and all rounds before a dense stretch of bad ones.
 
-    What was over so soon may be a bad time of a link that flaps.
+    A very short slowdown may be a bad time of an intermittent link.
     """
     past = [one.change for one in watches if one.change is not None and one.change.is_over]
     past = [one for one in past if one.until_round - one.since_round > INTERMITTENT.short]
@@ -212,13 +209,13 @@ def _without_changes(values: Sequence[_Value], bad: list[int], watches: Iterable
 def _in_turns(
     values: Sequence[_Value], bad: list[int], chance: Callable[[Sequence[int]], float], *, least_bad: int, most: float
 ) -> Flapping | None:
-    """Return what is bad in several times with good ones between, where that is no chance."""
+    """Return bad times with good ones between, if they are no chance."""
     bad = _alike(bad, len(values))
     if len(bad) < least_bad:
         return None
     bad = _least_likely(bad, chance, least_bad)
     stretch = [excess for _, _, excess in values[bad[0] : bad[-1] + 1]] if bad else []
-    # a link that is slow by about as much as counts as bad is never good
+    # a slow link whose excess is near the limit is never good between its bad times
     if (
         not bad
         or 2 * sum(excess <= INTERMITTENT.good for excess in stretch) < len(stretch)
@@ -243,7 +240,7 @@ def _in_turns(
 
 
 def _alike(bad: list[int], count: int) -> list[int]:
-    """Leave out bad times that are no turns: far longer ones, and one that goes on and may be there to stay."""
+    """Leave out bad times that are far longer than the others, and one that still lasts."""
     times: list[list[int]] = []
     for place, index in enumerate(bad):
         if not place or bad[place - 1] < index - 1:
@@ -256,14 +253,14 @@ def _alike(bad: list[int], count: int) -> list[int]:
 
 
 def _least_likely(bad: list[int], chance: Callable[[Sequence[int]], float], least_bad: int) -> list[int]:
-    """Return the latest bad messages, from that one on which makes them least likely; none where they are too few."""
+    """Return the suffix of bad messages with the least chance; none if they are too few."""
     begins = [place for place, index in enumerate(bad) if not place or bad[place - 1] < index - 1]
     enough = [bad[place:] for place in begins[: 1 - INTERMITTENT.min_episodes] if len(bad) - place >= least_bad]
     return min(enough, key=chance, default=[])
 
 
 def _is_over(bad: list[int], count: int) -> bool:
-    """Return whether so long a time without bad messages was not there before, and is no chance at their rate."""
+    """Return whether the calm since the last bad message is longer than any before, and no chance at their rate."""
     share, since = len(bad) / (bad[-1] - bad[0] + 1), count - 1 - bad[-1]
     return (
         since > max(late - early for early, late in pairwise(bad)) and (1 - share) ** since <= INTERMITTENT.over_chance
@@ -271,9 +268,9 @@ def _is_over(bad: list[int], count: int) -> bool:
 
 
 def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
-    """Return the place whose links are bad and good in turns."""
+    """Return the place whose links are intermittent."""
     flapping: dict[Cell, Flapping] = {}
-    often: Mapping[Cell, Watch] = times.watches
+    often: Mapping[Cell, ChangePointDetector] = times.watches
     for least in sorted(INTERMITTENT.bad):
         often = {cell: watch for cell, watch in often.items() if _is_often_bad(watch, least)}
         usual = usual_share(times.watches, least) if often else 0.0
@@ -288,7 +285,7 @@ def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
     matrix = {cell: _excess_in(watch, flapping) for cell, watch in times.watches.items()}
     known = {cell: value for cell, value in matrix.items() if not math.isnan(value)}
     explained = DelayMatrix(known, job.host_of).explain()
-    # what flaps in few wires of a place is noise of these, or a place that was slow
+    # if few links of a place are intermittent, that is their noise, or the place was slow
     if explained is None or 2 * len(explained.cells & set(flapping)) < len(explained.cells):
         return []
     if explained.excess < INTERMITTENT.min_excess:
@@ -313,15 +310,15 @@ def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
     )]  # fmt: skip
 
 
-def _excess_in(watch: Watch, flapping: Mapping[Cell, Flapping]) -> float:
-    """Return how much longer a link takes while any that flaps is down, from its first bad round to its last."""
+def _excess_in(watch: ChangePointDetector, flapping: Mapping[Cell, Flapping]) -> float:
+    """Return the median excess of a link in the bad rounds of all intermittent links."""
     rounds = frozenset.union(*(found.bad for found in flapping.values()))
     middle = median([excess for number, _, excess in watch.excess if number in rounds])
     return 0.0 if middle < INTERMITTENT.bad[0] / 2 else middle
 
 
-def _is_often_bad(watch: Watch, least: float) -> bool:
+def _is_often_bad(watch: ChangePointDetector, least: float) -> bool:
     if not watch.is_often_long(of=INTERMITTENT.window + 1):
-        return False  # not even by less
+        return False
     latest = islice(reversed(watch.excess), INTERMITTENT.window)
     return sum(excess >= least for _, _, excess in latest) >= INTERMITTENT.min_bad

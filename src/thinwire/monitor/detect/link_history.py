@@ -1,8 +1,12 @@
 """History of each link, built from all records at once or incrementally while a job runs.
 
-A running job is judged again and again. What its links showed is remembered here, so that each message is looked at
-once, and a history does not end where the records end that are kept. Nothing is taken in before it is settled: before
-all ranks have written of that time, and before what crossed the same access then has come.
+A running job is diagnosed every half second. Its links' history is kept here, so that each message is read once, and
+the history reaches further back than the records that are kept. A message is taken in once it is settled: all ranks
+have written up to its time, and the messages that crossed the same access have arrived.
+
+Single messages on busy machines take half to twice their usual time. So the links of an endpoint are also averaged:
+their mean over one round says more than one link. The median of all other links is subtracted, since load that slows
+everything is no endpoint fault.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from thinwire.monitor.detect.change_points import CUSUM, Change, Company, Watch
+from thinwire.monitor.detect.change_points import CUSUM, Change, ChangePointDetector, PeerGroup
 from thinwire.monitor.detect.delay_matrix import Cell
 from thinwire.monitor.detect.timeline import Job, Message
 
@@ -36,12 +40,13 @@ class LinkHistoryConfig:
 
 
 LINKS = LinkHistoryConfig()
+ENDPOINT_CUSUM = replace(CUSUM, max_history=LINKS.baseline_rounds)
 
 _Access = tuple[str, str]
 
 
 class _Shares:
-    """How many messages cross one access in one direction, over time, as the integral of one over that number."""
+    """Share of one access and direction that one message has: the integral over time of 1 / messages in flight."""
 
     def __init__(self, stretches: Iterable[tuple[float, float]]) -> None:
         steps: dict[float, int] = defaultdict(int)
@@ -60,7 +65,7 @@ class _Shares:
             last_s = at_s
 
     def between(self, begin_s: float, end_s: float) -> float:
-        """Return the seconds that one message had the access for itself, counted so, from begin to end."""
+        """Return the seconds of undivided access that one message had from begin to end."""
         return self._until(end_s) - self._until(begin_s)
 
     def _until(self, at_s: float) -> float:
@@ -69,9 +74,10 @@ class _Shares:
 
 
 def alone_s(job: Job, messages: Iterable[Message]) -> dict[int, float]:
-    """Return the seconds that each message would have taken alone, by the `id` of the message.
+    """Return the seconds that each message would have taken without others on its accesses, by `id` of the message.
 
-    Only messages whose ends both wrote all their times are there. One that has not come crosses its accesses until now.
+    Messages share the access of a host while they overlap, so their durations change with the order of the replicas.
+    Messages without both ends' times are left out; one that has not arrived occupies its accesses until now.
 
     Example:
         >>> job = Job(host_of={0: "a", 1: "b", 2: "c"})
@@ -104,70 +110,62 @@ def alone_s(job: Job, messages: Iterable[Message]) -> dict[int, float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """All wires of a rank that were seen, one way or both.
+class Endpoint:
+    """All links of a rank in use, in one direction or both.
 
     Attributes:
         rank: The rank.
-        cells: Its wires.
-        watch: What a message over them takes beside its usual time.
+        cells: Its links.
+        watch: Detector of their mean log ratio.
     """
 
     rank: int
     cells: frozenset[Cell]
-    watch: Watch
+    watch: ChangePointDetector
 
 
-_Round = dict[Cell, tuple[float, float]]  # seconds of the clock and logarithm of the ratio
-_Ordered = Sequence[tuple[int, _Round, list[float]]]  # in the order of their numbers, with the logarithms in order
+_Round = dict[Cell, tuple[float, float]]  # time and log ratio
+_Ordered = Sequence[tuple[int, _Round, list[float]]]  # number, links, and their log ratios in order
 
 
-def watch_ends(watches: Mapping[Cell, Watch], classes: Mapping[int, int]) -> list[End]:
-    """Watch what each rank sends, what it receives, and both.
-
-    Args:
-        watches: Of what each wire's messages would have taken alone.
-        classes: The size class of each round: small messages scatter more, and say nothing of how large ones do.
-    """
-    return EndHistory().take(watches, classes)
-
-
-class EndHistory:
-    """Remembers what the wires of each end showed together."""
+class EndpointHistory:
+    """Endpoint detectors: of the links that each rank sends over, receives over, and both."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[int, frozenset[Cell]], End] = {}
+        self._endpoints: dict[tuple[int, frozenset[Cell]], Endpoint] = {}
         self._cells: frozenset[Cell] = frozenset()
         self._taken: dict[frozenset[Cell], int] = {}
 
-    def take(self, watches: Mapping[Cell, Watch], classes: Mapping[int, int], *, until: int | None = None) -> list[End]:
-        """Take in what is new, and return all ends.
+    def take(
+        self, watches: Mapping[Cell, ChangePointDetector], classes: Mapping[int, int], *, until: int | None = None
+    ) -> list[Endpoint]:
+        """Take new rounds in, and return all endpoints.
 
         Args:
-            watches: See `watch_ends`.
-            classes: The same.
-            until: The last round that all wires have shown; None where nothing more will come.
+            watches: Detectors of the links, without the share of other messages.
+            classes: Size class of each round: small messages scatter more than large ones.
+            until: Last round that is complete; None if all records are there.
         """
         if len(watches) != len(self._cells):
             self._cells = frozenset(watches)
-            named = _ends_of(self._cells)
-            self._ends = {key: self._ends.get(key) or _end(*key) for key in named}
+            named = _endpoints_of(self._cells)
+            self._endpoints = {key: self._endpoints.get(key) or _endpoint(*key) for key in named}
             self._taken = {cells: self._taken.get(cells, -1) for _, cells in named}
         since = min(self._taken.values(), default=-1)
         ordered = _rounds(watches, since=since, until=until)
-        for (_, cells), end in self._ends.items():
+        for (_, cells), end in self._endpoints.items():
             known = self._taken[cells]
             _feed(end, [one for one in ordered if one[0] > known] if known > since else ordered, classes)
         if ordered:
             self._taken = dict.fromkeys(self._taken, ordered[-1][0])
-        return [*self._ends.values()]
+        return [*self._endpoints.values()]
 
 
-def _end(rank: int, cells: frozenset[Cell]) -> End:
-    return End(rank=rank, cells=cells, watch=Watch(most_usual=LINKS.baseline_rounds))
+def _endpoint(rank: int, cells: frozenset[Cell]) -> Endpoint:
+    return Endpoint(rank=rank, cells=cells, watch=ChangePointDetector(ENDPOINT_CUSUM))
 
 
-def _ends_of(cells: Collection[Cell]) -> list[tuple[int, frozenset[Cell]]]:
+def _endpoints_of(cells: Collection[Cell]) -> list[tuple[int, frozenset[Cell]]]:
     rows, columns = defaultdict[int, set[Cell]](set), defaultdict[int, set[Cell]](set)
     for cell in cells:
         rows[cell[0]].add(cell)
@@ -180,10 +178,10 @@ def _ends_of(cells: Collection[Cell]) -> list[tuple[int, frozenset[Cell]]]:
     ]
 
 
-def _rounds(watches: Mapping[Cell, Watch], *, since: int, until: int | None) -> _Ordered:
-    """Return the rounds after one, up to another one."""
+def _rounds(watches: Mapping[Cell, ChangePointDetector], *, since: int, until: int | None) -> _Ordered:
+    """Return the rounds after `since`, up to `until`."""
     rounds: dict[int, _Round] = defaultdict(dict)
-    # a look at a running job must not take long: of very many wires, what came before all was usual is left out
+    # an update must stay short: of very many links, the values before the baselines are left out
     is_whole = since < 0 and (until is None or len(watches) <= LINKS.many_links)
     for cell, watch in watches.items():
         for number, at_s, excess in watch.history() if is_whole else watch.since(since + 1):
@@ -192,7 +190,7 @@ def _rounds(watches: Mapping[Cell, Watch], *, since: int, until: int | None) -> 
     return [(number, own, sorted(excess for _, excess in own.values())) for number, own in sorted(rounds.items())]
 
 
-def _feed(end: End, rounds: _Ordered, classes: Mapping[int, int]) -> None:
+def _feed(end: Endpoint, rounds: _Ordered, classes: Mapping[int, int]) -> None:
     for number, own, ordered in rounds:
         ours = [own[cell] for cell in end.cells if cell in own]
         if len(ours) < LINKS.min_links:
@@ -204,7 +202,7 @@ def _feed(end: End, rounds: _Ordered, classes: Mapping[int, int]) -> None:
 
 
 def _median_without(ordered: list[float], some: list[float]) -> float:
-    """Return the median of ordered values less some of them, 0 where none is left: of thousands, without a new list."""
+    """Return the median of ordered values without some of them, 0 if none is left; makes no new list."""
     left = len(ordered) - len(some)
     if not left:
         return 0.0
@@ -223,29 +221,28 @@ def _median_without(ordered: list[float], some: list[float]) -> float:
 
 @dataclass(slots=True)
 class LinkTimes:
-    """What is known of each link.
+    """Detectors and counts of all links.
 
     Attributes:
-        watches: Of each (source, destination).
-        alone: The same of what its messages would have taken alone: what grows in one only is no fault of the wire.
-            A link that is not here is judged by its own times.
-        ends: All wires of a rank together.
-        retries: Sum of each.
-        times: The first seconds of each, by size class.
-        soon: Alarms of links whose latest messages were far beyond the usual, and the next one is so before it has
-            come.
+        watches: Detector of each (source, destination).
+        alone: The same without the share of other messages: growth in one of both only is no fault of the link.
+            A link that is missing here counts by its own durations.
+        ends: Endpoints.
+        retries: Sum for each link.
+        times: First durations in seconds, by link and size class.
+        soon: Alarms of links whose open message is already far beyond all usual ones, as the latest were.
     """
 
-    watches: dict[Cell, Watch] = field(default_factory=dict)
-    alone: dict[Cell, Watch] = field(default_factory=dict)
-    ends: list[End] = field(default_factory=list)
+    watches: dict[Cell, ChangePointDetector] = field(default_factory=dict)
+    alone: dict[Cell, ChangePointDetector] = field(default_factory=dict)
+    ends: list[Endpoint] = field(default_factory=list)
     retries: dict[Cell, int] = field(default_factory=dict)
     times: dict[tuple[Cell, int], list[float]] = field(default_factory=dict)
     soon: dict[Cell, Change] = field(default_factory=dict)
 
 
 _Group = list[Message]  # of one link in one round
-_Sample = tuple[Cell, int, int, Message]  # link, round, size class and the middle message
+_Sample = tuple[Cell, int, int, Message]  # link, round, size class and median message
 
 
 def size_class(num_bytes: int) -> int:
@@ -259,35 +256,35 @@ def size_class(num_bytes: int) -> int:
 
 
 def link_times(job: Job) -> LinkTimes:
-    """Watch every link, one value a round: the middle of its messages of the class with the most bytes."""
+    """Return the history of every link from all records: the median message of each round."""
     return LinkHistory().take(job)
 
 
 class LinkHistory:
-    """Remembers what each link showed.
+    """History of all links, updated with new records.
 
     Attributes:
-        newest: The latest round that was taken in, -1 before there is one.
+        newest: Latest round taken in; -1 without one.
     """
 
     def __init__(self) -> None:
         self._times = LinkTimes()
-        self._plain, self._shared = Company(), Company()
+        self._plain, self._shared = PeerGroup(), PeerGroup()
         self._taken: dict[Cell, int] = {}
         self._missing: dict[Cell, set[int]] = {}  # rounds before that one which may still come
         self._parts: dict[Cell, int] = {}
         self._bytes: dict[Cell, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._classes: dict[int, int] = {}
         self._open: list[Message] = []
-        self._ends = EndHistory()
+        self._endpoints = EndpointHistory()
         self.newest = -1
 
     def take(self, job: Job, *, settled_s: float | None = None) -> LinkTimes:
-        """Take in what is new, and return all that is known of the links whose ends are in the job.
+        """Take new messages in, and return the history of the links whose ends are in the job.
 
         Args:
-            job: What was recorded lately.
-            settled_s: Until when all ranks have written; None where nothing more will come.
+            job: Latest records.
+            settled_s: Time up to which all ranks have written; None if all records are there.
         """
         fresh = self._fresh(job, settled_s)
         for cell, _, group in fresh:
@@ -302,12 +299,12 @@ class LinkHistory:
             self._add(job, cell, round, classed, message, shares[id(message)])
         for number in [*self._classes][: -LINKS.max_rounds]:
             del self._classes[number]
-        self._watch_ends(is_all=settled_s is None)
+        self._update_endpoints(is_all=settled_s is None)
         self._times.soon = {} if settled_s is None else self._soon(job, settled_s)
         return _within(self._times, job)
 
     def _fresh(self, job: Job, settled_s: float | None) -> list[tuple[Cell, int, _Group]]:
-        """Return what is settled and was not taken in before, in the order of rounds."""
+        """Return the settled messages that are new, in the order of rounds."""
         groups: dict[Cell, dict[int, _Group]] = defaultdict(lambda: defaultdict(list))
         for message in job.messages:
             cell = (message.source, message.destination)
@@ -339,14 +336,14 @@ class LinkHistory:
             self._missing[cell] = {number for number in own if number < last and number not in taken[cell]}
 
     def _samples(self, fresh: Iterable[tuple[Cell, int, _Group]]) -> list[_Sample]:
-        """Return the middle message of the class with the most bytes, where that class carries enough of the link's."""
+        """Return the median message of the size class with the most bytes, if it carries enough of the link's."""
         found = []
         for cell, round, group in fresh:
             classes: dict[int, _Group] = defaultdict(list)
             for message in group:
                 classes[size_class(message.num_bytes)].append(message)
             classed = max(classes, key=lambda one: (len(classes[one]) * 2.0**one, one))
-            # small messages of a link that carries large ones tell of what they wait behind
+            # small messages of a link wait behind its large ones
             if self._bytes[cell][classed] >= LINKS.min_share * sum(self._bytes[cell].values()):
                 ordered = sorted(classes[classed], key=lambda message: message.transfer_s or 0.0)
                 found.append((cell, round, classed, ordered[len(ordered) // 2]))
@@ -355,11 +352,14 @@ class LinkHistory:
     def _add(self, job: Job, cell: Cell, round: int, classed: int, message: Message, share_s: float) -> None:
         times, time_s, at_s = self._times, max(message.transfer_s or 0.0, 0.0), message.received_done_s or 0.0
         if cell not in times.watches:
-            times.watches[cell], times.alone[cell] = Watch(company=self._plain), Watch(company=self._shared)
+            times.watches[cell], times.alone[cell] = (
+                ChangePointDetector(peers=self._plain),
+                ChangePointDetector(peers=self._shared),
+            )
         watch, alone = times.watches[cell], times.alone[cell]
         classed_so, error_s = _measured(job, message, classed)
         if error_s > LINKS.max_error * time_s:
-            return  # not even who was late is known
+            return  # the clocks do not even show which end was late
         watch.add(round, at_s, time_s, size_class=classed_so, margin_s=error_s, begin_s=at_s - time_s)
         alone.add(round, at_s, share_s, size_class=classed_so, margin_s=error_s, begin_s=at_s - time_s)
         first = times.times.setdefault((cell, classed), [])
@@ -378,9 +378,9 @@ class LinkHistory:
                     found[cell] = change
         return found
 
-    def _watch_ends(self, *, is_all: bool) -> None:
+    def _update_endpoints(self, *, is_all: bool) -> None:
         if is_all:
-            self._times.ends = self._ends.take(self._times.alone, self._classes)
+            self._times.ends = self._endpoints.take(self._times.alone, self._classes)
             return
         if max((len(watch.excess) for watch in self._times.alone.values()), default=0) < LINKS.ripe:
             return
@@ -390,14 +390,14 @@ class LinkHistory:
             if number >= self.newest - LINKS.recent_rounds
         ]
         until = max(min(recent), self.newest - LINKS.later_rounds)
-        self._times.ends = self._ends.take(self._times.alone, self._classes, until=until)
+        self._times.ends = self._endpoints.take(self._times.alone, self._classes, until=until)
 
 
 def _measured(job: Job, message: Message, classed: int) -> tuple[int, float]:
-    """Return the class of a message's time by its size and by how it is measured, and the error of the latter.
+    """Return the class of a duration by size and by the clocks it spans, and the error of these.
 
-    A time from the sender's word to the receiver's holds the error of both clocks, one from the receiver's own word
-    holds none: where another end is late than before, it changes without any change of the link.
+    A duration from the sender's begin holds the errors of both clocks, one from the receiver's begin holds none.
+    If the late end changes, the duration changes without any fault of the link: hence two classes.
     """
     ends = message.source, message.destination
     if job.clock_of.get(ends[0]) == job.clock_of.get(ends[1]):
@@ -407,7 +407,7 @@ def _measured(job: Job, message: Message, classed: int) -> tuple[int, float]:
 
 
 def _is_settled(job: Job, group: _Group, settled_s: float, least: int) -> bool:
-    """Return whether no message of a link and round will come any more, where `least` have come in earlier rounds."""
+    """Return whether no more messages of a link and round will come; earlier rounds had `least`."""
     if not all(
         one.error or (one.transfer_s is not None and (one.received_done_s or 0.0) <= settled_s) for one in group
     ):
@@ -420,8 +420,8 @@ def _is_settled(job: Job, group: _Group, settled_s: float, least: int) -> bool:
 
 
 def _beside(job: Job, fresh: Collection[Message], *, is_all: bool) -> list[Message]:
-    """Return the messages that may have crossed an access together with some new ones."""
-    # forged ones may be there before they were sent
+    """Return the messages that may have shared an access with new ones."""
+    # forged records may show an arrival before the begin
     since_s = min((min(one.begin_s or 0.0, one.received_done_s or 0.0) for one in fresh), default=math.inf)
     return [
         one
@@ -436,9 +436,9 @@ def _may_come(message: Message, now_s: float) -> bool:
 
 
 def _within(times: LinkTimes, job: Job) -> LinkTimes:
-    """Return what is known of the links whose ends take part, and whose clocks nobody set."""
+    """Return the history of the links whose ends take part and have steady clocks."""
 
-    def kept(watches: Mapping[Cell, Watch]) -> dict[Cell, Watch]:
+    def kept(watches: Mapping[Cell, ChangePointDetector]) -> dict[Cell, ChangePointDetector]:
         return {
             cell: watch
             for cell, watch in watches.items()

@@ -1,6 +1,6 @@
-"""A judge of a running job: it is fed records as they are written, and says which findings are new and which are over.
+"""Live detector of a running job: takes records as they are written, and returns findings that are new or have ended.
 
-Nothing here runs by itself: who has the files calls `take` and `look`, and decides how often.
+Nothing here runs by itself: the owner of the files calls `add` and `update`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from thinwire.monitor.detect.clocks import SightingBook
 from thinwire.monitor.detect.diagnose import DetectorState, findings_of
-from thinwire.monitor.detect.heartbeats import Lateness, find_silent
+from thinwire.monitor.detect.heartbeats import HeartbeatDelays, find_silent
 from thinwire.monitor.detect.progress import PROGRESS
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Finding, Place, WaitEvidence
@@ -56,8 +56,8 @@ _Kept = TypeVar("_Kept")
 _Key = TypeVar("_Key")
 
 
-class _Ends(Generic[_Kept]):
-    """The first and the latest of many: what a thing was like at first must not be forgotten by what it became."""
+class _FirstAndLatest(Generic[_Kept]):
+    """The first and the latest values of many: the first ones show how things were without a fault."""
 
     def __init__(self, most: int) -> None:
         self.hold(most)
@@ -65,12 +65,12 @@ class _Ends(Generic[_Kept]):
         self._latest: OrderedDict[Hashable, _Kept] = OrderedDict()
 
     def hold(self, most: int) -> None:
-        """Hold so many from now on; the first ones stay those that they are."""
+        """Change the capacity; the first values stay."""
         self.most = most
         self._most_first, self._most_latest = most // 4, most - most // 4
 
     def put(self, key: Hashable, value: _Kept) -> None:
-        """Take one in, in the place of that of the same key."""
+        """Add a value; it replaces one of the same key."""
         if key in self._first or (len(self._first) < self._most_first and not self._latest):
             self._first[key] = value
             return
@@ -79,12 +79,12 @@ class _Ends(Generic[_Kept]):
             self._latest.popitem(last=False)
 
     def values(self) -> list[_Kept]:
-        """Return all, in the order in which their keys came."""
+        """Return all values in the order of their keys' arrival."""
         return [*self._first.values(), *self._latest.values()]
 
 
-class Window:
-    """Records of a job, a bounded number: the first ones, and the latest.
+class RecordWindow:
+    """Bounded number of records of a job: the first ones and the latest.
 
     An operation or an end of a transfer that is written again takes the place of the earlier one.
 
@@ -93,7 +93,7 @@ class Window:
             many ranks that this is a few rounds, more are kept, a few rounds at least.
 
     Example:
-        >>> window = Window(most_records=8)
+        >>> window = RecordWindow(most_records=8)
         >>> for step in range(100):
         ...     window.add(Span(rank=0, kind="compute", step=step, started_s=step, done_s=step + 0.5))
         >>> [span.step for span in window.records().spans]
@@ -103,20 +103,20 @@ class Window:
     def __init__(self, *, most_records: int = 3000) -> None:
         if most_records < 4:
             raise ValueError(f"most_records must be at least 4, got {most_records}")
-        # a rank may know itself only, so that each writes another record of the same communicator
+        # a rank may know only itself, so that each writes another record of the same communicator
         self._communicators: OrderedDict[Communicator, None] = OrderedDict()
-        self._operations: _Ends[Operation] = _Ends(most_records)
-        self._transfers: _Ends[TransferEnd] = _Ends(2 * most_records)
-        self._spans: _Ends[Span] = _Ends(most_records)
+        self._operations: _FirstAndLatest[Operation] = _FirstAndLatest(most_records)
+        self._transfers: _FirstAndLatest[TransferEnd] = _FirstAndLatest(2 * most_records)
+        self._spans: _FirstAndLatest[Span] = _FirstAndLatest(most_records)
         self._beats: dict[int, deque[Beat]] = {}
         self._arrivals: dict[tuple[int, int], deque[Arrival]] = {}
-        self._flows: _Ends[Flow] = _Ends(LIVE.max_flows)
-        self._probes: _Ends[Probe] = _Ends(LIVE.max_flows)
+        self._flows: _FirstAndLatest[Flow] = _FirstAndLatest(LIVE.max_flows)
+        self._probes: _FirstAndLatest[Probe] = _FirstAndLatest(LIVE.max_flows)
         self._writers: set[int] = set()
         self._ways: set[tuple[int, int, str]] = set()
 
     def add(self, record: Record) -> None:
-        """Take a record in."""
+        """Add a record."""
         if isinstance(record, Communicator):
             self._communicators.pop(record, None)
             self._communicators[record] = None
@@ -151,7 +151,7 @@ class Window:
             _put_latest(self._arrivals, (record.rank, record.peer), record, most=LIVE.max_arrivals)
 
     def ranks(self) -> set[int]:
-        """Return the ranks that wrote anything: a sign of life, or where they are."""
+        """Return the ranks with a heartbeat or a communicator."""
         return {*self._beats, *(rank for one in self._communicators for rank in one.ranks)}
 
     def hosts(self) -> dict[int, str]:
@@ -163,16 +163,16 @@ class Window:
         }  # fmt: skip
 
     def records(self, *, without: Collection[int] = frozenset()) -> Records:
-        """Return what is to be judged.
+        """Return the kept records.
 
         Args:
-            without: Ranks that take part no more; what they wrote is left out, and what others wrote of them.
+            without: Ranks that do not take part any more; records by them and about them are left out.
         """
         gone, found = frozenset(without), Records()
         for one in self._communicators:
             left = members_of(one, without=gone)
             if left is not None:
-                with contextlib.suppress(ValueError):  # it contradicts what was said before
+                with contextlib.suppress(ValueError):  # it contradicts an earlier record
                     found.add(left)
         kept = [op for op in self._operations.values() if op.rank not in gone]
         found.operations = without_given_up(kept)
@@ -193,19 +193,19 @@ def _put_latest(kept: dict[_Key, deque[_Kept]], key: _Key, record: _Kept, *, mos
 
 
 def _most_of(count: int) -> int:
-    """Return how many records are kept of so many ranks or ways."""
+    """Return the capacity for so many ranks or ways."""
     return min(LIVE.max_records, max(min(LIVE.many * count, LIVE.many_total), LIVE.few * count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """A finding that is new, or over.
+    """A finding that is new or has ended.
 
     Attributes:
         case: Counts the causes of the run, from 0; the same for `new` and `over`.
-        state: Which.
-        finding: The finding as it was seen last.
-        age_s: Seconds from when it began, by the records, to the latest record.
+        state: `over` once it has ended.
+        finding: Its latest form.
+        age_s: Seconds from its begin to the latest record.
     """
 
     case: int
@@ -223,7 +223,7 @@ class News:
 
 @dataclass(slots=True)
 class _Case:
-    """One cause, as far as it was seen."""
+    """One cause, and the updates that showed it."""
 
     finding: Finding
     number: int = -1
@@ -233,59 +233,59 @@ class _Case:
     last_s: float = 0.0
 
     def may_return(self, now_s: float) -> bool:
-        """Return whether a hang that may have been a very slow message may come again with the next one."""
+        """Return whether a hang that may be a very slow message may recur with the next one."""
         evidence = self.finding.evidence
         waited_s = evidence.waited_s if isinstance(evidence, WaitEvidence) else 0.0
         return self.finding.confidence <= PROGRESS.unsure and now_s - self.last_s < LIVE.held * waited_s
 
     @property
-    def is_told(self) -> bool:
+    def is_reported(self) -> bool:
         return self.number >= 0
 
 
-class LiveJudge:
-    """Judges a job again and again, and tells of each cause once.
+class LiveDetector:
+    """Detectors of a running job, which report each cause once.
 
-    A finding must be there at several looks before it is new, and be gone for several before it is over. Two findings
-    are of one cause where they are of one kind and name a common place, or where one's ranks are among the other's:
-    what was ambiguous and becomes exact is no second cause. A hang that may be a very slow wire or rank is over only
-    when twice as long as it lasted has gone by without another, so that it is told once and not message by message.
+    A finding is new after several updates with it, and has ended after several without it. Two findings have one cause
+    if they are of one kind and share a place, or the ranks of one are among the other's: an ambiguous finding that
+    becomes exact is no second cause. A hang that may be a very slow link or rank has ended after twice its duration
+    without another, so that it is reported once and not for each message.
 
     Args:
-        looks_until_new: Looks in a row that a finding must be there.
-        looks_until_over: Looks in a row that it must be gone.
-        most_records: See `Window`.
-        own_host: See `Lateness`.
+        updates_until_new: Updates in a row with a finding.
+        updates_until_over: Updates in a row without it.
+        most_records: See `RecordWindow`.
+        own_host: See `HeartbeatDelays`.
 
     Attributes:
-        num_failed: Looks at which the rules themselves failed; nothing is told then.
-        problem: What the rules failed with the last time.
+        num_failed: Updates at which the detectors themselves failed, without findings.
+        problem: Latest of these errors.
 
     Example:
-        >>> from thinwire.monitor.synthetic_jobs import rehearse
-        >>> from thinwire.monitor.synthetic_jobs import Fault, Scene
-        >>> slow = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 1)), begin=20, severity=6.0)
-        >>> judge = LiveJudge(looks_until_new=2)
-        >>> judge.take(rehearse(Scene(hosts=("a", "b", "c"), rounds=40, faults=(slow,))))
-        >>> judge.look(), [(news.state, news.finding.where) for news in judge.look()]
+        >>> from thinwire.monitor.synthetic_jobs import synthesize
+        >>> from thinwire.monitor.synthetic_jobs import InjectedFault, Scene
+        >>> slow = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 1)), begin=20, severity=6.0)
+        >>> detector = LiveDetector(updates_until_new=2)
+        >>> detector.add(synthesize(Scene(hosts=("a", "b", "c"), rounds=40, faults=(slow,))))
+        >>> detector.update(), [(news.state, news.finding.where) for news in detector.update()]
         ([], [('new', 'link 0 -> 1')])
     """
 
     def __init__(
-        self, *, looks_until_new: int = 2, looks_until_over: int = 5, most_records: int = 3000, own_host: str = ""
+        self, *, updates_until_new: int = 2, updates_until_over: int = 5, most_records: int = 3000, own_host: str = ""
     ) -> None:
-        for name, value in (("looks_until_new", looks_until_new), ("looks_until_over", looks_until_over)):
+        for name, value in (("updates_until_new", updates_until_new), ("updates_until_over", updates_until_over)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        self._until_new, self._until_over = looks_until_new, looks_until_over
-        self._window = Window(most_records=most_records)
-        self._history, self._book, self._lateness = DetectorState(), SightingBook(), Lateness(own_host)
+        self._until_new, self._until_over = updates_until_new, updates_until_over
+        self._window = RecordWindow(most_records=most_records)
+        self._history, self._book, self._lateness = DetectorState(), SightingBook(), HeartbeatDelays(own_host)
         self._cases: list[_Case] = []
-        self._num_told = 0
+        self._num_reported = 0
         self.num_failed = 0
         self.problem = ""
 
-    def take(self, records: Iterable[Record]) -> None:
+    def add(self, records: Iterable[Record]) -> None:
         """Take records in, in the order in which each rank wrote them."""
         for record in records:
             self._window.add(record)
@@ -294,18 +294,18 @@ class LiveJudge:
         """Return the ranks that are known."""
         return frozenset(self._window.ranks())
 
-    def look(self, *, without: Collection[int] = frozenset()) -> list[News]:
-        """Judge what there is, and return what is new or over since the last look.
+    def update(self, *, without: Collection[int] = frozenset()) -> list[News]:
+        """Run the detectors, and return the findings that are new or have ended since the last update.
 
         Args:
-            without: Ranks that take part no more, or were told to pause.
+            without: Ranks that do not take part any more, or are paused.
         """
         try:
             job = build(self._window.records(without=without), self._book)
             job.late_s = self._lateness.take(job)
-            # the hang tells more of one who is waited for than its silence does: it comes first, and is the same cause
+            # a hang shows more than the silence of the same rank: it comes first, and they are one cause
             findings = [*findings_of(job, self._history), *find_silent(job)]
-        except Exception as error:  # whatever strangers wrote, the run goes on
+        except Exception as error:  # records may be forged: the run goes on
             self.num_failed += 1
             self.problem = f"{type(error).__name__}: {error}"[:300]
             return []
@@ -325,12 +325,12 @@ class LiveJudge:
 
     @property
     def is_unsure(self) -> bool:
-        """Whether there is a finding that was not there often enough to be told: it is worth looking again soon."""
-        return any(not case.is_told for case in self._cases)
+        """Whether a finding is not confirmed yet, so that the next update should come soon."""
+        return any(not case.is_reported for case in self._cases)
 
-    def still_told(self) -> list[News]:
-        """Return what is told of and not over, as it was seen last, the oldest first."""
-        told = sorted((case for case in self._cases if case.is_told), key=lambda case: case.number)
+    def open_findings(self) -> list[News]:
+        """Return the reported findings that have not ended, the oldest first."""
+        told = sorted((case for case in self._cases if case.is_reported), key=lambda case: case.number)
         return [News(case=case.number, state="new", finding=case.finding, age_s=case.age_s) for case in told]
 
     def _case_of(self, finding: Finding, hosts: Mapping[int, str]) -> _Case | None:
@@ -347,21 +347,21 @@ class LiveJudge:
         for case in [*self._cases]:
             if any(case is one for one in seen):
                 case.seen, case.gone = case.seen + 1, 0
-                if not case.is_told and case.seen >= self._until_new:
-                    case.number, self._num_told = self._num_told, self._num_told + 1
+                if not case.is_reported and case.seen >= self._until_new:
+                    case.number, self._num_reported = self._num_reported, self._num_reported + 1
                     news.append(News(case=case.number, state="new", finding=case.finding, age_s=case.age_s))
                 continue
             case.seen, case.gone = 0, case.gone + 1
-            if case.is_told and (case.gone < self._until_over or case.may_return(now_s)):
+            if case.is_reported and (case.gone < self._until_over or case.may_return(now_s)):
                 continue
             self._cases.remove(case)
-            if case.is_told:
+            if case.is_reported:
                 news.append(News(case=case.number, state="over", finding=case.finding, age_s=case.age_s))
         return news
 
 
 def is_one_cause(one: Finding, other: Finding, *, hosts: Mapping[int, str]) -> bool:
-    """Tell whether two findings are of one cause.
+    """Return whether two findings have one cause.
 
     Args:
         one: A finding.
@@ -382,6 +382,6 @@ def _ranks(places: Collection[Place], hosts: Mapping[int, str]) -> set[int]:
 
 
 def _sharper(old: Finding, new: Finding) -> Finding:
-    """Return what is known now; the begin stays where it was seen first."""
+    """Return the new finding with the earlier begin."""
     since = {"since_s": old.since_s, "since_round": old.since_round} if old.since_s < new.since_s else {}
     return replace(new, **since)  # type: ignore[arg-type]

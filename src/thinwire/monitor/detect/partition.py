@@ -1,7 +1,7 @@
-"""Confidence of an observer that hears few of its peers: it may be the one that is cut off.
+"""Partition detector: lowers the confidence of an observer that hears few of its peers.
 
-Records show one side of a partition: those of one host, or those that reached it before the cut. Whoever hears from
-nobody accuses others wrongly, so its findings name its own host too, say so, and are not acted upon.
+Records show one side of a partition: those of one host, or those that reached it before the cut. An observer that hears
+from no peer may be cut off itself. So its findings name its own host too, and remediation does not act on them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _REMEDY = "diagnose with the records of all hosts: give all their folders; look 
 
 
 def one_sided(job: Job, inside: Collection[int], *, since_s: float) -> Finding | None:
-    """Return a standstill as ranks see it whose peers' records are missing; None where all records are there.
+    """Return a standstill seen by ranks whose peers' records are missing; None if all records are there.
 
     Args:
         job: All records.
-        inside: The ranks that stand still.
-        since_s: Since when.
+        inside: Ranks that stand still.
+        since_s: Begin.
     """
     observers = sorted(set(inside) & set(job.last_seen_s))
     peers = _peers(job, observers)
@@ -72,12 +72,12 @@ def one_sided(job: Job, inside: Collection[int], *, since_s: float) -> Finding |
 
 
 def cut_off(job: Job, inside: Collection[int], *, since_s: float) -> Finding | None:
-    """Return that the only host with records hears from none of its peers; None where it hears from one, or knows more.
+    """Return that the only host with records hears from none of its peers; None if it hears from one.
 
     Args:
         job: All records.
-        inside: The ranks that stand still.
-        since_s: Since when.
+        inside: Ranks that stand still.
+        since_s: Begin.
     """
     found = one_sided(job, inside, since_s=since_s)
     if found is None:
@@ -87,7 +87,7 @@ def cut_off(job: Job, inside: Collection[int], *, since_s: float) -> Finding | N
 
 
 def partitioned(job: Job, finding: Finding) -> Finding:
-    """Return a finding about silent ranks with less confidence where few hosts are heard of at its time.
+    """Return a finding about silent ranks, with less confidence if few hosts are heard.
 
     Args:
         job: All records.
@@ -101,13 +101,13 @@ def partitioned(job: Job, finding: Finding) -> Finding:
         for rank, seen_s in job.last_seen_s.items()
         if rank not in job.goodbyes and rank not in job.unsteady and job.now_s - seen_s <= _missing_s(job, rank)
     }
-    # a rank among others of its host that write on, or of one host, is not cut off
+    # a rank is not cut off if others of its host write on
     if not job.has_beats or len(hosts) < 3 or not heard or {job.host_of[rank] for rank in named} & heard:
         return finding
     lost_s = [
         max(seen_s for rank, seen_s in job.last_seen_s.items() if job.host_of[rank] == host) for host in hosts - heard
     ]
-    # a cut takes all of them at once; hosts that stopped one after the other did so by themselves
+    # a cut silences all of them at once; hosts that stop one after the other fail by themselves
     if 2 * len(heard) >= len(hosts) or max(lost_s) - min(lost_s) > PARTITION.at_once_s:
         return finding
     ranks = sorted(rank for rank in job.last_seen_s if job.host_of[rank] in heard)
@@ -132,7 +132,7 @@ def _missing_s(job: Job, rank: int) -> float:
 
 
 def _peers(job: Job, observers: Collection[int]) -> set[int]:
-    """Return the ranks of which messages of some ranks tell, on other hosts as far as is known."""
+    """Return the ranks on other hosts that exchange messages with some ranks."""
     hosts = {job.host_of[rank] for rank in observers}
     own = set(observers)
     ends = {rank for m in job.messages for rank in (m.source, m.destination) if {m.source, m.destination} & own}
@@ -140,7 +140,7 @@ def _peers(job: Job, observers: Collection[int]) -> set[int]:
 
 
 def _silent_s(job: Job, peer: int, observers: Collection[int]) -> float:
-    """Return for how long no message of a peer has come."""
+    """Return the seconds since the last message of a peer."""
     came = [
         m.received_done_s
         for m in job.messages
@@ -150,7 +150,7 @@ def _silent_s(job: Job, peer: int, observers: Collection[int]) -> float:
 
 
 def _is_live(job: Job, peer: int, observers: Collection[int]) -> bool:
-    """Return whether bytes of a peer came lately, as signs of life or of a message."""
+    """Return whether bytes of a peer have arrived lately, of keep-alives or messages."""
     for rank in observers:
         seen = job.arrivals.get((peer, rank), [])
         moved = [later[0] for early, later in pairwise(seen) if later[1] > early[1]]
@@ -169,7 +169,7 @@ def _suspects(
         text = f"Nothing comes from any of the {len(peers)} peers of {who}: likely {own} or its link is cut off"
         if {(peer, rank) for peer in peers for rank in observers} <= job.signalled:
             return (own,), PARTITION.none_heard, f"{text}."
-        # without signs of life, peers that wait for each other are as quiet
+        # without keep-alives, peers that wait for each other are as silent
         return (own, Place(kind="communicator")), PARTITION.none_heard, f"{text}, or its peers wait for each other."
     if not quiet:
         text = f"{who.capitalize()} waits for messages of live peers, which may wait for other ranks themselves."

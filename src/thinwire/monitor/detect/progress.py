@@ -1,7 +1,7 @@
-"""Slow progress: wires and ranks that others wait for and that still move.
+"""Progress detector: distinguishes hangs from links and ranks that are slow and still move.
 
-Whoever waits cannot tell a hang from a tenth of the usual speed. What comes meanwhile can: the kernel counts the bytes
-of a connection also in the middle of a message, and a rank writes down each step, whoever waits for it.
+A waiting rank cannot distinguish a hang from a tenth of the usual speed. Two counts can: the kernel's bytes of a
+connection in the middle of a message, and the steps that a rank records while others wait for it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROGRESS = ProgressConfig()
 
 
 def slow_wires(job: Job, messages: Sequence[Message]) -> Finding | None:
-    """Return that messages of an operation are under way and slow; none where one of them does not move.
+    """Return that messages of an operation are under way and slow; None if one of them does not move.
 
     Args:
         job: All records.
@@ -79,13 +79,13 @@ def slow_wires(job: Job, messages: Sequence[Message]) -> Finding | None:
 
 
 def _usual_rates(job: Job, sizes: Mapping[Cell, int]) -> dict[Cell, float]:
-    """Return the bytes a second that messages of such sizes usually have, alone or beside others; NaN where unknown."""
+    """Return the usual bytes a second of messages of such sizes; NaN if unknown."""
     found: dict[Cell, list[float]] = {cell: [] for cell in sizes}
     for m in job.messages:
         own = found.get((m.source, m.destination))
         if own is not None and m.transfer_s and 4 * m.num_bytes >= sizes[m.source, m.destination]:
             own.append(m.num_bytes / m.transfer_s)
-    # of the first ones too: a wire that has been slow for long is not compared with itself
+    # the first messages count too: a link that has been slow for long is not compared with itself
     return {
         cell: max(median(own[: PROGRESS.latest_messages]), median(own[-PROGRESS.latest_messages :]))
         if own
@@ -95,7 +95,7 @@ def _usual_rates(job: Job, sizes: Mapping[Cell, int]) -> dict[Cell, float]:
 
 
 def _times_slower(job: Job, cell: Cell, usual_rate: float) -> float | None:
-    """Return how many times fewer bytes come now than usual; none where that is unknown, or none come."""
+    """Return the ratio of the usual rate to the present one; None if it is unknown or nothing arrives."""
     rate = _rate(job, cell)
     if rate is None or math.isnan(usual_rate):
         return None
@@ -103,22 +103,22 @@ def _times_slower(job: Job, cell: Cell, usual_rate: float) -> float | None:
 
 
 def _rate(job: Job, cell: Cell) -> float | None:
-    """Return the bytes a second that come from one rank to another just now; none where nobody looked."""
+    """Return the present bytes a second from one rank to another; None without a fresh reading."""
     seen = job.arrivals.get(cell, [])
     if not seen or job.now_s - seen[-1][0] > PROGRESS.fresh_s:
         return None
     last_s, last = seen[-1]
     earlier = [(last_s - at_s, last - count) for at_s, count in seen if last_s - at_s <= PROGRESS.stretch_s]
     long_s, came = earlier[0]
-    # a connection that was made anew counts from 0 again
+    # a new connection counts from 0 again
     if long_s < PROGRESS.min_stretch_s or came < 0:
         return None
-    # what came before the wire was cut does not come now
+    # bytes from before a cut are no progress
     return came / long_s if last > seen[-2][1] else 0.0
 
 
 def is_dead(job: Job, messages: Sequence[Message]) -> bool:
-    """Return whether not a byte comes over the wires of messages that are late, where a live one has signs of life.
+    """Return whether the links of late messages are dead: no byte arrives, though live ones have keep-alives.
 
     Args:
         job: All records.
@@ -130,7 +130,7 @@ def is_dead(job: Job, messages: Sequence[Message]) -> bool:
 
 
 def is_still(job: Job, messages: Sequence[Message]) -> bool:
-    """Return whether not a byte has come for a second over the wires of all messages that are late.
+    """Return whether no byte has arrived for a second over the links of all late messages.
 
     Args:
         job: All records.
@@ -141,7 +141,7 @@ def is_still(job: Job, messages: Sequence[Message]) -> bool:
 
 
 def _still_s(job: Job, cell: Cell) -> float:
-    """Return for how long nothing has come from one rank to another, as far as somebody looked just now."""
+    """Return the seconds since the last byte from one rank to another; 0 without a fresh reading."""
     seen = job.arrivals.get(cell, [])
     if not seen or job.now_s - seen[-1][0] > PROGRESS.fresh_s:
         return 0.0
@@ -154,13 +154,13 @@ def _still_s(job: Job, cell: Cell) -> float:
 
 
 def slow_ranks(job: Job, ranks: Collection[int], place: Place, *, waited_since_s: float) -> Finding | None:
-    """Return that ranks which others wait for work on and are slow; none where one of them has ended no step meanwhile.
+    """Return that ranks which others wait for compute slowly; None if one of them has ended no step meanwhile.
 
     Args:
         job: All records.
-        ranks: Who is waited for.
-        place: Their name.
-        waited_since_s: Since when.
+        ranks: Ranks that others wait for.
+        place: Their place.
+        waited_since_s: Begin of the wait.
     """
     longer, began_s, steps = [], [], []
     for rank in ranks:

@@ -1,4 +1,10 @@
-"""Work between exchanges: ranks that became slow, ever slower ones, and ranks that stall at regular times."""
+"""Compute detector: ranks whose compute between exchanges became slow, becomes ever slower, or stalls regularly.
+
+Compute is recorded as spans, or is the gap between operations. Operations with round numbers have one gap a round. A
+plain torch job has several operations a step: gradient buckets follow each other closely, and then comes a long gap,
+the rest of the step. So a step begins where all ranks but the slow ones have a long gap, and its compute is the sum of
+all gaps since the step before.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +17,8 @@ from itertools import pairwise
 
 from thinwire.monitor.detect.change_points import (
     CUSUM,
-    Company,
-    Watch,
+    ChangePointDetector,
+    PeerGroup,
     at_least,
     median,
 )
@@ -43,7 +49,7 @@ COMPUTE = ComputeConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One rank's time between two exchanges.
+    """Compute of one rank between two exchanges.
 
     Attributes:
         step: Its number.
@@ -60,7 +66,7 @@ _Gaps = dict[int, dict[int, Work]]  # by sequence number, then by rank
 
 
 def between_operations(job: Job) -> dict[int, list[Work]]:
-    """Return each rank's work, one a round or a step; of several communicators that of the one with most of it."""
+    """Return the compute of each rank, by round or step; of several communicators the one with most counts."""
     rounds: dict[int, dict[int, Work]] = defaultdict(dict)
     steps: dict[str, _Gaps] = defaultdict(lambda: defaultdict(dict))
     ended: dict[tuple[str, int], Operation] = {}
@@ -81,7 +87,7 @@ def between_operations(job: Job) -> dict[int, list[Work]]:
 
 
 def _gap(before: Operation | None, operation: Operation) -> Work | None:
-    """Return what lies between two operations that follow each other; none where they overlap."""
+    """Return the gap between two consecutive operations; None if they overlap."""
     if before is None or before.done_s is None or before.sequence != operation.sequence - 1:
         return None
     if operation.posted_s < before.done_s:
@@ -110,7 +116,7 @@ def _by_step(gaps: _Gaps) -> dict[int, list[Work]]:
 def _long_ones(gaps: _Gaps, ranks: Collection[int]) -> Iterator[tuple[int, bool]]:
     """Yield each sequence number, and whether its gap is long.
 
-    What is long is told by the middle of many stretches: one wait of seconds would else make all other gaps short.
+    The limit is a median over many stretches: else one wait of seconds would make all other gaps short.
     """
     order = sorted(gaps)
     common = [
@@ -125,12 +131,12 @@ def _long_ones(gaps: _Gaps, ranks: Collection[int]) -> Iterator[tuple[int, bool]
 
 
 def _common_s(times_s: Sequence[float]) -> float:
-    """Return what at least half of the ranks have, so that a slow one alone makes no step."""
+    """Return the lower median over ranks, so that a slow one alone makes no step."""
     return sorted(times_s)[(len(times_s) - 1) // 2]
 
 
 def _weighted_median(times_s: Sequence[float]) -> float:
-    """Return the time that half of all time is in times as long or longer.
+    """Return the duration at which half of all time lies in durations as long or longer.
 
     Example:
         >>> _weighted_median([1.0, 1.0, 1.0, 8.0, 8.0])
@@ -150,28 +156,28 @@ def _total_s(gaps: Mapping[int, Mapping[int, Work]]) -> float:
 
 @dataclass(slots=True)
 class WorkTimes:
-    """What is known of each rank's work.
+    """Detectors of the compute of all ranks.
 
     Attributes:
         own: Against its own history.
-        beside: Against the middle of all ranks in the same step; only with three ranks or more.
-        first: The first seconds of each.
-        least_longer_s: By how much work must grow to be told; more where steps had to be found in plain calls.
+        beside: Against the median of all ranks in the same step; needs three ranks.
+        first: First durations in seconds of each.
+        least_longer_s: Growth that is reported; more if steps are found in plain calls.
     """
 
-    own: dict[int, Watch] = field(default_factory=dict)
-    beside: dict[int, Watch] = field(default_factory=dict)
+    own: dict[int, ChangePointDetector] = field(default_factory=dict)
+    beside: dict[int, ChangePointDetector] = field(default_factory=dict)
     first: dict[int, list[float]] = field(default_factory=dict)
     least_longer_s: float = 0.0
 
     @property
     def usual(self) -> dict[int, float]:
-        """The middle of the first times of each."""
+        """Median of the first durations of each rank."""
         return {rank: median(values) for rank, values in self.first.items() if values}
 
 
 def work_of(job: Job) -> dict[int, list[Work]]:
-    """Return the work of each rank: its compute spans, or what lay between its operations where it wrote none."""
+    """Return the compute of each rank: its spans, or the gaps between its operations."""
     spans: dict[int, list[Work]] = defaultdict(list)
     for span in job.spans:
         if span.kind == "compute":
@@ -180,36 +186,39 @@ def work_of(job: Job) -> dict[int, list[Work]]:
 
 
 def work_times(job: Job) -> WorkTimes:
-    """Watch the work of every rank."""
+    """Return the history of all ranks from all records."""
     return WorkHistory().take(job, is_all=True)
 
 
 class WorkHistory:
-    """Remembers how long each rank's work took.
+    """History of the compute of all ranks, updated with new records.
 
     Attributes:
-        newest: The latest step that was taken in, -1 before there is one.
+        newest: Latest step taken in; -1 without one.
     """
 
     def __init__(self) -> None:
         self._times = WorkTimes()
-        self._plain, self._compared = Company(), Company()
+        self._plain, self._compared = PeerGroup(), PeerGroup()
         self._taken: dict[int, int] = {}
-        self._held: dict[int, dict[int, Work]] = {}  # by step, then by rank: not all have come so far
+        self._held: dict[int, dict[int, Work]] = {}  # by step, then by rank; incomplete steps
         self.newest = -1
 
     def take(self, job: Job, *, is_all: bool) -> WorkTimes:
-        """Take in what is new, and return all that is known of the ranks in the job.
+        """Take new compute in, and return the history of the ranks in the job.
 
         Args:
-            job: What was recorded lately.
-            is_all: Whether nothing more will come.
+            job: Latest records.
+            is_all: Whether all records are there.
         """
         times = self._times
         works = {rank: works for rank, works in work_of(job).items() if rank not in job.unsteady}
         for rank, own in works.items():
             if rank not in times.own:
-                times.own[rank], times.beside[rank] = Watch(company=self._plain), Watch(company=self._compared)
+                times.own[rank], times.beside[rank] = (
+                    ChangePointDetector(peers=self._plain),
+                    ChangePointDetector(peers=self._compared),
+                )
                 times.first[rank] = []
             for work in own:
                 if work.step > self._taken.get(rank, -1):
@@ -231,7 +240,7 @@ class WorkHistory:
             times.first[rank].append(work.time_s)
 
     def _all_done(self, job: Job, ranks: Iterable[int]) -> int:
-        """Return the last step that all ranks which can be waited for have done."""
+        """Return the last step that all live ranks have done."""
         alive = [rank for rank in ranks if job.now_s - job.last_seen_s.get(rank, job.now_s) <= job.silence_s(rank)]
         steps = [self._taken[rank] for rank in alive if rank in self._taken]
         return min((step for step in steps if step >= self.newest - COMPUTE.max_behind), default=-1)
@@ -244,7 +253,7 @@ class WorkHistory:
 
 
 def _within(times: WorkTimes, ranks: Iterable[int]) -> WorkTimes:
-    """Return what is known of some ranks."""
+    """Return the history of some ranks."""
     present = set(ranks)
     kept = [rank for rank in times.own if rank in present]
     if len(kept) == len(times.own):
@@ -254,9 +263,9 @@ def _within(times: WorkTimes, ranks: Iterable[int]) -> WorkTimes:
 
 
 def find_slow_work(job: Job, times: WorkTimes) -> list[Finding]:
-    """Return the ranks or hosts whose work takes longer than it did, and those that were slow from the start.
+    """Return the ranks or hosts whose compute takes longer than before, or was slow from the start.
 
-    What is over comes after what lasts.
+    Lasting slowdowns come before those that have ended.
     """
     lasting = _slower_ranks(job, times, is_over=False) or _slower_job(job, times)
     over = _slower_ranks(job, times, is_over=True)
@@ -264,12 +273,12 @@ def find_slow_work(job: Job, times: WorkTimes) -> list[Finding]:
 
 
 def _slower_job(job: Job, times: WorkTimes) -> list[Finding]:
-    """Return that all ranks are slower, if so."""
+    """Return that all ranks are slower, if they are."""
     everyone = [rank for rank, watch in times.own.items() if watch.change is not None and not watch.change.is_over]
     if len(everyone) < 3 or len(everyone) < len(times.own):
         return []
     found = _slow_work(job, times, times.own, everyone, Place(kind="job"))
-    # ranks that share a machine become slow together whenever it has something else to do
+    # ranks that share a machine become slow together under other load
     is_relevant = _is_relevant(found, times) and (found.times_longer or 0.0) >= COMPUTE.peers_ratio
     return [found] if is_relevant else []
 
@@ -303,8 +312,8 @@ def _is_relevant(finding: Finding, times: WorkTimes) -> bool:
     return evidence.times_longer >= CUSUM.min_ratio and evidence.now_s - evidence.usual_s >= times.least_longer_s
 
 
-def _grew(own: Watch, beside: Watch) -> bool:
-    """Return whether a rank itself takes longer: when all others become faster, none is at fault."""
+def _grew(own: ChangePointDetector, beside: ChangePointDetector) -> bool:
+    """Return whether a rank itself takes longer: if all others become faster, none is at fault."""
     change = beside.change
     return change is not None and own.excess_in(change.since_round, change.seen_round) >= math.log(CUSUM.min_ratio) / 2
 
@@ -316,7 +325,9 @@ def _hosts_of(job: Job, ranks: Iterable[int]) -> dict[str, list[int]]:
     return dict(found)
 
 
-def _slow_work(job: Job, times: WorkTimes, watches: Mapping[int, Watch], ranks: Sequence[int], place: Place) -> Finding:
+def _slow_work(
+    job: Job, times: WorkTimes, watches: Mapping[int, ChangePointDetector], ranks: Sequence[int], place: Place
+) -> Finding:
     changes = [change for rank in ranks if (change := watches[rank].change) is not None]
     first = min(changes, key=lambda change: change.seen_round)
     since = first.since_round
@@ -344,9 +355,9 @@ def _slow_work(job: Job, times: WorkTimes, watches: Mapping[int, Watch], ranks: 
 
 
 def _waits(job: Job, since_s: float) -> dict[int, float]:
-    """Return how long each rank waits in operations, on its own clock: who comes last waits least.
+    """Return the median wait of each rank in operations, by its own clock: the last rank waits least.
 
-    They are chosen by time: a round's number is no step's.
+    Operations are chosen by time, since round numbers are no step numbers.
     """
     waits: dict[int, list[float]] = defaultdict(list)
     for own in job.operations.values():
@@ -356,8 +367,8 @@ def _waits(job: Job, since_s: float) -> dict[int, float]:
     return {rank: median(values) for rank, values in waits.items()}
 
 
-def _is_growing(watch: Watch, since: int) -> bool:
-    """Return whether a rank's work grows on since it began to: each third of that time slower than the one before."""
+def _is_growing(watch: ChangePointDetector, since: int) -> bool:
+    """Return whether compute keeps growing: each third of the time since the change is slower than the one before."""
     values = [excess for number, _, excess in watch.excess if number >= since]
     third = len(values) // 3
     if third < 4:
@@ -368,7 +379,7 @@ def _is_growing(watch: Watch, since: int) -> bool:
 
 
 def _slower_than_peers(job: Job, times: WorkTimes) -> list[Finding]:
-    """Return ranks that were slow from the start: twice the middle of all ranks, or more."""
+    """Return ranks that were slow from the start: twice the median of all ranks, or more."""
     known = {rank: time_s for rank, time_s in times.usual.items() if times.own[rank].excess}
     middle = median(list(known.values()))
     if len(known) < 3 or not middle > 0:
@@ -396,7 +407,7 @@ def find_stalls(job: Job, times: WorkTimes) -> list[Finding]:
     """Return ranks that stall at regular times, as garbage collection, checkpoints or data loading do."""
     regular = {rank: stall for rank, watch in times.own.items() if (stall := regular_stalls(watch)) is not None}
     cycles = _cycles(job) if regular else {}
-    # a step in which rounds come in and are decoded takes longer by nature where cores are few
+    # a step in which rounds are decoded takes longer by nature on few cores
     longer_s = {rank: times.own[rank].usual_s * math.expm1(stall[2]) for rank, stall in regular.items()}
     stalls = {rank: stall for rank, stall in regular.items()
               if cycles.get(rank, 1) % stall[1] and longer_s[rank] >= times.least_longer_s}  # fmt: skip
@@ -407,7 +418,7 @@ def find_stalls(job: Job, times: WorkTimes) -> list[Finding]:
 
 
 def _stalling(job: Job, times: WorkTimes, stalls: Mapping[int, tuple[int, int, float, int]]) -> Finding:
-    """Return that some ranks stall, all at the same steps."""
+    """Return that some ranks stall at the same steps."""
     ranks = tuple(sorted(stalls))
     first = min(stalls.values(), key=lambda stall: stall[0])
     period = median([stall[1] for stall in stalls.values()])
@@ -428,7 +439,7 @@ def _stalling(job: Job, times: WorkTimes, stalls: Mapping[int, tuple[int, int, f
 
 
 def _cycles(job: Job) -> dict[int, int]:
-    """Return in how many steps each rank's rounds come round: the middle gap between rounds of one size."""
+    """Return the period of each rank's rounds in steps: the median gap between rounds of one size."""
     steps: dict[int, list[Work]] = defaultdict(list)
     for span in job.spans:
         steps[span.rank].append(Work(step=span.step, at_s=span.started_s, time_s=0.0))
@@ -448,7 +459,7 @@ def _cycles(job: Job) -> dict[int, int]:
 
 
 def _beside_neighbours(values: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return values less the middle of those around them, where that is above usual: a slow time is no spike."""
+    """Return values less the median around them, if that is above usual: a slow time is no spike."""
     found = []
     for index, (number, excess) in enumerate(values):
         begin = max(0, min(index - COMPUTE.around // 2, len(values) - COMPUTE.around))
@@ -457,14 +468,14 @@ def _beside_neighbours(values: Sequence[tuple[int, float]]) -> list[tuple[int, f
     return found
 
 
-def regular_stalls(watch: Watch) -> tuple[int, int, float, int] | None:
-    """Return first round, period, logarithm of the ratio and round of proof of regular spikes, or none.
+def regular_stalls(watch: ChangePointDetector) -> tuple[int, int, float, int] | None:
+    """Return first round, period, log ratio and round of proof of regular spikes; None without any.
 
     Spikes that fall on a grid of rounds are no chance where so many points of the grid have one that spikes as
     frequent as those off the grid would do it once in a million.
     """
     if not watch.is_often_long(of=len(watch.excess) + 1):
-        return None  # beside their neighbours they are no more
+        return None
     values = _beside_neighbours([(number, excess) for number, _, excess in watch.excess])
     spikes = [number for number, excess in values if excess >= COMPUTE.spike]
     if len(spikes) < COMPUTE.min_spikes:
@@ -474,11 +485,11 @@ def regular_stalls(watch: Watch) -> tuple[int, int, float, int] | None:
         for begin in spikes[: len(spikes) - COMPUTE.min_spikes + 1]:
             grid = [number for number in range(begin, values[-1][0] + 1, period) if number in excess_of]
             hits = [number for number in grid if excess_of[number] >= COMPUTE.spike]
-            # every second round and more often is a slow rank, not one that stalls
+            # spikes in every second round are a slow rank
             if period < 3 or len(hits) < max(COMPUTE.min_spikes, 0.8 * len(grid)):
                 continue
             if 3 * (len(spikes) - len(hits)) > len(values) - len(grid):
-                continue  # slow, and sometimes less so
+                continue  # a slow rank with a few faster rounds
             off = (len(spikes) - len(hits) + 1) / (len(values) - len(grid) + 2)
             if at_least(len(hits), len(grid), off) * len(spikes) <= COMPUTE.chance:
                 return begin, period, median([excess_of[number] for number in hits]), hits[COMPUTE.min_spikes - 1]

@@ -1,7 +1,6 @@
-"""Slow communication and slow work: what takes longer than it used to, or than its peers, and where.
+"""Slow-link detector: links whose messages take longer than before, or than those of their peers, and the place.
 
-A message's own time begins when both of its ends are ready, so that a late rank is not taken for a slow wire. A
-rank's own time is its work between two exchanges: a rank that is slow itself waits least for the others.
+A message's duration begins when both of its ends are ready, so that a late rank is not taken for a slow link.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from thinwire.monitor.detect.change_points import CUSUM, Change, Watch, median
+from thinwire.monitor.detect.change_points import CUSUM, Change, ChangePointDetector, median
 from thinwire.monitor.detect.delay_matrix import (
     DELAYS,
     WIRE_REMEDY,
@@ -47,9 +46,9 @@ SLOW_LINKS = SlowLinkConfig()
 
 
 def find_slow_links(job: Job, times: LinkTimes) -> list[Finding]:
-    """Return what explains the links that became slower than they were, and those slower than all their peers.
+    """Return the places of links that became slower, or were slower than their peers from the start.
 
-    What is over comes after what lasts.
+    Lasting slowdowns come before those that have ended.
     """
     lasting, cells = _slow_places(job, times, is_over=False)
     over, _ = _slow_places(job, times, is_over=True, without=cells)
@@ -78,11 +77,11 @@ def _slow_places(
 
 
 class _Search:
-    """Looks for one slow place after the other.
+    """Search for one slow place after the other.
 
     Attributes:
-        left: The links that no place explains so far.
-        refused: Alarms that are no fault of a place.
+        left: Links that no place explains.
+        refused: Alarms that no place explains.
     """
 
     def __init__(self, job: Job, times: LinkTimes, *, is_over: bool, without: Collection[Cell]) -> None:
@@ -96,12 +95,12 @@ class _Search:
                 change = times.soon.get(cell, change)
             if change is not None and change.is_over == is_over:
                 self._alone[frozenset([cell])] = change
-        # by the first and the last round; the latter also by how many links are left
+        # cached by first and last round, the latter also by the number of links left
         self._longer: dict[tuple[int, int], dict[Cell, float]] = {}
         self._explained: dict[tuple[int, int, int], tuple[dict[Cell, float], Explanation | None]] = {}
 
     def alarms(self) -> dict[frozenset[Cell], Change]:
-        """Return the alarms of single links, and of the wires of each end as far as several are left."""
+        """Return the alarms of single links, and of endpoints with several links left."""
         found = {cells: change for cells, change in self._alone.items() if cells <= self.left}
         for end in self._times.ends:
             if (change := end.watch.change) is not None and change.is_over == self._is_over:
@@ -113,7 +112,7 @@ class _Search:
     def explain(
         self, first: frozenset[Cell], alarmed: Mapping[frozenset[Cell], Change]
     ) -> tuple[Explanation | None, frozenset[Cell]]:
-        """Return the place that explains an alarm, if one does, and what else it explains."""
+        """Return the place that explains an alarm, and the links that it explains; None if there is none."""
         change = alarmed[first]
         last = max(change.since_round + SLOW_LINKS.look_rounds, 2 * change.seen_round - change.since_round)
         last = min(last, change.until_round - 1) if change.is_over else last
@@ -132,20 +131,20 @@ class _Search:
         return explained, _claimed(explained, matrix, first)
 
     def _spread(self, explained: Explanation) -> float:
-        """Return how much the times of a wire alone vary of which little is known yet; else 0."""
+        """Return the spread of a single link with a young baseline; else 0."""
         pairs = [(self._times.watches[cell], self._times.alone.get(cell)) for cell in explained.cells]
         usual = [watch.usual for pair in pairs for watch in pair if watch is not None]
         is_early = min(one.count for one in usual) < 2 * CUSUM.min_history
         return max(one.scale for one in usual) if is_early and explained.is_wire_alone else 0.0
 
     def _matrix(self, first: int, last: int) -> dict[Cell, float]:
-        """Return the logarithm by which each link takes longer, less what even the links with least show."""
+        """Return the log ratio of each link, less the common excess of the best links."""
         known = self._longer.get((first, last))
         if known is None:
             known = self._longer[first, last] = _longer(self._times, first, last)
         found, host_of = {cell: excess for cell, excess in known.items() if cell in self.left}, self._job.host_of
-        # a busy machine slows all wires; one slow host of three leaves a quarter of them as they were, one of two none,
-        # and of three hosts two slow places may leave a single one
+        # a busy machine slows all links; one slow host of three leaves a quarter of the links usual, one of two none,
+        # and two slow places of three hosts may leave a single link
         hosts = {host_of[rank] for cell in found for rank in cell}
         has_others = len(found) >= SLOW_LINKS.min_links and len(hosts) >= SLOW_LINKS.min_hosts
         least = (
@@ -156,37 +155,37 @@ class _Search:
 
 
 def _least(explained: Explanation) -> float:
-    """Return how many times as long the wires of a place take at least where it is told."""
+    """Return the least ratio at which a place is reported."""
     return DELAYS.min_link if explained.is_wire_alone else DELAYS.min_endpoint
 
 
 def _claimed(explained: Explanation, matrix: Mapping[Cell, float], first: frozenset[Cell]) -> frozenset[Cell]:
-    """Return the cells that a place explains: its own, those that follow it, and the alarm's if it is little beside."""
+    """Return the links that a place explains: its own, those that follow, and the alarm's if its excess is small."""
     is_little = len(first) == 1 and matrix.get(min(first), 0.0) < SLOW_LINKS.own_share * explained.excess
     return explained.cells | explained.following(matrix) | (first if is_little else frozenset())
 
 
-def _change_of(watch: Watch, alone: Watch) -> Change | None:
-    """Return the change of a link: an alarm of either of its times, which is over as soon as one is as before.
+def _change_of(watch: ChangePointDetector, alone: ChangePointDetector) -> Change | None:
+    """Return the change of a link: an alarm of either of its durations, which ends with the first of both.
 
-    What a message would have taken alone varies less where many share an access, and its own time where few do.
-    Whether both became longer is told by their medians, see `_matrix`.
+    The duration without other messages varies less if many share an access, the plain one if few do. `_matrix` checks
+    that both became longer.
     """
     changes = [one.change for one in (watch, alone) if one.change is not None]
     over = [change for change in changes if change.is_over]
     lasting = [change for change in changes if not change.is_over]
     fresh = [change for change in lasting if all(change.since_round > past.until_round for past in over)]
-    # of two that last, the later one began with the fault, and not with noise before it
+    # of two lasting changes the later one began with the fault, not with noise before it
     return max(fresh or over, key=lambda one: one.since_round, default=None)
 
 
 def _bare(matrix: Mapping[Cell, float]) -> dict[Cell, float]:
-    """Return a matrix without what is too little to be a fault."""
+    """Return a matrix without excess that is too small for a fault."""
     return {cell: excess if excess >= math.log(CUSUM.min_ratio) / 2 else 0.0 for cell, excess in matrix.items()}
 
 
 def _longer(times: LinkTimes, first: int, last: int) -> dict[Cell, float]:
-    """Return the logarithm by which each link took longer in some rounds, beside what it had shared then."""
+    """Return the log ratio of each link in some rounds: the lesser of both durations."""
     found = {}
     for cell, watch in times.watches.items():
         values = watch.values_in(first, last)
@@ -196,16 +195,16 @@ def _longer(times: LinkTimes, first: int, last: int) -> dict[Cell, float]:
 
 
 def _stands_out(matrix: Mapping[Cell, float], explained: Explanation, alarmed: Collection[frozenset[Cell]]) -> bool:
-    """Return whether links take longer by more than the others differ among each other."""
-    # what waits for acknowledgements is neither at fault nor as usual
+    """Return whether the excess of a place is beyond the spread of the other links."""
+    # links that wait for acknowledgements are neither faulty nor usual
     beside = explained.cells | explained.following(matrix)
-    # and who has an alarm of its own and is half as slow has another fault
+    # links with an alarm of their own and half the excess have another fault
     alone = {min(cells) for cells in alarmed if len(cells) == 1}
     beside |= {cell for cell in alone if matrix.get(cell, 0.0) >= explained.excess / 2}
     others = sorted(excess for cell, excess in matrix.items() if cell not in beside)
     if len(others) < SLOW_LINKS.min_links:
         return True
-    # the lower half tells how links differ that have no fault, where others have one too
+    # the lower half shows the spread without faults
     middle = median(others)
     deviation = (middle - others[len(others) // 4]) / SLOW_LINKS.quartile
     return explained.excess >= middle + SLOW_LINKS.deviations * deviation / math.sqrt(len(explained.cells))
@@ -219,7 +218,7 @@ def _slow_link(
     retries = sum(times.retries.get(cell, 0) for cell in explained.cells)
     is_one = len(explained.places) == 1
     num_rounds = max(len(times.watches[cell].since(since_round)) for cell in explained.cells)
-    is_young = num_rounds < CUSUM.far_samples  # what takes that long once more is no passing trouble
+    is_young = num_rounds < CUSUM.far_samples  # a third far value is no passing trouble
     return Finding(
         kind="communication slow",
         places=explained.places,
@@ -238,7 +237,7 @@ def _slow_link(
 
 
 def _slower_than_peers(job: Job, times: LinkTimes) -> list[Finding]:
-    """Return links that were slow from the start: three times as long as the middle of those like them, or more."""
+    """Return links that were slow from the start: three times the median of similar ones, or more."""
     groups: dict[tuple[bool, int], dict[Cell, float]] = defaultdict(dict)
     quartiles: dict[tuple[bool, int], dict[Cell, tuple[float, float]]] = defaultdict(dict)
     for (cell, classed), values in times.times.items():
@@ -257,7 +256,7 @@ def _slower_than_peers(job: Job, times: LinkTimes) -> list[Finding]:
         explained = DelayMatrix(bare, job.host_of).explain()
         if explained is None or explained.excess < math.log(SLOW_LINKS.peers_ratio):
             continue
-        # small messages on busy machines take ten times as long or none: the middle of a dozen says little
+        # small messages on busy machines vary tenfold: quartiles must not overlap
         own = quartiles[is_near, classed]
         others = [own[cell][1] for cell in cells if cell not in explained.cells]
         if others and median([own[cell][0] for cell in explained.cells]) > median(others):

@@ -1,4 +1,4 @@
-"""A job's records on one clock: operations beside each other, both ends of each message, work between them."""
+"""Timeline of a job: its records on one clock, with both ends of each message paired."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Message:
 
     @property
     def begin_s(self) -> float | None:
-        """When nothing but the wire was waited for any more; none where an end has not said so."""
+        """Time from which only the link was waited for; None if an end has not reported."""
         if self.sent_posted_s is None or self.received_posted_s is None:
             return None
         ready_s = self.sent_begun_s or self.sent_posted_s
@@ -81,20 +81,20 @@ class Message:
 
     @property
     def transfer_s(self) -> float | None:
-        """Seconds that the message itself took, from when both ends were ready; none where an end is missing."""
+        """Seconds from when both ends were ready to the arrival; None if an end is missing."""
         begin_s = self.begin_s
         return None if begin_s is None or self.received_done_s is None else self.received_done_s - begin_s
 
     @property
     def is_stuck(self) -> bool:
-        """Whether both ends were ready and it has not come."""
+        """Whether both ends were ready and it has not arrived."""
         ready = self.sent_posted_s is not None and self.received_posted_s is not None
         return ready and self.received_done_s is None
 
 
 @dataclass(slots=True)
 class Job:
-    """All that is known of a job, on one clock.
+    """Records of a job on one clock.
 
     Attributes:
         host_of: The host of each rank.
@@ -150,12 +150,12 @@ class Job:
     nccl: NcclRecords = field(default_factory=NcclRecords)
 
     def silence_s(self, rank: int) -> float:
-        """Return how long a rank may be silent until it counts as stopped."""
+        """Return the seconds of silence after which a rank counts as stopped."""
         beat_s = self.beat_s.get(rank, TIMELINE.min_beat_s)
         limit_s = max(TIMELINE.missed_beats * beat_s, TIMELINE.again * self.late_s.get(rank, 0.0))
         if self.heard_s.get(rank, -math.inf) > self.last_seen_s.get(rank, math.inf) + beat_s:
             limit_s = max(limit_s, TIMELINE.heard_silence_s)
-        # a clock that nobody has compared with another one tells nothing of now
+        # a clock without messages to others says nothing about the present
         return limit_s + self.error_s.get(rank, 0.0)
 
     @property
@@ -165,15 +165,15 @@ class Job:
 
 
 def build(records: Records, book: SightingBook | None = None) -> Job:
-    """Bring records to one clock and pair what belongs together.
+    """Bring records to one clock, and pair both ends of messages.
 
     Args:
         records: All of a job, or its latest ones.
-        book: Keeps what the earlier ones told of the clocks, and takes in what these tell.
+        book: Messages that bound the clocks, from earlier records; updated.
     """
     job = Job(communicators=records.communicators, has_beats=bool(records.beats), nccl=records.nccl)
     clock_of = _places(job, records)
-    ends, twice = _latest_ends(records.transfers)
+    ends, twice = _latest_reports(records.transfers)
     job.num_said_twice += twice
     messages = _sightings(ends, clock_of)
     sightings = [seen for _, seen in messages] if book is None else book.take(messages, of=clock_of.values())
@@ -202,7 +202,7 @@ def build(records: Records, book: SightingBook | None = None) -> Job:
     job.left = {beat.rank for beat in records.beats if beat.error and not beat.is_last}
     job.spans.sort(key=lambda span: span.step)
     job.last_seen_s = {rank: fits[rank].to_reference(at_s) for rank, at_s in job.last_seen_s.items()}
-    # a clock that was set tells nothing of the present
+    # a clock that was set says nothing about the present
     steady = [at_s for rank, at_s in job.last_seen_s.items() if rank not in job.unsteady]
     job.now_s = max(steady or job.last_seen_s.values(), default=-math.inf)
     job.beat_s = usual_beats(records.beats)
@@ -227,9 +227,9 @@ def _take_wires(job: Job, records: Records, shift: _Shift) -> None:
     for probe in sorted(records.probes, key=lambda probe: probe.at_s):
         at_s = shift(probe.rank, probe.at_s)
         assert at_s is not None
-        # one that had only a small part of the access tells little, and a host that says so may be wrong
+        # a burst with a small share of the access says little, and its count of the other bytes may be wrong
         if probe.num_bytes > 0 and probe.num_beside <= TIMELINE.max_beside * probe.num_bytes:
-            # it had only its part of the access
+            # divided by all bytes, since it had only its share of the access
             each_s = probe.took_s / (probe.num_bytes + probe.num_beside)
             done_s = at_s + probe.took_s
             job.probes.setdefault((probe.rank, probe.peer), []).append((at_s, done_s, each_s))
@@ -270,7 +270,7 @@ def _usual(times: list[float]) -> float:
 
 
 def _places(job: Job, records: Records) -> dict[int, str]:
-    """Note the host of each rank, and return its clock; a rank that no communicator names has a host of its own."""
+    """Set the host of each rank, and return its clock; a rank outside all communicators has a host of its own."""
     clock_of: dict[int, str] = {}
     for communicator in records.communicators.values():
         clocks = communicator.clocks or communicator.hosts
@@ -293,14 +293,14 @@ def _places(job: Job, records: Records) -> dict[int, str]:
 EndKey = tuple[str, int, int, str, int, int]
 
 
-def _latest_ends(transfers: list[TransferEnd]) -> tuple[dict[EndKey, TransferEnd], int]:
-    """Return each end once: an end that is done stands for the same end when it was not; also count the rest."""
+def _latest_reports(transfers: list[TransferEnd]) -> tuple[dict[EndKey, TransferEnd], int]:
+    """Return the latest report of each end of a transfer, and the number of repeated ones."""
     ends: dict[EndKey, TransferEnd] = {}
     twice = 0
     for end in transfers:
         key = (end.communicator, end.rank, end.peer, end.direction, end.operation, end.part)
         known = ends.get(key)
-        # one that failed a deadline may still end well; one that is open says no more than one that failed
+        # a transfer that failed a deadline may still end well; an open one says no more than a failed one
         if known is None or (known.done_s is None and (end.done_s is not None or not known.error)):
             ends[key] = end
         else:
@@ -309,7 +309,7 @@ def _latest_ends(transfers: list[TransferEnd]) -> tuple[dict[EndKey, TransferEnd
 
 
 def _sightings(ends: dict[EndKey, TransferEnd], clock_of: dict[int, str]) -> list[tuple[int, Sighting]]:
-    """Return the messages between clocks, with their rounds, in the order in which they were posted."""
+    """Return the messages between clocks with their rounds, in posting order."""
     found: list[tuple[int, Sighting]] = []
     for (communicator, rank, peer, direction, operation, part), end in ends.items():
         if direction != "received" or end.done_s is None or clock_of[rank] == clock_of[peer]:
@@ -321,7 +321,7 @@ def _sightings(ends: dict[EndKey, TransferEnd], clock_of: dict[int, str]) -> lis
 
 
 def _sightings_of_operations(operations: list[Operation], clock_of: dict[int, str]) -> list[Sighting]:
-    """Return what collectives tell of clocks: none ends on any rank before all ranks have called it."""
+    """Return what collectives show clocks: none ends on any rank before all ranks have called it."""
     posted: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     done: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     for operation in operations:

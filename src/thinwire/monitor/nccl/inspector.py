@@ -69,7 +69,7 @@ def _other_version(told: dict[str, Any]) -> str:
 
 
 def timing_of(told: dict[str, Any]) -> Timing:
-    """Return what one line's object tells.
+    """Return the timing in one line's object.
 
     Raises:
         ValueError: It holds what cannot be.
@@ -111,7 +111,7 @@ def _begun_us(own: dict[str, Any], name: str, written_us: int) -> int:
         if not isinstance(channel, dict):
             raise ValueError(f"an event of a kernel is no JSON object: {short(channel)}")
         begun.append(whole("kernel_start_ts", channel["kernel_start_ts"], most=_MOST_CLOCK_US))
-    # a channel that has seen no begin says 0
+    # a channel without a begin has 0
     return min((one for one in begun[1:] if one), default=0) or begun[0] or written_us
 
 

@@ -1,4 +1,7 @@
-"""Ranks that come late to NCCL's operations, from how long each rank's kernel was in them (C4, arXiv 2406.04594).
+"""Detectors on NCCL Inspector files: late ranks (C4, arXiv 2406.04594), slow collectives and messages, missing files.
+
+All ranks leave an operation at about the same time if none can end before all have come. So the difference of two
+ranks' kernel durations is the difference of their arrivals, and no clocks are compared.
 
 Who waits least came last. A rank that is late again and again, by more than it was or than the operation itself
 takes, keeps the others waiting: its own work is slow.
@@ -13,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from thinwire.monitor.detect.change_points import CUSUM, Change, Watch, median
+from thinwire.monitor.detect.change_points import CUSUM, Change, ChangePointDetector, median
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
 from thinwire.monitor.detect.link_history import size_class
 from thinwire.monitor.findings import (
@@ -54,38 +57,38 @@ INSPECTOR = InspectorConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
-    """The operations of one kind in one communicator.
+class CollectiveSeries:
+    """Operations of one kind in one communicator.
 
     Attributes:
         communicator: The begin of its hash.
         kind: NCCL's name of it.
         num_ranks: How many ranks the communicator has.
         operations: Sequence number and what each rank wrote, in order; those that at least two ranks wrote.
-        seats: Host and process of each rank that wrote anything.
+        locations: Host and process of each rank that wrote anything.
     """
 
     communicator: str
     kind: str
     num_ranks: int
     operations: list[tuple[int, dict[int, Timing]]] = field(default_factory=list)
-    seats: Mapping[int, tuple[str, int]] = field(default_factory=dict)
+    locations: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
     @property
     def unrecorded(self) -> int:
-        """How many ranks wrote nothing."""
-        return max(0, self.num_ranks - len(self.seats))
+        """Number of ranks without records."""
+        return max(0, self.num_ranks - len(self.locations))
 
     @property
     def period_s(self) -> float:
-        """Seconds from one operation to the next, on the ranks' own clocks; NaN where they do not tell."""
+        """Seconds from one operation to the next, by the ranks' own clocks; NaN if unknown."""
         first, last = self.operations[0], self.operations[-1]
         both = first[1].keys() & last[1].keys()
         spans = [last[1][rank].at_s - first[1][rank].at_s for rank in both]
         return median([span / (last[0] - first[0]) for span in spans if span > 0 and last[0] > first[0]])
 
     def usual_s(self) -> dict[int, float]:
-        """Return what an operation of each size takes where the last rank has come: the middle of the shortest."""
+        """Return the usual duration of an operation of each size: the median over operations of the shortest kernel."""
         shortest: dict[int, list[float]] = defaultdict(list)
         for _, own in self.operations:
             shortest[class_of(own)].append(shortest_s(own))
@@ -93,17 +96,17 @@ class Series:
 
 
 def class_of(own: Mapping[int, Timing]) -> int:
-    """Return the size of an operation, as a class of sizes that are alike for `changes.Watch`."""
+    """Return the size class of an operation."""
     return 2 * size_class(next(iter(own.values())).num_bytes)
 
 
 def shortest_s(own: Mapping[int, Timing]) -> float:
-    """Return how long the rank that came last was in an operation: what the operation itself takes."""
+    """Return the operation's own duration: the time of the rank that came last."""
     return min(one.time_s for one in own.values())
 
 
 def late_s(own: Mapping[int, Timing]) -> dict[int, float]:
-    """Return by how many seconds each rank came later than the middle one of the others; 0 where it did not.
+    """Return the seconds by which each rank came later than the median of the others; at least 0.
 
     Example:
         >>> kernel = dict(communicator="0x1", num_ranks=3, host="a", pid=1, kind="AllReduce", sequence=0, num_bytes=8)
@@ -121,30 +124,32 @@ def late_s(own: Mapping[int, Timing]) -> dict[int, float]:
 
 
 def is_usable(timing: Timing) -> bool:
-    """Return whether a time is a kernel's: one by the CPU around the call holds the time in the queue too."""
+    """Return whether a duration is the kernel's own: that of the CPU includes time in the queue."""
     return timing.time_s > 0 and timing.source != "collective_cpu"
 
 
 def numbers_of(timings: Iterable[Timing]) -> Numbers:
     """Return the job's own number of each rank."""
-    seats = {(one.communicator, one.num_ranks, one.rank, (one.host, one.pid)) for one in timings}
-    return Numbers(sorted(seats))
+    locations = {(one.communicator, one.num_ranks, one.rank, (one.host, one.pid)) for one in timings}
+    return Numbers(sorted(locations))
 
 
-def series_of(timings: Iterable[Timing]) -> list[Series]:
+def series_of(timings: Iterable[Timing]) -> list[CollectiveSeries]:
     """Return the operations in which all ranks end together, by communicator and kind."""
     found: dict[tuple[str, str], dict[int, dict[int, Timing]]] = defaultdict(lambda: defaultdict(dict))
     size_of: dict[str, int] = {}
-    seats: dict[str, dict[int, tuple[str, int]]] = defaultdict(dict)
+    locations: dict[str, dict[int, tuple[str, int]]] = defaultdict(dict)
     for one in timings:
         if one.kind in TOGETHER:
             size_of[one.communicator] = max(one.num_ranks, size_of.get(one.communicator, 0))
-            seats[one.communicator].setdefault(one.rank, (one.host, one.pid))
+            locations[one.communicator].setdefault(one.rank, (one.host, one.pid))
             if is_usable(one):
-                # a number that comes again, as graphs that are replayed may have it, is told by none
+                # replayed CUDA graphs may repeat a number: the first one counts
                 found[one.communicator, one.kind][one.sequence].setdefault(one.rank, one)
     return [
-        Series(communicator=name, kind=kind, num_ranks=size_of[name], operations=both, seats=seats[name])
+        CollectiveSeries(
+            communicator=name, kind=kind, num_ranks=size_of[name], operations=both, locations=locations[name]
+        )
         for (name, kind), own in sorted(found.items())
         if (both := list(_shared(own)))
     ]
@@ -153,16 +158,16 @@ def series_of(timings: Iterable[Timing]) -> list[Series]:
 def _shared(operations: Mapping[int, dict[int, Timing]]) -> Iterator[tuple[int, dict[int, Timing]]]:
     for sequence in sorted(operations):
         own = operations[sequence]
-        # other sizes at one number are other operations: the ranks' counts have parted
+        # different sizes at one number are different operations: the ranks' counts diverge
         if len(own) > 1 and len({one.num_bytes for one in own.values()}) == 1:
             yield sequence, own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Late:
-    """One rank, or all ranks of a host, that came late to the operations of a series."""
+    """A rank, or all ranks of a host, that came late to operations."""
 
-    series: Series
+    series: CollectiveSeries
     ranks: tuple[int, ...]
     host: str = ""
     change: Change | None
@@ -172,8 +177,8 @@ class _Late:
     share_last: float
 
 
-def find_late(all_series: Iterable[Series], numbers: Numbers, *, trust: float) -> list[Finding]:
-    """Return one finding for each rank or host that others wait for; who is late because it waits for another is none.
+def find_late(all_series: Iterable[CollectiveSeries], numbers: Numbers, *, trust: float) -> list[Finding]:
+    """Return one finding for each rank or host that others wait for and that does not wait for another.
 
     Args:
         all_series: Operations side by side.
@@ -210,18 +215,18 @@ def _without_followers(findings: Sequence[Finding]) -> list[Finding]:
     return left
 
 
-class _Lateness:
-    """By how much each rank of a series came late, operation by operation."""
+class _LateTimes:
+    """Lateness of each rank, operation by operation."""
 
-    def __init__(self, series: Series) -> None:
+    def __init__(self, series: CollectiveSeries) -> None:
         self.series = series
         self.usual = series.usual_s()
-        self.watches: dict[int, Watch] = defaultdict(Watch)
+        self.watches: dict[int, ChangePointDetector] = defaultdict(ChangePointDetector)
         self.rows: dict[int, list[tuple[int, float, bool]]] = defaultdict(list)
         for sequence, own in series.operations:
             classed = class_of(own)
             for rank, by_s in (late := late_s(own)).items():
-                # beside what the operation takes: what is little beside that is no change
+                # added to the operation's own duration, so that a small lateness is no change
                 time_s = self.usual[classed] + by_s
                 self.watches[rank].add(sequence, own[rank].at_s, time_s, size_class=classed)
                 self.rows[rank].append((sequence, by_s, by_s > 0 and by_s == max(late.values())))
@@ -229,7 +234,7 @@ class _Lateness:
         self.least_s = max(INSPECTOR.min_late_s, INSPECTOR.min_late_share * period_s if period_s > 0 else 0.0)
 
     def late(self, ranks: Sequence[int], change: Change | None, host: str = "") -> _Late:
-        """Return how late ranks were since a change, or since the begin."""
+        """Return the lateness of ranks since a change, or since the begin."""
         first = self.series.operations[0][0] if change is None else change.since_round
         last = (
             None if change is None else change.until_round - 1 if change.is_over else change.seen_round + INSPECTOR.look
@@ -246,9 +251,9 @@ class _Lateness:
         )  # fmt: skip
 
 
-def _late_in(series: Series) -> list[_Late]:
-    """Return the late ranks of a series, or their hosts; those late from the start only where nothing has changed."""
-    lateness = _Lateness(series)
+def _late_in(series: CollectiveSeries) -> list[_Late]:
+    """Return the late ranks or hosts; those late from the start only without a lasting change."""
+    lateness = _LateTimes(series)
     alarmed: dict[int, _Late] = {}
     for rank, watch in lateness.watches.items():
         if watch.change is not None:
@@ -259,7 +264,7 @@ def _late_in(series: Series) -> list[_Late]:
     return _by_host(lateness, alarmed)
 
 
-def _always(lateness: _Lateness, rank: int) -> _Late | None:
+def _always(lateness: _LateTimes, rank: int) -> _Late | None:
     rows = lateness.rows[rank]
     late = lateness.late([rank], None)
     often = sum(by_s >= 0.5 * late.usual_s for _, by_s, _ in rows) >= INSPECTOR.often * len(rows)
@@ -267,10 +272,10 @@ def _always(lateness: _Lateness, rank: int) -> _Late | None:
     return late if is_late else None
 
 
-def _by_host(lateness: _Lateness, alarmed: dict[int, _Late]) -> list[_Late]:
-    """Return whole hosts where all of their ranks in this communicator are late alike, and single ranks else."""
+def _by_host(lateness: _LateTimes, alarmed: dict[int, _Late]) -> list[_Late]:
+    """Return hosts whose ranks in this communicator are all late alike, and single ranks else."""
     ranks_on: dict[str, list[int]] = defaultdict(list)
-    for rank, (host, _) in lateness.series.seats.items():
+    for rank, (host, _) in lateness.series.locations.items():
         ranks_on[host].append(rank)
     found = []
     for host, ranks in sorted(ranks_on.items()):
@@ -289,25 +294,27 @@ def _finding(lates: Sequence[_Late], ranks: tuple[int, ...], numbers: Numbers, t
     series, change = late.series, late.change
     place = Place(kind="host", hosts=(late.host,)) if late.host else Place(kind="rank", ranks=ranks)
     others = sorted(
-        {numbers.of(one.series.communicator, rank) for one in lates for rank in one.series.seats} - set(ranks)
+        {numbers.of(one.series.communicator, rank) for one in lates for rank in one.series.locations} - set(ranks)
     )
     sure = 0.5 if change is None else 0.85
-    seats = [f"rank {rank} of {series.communicator}: {series.seats[rank][0]}, process {series.seats[rank][1]}"
-             for rank in late.ranks]  # fmt: skip
+    locations = [
+        f"rank {rank} of {series.communicator}: {host}, process {pid}"
+        for rank, (host, pid) in ((rank, series.locations[rank]) for rank in late.ranks)
+    ]
     finding = Finding(
         kind="non-communication slow",
         places=(place,),
         since_s=late.since[1], since_round=late.since[0],
         evidence=LateRankEvidence(
             late_s=round(late.late_s, 6), operation_takes_s=round(late.usual_s, 6),
-            came_last=round(late.share_last, 3), late=list(ranks), waiting=others[:64], seats=seats[:16],
+            came_last=round(late.share_last, 3), late=list(ranks), waiting=others[:64], locations=locations[:16],
             communicators=sorted({one.series.communicator for one in lates})[:16],
             kinds=sorted({one.series.kind for one in lates}), ranks_without_files=series.unrecorded,
         ),
         text=f"{place.title} comes late to {series.kind} of communicator {series.communicator}: the "
         f"others' kernels wait {late.late_s * 1e3:.3g} ms for it, where the operation itself takes "
         f"{late.usual_s * 1e3:.3g} ms" + (", since the files begin." if change is None else "."),
-        # a rank that wrote nothing may have been later still
+        # a rank without records may have been later still
         confidence=(sure if not series.unrecorded else 0.7 * sure) * trust,
         remedy="look at this rank's own work: other load, thermal limits, data that comes late, more work than others "
         "have" + (" from the start" if change is None else ""),
@@ -320,14 +327,14 @@ def _finding(lates: Sequence[_Late], ranks: tuple[int, ...], numbers: Numbers, t
 _TEST = "run `thinwire diagnose test` on these hosts while the job stands: it measures each wire alone"
 
 
-def find_slow_collectives(all_series: Iterable[Series], numbers: Numbers, *, trust: float) -> list[Finding]:
-    """Return that operations take longer for all ranks alike: one finding for those that last, one for what is over.
+def find_slow_collectives(all_series: Iterable[CollectiveSeries], numbers: Numbers, *, trust: float) -> list[Finding]:
+    """Return that operations take longer for all ranks: one finding for lasting slowdowns, one for ended ones.
 
     Times of collectives do not tell which wire it is.
     """
-    slow: dict[bool, dict[str, tuple[Series, Watch]]] = {False: {}, True: {}}
+    slow: dict[bool, dict[str, tuple[CollectiveSeries, ChangePointDetector]]] = {False: {}, True: {}}
     for series in all_series:
-        watch = Watch()
+        watch = ChangePointDetector()
         for sequence, own in series.operations:
             at_s = median([one.at_s for one in own.values()])
             watch.add(sequence, at_s, shortest_s(own), size_class=class_of(own))
@@ -336,21 +343,23 @@ def find_slow_collectives(all_series: Iterable[Series], numbers: Numbers, *, tru
     return [_slow_collectives(list(own.values()), numbers, trust) for own in slow.values() if own]
 
 
-def _lasting(watch: Watch, change: Change) -> float:
+def _lasting(watch: ChangePointDetector, change: Change) -> float:
     return watch.excess_in(
         change.since_round, change.until_round - 1 if change.is_over else change.seen_round + INSPECTOR.look
     )
 
 
-def _slow_collectives(slow: list[tuple[Series, Watch]], numbers: Numbers, trust: float) -> Finding:
+def _slow_collectives(
+    slow: list[tuple[CollectiveSeries, ChangePointDetector]], numbers: Numbers, trust: float
+) -> Finding:
     series, watch = min(slow, key=lambda pair: pair[1].change.since_s if pair[1].change is not None else math.inf)
     assert watch.change is not None
-    hosts = sorted({host for one, _ in slow for host, _ in one.seats.values()})
+    hosts = sorted({host for one, _ in slow for host, _ in one.locations.values()})
     is_host = len(hosts) == 1 and not series.unrecorded
     places = [Place(kind="host", hosts=(hosts[0],)) if is_host else Place(kind="communicator")]
-    if series.unrecorded:  # who comes last may be a rank that wrote nothing
+    if series.unrecorded:  # the last rank may be one without records
         gone = sorted(numbers.of(series.communicator, rank) for rank in range(series.num_ranks) if rank not in
-                      series.seats) if series.unrecorded <= 64 else []  # fmt: skip
+                      series.locations) if series.unrecorded <= 64 else []  # fmt: skip
         places.append(Place(kind="rank", ranks=tuple(gone)) if gone else Place(kind="job"))
     ratio = math.exp(_lasting(watch, watch.change))
     return Finding(
@@ -373,17 +382,17 @@ def _slow_collectives(slow: list[tuple[Series, Watch]], numbers: Numbers, trust:
 
 @dataclass(slots=True)
 class _Links:
-    """Times of messages by link, in the numbers of one communicator."""
+    """Durations of messages by link, in the rank numbers of one communicator."""
 
     communicator: str
-    watches: dict[Cell, Watch] = field(default_factory=lambda: defaultdict(Watch))
+    watches: dict[Cell, ChangePointDetector] = field(default_factory=lambda: defaultdict(ChangePointDetector))
     times: dict[tuple[Cell, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     host_of: dict[int, str] = field(default_factory=dict)
     began_s: float = math.inf
 
 
 def find_slow_messages(timings: Iterable[Timing], numbers: Numbers, *, trust: float) -> list[Finding]:
-    """Return the links, senders, receivers or hosts whose messages take longer at both ends than before or than others.
+    """Return the places whose messages take longer at both ends than before, or than others.
 
     A message's own time is the shorter one of its two ends': the other end has waited.
     """
@@ -418,7 +427,7 @@ def _links_of(timings: Iterable[Timing], numbers: Numbers) -> list[_Links]:
 
 
 def without_gap(messages: Mapping[int, Timing]) -> Iterator[Timing]:
-    """Yield a rank's messages from its first one on, up to where the first is missing.
+    """Yield a rank's messages up to the first gap in their numbers.
 
     The Inspector counts a rank's messages to all peers together, from 1, so both ends of one have other numbers: the
     n-th one to a peer is the n-th that this peer receives. After a gap nobody knows to whom those went that it lacks.
@@ -436,7 +445,7 @@ def without_gap(messages: Mapping[int, Timing]) -> Iterator[Timing]:
 def _take(links: _Links, cell: Cell, pairs: Iterable[tuple[Timing, Timing]]) -> None:
     for number, (sent, received) in enumerate(pairs):
         if sent.num_bytes != received.num_bytes:
-            return  # from here on they are not the same messages
+            return  # from here on the two ends count different messages
         if is_usable(sent) and is_usable(received):
             time_s, classed = min(sent.time_s, received.time_s), size_class(sent.num_bytes)
             links.watches[cell].add(number, sent.at_s, time_s, size_class=2 * classed)
@@ -472,7 +481,7 @@ def _longer(links: _Links, changed: Mapping[Cell, Change], trust: float) -> list
 
 
 def _than_peers(links: _Links, trust: float) -> list[Finding]:
-    """Return links that were slow from the start: three times the middle of those like them, or more."""
+    """Return links that were slow from the start: three times the median of similar ones, or more."""
     groups: dict[tuple[bool, int], dict[Cell, float]] = defaultdict(dict)
     for (cell, classed), times in links.times.items():
         if len(times) >= CUSUM.min_history:
@@ -505,20 +514,20 @@ def _hosts(links: _Links, explained: Explanation) -> list[str]:
     return sorted({links.host_of[rank] for cell in explained.cells for rank in cell})[:16]
 
 
-def find_gaps(all_series: Sequence[Series], numbers: Numbers, *, trust: float) -> list[Finding]:
-    """Return ranks whose records end long before the others', and those that wrote none where most have.
+def find_gaps(all_series: Sequence[CollectiveSeries], numbers: Numbers, *, trust: float) -> list[Finding]:
+    """Return ranks whose files end long before the others', and ranks without a file if most have one.
 
     Neither says that a rank did not come: what it had not come to cannot end, and so is in nobody's file.
     """
     found = {finding.places: finding for series in all_series for finding in _ended(series, numbers, trust)}
-    absent = [series for series in all_series if series.unrecorded and 2 * len(series.seats) >= series.num_ranks]
+    absent = [series for series in all_series if series.unrecorded and 2 * len(series.locations) >= series.num_ranks]
     if absent:
         series = max(absent, key=lambda one: (one.num_ranks, one.communicator))
         found.setdefault((), _absent(series, numbers, trust))
     return list(found.values())
 
 
-def _ended(series: Series, numbers: Numbers, trust: float) -> list[Finding]:
+def _ended(series: CollectiveSeries, numbers: Numbers, trust: float) -> list[Finding]:
     own: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for sequence, timings in series.operations:
         for rank, one in timings.items():
@@ -536,7 +545,7 @@ def _ended(series: Series, numbers: Numbers, trust: float) -> list[Finding]:
                 communicator=series.communicator, last_operation=last[0],
                 ranks=[numbers.of(series.communicator, rank) for rank in ranks][:INSPECTOR.max_named],
                 others_last=max(rows[-1][0] for rows in own.values()), others_went_on_s=round(left_s, 3),
-                seats=[": process ".join(map(str, series.seats[rank])) for rank in ranks][:16],
+                locations=[": process ".join(map(str, series.locations[rank])) for rank in ranks][:16],
             ),
             text=f"The file of {place} ends with {series.kind} {last[0]} of communicator {series.communicator}, and "
             f"others have written for {left_s:.0f} s more. They could not have ended these without it, so it took "
@@ -548,7 +557,7 @@ def _ended(series: Series, numbers: Numbers, trust: float) -> list[Finding]:
 
 
 def _left_s(rank: int, own: Mapping[int, Sequence[tuple[int, float]]]) -> float | None:
-    """Return for how long others went on after a rank's last operation, each by its own clock; none for no time."""
+    """Return the seconds that others went on after a rank's last operation; None if they did not."""
     rows = own[rank]
     after = [one[bisect_left(one, (rows[-1][0], -math.inf)) :] for other, one in own.items() if other != rank]
     went_on = [one[-1][1] - one[0][1] if one else 0.0 for one in after]
@@ -558,28 +567,28 @@ def _left_s(rank: int, own: Mapping[int, Sequence[tuple[int, float]]]) -> float 
     return long_s if is_over else None
 
 
-def _places(series: Series, ranks: Sequence[int], numbers: Numbers) -> Iterable[tuple[Place, list[int]]]:
-    """Yield whole hosts, and single ranks else."""
+def _places(series: CollectiveSeries, ranks: Sequence[int], numbers: Numbers) -> Iterable[tuple[Place, list[int]]]:
+    """Yield hosts whose ranks are all among some, and single ranks else."""
     on: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
-        on[series.seats[rank][0]].append(rank)
+        on[series.locations[rank][0]].append(rank)
     for host, gone in sorted(on.items()):
-        everyone = [rank for rank, seat in series.seats.items() if seat[0] == host]
+        everyone = [rank for rank, location in series.locations.items() if location[0] == host]
         if len(everyone) == len(gone) > 1:
             yield Place(kind="host", hosts=(host,)), gone
         else:
             yield from ((Place(kind="rank", ranks=(numbers.of(series.communicator, rank),)), [rank]) for rank in gone)
 
 
-def _absent(series: Series, numbers: Numbers, trust: float) -> Finding:
-    gone = [rank for rank in range(series.num_ranks) if rank not in series.seats][: INSPECTOR.max_named]
+def _absent(series: CollectiveSeries, numbers: Numbers, trust: float) -> Finding:
+    gone = [rank for rank in range(series.num_ranks) if rank not in series.locations][: INSPECTOR.max_named]
     first: Timing = next(iter(series.operations[0][1].values()))
     place = Place(kind="rank", ranks=tuple(numbers.of(series.communicator, rank) for rank in gone))
     return Finding(
         kind="no records", places=(place,), since_s=first.at_s, since_round=series.operations[0][0],
         evidence=MissingFileEvidence(
             communicator=series.communicator, ranks=list(place.ranks), num_ranks=series.num_ranks,
-            with_files=len(series.seats),
+            with_files=len(series.locations),
         ),
         text=f"Of {series.num_ranks} ranks of communicator {series.communicator} {series.unrecorded} wrote nothing "
         f"that was read ({place}): their files were not given, or the Inspector is not on there.",

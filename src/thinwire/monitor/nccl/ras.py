@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import DataError
-from thinwire.monitor.nccl.values import CommunicatorState, Member, Process, Snapshot
+from thinwire.monitor.nccl.values import CommunicatorState, Process, RankState, Snapshot
 from thinwire.monitor.runlog.reader import MOST_LINE_BYTES, Records, numbered_lines, short, text, whole
 from thinwire.monitor.runlog.records import MOST_RANKS
 from thinwire.untested import warn_untested
@@ -52,7 +52,7 @@ _ERRORS = ("init_error", "async_error")
 
 @dataclass(slots=True)
 class _Group:
-    """Ranks of a communicator that have one value in common, and those of them that are named."""
+    """Ranks of a communicator with one common value, and those of them that are named."""
 
     value: Any
     num: int
@@ -61,7 +61,7 @@ class _Group:
 
 @dataclass(slots=True)
 class _Communicator:
-    """What was told of a communicator so far."""
+    """Lines about one communicator so far."""
 
     communicator: str
     size: int
@@ -78,7 +78,7 @@ class _Communicator:
 
 
 class StatusText:
-    """Takes the lines of one answer.
+    """Parser of one answer, line by line.
 
     Args:
         source: The file.
@@ -100,7 +100,7 @@ class StatusText:
         self._now: _Communicator | None = None
 
     def take(self, line: str) -> bool:
-        """Take a line in, and return whether it told anything.
+        """Parse a line, and return whether it held data.
 
         Raises:
             ValueError: It belongs to the answer, and cannot be understood.
@@ -164,9 +164,9 @@ class StatusText:
         return True
 
     def snapshot(self, at_s: float | None) -> Snapshot:
-        """Return what was told."""
+        """Return the snapshot."""
         told = {int(group) for group, _, _ in self._communicators}
-        # of these RAS says that they are not well, and nothing more that could be read
+        # RAS calls these faulty without readable details
         bare = [
             CommunicatorState(communicator=f"of group {group}", size=size, members={}, errors=errors)
             for group, (size, errors) in self._rows.items()
@@ -181,7 +181,7 @@ class StatusText:
         unlisted = []
         for topic, groups in told.groups.items():
             for group in groups:
-                # of errors, those that are not named are not all others
+                # ranks without a named error are not one group
                 ranks = group.ranks or (list(self._rest(told, groups, group)) if topic not in _ERRORS else [])
                 for rank in ranks:
                     _set(told, rank, topic, group.value)
@@ -193,11 +193,11 @@ class StatusText:
                 member["lost"] = "dead"
         return CommunicatorState(
             communicator=told.communicator, size=told.size, errors=told.errors, unlisted=tuple(unlisted),
-            members={rank: Member(**one) for rank, one in sorted(told.members.items())},
+            members={rank: RankState(**one) for rank, one in sorted(told.members.items())},
         )  # fmt: skip
 
     def _rest(self, told: _Communicator, groups: Iterable[_Group], group: _Group) -> Iterator[int]:
-        """Return the ranks of the one group that is not named: all but those of the others, and but those missing."""
+        """Return the ranks of the one unnamed group: all but the named and the missing ones."""
         others = [other for other in groups if other is not group]
         if told.size <= 0 or any(len(other.ranks) != other.num for other in others) or told.size > self._budget[0]:
             return iter(())
@@ -231,7 +231,7 @@ def _take_rank(now: _Communicator, match: re.Match[str]) -> None:
 
 
 def _value_of(match: re.Match[str]) -> Any:
-    """Return the count, status or error in a line; none where it has none."""
+    """Return the count, status or error in a line; None without one."""
     if match["count"] is not None or match["none"] is not None:
         return int(match["count"] or 0)
     status = match["status"]
@@ -248,7 +248,7 @@ def _set(told: _Communicator, rank: int, topic: str, value: Any) -> None:
 
 MOST_BYTES = 64 * 1024 * 1024
 _JSON = re.compile(rb'"nccl_version"\s*:')
-# nccl.h: ncclSuccess and ncclInProgress are no errors; the words are those of RAS's text.
+# nccl.h: ncclSuccess and ncclInProgress are no errors; the texts are RAS's own.
 _ERRORS_RAS = {
     1: "Unhandled CUDA error", 2: "System error", 3: "Internal error", 4: "Invalid argument", 5: "Invalid usage",
     6: "Remote process error", 8: "Timeout",
@@ -274,7 +274,7 @@ def is_json(first: bytes) -> bool:
 
 
 def read_ras(records: Records, path: Path) -> None:
-    """Read one file; what cannot be understood is refused and counted, and ends no reading.
+    """Read one file; lines that cannot be parsed are counted as refused.
 
     Raises:
         DataError: The file cannot be read, or is too long.
@@ -298,7 +298,7 @@ def read_ras(records: Records, path: Path) -> None:
 
 
 def _text_snapshots(records: Records, path: Path, written_s: float) -> list[Snapshot]:
-    """Return the answers in a file of text; only where it is one, the file's time is its time."""
+    """Return the answers in a text file; a single answer has the file's time."""
     readers: list[StatusText] = []
     budget = [_MOST_UNNAMED]
     for number, line in numbered_lines(path):
@@ -359,7 +359,7 @@ def _objects(records: Records, path: Path) -> Iterator[tuple[int, dict[str, Any]
 
 
 def snapshot_of(told: dict[str, Any], *, source: str) -> Snapshot:
-    """Return what one answer in JSON tells.
+    """Return the snapshot of one answer in JSON.
 
     Raises:
         ValueError: It holds what cannot be.
@@ -378,7 +378,7 @@ def snapshot_of(told: dict[str, Any], *, source: str) -> Snapshot:
 
 def _communicator(told: dict[str, Any]) -> CommunicatorState:
     size = whole("size", told["size"], least=1, most=MOST_RANKS)
-    members: dict[int, Member] = {}
+    members: dict[int, RankState] = {}
     for one in (*map(_member, _list("ranks", told["ranks"])), *map(_missing, _list("missing", told["missing_ranks"]))):
         if one.rank >= size or one.rank in members:
             raise ValueError(f"rank is twice there or not below the communicator's size: {one.rank}")
@@ -402,7 +402,7 @@ def canonical(comm_hash: str) -> str:
     return f"0x{int(comm_hash, 16):x}"
 
 
-def _member(told: dict[str, Any]) -> Member:
+def _member(told: dict[str, Any]) -> RankState:
     state, counts = told["status"], told["collective_counts"]
     if not isinstance(state, dict) or not isinstance(counts, dict) or len(counts) > 64:
         raise ValueError(f"status or collective_counts is no JSON object: {short(state)}")
@@ -410,8 +410,8 @@ def _member(told: dict[str, Any]) -> Member:
     status = "RUNNING" if init == 0 else "INIT"
     if state["finalize_called"] is True or state["destroy_flag"] is True:
         status = "FINALIZE"
-    return Member(
-        **_seat(told),
+    return RankState(
+        **_location(told),
         counts={text("kind", kind): whole("count", count) for kind, count in counts.items()},
         status="ABORT" if state["abort_flag"] is True else status,
         init_error="" if init in _NO_ERRORS else _ERRORS_RAS.get(init, f"error {init}"),
@@ -419,15 +419,15 @@ def _member(told: dict[str, Any]) -> Member:
     )
 
 
-def _missing(told: dict[str, Any]) -> Member:
+def _missing(told: dict[str, Any]) -> RankState:
     state = told["status"]
     if not isinstance(state, dict):
         raise ValueError(f"status is no JSON object: {short(state)}")
     lost = "dead" if state["considered_dead"] is True else "unresponsive" if state["unresponsive"] is True else ""
-    return Member(**_seat(told), lost=lost, status="" if lost else "NOCOMM")
+    return RankState(**_location(told), lost=lost, status="" if lost else "NOCOMM")
 
 
-def _seat(told: dict[str, Any]) -> dict[str, Any]:
+def _location(told: dict[str, Any]) -> dict[str, Any]:
     host = text("host", told["host"])
     return {
         "rank": whole("rank", told["rank"], most=MOST_RANKS - 1),

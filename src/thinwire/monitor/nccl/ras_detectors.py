@@ -24,7 +24,7 @@ from thinwire.monitor.findings import (
     RasStateEvidence,
     RasSuspectEvidence,
 )
-from thinwire.monitor.nccl.values import HASH_LETTERS, CommunicatorState, Member, Numbers, Process, Snapshot
+from thinwire.monitor.nccl.values import HASH_LETTERS, CommunicatorState, Numbers, Process, RankState, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ RAS = RasConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unchanged:
-    """For how long something is as it is.
+    """Time for which a state has not changed.
 
     Attributes:
         num: How many answers show it so, the latest included.
@@ -67,20 +67,20 @@ class Unchanged:
 
     @property
     def lasted(self) -> float | str:
-        """Seconds for which it has been seen so, for a finding."""
+        """Seconds without a change, for a finding."""
         if self.num == 1:
             return "one answer only"
         return "unknown" if math.isnan(self.apart_s) else round(self.apart_s, 3)
 
     @property
     def said(self) -> str:
-        """For how long, in words."""
+        """The same as text."""
         how_long = "between them" if math.isnan(self.apart_s) else f"in {self.apart_s:.0f} s"
         return f"nothing of it has changed {how_long} ({self.num} answers)"
 
 
-class Standing:
-    """All answers, in order.
+class RasHistory:
+    """All answers of RAS, in order.
 
     Args:
         snapshots: At least one, the latest last.
@@ -92,7 +92,7 @@ class Standing:
         self.latest = snapshots[-1]
         self.trust = trust
         self._numbers = Numbers(
-            (one.communicator, one.size, rank, member.seat)
+            (one.communicator, one.size, rank, member.location)
             for snapshot in snapshots
             for one in snapshot.communicators
             for rank, member in one.members.items()
@@ -102,22 +102,22 @@ class Standing:
         """Return the job's own number of a rank, or the communicator's where nothing better is known."""
         return self._numbers.of(one.communicator, rank)
 
-    def seats(self, ranks: Iterable[tuple[CommunicatorState, int]]) -> list[str]:
-        """Return where ranks run, in words, of the first 16."""
+    def locations(self, ranks: Iterable[tuple[CommunicatorState, int]]) -> list[str]:
+        """Return host, process and GPU of the first 16 ranks as texts."""
         told: list[str] = []
         for one, rank in ranks:
             member = one.members.get(rank)
-            if member is not None and member.seat is not None and len(told) < 16:
+            if member is not None and member.location is not None and len(told) < 16:
                 gpu = f", GPU {member.gpu}" if member.gpu >= 0 else ""
                 told.append(f"rank {rank} of {one.communicator}: {member.host}, process {member.pid}{gpu}")
         return told
 
     def has_trouble(self, one: CommunicatorState) -> bool:
-        """Return whether members of a communicator are lost or have failed, which explains what else is odd."""
+        """Return whether members of a communicator are lost or have failed, which explains other oddities."""
         return any(member.lost or member.init_error or member.async_error for member in one.members.values())
 
     def first_s(self, shows: Callable[[Snapshot], bool]) -> float:
-        """Return when the first of the latest answers was that show something; 0 where unknown."""
+        """Return the time of the first of the latest answers that show something; 0 if unknown."""
         first = self.latest
         for snapshot in reversed(self.snapshots):
             if not shows(snapshot):
@@ -125,14 +125,14 @@ class Standing:
             first = snapshot
         return first.at_s or 0.0
 
-    def unchanged(self, one: CommunicatorState, value: Callable[[Member], Any]) -> Unchanged:
-        """Return since when a communicator's members are all as they are, as far as answers tell of both."""
+    def unchanged(self, one: CommunicatorState, value: Callable[[RankState], Any]) -> Unchanged:
+        """Return the time for which a communicator's members have not changed."""
         num, first, has_moved = 1, self.latest, False
         for snapshot in reversed(self.snapshots[:-1]):
             earlier = next((other for other in snapshot.communicators if other.communicator == one.communicator), None)
             same = None if earlier is None else _is_same(one, earlier, value)
             if not same:
-                # text leaves out communicators that are well: how far they were then nobody knows
+                # the text format leaves healthy communicators out: their counts then are unknown
                 has_moved = same is False
                 break
             num, first = num + 1, snapshot
@@ -141,8 +141,8 @@ class Standing:
         return Unchanged(num=num, since_s=first.at_s or 0.0, apart_s=apart_s, has_moved=has_moved)
 
 
-def _is_same(one: CommunicatorState, other: CommunicatorState, value: Callable[[Member], Any]) -> bool | None:
-    """Return whether two answers tell the same of a communicator, where both tell; none where they do not."""
+def _is_same(one: CommunicatorState, other: CommunicatorState, value: Callable[[RankState], Any]) -> bool | None:
+    """Return whether two answers agree about a communicator; None if they share no value."""
     told, then = ({(kind, count): num for kind, count, num in state.unlisted} for state in (one, other))
     both = [told == then] if told and then else []
     for rank in one.members.keys() & other.members.keys():
@@ -155,7 +155,7 @@ def _is_same(one: CommunicatorState, other: CommunicatorState, value: Callable[[
 
 
 def in_order(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
-    """Return answers by their times, or as they came where one has none.
+    """Return answers by time, or in their order if one has no time.
 
     Example:
         >>> first, second = Snapshot(source="b", at_s=2.0), Snapshot(source="a", at_s=1.0)
@@ -182,7 +182,7 @@ _ASK_AGAIN = "ask RAS again after some seconds, and diagnose both answers togeth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Behind:
-    """Those of a communicator that have launched least of a kind."""
+    """Ranks of a communicator that have launched the fewest collectives of a kind."""
 
     one: CommunicatorState
     kind: str
@@ -201,11 +201,12 @@ class _Behind:
         return max(len(self.others), self.one.size - self.num)
 
 
-def find_behind(standing: Standing) -> list[Finding]:
-    """Return the ranks that have not come, and those that call something else than the others."""
+def find_behind(standing: RasHistory) -> list[Finding]:
+    """Return the lagging ranks, and those that call other collectives."""
     found: list[tuple[Finding, set[object], set[object]]] = []
     for one in standing.latest.communicators:
         behind = list(_behind(one))
+        # lost or failed members explain why counts differ
         if not behind or standing.has_trouble(one):
             continue
         unchanged = standing.unchanged(one, lambda member: dict(member.counts))
@@ -213,7 +214,7 @@ def find_behind(standing: Standing) -> list[Finding]:
             found.append((_desync(standing, *swapped), set(), set()))
         elif not unchanged.has_moved or unchanged.has_stood:
             first = max(behind, key=lambda own: own.highest - own.lowest)
-            ranks, others = (_seats(one, own) for own in (first.ranks, first.others))
+            ranks, others = (_locations(one, own) for own in (first.ranks, first.others))
             found.append((_not_come(standing, first, unchanged), ranks, others))
     return [finding for finding, ranks, waiting in found if not _waits(ranks, waiting, found)]
 
@@ -221,16 +222,16 @@ def find_behind(standing: Standing) -> list[Finding]:
 def _waits(
     ranks: set[object], for_them: set[object], found: Sequence[tuple[Finding, set[object], set[object]]]
 ) -> bool:
-    """Return whether those that are behind in one communicator wait in another one, for somebody else."""
+    """Return whether the lagging ranks of one communicator wait in another one for other ranks."""
     return bool(ranks) and any(
         ranks <= waiting and not behind <= for_them for _, behind, waiting in found if behind and not behind & ranks
     )
 
 
-def _seats(one: CommunicatorState, ranks: frozenset[int]) -> set[object]:
-    """Return where ranks run; none where that is not known of all."""
-    seats = [one.members[rank].seat for rank in ranks]
-    return set(seats) if None not in seats else set()
+def _locations(one: CommunicatorState, ranks: frozenset[int]) -> set[object]:
+    """Return the locations of ranks; none if one is unknown."""
+    locations = [one.members[rank].location for rank in ranks]
+    return set(locations) if None not in locations else set()
 
 
 def _behind(one: CommunicatorState) -> Iterator[_Behind]:
@@ -249,7 +250,7 @@ def _behind(one: CommunicatorState) -> Iterator[_Behind]:
 
 
 def _swapped(behind: Sequence[_Behind]) -> tuple[_Behind, _Behind] | None:
-    """Return two kinds of which a rank has launched fewer of the one and more of the other than another rank has.
+    """Return two kinds of which one rank has launched fewer of the first and more of the second than another.
 
     Of ranks that all call the same in the same order, one is never ahead in one kind and behind in another.
     """
@@ -260,8 +261,9 @@ def _swapped(behind: Sequence[_Behind]) -> tuple[_Behind, _Behind] | None:
     return None
 
 
-def _desync(standing: Standing, one: _Behind, other: _Behind) -> Finding:
+def _desync(standing: RasHistory, one: _Behind, other: _Behind) -> Finding:
     few, many = sorted((one.ranks & other.others, other.ranks & one.others), key=len)
+    # of two sides of equal size either may be wrong
     is_sure = len(few) < len(many)
     calls, lacks = (other, one) if few <= one.ranks else (one, other)
     ranks = few if is_sure else few | many
@@ -274,7 +276,7 @@ def _desync(standing: Standing, one: _Behind, other: _Behind) -> Finding:
         evidence=RasDesyncEvidence(
             communicators=[one.one.communicator], ranks=list(numbers),
             launched=[f"{own.kind}: {own.lowest} to {own.highest}" for own in (one, other)],
-            seats=standing.seats([(one.one, rank) for rank in sorted(ranks)]),
+            locations=standing.locations([(one.one, rank) for rank in sorted(ranks)]),
         ),
         text=f"{Place(kind='rank', ranks=numbers).title} of communicator {one.one.communicator}: more {calls.kind} and "
         f"fewer {lacks.kind} launched than by others, so they call different collectives.",
@@ -285,11 +287,12 @@ def _desync(standing: Standing, one: _Behind, other: _Behind) -> Finding:
     )  # fmt: skip
 
 
-def _not_come(standing: Standing, behind: _Behind, unchanged: Unchanged) -> Finding:
+def _not_come(standing: RasHistory, behind: _Behind, unchanged: Unchanged) -> Finding:
     one = behind.one
     numbers = tuple(sorted(standing.number(one, rank) for rank in behind.ranks))
     named = numbers[: RAS.max_named] if behind.ranks else ()
     place = _place(standing, one, behind, named)
+    # a majority that lags may also mean that the others called once too often
     is_few = behind.num < behind.num_others
     stood = 0.9 if unchanged.is_long else 0.75
     sure = (stood if is_few else 0.6) if unchanged.has_stood else 0.35
@@ -303,7 +306,7 @@ def _not_come(standing: Standing, behind: _Behind, unchanged: Unchanged) -> Find
             communicators=[one.communicator], kind_of_collective=behind.kind, launched=behind.lowest,
             others_launched=behind.highest, num_behind=behind.num, ranks=list(named), num_others=behind.num_others,
             unchanged_s=unchanged.lasted, answers=unchanged.num,
-            seats=standing.seats([(one, rank) for rank in sorted(behind.ranks)]),
+            locations=standing.locations([(one, rank) for rank in sorted(behind.ranks)]),
         ),
         text=f"{who} {verb} not come to {behind.kind} {behind.lowest + 1} of communicator {one.communicator}, which "
         f"others have launched up to {behind.highest}"
@@ -316,8 +319,8 @@ def _not_come(standing: Standing, behind: _Behind, unchanged: Unchanged) -> Find
     )  # fmt: skip
 
 
-def _place(standing: Standing, one: CommunicatorState, behind: _Behind, numbers: tuple[int, ...]) -> Place:
-    """Return the host whose ranks these are, where all hosts are known, or the ranks."""
+def _place(standing: RasHistory, one: CommunicatorState, behind: _Behind, numbers: tuple[int, ...]) -> Place:
+    """Return the host with exactly these ranks, if all hosts are known, or the ranks."""
     if not numbers:
         return Place(kind="communicator")
     hosts = {one.members[rank].host for rank in behind.ranks}
@@ -328,8 +331,8 @@ def _place(standing: Standing, one: CommunicatorState, behind: _Behind, numbers:
     return Place(kind="rank", ranks=numbers)
 
 
-def find_still(standing: Standing) -> list[Finding]:
-    """Return that no communicator of the job has moved for half a minute, where all ranks count alike.
+def find_still(standing: RasHistory) -> list[Finding]:
+    """Return that no communicator has moved for half a minute, if all ranks have equal counts.
 
     Only RAS's JSON tells counts of communicators that are well. It does not count messages (Send, Recv).
     """
@@ -363,7 +366,7 @@ _ASK_AGAIN_STATES = "ask RAS again after some seconds, and diagnose both answers
 
 
 def find_in_snapshots(snapshots: Sequence[Snapshot], *, trust: float) -> list[Finding]:
-    """Return what the latest answer of RAS shows to be wrong, held against the earlier ones.
+    """Return the faults in the latest answer of RAS, compared with the earlier ones.
 
     Args:
         snapshots: Of one job, in any order where they have times, else in the order in which they were asked for.
@@ -371,7 +374,7 @@ def find_in_snapshots(snapshots: Sequence[Snapshot], *, trust: float) -> list[Fi
     """
     if not snapshots:
         return []
-    standing = Standing(in_order(snapshots), trust)
+    standing = RasHistory(in_order(snapshots), trust)
     gone = list(_find_lost(standing))
     errors = list(_find_errors(standing, is_lost=bool(gone)))
     states = list(_find_states(standing))
@@ -383,7 +386,7 @@ def find_in_snapshots(snapshots: Sequence[Snapshot], *, trust: float) -> list[Fi
     return [*found, *bare] or find_still(standing)
 
 
-def _find_lost(standing: Standing) -> Iterator[Finding]:
+def _find_lost(standing: RasHistory) -> Iterator[Finding]:
     """Yield processes that RAS cannot reach, those of a host together."""
     processes, ranks = _lost(standing.latest)
     for state in ("dead", "unresponsive"):
@@ -395,11 +398,11 @@ def _find_lost(standing: Standing) -> Iterator[Finding]:
                 yield _gone(standing, state, host, own, members)
 
 
-_ByState = dict[str, list[tuple[CommunicatorState, Member]]]
+_ByState = dict[str, list[tuple[CommunicatorState, RankState]]]
 
 
 def _lost(latest: Snapshot) -> tuple[dict[str, list[Process]], _ByState]:
-    """Return processes and ranks that are lost; a rank whose process is not told is the one process that is, if so."""
+    """Return the lost processes and ranks; a rank without a process belongs to the only lost one, if there is one."""
     processes = {"dead": list(latest.dead), "unresponsive": list(latest.unresponsive)}
     ranks: _ByState = {"dead": [], "unresponsive": []}
     known = {*latest.dead, *latest.unresponsive}
@@ -410,7 +413,7 @@ def _lost(latest: Snapshot) -> tuple[dict[str, list[Process]], _ByState]:
             state = member.lost
             if not member.host and len(known) == 1:
                 (process,) = known
-                member = Member(rank=member.rank, host=process.host, pid=process.pid, lost=state)
+                member = RankState(rank=member.rank, host=process.host, pid=process.pid, lost=state)
                 state = "dead" if latest.dead else state
             ranks[state].append((one, member))
             if member.host and not known:
@@ -419,8 +422,8 @@ def _lost(latest: Snapshot) -> tuple[dict[str, list[Process]], _ByState]:
 
 
 def _gone(
-    standing: Standing, state: str, host: str, processes: Sequence[tuple[int, str]],
-    members: Sequence[tuple[CommunicatorState, Member]],
+    standing: RasHistory, state: str, host: str, processes: Sequence[tuple[int, str]],
+    members: Sequence[tuple[CommunicatorState, RankState]],
 ) -> Finding:  # fmt: skip
     numbers = sorted({standing.number(one, member.rank) for one, member in members})
     everyone = {member.rank for one in standing.latest.communicators for member in one.members.values()
@@ -453,14 +456,15 @@ def _is_lost(snapshot: Snapshot, host: str, pids: Sequence[int]) -> bool:
     return any(one.host == host and one.pid in pids for own in processes.values() for one in own)
 
 
-def _find_errors(standing: Standing, *, is_lost: bool) -> Iterator[Finding]:
-    """Yield the errors that ranks have of their own; those by the loss of others only where there is nothing else."""
+def _find_errors(standing: RasHistory, *, is_lost: bool) -> Iterator[Finding]:
+    """Yield the ranks' own errors; errors by the loss of others only if there is nothing else."""
     found: dict[tuple[str, str], list[tuple[CommunicatorState, int]]] = defaultdict(list)
     for one in standing.latest.communicators:
         for rank, member in one.members.items():
             for when, error in (("initialising", member.init_error), ("running", member.async_error)):
                 if error:
                     found[when, error].append((one, rank))
+    # a remote error follows from the loss of another process
     own = {key: ranks for key, ranks in found.items() if key[1] != REMOTE_ERROR}
     for (when, error), ranks in (own or ({} if is_lost else found)).items():
         numbers = tuple(sorted({standing.number(one, rank) for one, rank in ranks}))
@@ -472,7 +476,7 @@ def _find_errors(standing: Standing, *, is_lost: bool) -> Iterator[Finding]:
             places=(place,), since_s=standing.latest.at_s or 0.0,
             evidence=RasErrorEvidence(
                 error=error, phase=when, ranks=list(numbers)[:64], communicators=names[:16],
-                seats=standing.seats(ranks),
+                locations=standing.locations(ranks),
             ),
             text=f"{place.title} has failed while {when} communicator {names[0]}: {error}"
             + (", which says that another process or the wire to it is lost." if error == REMOTE_ERROR else "."),
@@ -482,7 +486,7 @@ def _find_errors(standing: Standing, *, is_lost: bool) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _find_states(standing: Standing) -> Iterator[Finding]:
+def _find_states(standing: RasHistory) -> Iterator[Finding]:
     """Yield the ranks that are in another state than the rest of their communicator."""
     for one in standing.latest.communicators:
         states: dict[str, list[int]] = defaultdict(list)
@@ -501,7 +505,7 @@ def _find_states(standing: Standing) -> Iterator[Finding]:
             evidence=RasStateEvidence(
                 states=[f"{name}: {len(own)}" for name, own in sorted(states.items())], ranks=list(numbers)[:64],
                 communicators=[one.communicator], unchanged_s=same.lasted,
-                seats=standing.seats([(one, rank) for rank in ranks]),
+                locations=standing.locations([(one, rank) for rank in ranks]),
             ),
             text=f"{place.title} {said} communicator {one.communicator}, and others are not so far"
             + (f": {same.said}." if same.has_stood else "; this may be on its way."),
@@ -511,7 +515,7 @@ def _find_states(standing: Standing) -> Iterator[Finding]:
 
 
 def _odd(states: dict[str, list[int]]) -> tuple[list[int], str]:
-    """Return the ranks that keep a communicator from going on, and what they do."""
+    """Return the ranks that block a communicator, and their state as text."""
     for name, said in (("ABORT", "has aborted"), ("INIT", "is still initialising")):
         if name in states:
             return states[name], said
@@ -523,11 +527,11 @@ def _odd(states: dict[str, list[int]]) -> tuple[list[int], str]:
 
 
 def _is_bare(one: CommunicatorState, told: Iterable[str]) -> bool:
-    """Return whether RAS calls a communicator not well, and nothing of it was told."""
+    """Return whether RAS calls a communicator faulty and no finding is about it."""
     return not one.members and not one.unlisted and one.errors not in ("", "OK") and one.communicator not in told
 
 
-def _bare(standing: Standing, one: CommunicatorState) -> Finding:
+def _bare(standing: RasHistory, one: CommunicatorState) -> Finding:
     return Finding(
         kind="non-communication hang", places=(Place(kind="communicator"),), since_s=standing.latest.at_s or 0.0,
         evidence=RasSuspectEvidence(communicators=[one.communicator], ras_says=one.errors, size=one.size),

@@ -17,7 +17,7 @@ HASH_LETTERS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """How long one rank's kernel was in one operation, its waiting for the other ranks included.
+    """Duration of one rank's kernel in one operation, with its wait for the other ranks.
 
     Attributes:
         communicator: The begin of its hash, such as `0x7f8c496ae9f661`.
@@ -66,8 +66,8 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One rank of a communicator, as far as a status tells.
+class RankState:
+    """One rank of a communicator, from a RAS status.
 
     Attributes:
         rank: Counted in the communicator.
@@ -92,8 +92,8 @@ class Member:
     lost: str = ""
 
     @property
-    def seat(self) -> tuple[str, int, int] | None:
-        """Where it runs: host, process and GPU; none where unknown."""
+    def location(self) -> tuple[str, int, int] | None:
+        """Host, process and GPU; None if unknown."""
         return (self.host, self.pid, self.gpu) if self.host and self.pid >= 0 else None
 
 
@@ -111,14 +111,14 @@ class CommunicatorState:
 
     communicator: str
     size: int
-    members: Mapping[int, Member]
+    members: Mapping[int, RankState]
     unlisted: tuple[tuple[str, int, int], ...] = ()
     errors: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What RAS answered once.
+    """One answer of RAS.
 
     Attributes:
         source: The file.
@@ -140,7 +140,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class NcclRecords:
-    """All that was read of NCCL's tools.
+    """Records of NCCL's tools.
 
     Attributes:
         timings: In the order in which they were read, which of one rank is that in which they ended.
@@ -158,7 +158,7 @@ class Numbers:
     """The job's own number of each rank of each communicator: the one in the largest communicator that it is in.
 
     Args:
-        seats: Communicator, its size, a rank in it, and where that runs; none where unknown.
+        locations: Communicator, its size, a rank in it, and where that runs; none where unknown.
 
     Example:
         >>> pairs = [("world", 2, 0, "a"), ("world", 2, 1, "b"), ("other", 1, 0, "b")]
@@ -166,21 +166,21 @@ class Numbers:
         (1, 7)
     """
 
-    def __init__(self, seats: Iterable[tuple[str, int, int, Hashable | None]]) -> None:
+    def __init__(self, locations: Iterable[tuple[str, int, int, Hashable | None]]) -> None:
         self._seat_of: dict[tuple[str, int], Hashable] = {}
         ranks: dict[str, dict[Hashable, set[int]]] = defaultdict(lambda: defaultdict(set))
         size_of: dict[str, int] = {}
-        for communicator, size, rank, seat in seats:
+        for communicator, size, rank, location in locations:
             size_of[communicator] = max(size, size_of.get(communicator, size))
-            if seat is not None:
-                self._seat_of[communicator, rank] = seat
-                ranks[communicator][seat].add(rank)
+            if location is not None:
+                self._seat_of[communicator, rank] = location
+                ranks[communicator][location].add(rank)
         self._number: dict[Hashable, int] = {}
         if ranks:
             largest = max(ranks, key=lambda name: (size_of[name], len(ranks[name]), name))
-            # a process that drives several GPUs has several ranks, and does not tell which of them writes
-            self._number = {seat: min(own) for seat, own in ranks[largest].items() if len(own) == 1}
+            # a process that drives several GPUs has several ranks, and its records do not name them
+            self._number = {location: min(own) for location, own in ranks[largest].items() if len(own) == 1}
 
     def of(self, communicator: str, rank: int) -> int:
-        """Return the job's number of a rank, or its number in the communicator where nothing better is known."""
+        """Return the job's number of a rank, or its number in the communicator if that is unknown."""
         return self._number.get(self._seat_of.get((communicator, rank)), rank)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire.monitor.detect.heartbeats import Lateness
-from thinwire.monitor.detect.live import LiveJudge
+from thinwire.monitor.detect.heartbeats import HeartbeatDelays
+from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.runlog.records import Beat, Communicator, Record, TransferEnd
 
@@ -19,24 +19,24 @@ def beats(ranks: tuple[int, ...], begin_s: float, end_s: float, *, every_s: floa
 
 def told_after_s(*, own_host: str = "", silent: int = 1, late: tuple[float, ...] = (), until_s: float = 6.0) -> float:
     """Stop a rank's beats at 20 s, after some moments at which they were late; return when its silence is told."""
-    judge, was_late_s = LiveJudge(own_host=own_host), 0.0
-    judge.take([WHERE, *beats((0, 1, 2), 0.0, 8.0)])
-    judge.look()
+    judge, was_late_s = LiveDetector(own_host=own_host), 0.0
+    judge.add([WHERE, *beats((0, 1, 2), 0.0, 8.0)])
+    judge.update()
     now_s = 8.0
     for late_s in late:
         others = tuple(rank for rank in (0, 1, 2) if rank != silent)
-        judge.take(beats(others, now_s, now_s + late_s))
-        was_late_s += bool(judge.look())
-        judge.take(beats((silent,), now_s, now_s + late_s))
-        judge.look()
+        judge.add(beats(others, now_s, now_s + late_s))
+        was_late_s += bool(judge.update())
+        judge.add(beats((silent,), now_s, now_s + late_s))
+        judge.update()
         now_s += late_s
     assert now_s <= 20
-    judge.take(beats((0, 1, 2), now_s, 20.0))
-    judge.look()
+    judge.add(beats((0, 1, 2), now_s, 20.0))
+    judge.update()
     while now_s < 20 + until_s:
         now_s = max(now_s, 20.0) + 0.5
-        judge.take(beats(tuple(rank for rank in (0, 1, 2) if rank != silent), now_s - 0.5, now_s))
-        for news in judge.look():
+        judge.add(beats(tuple(rank for rank in (0, 1, 2) if rank != silent), now_s - 0.5, now_s))
+        for news in judge.update():
             assert (news.finding.kind, news.finding.where) == ("non-communication hang", f"rank {silent}")
             return now_s - 20
     return -1.0
@@ -75,24 +75,24 @@ def heard(until_s: float) -> list[Record]:
 
 
 def test_who_was_heard_of_since_its_last_record_is_not_called_stopped_before_it_is_sure() -> None:
-    judge, kinds = LiveJudge(), set()
-    judge.take([WHERE, *beats((0, 1, 2), 0.0, 10.5)])
+    judge, kinds = LiveDetector(), set()
+    judge.add([WHERE, *beats((0, 1, 2), 0.0, 10.5)])
     # its disk is full at 10.2 s: it sends on, and writes no more
     for now_s in (11.0, 11.5, 12.0, 12.5, 13.0, 13.5, 14.0, 14.5, 15.0):
-        judge.take([*beats((0, 2), now_s - 0.5, now_s), *heard(now_s)])
-        kinds |= {news.finding.kind for news in judge.look()}
+        judge.add([*beats((0, 2), now_s - 0.5, now_s), *heard(now_s)])
+        kinds |= {news.finding.kind for news in judge.update()}
     assert kinds == {"no records"}
 
 
 def test_a_clock_that_was_set_says_nothing_of_lateness() -> None:
     job = Job(last_seen_s={0: 1.0, 1: 9.0}, now_s=9.0, unsteady=frozenset({0}))
-    assert Lateness().take(job) == {}
+    assert HeartbeatDelays().take(job) == {}
 
 
 def test_it_is_worth_looking_again_soon_where_something_was_seen_once() -> None:
-    judge = LiveJudge()
-    judge.take([WHERE, *beats((0, 1, 2), 0.0, 8.0)])
-    assert judge.look() == [] and not judge.is_unsure
-    judge.take(beats((0, 2), 8.0, 11.0))
-    assert judge.look() == [] and judge.is_unsure
-    assert [news.state for news in judge.look()] == ["new"] and not judge.is_unsure
+    judge = LiveDetector()
+    judge.add([WHERE, *beats((0, 1, 2), 0.0, 8.0)])
+    assert judge.update() == [] and not judge.is_unsure
+    judge.add(beats((0, 2), 8.0, 11.0))
+    assert judge.update() == [] and judge.is_unsure
+    assert [news.state for news in judge.update()] == ["new"] and not judge.is_unsure
