@@ -1,7 +1,4 @@
-"""Rules for names and docstrings: unique class names, noun phrases, and none of the metaphors that were replaced.
-
-Run as a program, it drops entries from `vocabulary_offenders.txt` that hold no longer; it never adds one.
-"""
+"""Rules for names and docstrings: unique class names, noun phrases, and none of the metaphors that were replaced."""
 
 from __future__ import annotations
 
@@ -12,11 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from source_tree import PACKAGE, name_of, parse, sources
+from source_tree import name_of, parse, sources
 
-# Folders in which nothing is left to rename: an offender there is a failure, not an entry of the list.
-DONE = ("codecs/", "averaging/", "sync/", "methods/", "simulate/", "planning/")
-OFFENDERS = Path(__file__).with_name("vocabulary_offenders.txt")
 QUESTION = re.compile(r"(What|Who|Whose|Whom|How|Where|When|Which|Whether)\b")
 # Words that stood for terms which readers already know: coordinator, session, connection, header, deadline, report.
 METAPHORS = {
@@ -48,13 +42,7 @@ class Offender:
     places: tuple[str, ...] = field(compare=False)
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.name}"
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it lies in a folder that is done; of duplicates, whether all of them do."""
-        lies_in = all if self.kind == "duplicate" else any
-        return lies_in(place.startswith(DONE) for place in self.places)
+        return f"{self.kind} {self.name} in {', '.join(self.places)}"
 
 
 def offenders() -> list[Offender]:
@@ -90,20 +78,3 @@ def in_module(place: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
             yield "class", node.name
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and METAPHORS & set(words_of(node.name)):
             yield "function", node.name
-
-
-def listed() -> list[str]:
-    """Return the offenders that are known and still to be renamed."""
-    return OFFENDERS.read_text().splitlines()
-
-
-def main() -> None:
-    """Drop what no longer offends from the list."""
-    still = set(map(str, offenders()))
-    kept = [entry for entry in listed() if entry in still]
-    OFFENDERS.write_text("".join(f"{entry}\n" for entry in kept))
-
-
-if __name__ == "__main__":
-    assert PACKAGE.is_dir()
-    main()

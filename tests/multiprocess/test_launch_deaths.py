@@ -22,7 +22,7 @@ REPLICA = """
 import os, pathlib, signal, sys, time
 import psutil
 from thinwire.errors import PeerLost
-from thinwire.training.launch import leave_last_words
+from thinwire.training.launch import write_failure_report
 from thinwire.monitor.record.recorder import Recorder
 folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
 recorder = Recorder(folder, rank=rank)
@@ -35,7 +35,7 @@ if rank == 1:
     BREAK
 if rank == 0:
     WAIT
-    leave_last_words(folder, 0, PeerLost("replica 1 (rank 1) was lost"))
+    write_failure_report(folder, 0, PeerLost("replica 1 (rank 1) was lost"))
     recorder.close()
     sys.exit(1)
 while True:

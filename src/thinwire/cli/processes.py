@@ -68,7 +68,7 @@ def replica(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     exit_with_parent(launcher)
     from thinwire.training.config import read_config
-    from thinwire.training.launch import leave_last_words
+    from thinwire.training.launch import write_failure_report
     from thinwire.training.worker import ReplicaStart, run_replica
 
     try:
@@ -76,7 +76,7 @@ def replica(arguments: Sequence[str]) -> int:
         run_replica(read_config(run_dir), place=place)
     except Exception as error:
         traceback.print_exc()
-        leave_last_words(run_dir, int(os.environ["RANK"]), error)
+        write_failure_report(run_dir, int(os.environ["RANK"]), error)
         return 1
     return 0
 

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         arguments = expand_method_options(arguments)
         given, plan = planned(
-            parse(arguments), arguments, say=_say if is_told and "--quiet" not in arguments else _say_nothing
+            parse(arguments), arguments, say=_log if is_told and "--quiet" not in arguments else _log_nothing
         )
         config = settle(given, arguments)
         validate(config, world_size=world_size())
@@ -92,7 +92,7 @@ def _train_here(config: TrainConfig) -> int:
 
     is_resumed = config.output.resume is not None
     if is_resumed and (config.run_dir / "summary.json").exists():
-        _say(f"the run in {config.run_dir} has finished; this is its result")
+        _log(f"the run in {config.run_dir} has finished; this is its result")
         return _show(config, json.loads((config.run_dir / "summary.json").read_text()))
     config = _with_interval(config)
     with _ended_by_sigterm():
@@ -104,7 +104,7 @@ def _train_here(config: TrainConfig) -> int:
                 return code
             with (
                 _view(config, replicas=config.num_replicas, after_step=step if is_resumed else None),
-                watched_run(config, step=step, say=_say) as watchdog,
+                watched_run(config, step=step, say=_log) as watchdog,
             ):
                 summary = launch(config, module=REPLICA, is_resumed=is_resumed)
         except KeyboardInterrupt:
@@ -113,7 +113,7 @@ def _train_here(config: TrainConfig) -> int:
         except Stopped as stop:
             if watchdog.why:
                 return _fail(FAILED, f"the run was ended because of a finding: {watchdog.why}")
-            _say(f"{stop}; all replicas have ended. Go on with: thinwire train --resume {config.run_dir}")
+            _log(f"{stop}; all replicas have ended. Go on with: thinwire train --resume {config.run_dir}")
             return 128 + stop.signal_number
         except WorkerFailed as error:
             return _fail(FAILED, f"{error}. Go on with: thinwire train --resume {config.run_dir}")
@@ -130,7 +130,7 @@ def _train_elastic(config: TrainConfig) -> int:
     with alone_in(config.run_dir):
         begun = prepare(config)
         if not config.output.quiet:
-            _say(f"reading {begun.local.data or config.data.source}")
+            _log(f"reading {begun.local.data or config.data.source}")
         here = begun.local.apply(config)
         try:
             check_data(here, open_data(here))
@@ -138,7 +138,7 @@ def _train_elastic(config: TrainConfig) -> int:
             return _fail(USAGE, error)
         code, summary = run(begun)
     if code and code != FAILED:
-        _say(f"go on with: thinwire train --resume {config.run_dir}")
+        _log(f"go on with: thinwire train --resume {config.run_dir}")
     return code if summary is None else _show(config, _report(config, summary))
 
 
@@ -152,16 +152,16 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
     if not is_resumed and not config.output.overwrite and has_run(config.run_dir):
         return _fail(USAGE, occupied(config.run_dir)), 0
     if not config.output.quiet:
-        _say(f"reading {config.data.source}")
+        _log(f"reading {config.data.source}")
     try:
         check_data(config, open_data(config))
     except DataError as error:
         return _fail(USAGE, error), 0
     step, warnings = step_to_resume(config) if is_resumed else (0, [])
     for warning in warnings:
-        _say(f"warning: {warning}")
+        _log(f"warning: {warning}")
     if is_resumed and not config.output.quiet:
-        _say(f"going on from step {step}")
+        _log(f"going on from step {step}")
     run = read_identity(config.run_dir) if is_resumed else new_identity(config_digest=config.digest())
     make_run_folder(config.replace(resume=None, overwrite=False), run=run, is_resumed=is_resumed)
     return 0, step
@@ -175,9 +175,9 @@ def _with_interval(config: TrainConfig) -> TrainConfig:
         return config
     chosen = chosen_interval(config.run_dir) if config.output.resume is not None else None
     if chosen is None:
-        _say(f"a checkpoint every {config.output.checkpoint_every} steps, until it is known what one costs")
+        _log(f"a checkpoint every {config.output.checkpoint_every} steps, until it is known what one costs")
         return config
-    _say(chosen[1])
+    _log(chosen[1])
     return config.replace(checkpoint_every=chosen[0])
 
 
@@ -203,7 +203,7 @@ def _train_under_torchrun(config: TrainConfig, plan: Plan | None = None) -> int:
             if plan is not None and os.environ["RANK"] == "0":
                 save_plan(plan, config.run_dir / "plan.json")
 
-        summary = run_replica(plain, place=place, warn=lambda text: _say(f"warning: {text}"), on_start=go_on)
+        summary = run_replica(plain, place=place, warn=lambda text: _log(f"warning: {text}"), on_start=go_on)
     return 0 if summary is None else _show(config, _report(config, summary))
 
 
@@ -214,7 +214,7 @@ def _report(config: TrainConfig, summary: dict[str, Any]) -> dict[str, Any]:
     try:
         write_report(config.run_dir, command=command_line(config))
     except (ThinwireError, OSError) as error:
-        _say(f"warning: no report.html: {error}")
+        _log(f"warning: no report.html: {error}")
     return summary
 
 
@@ -242,7 +242,7 @@ def _ended_by_sigterm() -> Iterator[None]:
     """While no launcher takes it, SIGTERM unwinds as Ctrl-C does, so that no temporary file is left."""
 
     def stop(number: int, frame: object) -> NoReturn:
-        _say("stopped by SIGTERM")
+        _log("stopped by SIGTERM")
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -252,11 +252,11 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _say_nothing(text: str) -> None:
-    """Stands in for `_say` in a quiet run, and in the other ranks of a host, which are given the same words."""
+def _log_nothing(text: str) -> None:
+    """Print nothing: a quiet run, or a rank of a host that is not its first."""
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"thinwire: {text}", file=sys.stderr, flush=True)
 
 

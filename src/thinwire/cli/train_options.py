@@ -128,7 +128,7 @@ def _section_as_shown(section: str, kind: type[Any]) -> type[Any]:
 
 
 def is_named(name: str, arguments: Sequence[str]) -> bool:
-    """Tell whether the words name an option."""
+    """Return whether the command line names an option."""
     flag = name.replace("_", "-")
     heads = {word.split("=", 1)[0].replace("_", "-") for word in arguments if word.startswith("--")}
     return f"--{flag}" in heads or f"--no-{flag}" in heads

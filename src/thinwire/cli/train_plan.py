@@ -23,11 +23,11 @@ _WIRES_S, _STEPS_S = 20.0, 3.0
 def planned(
     given: TrainConfig, arguments: Sequence[str], *, say: Callable[[str], None]
 ) -> tuple[TrainConfig, Plan | None]:
-    """Fill in what a plan decides, where the words do not say otherwise.
+    """Fill in the options that a plan decides and the command line does not name.
 
     Args:
-        given: What the words say.
-        arguments: The words.
+        given: Options of the command line.
+        arguments: The command line.
         say: Told what goes on.
 
     Returns:

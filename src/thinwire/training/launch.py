@@ -61,7 +61,7 @@ def launch(config: TrainConfig, *, module: str, is_resumed: bool) -> dict[str, A
     """
     run_dir = config.run_dir
     for replica in range(config.num_replicas):
-        _words_path(run_dir, replica).unlink(missing_ok=True)
+        _failure_path(run_dir, replica).unlink(missing_ok=True)
     command = [sys.executable, "-m", *module.split(), str(run_dir.resolve()), str(os.getpid())]
     command.append("resume" if is_resumed else "start")
     # the folder's mode is 0700: no other user can leave notes for the replicas, and no port is opened for them
@@ -79,7 +79,7 @@ def launch(config: TrainConfig, *, module: str, is_resumed: bool) -> dict[str, A
         raise Stopped(signals[0])
     if failures:
         failures |= replicas.later_failures(failures)
-        _tell_of_killed(failures, run_dir=run_dir)
+        _report_killed(failures, run_dir=run_dir)
         raise WorkerFailed(explain(failures, run_dir=run_dir))
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     return summary
@@ -113,7 +113,7 @@ def explain(failures: Mapping[int, ProcessFailure], *, run_dir: Path) -> str:
         failures: By rank, in the order in which the launcher saw them.
         run_dir: Holds the replicas' last words and records.
     """
-    words = {replica: _last_words(run_dir, replica) for replica in failures}
+    words = {replica: _read_failure(run_dir, replica) for replica in failures}
     own = [replica for replica, said in words.items() if said and not said["is_consequence"]]
     silent = _silent_before_stop(failures, run_dir=run_dir)
     killed = [
@@ -154,7 +154,7 @@ def _silence_text(silent_s: float) -> str:
     return f"was silent for {silent_s:.0f} s; stopped by the launcher"
 
 
-def _tell_of_killed(failures: Mapping[int, ProcessFailure], *, run_dir: Path) -> None:
+def _report_killed(failures: Mapping[int, ProcessFailure], *, run_dir: Path) -> None:
     """Add the last record of each replica that could not write it: killed, silent, or stopped by the launcher.
 
     One that the launcher stopped, and that was not silent before, ends without a fault of its own.
@@ -261,7 +261,7 @@ def _noted_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def leave_last_words(run_dir: Path, replica: int, error: Exception) -> None:
+def write_failure_report(run_dir: Path, replica: int, error: Exception) -> None:
     """Write down why a replica of a local run ends, for `launch` to report."""
     if isinstance(error, OSError):
         text = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
@@ -276,16 +276,16 @@ def leave_last_words(run_dir: Path, replica: int, error: Exception) -> None:
     }
     # on a full disk even this may fail; the replica's log has the reason then
     with contextlib.suppress(OSError):
-        write_whole(_words_path(run_dir, replica), json.dumps(record))
+        write_whole(_failure_path(run_dir, replica), json.dumps(record))
 
 
-def _words_path(run_dir: Path, replica: int) -> Path:
+def _failure_path(run_dir: Path, replica: int) -> Path:
     return run_dir / "logs" / f"replica-{replica}.error.json"
 
 
-def _last_words(run_dir: Path, replica: int) -> dict[str, Any] | None:
+def _read_failure(run_dir: Path, replica: int) -> dict[str, Any] | None:
     try:
-        said: dict[str, Any] = json.loads(_words_path(run_dir, replica).read_text())
+        said: dict[str, Any] = json.loads(_failure_path(run_dir, replica).read_text())
     except (OSError, ValueError):
         return None
     return said

@@ -218,7 +218,7 @@ class StaticPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSetup:
-    """What a training loop works with.
+    """Parts of a training loop.
 
     Attributes:
         config: Resolved options.
@@ -296,7 +296,7 @@ class Training:
             self.step += 1
             self._train_step()
             self._report()
-            self._look_for_drift()
+            self._check_drift()
             if self._is_due(self._config.output.checkpoint_every):
                 with self._apart():
                     self.save()
@@ -452,7 +452,7 @@ class Training:
             self._meter.write_eval(self.step, val_loss=val_loss, targets=targets)
         self._policy.after_report(self._meter.latest_loss)
 
-    def _look_for_drift(self) -> None:
+    def _check_drift(self) -> None:
         complaint = self._watch.observe_step(self.step) if self._watch else ""
         if complaint:
             self._meter.write_warning(self.step, message=f"replica {self._optimizer.transport.replica}: {complaint}")

@@ -204,7 +204,7 @@ class _Replica:
             "has_run": has_run(self._config.run_dir), "is_resumed": self._place.is_resumed, "good": found.good[-32:],
             "bad": [[step, problem[:200]] for step, problem in sorted(found.bad.items())[-8:]],
         }  # fmt: skip
-        notes = self._tell(note, number=_OPENING, deadline_s=self._config.run.join_deadline_s)
+        notes = self._all_gather(note, number=_OPENING, deadline_s=self._config.run.join_deadline_s)
         _check_same(notes)
         self._check_folder(notes)
         self._agree_on_run(notes)
@@ -215,7 +215,7 @@ class _Replica:
                 warn(warning)
         if not self._place.is_prepared and self._place.local_rank == 0:
             make_run_folder(self._config, run=self._run, is_resumed=self._place.is_resumed)
-        self._tell({}, number=_READY, deadline_s=self._config.run.join_deadline_s)
+        self._all_gather({}, number=_READY, deadline_s=self._config.run.join_deadline_s)
         return step
 
     def _check_folder(self, notes: list[dict[str, Any]]) -> None:
@@ -280,7 +280,7 @@ class _Replica:
         reading = training.reading()
         with self._optimizer.global_parameters():
             sha256 = parameters_sha256(self._model)
-        notes = self._tell(replica_note(reading, sha256=sha256), number=_CLOSING, deadline_s=training.deadline_s)
+        notes = self._all_gather(replica_note(reading, sha256=sha256), number=_CLOSING, deadline_s=training.deadline_s)
         if self._transport.replica != 0:
             return None
         val_loss = training.evaluate_at_end()
@@ -293,7 +293,7 @@ class _Replica:
         write_summary(self._config.run_dir, summary)
         return summary
 
-    def _tell(self, note: dict[str, Any], *, number: int, deadline_s: float) -> list[dict[str, Any]]:
+    def _all_gather(self, note: dict[str, Any], *, number: int, deadline_s: float) -> list[dict[str, Any]]:
         return all_gather_json(note, transport=self._transport, number=number, deadline_s=deadline_s)
 
 

@@ -113,21 +113,21 @@ class _DiskCheck:
             return
         self._next_s = now_s + _DISK_CHECK_S
         if self._journal.is_behind and not self._is_behind:
-            self._say("the disk is full, and decisions cannot be written: replicas wait until there is room")
+            self._report_once("the disk is full, and decisions cannot be written: replicas wait until there is room")
         self._is_behind = self._journal.is_behind
         with contextlib.suppress(OSError):
             free_bytes = shutil.disk_usage(self._run_dir).free
             if free_bytes < MIN_FREE_BYTES and not self._is_full:
                 self._is_full = True
-                self._say(
+                self._report_once(
                     f"the disk of the first host's run folder {self._run_dir} is full "
                     f"({format_bytes(free_bytes)} free): checkpoints fail and records wait in memory; make room there"
                 )
             elif free_bytes > 2 * MIN_FREE_BYTES and self._is_full:
                 self._is_full = False
-                self._say(f"the disk of the first host's run folder {self._run_dir} has room again")
+                self._report_once(f"the disk of the first host's run folder {self._run_dir} has room again")
 
-    def _say(self, text: str) -> None:
+    def _report_once(self, text: str) -> None:
         self._num_left -= 1
         self._report(text)
 
