@@ -53,7 +53,7 @@ def test_an_outer_step_is_torchs_sgd_bit_for_bit(ours, theirs):
         (lambda: streaming_diloco(outer_lr=-1), "outer lr"),
         (lambda: diloco(outer_momentum=1.5), "outer momentum"),
         (lambda: recipe("streaming-dilco"), "did you mean streaming-diloco"),
-        (lambda: recipe("zzz"), "There are: all-reduce, local-sgd, diloco, streaming-diloco, "),
+        (lambda: recipe("zzz"), "There are: all-reduce, co2, diloco, "),
     ],
 )
 def test_a_bad_argument_is_refused_with_its_value(make, words):

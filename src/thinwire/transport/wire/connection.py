@@ -15,11 +15,11 @@ from zmq.utils import z85
 
 from thinwire.transport.secret import Secret
 from thinwire.transport.tcp_stats import ConnectionStats, connection_stats, duplicate_socket
-from thinwire.transport.wire.flow_control import MOST_BYTES
 from thinwire.transport.wire.framing import (
     MAX_REQUESTS,
     MAX_UNEXPECTED,
     MAX_UNEXPECTED_BYTES,
+    MAX_WINDOW_BYTES,
     MOST_FRAME_BYTES,
 )
 
@@ -125,7 +125,7 @@ _SEND_FRAMES = 128
 _BACKSTOP_MS = 300_000
 # Bytes that the kernel received but libzmq has not delivered: a peer can send a multipart message without an end, which
 # libzmq buffers until its last frame.
-_UNSEEN_BYTES = MOST_BYTES + MAX_UNEXPECTED_BYTES + (1 << 25)
+_UNSEEN_BYTES = MAX_WINDOW_BYTES + MAX_UNEXPECTED_BYTES + (1 << 25)
 _UNSEEN_BYTES_PER_S = 512.0
 _FRAME_OVERHEAD_BYTES = 128
 

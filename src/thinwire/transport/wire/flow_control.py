@@ -15,6 +15,7 @@ from thinwire.transport.message import HEADER_BYTES, check_header
 from thinwire.transport.wire.framing import (
     MAX_UNEXPECTED,
     MAX_UNEXPECTED_BYTES,
+    MAX_WINDOW_BYTES,
     OPENING_BYTES,
     PART_BYTES,
     Credit,
@@ -30,7 +31,6 @@ from thinwire.transport.wire.framing import (
 from thinwire.transport.wire.transfer import WireTransfer
 
 LEAST_BYTES = 1 << 17
-MOST_BYTES = 1 << 24
 # A doubled window stays only if the rate grew by this factor; the next try follows after so many windows.
 _GAIN = 1.2
 _EPOCHS_UNTIL_RETRY = 64
@@ -58,7 +58,7 @@ class ReceiveWindow:
         True
     """
 
-    def __init__(self, *, least: int = LEAST_BYTES, most: int = MOST_BYTES) -> None:
+    def __init__(self, *, least: int = LEAST_BYTES, most: int = MAX_WINDOW_BYTES) -> None:
         self.num_bytes = least
         self._least, self._most = least, most
         self._arrived_bytes = 0

@@ -32,6 +32,8 @@ PART_BYTES = 1 << 15
 MOST_MESSAGE_BYTES = 1 << 48
 MOST_NAME_BYTES = 64
 INCARNATION_BYTES = 16
+# Largest receive window of a peer: bytes in flight to this replica.
+MAX_WINDOW_BYTES = 1 << 24
 # Bounds of unexpected messages (no receive posted yet) that a receiver keeps for each peer; the sender knows them too.
 MAX_UNEXPECTED = 1024
 MAX_UNEXPECTED_BYTES = 1 << 25

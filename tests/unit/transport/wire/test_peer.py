@@ -16,7 +16,6 @@ from thinwire.transport.tcp_stats import ConnectionStats
 from thinwire.transport.wire.connection import MOST_SILENCE_S
 from thinwire.transport.wire.flow_control import (
     LEAST_BYTES,
-    MOST_BYTES,
     IncomingMessages,
     OutgoingMessages,
     ReceiveWindow,
@@ -24,6 +23,7 @@ from thinwire.transport.wire.flow_control import (
 from thinwire.transport.wire.framing import (
     MAX_UNEXPECTED,
     MAX_UNEXPECTED_BYTES,
+    MAX_WINDOW_BYTES,
     OPENING_BYTES,
     PART_BYTES,
     Credit,
@@ -247,7 +247,7 @@ def test_a_window_grows_while_that_makes_bytes_come_faster_and_stays_small_on_a_
     assert settled(bytes_per_s=1e5, round_trip_s=0.05) == LEAST_BYTES
     far = settled(bytes_per_s=20e6, round_trip_s=0.1)
     assert 2e6 / 1.2 <= far <= 8e6
-    assert settled(bytes_per_s=1e12, round_trip_s=0.1) == MOST_BYTES
+    assert settled(bytes_per_s=1e12, round_trip_s=0.1) == MAX_WINDOW_BYTES
 
 
 class FakeLine:
