@@ -150,8 +150,7 @@ def _event_s(folder: Path) -> float:
 
 def _memory(folder: Path) -> int:
     """Return the bytes that a recorder holds when as many events as it takes wait for its thread."""
-    from thinwire.monitor.record.recorder import Recorder
-    from thinwire.monitor.trace import MOST_EVENTS
+    from thinwire.monitor.record.recorder import MOST_EVENTS, Recorder
 
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]

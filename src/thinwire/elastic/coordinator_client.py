@@ -12,12 +12,16 @@ from typing import Any
 
 import zmq
 
-from thinwire.elastic.coordinator_server import TOKEN_BYTES, client_keys, coordinator_keys
+from thinwire.elastic.coordinator_server import (
+    TOKEN_BYTES,
+    client_keys,
+    coordinator_keys,
+    set_coordinator_socket_options,
+)
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.protocol import Message, decode, encode
 from thinwire.errors import ConnectError, PayloadError
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire.connection import set_socket_options
 
 _REDIAL_MS, _LONGEST_REDIAL_MS = 200, 2000
 _TICK_MS = 250
@@ -44,7 +48,7 @@ class CoordinatorConnection:
         self._is_closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        set_socket_options(self._socket)
+        set_coordinator_socket_options(self._socket)
         keys = client_keys(secret)
         # never the byte zero first: ZeroMQ keeps such names for itself
         self._socket.setsockopt(zmq.IDENTITY, b"t" + secrets.token_bytes(TOKEN_BYTES - 1))

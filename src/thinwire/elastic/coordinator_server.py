@@ -47,7 +47,7 @@ def _pair(secret: Secret, label: str) -> KeyPair:
     return KeyPair(public=zmq.curve_public(private), private=private)
 
 
-def set_socket_options(plug: zmq.Socket[bytes]) -> None:
+def set_coordinator_socket_options(plug: zmq.Socket[bytes]) -> None:
     """Set bounds and times for both ends of the coordinator's connections."""
     plug.setsockopt(zmq.LINGER, 0)
     plug.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES + 64)
@@ -166,7 +166,7 @@ class CoordinatorServer:
 
 
 def _set_server_options(plug: zmq.Socket[bytes]) -> None:
-    set_socket_options(plug)
+    set_coordinator_socket_options(plug)
     plug.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES_HERE + 64)
     plug.setsockopt(zmq.RCVHWM, _MAX_WAITING)
     # a replica that dials again under its token takes the place of its old connection
