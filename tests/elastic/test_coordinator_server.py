@@ -282,9 +282,13 @@ class SlowWire:
 
 
 def flood_from(address: str, port: int, is_over: threading.Event) -> None:
-    """Connect as fast as this machine can, and keep each connection as long as the other end does."""
+    """Connect some hundreds of times a second, and keep each connection as long as the other end does.
+
+    Far more than may be pending; a thread that never waits would test the interpreter's lock instead, which the
+    coordinator's thread shares with it here.
+    """
     held: deque[socket.socket] = deque()
-    while not is_over.is_set():
+    while not is_over.wait(0.002):
         with contextlib.suppress(OSError):
             held.append(socket.create_connection((HOST, port), timeout=SOON_S, source_address=(address, 0)))
         if len(held) > 500:
