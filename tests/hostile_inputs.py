@@ -36,6 +36,7 @@ from thinwire.codecs.registry import NAMES, by_name
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_session import CoordinatorSession
 from thinwire.elastic.coordinator_state import CoordinatorConfig
+from thinwire.elastic.global_state import MAGIC, GlobalState, pack, unpack
 from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.journal import Journal
 from thinwire.elastic.protocol import VERSION, Message, decode, encode
@@ -48,7 +49,6 @@ from thinwire.monitor.doctor.peer import parse_target
 from thinwire.monitor.record.connection_records import RankPlace
 from thinwire.planning import probe
 from thinwire.sync import consistency_check
-from thinwire.training.checkpoints.global_state import MAGIC, GlobalState, pack, unpack
 from thinwire.transport import all_gather_json as notes
 from thinwire.transport import burst_probe as host_probes
 from thinwire.transport import connect as connect_module

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from thinwire.cli.checkpoints import main
+from thinwire.elastic.global_state import GlobalState
+from thinwire.monitor.runlog.run_identity import new_identity
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
-from thinwire.training.checkpoints.global_state import GlobalState
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
-from thinwire.training.run_identity import new_identity
 
 Output = pytest.CaptureFixture[str]
 

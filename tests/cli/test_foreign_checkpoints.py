@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from thinwire.cli.main import main
+from thinwire.elastic.global_state import GlobalState
+from thinwire.monitor.runlog.run_identity import RunIdentity, new_identity, read_identity, write_identity
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
-from thinwire.training.checkpoints.global_state import GlobalState
 from thinwire.training.config import TrainConfig, config_text, read_config, resolve
-from thinwire.training.run_identity import RunIdentity, new_identity, read_identity, write_identity
 
 Output = pytest.CaptureFixture[str]
 

@@ -11,9 +11,9 @@ from test_elastic_engine import build
 from test_elastic_faults import Worker, street
 
 import thinwire.training.elastic.local_snapshot as kept_state
-from thinwire.training.checkpoints.global_state import GlobalState, non_finite, spans
+from thinwire.elastic.global_state import GlobalState, non_finite, spans
+from thinwire.monitor.runlog.run_identity import RunIdentity
 from thinwire.training.elastic.local_snapshot import LocalSnapshot
-from thinwire.training.run_identity import RunIdentity
 
 __all__ = ["street"]
 

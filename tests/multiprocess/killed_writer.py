@@ -19,8 +19,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 import thinwire.files
 import thinwire.training.checkpoints.global_checkpoints as subject
+from thinwire.elastic.global_state import GlobalState, sha256
 from thinwire.training.checkpoints import checkpoint_files
-from thinwire.training.checkpoints.global_state import GlobalState, sha256
 
 WATCHED = {
     module.__file__

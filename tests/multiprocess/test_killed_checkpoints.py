@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).with_name("killed_writer.py")
 ENDLESS = """
 import sys, torch
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
-from thinwire.training.checkpoints.global_state import GlobalState
+from thinwire.elastic.global_state import GlobalState
 
 checkpoints = GlobalCheckpoints(sys.argv[1], keep_last=1)
 for step in range(int(sys.argv[2]), 1 << 30):

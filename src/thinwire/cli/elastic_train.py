@@ -14,19 +14,19 @@ from thinwire.cli.output import log
 from thinwire.cli.processes import COORDINATOR
 from thinwire.elastic.data_leases import DataLeases
 from thinwire.elastic.elastic_method import elastic
+from thinwire.elastic.global_state import GlobalState, tensors_sha256
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.journal import Journal
 from thinwire.errors import CheckpointError, ThinwireError
 from thinwire.files import write_whole
+from thinwire.monitor.runlog.run_identity import RunIdentity, new_identity, read_identity
 from thinwire.training.build import make_method
-from thinwire.training.checkpoints.global_state import GlobalState, tensors_sha256
 from thinwire.training.config import TrainConfig
 from thinwire.training.elastic.coordinator_process import ALONE_FILE, JOB_FILE, JOURNAL_FILE, PORT_FILE
 from thinwire.training.elastic.job import ElasticJob, LocalSettings
 from thinwire.training.elastic.launch import Role
 from thinwire.training.elastic.replica_ranks import check_ranks
 from thinwire.training.elastic.states import checkpoints_of, newest_state
-from thinwire.training.run_identity import RunIdentity, new_identity, read_identity
 from thinwire.training.worker import make_run_folder
 from thinwire.transport.addresses import own_address
 from thinwire.transport.secret import Secret, make_secret, need_pyzmq, read_secret

@@ -26,7 +26,7 @@ from thinwire.monitor.downtime import Downtime
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.live_diagnosis import Hands, LiveDiagnosis, Members, end_report
 from thinwire.monitor.remediation import Action, Policy, Steering
-from thinwire.training.attempts import RunParts, downtime_of, read_parts
+from thinwire.monitor.runlog.attempts import RunParts, downtime_of, read_parts
 from thinwire.training.config import TrainConfig
 
 DOWNTIME_FILE = "downtime.json"

@@ -144,8 +144,8 @@ def _train_elastic(config: TrainConfig) -> int:
 
 def _prepare(config: TrainConfig) -> tuple[int, int]:
     """Read the data and make the run's folder; return an exit code, 0 to go on, and the step to go on from."""
+    from thinwire.monitor.runlog.run_identity import new_identity, read_identity
     from thinwire.training.launch import step_to_resume
-    from thinwire.training.run_identity import new_identity, read_identity
     from thinwire.training.worker import check_data, has_run, make_run_folder, occupied, open_data
 
     is_resumed = config.output.resume is not None
@@ -169,7 +169,7 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
 
 def _with_interval(config: TrainConfig) -> TrainConfig:
     """Return the options with the steps between checkpoints that earlier parts of the run speak for."""
-    from thinwire.training.attempts import chosen_interval
+    from thinwire.monitor.runlog.attempts import chosen_interval
 
     if not config.output.checkpoint_auto:
         return config

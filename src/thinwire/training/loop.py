@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from thinwire.adaptive_timeout import Deadlines
 from thinwire.errors import CheckpointError, ThinwireError
+from thinwire.monitor.record.metrics import Meter, ReplicaCounts
 from thinwire.monitor.record.recorder import Recorder
+from thinwire.monitor.runlog.attempts import note_cost
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.training.attempts import note_cost
 from thinwire.training.build import lr_factor
 from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.drift import StepMonitor
-from thinwire.training.metrics import Meter, ReplicaCounts
 
 
 class Passes:

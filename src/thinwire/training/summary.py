@@ -17,10 +17,10 @@ from torch import nn
 
 from thinwire.errors import DesyncError
 from thinwire.files import replace_whole, write_whole
+from thinwire.monitor.record.metrics import ReplicaCounts
 from thinwire.sync.method import Method
 from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig
-from thinwire.training.metrics import ReplicaCounts
 from thinwire.version import __version__
 
 

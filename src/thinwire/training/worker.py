@@ -12,7 +12,16 @@ import torch
 
 from thinwire.errors import DesyncError, ThinwireError
 from thinwire.files import write_whole
+from thinwire.monitor.record.metrics import Logger, Meter, open_loggers
 from thinwire.monitor.record.recorder import Recorder, own_fault
+from thinwire.monitor.runlog.run_identity import (
+    RUN_FILE,
+    RunIdentity,
+    identity_from_json,
+    new_identity,
+    read_identity,
+    write_identity,
+)  # fmt: skip
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer, make_method, make_model, wanted_vocabulary
 from thinwire.training.checkpoints.replica_checkpoints import (
@@ -27,15 +36,6 @@ from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_b
 from thinwire.training.cost_check import complain
 from thinwire.training.drift import step_monitor_of
 from thinwire.training.loop import Batch, LoopSetup, Training
-from thinwire.training.metrics import Logger, Meter, open_loggers
-from thinwire.training.run_identity import (
-    RUN_FILE,
-    RunIdentity,
-    identity_from_json,
-    new_identity,
-    read_identity,
-    write_identity,
-)  # fmt: skip
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
 from thinwire.transport.all_gather_json import all_gather_json
 from thinwire.transport.connect import connect

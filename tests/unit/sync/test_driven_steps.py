@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.methods import masha2
+from thinwire.monitor.record.metrics import Meter
 from thinwire.monitor.record.recorder import Recorder
 from thinwire.monitor.runlog.run_folder import read_files
 from thinwire.sync.optimizer import DistributedOptimizer
@@ -21,7 +22,6 @@ from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaC
 from thinwire.training.config import TrainConfig
 from thinwire.training.corpora import Sampler
 from thinwire.training.loop import LoopSetup, Passes, Training
-from thinwire.training.metrics import Meter
 from thinwire.transport.loopback import single
 from thinwire.transport.recording import RecordingTransport
 

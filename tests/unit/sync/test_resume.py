@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from thinwire.methods import one_bit_adam, one_bit_lamb, zero_one_adam
+from thinwire.monitor.record.metrics import Meter
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer, make_method
@@ -19,7 +20,6 @@ from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaC
 from thinwire.training.config import TrainConfig
 from thinwire.training.corpora import Sampler, validation_batches
 from thinwire.training.loop import LoopSetup, Training
-from thinwire.training.metrics import Meter
 from thinwire.training.models import TransformerConfig, build_transformer
 from thinwire.training.summary import parameters_sha256
 from thinwire.transport.loopback import LoopbackTransport, run_replicas

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from thinwire.elastic.global_state import GlobalState
 from thinwire.errors import CheckpointError
 from thinwire.training.checkpoints.global_checkpoints import BackgroundSaves
-from thinwire.training.checkpoints.global_state import GlobalState
 
 SOON_S = 120.0
 

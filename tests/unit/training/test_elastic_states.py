@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.state_transfer import chunk_name
-from thinwire.training.checkpoints.global_state import GlobalState
 from thinwire.training.elastic import states
 from thinwire.training.elastic.states import StateKeeper, state_name
 from thinwire.transport.blob_store import BlobStore

@@ -13,10 +13,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from tests.full_disk import file_size_limit
+from thinwire.elastic.global_state import GlobalState, sha256
 from thinwire.errors import CheckpointError
 from thinwire.training.checkpoints.checkpoint_files import open_storage
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
-from thinwire.training.checkpoints.global_state import GlobalState, sha256
 
 FILES = ["checkpoint.json", "model.safetensors", "outer.safetensors"]
 numbers = itertools.count()

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from thinwire.elastic.global_state import GlobalState, pack, sha256, unpack, unpack_parameters
 from thinwire.errors import PayloadError
-from thinwire.training.checkpoints.global_state import GlobalState, pack, sha256, unpack, unpack_parameters
 
 HEAD = struct.Struct("<8sIIQQ32s")
 DTYPES = (

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import thinwire
+from thinwire.elastic.global_state import tensors_sha256
 from thinwire.elastic.replica_state import global_tensors, inner_tensors, load_inner_tensors
 from thinwire.errors import CheckpointError
+from thinwire.monitor.runlog.run_identity import new_identity
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.training.checkpoints.global_state import tensors_sha256
 from thinwire.training.elastic.local_snapshot import LocalSnapshot, newest_snapshot, snapshot_path
-from thinwire.training.run_identity import new_identity
 from thinwire.transport.loopback import single
 
 RUN = new_identity(config_digest=32 * "0")

@@ -9,14 +9,14 @@ import pytest
 
 from thinwire.elastic.journal import Journal
 from thinwire.errors import Refused, ThinwireError
-from thinwire.training.elastic.coordinator_process import _check_journal
-from thinwire.training.run_identity import (
+from thinwire.monitor.runlog.run_identity import (
     check_folder,
     identity_from_json,
     new_identity,
     read_identity,
     write_identity,
 )
+from thinwire.training.elastic.coordinator_process import _check_journal
 
 FIRST = new_identity(config_digest=32 * "0")
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from thinwire.elastic.coordinator_session import CoordinatorView, Neighbour, StateOffer
+from thinwire.elastic.global_state import GlobalState, pack
 from thinwire.elastic.join import Membership
 from thinwire.elastic.state_transfer import CHUNK_BYTES, publish_state
 from thinwire.errors import DeadlineExceeded, Expelled, NotThere
 from thinwire.sync.round_engine import RoundEngine
-from thinwire.training.checkpoints.global_state import GlobalState, pack
 from thinwire.training.elastic.states import IncomingState, fetch, state_name
 
 STEP, SOON_S = 12, 120.0

@@ -35,9 +35,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from thinwire.elastic.global_state import raw_bytes
 from thinwire.errors import CheckpointError, MissingExtra
 from thinwire.files import replace_whole, sync_folder
-from thinwire.training.checkpoints.global_state import raw_bytes
 
 _FORMAT = "thinwire-checkpoint"
 _VERSION = 3

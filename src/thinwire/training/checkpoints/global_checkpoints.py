@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.elastic.global_state import GlobalState
 from thinwire.errors import CheckpointError
+from thinwire.monitor.runlog.run_identity import RunIdentity
 from thinwire.training.checkpoints.checkpoint_files import (
     CheckpointFiles,
     Description,
@@ -26,8 +28,6 @@ from thinwire.training.checkpoints.checkpoint_files import (
     open_storage,
     reason_of,
 )
-from thinwire.training.checkpoints.global_state import GlobalState
-from thinwire.training.run_identity import RunIdentity
 
 MODEL_FILE = "model.safetensors"
 OUTER_FILE = "outer.safetensors"

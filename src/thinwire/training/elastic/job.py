@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import CheckpointError, ConnectError
 from thinwire.files import write_whole
+from thinwire.monitor.runlog.run_identity import RunIdentity, identity_from_json
 from thinwire.training.config import TrainConfig, from_json, to_json, validate
-from thinwire.training.run_identity import RunIdentity, identity_from_json
 from thinwire.version import __version__
 
 if TYPE_CHECKING:

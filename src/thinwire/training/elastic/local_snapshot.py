@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from thinwire.elastic.global_state import GlobalState, non_finite, spans, tensors_sha256, unpack
 from thinwire.elastic.replica_state import global_tensors, inner_tensors, load_global_tensors, load_inner_tensors
 from thinwire.errors import ThinwireError
 from thinwire.files import replace_whole
+from thinwire.monitor.runlog.run_identity import RunIdentity
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.training.checkpoints.global_state import GlobalState, non_finite, spans, tensors_sha256, unpack
-from thinwire.training.run_identity import RunIdentity
 
 # Shares of training time spent on copying, and of the disk and a core on writing, at most.
 _COPY_SHARE, _WRITE_SHARE = 0.005, 0.05

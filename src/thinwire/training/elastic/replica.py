@@ -16,17 +16,20 @@ from thinwire.elastic.adaptive_local_steps import AdaptiveLocalSteps
 from thinwire.elastic.coordinator_session import CoordinatorView, RoundLimits
 from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.engine_driver import ElasticDriver
+from thinwire.elastic.global_state import tensors_sha256
 from thinwire.elastic.invitation import read_invitation
 from thinwire.elastic.join import JoinPlan, Membership, join
 from thinwire.elastic.replica_state import global_tensors
 from thinwire.elastic.rounds import grace_steps, max_overdue_steps
 from thinwire.errors import CheckpointError, DroppedNonFinite, Expelled, Refused, RunOver
 from thinwire.files import write_whole
+from thinwire.monitor.record.metrics import Meter, open_loggers
 from thinwire.monitor.record.recorder import Recorder, own_fault
+from thinwire.monitor.runlog.forwarding import RecordForward
+from thinwire.monitor.runlog.run_identity import check_folder, write_identity
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer, make_method, make_model
 from thinwire.training.checkpoints.checkpoint_files import ForeignCheckpoint
-from thinwire.training.checkpoints.global_state import tensors_sha256
 from thinwire.training.config import TrainConfig, config_text
 from thinwire.training.corpora import Corpus
 from thinwire.training.corpora.sampler import ShardBatches
@@ -35,14 +38,11 @@ from thinwire.training.elastic.coordinator_process import read_port
 from thinwire.training.elastic.job import ElasticJob, LocalSettings
 from thinwire.training.elastic.local_snapshot import RESUMED_ERA, HeldState, LocalSnapshot, snapshot_path
 from thinwire.training.elastic.loop import Left, StepThroughput, elastic_training
-from thinwire.training.elastic.record_forwarding import RecordForward
 from thinwire.training.elastic.remediation import write_pid
 from thinwire.training.elastic.replica_ranks import Rank0Driver, check_ranks, whole_model
 from thinwire.training.elastic.round_log import RoundLog
 from thinwire.training.elastic.states import IncomingState, StateKeeper, checkpoints_of, take_in
 from thinwire.training.loop import LoopSetup, Training
-from thinwire.training.metrics import Meter, open_loggers
-from thinwire.training.run_identity import check_folder, write_identity
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
 from thinwire.training.worker import held_out_batches, open_data
 from thinwire.transport.addresses import Address

@@ -14,18 +14,18 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from thinwire.elastic.coordinator_session import CoordinatorView, StateOffer
+from thinwire.elastic.global_state import GlobalState, non_finite, pack, unpack, unpack_parameters
 from thinwire.elastic.join import Membership
 from thinwire.elastic.protocol import FROM_NOBODY
 from thinwire.elastic.replica_state import global_tensors, load_global_parameters, load_global_tensors, load_outer
 from thinwire.elastic.state_transfer import StateTransfer, publish_state, withdraw_state
 from thinwire.errors import CheckpointError, ConnectError, Expelled, NotThere, RunOver, ThinwireError
+from thinwire.monitor.runlog.run_identity import RunIdentity
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
-from thinwire.training.checkpoints.global_state import GlobalState, non_finite, pack, unpack, unpack_parameters
 from thinwire.training.config import TrainConfig
 from thinwire.training.elastic.local_snapshot import HeldState, LocalSnapshot, newest_snapshot
-from thinwire.training.run_identity import RunIdentity
 
 _NOTE_S = 20.0
 _KEPT = 2

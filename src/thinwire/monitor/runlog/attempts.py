@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from thinwire.files import write_whole
 from thinwire.monitor.downtime import Downtime, Incident, account
+from thinwire.monitor.runlog.checkpoint_interval import interval_steps, mtbf_s
 from thinwire.monitor.runlog.writer import JsonlWriter
-from thinwire.training.checkpoints.interval import interval_steps, mtbf_s
 
 PARTS_FILE = "parts.jsonl"
 COST_FILE = "checkpoint-cost.json"
