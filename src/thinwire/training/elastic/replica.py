@@ -25,6 +25,7 @@ from thinwire.errors import CheckpointError, DroppedNonFinite, Expelled, Refused
 from thinwire.files import write_whole
 from thinwire.monitor.record.metrics import Meter, open_loggers
 from thinwire.monitor.record.recorder import Recorder, own_fault
+from thinwire.monitor.record.round_log import RoundLog
 from thinwire.monitor.runlog.forwarding import RecordForward
 from thinwire.monitor.runlog.run_identity import check_folder, write_identity
 from thinwire.sync.optimizer import DistributedOptimizer
@@ -40,7 +41,6 @@ from thinwire.training.elastic.local_snapshot import RESUMED_ERA, HeldState, Loc
 from thinwire.training.elastic.loop import Left, StepThroughput, elastic_training
 from thinwire.training.elastic.remediation import write_pid
 from thinwire.training.elastic.replica_ranks import Rank0Driver, check_ranks, whole_model
-from thinwire.training.elastic.round_log import RoundLog
 from thinwire.training.elastic.states import IncomingState, StateKeeper, checkpoints_of, take_in
 from thinwire.training.loop import LoopSetup, Training
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
