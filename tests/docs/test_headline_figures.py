@@ -22,6 +22,7 @@ from markdown_pages import ROOT
 from tests.hostile_inputs import SENDERS
 from thinwire.lab.wire_benchmark.result_table import ResultRow, rows
 from thinwire.lab.wire_benchmark.runner import BenchWire, summary
+from thinwire.monitor.run_numbers import format_times, times_fewer
 from thinwire.units import format_bytes
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -83,7 +84,7 @@ def bytes_and_losses(results: Results) -> list[str]:
     return [
         f"{thin['parameters'] / 1e6:.2f}", str(thin["steps"]),
         format_bytes(thin["wire_bytes_sent"]), format_bytes(dense["wire_bytes_sent"]),
-        f"{dense['wire_bytes_sent'] / thin['wire_bytes_sent']:.0f}",
+        format_times(times_fewer(thin["allreduce_bytes"], thin["wire_bytes_sent"])),
         f"{100 * (thin['val_loss'] / dense['val_loss'] - 1):.1f}",
         f"{thin['val_loss']:.3f}", f"{dense['val_loss']:.3f}",
     ]  # fmt: skip

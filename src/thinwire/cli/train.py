@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from thinwire.cli.processes import REPLICA, exit_with_parent
@@ -19,6 +19,7 @@ from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed
 from thinwire.training.config import TrainConfig, command_line, validate
 
 if TYPE_CHECKING:
+    from thinwire.cli.view import LiveView
     from thinwire.planning.plan import Plan
 
 USAGE, FAILED = 2, 1
@@ -103,8 +104,9 @@ def _train_here(config: TrainConfig) -> int:
             if code:
                 return code
             with (
-                _view(config, replicas=config.num_replicas, after_step=step if is_resumed else None),
-                watched_run(config, step=step, say=_log) as watchdog,
+                _view(config, replicas=config.num_replicas, after_step=step if is_resumed else None) as view,
+                # what it reports goes through the view: a line from elsewhere would leave a second table behind
+                watched_run(config, step=step, say=_log if view is None else _log_above(view)) as watchdog,
             ):
                 summary = launch(config, module=REPLICA, is_resumed=is_resumed)
         except KeyboardInterrupt:
@@ -250,6 +252,10 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _log_above(view: LiveView) -> Callable[[str], None]:
+    return lambda text: view.print(f"thinwire: {text}")
 
 
 def _log_nothing(text: str) -> None:

@@ -282,11 +282,13 @@ class Training:
         return self._deadlines.deadline_s(steps=self._drift_steps)
 
     def reading(self) -> ReplicaCounts:
-        """Return this replica's counts now."""
+        """Return this replica's counts in its latest line, after `run` those of the whole training."""
+        if self._meter.latest.time_s:
+            return self._meter.latest
         return self._meter.read(stalled_s=self._optimizer.statistics.stalled_s)
 
     def run(self) -> None:
-        """Train to the last step, save the full state, and flush the rounds in flight.
+        """Train to the last step, save the full state, flush the rounds in flight, and write the last line.
 
         Raises:
             ThinwireError: A replica was lost, a checkpoint could not be written, or the like.
@@ -302,6 +304,8 @@ class Training:
                     self.save()
         self._optimizer.close(final_exchange=self._config.sync.final_exchange)
         self._optimizer.average_buffers()
+        if self._reported_step < self.step:
+            self._write_step()
 
     def evaluate(self, num_batches: int, *, part: int = 0, num_parts: int = 1) -> tuple[float, int]:
         """Evaluate the global parameters on held-out batches.
@@ -366,7 +370,9 @@ class Training:
             self._batches.load_state_dict(state["batches"])
             self._meter.load_state_dict(state["meter"])
             _set_random_state(state["random"], self._device)
-            self.step = self._reported_step = int(state["step"])
+            self.step = int(state["step"])
+            # a run that was stopped in its final exchange has yet to write its last line
+            self._reported_step = self.step - (self.step == self._config.run.steps)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit this run: {error!r}; start a new run with --overwrite"
@@ -436,21 +442,23 @@ class Training:
     def _report(self) -> None:
         # a replica that catches up may pass over the very step
         is_due = self.step // self._config.output.log_every > self._reported_step // self._config.output.log_every
-        if is_due or self.step == self._config.run.steps:
-            self._reported_step = self.step
-            self._meter.write_step(
-                self.step,
-                stalled_s=self._optimizer.statistics.stalled_s,
-                rounds_in_flight=len(self._optimizer.rounds_in_flight),
-            )
         is_last = self.step == self._config.run.steps
+        if is_due and not is_last:  # the last line follows the final exchange, whose bytes and time it holds
+            self._write_step()
         if not is_last and self._is_due(self._config.output.eval_every):
             # shared out, so that no replica waits for the one that evaluates
             part, num_parts = self._policy.share()
             with self._apart():
                 val_loss, targets = self.evaluate(self._config.output.eval_batches, part=part, num_parts=num_parts)
             self._meter.write_eval(self.step, val_loss=val_loss, targets=targets)
-        self._policy.after_report(self._meter.latest_loss)
+        self._policy.after_report(self._meter.interval_loss() if is_last else self._meter.latest_loss)
+
+    def _write_step(self) -> None:
+        self._reported_step = self.step
+        self._meter.write_step(
+            self.step, stalled_s=self._optimizer.statistics.stalled_s,
+            rounds_in_flight=len(self._optimizer.rounds_in_flight),
+        )  # fmt: skip
 
     def _check_drift(self) -> None:
         complaint = self._watch.observe_step(self.step) if self._watch else ""

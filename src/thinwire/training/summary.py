@@ -18,6 +18,7 @@ from torch import nn
 from thinwire.errors import DesyncError
 from thinwire.files import replace_whole, write_whole
 from thinwire.monitor.record.metrics import ReplicaCounts
+from thinwire.monitor.run_numbers import all_reduce_bytes, times_fewer
 from thinwire.sync.method import Method
 from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig
@@ -39,9 +40,10 @@ def parameters_sha256(model: nn.Module) -> str:
 
 
 def replica_note(reading: ReplicaCounts, *, sha256: str) -> dict[str, Any]:
-    """Return what a replica tells the others at the end."""
+    """Return a replica's result for the others, with times rounded as in its last line."""
     return {
-        "sha256": sha256, "tokens": reading.tokens, "time_s": reading.time_s, "stalled_s": reading.stalled_s,
+        "sha256": sha256, "tokens": reading.tokens, "time_s": round(max(reading.time_s, 1e-4), 4),
+        "stalled_s": round(reading.stalled_s, 4),
         "payload_bytes": reading.sent.payload_bytes, "wire_bytes_sent": reading.sent.wire_bytes,
         "wire_bytes_received": reading.received.wire_bytes, "peak_bits_per_s": reading.peak_bits_per_s,
     }  # fmt: skip
@@ -74,20 +76,22 @@ def summarise(
     wall_s = max(note["time_s"] for note in notes)
     tokens = sum(note["tokens"] for note in notes)
     payload_bytes, sent_bytes = mean("payload_bytes"), mean("wire_bytes_sent")
-    allreduce_bytes = 2 * (count - 1) / count * 4 * parameters * config.run.steps
+    all_reduce = all_reduce_bytes(parameters=parameters, num_replicas=count, steps=config.run.steps)
+    times = times_fewer(all_reduce, sent_bytes)
     return {
         "method": config.sync.method.replace("_", "-"), "replicas": count, "steps": config.run.steps, "tokens": tokens,
-        "val_loss": val_loss, "wall_s": round(wall_s, 3), "tokens_per_s": round(tokens / wall_s, 2),
+        "val_loss": val_loss, "wall_s": wall_s, "tokens_per_s": round(tokens / wall_s, 2),
         "payload_bytes": round(payload_bytes), "wire_bytes_sent": round(sent_bytes),
         "wire_bytes_received": round(mean("wire_bytes_received")),
+        "mean_bits_per_s": round(8 * sent_bytes / wall_s, 1), "step_s": round(wall_s / config.run.steps, 5),
         "peak_bits_per_s": round(max(note["peak_bits_per_s"] for note in notes), 1),
-        "compute_utilisation": round(sum(1 - note["stalled_s"] / note["time_s"] for note in notes) / count, 5),
+        "compute_utilisation": round(sum(1 - note["stalled_s"] / note["time_s"] for note in notes) / count, 8),
         "global_parameters_sha256": notes[0]["sha256"], "model": config.model.name, "data": config.data.source,
         "parameters": parameters, "sync_interval": config.sync.sync_interval or 1,
         "overlap_steps": getattr(method.schedule, "overlap_steps", 0),
         "codec": config.sync.codec or _codec_of(method, num_replicas=count), "num_fragments": num_fragments,
-        "allreduce_bytes": round(allreduce_bytes), "all_reduce_dtype": all_reduce_dtype,
-        "times_fewer_bytes": round(allreduce_bytes / sent_bytes, 2) if sent_bytes else None, "seed": config.run.seed,
+        "allreduce_bytes": round(all_reduce), "all_reduce_dtype": all_reduce_dtype,
+        "times_fewer_bytes": None if times is None else round(times, 2), "seed": config.run.seed,
         "machine": describe_machine(config.model.device), "thinwire_version": __version__,
     }  # fmt: skip
 

@@ -164,7 +164,7 @@ class _Replica:
         )  # fmt: skip
         meter = Meter(
             config.run_dir, replica=self._transport.replica, log=self._transport.log, loggers=(*own, *loggers),
-            warn=warn,
+            warn=warn, connections=self._transport.connections,
         )  # fmt: skip
         recorder = Recorder(config.run_dir, rank=self._transport.replica, warn=warn)
         training: Training | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -19,9 +20,10 @@ from thinwire.monitor.detect.diagnose import DetectorState, diagnose, findings_o
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.heat import heat_maps
+from thinwire.monitor.run_numbers import RunNumbers, number_rows, time_left_s
 from thinwire.monitor.runlog.reader import converted
 from thinwire.monitor.runlog.records import Count
-from thinwire.monitor.runlog.run_folder import RECORDS, join_evaluations, read_files, setting
+from thinwire.monitor.runlog.run_folder import RECORDS, SUMMARY, Summary, join_evaluations, parse, read_files, setting
 
 VERSION = 1
 Entry = TypeVar("Entry")
@@ -128,7 +130,8 @@ def run_state(
 
     Returns:
         Among others `state`: `waiting` before the first line, `training`, `silent` if no file was written for too
-        long, `failed`, or `finished`.
+        long, `failed`, or `finished`; `numbers`, rows of `thinwire.monitor.run_numbers` (name, label, value, text);
+        and `time_left_s`, None where unknown.
     """
     result = _lenient(_Result, summary)
     settings = _lenient(_Config, {name: setting(config or {}, *place) for name, place in _OPTIONS.items()})
@@ -150,7 +153,28 @@ def run_state(
         "is_elastic": sources.journal.is_there or bool(sources.rounds),
         "step": max((one.last.step for one in sources.replicas.values() if one.last is not None), default=0),
         "val_loss": result.val_loss, "wall_s": result.wall_s, "times_fewer_bytes": result.times_fewer_bytes,
+        "numbers": _numbers(summary, sources), "time_left_s": _time_left_s(settings.steps, sources, state=state),
     }  # fmt: skip
+
+
+def _time_left_s(steps: int | None, sources: Sources, *, state: str) -> float | None:
+    if steps is None or state != "training":
+        return None
+    known = [(one.first, one.last) for one in sources.replicas.values()]
+    spans = [(first, last) for first, last in known if first is not None and last is not None]
+    return time_left_s(spans, total_steps=steps)
+
+
+def _numbers(summary: Mapping[str, Any] | None, sources: Sources) -> list[dict[str, Any]]:
+    """Return the run's numbers: of its summary, or of the replicas' latest lines while it goes on."""
+    numbers = None
+    if summary is not None:
+        with contextlib.suppress(DataError):  # damaged, or of another version
+            numbers = RunNumbers.of_summary(parse(Summary, summary, source=SUMMARY))
+    if numbers is None:
+        lines = [one.last for one in sources.replicas.values() if one.last is not None]
+        numbers = RunNumbers.of_lines(lines)
+    return [] if numbers is None else number_rows(numbers)
 
 
 def replica_rows(sources: Sources, run: Mapping[str, Any], *, now: float) -> list[dict[str, Any]]:

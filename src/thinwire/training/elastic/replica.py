@@ -397,8 +397,9 @@ class _Stay:
             after_step=step,
         )
         self._meter = Meter(
-            config.run_dir, replica=membership.replica, log=membership.transport.log, loggers=loggers, warn=self._report
-        )
+            config.run_dir, replica=membership.replica, log=membership.transport.log, loggers=loggers,
+            warn=self._report, connections=membership.transport.connections,
+        )  # fmt: skip
         self._meter.start()
         self._round_log = RoundLog(
             config.run_dir, replica=membership.replica, engine=parts.optimizer.engine, warn=self._report
