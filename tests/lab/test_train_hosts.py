@@ -13,7 +13,7 @@ from thinwire.lab.counters import peak_rate, sent_by
 
 pytestmark = pytest.mark.multiprocess
 RATE_BITS_PER_S = 4e6
-OPTIONS = (
+OPTIONS = (  # noqa: SIM905 - the words as a user types them
     "--tokenizer bytes --batch-size 1 --seq-len 16 --steps 12 --sync-interval 6 --overlap-steps 2 --eval-every 0 "
     "--final-eval-batches 1 --checkpoint-every 0 --log-every 2 --threads 1"
 ).split()
@@ -23,9 +23,11 @@ def test_a_run_starts_without_a_warning_and_reports_no_rate_above_the_kernels(tm
     text, run = tmp_path / "text.txt", tmp_path / "run"
     text.write_text("\n".join(f"{number}: " + "a thin wire carries little. " * 60 for number in range(40)))
     command = [sys.executable, "-m", "thinwire.cli.main", "train", "--data", str(text), "--out", str(run), *OPTIONS]
+    # the first host's diagnosis reads the run's folder while the second host is still to come: nobody has made it yet
+    late = ["sh", "-c", 'sleep $((3 * RANK)); exec "$@"', "sh"]
     environment = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
     with Lab(hosts=2, rate="4mbit") as lab:
-        results = lab.run([*command, "--cache-dir", str(tmp_path)], deadline_s=240, environment=environment)
+        results = lab.run([*late, *command, "--cache-dir", str(tmp_path)], deadline_s=240, environment=environment)
         samples, counters = lab.samples(), lab.counters()
     for result in results:
         assert result.exit_code == 0, result.stderr
