@@ -6,8 +6,8 @@ and put blanks into it; the extension then publishes it as text.
 
 from __future__ import annotations
 
-import html
 import re
+from html import unescape
 from typing import Any
 
 _TAG = re.compile(r"<[^>]*>")
@@ -16,11 +16,11 @@ _MARKER = re.compile(r"-\s*8\s*<\s*-")
 
 def literal_markers(page: str) -> list[str]:
     """Return the include markers that a rendered page shows, each with the characters around it."""
-    shown = html.unescape(_TAG.sub("", page))
+    shown = unescape(_TAG.sub("", page))
     return [shown[max(0, found.start() - 2) : found.end() + 40].strip() for found in _MARKER.finditer(shown)]
 
 
-def on_page_content(page: str, **context: Any) -> str:
+def on_page_content(html: str, *, page: Any, **_: Any) -> str:
     """Check a page (called by MkDocs).
 
     Raises:
@@ -28,6 +28,6 @@ def on_page_content(page: str, **context: Any) -> str:
     """
     from mkdocs.exceptions import PluginError
 
-    if found := literal_markers(page):
-        raise PluginError(f"{context['page'].file.src_path} shows an include marker as text: {'; '.join(found)}")
-    return page
+    if found := literal_markers(html):
+        raise PluginError(f"{page.file.src_path} shows an include marker as text: {'; '.join(found)}")
+    return html

@@ -213,7 +213,7 @@ def at_h_100(results: Results) -> list[str]:
 NUMBER = r"([+-]?[\d,]+(?:\.\d+)?)"
 SPREAD = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"
 PERCENT = rf"{NUMBER} % \({NUMBER} to {NUMBER}\)"
-BENCHMARKS, ELASTIC = "docs/benchmarks.md", "docs/elastic.md"
+BENCHMARKS, ELASTIC = "docs/benchmarks.md", "docs/explanation/elastic-rounds.md"
 
 CLAIMS = {
     "README: bytes and losses": Claim(
@@ -355,7 +355,7 @@ CLAIMS = {
     ),
     "elastic: coming back": Claim(
         page=ELASTIC,
-        pattern=r"in a round again (\d+) s later with its own state, and (\d+) s later where it fetches "
+        pattern=r"in a round again (\d+) s later with its own state, and (\d+) s later if it fetches "
         r"one over 20 Mbit/s",
         values=lambda results: [
             *rejoins(1, "own", ("median_s", "1"))(results),

@@ -61,6 +61,12 @@ def test_the_build_of_the_docs_fails_on_an_include_marker_in_a_page(code: str) -
     assert literal_markers("<p>8 &lt; 9 and a - 8</p>") == []
 
 
+def test_the_drawing_of_fragments_is_that_of_the_schedule() -> None:
+    drawing = runpy.run_path(str(ROOT / "scripts" / "fragment_drawing.py"))["drawing"]
+    message = "python scripts/fragment_drawing.py docs/assets/fragments.svg"
+    assert (DOCS / "assets" / "fragments.svg").read_text() == drawing(), message
+
+
 def test_a_block_that_is_left_out_says_why() -> None:
     silent = [f"{name}:{line}" for name, found in PROGRAMS.items() for line in found.without_reason]
     assert not silent, "write <!-- not run: REASON --> at " + ", ".join(silent)
