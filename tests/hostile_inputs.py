@@ -622,5 +622,5 @@ SENDERS: dict[str, tuple[str, str, bool]] = {
     "state": ("a global state", "wire", True),
     "signed-state": ("a global state whose header has the right hash", "wire", True),
     "journal": ("a coordinator's journal", "file", True),
-    "lab-message": ("what a lab tells its keeper", "socket pair", True),
+    "lab-message": ("messages of a lab to its supervisor", "socket pair", True),
 }

@@ -38,22 +38,22 @@ class ClusterOptions:
     """Machines of a plan or a simulation: a cluster file, or a number of equal machines."""
 
     cluster: Path | None = None
-    """The cluster file, which thinwire probe writes."""
+    """Cluster file (`thinwire probe` writes one)."""
 
     hosts: int | None = None
-    """Instead of a file: number of equal machines."""
+    """Number of equal machines, instead of a cluster file."""
 
     rate: str | None = None
-    """Their access: 100mbit, or down and up as 100mbit/20mbit."""
+    """Access rate of each machine: 100mbit, or down/up as 100mbit/20mbit."""
 
     latency: str | None = None
-    """One-way time between any two of them. Default: 0ms."""
+    """One-way latency between machines. Default: 0ms."""
 
     flops: float | None = None
-    """Floating-point operations a second that training reaches on each, such as 4e13."""
+    """FLOP/s that training reaches on each machine, such as 4e13."""
 
     memory: str | None = None
-    """Memory of each one's device, such as 24GB. Default: enough."""
+    """Memory of each machine's device, such as 24GB. Default: enough."""
 
 
 def cluster_of(options: ClusterOptions, *, needs_flops: bool = True) -> Cluster:
@@ -97,53 +97,53 @@ def cluster_of(options: ClusterOptions, *, needs_flops: bool = True) -> Cluster:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions(ClusterOptions):
-    """Find the method and settings that train a model fastest on these machines and wires, by simulating them.
+    """Find the fastest method and settings for these machines and links, by simulation.
 
-    The machines come from a cluster file, which thinwire probe writes, or are alike: --hosts 2 --rate 100mbit --latency
-    20ms --flops 4e13. What is found is written to a plan file: thinwire train --plan plan.json.
+    Describe the machines with a cluster file (`thinwire probe` writes one), or as equal machines: --hosts 2 --rate
+    100mbit --latency 20ms --flops 4e13. `thinwire train --plan plan.json` runs the plan.
     """
 
     model: str = "nano"
     """nano, 35m, 150m, 400m, 1b, hf:PATH, or a size such as 7b."""
 
     tokens: float = 1e9
-    """Tokens to train on, all replicas together, such as 25e9."""
+    """Training tokens of all replicas together, such as 25e9."""
 
     seq_len: int | None = None
-    """Tokens a sequence. Default: 128 for nano, else 1024."""
+    """Tokens per sequence. Default: 128 for nano, else 1024."""
 
     batch_size: int | None = None
-    """Sequences a step of one replica. Default: 8."""
+    """Sequences per step and replica. Default: 8."""
 
     global_batch: float | None = None
-    """Instead: tokens a step of all replicas together."""
+    """Tokens per step of all replicas together, instead of --batch-size."""
 
     method: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A method to choose from; may be repeated. Default: all-reduce, diloco, streaming-diloco."""
+    """Candidate method. Default: all-reduce, diloco, streaming-diloco. Repeatable."""
 
     interval: tyro.conf.UseAppendAction[tuple[int, ...]] = ()
-    """A sync interval to choose from; may be repeated. Default: 10, 20, 30, 50, 100, 200, 300, 500."""
+    """Candidate sync interval H. Default: 10, 20, 30, 50, 100, 200, 300, 500. Repeatable."""
 
     codec: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A code to choose from, such as bfloat16; may be repeated. Default: all that a method goes with."""
+    """Candidate codec, such as bfloat16. Default: all that fit the method. Repeatable."""
 
     min_utilisation: float = 0.0
-    """The least share of the machines' time that they must compute, such as 0.95."""
+    """Smallest share of the time spent computing, such as 0.95."""
 
     max_penalty: float = 0.05
-    """The largest predicted loss above data-parallel training's, as a share of it."""
+    """Largest predicted excess over the loss of data-parallel training, as a share."""
 
     min_replicas: int = 1
-    """The fewest machines that take part."""
+    """Smallest number of machines."""
 
     explain: bool = False
-    """Show the arithmetic."""
+    """Show the calculation."""
 
     out: Path = Path("plan.json")
-    """Where the plan is written."""
+    """File of the plan."""
 
     figure: Path | None = None
-    """Write time against loss of all that was simulated, as SVG."""
+    """Also write a figure of time against loss of all candidates, as SVG."""
 
     json: bool = False
     """Print the plan as JSON on stdout instead of tables."""
@@ -156,7 +156,8 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, 1 where no plan meets the limits or a file cannot be read or written, 2 for wrong options.
     """
-    options = parse_options(PlanOptions, arguments, prog="thinwire plan")
+    basic = ("cluster", "hosts", "rate", "latency", "flops", "memory", "model", "tokens", "out")
+    options = parse_options(PlanOptions, arguments, prog="thinwire plan", basic=basic)
     from thinwire.planning.explain import explain
     from thinwire.planning.plan import save_plan
     from thinwire.planning.search import make_plan

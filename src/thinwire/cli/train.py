@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from thinwire.cli.help_text import is_help_wanted
 from thinwire.cli.processes import REPLICA, exit_with_parent
 from thinwire.cli.run_watchdog import watchdog_process, watched_run
-from thinwire.cli.train_options import expand_method_options, parse, settle, world_size
+from thinwire.cli.train_options import expand_method_options, parse, settle, train_help, world_size
 from thinwire.cli.train_plan import planned
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed
 from thinwire.training.config import TrainConfig, command_line, validate
@@ -31,6 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, 1 for what went wrong while running, 2 for wrong options, 128 + N for signal N.
     """
+    if is_help_wanted(arguments):
+        print(train_help())
+        return 0
     is_told = os.environ.get("LOCAL_RANK", "0") == "0"  # the ranks of a host are given the same words
     try:
         arguments = expand_method_options(arguments)

@@ -12,7 +12,16 @@ from typing import Annotated, Any
 import tyro
 
 from thinwire.cli.argument_parsing import parse_options
+from thinwire.cli.help_text import OptionHelp, format_help, options_of_dataclass
 from thinwire.training.config import FREE, OPTIONS, SECTIONS, TrainConfig, flag, read_config, resolve
+
+# Options that `thinwire train --help` lists first.
+BASIC = (
+    "replicas", "steps", "model", "data", "batch_size", "device", "method", "sync_interval", "overlap_steps", "codec",
+    "lr", "secret", "elastic", "out", "resume",
+)  # fmt: skip
+
+_HEADINGS = {"sync": "Exchange", "elastic": "Elastic run"}
 
 
 def expand_method_options(arguments: Sequence[str]) -> list[str]:
@@ -47,12 +56,24 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
 
     Raises:
         ValueError: The words are no options of this command; in one line.
-        SystemExit: After `--help`.
     """
     shown: Any = parse_options(_as_shown(), arguments, prog="thinwire train")
     return TrainConfig.of(
         **{name: getattr(getattr(shown, section), field) for name, (section, field) in OPTIONS.items()}
     )
+
+
+def train_help() -> str:
+    """Return the text of `thinwire train --help`: the basic options, then the others by subject."""
+    sections: dict[str, dict[str, OptionHelp]] = {}
+    for section, kind in SECTIONS.items():
+        names = {field: name for name, (owner, field) in OPTIONS.items() if owner == section}
+        sections[section] = options_of_dataclass(kind, names=names)
+    groups = {"Basic options": [sections[OPTIONS[name][0]][name] for name in BASIC]}
+    for section in SECTIONS:
+        others = [option for name, option in sections[section].items() if name not in BASIC]
+        groups[f"{_HEADINGS.get(section, section.capitalize())} options"] = others
+    return format_help("thinwire train", TrainConfig.__doc__ or "", groups=groups)
 
 
 def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:

@@ -31,17 +31,16 @@ _STYLES = {"silent": "bold red", "failed": "bold red", "gone": "yellow", "paused
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchOptions:
-    """Show the replicas of a run of `thinwire train`, and the newest findings: what is slow, stuck or gone.
+    """Show replicas and findings of a run of `thinwire train` in the terminal.
 
-    It only reads the run's folder, also from another terminal or host, and ends with the run or with Ctrl-C. On a
-    terminal a table that stays in place, elsewhere a line for each change. With --once the exit code is 3 where
-    something is wrong.
+    It only reads the run's folder, and ends with the run or with Ctrl-C. Without a terminal it prints a line
+    per change. With --once the exit code is 3 if something is wrong.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run's folder."""
+    """Folder of the run."""
     once: bool = False
-    """Print the state once, and end."""
+    """Print the state once."""
     json: bool = False
     """Print the state once, as one JSON object on stdout."""
     period_s: float = 0.5
