@@ -31,7 +31,7 @@ from thinwire.monitor.synthetic_jobs import NOISES, InjectedFault, Scene, synthe
 
 _STEPS_A_ROUND, _TOKENS_A_STEP, _WIRE_BYTES = 20, 4096, 500_009
 # Width and height in CSS pixels, and pixels of the picture for each.
-SIZES = {"small": (1360, 1130, 0.7), "wide": (1360, 2300, 1.0), "narrow": (400, 3400, 1.0)}
+SIZES = {"small": (1400, 1000, 0.7), "wide": (1400, 2300, 1.0), "narrow": (500, 3400, 1.0)}
 _CHROMIUM_S = 60.0
 
 
