@@ -102,7 +102,14 @@ def test_a_run_ends_with_one_object_on_stdout_and_a_whole_folder(whole: tuple[St
     found = result(started)
     assert found["tokens"] == 2 * 20 * 16
     assert json.loads((run / "summary.json").read_text()) == found
-    for name in ("config.json", "report.html", "model/model.safetensors", "model/config.json", "model/tokenizer.json"):
+    for name in (
+        "config.json",
+        "report.html",
+        "model/model.safetensors",
+        "model/config.json",
+        "model/tokenizer.json",
+        "samples.json",
+    ):
         assert (run / name).stat().st_size > 0, name
     for replica in (0, 1):
         assert [line["step"] for line in metrics(run, replica) if line["kind"] == "step"] == [4, 8, 12, 16, 20]

@@ -227,9 +227,10 @@ def _report(config: TrainConfig, summary: dict[str, Any]) -> dict[str, Any]:
 def _show(config: TrainConfig, summary: dict[str, Any]) -> int:
     from rich.console import Console
 
-    from thinwire.cli.tables import final_table
+    from thinwire.cli.tables import final_table, sample_rows
 
-    Console(stderr=config.output.json, soft_wrap=True).print(final_table(summary))
+    samples = sample_rows(config.run_dir) if config.output.samples else []
+    Console(stderr=config.output.json, soft_wrap=True).print(final_table(summary, samples=samples))
     if config.output.json:
         print(json.dumps(summary), flush=True)
     return 0

@@ -22,7 +22,7 @@ from thinwire.version import __version__
 # Options that do not change what is computed: a resumed run may change them, and hosts may differ in them.
 FREE = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret",
-    "join_deadline_s", "port", "begin_with", "checkpoint_to", "keep_checkpoints", "log_every",
+    "join_deadline_s", "samples", "port", "begin_with", "checkpoint_to", "keep_checkpoints", "log_every",
     "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan",
     "expected_step_s", "ranks_per_replica", "on_finding", "on_finding_dry_run", "checkpoint_auto",
 )  # fmt: skip
@@ -208,6 +208,8 @@ class OutputConfig:
     """Steps between two checkpoints; 0 saves only at the end. Default: 100 for nano, else 500."""
     checkpoint_auto: bool = False
     """Choose the interval from the cost of a checkpoint and the failures so far."""
+    samples: bool = True
+    """Write samples.json: how the model continues two texts before and after training."""
     tensorboard: bool = False
     """Also write metrics for TensorBoard (pip install 'thinwire[report]')."""
     wandb: bool = False
@@ -482,6 +484,17 @@ def _path_of(kind: type[Any], value: object) -> Any:
     if kind is not Path or not isinstance(value, str):
         raise ValueError(f"expected the name of a file, got {value!r}")
     return Path(value)
+
+
+def find_run(run_dir: Path) -> Path:
+    """Return the folder of a run.
+
+    Raises:
+        CheckpointError: It holds no run.
+    """
+    if not (run_dir / "config.json").is_file():
+        raise CheckpointError(f"{run_dir} holds no run (no config.json); give the --out folder of thinwire train")
+    return run_dir
 
 
 def read_config(run_dir: Path) -> TrainConfig:

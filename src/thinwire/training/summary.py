@@ -108,7 +108,7 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def save_model(run_dir: Path, model: nn.Module, *, tokenizer_json: str | None) -> None:
-    """Write `model/`: weights under their plain names, the shape, the tokenizer; readable without thinwire.
+    """Write `model/`: see `write_model`.
 
     Args:
         run_dir: The run's folder.
@@ -120,6 +120,35 @@ def save_model(run_dir: Path, model: nn.Module, *, tokenizer_json: str | None) -
     """
     folder = run_dir / "model"
     folder.mkdir(exist_ok=True)
+    write_model(folder, model, tokenizer_json=tokenizer_json)
+
+
+def save_tokenizer(run_dir: Path, *, tokenizer_json: str) -> None:
+    """Write the tokenizer into `model/`, where checkpoints of a run that has not finished need it too.
+
+    Args:
+        run_dir: The run's folder.
+        tokenizer_json: Content of `tokenizer.json`.
+
+    Raises:
+        OSError: It could not be written.
+    """
+    folder = run_dir / "model"
+    folder.mkdir(exist_ok=True)
+    write_whole(folder / "tokenizer.json", tokenizer_json)
+
+
+def write_model(folder: Path, model: nn.Module, *, tokenizer_json: str | None) -> None:
+    """Write weights under their plain names, the shape and the tokenizer; readable without thinwire.
+
+    Args:
+        folder: Where the files go.
+        model: With the global parameters in place.
+        tokenizer_json: Content of `tokenizer.json`, None for bytes.
+
+    Raises:
+        OSError: It could not be written.
+    """
     wrapped: Any = getattr(model, "model", None)
     if hasattr(wrapped, "save_pretrained"):
         wrapped.save_pretrained(str(folder), safe_serialization=True)

@@ -35,8 +35,16 @@ from thinwire.training.config import TrainConfig, config_text, meaning
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.training.cost_check import complain
 from thinwire.training.drift import step_monitor_of
+from thinwire.training.generation import begin_samples, finish_samples
 from thinwire.training.loop import Batch, LoopSetup, Training
-from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
+from thinwire.training.summary import (
+    parameters_sha256,
+    replica_note,
+    save_model,
+    save_tokenizer,
+    summarise,
+    write_summary,
+)
 from thinwire.transport.all_gather_json import all_gather_json
 from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
@@ -47,6 +55,7 @@ _LOCAL_NAMES = ("data", "model")
 _OUTPUTS = (
     "config.json", RUN_FILE, "summary.json", "report.html", "metrics-replica-*", "transfers-replica-*",
     "records-rank-*", "findings.jsonl", "actions.jsonl", "downtime.json", "parts.jsonl", "checkpoint-cost.json",
+    "samples.json",
 )  # fmt: skip
 _OUTPUT_FOLDERS = ("checkpoints", "model", "logs", "tensorboard", "wandb")
 
@@ -170,14 +179,14 @@ class _Replica:
         training: Training | None = None
         why = ""
         try:
-            training = self._assemble(meter, recorder)
+            training = self._assemble(meter, recorder, warn)
             complaint = self._check_code()
             self._go_to(step, training, meter)
             recorder.follow(self._transport, self._optimizer.engine)
             if complaint and self._transport.replica == 0:
                 meter.write_warning(step + 1, message=complaint)
             training.run()
-            return self._close(training)
+            return self._close(training, warn)
         except ThinwireError as error:
             meter.write_error(training.step if training else step, message=str(error))
             why = own_fault(error)
@@ -239,12 +248,16 @@ class _Replica:
                     f"folder of the same run"
                 )
 
-    def _assemble(self, meter: Meter, recorder: Recorder) -> Training:
+    def _assemble(self, meter: Meter, recorder: Recorder, warn: Callable[[str], None]) -> Training:
         config, corpus, transport = self._config, self._corpus, self._transport
         device = torch.device("cuda", self._place.local_rank) if config.model.device == "cuda" else torch.device("cpu")
         check_data(config, corpus)  # a host of its own may hold other files
         torch.manual_seed(config.run.seed)
         model = make_model(config, vocab_size=corpus.tokenizer.vocab_size, device=device)
+        if self._place.local_rank == 0:
+            save_tokenizer(config.run_dir, tokenizer_json=corpus.tokenizer.to_json())
+        if transport.replica == 0 and config.output.samples:
+            begin_samples(config.run_dir, model, corpus, warn=warn)
         optimizer = DistributedOptimizer(
             model, make_inner_optimizer(config, model), method=make_method(config), transport=transport,
             seed=config.run.seed, pace=config.sync.pace,
@@ -275,7 +288,7 @@ class _Replica:
             meter.start_over()
         meter.start()
 
-    def _close(self, training: Training) -> dict[str, Any] | None:
+    def _close(self, training: Training, warn: Callable[[str], None]) -> dict[str, Any] | None:
         """Compare the replicas' results; replica 0 evaluates and writes the run's."""
         reading = training.reading()
         with self._optimizer.global_parameters():
@@ -286,6 +299,7 @@ class _Replica:
         val_loss = training.evaluate_at_end()
         with self._optimizer.global_parameters():
             save_model(self._config.run_dir, self._model, tokenizer_json=self._corpus.tokenizer.to_json())
+            finish_samples(self._config.run_dir, self._model, self._corpus.tokenizer, warn=warn)
         parameters = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
         summary = summarise(
             self._config, notes, val_loss=val_loss, parameters=parameters, num_fragments=self._optimizer.num_fragments

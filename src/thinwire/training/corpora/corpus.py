@@ -38,6 +38,9 @@ from thinwire.training.corpora.tokenizers import (
     load_tokenizer,
 )
 
+# Share of documents that `thinwire train` holds out.
+HELD_OUT_FRACTION = 0.02
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
@@ -197,7 +200,7 @@ def open_corpus(
     cache: Path | str,
     tokenizer: str = "bpe",
     vocab_size: int = 2048,
-    held_out_fraction: float = 0.02,
+    held_out_fraction: float = HELD_OUT_FRACTION,
     max_bytes: int | None = None,
     deadline_s: float = 3600.0,
 ) -> Corpus:

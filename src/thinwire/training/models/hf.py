@@ -43,6 +43,21 @@ class HuggingFaceModel(nn.Module):
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits
 
+    def decode(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """Read more tokens of a text, and return the logits of the one that follows.
+
+        Args:
+            tokens: (batch, seq) int64: the first tokens, then those that follow.
+            cache: What an earlier call returned for the tokens before; None at the start of a text.
+
+        Returns:
+            (batch, vocab_size), and the cache for the next call; None where the model has none, and every call begins
+            at the start of the text.
+        """
+        earlier = {} if cache is None else {"past_key_values": cache}
+        found = self.model(input_ids=tokens, use_cache=True, **earlier)
+        return found.logits[:, -1], getattr(found, "past_key_values", None)
+
     def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss to train on and the mean negative log-likelihood in nats, both float32.
 

@@ -21,7 +21,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,9 @@ class LanguageModel(Protocol):
 
     def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss to train on and the mean negative log-likelihood in nats, from (batch, seq) int64 each."""
+
+    def decode(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """Return the logits after more tokens of a text, (batch, vocab_size), and a cache for the next call."""
 
 
 def preset(
