@@ -202,7 +202,7 @@ def test_more_replicas_than_colours_share_one_colour_and_one_label(tmp_path: Pat
 def test_a_lane_names_the_peak_of_its_replica_as_every_other_place_does(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=60)
     append(run / "metrics-replica-1.jsonl", step_line(70, time_s=28.0, peak_bits_per_s=7.7e6))
-    assert {"3.30 Mbit/s", "7.70 Mbit/s"} <= set(_words(wire_rate(read_run(run)).svg))
+    assert {"peak 3.30 Mbit/s", "peak 7.70 Mbit/s"} <= set(_words(wire_rate(read_run(run)).svg))
 
 
 def test_one_replica_sends_nothing_and_the_figures_say_so(tmp_path: Path) -> None:

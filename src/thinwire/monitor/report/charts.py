@@ -63,6 +63,8 @@ h2{font-size:18px;margin:40px 0 12px}
 h3{font-size:15px;margin:0 0 10px}
 .headline{font-size:clamp(20px,2.4vw,28px);line-height:1.3;font-weight:600;margin:0 0 24px;
 max-width:36em;text-wrap:balance}
+.whole{white-space:nowrap}
+summary{font-size:18px;font-weight:700;margin:40px 0 12px;cursor:pointer}
 .headline b{color:var(--strong);white-space:nowrap;font-weight:700}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:20px}
 .card{background:var(--card);border:1px solid var(--edge);border-radius:10px;padding:18px 20px;margin:0;min-width:0}
@@ -390,7 +392,7 @@ def empty_chart(title: str, words: str) -> str:
     return svg(title, 120, [text(WIDTH / 2, 60, words, anchor="middle")])
 
 
-_LEFT, _RIGHT, _BINS = 74.0, 88.0, 240
+_LEFT, _RIGHT, _BINS = 74.0, 118.0, 240
 _HIGHEST, _LOWEST, _ALL = 90.0, 20.0, 200.0
 
 
@@ -454,7 +456,7 @@ def _lane(lane: Lane, x: Scale, *, width: float, top: float, base: float, height
     shape = f'<polygon class="area f{lane.colour % COLOURS}" points="{" ".join(places)}">'
     return [
         f'<line class="grid" x1="{x.start:.1f}" x2="{x.stop:.1f}" y1="{base:.1f}" y2="{base:.1f}"/>',
-        f"{shape}<title>{escape(lane.name)}: peak {escape(lane.note)}</title></polygon>",
+        f"{shape}<title>{escape(lane.name)}: {escape(lane.note)}</title></polygon>",
         text(x.start - 8, base - 2, lane.name, anchor="end", style="label"),
         text(x.stop + 8, base - 2, lane.note),
     ]

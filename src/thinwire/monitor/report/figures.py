@@ -96,7 +96,7 @@ def loss_against_tokens(run: RunRecord) -> Figure:
 def loss_against_bytes(run: RunRecord) -> Figure:
     """Draw the same losses against the bytes that one replica has sent, and where an all-reduce would end."""
     training = ChartSeries(
-        name="training", label="training", colour=7, is_faint=True, points=mean_loss_against_bytes(run)
+        name="training", label="training", colour=7, is_thin=True, points=mean_loss_against_bytes(run)
     )
     validation = ChartSeries(
         name="validation", label="validation", is_main=True, has_dots=True, points=validation_against_bytes(run)
@@ -129,13 +129,16 @@ def wire_rate(run: RunRecord) -> Figure:
             points += [(number * window_s, line.sent_bits_per_s) for number in range(first, last)]
             before_s = line.time_s
         peak = record.steps[-1].peak_bits_per_s if record.steps else 0.0
-        lanes.append(Lane(name=f"replica {replica}", points=tuple(points), note=format_rate(peak), colour=replica))
+        lanes.append(
+            Lane(name=f"replica {replica}", points=tuple(points), note=f"peak {format_rate(peak)}", colour=replica)
+        )
+    highest = max((rate for lane in lanes for _, rate in lane.points), default=0.0)
     svg = lane_chart("Rate on the wire", lanes, x=time_axis(), width=window_s, until=span_s, empty="nothing was sent")
     caption = (
-        "Sent by each replica, mean of each log interval, as its kernel counted it. All lanes share one scale; the "
-        "number at the right is the replica's peak rate over 1 s."
+        "Rate of sending, mean of each log interval, by the counts of each replica's kernel. All replicas share one "
+        f"scale: the tallest bar is {format_rate(highest)}. Peak: the replica's highest rate over 1 s."
     )
-    return Figure(heading="Rate on the wire against time", svg=svg, caption=caption)
+    return Figure(heading="Rate on the wire", svg=svg, caption=caption)
 
 
 def utilisation(run: RunRecord) -> Figure:
@@ -150,10 +153,10 @@ def utilisation(run: RunRecord) -> Figure:
         )
         for replica, record in run.replicas.items()
     )
-    y = Axis(label="time spent computing", write=lambda v: f"{100 * v:.3g} %", include=(0.0, 1.0))
-    chart = Chart(title="Compute utilisation", x=time_axis(), y=y, series=lines)
-    caption = "The rest of the time a replica waited for the network."
-    return Figure(heading="Compute utilisation against time", svg=line_chart(chart), caption=caption)
+    y = Axis(label="share of time", write=lambda v: f"{100 * v:.3g} %", include=(0.0, 1.0))
+    chart = Chart(title="Time spent computing", x=time_axis(), y=y, series=lines)
+    caption = "In the rest of the time a replica waited for the network."
+    return Figure(heading="Time spent computing", svg=line_chart(chart), caption=caption)
 
 
 def evaluations(run: RunRecord) -> list[EvaluationMetrics]:

@@ -185,6 +185,7 @@ _MOST_SAMPLES, _MOST_SAMPLE_TEXT, _MOST_SAMPLE_BYTES = 12, 4000, 256 * 1024
 _MOST_FOLDERS = 1000
 # Below this ratio of bytes, and this gap of the loss in percent, there is no difference to report.
 _NO_GAIN, _NO_GAP_PERCENT = 1.05, 0.05
+_ALL_REDUCE = '<span class="whole">all-reduce</span>'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,8 +236,9 @@ def render_report(run: RunRecord, *, command: str) -> str:
         *trouble(run.path, is_diagnosed=setting(run.config, "run", "on_finding") != "off"),
         "<h2>Repeat this run</h2>",
         code(command),
-        "<h2>Settings</h2>",
+        "<details><summary>Settings</summary>",
         facts([*flat(run.config), *flat(ending)], style="settings"),
+        "</details>",
     ]
     return page(f"thinwire train: {run.name}", parts=parts)
 
@@ -327,9 +329,9 @@ def headline(summary: Summary, baseline: BaselineRun | None = None) -> str:
         return f"{replicas} sent nothing and {loss}."
     sent = f"{replicas} sent <b>{escape(numbers.texts()['sent_bytes'])}</b> each"
     if times is not None:
-        sent += f", <b>{format_times(times)} times fewer bytes</b> than an all-reduce at every step,"
+        sent += f", <b>{format_times(times)} times fewer bytes</b> than an {_ALL_REDUCE} at every step,"
         if times < _NO_GAIN:
-            sent = f"{sent.partition(',')[0]}, no fewer bytes than an all-reduce at every step,"
+            sent = f"{sent.partition(',')[0]}, no fewer bytes than an {_ALL_REDUCE} at every step,"
     return f"{sent} and {loss}{_against(summary, baseline)}."
 
 
