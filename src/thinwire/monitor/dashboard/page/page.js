@@ -65,9 +65,10 @@ function showRun(run) {
   const parts = [run.method, run.model, run.data && `on ${run.data}`, run.is_elastic ? "elastic" : run.num_replicas && `${run.num_replicas} replica${run.num_replicas === 1 ? "" : "s"}`];
   setText("run-settings", parts.filter(Boolean).join(" · "));
   const isOver = run.state === "finished";
+  const timesFewer = run.numbers.find(({ name, value }) => name === "times_fewer_bytes" && isNumber(value));
   show("progress", run.steps && !isOver ? make("progress", { max: run.steps, value: Math.min(run.step, run.steps), "aria-label": `step ${run.step} of ${run.steps}` }) : null);
   const tiles = [["step", run.step, run.steps ? `of ${run.steps}` : ""],
-    isOver ? ["fewer bytes", inTimes(run.times_fewer_bytes), "than an all-reduce each step"] : ["time left", timeLeft(run.time_left_s), "at the mean speed"],
+    isOver ? ["fewer bytes", timesFewer ? `${timesFewer.text}×` : NONE, "than an all-reduce each step"] : ["time left", timeLeft(run.time_left_s), "at the mean speed"],
     ["training loss", inLoss(run.loss), "mean of the replicas"], ["validation loss", inLoss(run.val_loss), "global parameters"]];
   show("tiles", tiles.map(([name, value, note]) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("small", {}, ` ${note}`)))));
   const numbers = run.numbers.filter(({ name, value }) => isNumber(value) && name !== "times_fewer_bytes");
