@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -126,16 +127,16 @@ def save_model(run_dir: Path, model: nn.Module, *, tokenizer_json: str | None) -
 def save_tokenizer(run_dir: Path, *, tokenizer_json: str) -> None:
     """Write the tokenizer into `model/`, where checkpoints of a run that has not finished need it too.
 
+    A full disk ends no run here: `save_model` writes the tokenizer again.
+
     Args:
         run_dir: The run's folder.
         tokenizer_json: Content of `tokenizer.json`.
-
-    Raises:
-        OSError: It could not be written.
     """
     folder = run_dir / "model"
-    folder.mkdir(exist_ok=True)
-    write_whole(folder / "tokenizer.json", tokenizer_json)
+    with contextlib.suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        write_whole(folder / "tokenizer.json", tokenizer_json)
 
 
 def write_model(folder: Path, model: nn.Module, *, tokenizer_json: str | None) -> None:
