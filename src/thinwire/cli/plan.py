@@ -31,6 +31,8 @@ _HEAD = (
 )  # fmt: skip
 _TEXT_COLUMNS = ("method", "codec", "exchange")
 _TOP, _NAMED = 3, 8
+# Assumed for a machine whose memory nothing states: that of a large card at home.
+_USUAL_MEMORY = "24GB"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ class ClusterOptions:
     """FLOP/s that training reaches on each machine, such as 4e13."""
 
     memory: str | None = None
-    """Memory of each machine's device, such as 24GB. Default: enough."""
+    """Memory of each machine's device, such as 80GB. Default: 24GB."""
 
 
 def cluster_of(options: ClusterOptions, *, needs_flops: bool = True) -> Cluster:
@@ -104,7 +106,7 @@ class PlanOptions(ClusterOptions):
     """
 
     model: str = "nano"
-    """nano, 35m, 150m, 400m, 1b, hf:PATH, or a size such as 7b."""
+    """nano, 35m, 150m, 400m, 1b, a size such as 7b, or hf:PATH."""
 
     tokens: float = 1e9
     """Training tokens of all replicas together, such as 25e9."""
@@ -162,13 +164,14 @@ def main(arguments: Sequence[str]) -> int:
     from thinwire.planning.plan import save_plan
     from thinwire.planning.search import make_plan
 
-    cluster = cluster_of(options)
-    workload, can_train = workload_of(options)
+    cluster, source = with_memory(cluster_of(options), options)
+    workload = workload_of(options)
     plan = make_plan(workload, cluster, _constraints(options))
     if options.json:
         print(json.dumps(plan.to_json()))
     else:
-        _show(plan, explain(plan, workload, cluster) if options.explain else ())
+        arithmetic = ["", *explain(plan, workload, cluster)] if options.explain else []
+        _show(plan, [_memory(plan, workload, cluster, source=source), *arithmetic])
     if options.figure is not None:
         from thinwire.planning.plan_figure import write_plan_figure
 
@@ -184,33 +187,48 @@ def main(arguments: Sequence[str]) -> int:
         )
         return FAILED
     save_plan(plan, options.out)
-    use = f"thinwire train --plan {options.out}"
-    if not can_train:
-        use = f"thinwire train does not know {options.model!r}: plan with hf:PATH to run it"
-    log(f"written to {options.out}; {use}", command="plan")
+    log(f"written to {options.out}; thinwire train --plan {options.out}", command="plan")
     return 0
 
 
-def workload_of(options: PlanOptions) -> tuple[Workload, bool]:
-    """Return what is to be trained, and whether `thinwire train` knows the model.
+def with_memory(cluster: Cluster, options: ClusterOptions) -> tuple[Cluster, str]:
+    """Assume a memory where none is stated.
+
+    Returns:
+        The machines, and how their memory is known, for the output.
+    """
+    unknown = [machine.name for machine in cluster.machines if machine.memory_bytes is None]
+    if not unknown:
+        return cluster, "--memory" if options.cluster is None else "the cluster file"
+    usual = parse_bytes(_USUAL_MEMORY)
+    machines = tuple(
+        dataclasses.replace(machine, memory_bytes=usual) if machine.memory_bytes is None else machine
+        for machine in cluster.machines
+    )
+    remedy = "state it with --memory" if options.cluster is None else f"add memory_bytes to {options.cluster}"
+    who = "" if len(unknown) == len(machines) else f" for {', '.join(unknown[:_NAMED])}"
+    return dataclasses.replace(cluster, machines=machines), f"assumed{who}; {remedy}"
+
+
+def workload_of(options: PlanOptions) -> Workload:
+    """Return what is to be trained.
 
     Raises:
         ValueError: There is no such model, or a number is out of its range.
     """
     from thinwire.planning.workload import Workload
     from thinwire.training.config import BATCH_SIZE, default_seq_len
-    from thinwire.training.models.presets import sketch_model
+    from thinwire.training.models import build_model
 
     if options.batch_size is not None and options.global_batch is not None:
         raise ValueError("give --batch-size (of one replica) or --global-batch (of all together), not both")
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     batch_size = BATCH_SIZE if options.batch_size is None and options.global_batch is None else options.batch_size
-    model, can_train = sketch_model(options.model, seq_len=seq_len)
-    workload = Workload(
+    model = build_model(options.model, max_seq_len=seq_len, device="meta")
+    return Workload(
         name=options.model, model=model, tokens=options.tokens, seq_len=seq_len, batch_size=batch_size,
         global_batch=options.global_batch,
     )  # fmt: skip
-    return workload, can_train
 
 
 def _constraints(options: PlanOptions) -> PlanConstraints:
@@ -223,7 +241,7 @@ def _constraints(options: PlanOptions) -> PlanConstraints:
     )  # fmt: skip
 
 
-def _show(plan: Plan, explained: Sequence[str]) -> None:
+def _show(plan: Plan, more: Sequence[str]) -> None:
     """Print a plan."""
     console = Console(highlight=False, soft_wrap=True)
 
@@ -246,12 +264,19 @@ def _show(plan: Plan, explained: Sequence[str]) -> None:
     for text in [*_alone(plan), *_needs(plan.needs, plan.best)]:
         line(text)
     for rejection in plan.rejections:
-        more = f" and {rejection.count - 1} more" if rejection.count > 1 else ""
-        line(f"left out: {rejection.what}{more}: {rejection.reason}")
-    if explained:
-        line()
-        for text in explained:
-            line(text)
+        others = f" and {rejection.count - 1} more" if rejection.count > 1 else ""
+        line(f"left out: {rejection.what}{others}: {rejection.reason}")
+    for text in more:
+        line(text)
+
+
+def _memory(plan: Plan, workload: Workload, cluster: Cluster, *, source: str) -> str:
+    """Compare what a replica of the best candidate needs with what the smallest of its machines has."""
+    best = plan.best.candidate
+    needed = workload.memory_bytes(micro_batch=best.micro_batch or best.batch_size)
+    least = min(cluster.machine(name).memory_bytes or math.inf for name in best.replicas)
+    at_once = "" if best.micro_batch is None else f", {best.micro_batch} of {best.batch_size} sequences at a time"
+    return f"memory: a replica needs about {format_bytes(needed)} of {format_bytes(least)} ({source}){at_once}"
 
 
 def _table(plan: Plan) -> Table:

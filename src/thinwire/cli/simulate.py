@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
     from thinwire.planning.simulator_adapter import simulated_cluster, traffic_of
     from thinwire.simulate import simulate_training
     from thinwire.training.config import BATCH_SIZE, default_seq_len
-    from thinwire.training.models.presets import sketch_model
+    from thinwire.training.models import build_model
 
     cluster = cluster_of(options, needs_flops=options.step_time is None)
     if cluster.num_replicas < 2:
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
     batch_size = BATCH_SIZE if options.batch_size is None else options.batch_size
     if batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
-    model, _ = sketch_model(options.model, seq_len=seq_len)
+    model = build_model(options.model, max_seq_len=seq_len, device="meta")
     links = simulated_cluster(cluster)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     replicas = _replicas(options, cluster, num_parameters=parameters, tokens=batch_size * seq_len)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from thinwire.cli.help_text import is_help_wanted
 from thinwire.cli.processes import REPLICA, exit_with_parent
 from thinwire.cli.run_watchdog import watchdog_process, watched_run
-from thinwire.cli.train_options import expand_method_options, parse, settle, train_help, world_size
+from thinwire.cli.train_options import expand_method_options, local_replicas, parse, settle, train_help, world_size
 from thinwire.cli.train_plan import planned
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed
 from thinwire.training.config import TrainConfig, command_line, validate
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
             _hide_progress_bars()
         from thinwire.training.build import check
 
-        check(config)
+        check(config, num_local=local_replicas(config))
         _check_compiler(config)
         if config.elastic.is_enabled:
             from thinwire.cli.elastic_train import check_elastic

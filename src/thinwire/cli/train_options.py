@@ -119,6 +119,14 @@ def world_size() -> int | None:
     return int(text)
 
 
+def local_replicas(config: TrainConfig) -> int:
+    """Return how many replicas start on this host: all, or torchrun's ranks of this host."""
+    if world_size() is None:
+        return config.num_replicas
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(text) if text.isdecimal() and int(text) else 1
+
+
 def _as_shown() -> Any:
     """Return the configuration as the help shows it: option names without sections, no "None" in metavars."""
     members: dict[str, Any] = {name: _section_as_shown(name, kind) for name, kind in SECTIONS.items()}

@@ -98,7 +98,8 @@ class DistributedOptimizer(EagerOptimizer):
     inner step of the schedule, also one that a `GradScaler` skips, so that replicas never drift apart in their rounds.
 
     Args:
-        model: The replica's model, the same on all replicas; its values are set to replica 0's here.
+        model: The replica's model, the same on all replicas; its trained values are set to replica 0's here. Frozen
+            parameters are never sent: every replica must load the same ones.
         inner: Any optimizer over the model's parameters.
         method: When, with whom, what, in which code and how: see `thinwire.methods`.
         transport: Joins the replicas: `thinwire.connect()`; None trains alone.

@@ -36,11 +36,15 @@ class ModelConfig:
     """The model and how it computes."""
 
     name: str = "nano"
-    """nano, 35m, 150m, 400m, 1b, or hf:PATH for a transformers model."""
+    """nano, 35m, 150m, 400m, 1b, a size such as 125m, or hf:PATH for a transformers model."""
+    init_from: Path | None = None
+    """Start from the model and the tokenizer of an earlier run: its --out."""
+    lora: int | None = None
+    """Train and send LoRA adapters of this rank alone, beside frozen hf: weights (pip install 'thinwire[peft]')."""
     seq_len: int | None = None
     """Tokens per sequence. Default: 128 for nano, else 1024."""
     vocab_size: int | None = None
-    """Tokens of the BPE tokenizer. Default: the model's."""
+    """Tokens of a BPE tokenizer that is trained. Default: the model's."""
     device: str = "cpu"
     """cpu or cuda; replica n uses GPU n of this host."""
     autocast: str = "none"
@@ -57,10 +61,12 @@ class DataConfig:
 
     source: str = "stdlib"
     """stdlib, a file or folder (txt, md, py, jsonl, parquet), or hf:NAME for a Hugging Face data set."""
-    tokenizer: str = "bpe"
-    """bpe (trained once on the data, then cached) or bytes."""
+    tokenizer: str = "auto"
+    """auto (the hf: model's own, else bpe), bpe (trained once on the data, then cached) or bytes."""
     batch_size: int | None = None
     """Sequences per step and replica. Default: 8."""
+    micro_batch: int | None = None
+    """Sequences per forward pass, to save memory; gradients add up. Default: the whole batch."""
     cache_dir: Path | None = None
     """Folder of tokenizers and token files. Default: ~/.cache/thinwire."""
 
@@ -288,7 +294,7 @@ OPTIONS: Mapping[str, tuple[str, str]] = {
 }
 
 _CHOICES = {
-    "tokenizer": ("bpe", "bytes"), "inner_optimizer": ("adamw", "adam", "sgd", "plain-sgd", "muon"),
+    "tokenizer": ("auto", "bpe", "bytes"), "inner_optimizer": ("adamw", "adam", "sgd", "plain-sgd", "muon"),
     "schedule": ("cosine", "constant"), "autocast": ("none", "bf16"), "device": ("cpu", "cuda"),
     "exchange": ("auto", "all-gather", "two-phase"), "fragment_order": ("strided", "sequential"),
     "on_finding": ON_FINDING,
@@ -297,6 +303,7 @@ _LEAST = {
     "steps": 1, "replicas": 1, "batch_size": 1, "seq_len": 1, "warmup_steps": 0, "weight_decay": 0, "clip_norm": 0,
     "threads": 1, "eval_every": 0, "eval_batches": 1, "final_eval_batches": 1, "log_every": 1, "checkpoint_every": 0,
     "vocab_size": 1, "port": 0, "keep_checkpoints": 1, "ranks_per_replica": 1,
+    "lora": 1, "micro_batch": 1,
 }  # fmt: skip
 _POSITIVE = ("lr", "expected_step_s", "join_deadline_s")
 
@@ -344,7 +351,7 @@ def _bad_values(config: TrainConfig) -> list[str]:
 
 def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
     on_finding = config.run.on_finding
-    problems = []
+    problems = _bad_elastic_model(config)
     if config.run.interface is not None and config.run.address is not None:
         problems.append("give --interface or --address, not both")
     if config.elastic.is_enabled:
@@ -374,6 +381,19 @@ def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
     return problems
 
 
+def _bad_elastic_model(config: TrainConfig) -> list[str]:
+    problems = []
+    if config.model.lora is not None and config.elastic.is_enabled:
+        problems.append(
+            "--lora does not go with --elastic: a replica that joins would fetch the frozen weights too; leave one out"
+        )
+    if config.data.micro_batch is not None and config.elastic.ranks_per_replica > 1:
+        problems.append(
+            "--micro-batch does not go with --ranks-per-replica: the ranks share the batch already; leave it out"
+        )
+    return problems
+
+
 def default_seq_len(model: str) -> int:
     """Return the default of `--seq-len`."""
     return 128 if model == "nano" else 1024
@@ -393,6 +413,8 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
     """
     from thinwire.methods import about, options_of, recipe  # torch: readers of a written config.json need none
 
+    if config.model.init_from is not None:
+        config = _started_from(config, config.model.init_from)
     if world_size is not None and config.run.replicas not in (None, world_size):
         raise ValueError(
             f"--replicas is {config.run.replicas}, but torchrun starts {world_size} ranks, one a replica; leave "
@@ -414,6 +436,24 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
     if "sync_interval" in options_of(recipe(method)):
         filled["sync_interval"] = 30 if model == "nano" else 100
     return config.replace(**{name: value for name, value in filled.items() if config.option(name) is None})
+
+
+def _started_from(config: TrainConfig, run: Path) -> TrainConfig:
+    """Take the model of an earlier run, and the length of its sequences where none is given."""
+    saved = read_config(run)
+    folder = run / "model"
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"--init-from {run} holds no {folder}/*.safetensors, which a run writes at its end; finish it with: "
+            f"thinwire train --resume {run}"
+        )
+    name = f"hf:{folder}" if saved.model.name.startswith("hf:") else saved.model.name
+    if config.model.name not in (_DEFAULTS.model.name, saved.model.name, name):
+        raise ValueError(
+            f"--model {config.model.name} does not go with --init-from {run}, which trained {saved.model.name}; leave "
+            f"--model out"
+        )
+    return config.replace(model=name, seq_len=config.model.seq_len or saved.model.seq_len)
 
 
 def command_line(config: TrainConfig) -> str:

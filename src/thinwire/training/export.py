@@ -43,15 +43,16 @@ def export_model(trained: TrainedModel, folder: Path, *, to: str) -> None:
         raise ValueError(f"--to must be one of {', '.join(FORMATS)}, got {to!r}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--out must be a new or empty folder; {folder} is there already; choose another one")
-    tokenizer_json = trained.tokenizer.to_json()
+    tokenizer_files = trained.tokenizer.files()
     model: Any = trained.model
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if to == "safetensors" or not isinstance(model, Transformer):
-            write_model(folder, model, tokenizer_json=tokenizer_json)
+            write_model(folder, model, tokenizer_files=tokenizer_files)
         else:
             _write_apertus(folder, model, end_of_text=trained.tokenizer.end_of_text)
-            write_whole(folder / "tokenizer.json", tokenizer_json)
+            for name, content in tokenizer_files.items():
+                write_whole(folder / name, content)
         if to == "hf" and not (folder / "tokenizer_config.json").exists():
             settings = tokenizer_settings(max_seq_len=model.max_seq_len)
             write_whole(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")

@@ -23,6 +23,7 @@ from thinwire.monitor.run_numbers import all_reduce_bytes, times_fewer
 from thinwire.sync.method import Method
 from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig
+from thinwire.training.models.lora import has_adapters, merged, save_adapters
 from thinwire.version import __version__
 
 
@@ -33,9 +34,14 @@ def parameters_sha256(model: nn.Module) -> str:
         >>> parameters_sha256(nn.Linear(1, 1)) == parameters_sha256(nn.Linear(2, 1))
         False
     """
+    return tensors_sha256(dict(model.named_parameters()))
+
+
+def tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of tensors: the bytes of each, in the order of their names."""
     digest = hashlib.sha256()
-    for _, parameter in sorted(model.named_parameters()):
-        raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    for _, tensor in sorted(tensors.items()):
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(raw.numpy().tobytes())
     return digest.hexdigest()
 
@@ -108,49 +114,54 @@ def describe_machine(device: str) -> dict[str, Any]:
     return machine
 
 
-def save_model(run_dir: Path, model: nn.Module, *, tokenizer_json: str | None) -> None:
-    """Write `model/`: see `write_model`.
+def save_model(run_dir: Path, model: nn.Module, *, tokenizer_files: Mapping[str, str]) -> None:
+    """Write `model/`, and `adapters/` where there are some: see `write_model`.
 
     Args:
         run_dir: The run's folder.
         model: With the global parameters in place.
-        tokenizer_json: Content of `tokenizer.json`, None for bytes.
+        tokenizer_files: Content of the tokenizer's files, by name.
 
     Raises:
         OSError: It could not be written.
     """
     folder = run_dir / "model"
     folder.mkdir(exist_ok=True)
-    write_model(folder, model, tokenizer_json=tokenizer_json)
+    if has_adapters(model):
+        save_adapters(model, run_dir / "adapters")
+    write_model(folder, model, tokenizer_files=tokenizer_files)
 
 
-def save_tokenizer(run_dir: Path, *, tokenizer_json: str) -> None:
+def save_tokenizer(run_dir: Path, *, tokenizer_files: Mapping[str, str]) -> None:
     """Write the tokenizer into `model/`, where checkpoints of a run that has not finished need it too.
 
     A full disk ends no run here: `save_model` writes the tokenizer again.
 
     Args:
         run_dir: The run's folder.
-        tokenizer_json: Content of `tokenizer.json`.
+        tokenizer_files: Content of the tokenizer's files, by name.
     """
     folder = run_dir / "model"
     with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
-        write_whole(folder / "tokenizer.json", tokenizer_json)
+        for name, content in tokenizer_files.items():
+            write_whole(folder / name, content)
 
 
-def write_model(folder: Path, model: nn.Module, *, tokenizer_json: str | None) -> None:
+def write_model(folder: Path, model: nn.Module, *, tokenizer_files: Mapping[str, str]) -> None:
     """Write weights under their plain names, the shape and the tokenizer; readable without thinwire.
+
+    Adapters are added to the model's weights for good.
 
     Args:
         folder: Where the files go.
         model: With the global parameters in place.
-        tokenizer_json: Content of `tokenizer.json`, None for bytes.
+        tokenizer_files: Content of the tokenizer's files, by name.
 
     Raises:
         OSError: It could not be written.
     """
-    wrapped: Any = getattr(model, "model", None)
+    wrapped: Any = merged(model) if has_adapters(model) else getattr(model, "model", None)
     if hasattr(wrapped, "save_pretrained"):
         wrapped.save_pretrained(str(folder), safe_serialization=True)
     else:
@@ -159,8 +170,8 @@ def write_model(folder: Path, model: nn.Module, *, tokenizer_json: str | None) -
         shape = getattr(model, "config", None)
         if dataclasses.is_dataclass(shape) and not isinstance(shape, type):
             write_whole(folder / "config.json", json.dumps(dataclasses.asdict(shape), indent=2) + "\n")
-    if tokenizer_json is not None:
-        write_whole(folder / "tokenizer.json", tokenizer_json)
+    for name, content in tokenizer_files.items():
+        write_whole(folder / name, content)
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:

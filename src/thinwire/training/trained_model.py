@@ -24,8 +24,9 @@ from thinwire.training.corpora.corpus import HELD_OUT_FRACTION, divide, limit
 from thinwire.training.corpora.sampler import windows
 from thinwire.training.corpora.sources import Document, open_source
 from thinwire.training.corpora.token_files import TOKENIZER
-from thinwire.training.corpora.tokenizers import Tokenizer, load_tokenizer
+from thinwire.training.corpora.tokenizers import Tokenizer
 from thinwire.training.models import build_hf_model, build_transformer, preset
+from thinwire.training.models.hf import load_saved_tokenizer
 
 MODEL_FOLDER = "model"
 _WEIGHTS = "*.safetensors"
@@ -91,7 +92,7 @@ def load_trained(run_dir: Path, *, step: int | None = None, device: str = "cpu")
 def _read_tokenizer(run_dir: Path) -> Tokenizer:
     path = run_dir / MODEL_FOLDER / TOKENIZER
     try:
-        return load_tokenizer(path.read_text(encoding="utf-8"))
+        return load_saved_tokenizer(path.parent)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing, so token ids have no meaning; copy the whole run folder from the host of replica 0"
@@ -145,7 +146,8 @@ def _model_of_checkpoint(config: TrainConfig, files: CheckpointFiles, *, step: i
                 _copy(tensors[MODEL_FILE], dict(model.named_parameters()))
             else:
                 state = unflatten_state(next(iter(tensors.values())), skeleton)
-                _copy(state["model"], dict(model.named_parameters()))
+                # frozen parameters are not in a checkpoint
+                _copy(state["model"], {name: p for name, p in model.named_parameters() if p.requires_grad})
                 _copy(state["buffers"], dict(model.named_buffers()))
                 view = make_method(config).view.bind(model, inner=make_inner_optimizer(config, model))
                 view.parameters.load_state_dict(state["optimizer"]["sync"]["global"])

@@ -23,7 +23,7 @@ from thinwire.monitor.runlog.run_identity import (
     write_identity,
 )  # fmt: skip
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.training.build import make_inner_optimizer, make_method, make_model, wanted_vocabulary
+from thinwire.training.build import make_inner_optimizer, make_method, make_model, own_tokenizer, wanted_vocabulary
 from thinwire.training.checkpoints.replica_checkpoints import (
     Found,
     Identity,
@@ -51,13 +51,13 @@ from thinwire.transport.recording import RecordingTransport
 
 _OPENING, _READY, _CLOSING, _PROBING = range(4)
 # Known by other names on other hosts; what they stand for is compared by content.
-_LOCAL_NAMES = ("data", "model")
+_LOCAL_NAMES = ("data", "model", "init_from")
 _OUTPUTS = (
     "config.json", RUN_FILE, "summary.json", "report.html", "metrics-replica-*", "transfers-replica-*",
     "records-rank-*", "findings.jsonl", "actions.jsonl", "downtime.json", "parts.jsonl", "checkpoint-cost.json",
     "samples.json",
 )  # fmt: skip
-_OUTPUT_FOLDERS = ("checkpoints", "model", "logs", "tensorboard", "wandb")
+_OUTPUT_FOLDERS = ("adapters", "checkpoints", "model", "logs", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +80,15 @@ def open_data(config: TrainConfig) -> Corpus:
 
     Raises:
         DataError: There is no such corpus, or it is too small or no text.
+        CheckpointError: The model's own tokenizer cannot be read.
     """
     assert config.data.cache_dir is not None
+    tokenizer = own_tokenizer(config)
+    if tokenizer is not None:
+        return open_corpus(config.data.source, cache=config.data.cache_dir, tokenizer=tokenizer)
     return open_corpus(
-        config.data.source, cache=config.data.cache_dir, tokenizer=config.data.tokenizer,
-        vocab_size=wanted_vocabulary(config),
+        config.data.source, cache=config.data.cache_dir, vocab_size=wanted_vocabulary(config),
+        tokenizer="bytes" if config.data.tokenizer == "bytes" else "bpe",
     )  # fmt: skip
 
 
@@ -255,7 +259,7 @@ class _Replica:
         torch.manual_seed(config.run.seed)
         model = make_model(config, vocab_size=corpus.tokenizer.vocab_size, device=device)
         if self._place.local_rank == 0:
-            save_tokenizer(config.run_dir, tokenizer_json=corpus.tokenizer.to_json())
+            save_tokenizer(config.run_dir, tokenizer_files=corpus.tokenizer.files())
         if transport.replica == 0 and config.output.samples:
             begin_samples(config.run_dir, model, corpus, warn=warn)
         optimizer = DistributedOptimizer(
@@ -297,10 +301,11 @@ class _Replica:
         if self._transport.replica != 0:
             return None
         val_loss = training.evaluate_at_end()
-        with self._optimizer.global_parameters():
-            save_model(self._config.run_dir, self._model, tokenizer_json=self._corpus.tokenizer.to_json())
-            finish_samples(self._config.run_dir, self._model, self._corpus.tokenizer, warn=warn)
+        # before the model is saved, which merges adapters
         parameters = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
+        with self._optimizer.global_parameters():
+            save_model(self._config.run_dir, self._model, tokenizer_files=self._corpus.tokenizer.files())
+            finish_samples(self._config.run_dir, self._model, self._corpus.tokenizer, warn=warn)
         summary = summarise(
             self._config, notes, val_loss=val_loss, parameters=parameters, num_fragments=self._optimizer.num_fragments
         )

@@ -106,7 +106,7 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
         ({"batch_size": 0}, "--batch-size must be at least 1"),
         ({"warmup_steps": -1}, "--warmup-steps must be at least 0"),
         ({"checkpoint_every": -1}, "--checkpoint-every must be at least 0"),
-        ({"tokenizer": "words"}, "--tokenizer must be one of bpe, bytes, got 'words'"),
+        ({"tokenizer": "words"}, "--tokenizer must be one of auto, bpe, bytes, got 'words'"),
         ({"inner_optimizer": "adamx"}, "--inner-optimizer must be one of adamw, adam, sgd, plain-sgd"),
         ({"lr": 0.0}, "--lr must be positive"),
         ({"lr": float("nan")}, "--lr must be positive"),

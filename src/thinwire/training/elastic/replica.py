@@ -253,7 +253,7 @@ class _Stay:
         corpus = open_data(config)
         model, inner, device = self._model(config, corpus)
         if self._device_index == 0:
-            save_tokenizer(config.run_dir, tokenizer_json=corpus.tokenizer.to_json())
+            save_tokenizer(config.run_dir, tokenizer_files=corpus.tokenizer.files())
         if membership.replica == 0 and self._rank0 is None and config.output.samples:
             begin_samples(config.run_dir, model, corpus, warn=self._report)
         method = elastic(
@@ -456,7 +456,7 @@ class _Stay:
         config = parts.config
         val_loss = training.evaluate_at_end()
         with self._global_model(parts) as model:
-            save_model(config.run_dir, model, tokenizer_json=parts.corpus.tokenizer.to_json())
+            save_model(config.run_dir, model, tokenizer_files=parts.corpus.tokenizer.files())
             finish_samples(config.run_dir, model, parts.corpus.tokenizer, warn=self._report)
         count = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
         summary = summarise(
