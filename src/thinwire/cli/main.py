@@ -12,6 +12,7 @@ from thinwire.cli.output import finish_output, print_error, protect_output
 from thinwire.version import __version__
 
 COMMANDS = {
+    "demo": "train a small model on this machine in two minutes, as a first run",
     "train": "train one model on several replicas",
     "generate": "continue a text with the model of a run",
     "eval": "compute loss, perplexity and bits per byte of the model of a run",
@@ -19,6 +20,7 @@ COMMANDS = {
     "compare": "compare runs",
     "checkpoints": "list a run's checkpoints, and verify them",
     "methods": "list the methods",
+    "recipes": "list, show and copy complete configurations for common networks",
     "bench": "compare methods on real sockets over thin wires",
     "probe": "measure the wires between hosts and each host's speed, as cluster.json",
     "simulate": "run methods in virtual time on machines and wires",

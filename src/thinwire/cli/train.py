@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from thinwire.cli.help_text import is_help_wanted
 from thinwire.cli.processes import REPLICA, exit_with_parent
 from thinwire.cli.run_watchdog import watchdog_process, watched_run
-from thinwire.cli.train_options import expand_method_options, local_replicas, parse, settle, train_help, world_size
+from thinwire.cli.train_options import (
+    expand_config_file,
+    expand_method_options,
+    local_replicas,
+    parse,
+    settle,
+    train_help,
+    world_size,
+)
 from thinwire.cli.train_plan import planned
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed
 from thinwire.training.config import TrainConfig, command_line, validate
@@ -37,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     is_told = os.environ.get("LOCAL_RANK", "0") == "0"  # the ranks of a host are given the same words
     try:
-        arguments = expand_method_options(arguments)
+        arguments = expand_method_options(expand_config_file(arguments))
         given, plan = planned(
             parse(arguments), arguments, say=_log if is_told and "--quiet" not in arguments else _log_nothing
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
+import tomllib
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +17,12 @@ from thinwire.cli.argument_parsing import parse_options
 from thinwire.cli.help_text import OptionHelp, format_help, options_of_dataclass
 from thinwire.training.config import FREE, OPTIONS, SECTIONS, TrainConfig, flag, read_config, resolve
 
+# The table of a file of options that is for readers: title, machines, expected numbers.
+RECIPE = "recipe"
 # Options that `thinwire train --help` lists first.
 BASIC = (
     "replicas", "steps", "model", "data", "batch_size", "device", "method", "sync_interval", "overlap_steps", "codec",
-    "lr", "secret", "elastic", "out", "resume",
+    "lr", "secret", "elastic", "config", "out", "resume",
 )  # fmt: skip
 
 _HEADINGS = {"sync": "Exchange", "elastic": "Elastic run"}
@@ -49,6 +53,70 @@ def expand_method_options(arguments: Sequence[str]) -> list[str]:
         name = name[2:].replace("-", "_") if name.startswith("--") else ""
         expanded += ["--method-option", f"{name}={value if sign else next(rest, '')}"] if name in own else [word]
     return expanded
+
+
+def expand_config_file(arguments: Sequence[str]) -> list[str]:
+    """Put the options of `--config FILE` before the others, without those that the command line names itself.
+
+    The file is TOML with the sections of `config.json`; its table `recipe` is for readers.
+
+    Raises:
+        ValueError: The file cannot be read, or holds something that is no option.
+    """
+    path = _config_file(arguments)
+    if path is None:
+        return list(arguments)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--config: cannot read {path}: {error.strerror}; give a TOML file of options") from error
+    except (tomllib.TOMLDecodeError, UnicodeError) as error:
+        raise ValueError(f"--config: {path} is not TOML: {error}; see: thinwire recipes show cpu-demo") from error
+    content.pop(RECIPE, None)
+    words: list[str] = []
+    for section, values in content.items():
+        if section not in SECTIONS or not isinstance(values, dict):
+            raise ValueError(
+                f"--config: {path}: {section!r} is no section of options; the sections are {', '.join(SECTIONS)}"
+            )
+        for field, value in values.items():
+            option = _option_of(section, field, path)
+            if not is_named(option, arguments):
+                words += _words_of(option, value, where=f"--config: {path}: {section}.{field}")
+    return [*words, *arguments]
+
+
+def _config_file(arguments: Sequence[str]) -> Path | None:
+    found = None
+    for place, word in enumerate(arguments):
+        name, sign, value = word.partition("=")
+        if name == "--config":
+            found = value if sign else next(iter(arguments[place + 1 : place + 2]), None)
+    return None if found is None else Path(found).expanduser()
+
+
+def _option_of(section: str, field: str, path: Path) -> str:
+    fields = {name: option for option, (owner, name) in OPTIONS.items() if owner == section}
+    if field in fields and fields[field] != "config":
+        return fields[field]
+    near = difflib.get_close_matches(field, fields, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ValueError(f"--config: {path}: [{section}] has no option {field!r}{hint} It has {', '.join(sorted(fields))}")
+
+
+def _words_of(option: str, value: object, *, where: str) -> list[str]:
+    """Return a value of a file as the command line writes it."""
+    default = TrainConfig().option(option)
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ValueError(f"{where} must be true or false, got {value!r}")
+        name = flag(option)
+        return [] if value == default else [name if value else f"--no-{name[2:]}"]
+    values = value if isinstance(value, list) and isinstance(default, tuple) else [value]
+    if any(isinstance(one, bool) or not isinstance(one, str | int | float) for one in values):
+        kind = "a list of texts" if isinstance(default, tuple) else "a text or a number"
+        raise ValueError(f"{where} must be {kind}, got {value!r}")
+    return [word for one in values for word in (flag(option), str(one))]
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:

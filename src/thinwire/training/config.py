@@ -23,7 +23,7 @@ from thinwire.version import __version__
 FREE = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret",
     "join_deadline_s", "samples", "port", "begin_with", "checkpoint_to", "keep_checkpoints", "log_every",
-    "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan",
+    "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan", "config",
     "expected_step_s", "ranks_per_replica", "on_finding", "on_finding_dry_run", "checkpoint_auto",
 )  # fmt: skip
 
@@ -162,6 +162,8 @@ class RunConfig:
     """File of the job's secret (`thinwire secret FILE`): replicas authenticate each other and encrypt traffic."""
     join_deadline_s: float = 300.0
     """Longest wait for the other replicas at the start, in seconds."""
+    config: Path | None = None
+    """TOML file of options by section, such as a recipe (`thinwire recipes`); options given here override it."""
     plan: Path | None = None
     """Plan file (`thinwire plan`) with model, method, batch and steps; options given here override it."""
     expected_step_s: float | None = None
