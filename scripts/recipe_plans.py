@@ -43,6 +43,12 @@ def planned(command: str) -> dict[str, Any]:
         return _planned(words)
     found = json.loads(printed([*words, "--json"]))
     given = dict(zip(words[1::2], words[2::2], strict=True))
+    numbers = {
+        "time_s": found["total_s"], "sent_bytes": found["sent_bytes_per_step"] * found["steps"],
+        "output": printed(words),
+    }  # fmt: skip
+    if "--step-time" in given:  # the model stands for another one
+        return numbers
     # the planner knows what the simulator does not: memory, and what is published of the loss
     alike = [word for name in ALIKE if name in given for word in (name, given[name])]
     plan = _planned(["plan", *alike, "--min-replicas", given["--hosts"], "--max-penalty", "1", "--explain"])
@@ -51,10 +57,7 @@ def planned(command: str) -> dict[str, Any]:
         sync_interval=int(given["--sync-interval"]), overlap_steps=int(given["--overlap-steps"]),
         codec=given["--codec"],
     )  # fmt: skip
-    return {
-        "time_s": found["total_s"], "sent_bytes": found["sent_bytes_per_step"] * found["steps"],
-        "memory": plan["memory"], "loss": None if loss is None else loss.share, "output": printed(words),
-    }  # fmt: skip
+    return {**numbers, "memory": plan["memory"], "loss": None if loss is None else loss.share}
 
 
 def _planned(words: list[str]) -> dict[str, Any]:
@@ -72,14 +75,15 @@ def _planned(words: list[str]) -> dict[str, Any]:
 
 def figures(numbers: dict[str, Any]) -> dict[str, str]:
     """Return the figures of the list, as texts."""
-    hours = numbers["time_s"] / 3600
+    spent_h = numbers["time_s"] / 3600
+    longer = f"{spent_h:.1f} h" if spent_h < 48 else f"{spent_h / 24:.1f} d"
     found = {
-        "time": f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} d",
+        "time": longer if spent_h >= 1 else f"{60 * spent_h:.0f} min",
         "sent": format_bytes(numbers["sent_bytes"]),
     }
-    if numbers["memory"] is not None:
+    if numbers.get("memory") is not None:
         found["memory"] = numbers["memory"]
-    if numbers["loss"] is not None:
+    if numbers.get("loss") is not None:
         found["loss"] = f"{numbers['loss']:+.2%} against data-parallel training (published)"
     return found
 
