@@ -78,7 +78,8 @@ def test_the_demo_of_the_installed_wheel_trains_without_git_gcc_and_make(wheel: 
     summary = json.loads((tmp_path / "runs" / "demo" / "summary.json").read_text())
     assert (summary["replicas"], summary["steps"], summary["data"]) == (2, 5, "stdlib")
     assert "validation loss" in done.stdout and "all-reduce at every step" in done.stdout
-    assert "thinwire dashboard runs/demo" in done.stdout
+    assert "sample after training" in done.stdout
+    assert 'thinwire generate runs/demo --prompt "def "' in done.stdout
     where = _run(binaries / "python", "-c", "import thinwire; print(thinwire.__file__)", cwd=tmp_path, path=binaries)
     assert Path(where.stdout.strip()).is_relative_to(site)
 

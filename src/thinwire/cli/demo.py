@@ -14,7 +14,9 @@ from thinwire.cli.recipes import path_of
 RECIPE = "cpu-demo"
 # Commands that go on with the run, and what each does.
 NEXT = (
+    ('generate {run} --prompt "def "', "continue a text with the trained model"),
     ("dashboard {run}", "show the run on a web page of this machine"),
+    ("export {run} --to hf --out {run}/hf", "write a folder that transformers opens"),
     ("recipes ls", "list configurations for real networks"),
 )
 
