@@ -52,6 +52,8 @@ def test_an_entry_of_the_log_is_a_dated_question_with_setup_and_conclusion() -> 
     for path in LOGS:
         for title, body in sections("\n" + path.read_text()).items():
             where = f"{path.name}: {title}"
-            assert re.match(r"\d{4}-\d{2}-\d{2}: ", title), where
+            if not re.match(r"\d{4}-\d{2}-\d{2}: ", title):
+                assert path.parent.name == "experiments", where  # tables of several entries have pages there too
+                continue
             assert "*Setup*: " in body and "*Conclusion*: " in body, where
             assert len(body.strip().splitlines()) < MOST_LINES, where

@@ -38,5 +38,5 @@ def test_the_notebook_trains_looks_diagnoses_and_generates(tmp_path: Path, monke
     _, train, look, diagnose, generate = printed
     assert "validation loss of the global parameters" in train
     assert "step    6: validation loss" in look and "each replica sent" in look
-    assert "replica" in diagnose or "finding" in diagnose
+    assert "records, 0 lines refused" in diagnose  # on a busy machine it may also find something
     assert generate.startswith("def __init__(self")
