@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.pretrained_models import write_llama_with_weights, write_tokenizer
 from thinwire.cli.main import main
 from thinwire.cli.recipes import facts_of, names, path_of
 from thinwire.cli.train_options import expand_config_file, expand_method_options, parse
@@ -21,7 +22,7 @@ from thinwire.training.config import OPTIONS, TrainConfig, read_config
 ROOT = Path(__file__).resolve().parents[2]
 # The recipe's own method, code and overlap; a model, batch and interval for a test, and CPUs.
 SMALL = (  # noqa: SIM905 - as a user types them
-    "--model nano --device cpu --autocast none --steps 5 --seq-len 16 --batch-size 1 --tokenizer bytes --quiet --json "
+    "--device cpu --autocast none --steps 5 --seq-len 16 --batch-size 1 --quiet --json "
     "--sync-interval 12 --warmup-steps 0 --eval-every 0 --final-eval-batches 2 --checkpoint-every 0 --threads 1"
 ).split()
 PLANNED = [name for name in names() if "plan" in facts_of(name)]
@@ -157,6 +158,11 @@ def test_a_recipe_trains_in_small(name: str, corpus: Path, tmp_path: Path) -> No
     assert main(["recipes", "cp", name, str(copy)]) == 0
     is_elastic = options_of(copy).elastic.is_enabled
     own = ["--replicas", "2", *(["--port", "0", "--begin-with", "2"] if is_elastic else [])]
+    if options_of(copy).model.lora is None:
+        own += ["--model", "nano", "--tokenizer", "bytes"]
+    else:  # adapters need pretrained weights with a tokenizer
+        base = write_tokenizer(write_llama_with_weights(tmp_path / "base"), texts=[corpus.read_text()])
+        own += ["--model", f"hf:{base}"]
     folders = ["--data", str(corpus), "--cache-dir", str(tmp_path), "--out", str(out)]
     done = subprocess.run(
         [sys.executable, "-m", "thinwire.cli.main", "train", "--config", str(copy), *SMALL, *own, *folders],
@@ -166,5 +172,5 @@ def test_a_recipe_trains_in_small(name: str, corpus: Path, tmp_path: Path) -> No
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["steps"] == 5 and summary["wire_bytes_sent"] > 0
     ran, recipe = read_config(out), options_of(copy)
-    for option in ("method", "codec", "overlap_steps", "exchange", "layers_per_fragment", "elastic"):
+    for option in ("method", "codec", "overlap_steps", "exchange", "layers_per_fragment", "elastic", "lora"):
         assert ran.option(option) == recipe.option(option), option
