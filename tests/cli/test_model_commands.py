@@ -12,7 +12,7 @@ import pytest
 
 from tests.trained_runs import train
 from thinwire.cli.main import main
-from thinwire.cli.tables import sample_rows
+from thinwire.cli.tables import sample_lines
 from thinwire.training.trained_model import evaluate, load_trained
 
 Output = pytest.CaptureFixture[str]
@@ -108,13 +108,16 @@ def test_what_the_run_lacks_is_refused_with_a_remedy(run: Path, tmp_path: Path, 
     assert "there is no file or folder nothing.txt" in capsys.readouterr().err
 
 
-def test_the_final_table_shows_a_sample_in_two_short_lines(run: Path, tmp_path: Path) -> None:
-    (before_name, before), (after_name, after) = sample_rows(run)
-    assert (before_name, after_name) == ("sample before training", "sample after training")
-    assert before != after and len(before) <= 80 and len(after) <= 80
-    assert sample_rows(tmp_path) == []
+def test_a_run_ends_with_a_sample_in_two_short_lines(run: Path, tmp_path: Path) -> None:
+    before, after = sample_lines(run)
+    assert before.startswith("sample before training  ") and after.startswith("sample after training   ")
+    prompt = json.loads((run / "samples.json").read_text())[0]["prompt"]
+    assert (
+        before[24:].startswith(f"{prompt} | ") and after[24:].startswith(f"{prompt} | ") and before[24:] != after[24:]
+    )
+    assert sample_lines(tmp_path) == []
     for text in ("{", "[]", '[{"prompt": 3}]', "{}", "3"):
         (tmp_path / "samples.json").write_text(text)
-        assert sample_rows(tmp_path) == []
+        assert sample_lines(tmp_path) == []
     (tmp_path / "samples.json").write_text(json.dumps([{"prompt": "a\n b", "before": "\n" * 9, "after": "c" * 99}]))
-    assert [value for _, value in sample_rows(tmp_path)] == ["a b|", f"a b|{'c' * 73}..."]
+    assert [line[24:] for line in sample_lines(tmp_path)] == ["a b |", f"a b | {'c' * 67}..."]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from thinwire.monitor.report.report import results
 from thinwire.monitor.runlog.run_folder import SUMMARY, Summary, parse
 
 _NO_LIMIT = 10_000
-_MOMENTS = ("before", "after")
-_SAMPLE_WIDTH = 80
+# Keys of a sample, and what they are called; of one width, so that the texts stand below each other.
+_MOMENTS = {"before": "sample before training", "after": "sample after training "}
+_SAMPLE_WIDTH = 100
 _NUM_TEXT_COLUMNS = 2  # the first columns of a comparison hold text, the others numbers
 
 
@@ -37,12 +39,11 @@ def print_wide(table: Table) -> Console:
     return wide
 
 
-def final_table(summary: Summary | Mapping[str, Any], *, samples: Sequence[tuple[str, str]] = ()) -> Table:
+def final_table(summary: Summary | Mapping[str, Any]) -> Table:
     """Return what `thinwire train` shows at the end of a run.
 
     Args:
         summary: The content of `summary.json`.
-        samples: Rows of `sample_rows`.
 
     Raises:
         DataError: A field is missing or of a wrong type.
@@ -51,23 +52,23 @@ def final_table(summary: Summary | Mapping[str, Any], *, samples: Sequence[tuple
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in [*results(known), *samples]:
+    for name, value in results(known):
         table.add_row(plain(name), plain(value))
     table.add_row(plain("global parameters (SHA-256)"), plain(known.global_parameters_sha256 or "-"))
     return table
 
 
-def sample_rows(run_dir: Path) -> list[tuple[str, str]]:
-    """Return the first sample of a run as two rows, each text cut to one short line; none without samples."""
+def sample_lines(run_dir: Path) -> list[str]:
+    """Return the first sample of a run in two short lines, before and after training; none without samples."""
     try:
         first = json.loads((run_dir / "samples.json").read_text(encoding="utf-8"))[0]
-        return [(f"sample {moment} training", _one_line(first["prompt"], first[moment])) for moment in _MOMENTS]
+        return [_one_line(f"{name}  {first['prompt']} | {first[key]}") for key, name in _MOMENTS.items()]
     except (OSError, ValueError, LookupError, TypeError):
         return []
 
 
-def _one_line(prompt: str, text: str) -> str:
-    line = " ".join(f"{prompt}|{text}".split())
+def _one_line(text: str) -> str:
+    line = re.sub(r"\s*[\r\n]\s*", " ", text).rstrip()
     return line if len(line) <= _SAMPLE_WIDTH else f"{line[: _SAMPLE_WIDTH - 3]}..."
 
 

@@ -235,10 +235,12 @@ def _report(config: TrainConfig, summary: dict[str, Any]) -> dict[str, Any]:
 def _show(config: TrainConfig, summary: dict[str, Any]) -> int:
     from rich.console import Console
 
-    from thinwire.cli.tables import final_table, sample_rows
+    from thinwire.cli.tables import final_table, plain, sample_lines
 
-    samples = sample_rows(config.run_dir) if config.output.samples else []
-    Console(stderr=config.output.json, soft_wrap=True).print(final_table(summary, samples=samples))
+    console = Console(stderr=config.output.json, soft_wrap=True)
+    console.print(final_table(summary))
+    for line in sample_lines(config.run_dir) if config.output.samples else ():
+        console.print(plain(line))
     if config.output.json:
         print(json.dumps(summary), flush=True)
     return 0

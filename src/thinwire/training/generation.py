@@ -113,7 +113,8 @@ _NUM_SAMPLES = 2
 _SAMPLE_TOKENS = 24
 # A sample ends after so many seconds, so that one of a large model on a CPU does not delay its run.
 _SAMPLE_S = 0.25
-_PROMPT_CHARACTERS = 40
+# Whole lines of so many characters: long enough to be a beginning, short enough for a line of a table.
+_PROMPT_LENGTHS = range(15, 41)
 _READ_TOKENS = 2000
 
 
@@ -160,29 +161,35 @@ def finish_samples(run_dir: Path, model: nn.Module, tokenizer: Tokenizer, *, war
 
 
 def find_prompts(corpus: Corpus) -> list[str]:
-    """Return the beginnings of lines from several places of the held-out text; fewer where it is short."""
+    """Return lines, or first words of long ones, from several places of the held-out text; fewer where it is short."""
     found: list[str] = []
     for part in range(_NUM_SAMPLES):
         begin = part * len(corpus.held_out) // _NUM_SAMPLES
         text = corpus.tokenizer.decode(corpus.held_out[begin : begin + _READ_TOKENS].tolist())
         # the first line may begin in the middle of a word
         lines = [line.strip() for line in text.splitlines()[1:]]
-        prompt = next((line[:_PROMPT_CHARACTERS] for line in lines if len(line) >= _PROMPT_CHARACTERS), "")
+        prompt = next((line for line in lines if len(line) in _PROMPT_LENGTHS), "")
+        prompt = prompt or next((_first_words(line) for line in lines if len(line) > max(_PROMPT_LENGTHS)), "")
         if not prompt and not found:
-            prompt = text.strip()[:_PROMPT_CHARACTERS]
+            prompt = text.strip()[: max(_PROMPT_LENGTHS)]
         if prompt and prompt not in found:
             found.append(prompt)
     return found
 
 
+def _first_words(line: str) -> str:
+    return line[: max(_PROMPT_LENGTHS)].rpartition(" ")[0]
+
+
 def continue_briefly(
     model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], *, clock: Callable[[], float] = time.monotonic
 ) -> list[str]:
-    """Return the most likely continuation of each prompt: a few tokens, and fewer where they take long.
+    """Return a continuation of each prompt: a few tokens, the same for the same model, and fewer where they take long.
 
     The model's mode and torch's random state stay as they are.
     """
-    sampling = Sampling(max_tokens=_SAMPLE_TOKENS, temperature=0.0)
+    # not greedy: a model that has seen little repeats its most likely token for ever
+    sampling = Sampling(max_tokens=_SAMPLE_TOKENS)
     was_training = model.training
     model.eval()
     try:

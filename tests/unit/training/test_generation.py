@@ -34,7 +34,7 @@ class Scripted(nn.Module):
 
     max_seq_len = 1000
 
-    def __init__(self, tokens: Sequence[int], *, value: float = 1.0) -> None:
+    def __init__(self, tokens: Sequence[int], *, value: float = 1000.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self.positions: list[int] = []
@@ -164,16 +164,16 @@ def test_samples_end_in_time_and_leave_the_model_as_it_was() -> None:
     expected = torch.rand(1)
     torch.manual_seed(3)
     texts = continue_briefly(model, ByteTokenizer(), ["x", "y"], clock=lambda: next(times))
-    assert texts == ["aaa", "aaa"], "0.25 s at 0.1 s a token"
+    assert [len(text) for text in texts] == [3, 3], "0.25 s at 0.1 s a token"
     assert model.training and torch.equal(torch.rand(1), expected)
 
 
-def test_prompts_begin_lines_of_several_places() -> None:
-    text = "a wire\n" + "".join(f"{number} replicas say little over a thin wire, and more.\n" for number in range(99))
+def test_prompts_are_whole_lines_from_several_places() -> None:
+    text = "a wire\n" + "".join(f"{number} replicas say little\n{'and more ' * 9}\n" for number in range(99))
     corpus: Any = SimpleNamespace(tokenizer=ByteTokenizer(), held_out=ByteTokenizer().encode([text])[0])
-    first, second = find_prompts(corpus)
-    assert first == "0 replicas say little over a thin wire, "
-    assert second == "50 replicas say little over a thin wire,"
+    assert find_prompts(corpus) == ["0 replicas say little", "50 replicas say little"]
+    corpus.held_out = ByteTokenizer().encode([text.replace("little\n", "little ")])[0]
+    assert find_prompts(corpus) == ["0 replicas say little and more and more", "50 replicas say little and more and"]
     corpus.held_out = ByteTokenizer().encode(["short"])[0]
     assert find_prompts(corpus) == ["short"]
     corpus.held_out = corpus.held_out[:0]
