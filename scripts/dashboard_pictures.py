@@ -1,7 +1,7 @@
 """Look at the dashboard: write a rehearsed run with a fault, and take pictures of its page in headless Chromium.
 
-    python scripts/dashboard_pictures.py --sizes small --out docs/assets    # the pictures of the docs
-    python scripts/dashboard_pictures.py --run runs/demo --out pictures    # of a run of one's own
+    python scripts/dashboard_pictures.py --run runs/demo --sizes small --out docs/assets    # the pictures of the docs
+    python scripts/dashboard_pictures.py --out pictures    # of a rehearsed run with a slow link
 
 The rehearsed run is made by `thinwire.monitor.synthetic_jobs`: nothing was trained, and its loss is a formula.
 """

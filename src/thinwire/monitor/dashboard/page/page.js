@@ -64,6 +64,7 @@ function showRun(run) {
   setText("run-name", run.name);
   const parts = [run.method, run.model, run.data && `on ${run.data}`, run.is_elastic ? "elastic" : run.num_replicas && `${run.num_replicas} replica${run.num_replicas === 1 ? "" : "s"}`];
   setText("run-settings", parts.filter(Boolean).join(" · "));
+  byId("numbers-section").hidden = !run.step;
   const isOver = run.state === "finished";
   const timesFewer = run.numbers.find(({ name, value }) => name === "times_fewer_bytes" && isNumber(value));
   show("progress", run.steps && !isOver ? make("progress", { max: run.steps, value: Math.min(run.step, run.steps), "aria-label": `step ${run.step} of ${run.steps}` }) : null);
@@ -109,7 +110,7 @@ function drawChart(id) {
   show(id, svg(width, height, { role: "img", "aria-label": `${what}: ${ends.join(", ")}${lines.length > 6 ? ` and ${lines.length - 6} more` : ""}. The table below holds the numbers.` },
     marks.map((value) => [draw("line", { class: "gridline", x1: left, x2: width - right, y1: y(value), y2: y(value) }),
       draw("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, tickWords(value))]),
-    ticks(...across, width < 520 ? 5 : 8).map((value) => draw("text", { x: x(value), y: height - bottom + 18, "text-anchor": x(value) > width - 30 ? "end" : "middle" }, xWords(value))),
+    ticks(...across, Math.min(8, Math.floor(width / 85))).map((value) => draw("text", { x: x(value), y: height - bottom + 18, "text-anchor": x(value) > width - 30 ? "end" : "middle" }, xWords(value))),
     draw("text", { x: left - 8, y: height - bottom + 18, "text-anchor": "end" }, xTitle),
     isHeld ? draw("line", { class: "pointer", x1: x(picked[0][0]), x2: x(picked[0][0]), y1: 6, y2: height - bottom }) : null,
     weight ? lines.map(({ replica, points }) => curve(replica, "raw", pathThrough(points, x, y))) : null,
@@ -121,7 +122,7 @@ function drawChart(id) {
     const dot = isHeld ? nearest(dots, at) : dots[dots.length - 1];
     entries.push([picture(12, 12, ring(6, 6)), "validation ", make("strong", {}, yWords(dot[1])), ` at ${xTitle} ${xWords(dot[0])}`]);
   }
-  const where = picked.length ? `${isHeld ? "" : "latest, "}${xTitle} ${xWords(picked[0][0])}` : "latest";
+  const where = isHeld ? `${xTitle} ${xWords(picked[0][0])}` : `latest, ${xTitle} ${xWords(across[1])}`;
   show(`${id}-legend`, legend([[make("strong", {}, `${yTitle} `), where], ...entries]));
   const moveTo = (value) => {
     charts[id].at = value;
