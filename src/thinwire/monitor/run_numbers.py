@@ -244,8 +244,7 @@ class SendRate:
         """
         now = _Sample(began_s=began_s, ended_s=ended_s, transmitted=transmitted, acknowledged=acknowledged)
         for before in self._samples:
-            if ended_s - before.began_s >= RATE_WINDOW_S:
-                self.peak_bits_per_s = max(self.peak_bits_per_s, _rate(before, now))
+            self.peak_bits_per_s = max(self.peak_bits_per_s, _rate(before, now))
         self._samples.append(now)
         while len(self._samples) > 2 and ended_s - self._samples[1].began_s > _LONGEST_WINDOW_S:
             self._samples.popleft()
@@ -257,14 +256,14 @@ class SendRate:
         now, marked = self._samples[-1], self._marked
         if marked is None or now.ended_s - marked.began_s < RATE_WINDOW_S:
             older = [one for one in self._samples if now.ended_s - one.began_s >= RATE_WINDOW_S]
-            marked = older[-1] if older else None
+            marked = older[-1] if older else self._samples[0]
         self._marked = now
-        if marked is None:
-            return 0.0
         found = _rate(marked, now)
         self.peak_bits_per_s = max(self.peak_bits_per_s, found)
         return found
 
 
 def _rate(before: _Sample, after: _Sample) -> float:
-    return 8 * max(0, after.acknowledged - before.transmitted) / (after.ended_s - before.began_s)
+    # the bytes of a shorter time are those of a window that begins earlier, at least
+    window_s = max(RATE_WINDOW_S, after.ended_s - before.began_s)
+    return 8 * max(0, after.acknowledged - before.transmitted) / window_s

@@ -451,6 +451,11 @@ def test_what_broke_what_was_done_and_what_it_cost_stand_in_the_report(tmp_path:
         assert words in page, words
 
 
+def test_a_run_that_lost_no_time_says_so_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "downtime.json").write_text(json.dumps({"detection_s": 0.0, "total_s": 0.0, "run_s": 40.0}))
+    assert trouble(tmp_path)[-1] == "<p>No time was lost to faults and restarts in 40.0 s.</p>"
+
+
 def test_broken_files_are_told_and_markup_in_them_stays_text(tmp_path: Path) -> None:
     (tmp_path / "findings.jsonl").write_text("{broken\n" + finding_line(text="<script>", at=1e12))
     (tmp_path / "actions.jsonl").write_text('{"at": "soon", "action": "warn"}\n')

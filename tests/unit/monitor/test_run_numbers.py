@@ -62,10 +62,11 @@ def test_the_peak_stays_below_the_links_rate_and_near_it_in_a_long_burst(seed: i
 def test_a_burst_into_a_buffer_counts_over_a_second_at_least() -> None:
     rate = SendRate()
     rate.add(began_s=0.0, ended_s=0.0, transmitted=0, acknowledged=0)
+    assert rate.since_mark() == 0
     rate.add(began_s=0.1, ended_s=0.1, transmitted=1_000_000, acknowledged=1_000_000)
-    assert rate.peak_bits_per_s == rate.since_mark() == 0
-    rate.add(began_s=RATE_WINDOW_S, ended_s=RATE_WINDOW_S, transmitted=1_000_000, acknowledged=1_000_000)
-    assert rate.peak_bits_per_s == pytest.approx(8e6)
+    assert rate.peak_bits_per_s == rate.since_mark() == pytest.approx(8e6 / RATE_WINDOW_S)
+    rate.add(began_s=3.0, ended_s=3.0, transmitted=1_000_000, acknowledged=1_000_000)
+    assert rate.since_mark() == 0 and rate.peak_bits_per_s == pytest.approx(8e6 / RATE_WINDOW_S)
 
 
 def test_a_connection_that_is_new_or_new_again_adds_nothing_of_its_past() -> None:

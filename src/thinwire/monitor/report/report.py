@@ -99,10 +99,10 @@ def write_page(path: Path, content: str) -> None:
 _NO_FINDINGS = "No findings."
 _NO_DIAGNOSIS = "No findings: the run had no live diagnosis (--on-finding off)."
 _ROWS = {
-    "post_checkpoint_s": "work done again since the last checkpoint",
-    "detection_s": "until the fault was noticed",
-    "diagnosis_s": "until its place was known",
-    "reinitialisation_s": "until training went on",
+    "post_checkpoint_s": "steps repeated since the last checkpoint",
+    "detection_s": "from the fault to its detection",
+    "diagnosis_s": "from detection to diagnosis",
+    "reinitialisation_s": "restart, until training went on",
 }
 
 
@@ -171,9 +171,11 @@ def _lost(path: Path, refused: RejectedLines) -> list[str]:
         return []
     rows = [(label, f"{lost[name]:.1f} s") for name, label in _ROWS.items() if name in lost]
     total_s, run_s = lost.get("total_s"), lost.get("run_s")
+    if total_s == 0:
+        return [f"<p>No time was lost to faults and restarts{f' in {run_s:.1f} s' if run_s else ''}.</p>"]
     if total_s is not None:
         share = f" of {run_s:.1f} s, {100 * total_s / run_s:.1f} %" if run_s else ""
-        rows.append(("together", f"{total_s:.1f} s{share}"))
+        rows.append(("total", f"{total_s:.1f} s{share}"))
     return ["<h3>Time lost</h3>", facts(rows)] if rows else []
 
 
