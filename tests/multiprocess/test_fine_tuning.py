@@ -19,6 +19,8 @@ from thinwire.sync.fragments import find_blocks
 from thinwire.training.build import make_method, make_model
 from thinwire.training.config import read_config
 from thinwire.training.cost_check import count_rounds
+from thinwire.training.export import export_model
+from thinwire.training.trained_model import load_trained
 from thinwire.training.worker import make_sampler, open_data
 
 STEPS, INTERVAL, RANK = 24, 2, 128
@@ -112,6 +114,18 @@ def test_checkpoints_leave_the_frozen_weights_out(folder: Path) -> None:
     (newest,) = (folder / "lora" / "checkpoints").glob("step-*")
     written = b"".join(file.read_bytes() for file in newest.iterdir())
     assert b"q_proj.lora_A.default.weight" in written and b"q_proj.base_layer.weight" not in written
+
+
+def test_a_checkpoint_of_adapters_is_exported_merged_with_the_tokenizer(folder: Path, tmp_path: Path) -> None:
+    trained = load_trained(folder / "lora", step=STEPS)
+    tokens = torch.arange(3, 19)[None]
+    expected = trained.model(tokens).detach()
+    export_model(trained, tmp_path / "out", to="hf")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(plain(tokens).logits, expected, rtol=0, atol=1e-4)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "</s>"
+    # the result of the run has done the final exchange too
+    assert load_trained(folder / "lora").tokenizer.to_json() == trained.tokenizer.to_json()
 
 
 def test_a_run_starts_from_an_earlier_one_with_its_tokenizer(folder: Path) -> None:
