@@ -278,13 +278,13 @@ class _Replica:
     def _close(self, training: Training) -> dict[str, Any] | None:
         """Compare the replicas' results; replica 0 evaluates and writes the run's."""
         reading = training.reading()
-        with self._optimizer.global_parameters():
+        with self._optimizer.global_parameters(may_lag=True):
             sha256 = parameters_sha256(self._model)
         notes = self._all_gather(replica_note(reading, sha256=sha256), number=_CLOSING, deadline_s=training.deadline_s)
         if self._transport.replica != 0:
             return None
         val_loss = training.evaluate_at_end()
-        with self._optimizer.global_parameters():
+        with self._optimizer.global_parameters(may_lag=True):
             save_model(self._config.run_dir, self._model, tokenizer_json=self._corpus.tokenizer.to_json())
         parameters = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
         summary = summarise(
