@@ -229,10 +229,15 @@ def read_note(raw: bytes) -> None:
 def read_fingerprint(raw: bytes) -> None:
     """Read what a peer trains, as it says before the first step."""
     try:
+        for tensor in consistency_check.parse_listing(raw, peer=1):
+            assert len(tensor) == 4
+    except PayloadError:
+        pass
+    try:
         found = consistency_check._parse_fingerprint(raw, peer=1)
     except PayloadError:
         return
-    assert set(found) == {"description", "model", "values"}
+    assert set(found) == {"description", "model", "values", "frozen", "listing_bytes"}
 
 
 def read_rank_place(raw: bytes) -> None:
@@ -563,7 +568,7 @@ _REQUESTS = [
     b"GET /events HTTP/1.0\r\nHost: [::1]:80\r\nAuthorization: Bearer 0123456789abcdef\r\n\r\n",
     b"POST /snapshot.json HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\nabc",
 ]
-_TOLD = json.dumps({"description": "d", "model": "m", "values": "v"}).encode().ljust(2048)
+_TOLD = json.dumps({"description": "d", "model": "m", "values": "v", "frozen": "f", "listing_bytes": "99"}).encode().ljust(2048)
 _LAB = b"".join(len(body).to_bytes(4, "big") + body for body in (b'{"ask":"count","id":1}', b'{"ask":"close","id":2}'))
 
 Target = tuple[Callable[[bytes], None], list[bytes]]
@@ -585,7 +590,7 @@ TARGETS: dict[str, Target] = {
     "board": (read_board, _boards()),
     "active-test": (read_plan, _plans()),
     "wire-note": (read_note, _wire_notes()),
-    "fingerprint": (read_fingerprint, [_TOLD]),
+    "fingerprint": (read_fingerprint, [_TOLD, b'[["w", [4, 16], "torch.float32", true]]']),
     "rank-place": (
         read_rank_place,
         [RankPlace(host="h", clock="c", addresses=("10.0.0.1", "fd00::1"), port=9).to_text().encode()],

@@ -7,6 +7,11 @@ transport = thinwire.connect()
 optimizer = thinwire.DistributedOptimizer(
     model, inner, method=thinwire.methods.streaming_diloco(sync_interval=100), transport=transport
 )
+for batch in loader:
+    loss_of(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+optimizer.close(final_exchange=True)  # puts the last steps into the global parameters
 ```
 
 Names are loaded when they are first used, so that the parts without torch stay quick to import.
@@ -14,6 +19,7 @@ Names are loaded when they are first used, so that the parts without torch stay 
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +75,10 @@ def __getattr__(name: str) -> Any:
     """Load a public name from its module."""
     if name in _MODULES:
         return importlib.import_module(f"thinwire.{name}")
+    if name == "DistributedOptimizer":
+        importlib.import_module("thinwire.methods")  # registers the names that its `method` may be
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
+    near = difflib.get_close_matches(name, __all__, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise AttributeError(f"module 'thinwire' has no attribute {name!r}{hint}")

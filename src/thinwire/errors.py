@@ -27,7 +27,54 @@ Exception
 
 from __future__ import annotations
 
+import difflib
 import signal
+from collections.abc import Iterable
+
+
+def refusal(what: str, *, got: object, allowed: object, remedy: str) -> ValueError:
+    """Return the error of a wrong argument, in the form that all of them have.
+
+    Args:
+        what: The argument, and what is wrong with it.
+        got: Its value.
+        allowed: The values that it may have.
+        remedy: A value or a command that works.
+
+    Example:
+        >>> print(refusal("--steps is too small", got=0, allowed="1 or more", remedy="--steps 300"))
+        --steps is too small; got 0; allowed 1 or more; try --steps 300
+    """
+    return ValueError(f"{what}; got {got}; allowed {allowed}; try {remedy}")
+
+
+def excluded(one: str, other: str, *, why: str, remedy: str) -> ValueError:
+    """Return the error of two arguments that do not go together.
+
+    Example:
+        >>> print(excluded("--pace", "--elastic", why="parts are fetched", remedy="to leave --pace out"))
+        --pace does not go with --elastic: parts are fetched; got both; allowed one of them; try to leave --pace out
+    """
+    return refusal(f"{one} does not go with {other}: {why}", got="both", allowed="one of them", remedy=remedy)
+
+
+def unknown_name(kind: str, name: str, names: Iterable[str], *, others: str = "") -> ValueError:
+    """Return the error of a name that nothing has, with the nearest ones.
+
+    Args:
+        kind: What the name is of, such as "method".
+        name: The name.
+        names: All names there are.
+        others: Further allowed forms, such as "hf:PATH".
+
+    Example:
+        >>> print(unknown_name("codec", "e3m1", ["float32", "e3m0"]))
+        unknown codec; got 'e3m1'; allowed float32, e3m0; try e3m0
+    """
+    known = list(names)
+    near = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=2, cutoff=0.4) or known[:1]
+    allowed = ", ".join([*known, others] if others else known)
+    return refusal(f"unknown {kind}", got=repr(name[:60]), allowed=allowed, remedy=" or ".join(near))
 
 
 class ThinwireError(RuntimeError):

@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import ast
 import os
+import re
 import runpy
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import markdown
 import pytest
+import torch
 import yaml
 from markdown_pages import DOCS, ROOT, pages, program
+from torch import nn
 
 PROGRAMS = {path.relative_to(ROOT).as_posix(): program(path.read_text()) for path in pages()}
 WITH_PYTHON = sorted(name for name, found in PROGRAMS.items() if found.num_blocks)
@@ -92,6 +97,50 @@ def test_python_in_the_pages_runs(tmp_path: Path) -> None:
         if done.returncode:
             failed.append(f"{name}\n{done.stderr}")
     assert not failed, "\n".join(failed)
+
+
+def _python_of(text: str) -> list[str]:
+    return re.findall(r"^ *```python[^\n]*\n(.*?)^ *```", text, re.M | re.S)
+
+
+def _loops() -> Iterator[tuple[str, str]]:
+    """Give every piece of code that readers may copy a training loop from, with where it stands."""
+    for path in pages():
+        yield from ((path.name, block) for block in _python_of(path.read_text()))
+    for path in (ROOT / "examples").glob("*.py"):
+        yield path.name, path.read_text()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                yield str(path.relative_to(ROOT)), ast.get_docstring(node) or ""
+
+
+def test_every_loop_ends_with_the_final_exchange() -> None:
+    found = [(where, code) for where, code in _loops() if re.search(r"optimizer\.step\(\)\s|\.step\(optimizer\)", code)]
+    assert len(found) >= 9
+    open_ended = [f"{where}:\n{code}" for where, code in found if not re.search(r"close\(final_|with optimizer:", code)]
+    assert not open_ended, "\n".join(open_ended)
+
+
+def test_the_loop_of_the_readme_evaluates_what_was_trained_also_where_no_interval_is_over() -> None:
+    torch.manual_seed(0)
+    [loop] = [block for block in _python_of((ROOT / "README.md").read_text()) if "DistributedOptimizer(" in block]
+    model = nn.Linear(4, 1)
+    losses: list[float] = []
+
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch) - batch.sum(dim=1, keepdim=True)).square().mean()
+
+    def evaluate(model: nn.Module) -> None:
+        losses.append(loss_of(model, torch.eye(4)).item())
+
+    evaluate(model)
+    assert "sync_interval=100" in loop
+    names = {"model": model, "loader": [torch.randn(8, 4) for _ in range(60)], "loss_of": loss_of, "evaluate": evaluate}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(compile(loop.replace("lr=3e-4", "lr=3e-2"), "README.md", "exec"), {"torch": torch, **names})
+    assert losses[1] < losses[0] / 4
 
 
 def test_blocks_share_names_and_keep_their_lines() -> None:

@@ -82,7 +82,7 @@ def expand_config_file(arguments: Sequence[str]) -> list[str]:
         for field, value in values.items():
             option = _option_of(section, field, path)
             if not is_named(option, arguments):
-                words += _words_of(option, value, where=f"--config: {path}: {section}.{field}")
+                words += _arguments_of(option, value, where=f"--config: {path}: {section}.{field}")
     return [*words, *arguments]
 
 
@@ -104,7 +104,7 @@ def _option_of(section: str, field: str, path: Path) -> str:
     raise ValueError(f"--config: {path}: [{section}] has no option {field!r}{hint} It has {', '.join(sorted(fields))}")
 
 
-def _words_of(option: str, value: object, *, where: str) -> list[str]:
+def _arguments_of(option: str, value: object, *, where: str) -> list[str]:
     """Return a value of a file as the command line writes it."""
     default = TrainConfig().option(option)
     if isinstance(default, bool):

@@ -5,8 +5,10 @@ A module in this folder that registers a function is known to `thinwire train --
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
+from typing import TYPE_CHECKING, NoReturn
 
 from thinwire.methods.all_reduce import all_reduce
 from thinwire.methods.co2 import co2
@@ -24,13 +26,13 @@ from thinwire.methods.noloco import noloco
 from thinwire.methods.one_bit_adam import one_bit_adam
 from thinwire.methods.one_bit_lamb import one_bit_lamb
 from thinwire.methods.power_sgd import power_sgd
-from thinwire.methods.registry import RECIPES, About, about, options_of, parse_options, recipe, register, story
+from thinwire.methods.registry import About, about, options_of, parse_options, register, story
 from thinwire.methods.robust import robust
 from thinwire.methods.slowmo import slowmo
 from thinwire.methods.sparse_loco import sparse_loco
 from thinwire.methods.streaming_diloco import streaming_diloco
 from thinwire.methods.zero_one_adam import zero_one_adam
-from thinwire.sync.method import Method
+from thinwire.sync.method import RECIPES, Method, recipe
 
 for _module in pkgutil.iter_modules(__path__, prefix=f"{__name__}."):
     importlib.import_module(_module.name)
@@ -70,3 +72,12 @@ __all__ = [
     "streaming_diloco",
     "zero_one_adam",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker then still finds a name that does not exist
+
+    def __getattr__(name: str) -> NoReturn:
+        """Refuse a name that is no method, with the nearest one."""
+        near = difflib.get_close_matches(name.replace("-", "_"), __all__, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from thinwire.codecs import Codec, by_name
-from thinwire.sync.method import Method
+from thinwire.sync.method import RECIPES, Method, method_key, recipe
 
 Recipe = TypeVar("Recipe", bound=Callable[..., Method])
 
-RECIPES: dict[str, Callable[..., Method]] = {}
 _CARDS: dict[str, About] = {}
 _BOOLS = {"true": True, "yes": True, "false": False, "no": False}
 
@@ -56,35 +55,13 @@ def register(card: About) -> Callable[[Recipe], Recipe]:
     """
 
     def add(recipe: Recipe) -> Recipe:
-        name = _key(recipe.__name__)
+        name = method_key(recipe.__name__)
         if name in RECIPES:
             raise ValueError(f"the method {name!r} is registered already; give the function another name")
         RECIPES[name], _CARDS[name] = recipe, card
         return recipe
 
     return add
-
-
-def _key(name: str) -> str:
-    return name.replace("_", "-").lower()
-
-
-def recipe(name: str) -> Callable[..., Method]:
-    """Return the function that makes a method, by the method's name; `_` and `-` are the same.
-
-    Raises:
-        ValueError: No method has this name; names the nearest ones.
-
-    Example:
-        >>> recipe("streaming_diloco").__name__
-        'streaming_diloco'
-    """
-    key = _key(name)
-    if key in RECIPES:
-        return RECIPES[key]
-    near = difflib.get_close_matches(key, RECIPES, n=2, cutoff=0.4)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise ValueError(f"unknown method {name!r}{hint} There are: {', '.join(RECIPES)}")
 
 
 def about(name: str) -> About:
@@ -97,7 +74,7 @@ def about(name: str) -> About:
         >>> about("diloco").paper
         'arXiv 2311.08105'
     """
-    return _CARDS[_key(recipe(name).__name__)]
+    return _CARDS[method_key(recipe(name).__name__)]
 
 
 def story(name: str) -> str:

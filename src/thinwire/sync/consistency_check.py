@@ -15,6 +15,8 @@ from thinwire.transport.base import Envelope, Kind, Transport
 from thinwire.transport.shards import local_shard
 
 _FINGERPRINT_BYTES = 2048
+# Of the list of a model's tensors: 100 bytes each for 160,000 of them.
+_MOST_LISTING_BYTES = 2**24
 
 
 def handshake(model: nn.Module, *, description: str, transport: Transport, deadline_s: float) -> None:
@@ -30,29 +32,36 @@ def handshake(model: nn.Module, *, description: str, transport: Transport, deadl
         deadline_s: Seconds to wait for the others.
 
     Raises:
-        DesyncError: Another replica runs another model or method, or has other frozen parameters; names it.
+        DesyncError: Another replica runs another model or method, or has other frozen parameters; names it, the first
+            tensor or part that differs, and both sides.
         TransportError: A replica could not be reached.
     """
     if transport.num_replicas == 1:
         return
     tensors = _sent_tensors(model)
+    listing = json.dumps(_listing(model)).encode()
     own = {
         "description": description, "model": _shape_digest(model), "values": _value_digest(tensors),
         "frozen": _value_digest([local_shard(p) for p in model.parameters() if not p.requires_grad]),
+        "listing_bytes": str(len(listing)),
     }  # fmt: skip
     others = _exchange_fingerprints(own, transport=transport, deadline_s=deadline_s)
     for replica, theirs in others.items():
-        for field, mine in own.items():
-            if field == "frozen" and theirs.get(field) != mine:
-                raise DesyncError(
-                    f"replica {replica} has other frozen parameters than replica {transport.replica}, and these are "
-                    f"never sent; load the same weights on all hosts"
-                )
-            if field != "values" and theirs.get(field) != mine:
-                raise DesyncError(
-                    f"replica {replica} runs another {field}: {theirs.get(field)!r}, here (replica "
-                    f"{transport.replica}): {mine!r}; start all replicas with the same model and options"
-                )
+        if theirs["description"] not in (description, _shortened(description)):
+            there, here = _first_part(theirs["description"], description)
+            raise DesyncError(
+                f"replica {replica} runs another method or other options of it: {there}, here (replica "
+                f"{transport.replica}): {here}; start all replicas with the same options and the same thinwire"
+            )
+    # all replicas hold all fingerprints, so all of them come here or none
+    if any(theirs["model"] != own["model"] for theirs in others.values()):
+        raise _model_error(listing, others, own=own["model"], transport=transport, deadline_s=deadline_s)
+    for replica, theirs in others.items():
+        if theirs["frozen"] != own["frozen"]:
+            raise DesyncError(
+                f"replica {replica} has other frozen parameters than replica {transport.replica}, and these are "
+                f"never sent; load the same weights on all hosts"
+            )
     digests = {theirs["values"] for theirs in others.values()} | {own["values"]}
     if len(digests) > 1:
         broadcast(tensors, transport=transport, deadline_s=deadline_s, number=1)
@@ -89,21 +98,99 @@ def _exchange_fingerprints(
 ) -> dict[int, dict[str, str]]:
     text = json.dumps(own).encode()
     if len(text) > _FINGERPRINT_BYTES:
-        shortened = {**own, "description": hashlib.sha256(own["description"].encode()).hexdigest()}
-        text = json.dumps(shortened).encode()
-    payload = torch.frombuffer(bytearray(text.ljust(_FINGERPRINT_BYTES)), dtype=torch.uint8)
-    envelope = Envelope(kind=Kind.SETUP, round_id=0, payload_bytes=_FINGERPRINT_BYTES)
-    others = [peer for peer in range(transport.num_replicas) if peer != transport.replica]
-    receives = {peer: transport.receive(source=peer, envelope=envelope) for peer in others}
-    sends = [transport.send(payload, to=peer, envelope=envelope) for peer in others]
-    result = {}
+        text = json.dumps({**own, "description": _shortened(own["description"])}).encode()
+    sizes = {peer: _FINGERPRINT_BYTES for peer in range(transport.num_replicas) if peer != transport.replica}
+    found = _exchange(text.ljust(_FINGERPRINT_BYTES), sizes, part=0, transport=transport, deadline_s=deadline_s)
+    return {peer: _parse_fingerprint(raw, peer=peer) for peer, raw in found.items()}
+
+
+def _exchange(
+    own: bytes, sizes: Mapping[int, int], *, part: int, transport: Transport, deadline_s: float
+) -> dict[int, bytes]:
+    """Send bytes to all other replicas, and return theirs; `sizes` holds how many each of them sends."""
+    receives = {
+        peer: transport.receive(source=peer, envelope=_set_up(part, num_bytes)) for peer, num_bytes in sizes.items()
+    }
+    payload = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    sends = [transport.send(payload, to=peer, envelope=_set_up(part, len(own))) for peer in sizes]
+    found = {}
     for peer, pending in receives.items():
         received = pending.wait(deadline_s=deadline_s)
         assert received is not None
-        result[peer] = _parse_fingerprint(bytes(received.payload.numpy()), peer=peer)
+        found[peer] = bytes(received.payload.numpy())
     for pending in sends:
         pending.wait(deadline_s=deadline_s)
-    return result
+    return found
+
+
+def _set_up(part: int, num_bytes: int) -> Envelope:
+    return Envelope(kind=Kind.SETUP, round_id=0, fragment=part, payload_bytes=num_bytes)
+
+
+def _shortened(description: str) -> str:
+    return hashlib.sha256(description.encode()).hexdigest()
+
+
+def _first_part(there: str, here: str) -> tuple[str, str]:
+    """Return the first part of two descriptions in which they differ."""
+    if " | " not in there:  # it was too long to send
+        return there, _shortened(here)
+    pairs = list(zip(there.split(" | "), here.split(" | "), strict=False))
+    return next((pair for pair in pairs if pair[0] != pair[1]), (there, here))
+
+
+def _model_error(
+    listing: bytes, others: Mapping[int, dict[str, str]], *, own: str, transport: Transport, deadline_s: float
+) -> DesyncError:
+    """Exchange the lists of tensors, and return the error that names the first one that differs."""
+    sizes = {peer: _listing_bytes(theirs["listing_bytes"], peer=peer) for peer, theirs in others.items()}
+    found = _exchange(listing, sizes, part=1, transport=transport, deadline_s=deadline_s)
+    replica = next(peer for peer, theirs in others.items() if theirs["model"] != own)
+    there, here = parse_listing(found[replica], peer=replica), parse_listing(listing, peer=transport.replica)
+    place = next((at for at, pair in enumerate(zip(there, here, strict=False)) if pair[0] != pair[1]), None)
+    place = min(len(there), len(here)) if place is None else place
+    return DesyncError(
+        f"replica {replica} runs another model; the first tensor that differs is number {place + 1}: "
+        f"{_tensor_text(there, place)}, here (replica {transport.replica}): {_tensor_text(here, place)}; start all "
+        f"replicas with the same model and options"
+    )
+
+
+def _listing_bytes(text: str, *, peer: int) -> int:
+    if not text.isdecimal() or not 0 < int(text[:12]) <= _MOST_LISTING_BYTES or len(text) > 12:
+        raise PayloadError(f"replica {peer} announces a list of tensors of {text[:40]!r} bytes; run the same thinwire")
+    return int(text)
+
+
+def parse_listing(raw: bytes, *, peer: int) -> list[list[object]]:
+    """Read the list of another replica's tensors.
+
+    Raises:
+        PayloadError: It is no such list.
+    """
+    try:
+        parsed = json.loads(raw)
+    except (ValueError, RecursionError) as failure:
+        raise PayloadError(f"replica {peer} sent a list of tensors that is no JSON; run the same thinwire") from failure
+    if not isinstance(parsed, list) or not all(map(_is_tensor, parsed)):
+        raise PayloadError(f"replica {peer} sent a list of tensors of the wrong form; run the same thinwire")
+    return parsed
+
+
+def _is_tensor(one: object) -> bool:
+    if not isinstance(one, list) or len(one) != 4:
+        return False
+    name, shape, dtype, is_trained = one
+    has_shape = isinstance(shape, list) and all(isinstance(size, int) for size in shape)
+    return has_shape and isinstance(name, str) and isinstance(dtype, str) and isinstance(is_trained, bool)
+
+
+def _tensor_text(tensors: Sequence[Sequence[object]], place: int) -> str:
+    if place >= len(tensors):
+        return f"no such tensor, {len(tensors)} in all"
+    name, shape, dtype, is_trained = tensors[place]
+    text = f"{name} of shape {shape} in {str(dtype).removeprefix('torch.')}{'' if is_trained else ', not trained'}"
+    return text[:300]
 
 
 def _parse_fingerprint(raw: bytes, *, peer: int) -> dict[str, str]:
@@ -113,7 +200,7 @@ def _parse_fingerprint(raw: bytes, *, peer: int) -> dict[str, str]:
         raise PayloadError(f"replica {peer} sent a fingerprint that is no JSON; run the same thinwire") from failure
     if not isinstance(parsed, dict) or not all(isinstance(value, str) for value in parsed.values()):
         raise PayloadError(f"replica {peer} sent a fingerprint of the wrong form; run the same thinwire on all hosts")
-    if set(parsed) != {"description", "model", "values", "frozen"}:
+    if set(parsed) != {"description", "model", "values", "frozen", "listing_bytes"}:
         raise PayloadError(f"replica {peer} sent a fingerprint with the fields {str(sorted(parsed))[:200]}")
     return parsed
 
@@ -123,11 +210,14 @@ def _sent_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [local_shard(tensor) for tensor in [*trained, *model.buffers()]]
 
 
-def _shape_digest(model: nn.Module) -> str:
+def _listing(model: nn.Module) -> list[tuple[str, list[int], str, bool]]:
+    """Return name, shape, dtype and whether it is trained of each of a model's parameters and buffers."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    shapes = [(name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in named]
-    total = sum(tensor.numel() for _, tensor in named)
-    return f"{total} elements in {len(named)} tensors, {hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]}"
+    return [(name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in named]
+
+
+def _shape_digest(model: nn.Module) -> str:
+    return hashlib.sha256(json.dumps(_listing(model)).encode()).hexdigest()
 
 
 def _value_digest(tensors: Sequence[torch.Tensor]) -> str:

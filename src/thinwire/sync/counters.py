@@ -61,6 +61,11 @@ class UncountedWork:
         """All inner steps."""
         return self._done[1]
 
+    @property
+    def num_missing_steps(self) -> int:
+        """Inner steps since the last counted round of the fragment whose one lies furthest back."""
+        return max((self._done[1] - num_steps for _, num_steps in self._counted), default=0)
+
     def add_step(self, *, num_tokens: int) -> None:
         """Take in one inner step."""
         self._done = (self._done[0] + num_tokens, self._done[1] + 1)

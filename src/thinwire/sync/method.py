@@ -1,4 +1,4 @@
-"""The `Method` value: when to exchange, with whom, what, in which code, and how the result is applied."""
+"""The `Method` value: when to exchange, with whom, what, in which code, how the result is applied; methods by name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from thinwire.averaging.exchange import Exchange
 from thinwire.averaging.topology import Topology
+from thinwire.errors import unknown_name
 from thinwire.sync.schedule import Schedule
 from thinwire.sync.updates import Update
 from thinwire.sync.views import View
@@ -50,3 +51,47 @@ class Method:
         """Return the parts in one line, the same on all replicas that run the same method."""
         parts = [self.schedule, self.topology, self.view, *self.exchanges(num_replicas), self.update(num_replicas)]
         return f"{self.name}: " + " | ".join(repr(part) for part in parts)
+
+
+RECIPES: dict[str, Callable[..., Method]] = {}
+"""Functions that return a method, by the method's name; `thinwire.methods` registers them."""
+
+
+def method_key(name: str) -> str:
+    """Return a method's name as it is registered: `_` and `-` are the same, and so are upper and lower case."""
+    return name.replace("_", "-").lower()
+
+
+def recipe(name: str) -> Callable[..., Method]:
+    """Return the function that makes a method, by the method's name; `_` and `-` are the same.
+
+    Raises:
+        ValueError: No method has this name; names the nearest ones.
+
+    Example:
+        >>> import thinwire.methods
+        >>> recipe("streaming_diloco").__name__
+        'streaming_diloco'
+    """
+    key = method_key(name)
+    if key not in RECIPES:
+        raise unknown_name("method", name, RECIPES)
+    return RECIPES[key]
+
+
+def method_of(method: object) -> Method:
+    """Return a method, or the one that a name stands for, with its defaults.
+
+    Raises:
+        TypeError: It is neither; says what to pass.
+        ValueError: No method has this name; names the nearest ones.
+    """
+    if isinstance(method, str):
+        return recipe(method)()
+    if isinstance(method, Method):
+        return method
+    name = getattr(method, "__name__", "streaming_diloco") if callable(method) else "streaming_diloco"
+    raise TypeError(
+        f"method is no Method; got {method!r}; allowed a Method or the name of one; try "
+        f"thinwire.methods.{name}() or '{method_key(name)}'"
+    )

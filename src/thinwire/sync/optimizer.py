@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -20,10 +25,10 @@ from thinwire.errors import CheckpointError
 from thinwire.sync.catch_up import CatchUp
 from thinwire.sync.closure_methods import BoundProgram, drive, repeatable
 from thinwire.sync.consistency_check import handshake
-from thinwire.sync.counters import SyncStatistics
+from thinwire.sync.counters import SyncStatistics, UncountedWork
 from thinwire.sync.engine_state import adopt_state, load_state, save_state
 from thinwire.sync.in_flight import launch
-from thinwire.sync.method import Method
+from thinwire.sync.method import Method, method_of
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Kind, Transport
@@ -32,6 +37,32 @@ from thinwire.transport.shards import drop_gathered, flatten, unflatten_into
 
 STATE_VERSION = 1
 _STATE_KEYS = {"version", "inner", "sync", "steps_done", "buffer_rounds", "gradient_rounds"}
+
+# Work of the optimizers of this process that are not closed yet, for the warning at its end.
+_unclosed: set[UncountedWork] = set()
+
+
+class MissingStepsWarning(UserWarning):
+    """Local steps that no exchange has put into the global parameters, when these are used or the process ends."""
+
+
+@cache
+def _watch_exit() -> None:
+    atexit.register(_warn_at_exit)
+
+
+def _warn_at_exit() -> None:
+    """Warn about the optimizer that lacks most steps; a process that ends by an error has printed that already."""
+    work = max(_unclosed, key=lambda one: one.num_missing_steps, default=None)
+    if work is not None and work.num_missing_steps and not hasattr(sys, "last_value"):
+        _warn_missing(work, remedy="call close(final_exchange=True) after the last step", stacklevel=2)
+
+
+def _warn_missing(work: UncountedWork, *, remedy: str, stacklevel: int) -> None:
+    warnings.warn(
+        f"{work.num_missing_steps} of {work.num_steps} local steps are not in the global parameters; {remedy}",
+        MissingStepsWarning, stacklevel=stacklevel + 1,
+    )  # fmt: skip
 
 
 def check_state(state_dict: dict[str, Any]) -> None:
@@ -97,11 +128,14 @@ class DistributedOptimizer(EagerOptimizer):
     schedulers, `GradScaler`, clipping and gradient accumulation work as before. Every call of `step` counts as one
     inner step of the schedule, also one that a `GradScaler` skips, so that replicas never drift apart in their rounds.
 
+    As a context manager it ends with `close(final_exchange=True)`; after an exception it ends with `abandon()`.
+
     Args:
         model: The replica's model, the same on all replicas; its trained values are set to replica 0's here. Frozen
             parameters are never sent: every replica must load the same ones.
         inner: Any optimizer over the model's parameters.
-        method: When, with whom, what, in which code and how: see `thinwire.methods`.
+        method: When, with whom, what, in which code and how: see `thinwire.methods`. A name, such as
+            `"streaming-diloco"`, stands for that method with its defaults.
         transport: Joins the replicas: `thinwire.connect()`; None trains alone.
         minimum_deadline_s: Floor of every wait for a peer; above it, deadlines follow measured step times.
         seed: Base of the streams of stochastic codecs.
@@ -114,7 +148,9 @@ class DistributedOptimizer(EagerOptimizer):
         next_stop: A step that must not be passed over by a replica that catches up, since all do something after it.
 
     Raises:
-        ValueError: The method does not fit the model, the inner optimizer or the number of replicas.
+        TypeError: The method is neither a `Method` nor a name.
+        ValueError: No method has the name, or the method does not fit the model, the inner optimizer or the number of
+            replicas.
         DesyncError: Another replica runs another model or method.
 
     Example:
@@ -123,23 +159,26 @@ class DistributedOptimizer(EagerOptimizer):
         >>> optimizer = thinwire.DistributedOptimizer(
         ...     model, torch.optim.SGD(model.parameters(), lr=0.1), method=thinwire.methods.diloco(sync_interval=2)
         ... )
-        >>> for _ in range(4):
+        >>> for _ in range(5):
         ...     model(torch.ones(1, 3)).sum().backward()
         ...     optimizer.step()
         ...     optimizer.zero_grad()
         >>> optimizer.statistics.rounds_applied
         2
+        >>> optimizer.close(final_exchange=True)  # the fifth step is in the global parameters too
     """
 
     # GradScaler then calls step() also for steps it wants skipped, and reports that in `found_inf`
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, model: nn.Module, inner: torch.optim.Optimizer, *, method: Method, transport: Transport | None = None,
+        self, model: nn.Module, inner: torch.optim.Optimizer, *, method: Method | str,
+        transport: Transport | None = None,
         minimum_deadline_s: float = 60.0, seed: int = 0, pace: bool = False, catch_up: CatchUp | None = None,
     ) -> None:  # fmt: skip
         if isinstance(inner, DistributedOptimizer):
             raise ValueError("inner is a DistributedOptimizer already; wrap the plain optimizer once")
+        method = method_of(method)
         check_parameters(model, inner)
         self.inner = inner
         self._is_ready = False
@@ -168,6 +207,23 @@ class DistributedOptimizer(EagerOptimizer):
         self._last_step_s: float | None = None
         self._holds_global = False
         self._is_closed = False
+        self._has_warned = False
+        if self.transport.replica == 0:  # one line at the end of a run, not one a replica
+            _watch_exit()
+            _unclosed.add(self._engine.state.work)
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close with the final exchange; after an exception, without any exchange."""
+        if kind is None:
+            self.close(final_exchange=True)
+        else:
+            self.abandon()
 
     @property
     def method(self) -> Method:
@@ -301,11 +357,24 @@ class DistributedOptimizer(EagerOptimizer):
         self._has_averaged = True
 
     @contextmanager
-    def global_parameters(self) -> Iterator[None]:
+    def global_parameters(self, *, may_lag: bool = False) -> Iterator[None]:
         """Put the global parameters into the model for as long as the block lasts: evaluate and save these.
 
         Buffers stay this replica's own (see `average_buffers`). Rounds in flight stay in flight.
+
+        Args:
+            may_lag: Whether local steps may be missing without a warning, as between two exchanges while training
+                goes on.
+
+        Warns:
+            MissingStepsWarning: Local steps are not in the global parameters; once an optimizer.
         """
+        work = self._engine.state.work
+        if work.num_missing_steps and not may_lag and not self._has_warned:
+            self._has_warned = True
+            _unclosed.discard(work)
+            remedy = "call close(final_exchange=True) after the last step, or pass may_lag=True between two exchanges"
+            _warn_missing(work, remedy=remedy, stacklevel=3)
         self._holds_global = True
         drop_gathered(self._model)
         try:
@@ -346,6 +415,11 @@ class DistributedOptimizer(EagerOptimizer):
             self._engine.merge_everything(self._steps_done)
         else:
             self._engine.flush()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close without waiting for any replica: rounds in flight are not applied. For a run that has failed."""
+        _unclosed.discard(self._engine.state.work)
         self._is_closed = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -169,7 +169,7 @@ def find_prompts(corpus: Corpus) -> list[str]:
         # the first line may begin in the middle of a word
         lines = [line.strip() for line in text.splitlines()[1:]]
         prompt = next((line for line in lines if len(line) in _PROMPT_LENGTHS), "")
-        prompt = prompt or next((_first_words(line) for line in lines if len(line) > max(_PROMPT_LENGTHS)), "")
+        prompt = prompt or next((_opening(line) for line in lines if len(line) > max(_PROMPT_LENGTHS)), "")
         if not prompt and not found:
             prompt = text.strip()[: max(_PROMPT_LENGTHS)]
         if prompt and prompt not in found:
@@ -177,7 +177,7 @@ def find_prompts(corpus: Corpus) -> list[str]:
     return found
 
 
-def _first_words(line: str) -> str:
+def _opening(line: str) -> str:
     return line[: max(_PROMPT_LENGTHS)].rpartition(" ")[0]
 
 

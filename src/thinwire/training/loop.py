@@ -337,7 +337,7 @@ class Training:
         total, count = 0.0, 0
         batches = list(self._held_out(num_batches))
         self._model.eval()
-        with self._optimizer.global_parameters(), torch.no_grad():
+        with self._optimizer.global_parameters(may_lag=True), torch.no_grad():
             for tokens, targets in batches[part % len(batches) :: num_parts]:
                 nll = self._passes.held_out(tokens.to(self._device), targets.to(self._device))
                 # the last batch may be smaller

@@ -295,7 +295,7 @@ class _Replica:
     def _close(self, training: Training, warn: Callable[[str], None]) -> dict[str, Any] | None:
         """Compare the replicas' results; replica 0 evaluates and writes the run's."""
         reading = training.reading()
-        with self._optimizer.global_parameters():
+        with self._optimizer.global_parameters(may_lag=True):
             sha256 = parameters_sha256(self._model)
         notes = self._all_gather(replica_note(reading, sha256=sha256), number=_CLOSING, deadline_s=training.deadline_s)
         if self._transport.replica != 0:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -12,8 +15,9 @@ from torch import nn
 import thinwire
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build, loss_of
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointError, DeadlineExceeded
 from thinwire.methods import all_reduce, diloco, streaming_diloco
+from thinwire.sync.optimizer import MissingStepsWarning
 
 METHODS = {
     "all-reduce": all_reduce,
@@ -281,6 +285,127 @@ def test_close_flushes_rounds_in_flight_and_ends_training():
             optimizer.step()
 
     thinwire.run_replicas(2, replica_main)
+
+
+def test_a_with_block_ends_with_the_final_exchange_and_nothing_is_missing():
+    def replica_main(transport):
+        model = build("linear")
+        with wrap(model, transport, diloco(sync_interval=100)) as optimizer:
+            steps(model, optimizer, 6, replica=transport.replica)
+        with pytest.raises(RuntimeError, match="after close"):
+            optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with optimizer.global_parameters():
+                return values(model)
+
+    one, other = thinwire.run_replicas(2, replica_main)
+    assert same(one, other) and not same(one, values(build("linear")))
+
+
+class Nobody:
+    """A transport to a peer that never answers, driven in the background as a process group is."""
+
+    runs_in_background, replica, num_replicas = True, 0, 2
+
+    def send(self, payload, *, to, envelope):
+        return self
+
+    def receive(self, *, source, envelope):
+        return self
+
+    def done(self):
+        return False
+
+    def wait(self, *, deadline_s):
+        raise DeadlineExceeded("nobody is there")
+
+
+def test_a_with_block_that_raises_does_not_wait_for_the_others_and_gives_its_own_error(monkeypatch):
+    monkeypatch.setattr("thinwire.sync.optimizer.handshake", lambda *_, **__: None)
+    model = build("linear")
+    method = streaming_diloco(sync_interval=4, overlap_steps=3)
+    with pytest.raises(KeyError, match="the loop's own"), wrap(model, Nobody(), method) as optimizer:
+        steps(model, optimizer, 5)
+        assert optimizer.rounds_in_flight
+        raise KeyError("the loop's own")
+    assert optimizer.rounds_in_flight, "a round was waited for"
+    with pytest.raises(RuntimeError, match="after close"):
+        optimizer.step()
+
+
+def test_steps_that_are_missing_in_the_global_parameters_are_counted_in_one_warning():
+    model = build("linear")
+    optimizer = wrap(model, None, diloco(sync_interval=10))
+    steps(model, optimizer, 13)
+    expected = r"^3 of 13 local steps are not in the global parameters; call close\(final_exchange=True\)"
+    with pytest.warns(MissingStepsWarning, match=expected) as caught, optimizer.global_parameters():
+        pass
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with optimizer.global_parameters():
+            pass
+
+
+@pytest.mark.parametrize(("method", "count"), [(diloco(sync_interval=5), 10), (all_reduce(), 3)])
+def test_nothing_is_missing_after_an_exchange_of_the_last_step(method, count):
+    model = build("linear")
+    optimizer = wrap(model, None, method)
+    steps(model, optimizer, count)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with optimizer.global_parameters():
+            pass
+
+
+def test_an_evaluation_between_two_exchanges_may_lag():
+    model = build("linear")
+    optimizer = wrap(model, None, diloco(sync_interval=10))
+    steps(model, optimizer, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with optimizer.global_parameters(may_lag=True):
+            pass
+    optimizer.close()
+    with pytest.warns(MissingStepsWarning, match="^3 of 3 local steps"), optimizer.global_parameters():
+        pass
+
+
+AT_EXIT = """
+import sys, thinwire, torch
+model = torch.nn.Linear(2, 1)
+optimizer = thinwire.DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), method="diloco")
+for _ in range(57):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "warns"),
+    [("del optimizer", True), ("optimizer.close(final_exchange=True)", False), ("raise KeyError('mine')", False)],
+)
+def test_a_process_that_ends_with_steps_missing_says_so_once(end, warns):
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT.format(end=end)], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.stderr.count("57 of 57 local steps are not in the global parameters; call close(final_e") == warns
+    assert ("KeyError" in done.stderr) == ("KeyError" in end)
+
+
+def test_a_method_may_be_a_name_and_what_is_neither_is_refused_with_the_remedy():
+    model = build("linear")
+    for name in ("streaming-diloco", "streaming_diloco", "Local-SGD"):
+        assert wrap(model, None, name).method.name == name.replace("_", "-").lower()
+    with pytest.raises(ValueError, match=r"unknown method; got 'streeming-diloco'; allowed .*; try streaming-diloco"):
+        wrap(model, None, "streeming-diloco")
+    with pytest.raises(TypeError, match=r"method is no Method; got <function diloco.*try thinwire.methods.diloco\(\)"):
+        wrap(model, None, diloco)
+    with pytest.raises(TypeError, match="method is no Method; got 3"):
+        wrap(model, None, 3)
 
 
 @pytest.mark.parametrize("kind", ["transformer", "conv"])

@@ -33,7 +33,7 @@ def test_replicas_that_start_apart_get_the_first_ones_parameters_and_buffers():
     ("difference", "expected"),
     [
         (lambda replica: {"kind": "linear" if replica else "lstm"}, "runs another model"),
-        (lambda replica: {"interval": 5 + replica}, "runs another description"),
+        (lambda replica: {"interval": 5 + replica}, r"runs another method .*sync_interval=5.*sync_interval=6"),
     ],
 )
 def test_replicas_with_different_set_ups_are_told_apart_at_the_start(difference, expected):
@@ -76,6 +76,30 @@ def test_frozen_parameters_that_differ_are_refused_at_the_start():
 
     with pytest.raises(DesyncError, match=r"other frozen parameters than .* never sent; load the same weights"):
         thinwire.run_replicas(2, replica_main)
+
+
+@pytest.mark.parametrize(
+    ("change", "there", "here"),
+    [
+        (lambda model: setattr(model, "3", nn.Linear(8, 2)), r"3.weight of shape \[2, 8\] in float32",
+         r"3.weight of shape \[4, 8\] in float32"),
+        (lambda model: model[2].half(), r"2.weight of shape \[8\] in float16", r"2.weight of shape \[8\] in float32"),
+        (lambda model: model[0].bias.requires_grad_(False), "0.bias .* not trained", r"0.bias .* in float32;"),
+        (lambda model: model.append(nn.Linear(4, 4)), r"4.weight of shape \[4, 4\]", "no such tensor, 8 in all"),
+    ],
+)  # fmt: skip
+def test_replicas_with_different_models_name_the_first_tensor_that_differs(change, there, here):
+    def replica_main(transport):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+        if transport.replica == 2:
+            change(model)
+        wrap(model, transport, diloco())
+
+    expected = (
+        rf"replica 2 runs another model; the first tensor that differs is number \d: {there}.*replica 1\): {here}"
+    )
+    with pytest.raises(DesyncError, match=expected):
+        thinwire.run_replicas(3, replica_main)
 
 
 def test_a_desync_is_found_and_names_the_replica():

@@ -18,20 +18,20 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor, nn
+from thinwire.errors import unknown_name
 
-from thinwire import codecs, methods
-from thinwire.sync.method import Method
-from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.transport.recording import RecordingTransport
+if TYPE_CHECKING:  # a command line is checked against the names here before torch is imported
+    import torch
+    from torch import Tensor, nn
+
+    from thinwire.sync.method import Method
+    from thinwire.transport.recording import RecordingTransport
 
 Kind = Literal["every-step", "diloco", "streaming", "ddp", "torchft"]
 # The top of what PyTorch's documentation calls typical (1 to 4; it advises to go up from 1 until the loss is right, and
@@ -81,6 +81,8 @@ class Contender:
         """
         if self.is_reference:
             raise ValueError(f"{self.name} is a reference and no method of thinwire; take its trainer")
+        from thinwire import codecs, methods
+
         codec = codecs.by_name(self.codec)
         if self.kind == "every-step":
             return methods.all_reduce(codec=codec)
@@ -122,9 +124,7 @@ def contender(name: str) -> Contender:
     """
     if name in CONTENDERS:
         return CONTENDERS[name]
-    near = difflib.get_close_matches(name, CONTENDERS, n=2, cutoff=0.4)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise ValueError(f"unknown contender {name!r}{hint} There are: {', '.join(CONTENDERS)}")
+    raise unknown_name("contender", name, CONTENDERS)
 
 
 ShareNote = Callable[[Mapping[str, Any]], list[dict[str, Any]]]
@@ -236,6 +236,8 @@ def _own_trainer(
     contender: Contender, model: nn.Module, inner: torch.optim.Optimizer, *, numbers: TrainerSettings,
     transport: RecordingTransport,
 ) -> Trainer:  # fmt: skip
+    from thinwire.sync.optimizer import DistributedOptimizer
+
     method = contender.method(sync_interval=numbers.sync_interval, overlap_steps=numbers.overlap_steps)
     optimizer = DistributedOptimizer(
         model, inner, method=method, transport=transport, minimum_deadline_s=numbers.timeout_s, seed=numbers.seed,
@@ -246,6 +248,7 @@ def _own_trainer(
         loss=loss_of(model),
         average_gradients=optimizer.average_gradients,
         close=lambda: optimizer.close(final_exchange=True),
+        release=optimizer.abandon,
         global_parameters=optimizer.global_parameters,
         stalled_s=lambda: optimizer.statistics.stalled_s,
         num_fragments=optimizer.num_fragments,

@@ -448,7 +448,7 @@ class _Stay:
             vocab_size = parts.corpus.tokenizer.vocab_size
             yield whole_model(parts.config, vocab_size=vocab_size, parameters=parameters, sharded=parts.model)
             return
-        with parts.optimizer.global_parameters():
+        with parts.optimizer.global_parameters(may_lag=True):
             yield parts.model
 
     def _write(self, parts: _Assembly, training: Training, finish: Mapping[str, Any]) -> None:
