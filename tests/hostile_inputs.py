@@ -568,7 +568,11 @@ _REQUESTS = [
     b"GET /events HTTP/1.0\r\nHost: [::1]:80\r\nAuthorization: Bearer 0123456789abcdef\r\n\r\n",
     b"POST /snapshot.json HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\nabc",
 ]
-_TOLD = json.dumps({"description": "d", "model": "m", "values": "v", "frozen": "f", "listing_bytes": "99"}).encode().ljust(2048)
+_TOLD = (
+    json.dumps({"description": "d", "model": "m", "values": "v", "frozen": "f", "listing_bytes": "99"})
+    .encode()
+    .ljust(2048)
+)
 _LAB = b"".join(len(body).to_bytes(4, "big") + body for body in (b'{"ask":"count","id":1}', b'{"ask":"close","id":2}'))
 
 Target = tuple[Callable[[bytes], None], list[bytes]]
