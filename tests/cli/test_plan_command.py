@@ -181,7 +181,7 @@ def test_methods_without_a_published_loss_come_last(tmp_path: Path, capsys: pyte
         ([*HOME, "--batch-size", "4", "--global-batch", "1e4"], "not both"),
         ([*HOME, "--batch-size", "0"], "batch_size must be at least 1"),
         ([*HOME, "--tokens", "0"], "tokens must be at least 1"),
-        ([*HOME, "--method", "dilco"], "did you mean"),
+        ([*HOME, "--method", "dilco"], "try diloco"),
         ([*HOME, "--interval", "0"], "at least 1"),
         ([*HOME, "--min-utilisation", "1.5"], "min_utilisation"),
         ([*HOME, "--model", "7q"], "the models are"),

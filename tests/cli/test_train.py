@@ -68,7 +68,7 @@ def test_every_option_has_a_help_text() -> None:
     [
         ([], 2, ""),
         (["trian"], 2, "unknown command 'trian'; did you mean train?"),
-        (["methods", "x"], 2, "unknown method 'x'"),
+        (["methods", "x"], 2, "unknown method; got 'x'"),
         (["train", "--replcas", "2"], 2, "Unrecognized options: --replcas, 2; did you mean --replicas?"),
         (["train", "--steps", "ten"], 2, "Error parsing --steps"),
         (["train", "--replicas", "two"], 2, "no type matching INT could be instantiated from ['two']"),
@@ -98,7 +98,7 @@ def test_an_impossible_run_is_refused_before_any_process_starts(tmp_path: Path) 
     (tmp_path / "short.txt").write_text("too short")
     cache = ["--cache-dir", str(tmp_path / "cache"), "--tokenizer", "bytes"]
     cases = [
-        (["--method", "streming"], "did you mean streaming-diloco"),
+        (["--method", "streming"], "try streaming-diloco"),
         (["--model", "nan"], "did you mean nano"),
         (["--codec", "e3m1"], "did you mean e3m0"),
         (["--overlap-steps", "30"], "below sync_interval"),

@@ -124,7 +124,7 @@ def test_a_value_out_of_its_range_is_refused_with_value_and_limit(options: dict[
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"method": "streming-diloco"}, "did you mean streaming-diloco"),
+        ({"method": "streming-diloco"}, "unknown method; got 'streming-diloco'; allowed .*; try streaming-diloco"),
         ({"model": "nan"}, "did you mean nano"),
         ({"codec": "e3m1"}, "did you mean e3m0"),
         ({"overlap_steps": "30"}, "below sync_interval"),
