@@ -38,7 +38,7 @@ def test_a_program_gets_one_json_object(capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out)["diloco"]["paper"] == "arXiv 2311.08105"
 
 
-@pytest.mark.parametrize(("words", "named"), [(["dilco"], "did you mean diloco"), (["--jsn"], "json")])
+@pytest.mark.parametrize(("words", "named"), [(["dilco"], "try diloco"), (["--jsn"], "json")])
 def test_wrong_words_are_answered_in_one_line(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     told = capsys.readouterr()

@@ -15,7 +15,6 @@ two cores. With an untied head each has vocabulary * dim parameters more.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from thinwire.errors import unknown_name
 from thinwire.training.models.hf import build_hf_model
 from thinwire.training.models.transformer import TransformerConfig, build_transformer
 
@@ -74,9 +74,7 @@ def preset(
         35265792
     """
     if name not in PRESETS:
-        near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(f"unknown model {name!r}: {hint}the models are {', '.join(PRESETS)} and hf:PATH")
+        raise unknown_name("model", name, PRESETS, others="hf:PATH")
     config = PRESETS[name]
     return replace(
         config,
