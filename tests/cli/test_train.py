@@ -115,13 +115,13 @@ def test_an_impossible_run_is_refused_before_any_process_starts(tmp_path: Path) 
         (["--method", "dimat", "--method-option", "matching=weights"], "batches is None"),
         (["--vocab-size", "5"], "vocab_size must be at least 257"),
         (["--out", "run"], "run holds a run already; go on with it: thinwire train --resume run"),
-        (["--data", "nowhere"], "there is no file or folder nowhere"),
-        (["--data", "empty"], "holds no file of a corpus"),
+        (["--data", "nowhere"], "--data names no file or folder; got 'nowhere'"),
+        (["--data", "empty"], "a folder without a file of text; got 'empty'"),
         (["--data", "binary.txt"], "is binary"),
         (["--data", "short.txt"], "tokens are too few"),
         (["--replicas", "0"], "--replicas is too small"),
         (["--device", "cuda:9"], "unknown --device; got 'cuda:9'; allowed cpu, cuda"),
-        (["--compile"], "--compile needs a C++ compiler, and there is no no-such-compiler; install it"),
+        (["--compile"], "--compile needs a C++ compiler; got no no-such-compiler"),
     ]
     lines = [["train", *cache, "--quiet", *words] for words, _ in cases]
     outcomes = thinwire_many(lines, cwd=tmp_path, CXX="no-such-compiler")
