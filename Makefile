@@ -98,7 +98,7 @@ docs-serve: $(TEST_STAMP) ## Show the docs on http://127.0.0.1:8000 and follow c
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve $(ARGS)
 
 .PHONY: command-line-page
-command-line-page: $(TEST_STAMP) ## Write docs/cli.md from what the commands say of themselves
+command-line-page: $(TEST_STAMP) ## Write docs/cli.md from the help of the commands
 	$(BIN)/python scripts/command_line_page.py docs/cli.md
 
 BENCH_WIRE := bench wire --rate 5mbit --repeats 1 --intervals 1 --budget 45s --out runs/bench-wire-short \

@@ -1,4 +1,4 @@
-"""Write docs/cli.md from what the commands say of themselves: `make command-line-page`."""
+"""Write docs/cli.md from the help of the commands: `make command-line-page`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 HEADER = """\
 # Command line
 
-What `thinwire COMMAND --help` says; `make command-line-page` writes this page.
+Output of `thinwire COMMAND --help`, written by `make command-line-page`.
 
-stdout is data, logs go to stderr. The exit code is 0, 1 for a fault while it ran, 2 for a wrong command.
+Results go to stdout, logs to stderr. The exit code is 0, 1 for an error while running, or 2 for wrong options.
 """
 
 
-# Commands below another one, which the help of that one tells of.
+# Commands below another one, listed by the help of that one.
 NESTED = {"diagnose": ("diagnose test",)}
 
 
 def help_of(command: str = "") -> str:
-    """Return the help of a command, as it looks in a terminal of 100 columns without colours."""
-    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
+    """Return the help of a command, as it looks in a terminal of 80 columns."""
+    environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
     thinwire = [sys.executable, "-c", "import sys; from thinwire.cli.main import main; sys.exit(main())"]
     done = subprocess.run(
         [*thinwire, *command.split(), "--help"], env=environment, capture_output=True, text=True, timeout=60, check=True
@@ -32,7 +32,7 @@ def help_of(command: str = "") -> str:
 
 
 def commands() -> list[str]:
-    """Return the commands that the help of thinwire lists, one a line, indented by two, and those below them."""
+    """Return the commands that the help of thinwire lists, and the commands nested below them."""
     listed = re.findall(r"^  ([a-z][a-z-]*)  +\S", help_of(), re.MULTILINE)
     return [name for command in listed for name in (command, *NESTED.get(command, ()))]
 

@@ -27,7 +27,7 @@ from thinwire.monitor.dashboard.server import DashboardServer, Feed
 from thinwire.monitor.dashboard.snapshot import RunFollower
 
 # Width and height of the window, in CSS pixels; 320 is what WCAG 2.2 asks of pages (1.4.10, reflow).
-SIZES = {"wide": (1360, 900), "narrow": (320, 640)}
+SIZES = {"wide": (1400, 900), "half": (500, 900), "narrow": (320, 640)}
 LOOKS = {"light": ("light", False), "dark": ("dark", False), "forced colours": ("dark", True)}
 _SETTLED_S = 1.5
 _MOST_TABS = 200
@@ -36,9 +36,10 @@ _TOLD = """axe.run(document, {rules: {"target-size": {enabled: true}}}).then((fo
   violations: found.violations.map(brief), incomplete: found.incomplete.map(brief)}))"""
 _BRIEF = """var brief = (one) => ({id: one.id, impact: one.impact, nodes: one.nodes.map((node) => ({
   at: node.target.join(" "), why: node.any.concat(node.all, node.none).map((check) => check.message).join("; ")}))})"""
-# Words that are scrolled out of sight are not judged.
+# axe judges no text that is scrolled out of sight, or that lies on a gradient.
 _SPREAD = """(() => { const style = document.createElement("style"); style.id = "spread";
-  style.textContent = "* { max-height: none !important; overflow: visible !important; position: static !important; } "
+  style.textContent = "* { max-height: none !important; overflow: visible !important; position: static !important; "
+    + "background-image: none !important; } "
     + "body { width: 3000px; }";
   document.head.append(style); })()"""
 # What keys must reach: what can be worked or scrolled, and is shown.
@@ -140,9 +141,9 @@ def _worked(tab: Page, names: list[str]) -> list[str]:
             told.append(f"keys: Enter does not work summary {number}")
     if "#heat-kind" in names:
         tab.value("document.getElementById('heat-kind').focus()")
-        was = tab.value("document.querySelector('#heat caption').textContent")
+        was = tab.value("document.getElementById('heat-note').textContent")
         tab.press("ArrowDown")
-        now, where = tab.value("[document.querySelector('#heat caption').textContent, document.activeElement.id]")
+        now, where = tab.value("[document.getElementById('heat-note').textContent, document.activeElement.id]")
         if now == was or where != "heat-kind":
             told.append(f"keys: the choice of a heat map shows {now!r} after {was!r}, with the focus at {where}")
     if "a 0" in names:

@@ -1,7 +1,7 @@
 """Look at the dashboard: write a rehearsed run with a fault, and take pictures of its page in headless Chromium.
 
-    python scripts/dashboard_pictures.py --sizes small --out docs/assets    # the pictures of the docs
-    python scripts/dashboard_pictures.py --run runs/demo --out pictures    # of a run of one's own
+    python scripts/dashboard_pictures.py --run runs/demo --sizes small --out docs/assets    # the pictures of the docs
+    python scripts/dashboard_pictures.py --out pictures    # of a rehearsed run with a slow link
 
 The rehearsed run is made by `thinwire.monitor.synthetic_jobs`: nothing was trained, and its loss is a formula.
 """
@@ -31,7 +31,7 @@ from thinwire.monitor.synthetic_jobs import NOISES, InjectedFault, Scene, synthe
 
 _STEPS_A_ROUND, _TOKENS_A_STEP, _WIRE_BYTES = 20, 4096, 500_009
 # Width and height in CSS pixels, and pixels of the picture for each.
-SIZES = {"small": (1360, 1130, 0.7), "wide": (1360, 2300, 1.0), "narrow": (400, 3400, 1.0)}
+SIZES = {"small": (1400, 1000, 0.7), "wide": (1400, 2300, 1.0), "narrow": (500, 3400, 1.0)}
 _CHROMIUM_S = 60.0
 
 

@@ -237,7 +237,7 @@ def read_fingerprint(raw: bytes) -> None:
         found = consistency_check._parse_fingerprint(raw, peer=1)
     except PayloadError:
         return
-    assert set(found) == {"description", "model", "values", "listing_bytes"}
+    assert set(found) == {"description", "model", "values", "frozen", "listing_bytes"}
 
 
 def read_rank_place(raw: bytes) -> None:
@@ -568,7 +568,11 @@ _REQUESTS = [
     b"GET /events HTTP/1.0\r\nHost: [::1]:80\r\nAuthorization: Bearer 0123456789abcdef\r\n\r\n",
     b"POST /snapshot.json HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\nabc",
 ]
-_TOLD = json.dumps({"description": "d", "model": "m", "values": "v", "listing_bytes": "99"}).encode().ljust(2048)
+_TOLD = (
+    json.dumps({"description": "d", "model": "m", "values": "v", "frozen": "f", "listing_bytes": "99"})
+    .encode()
+    .ljust(2048)
+)
 _LAB = b"".join(len(body).to_bytes(4, "big") + body for body in (b'{"ask":"count","id":1}', b'{"ask":"close","id":2}'))
 
 Target = tuple[Callable[[bytes], None], list[bytes]]
@@ -627,5 +631,5 @@ SENDERS: dict[str, tuple[str, str, bool]] = {
     "state": ("a global state", "wire", True),
     "signed-state": ("a global state whose header has the right hash", "wire", True),
     "journal": ("a coordinator's journal", "file", True),
-    "lab-message": ("what a lab tells its keeper", "socket pair", True),
+    "lab-message": ("messages of a lab to its supervisor", "socket pair", True),
 }

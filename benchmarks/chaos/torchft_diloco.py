@@ -34,8 +34,8 @@ from thinwire.training.worker import open_data
 
 BATCH, SEQ = 1, 64
 # default: torchft's own time-outs and no retry, and the state that its examples hand over (model, inner optimizer).
-# tuned: see docs/benchmarks.md. A lean state is all that the others' next step depends on; each committed outer step is
-# also kept on the replica's own disk, with the manager's count.
+# tuned: see docs/benchmarks/elastic.md. A lean state is all that the others' next step depends on; each committed
+# outer step is also kept on the replica's own disk, with the manager's count.
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {"limit_s": 60, "quorum_s": 60, "retries": 0, "is_lean": False, "keeps": False},
     "tuned": {"limit_s": 30, "quorum_s": 180, "retries": 6, "is_lean": True, "keeps": True},

@@ -11,6 +11,7 @@ class Node {
   setAttribute(name, value) { this.attributes[name] = value; }
   getAttribute(name) { return this.attributes[name] ?? null; }
   removeAttribute(name) { delete this.attributes[name]; }
+  getBoundingClientRect() { return { left: 0 }; }
   append(...children) { this.children.push(...children); }
   replaceChildren(...children) { this.children = children; }
   get textContent() { return this.children.map((child) => child.textContent).join(""); }
@@ -30,6 +31,7 @@ const document = {
   querySelectorAll: () => Object.values(named).flatMap((node) => node.all()).filter((node) => "data-since" in node.attributes),
 };
 document.getElementById("state").textContent = JSON.stringify(input.state);
+document.getElementById("smoothing").value = "60";
 
 const sources = [];
 class EventSource {

@@ -26,8 +26,19 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_the_command_line_takes_runs_out_and_json(tmp_path: Path) -> None:
     assert tyro.cli(CompareOptions, args=["a", "b"]) == CompareOptions(runs=(Path("a"), Path("b")))
-    options = tyro.cli(CompareOptions, args=["a", "--json", "--out", "None"])
-    assert (options.json, options.out) == (True, None)
+    options = tyro.cli(CompareOptions, args=["a", "--json", "--out", "page.html"])
+    assert (options.json, options.out) == (True, Path("page.html"))
+
+
+def test_without_out_no_file_is_written(
+    runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    assert main([str(runs[0]), str(runs[1])]) == 0
+    assert "streaming" in capsys.readouterr().out
+    assert list(empty.iterdir()) == []
 
 
 def test_a_row_a_run_with_the_gap_to_the_first(runs: tuple[Path, Path], tmp_path: Path, capsys: Output) -> None:
@@ -35,10 +46,21 @@ def test_a_row_a_run_with_the_gap_to_the_first(runs: tuple[Path, Path], tmp_path
     assert main([*map(str, runs), "--out", str(page)]) == 0
     captured = capsys.readouterr()
     head, first, second = captured.out.splitlines()
-    for name in ("method", "replicas", "steps", "tokens", "val loss", "gap", "wall", "sent", "times less", "peak rate"):
+    for name in (
+        "method",
+        "replicas",
+        "steps",
+        "tokens",
+        "val loss",
+        "gap",
+        "wall",
+        "sent",
+        "times fewer",
+        "peak rate",
+    ):
         assert name in head
     assert first.split()[:2] == ["all-reduce", "all-reduce"]
-    assert "+2.50 %" in second and "12.4 MB" in second and "296.1" in second
+    assert "+2.50 %" in second and "12.4 MB" in second and " 296 " in second
     assert str(page) in captured.err
     assert page.is_file()
 
@@ -136,7 +158,7 @@ def test_an_unfinished_run_is_refused_and_no_page_is_written(tmp_path: Path, cap
         (["RUN", "--jsno"], 2, "--jsno"),
         (["nowhere"], 1, "there is no folder nowhere"),
         (["RUN", "--out", "RUN"], 1, "cannot write"),
-        (["RUN", "--json", "--out", "None"], 0, ""),
+        (["RUN", "--json"], 0, ""),
         (["--help"], 0, ""),
     ],
 )

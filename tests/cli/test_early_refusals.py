@@ -38,9 +38,11 @@ CASES: dict[str, list[str]] = {
     # of the validator
     "train --steps 0": ["--steps is too small; got 0; allowed 1 or more; try --steps 300"],
     "train --lr nan": ["--lr is not above 0; got nan"],
-    "train --tokenizer words": ["unknown --tokenizer; got 'words'; allowed bpe, bytes"],
+    "train --tokenizer words": ["unknown --tokenizer; got 'words'; allowed auto, bpe, bytes"],
     "train --method streming": ["unknown method; got 'streming'", "try streaming-diloco"],
-    "train --model nan": ["unknown --model; got 'nan'; allowed nano, 35m, 150m, 400m, 1b, hf:PATH; try nano"],
+    "train --model nan": [
+        "unknown --model; got 'nan'; allowed nano, 35m, 150m, 400m, 1b, a size such as 125m, hf:PATH; try nano"
+    ],
     "train --model hf:/nowhere": ["--model names no folder; got 'hf:/nowhere'"],
     "train --codec e3m1": ["unknown --codec; got 'e3m1'", "try e3m0"],
     "train --overlap-steps 40 --sync-interval 30": [
@@ -58,7 +60,7 @@ CASES: dict[str, list[str]] = {
     "lab --rate 100": ["the rate has no unit; got '100'; allowed a number with bit, kbit, mbit or gbit; try 100mbit"],
     "lab --hosts two": ["--hosts is no whole number; got 'two'; allowed a whole number; try --hosts 2"],
     "lab --latency 20": ["the duration has no unit; got '20'", "try 20s"],
-    "plan --model 7q": ["unknown --model; got '7q'", "or a size such as 7b"],
+    "plan --model 7q": ["unknown --model; got '7q'", "a size such as 125m"],
     "plan --method dilco": ["unknown method; got 'dilco'", "try diloco"],
     "plan --interval 0": ["--interval is too small; got 0"],
     "plan --min-utilisation 1.5": ["--min-utilisation is no share; got 1.5"],

@@ -24,7 +24,7 @@ def options_of(command: str) -> list[str]:
         [sys.executable, "-m", "thinwire.cli.main", command, "--help"],
         capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "100"},
     ).stdout  # fmt: skip
-    return sorted(set(re.findall(r"^│ (?:-h, )?(--[a-z][a-z-]*)", told, re.MULTILINE)))
+    return sorted(set(re.findall(r"^  (?:-h, )?(--[a-z][a-z-]*)", told, re.MULTILINE)))
 
 
 def test_the_options_of_elastic_commands_are_those_that_were_agreed_on() -> None:

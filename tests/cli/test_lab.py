@@ -40,7 +40,7 @@ def lab(*words: str, cwd: Path, stdin: str = "", **environment: str) -> subproce
 
 def test_the_options_of_lab_are_those_that_were_agreed_on(tmp_path: Path) -> None:
     told = lab("--help", cwd=tmp_path, COLUMNS="100").stdout
-    options = sorted(set(re.findall(r"^│ (?:-h, )?(--[a-z][a-z-]*)", told, re.MULTILINE)))
+    options = sorted(set(re.findall(r"^  (?:-h, )?(--[a-z][a-z-]*)", told, re.MULTILINE)))
     assert options == OPTIONS_FILE.read_text().splitlines(), (
         "an option is a promise: change tests/cli/options_of_lab.txt and CHANGELOG.md with it"
     )

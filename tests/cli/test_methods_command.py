@@ -16,6 +16,7 @@ def test_all_methods_stand_in_the_table_with_paper_and_cost(capsys: pytest.Captu
     for name in RECIPES:
         assert f"\n{name} " in text
     assert "arXiv 2501.18512" in text and "4.13 (M - 1) / H" in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_one_method_is_explained_with_its_equations_and_options(capsys: pytest.CaptureFixture[str]) -> None:

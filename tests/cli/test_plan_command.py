@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -16,7 +17,10 @@ from thinwire.cli.plan import ClusterOptions, PlanOptions
 from thinwire.cli.simulate import SimulateOptions
 from thinwire.cli.train_options import parse, settle
 from thinwire.cli.train_plan import planned
+from thinwire.training.build import make_method
 from thinwire.training.config import validate
+from thinwire.training.memory_check import check_memory
+from thinwire.training.models import build_model
 from thinwire.units import parse_bytes
 
 ALIKE = ["--hosts", "2", "--rate", "20mbit", "--latency", "10ms"]
@@ -86,10 +90,75 @@ def test_a_plan_that_keeps_too_few_busy_is_not_written(tmp_path: Path, capsys: p
     assert not out.exists()
 
 
-def test_a_size_is_planned_and_told_to_be_unknown_to_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_readme_runs_as_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    lines = re.findall(r"^thinwire plan (--hosts .*)$", readme.replace("\\\n", " "), flags=re.MULTILINE)
+    assert lines, "README.md has no example of thinwire plan"
+    out = tmp_path / "plan.json"
+    for line in lines:
+        assert plan_command.main([*shlex.split(line), "--out", str(out)]) == 0
+        told = capsys.readouterr()
+        for quoted in re.findall(r"^(?:best|memory): .*$|^host-0 alone .*$", readme, flags=re.MULTILINE):
+            assert quoted in told.out
+        assert "best: streaming-diloco" in told.out and f"thinwire train --plan {out}" in told.err
+        assert re.search(r"memory: a replica needs about [\d.]+ GB of [\d.]+ GB", told.out) is not None
+        train = json.loads(out.read_text())["train"]
+        words = ["--plan", str(out), "--data", "text.txt"]
+        found, _ = planned(parse(words), words, say=lambda text: None)
+        config = settle(found, words)
+        model = build_model(train["model"], max_seq_len=train["seq_len"], device="meta")
+        # on the machine of the example, whatever this one has
+        check_memory(config, model, make_method(config), num_local=1, limit_bytes=24e9)
+
+
+def test_a_size_is_planned_for_train_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*ALIKE, "--flops", "4e13", "--model", "125m", "--tokens", "1e9", "--interval", "100"]
     assert plan_command.main([*words, "--out", str(tmp_path / "p.json")]) == 0
-    assert "thinwire train does not know '125m'" in capsys.readouterr().err
+    assert f"thinwire train --plan {tmp_path / 'p.json'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [
+        ([], r"24\.0 GB \(assumed; state it with --memory\)"),
+        (["--memory", "80GB"], r"80\.0 GB \(--memory\)"),
+    ],
+)
+def test_memory_is_checked_and_the_output_says_whose_number_it_is(
+    words: list[str], known: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan_command.main([*HOME, *words, "--out", str(tmp_path / "p.json")]) == 0
+    assert re.search(rf"^memory: a replica needs about [\d.]+ MB of {known}$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_machines_of_a_file_without_a_memory_are_named_with_the_one_that_is_assumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(HOUSE))
+    words = ["--cluster", str(path), "--tokens", "1e7", "--interval", "100", "--out", str(tmp_path / "p.json")]
+    assert plan_command.main(words) == 0
+    assert f"(assumed for office; add memory_bytes to {path})" in capsys.readouterr().out
+
+
+def test_a_model_that_fits_no_machine_of_the_usual_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_command.main([*ALIKE, "--flops", "4e13", "--model", "7b", "--tokens", "25e9"]) == 2
+    told = capsys.readouterr().err
+    assert re.search(r"host-0: needs about 1\d\d GB of memory, has 24\.0 GB; state what the machines have", told)
+
+
+def test_a_batch_that_does_not_fit_is_planned_in_micro_batches_that_train_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    words = [*HOME, "--memory", "150MB", "--batch-size", "16", "--min-replicas", "2", "--out", str(out)]
+    assert plan_command.main(words) == 0
+    train = json.loads(out.read_text())["train"]
+    assert train["batch_size"] == 16 and 1 <= train["micro_batch"] < 16
+    assert f"{train['micro_batch']} of 16 sequences at a time" in capsys.readouterr().out
+    words = ["--plan", str(out)]
+    found, _ = planned(parse(words), words, say=lambda text: None)
+    assert found.data.micro_batch == train["micro_batch"]
 
 
 def test_methods_without_a_published_loss_come_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,13 +184,13 @@ def test_methods_without_a_published_loss_come_last(tmp_path: Path, capsys: pyte
         ([*HOME, "--method", "dilco"], "try diloco"),
         ([*HOME, "--interval", "0"], "--interval is too small; got 0"),
         ([*HOME, "--min-utilisation", "1.5"], "--min-utilisation is no share"),
-        ([*HOME, "--model", "7q"], "or a size such as 7b"),
+        ([*HOME, "--model", "7q"], "a size such as 125m"),
         ([*HOME, "--memory", "1 MB"], "no machine has the memory"),
         ([*HOME, "--min-replicas", "3"], "nothing is left to run: min_replicas is 3, and there are 2 machines"),
         ([*HOME, "--seq-len", "0"], "--seq-len is too small; got 0"),
         ([*HOME, "--tokens", "nan"], "--tokens is not finite"),
         ([*HOME, "--flops", "inf"], "--flops is not above 0"),
-        ([*HOME, "--model", "9" * 400 + "b"], "or a size such as 7b"),
+        ([*HOME, "--model", "9" * 400 + "b"], "a size such as 125m"),
         ([*HOME, "--codec", "e3m1"], "try e3m0"),
         ([*HOME, "--figur", "x"], "try --figure"),
     ],

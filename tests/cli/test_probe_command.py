@@ -25,7 +25,7 @@ def probe(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedPro
 
 def test_the_options_of_probe_are_those_that_were_agreed_on(tmp_path: Path) -> None:
     told = probe("--help", cwd=tmp_path, COLUMNS="100").stdout
-    options = sorted(set(re.findall(r"^│ (?:-h, )?(--[a-z][a-z-]*)", told, re.MULTILINE)))
+    options = sorted(set(re.findall(r"^  (?:-h, )?(--[a-z][a-z-]*)", told, re.MULTILINE)))
     assert options == OPTIONS_FILE.read_text().splitlines(), (
         "an option is a promise: change tests/cli/options_of_probe.txt and CHANGELOG.md with it"
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.rehearsed_run import finding_line
+from tests.rehearsed_run import finding_line, write_records
 from tests.sample_runs import append, step_line, write_run
 from thinwire.cli.watch import FOUND, WatchOptions, main
 
@@ -30,8 +31,8 @@ def test_the_newest_findings_stand_below_the_table(tmp_path: Path, capsys: pytes
     assert main([str(tmp_path), "--once"]) == FOUND
     told = capsys.readouterr().out
     rows = told.splitlines()
-    assert rows[0] == f"{tmp_path.name}: finished, step 300 of 300"
-    assert "communication slow: link 0 -> 2, and 1 more" in told and "remedy: look at the cable" in told
+    assert rows[0] == f"▲ {tmp_path.name}: communication slow: link 0 -> 2, and 1 more"
+    assert rows[1].startswith("step 300 of 300, loss 4.") and "remedy: look at the cable" in told
     newest, older = (told.index(words) for words in ("link 0 -> 2 (", "rank 1"))
     assert told.index("tokens/s") < newest < older
     assert "\x1b" not in told and "rank 1\ufffd[2J" in told
@@ -42,11 +43,29 @@ def test_the_newest_findings_stand_below_the_table(tmp_path: Path, capsys: pytes
     assert "resolved: communication slow: link 0 -> 2" in capsys.readouterr().out
 
 
-def test_a_run_without_findings_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_line_of_a_healthy_run_says_so_with_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_run(tmp_path, is_finished=False)
+    for path in tmp_path.glob("metrics-*"):
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:12]))
+    write_records(tmp_path, hosts=("a", "b"))
     assert main([str(tmp_path), "--once"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "? No diagnosis of this run yet" in told and "No findings.jsonl" in told
+    told = " ".join(capsys.readouterr().out.split())  # a narrow terminal breaks the line
+    first = rf"✓ {tmp_path.name}: healthy, step 120 of 300, loss \d\.\d+, (.* tokens/s, )?1:20 min left"
+    assert re.match(rf"{first} No fault found on 2 links or in any replica's work\. replica ", told), told
+
+
+def test_the_first_line_of_a_starting_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--once"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[:2] == [
+        f"… {tmp_path.name}: starting", "This folder holds no run yet. It is shown here as soon as it begins to write.",
+    ]  # fmt: skip
+    (tmp_path / "config.json").write_text('{"run": {"replicas": 2, "steps": 300}, "output": {"log_every": 10}}')
+    assert main([str(tmp_path), "--once"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[:2] == [f"… {tmp_path.name}: starting", "Waiting for 2 replicas. Numbers appear after step 10."]
 
 
 def test_without_a_terminal_each_change_is_a_line_and_the_end_of_the_run_is_the_end(tmp_path: Path) -> None:
@@ -59,16 +78,16 @@ def test_without_a_terminal_each_change_is_a_line_and_the_end_of_the_run_is_the_
             assert process.stdout is not None
             for line in process.stdout:  # each change is made when the one before has been shown
                 rows.append(line.rstrip("\n"))
-                if rows[-1].endswith("training, step 10"):
+                if "healthy, step 10," in rows[-1]:
                     (tmp_path / "findings.jsonl").write_text(finding_line())
                 elif rows[-1].startswith("communication slow: link 0 -> 2 ("):
                     write_run(tmp_path)
             assert process.wait(timeout=120) == 0
         finally:
             process.kill()
-    assert rows[0].endswith("training, step 10")
+    assert rows[0].startswith("✓ ") and "healthy, step 10, loss 5.000" in rows[0]
     assert any(row.startswith("communication slow: link 0 -> 2 (") for row in rows)
-    assert any(row.endswith("finished, step 300 of 300") for row in rows)
+    assert any(row.startswith("step 300 of 300, ") for row in rows)
     assert len(rows) == len(set(rows))
 
 

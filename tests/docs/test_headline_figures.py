@@ -22,6 +22,7 @@ from markdown_pages import ROOT
 from tests.hostile_inputs import SENDERS
 from thinwire.lab.wire_benchmark.result_table import ResultRow, rows
 from thinwire.lab.wire_benchmark.runner import BenchWire, summary
+from thinwire.monitor.run_numbers import format_times, times_fewer
 from thinwire.units import format_bytes
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -83,7 +84,7 @@ def bytes_and_losses(results: Results) -> list[str]:
     return [
         f"{thin['parameters'] / 1e6:.2f}", str(thin["steps"]),
         format_bytes(thin["wire_bytes_sent"]), format_bytes(dense["wire_bytes_sent"]),
-        f"{dense['wire_bytes_sent'] / thin['wire_bytes_sent']:.0f}",
+        format_times(times_fewer(thin["allreduce_bytes"], thin["wire_bytes_sent"])),
         f"{100 * (thin['val_loss'] / dense['val_loss'] - 1):.1f}",
         f"{thin['val_loss']:.3f}", f"{dense['val_loss']:.3f}",
     ]  # fmt: skip
@@ -213,7 +214,8 @@ def at_h_100(results: Results) -> list[str]:
 NUMBER = r"([+-]?[\d,]+(?:\.\d+)?)"
 SPREAD = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"
 PERCENT = rf"{NUMBER} % \({NUMBER} to {NUMBER}\)"
-BENCHMARKS, ELASTIC = "docs/benchmarks.md", "docs/elastic.md"
+BENCHMARKS, COSTS, ELASTIC_RUNS = "docs/benchmarks.md", "docs/benchmarks/costs.md", "docs/benchmarks/elastic.md"
+FUZZING, ELASTIC = "docs/benchmarks/fuzzing.md", "docs/explanation/elastic-rounds.md"
 
 CLAIMS = {
     "README: bytes and losses": Claim(
@@ -284,7 +286,7 @@ CLAIMS = {
     },
     **{
         f"memory: {method}": Claim(
-            page=BENCHMARKS, pattern=rf"\| {name} \| {SPREAD} \| {NUMBER} \|", values=memory_row(method)
+            page=COSTS, pattern=rf"\| {name} \| {SPREAD} \| {NUMBER} \|", values=memory_row(method)
         )
         for method, name in (
             ("all-reduce", "all-reduce"), ("diloco", "diloco"),
@@ -293,7 +295,7 @@ CLAIMS = {
     },
     **{
         f"codec: share at H {interval}": Claim(
-            page=BENCHMARKS, pattern=rf"\| {interval} \| {PERCENT} \|", values=share_of_codec(interval)
+            page=COSTS, pattern=rf"\| {interval} \| {PERCENT} \|", values=share_of_codec(interval)
         )
         for interval in (10, 30, 100)
     },
@@ -304,22 +306,22 @@ CLAIMS = {
         values=at_h_100,
     ),
     "chaos: replicas that differ": Claim(
-        page=BENCHMARKS,
+        page=ELASTIC_RUNS,
         pattern=r"rounds in which replicas differ \| (\d+) of (\d+) \| (\d+) of (\d+) \|",
         values=of_chaos(lambda run: [str(len(run["desyncs"])), str(run["rounds_compared"])]),
     ),
     "chaos: times without a round": Claim(
-        page=BENCHMARKS,
+        page=ELASTIC_RUNS,
         pattern=rf"30 s without a round \| (\d+), the longest {NUMBER} s \| (\d+), the longest {NUMBER} s \|",
         values=of_chaos(lambda run: [str(len(run["hangs"])), f"{run['longest_gap_s']:.1f}"]),
     ),
     "chaos: goodput": Claim(
-        page=BENCHMARKS,
+        page=ELASTIC_RUNS,
         pattern=rf"that the replicas there could have trained \| {NUMBER} \| {NUMBER} \|",
         values=of_chaos(lambda run: [f"{run['goodput']:.3f}"]),
     ),
     "chaos: coming back with its own state": Claim(
-        page=BENCHMARKS,
+        page=ELASTIC_RUNS,
         pattern=rf"its own state \| {NUMBER} s \| {NUMBER} s \({NUMBER} to {NUMBER}\) \| (\d) of (\d) \|",
         values=rejoins(
             1, "own", ("live_median_s", "0.01"), ("median_s", "0.1"), ("least_s", "0.1"), ("most_s", "0.1"),
@@ -328,7 +330,7 @@ CLAIMS = {
     ),
     **{
         f"sites: {replicas}": Claim(
-            page=BENCHMARKS,
+            page=ELASTIC_RUNS,
             pattern=rf"\| {replicas[0]} \+ {replicas[0]} \| \S+ MB \| {NUMBER} \| {NUMBER} \| {NUMBER} \| {NUMBER} \|",
             values=site_row(replicas),
         )
@@ -355,7 +357,7 @@ CLAIMS = {
     ),
     "elastic: coming back": Claim(
         page=ELASTIC,
-        pattern=r"in a round again (\d+) s later with its own state, and (\d+) s later where it fetches "
+        pattern=r"in a round again (\d+) s later with its own state, and (\d+) s later if it fetches "
         r"one over 20 Mbit/s",
         values=lambda results: [
             *rejoins(1, "own", ("median_s", "1"))(results),
@@ -397,7 +399,7 @@ def test_the_table_of_fuzzed_parsers_is_that_of_the_stored_results() -> None:
     """The rows name every target, and what the docs say of all of them holds."""
     fuzz = runpy.run_path(str(ROOT / "benchmarks" / "fuzz.py"))
     lines = Results(RESULTS).lines("fuzz.jsonl")
-    assert fuzz["table"](lines, SENDERS) in (ROOT / BENCHMARKS).read_text()
+    assert fuzz["table"](lines, SENDERS) in (ROOT / FUZZING).read_text()
     latest = {line["target"]: line for line in lines}
     for name, (_, _, is_authenticated) in SENDERS.items():
         assert is_authenticated or latest[name]["inputs"] >= 1_000_000, name

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 import warnings
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import markdown
 import pytest
 import torch
 import yaml
@@ -40,6 +42,34 @@ def test_the_docs_fetch_nothing_from_elsewhere() -> None:
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     assert settings["theme"]["font"] is False
     assert "extra_javascript" not in settings and "extra_css" not in settings
+
+
+def test_no_page_shows_an_include_marker_instead_of_the_included_file() -> None:
+    literal_markers = runpy.run_path(str(ROOT / "scripts" / "include_markers.py"))["literal_markers"]
+    with_includes = [path for path in DOCS.rglob("*.md") if literal_markers(path.read_text())]
+    assert with_includes
+    for path in with_includes:
+        page = markdown.markdown(
+            path.read_text(),
+            extensions=["pymdownx.superfences", "pymdownx.highlight", "pymdownx.snippets"],
+            extension_configs={"pymdownx.snippets": {"base_path": [str(ROOT)], "check_paths": True}},
+        )
+        assert literal_markers(page) == [], path
+
+
+@pytest.mark.parametrize("code", ['--8<-- "a.py"', '--8 < --"a.py:outer"', "x\n--8<--\na.py\n"])
+def test_the_build_of_the_docs_fails_on_an_include_marker_in_a_page(code: str) -> None:
+    assert "scripts/include_markers.py" in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["hooks"]
+    literal_markers = runpy.run_path(str(ROOT / "scripts" / "include_markers.py"))["literal_markers"]
+    page = markdown.markdown(f"```python\n{code}\n```\n", extensions=["pymdownx.superfences", "pymdownx.highlight"])
+    assert len(literal_markers(page)) >= 1
+    assert literal_markers("<p>8 &lt; 9 and a - 8</p>") == []
+
+
+def test_the_drawing_of_fragments_is_that_of_the_schedule() -> None:
+    drawing = runpy.run_path(str(ROOT / "scripts" / "fragment_drawing.py"))["drawing"]
+    message = "python scripts/fragment_drawing.py docs/assets/fragments.svg"
+    assert (DOCS / "assets" / "fragments.svg").read_text() == drawing(), message
 
 
 def test_a_block_that_is_left_out_says_why() -> None:

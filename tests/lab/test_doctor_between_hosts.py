@@ -123,7 +123,8 @@ def test_packets_that_vanish_because_they_are_large_are_told(lab: Lab) -> None:
 
 
 def test_the_example_of_the_page_is_what_the_doctor_says(lab: Lab) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "two-machines.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "connect-hosts.md").read_text()
+    page = " ".join(page.split())
     code, found = ask(lab, 0, f"{lab.address(1)}:{CLOSED}")
     assert code == 1
     for text in (found["TCP connection"]["found"], found["TCP connection"]["remedy"]):

@@ -21,6 +21,8 @@ from thinwire.elastic.coordinator_client import send_command
 from thinwire.elastic.invitation import read_invitation
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.elastic.job import LocalSettings
+from thinwire.training.summary import parameters_sha256
+from thinwire.training.trained_model import load_trained
 from thinwire.transport.secret import read_secret
 
 SOON_S, STEP_S = 120.0, 0.2
@@ -119,6 +121,8 @@ def test_killed_replicas_and_a_killed_coordinator_stop_nobody(texts: Path, tmp_p
     latest = GlobalCheckpoints(run / "checkpoints").latest().state
     assert latest is not None and latest.step == 150
     assert latest.note["data"]["counted"] > 0
+    assert all(sample["before"] and sample["after"] for sample in json.loads((run / "samples.json").read_text()))
+    assert parameters_sha256(load_trained(run).model) == summary["global_parameters_sha256"]
 
 
 def test_a_host_joins_a_running_job_and_leaves_it_and_a_wrong_secret_does_not_get_in(

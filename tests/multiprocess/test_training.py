@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import html
+import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +18,15 @@ from typing import Any
 import psutil
 import pytest
 from processes import free_port
+from rich.console import Console
 from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, metrics, result, with_slow_steps
 
+from thinwire.cli.tables import final_table
+from thinwire.monitor.dashboard.snapshot import snapshot
 from thinwire.monitor.detect.diagnose import diagnose
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.monitor.report.comparison import compare_runs
+from thinwire.monitor.run_numbers import RunNumbers
+from thinwire.monitor.runlog.run_folder import Summary, parse, read_files
 from thinwire.transport.all_gather_json import NOTE_BYTES
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.secret import make_secret
@@ -94,7 +102,14 @@ def test_a_run_ends_with_one_object_on_stdout_and_a_whole_folder(whole: tuple[St
     found = result(started)
     assert found["tokens"] == 2 * 20 * 16
     assert json.loads((run / "summary.json").read_text()) == found
-    for name in ("config.json", "report.html", "model/model.safetensors", "model/config.json", "model/tokenizer.json"):
+    for name in (
+        "config.json",
+        "report.html",
+        "model/model.safetensors",
+        "model/config.json",
+        "model/tokenizer.json",
+        "samples.json",
+    ):
         assert (run / name).stat().st_size > 0, name
     for replica in (0, 1):
         assert [line["step"] for line in metrics(run, replica) if line["kind"] == "step"] == [4, 8, 12, 16, 20]
@@ -103,6 +118,42 @@ def test_a_run_ends_with_one_object_on_stdout_and_a_whole_folder(whole: tuple[St
         # all that was counted, and the note at the end that carries the count itself
         assert sent == found["wire_bytes_sent"] + NOTE_BYTES + HEADER_BYTES
         assert found["wire_bytes_sent"] > found["payload_bytes"] > 0
+
+
+def test_every_place_shows_the_same_numbers_of_a_run(whole: tuple[Started, Path], tmp_path: Path) -> None:
+    """The terminal, `--json`, `report.html`, the dashboard (at the end and from the lines alone) and `compare`."""
+    started, run = whole
+    summary = result(started)
+    numbers = RunNumbers.of_summary(parse(Summary, summary, source="stdout"))
+    texts, values = numbers.texts(), numbers.to_json()
+    assert all(value is not None for value in values.values()), values
+    assert (summary["mean_bits_per_s"], summary["step_s"]) == (
+        pytest.approx(values["mean_bits_per_s"], abs=0.1), pytest.approx(values["step_s"], abs=1e-5)
+    )  # fmt: skip
+
+    console = Console(file=io.StringIO(), width=200)
+    with console.capture() as capture:
+        console.print(final_table(summary))
+    terminal, page = capture.get(), html.unescape((run / "report.html").read_text())
+    shown = snapshot(run)["run"]["numbers"]
+    for row in shown:
+        assert row["text"] == texts[row["name"]] and row["value"] == values[row["name"]], row
+        assert re.search(rf"{re.escape(row['label'])}\s+{re.escape(row['text'])}", terminal), row
+        assert f'<th scope="row">{row["label"]}</th><td>{row["text"]}</td>' in page, row
+    assert texts["sent_bytes"] in page.partition("Figures")[0] and texts["times_fewer_bytes"] in page
+
+    unfinished = tmp_path / "unfinished"
+    shutil.copytree(run, unfinished)
+    (unfinished / "summary.json").unlink()
+    before_the_end = {row["name"]: row for row in snapshot(unfinished)["run"]["numbers"]}
+    for name in ("sent_bytes", "received_bytes", "peak_bits_per_s", "step_s", "waiting", "wall_s"):
+        assert before_the_end[name]["text"] == texts[name], name
+    rows = snapshot(run)["replicas"]
+    assert sum(row["sent_bytes"] for row in rows) / 2 == pytest.approx(values["sent_bytes"], abs=0.5)
+    assert max(row["peak_bits_per_s"] for row in rows) == values["peak_bits_per_s"]
+
+    (compared,) = compare_runs([run]).to_json()["runs"]
+    assert {name: compared[name] for name in values} == values
 
 
 def test_a_run_stopped_by_every_kind_of_signal_ends_with_the_bits_of_one_never_stopped(

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from thinwire.events import Transfer, TransferLog, peak_bits_per_s, rates
+from thinwire.events import Transfer, TransferLog
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds, parse_rate, parse_seconds
 
 
@@ -39,7 +39,6 @@ def test_a_failed_transfer_is_kept_but_counts_no_bytes():
     log.add(transfer(0, 1, 100, error="replica 1 closed its connection"))
     assert len(log) == 1
     assert log.totals("sent").messages == 0
-    assert rates(log) == []
 
 
 def test_a_log_without_room_is_refused():
@@ -51,21 +50,6 @@ def test_a_record_is_one_json_line():
     line = transfer(0.5, 1.5, 7).to_json()
     assert "\n" not in line
     assert json.loads(line)["wire_bytes"] == 63
-
-
-def test_rates_spread_a_transfer_over_its_time_and_keep_every_bit():
-    found = rates([transfer(0.05, 0.35, 100 - 56), transfer(0.61, 0.61, 44)], window_s=0.1)
-    assert [round(start, 6) for start, _ in found] == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
-    assert sum(rate * 0.1 for _, rate in found) == pytest.approx(8 * 200)
-    assert [rate for _, rate in found][4:6] == [0, 0]
-    assert found[1][1] == pytest.approx(800 / 0.3)
-
-
-def test_the_peak_adds_transfers_that_share_a_window():
-    assert peak_bits_per_s([transfer(0.0, 0.05, 44), transfer(0.02, 0.06, 44)]) == pytest.approx(2 * 800 / 0.1)
-    assert peak_bits_per_s([]) == 0
-    with pytest.raises(ValueError, match="window_s"):
-        rates([], window_s=0)
 
 
 @pytest.mark.parametrize(("text", "value"), [("5mbit", 5e6), ("1.5 Gbit/s", 1.5e9), ("800k", 8e5), ("2e3 bps", 2000.0)])

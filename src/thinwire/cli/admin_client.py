@@ -19,25 +19,25 @@ _DEADLINE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class StatusOptions:
-    """Ask the coordinator of a running job of `thinwire train --elastic` for its state."""
+    """Show state and members of a running job of `thinwire train --elastic`."""
 
     address: Annotated[str, tyro.conf.Positional] = ""
-    """The address that the first host printed, - to read it from stdin, HOST:PORT together with --secret, or the run's
-    folder. Default: the environment's THINWIRE_JOIN."""
+    """Address that the first host printed, - to read it from stdin, HOST:PORT with --secret, or the run's folder.
+    Default: the environment's THINWIRE_JOIN."""
     secret: Path | None = None
-    """File of the job's secret, where the address does not hold it."""
+    """File of the job's secret, if the address does not contain it."""
     json: bool = False
-    """Print the job's state as one JSON object on stdout."""
+    """Print one JSON object on stdout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdminOptions(StatusOptions):
-    """Send a command to the coordinator of a running job of `thinwire train --elastic`."""
+    """Pause, resume or remove replicas of a running job of `thinwire train --elastic`."""
 
     replica: int | None = None
-    """The replica. Default: all (leave needs one, or a host)."""
+    """Number of the replica. Default: all; `leave` needs a replica or a host."""
     host: str | None = None
-    """The host whose replicas are meant."""
+    """Host whose replicas are meant."""
 
 
 @command("status")

@@ -15,12 +15,13 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
+from thinwire.cli.help_text import help_of_dataclass, is_help_wanted
 from thinwire.cli.output import print_error
 from thinwire.errors import ThinwireError, refusal, unknown_name
 
@@ -72,19 +73,25 @@ def _file_error(error: OSError, remedy: str) -> str:
     return f"cannot write {error.filename}: {reason}; {remedy}" if remedy else f"{reason}: {error.filename}"
 
 
-def parse_options(kind: type[Options], arguments: Sequence[str], *, prog: str, also: Sequence[str] = ()) -> Options:
+def parse_options(
+    kind: type[Options], arguments: Sequence[str], *, prog: str, basic: Iterable[str] = (), also: Sequence[str] = ()
+) -> Options:
     """Parse arguments into options.
 
     Args:
         kind: A dataclass; a field is an option, the text beside it its help.
         arguments: The arguments.
         prog: The command's name.
+        basic: Options that the help lists first; all, where none is named.
         also: Options that the caller has taken already, for the suggestion where one is misspelt.
 
     Raises:
         ValueError: The arguments are no options of this command; in one line.
         SystemExit: After `--help`.
     """
+    if is_help_wanted(arguments):
+        print(help_of_dataclass(kind, prog=prog, basic=basic))
+        raise SystemExit(0)
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):

@@ -20,56 +20,56 @@ from thinwire.errors import DataError, ThinwireError, unknown_name
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchWireOptions:
-    """Train nano on real text over thin wires made in a lab, with our methods and others', and compare.
+    """Compare methods on real sockets: train nano on real text over slow links made in a lab.
 
-    Each run's hosts meet without limits; then the wire becomes thin, and after a warm-up the measured steps begin.
-    Every run appends one JSON line; runs that stand there already are left out: an interrupted benchmark goes on.
+    Every run appends one JSON line to --out. Runs that are there already are skipped, so the same command continues an
+    interrupted benchmark.
     """
 
     hosts: tyro.conf.UseAppendAction[tuple[int, ...]] = ()
-    """Number of hosts; may be repeated. Default: 2."""
+    """Number of hosts. Default: 2. Repeatable."""
 
     rate: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Each host's access, or none; may be repeated. Default: 1mbit, 5mbit, 20mbit, 100mbit."""
+    """Access rate of each host, or none. Default: 1mbit, 5mbit, 20mbit, 100mbit. Repeatable."""
 
     contender: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """What runs; may be repeated. Default: all."""
+    """Method to measure. Default: all. Repeatable."""
 
     latency: str = "0ms"
-    """One-way time between hosts on the wires with a rate."""
+    """One-way latency between hosts on links with a rate."""
 
     jitter: str = "0ms"
-    """How far it varies."""
+    """Variation of the latency, up and down."""
 
     loss: str = "0%"
-    """Share of packets lost."""
+    """Share of packets that are lost."""
 
     repeats: int = 3
-    """How often everything runs."""
+    """Repeats of the whole grid."""
 
     sync_interval: int = 30
-    """H."""
+    """H: inner steps between two exchanges of a fragment."""
 
     overlap_steps: int = 6
-    """tau."""
+    """tau: inner steps during which an exchange travels."""
 
     intervals: int = 2
-    """Intervals that are measured."""
+    """Measured sync intervals."""
 
     budget: str = "120s"
-    """About how long one run of a method that exchanges every step may take; it then runs fewer steps."""
+    """Approximate time limit of a run that exchanges at every step; it then runs fewer steps."""
 
     pace: bool = False
-    """Spread what is sent over the overlap; only for contenders of ours that have one."""
+    """Spread each transfer over the overlap; only for methods of thinwire that overlap."""
 
     out: Path = Path("runs/bench-wire")
-    """Folder for wire.jsonl, wire.md and wire.svg."""
+    """Folder of wire.jsonl, wire.md and wire.svg."""
 
     cache_dir: Path | None = None
-    """Keeps the tokenised text; ~/.cache/thinwire by default."""
+    """Folder of the tokenised text. Default: ~/.cache/thinwire."""
 
     report: bool = False
-    """Run nothing; write table and figure of the runs that are there."""
+    """Run nothing; write table and figure of the runs in --out."""
 
 
 @command("bench", remedy="give another folder with --out")
@@ -82,7 +82,8 @@ def main(arguments: Sequence[str]) -> int:
     name = arguments[0] if arguments else ""
     if name not in ("wire", "-h", "--help"):
         raise unknown_name("benchmark", name, ("wire",))
-    options = parse_options(BenchWireOptions, arguments[name == "wire" :], prog="thinwire bench wire")
+    basic = ("hosts", "rate", "contender", "repeats", "out")
+    options = parse_options(BenchWireOptions, arguments[name == "wire" :], prog="thinwire bench wire", basic=basic)
     wanted = list(_cells(options))
     options.out.mkdir(parents=True, exist_ok=True)
     try:

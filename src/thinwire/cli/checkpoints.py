@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsOptions:
-    """List a run's checkpoints: step, size, tokens seen, and whether each is complete.
+    """List a run's checkpoints: step, size, tokens, and whether each is complete.
 
-    The exit code is 1 where one is damaged or incomplete.
+    The exit code is 1 if one is damaged or incomplete.
     """
 
     place: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH_OR_URL")]
-    """The run's folder, its folder of checkpoints, or a URL that fsspec knows, such as s3://bucket/run."""
+    """Folder of the run or of its checkpoints, or an fsspec URL such as s3://bucket/run."""
     verify: bool = False
-    """Read every file and check its SHA-256. Without it, only the JSON files and all sizes are checked."""
+    """Also check the SHA-256 of every file, not only sizes and JSON files."""
     json: bool = False
     """Print one JSON object on stdout instead of a table."""
 

@@ -20,12 +20,12 @@ _WIDTH_OF_A_PIPE = 200  # columns where stdout is no terminal: nothing is folded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """Set finished runs beside each other: validation loss, bytes on the wire, speed."""
+    """Compare finished runs: validation loss, bytes on the wire, speed."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of finished runs; the first is what the others are compared with."""
-    out: Path | None = Path("compare.html")
-    """Where the table and the figures are written as one self-contained page; None writes no page."""
+    """Folders of finished runs; the first is the reference."""
+    out: Path | None = None
+    """Also write table and figures as one HTML page, such as compare.html."""
     json: bool = False
     """Print one JSON object on stdout instead of the table."""
 

@@ -17,20 +17,19 @@ from thinwire.errors import refusal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardOptions:
-    """Show a run of `thinwire train` on one page, while it trains or after it: which replica or link is the trouble.
+    """Show a run of `thinwire train` on a web page, while it trains or afterwards.
 
-    The page is served by this machine and needs no other. It only reads the run's folder. Its address is printed on
-    stdout; Ctrl-C ends it.
+    The command prints the address of the page and serves it until Ctrl-C. It only reads the run's folder.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run's folder."""
+    """Folder of the run."""
     port: int = 7878
-    """Port to listen at; 0 for any free one."""
+    """Port to listen on; 0 chooses a free one."""
     host: str = "127.0.0.1"
-    """Address to listen at. One that other machines can reach needs --token-file."""
+    """Address to listen on; an address that other machines can reach needs --token-file."""
     token_file: Path | None = None
-    """File of the token that whoever looks must know, in one line; readable by its owner alone."""
+    """File with the token that readers of the page need: one line, readable only by its owner."""
 
 
 @command("dashboard")

@@ -27,28 +27,27 @@ if TYPE_CHECKING:
 class DiagnoseOptions:
     """Name the link, sender, receiver, host or rank that is slow, stuck or out of step in a job.
 
-    FILES are records of thinwire, dumps of torch's Flight Recorder as JSON (one file a rank), files of NCCL's Inspector
-    or answers of NCCL's RAS (text or JSON), or the folder of a run of `thinwire train`, also while it trains. All files
-    are of one job. The exit code is 0 where nothing is found, 3 where
-    something is. `thinwire diagnose test` tests the wires now instead; see thinwire diagnose test --help. A folder of
-    that name is ./test.
+    FILES are the folder of a run, records of thinwire, JSON dumps of torch's Flight Recorder (one file per rank), files
+    of NCCL's Inspector, or answers of NCCL's RAS. All files belong to one job.
+
+    The exit code is 0 without a finding and 3 with one. `thinwire diagnose test` tests the links now instead.
     """
 
     files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES")]
-    """Records of the ranks."""
+    """Folder or records of one job."""
     json: bool = False
     """Print one JSON object on stdout instead of text."""
     flight_recorder: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Also write the records as dumps for `python -m torch.distributed.flight_recorder.fr_trace FOLDER`."""
+    """Also write dumps for `python -m torch.distributed.flight_recorder.fr_trace FOLDER`."""
 
     trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the timeline of all ranks on one clock, for ui.perfetto.dev or chrome://tracing."""
+    """Also write a timeline of all ranks for ui.perfetto.dev or chrome://tracing."""
     heat: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write a heat map of each rank's work against that of all ranks, as one page of HTML."""
+    """Also write a heat map of each rank's work as one HTML page."""
     heat_of: Literal["all", "compute", "forward", "backward"] = "all"
-    """What the heat map is of: a step's whole work (compute), its forward or backward passes, or a map of each."""
+    """Content of the heat map: whole steps (compute), forward or backward passes, or all three."""
     prometheus: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the findings as metrics, for the textfile collector of Prometheus's node_exporter (a .prom file)."""
+    """Also write the findings as metrics for node_exporter's textfile collector (a .prom file)."""
 
 
 FOUND = 3

@@ -32,33 +32,32 @@ _PROG = "thinwire diagnose test"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveTestOptions:
-    """Test every wire between the hosts of a job now, and name the link, sender, receiver or host that is at fault.
+    """Test all links between the hosts of a job now, and name the link, sender, receiver or host at fault.
 
-    Loopback, pairs, neighbours, all-to-all and all-reduce, each against what is expected. Start it on every host by
-    torchrun, as `thinwire train`; in a lab: thinwire lab --hosts 4 -- thinwire diagnose test; or rehearse it on this
-    machine with --replicas. The exit code is 0 where nothing is found, 3 where something is.
+    Start it on every host with torchrun, or on this machine alone with --replicas. The exit code is 0 without a finding
+    and 3 with one.
     """
 
     replicas: int | None = None
-    """Start so many ranks on this machine instead, as a rehearsal."""
+    """Number of ranks to start on this machine, instead of torchrun."""
 
     expect: str | None = None
-    """What each wire should carry alone, such as 100mbit. Default: wires are compared with each other."""
+    """Expected rate of each link, such as 100mbit. Default: links are compared with each other."""
 
     budget: str = "10s"
-    """About how long all pairs take together, where all is well."""
+    """Approximate time for all pairs of healthy hosts."""
 
     secret: Path | None = None
-    """The job's secret, the same file on all hosts; see thinwire secret."""
+    """File of the job's secret, the same on all hosts; see thinwire secret."""
 
     interface: str | None = None
-    """Network interface that the other hosts reach, such as eth0."""
+    """Network interface that other hosts can reach, such as eth0."""
 
     address: str | None = None
-    """Address of this host that the other hosts reach."""
+    """Address of this host that other hosts can reach."""
 
     deadline: str = "60s"
-    """How long a rank may take to come."""
+    """Longest wait for a rank at the start."""
 
     json: bool = False
     """Print one JSON object on stdout instead of text."""
@@ -73,7 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     # where the store ends, torch's own log would print a page of C++ frames beside our one line
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    options = parse_options(ActiveTestOptions, arguments, prog=_PROG)
+    basic = ("replicas", "expect", "secret", "json")
+    options = parse_options(ActiveTestOptions, arguments, prog=_PROG, basic=basic)
     _check(options)
     return _test(options) if options.replicas is None else _start(arguments, options.replicas)
 

@@ -21,33 +21,33 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Check this host, and the way to another one, for what goes wrong in practice; print what to do.
+    """Check this host, and the path to another one, for common problems; print what to do.
 
-    With an address such as 10.77.0.1:29400, the way there is checked too. Run it on both hosts.
+    With an address such as 10.77.0.1:29400, the path there is checked too. Run it on both hosts.
 
-    Nothing is changed. The exit code is 1 where something is wrong; warnings do not count.
+    Nothing is changed. The exit code is 1 if a check fails; warnings do not count.
     """
 
     target: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="ADDRESS")] = None
-    """HOST:PORT of another host, or the string to join a run by."""
+    """HOST:PORT of another host, or the address to join a run."""
 
     interface: str | None = None
-    """Network interface that the other hosts reach, such as eth0."""
+    """Network interface that other hosts can reach, such as eth0."""
 
     address: str | None = None
-    """Address of this host that the other hosts reach."""
+    """Address of this host that other hosts can reach."""
 
     secret: Path | None = None
-    """The job's secret, which is checked too."""
+    """File of the job's secret, which is checked too."""
 
     out: Path = Path("runs")
-    """Where runs will go."""
+    """Folder of the runs."""
 
     cache_dir: Path = Path("~/.cache/thinwire")
-    """Where tokenizers and token files are kept."""
+    """Folder of tokenizers and token files."""
 
     deadline: str = "5s"
-    """How long a connection may take."""
+    """Longest wait for a connection."""
 
     json: bool = False
     """Print the checks as JSON on stdout."""
@@ -60,7 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, 1 where something is wrong, 2 for wrong options.
     """
-    options = parse_options(DoctorOptions, arguments, prog="thinwire doctor")
+    basic = ("secret", "out", "json")
+    options = parse_options(DoctorOptions, arguments, prog="thinwire doctor", basic=basic)
     from thinwire.monitor.doctor.doctor import DoctorConfig, has_passed, run_checks
 
     config = DoctorConfig(

@@ -28,39 +28,39 @@ _ANSWER_S = 60.0
 class JoinOptions:
     """Add this host to a running job of `thinwire train --elastic`.
 
-    The job sends model, data, method and settings. Ctrl-C leaves it again; the others go on.
+    The job sends its model, method and settings. Ctrl-C leaves the job; the other replicas continue.
     """
 
     address: Annotated[str, tyro.conf.Positional] = ""
-    """The address that the job's first host printed, - to read it from stdin, or HOST:PORT together with --secret.
-    Default: the environment's THINWIRE_JOIN."""
+    """Address that the first host printed, - to read it from stdin, or HOST:PORT with --secret. Default: the
+    environment's THINWIRE_JOIN."""
     secret: Path | None = None
-    """File of the job's secret, where the address does not hold it."""
+    """File of the job's secret, if the address does not contain it."""
     replicas: int = 1
     """Replicas to add on this host."""
     spare: bool = False
-    """Wait, and add them only when a replica is lost or --on-finding replace asks for it."""
+    """Wait as a spare: add replicas only if one is lost or replaced (--on-finding replace)."""
     ranks_per_replica: int = 1
-    """Processes of this host that hold each of them together, a shard of the model each (FSDP2)."""
+    """Processes per replica; each holds a shard of the model (FSDP2)."""
     out: Path | None = None
-    """Folder for logs, metrics and checkpoints on this host; that of an earlier part in the same run may be given.
+    """Folder of logs, metrics and checkpoints on this host; an earlier folder of the same run may be reused.
     Default: runs/joined-HOST-PORT."""
     data: str | None = None
-    """Folder or name of the same data on this host. Default: the job's."""
+    """Location of the same data on this host. Default: the job's."""
     batch_size: int | None = None
-    """Sequences a step on this host. Default: the job's."""
+    """Sequences per step on this host. Default: the job's."""
     device: str | None = None
     """cpu or cuda. Default: the job's."""
     threads: int | None = None
-    """Torch's threads a replica. Default: this host's cores shared out, at least 1."""
+    """Threads of torch per replica. Default: the host's cores divided by its replicas."""
     interface: str | None = None
-    """Network interface that the other hosts reach, such as eth0."""
+    """Network interface that other hosts can reach, such as eth0."""
     own_address: str | None = None
-    """Address of this host that the other hosts reach."""
+    """Address of this host that other hosts can reach."""
     cache_dir: Path | None = None
-    """Where tokenizers and token files are kept. Default: ~/.cache/thinwire."""
+    """Folder of tokenizers and token files. Default: ~/.cache/thinwire."""
     quiet: bool = False
-    """Print nothing but errors."""
+    """Print only errors."""
 
 
 @command("join")
@@ -74,7 +74,8 @@ def main(arguments: Sequence[str]) -> int:
     from thinwire.elastic.invitation import read_invitation
     from thinwire.transport.secret import need_pyzmq, read_secret
 
-    options = parse_options(JoinOptions, arguments, prog="thinwire join")
+    basic = ("secret", "replicas", "data", "out", "device")
+    options = parse_options(JoinOptions, arguments, prog="thinwire join", basic=basic)
     check_least(options, replicas=1, ranks_per_replica=1, batch_size=1, threads=1)
     if options.interface is not None and options.own_address is not None:
         why = "each of them says how the other hosts reach this one"

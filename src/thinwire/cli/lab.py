@@ -36,47 +36,46 @@ _LAST_LINES_S = 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabOptions:
-    """Run a command on every host of a lab: `thinwire lab --hosts 4 --rate 5mbit -- thinwire train ...`.
+    """Run a command on hosts with slow links, all on this machine: `thinwire lab --rate 5mbit -- thinwire train`.
 
-    Rank and rendezvous are in each host's environment: `thinwire train`, torchrun, scripts just work.
+    Each host has rank and rendezvous in its environment, as under torchrun. Output of host 0 goes to stdout; output of
+    the others goes to logs and, with the host's name, to stderr.
 
-    Host 0's output is the command's; the others' goes to logs and, with their names, to stderr.
-
-    `thinwire lab doctor` checks what this machine can shape.
+    `thinwire lab doctor` checks whether this machine can shape traffic.
     """
 
     hosts: int = 2
     """Number of hosts."""
 
     rate: str | None = None
-    """Every host's access: 5mbit, or down and up as 50mbit/10mbit; no limit by default."""
+    """Access rate of every host: 5mbit, or down/up as 50mbit/10mbit. Default: no limit."""
 
     host: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """One host's own access, such as 1=50mbit/10mbit; may be repeated."""
+    """Access rate of one host, such as 1=50mbit/10mbit. Repeatable."""
 
     latency: str = "0ms"
-    """One-way time between any two hosts; ping shows twice as much."""
+    """One-way latency between hosts; ping shows twice as much."""
 
     jitter: str = "0ms"
-    """How far the latency varies, up and down; packets keep their order."""
+    """Variation of the latency, up and down; packets keep their order."""
 
     loss: str = "0%"
-    """Share of packets that are lost, one way."""
+    """Share of packets that are lost, per direction."""
 
     link: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Between two hosts: 0-1=1mbit, 0-1=20mbit,40ms,5ms,0.1%, 0-1=cut, or 0>1=1mbit for one way; may be repeated."""
+    """Link between two hosts: 0-1=1mbit, 0-1=20mbit,40ms,5ms,0.1%, 0-1=cut, or 0>1=1mbit one way. Repeatable."""
 
     seed: int = 0
-    """Of jitter and losses."""
+    """Random seed of jitter and losses."""
 
     grace: str = "30s"
-    """How long the others may go on after the command failed on one host."""
+    """Time that other hosts may continue after the command fails on one host."""
 
     out: Path | None = None
-    """Folder for logs and the kernel's byte counts; runs/lab-DATE-TIME by default."""
+    """Folder of logs and the kernel's byte counts. Default: runs/lab-DATE-TIME."""
 
     quiet: bool = False
-    """Leave out the other hosts' lines and the table at the end; the logs have them."""
+    """Hide other hosts' output and the table at the end; the logs keep them."""
 
 
 @command("lab")
@@ -90,7 +89,8 @@ def main(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] == "doctor":
         return _doctor(arguments[1:])
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    options = parse_options(LabOptions, arguments[:cut], prog="thinwire lab")
+    basic = ("hosts", "rate", "latency", "out")
+    options = parse_options(LabOptions, arguments[:cut], prog="thinwire lab", basic=basic)
     run_everywhere = list(arguments[cut + 1 :])
     if not run_everywhere:
         raise refusal("the command is missing", got="nothing behind --", allowed="any command, behind --",

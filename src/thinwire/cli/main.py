@@ -12,10 +12,15 @@ from thinwire.errors import unknown_name
 from thinwire.version import __version__
 
 COMMANDS = {
+    "demo": "train a small model on this machine in two minutes, as a first run",
     "train": "train one model on several replicas",
+    "generate": "continue a text with the model of a run",
+    "eval": "compute loss, perplexity and bits per byte of the model of a run",
+    "export": "write the model of a run for transformers, or as safetensors",
     "compare": "compare runs",
     "checkpoints": "list a run's checkpoints, and verify them",
     "methods": "list the methods",
+    "recipes": "list, show and copy complete configurations for common networks",
     "bench": "compare methods on real sockets over thin wires",
     "probe": "measure the wires between hosts and each host's speed, as cluster.json",
     "simulate": "run methods in virtual time on machines and wires",
@@ -33,7 +38,10 @@ COMMANDS = {
     "lab": "run a command on hosts joined by thin wires, all on this machine",
 }
 # Commands whose module has another name; the function has the command's.
-_MODULES = dict.fromkeys(("status", "pause", "resume", "leave"), "admin_client")
+_MODULES = {
+    **dict.fromkeys(("status", "pause", "resume", "leave"), "admin_client"),
+    **dict.fromkeys(("generate", "eval", "export"), "model_commands"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,15 +16,15 @@ from rich.table import Table
 from thinwire.cli.argument_parsing import command, parse_options
 from thinwire.training.method_catalog import method_entry
 
-_WIDTH_OF_A_PIPE = 200  # columns where stdout is no terminal
+_MAX_COLUMNS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodsOptions:
-    """List the methods that `thinwire train --method` knows, or explain one: its paper, equations and options."""
+    """List the methods of `thinwire train --method`, or explain one: paper, equations, options."""
 
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """The method to explain."""
+    """Method to explain."""
     json: bool = False
     """Print one JSON object on stdout instead of text."""
 
@@ -62,18 +62,17 @@ def _facts(name: str) -> dict[str, str]:
 
 
 def _print_table(found: dict[str, dict[str, str]]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
+    console = Console(highlight=False)
+    console.width = min(_MAX_COLUMNS, console.width) if sys.stdout.isatty() else _MAX_COLUMNS
     table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = {
-        "does": "what it does", "paper": "paper", "exchanged": "what is exchanged when",
-        "bits": "bits a parameter and step", "memory": "extra copies", "restrictions": "restrictions",
-    }  # fmt: skip
     table.add_column("method", no_wrap=True)
-    for title in columns.values():
-        table.add_column(title, overflow="fold")
+    table.add_column("what it does", width=38)
+    table.add_column("paper", no_wrap=True)
+    table.add_column("bits per parameter and step", width=24)
     for name, facts in found.items():
-        table.add_row(name, *(facts[column] for column in columns))
+        table.add_row(name, facts["does"].replace("`sync_interval`", "H"), facts["paper"], facts["bits"])
     console.print(table)
+    console.print("\nM: replicas. H: --sync-interval. Equations, memory, options: thinwire methods NAME")
 
 
 def _explain(name: str) -> None:

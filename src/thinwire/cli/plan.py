@@ -34,6 +34,8 @@ _HEAD = (
 )  # fmt: skip
 _TEXT_COLUMNS = ("method", "codec", "exchange")
 _TOP, _NAMED = 3, 8
+# Assumed for a machine whose memory nothing states: that of a large card at home.
+_USUAL_MEMORY = "24GB"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,22 +43,22 @@ class ClusterOptions:
     """Machines of a plan or a simulation: a cluster file, or a number of equal machines."""
 
     cluster: Path | None = None
-    """The cluster file, which thinwire probe writes."""
+    """Cluster file (`thinwire probe` writes one)."""
 
     hosts: int | None = None
-    """Instead of a file: number of equal machines."""
+    """Number of equal machines, instead of a cluster file."""
 
     rate: str | None = None
-    """Their access: 100mbit, or down and up as 100mbit/20mbit."""
+    """Access rate of each machine: 100mbit, or down/up as 100mbit/20mbit."""
 
     latency: str | None = None
-    """One-way time between any two of them. Default: 0ms."""
+    """One-way latency between machines. Default: 0ms."""
 
     flops: float | None = None
-    """Floating-point operations a second that training reaches on each, such as 4e13."""
+    """FLOP/s that training reaches on each machine, such as 4e13."""
 
     memory: str | None = None
-    """Memory of each one's device, such as 24GB. Default: enough."""
+    """Memory of each machine's device, such as 80GB. Default: 24GB."""
 
 
 def cluster_of(options: ClusterOptions, *, needs_flops: bool = True) -> Cluster:
@@ -104,53 +106,53 @@ def cluster_of(options: ClusterOptions, *, needs_flops: bool = True) -> Cluster:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions(ClusterOptions):
-    """Find the method and settings that train a model fastest on these machines and wires, by simulating them.
+    """Find the fastest method and settings for these machines and links, by simulation.
 
-    The machines come from a cluster file, which thinwire probe writes, or are alike: --hosts 2 --rate 100mbit --latency
-    20ms --flops 4e13. What is found is written to a plan file: thinwire train --plan plan.json.
+    Describe the machines with a cluster file (`thinwire probe` writes one), or as equal machines: --hosts 2 --rate
+    100mbit --latency 20ms --flops 4e13. `thinwire train --plan plan.json` runs the plan.
     """
 
     model: str = "nano"
-    """nano, 35m, 150m, 400m, 1b, hf:PATH, or a size such as 7b."""
+    """nano, 35m, 150m, 400m, 1b, a size such as 7b, or hf:PATH."""
 
     tokens: float = 1e9
-    """Tokens to train on, all replicas together, such as 25e9."""
+    """Training tokens of all replicas together, such as 25e9."""
 
     seq_len: int | None = None
-    """Tokens a sequence. Default: 128 for nano, else 1024."""
+    """Tokens per sequence. Default: 128 for nano, else 1024."""
 
     batch_size: int | None = None
-    """Sequences a step of one replica. Default: 8."""
+    """Sequences per step and replica. Default: 8."""
 
     global_batch: float | None = None
-    """Instead: tokens a step of all replicas together."""
+    """Tokens per step of all replicas together, instead of --batch-size."""
 
     method: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A method to choose from; may be repeated. Default: all-reduce, diloco, streaming-diloco."""
+    """Candidate method. Default: all-reduce, diloco, streaming-diloco. Repeatable."""
 
     interval: tyro.conf.UseAppendAction[tuple[int, ...]] = ()
-    """A sync interval to choose from; may be repeated. Default: 10, 20, 30, 50, 100, 200, 300, 500."""
+    """Candidate sync interval H. Default: 10, 20, 30, 50, 100, 200, 300, 500. Repeatable."""
 
     codec: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A code to choose from, such as bfloat16; may be repeated. Default: all that a method goes with."""
+    """Candidate codec, such as bfloat16. Default: all that fit the method. Repeatable."""
 
     min_utilisation: float = 0.0
-    """The least share of the machines' time that they must compute, such as 0.95."""
+    """Smallest share of the time spent computing, such as 0.95."""
 
     max_penalty: float = 0.05
-    """The largest predicted loss above data-parallel training's, as a share of it."""
+    """Largest predicted excess over the loss of data-parallel training, as a share."""
 
     min_replicas: int = 1
-    """The fewest machines that take part."""
+    """Smallest number of machines."""
 
     explain: bool = False
-    """Show the arithmetic."""
+    """Show the calculation."""
 
     out: Path = Path("plan.json")
-    """Where the plan is written."""
+    """File of the plan."""
 
     figure: Path | None = None
-    """Write time against loss of all that was simulated, as SVG."""
+    """Also write a figure of time against loss of all candidates, as SVG."""
 
     json: bool = False
     """Print the plan as JSON on stdout instead of tables."""
@@ -163,20 +165,22 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, 1 where no plan meets the limits or a file cannot be read or written, 2 for wrong options.
     """
-    options = parse_options(PlanOptions, arguments, prog="thinwire plan")
-    cluster = cluster_of(options)
+    basic = ("cluster", "hosts", "rate", "latency", "flops", "memory", "model", "tokens", "out")
+    options = parse_options(PlanOptions, arguments, prog="thinwire plan", basic=basic)
+    cluster, source = with_memory(cluster_of(options), options)
     check_options(options)
     # torch, which takes seconds: what shows without it has been refused by now
     from thinwire.planning.explain import explain
     from thinwire.planning.plan import save_plan
     from thinwire.planning.search import make_plan
 
-    workload, can_train = workload_of(options)
+    workload = workload_of(options)
     plan = make_plan(workload, cluster, _constraints(options))
     if options.json:
         print(json.dumps(plan.to_json()))
     else:
-        _show(plan, explain(plan, workload, cluster) if options.explain else ())
+        arithmetic = ["", *explain(plan, workload, cluster)] if options.explain else []
+        _show(plan, [_memory(plan, workload, cluster, source=source), *arithmetic])
     if options.figure is not None:
         from thinwire.planning.plan_figure import write_plan_figure
 
@@ -192,10 +196,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         return FAILED
     save_plan(plan, options.out)
-    use = f"thinwire train --plan {options.out}"
-    if not can_train:
-        use = f"thinwire train does not know {options.model!r}: plan with hf:PATH to run it"
-    log(f"written to {options.out}; {use}", command="plan")
+    log(f"written to {options.out}; thinwire train --plan {options.out}", command="plan")
     return 0
 
 
@@ -205,7 +206,7 @@ def check_options(options: PlanOptions) -> None:
     Raises:
         ValueError: There is no such model, method or codec, or a number is out of its range.
     """
-    check_model(options.model, takes_sizes=True)
+    check_model(options.model)
     for name in options.method:
         method_entry(name)
     for name in options.codec:
@@ -222,24 +223,42 @@ def check_options(options: PlanOptions) -> None:
                       remedy="--max-penalty 0.05, which is 5 %")  # fmt: skip
 
 
-def workload_of(options: PlanOptions) -> tuple[Workload, bool]:
-    """Return what is to be trained, and whether `thinwire train` knows the model.
+def with_memory(cluster: Cluster, options: ClusterOptions) -> tuple[Cluster, str]:
+    """Assume a memory where none is stated.
+
+    Returns:
+        The machines, and how their memory is known, for the output.
+    """
+    unknown = [machine.name for machine in cluster.machines if machine.memory_bytes is None]
+    if not unknown:
+        return cluster, "--memory" if options.cluster is None else "the cluster file"
+    usual = parse_bytes(_USUAL_MEMORY)
+    machines = tuple(
+        dataclasses.replace(machine, memory_bytes=usual) if machine.memory_bytes is None else machine
+        for machine in cluster.machines
+    )
+    remedy = "state it with --memory" if options.cluster is None else f"add memory_bytes to {options.cluster}"
+    who = "" if len(unknown) == len(machines) else f" for {', '.join(unknown[:_NAMED])}"
+    return dataclasses.replace(cluster, machines=machines), f"assumed{who}; {remedy}"
+
+
+def workload_of(options: PlanOptions) -> Workload:
+    """Return what is to be trained.
 
     Raises:
         ValueError: There is no such model, or a number is out of its range.
     """
     from thinwire.planning.workload import Workload
     from thinwire.training.config import BATCH_SIZE, default_seq_len
-    from thinwire.training.models.presets import sketch_model
+    from thinwire.training.models import build_model
 
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     batch_size = BATCH_SIZE if options.batch_size is None and options.global_batch is None else options.batch_size
-    model, can_train = sketch_model(options.model, seq_len=seq_len)
-    workload = Workload(
+    model = build_model(options.model, max_seq_len=seq_len, device="meta")
+    return Workload(
         name=options.model, model=model, tokens=options.tokens, seq_len=seq_len, batch_size=batch_size,
         global_batch=options.global_batch,
     )  # fmt: skip
-    return workload, can_train
 
 
 def _constraints(options: PlanOptions) -> PlanConstraints:
@@ -252,7 +271,7 @@ def _constraints(options: PlanOptions) -> PlanConstraints:
     )  # fmt: skip
 
 
-def _show(plan: Plan, explained: Sequence[str]) -> None:
+def _show(plan: Plan, more: Sequence[str]) -> None:
     """Print a plan."""
     console = Console(highlight=False, soft_wrap=True)
 
@@ -275,12 +294,19 @@ def _show(plan: Plan, explained: Sequence[str]) -> None:
     for text in [*_alone(plan), *_needs(plan.needs, plan.best)]:
         line(text)
     for rejection in plan.rejections:
-        more = f" and {rejection.count - 1} more" if rejection.count > 1 else ""
-        line(f"left out: {rejection.what}{more}: {rejection.reason}")
-    if explained:
-        line()
-        for text in explained:
-            line(text)
+        others = f" and {rejection.count - 1} more" if rejection.count > 1 else ""
+        line(f"left out: {rejection.what}{others}: {rejection.reason}")
+    for text in more:
+        line(text)
+
+
+def _memory(plan: Plan, workload: Workload, cluster: Cluster, *, source: str) -> str:
+    """Compare what a replica of the best candidate needs with what the smallest of its machines has."""
+    best = plan.best.candidate
+    needed = workload.memory_bytes(micro_batch=best.micro_batch or best.batch_size)
+    least = min(cluster.machine(name).memory_bytes or math.inf for name in best.replicas)
+    at_once = "" if best.micro_batch is None else f", {best.micro_batch} of {best.batch_size} sequences at a time"
+    return f"memory: a replica needs about {format_bytes(needed)} of {format_bytes(least)} ({source}){at_once}"
 
 
 def _table(plan: Plan) -> Table:

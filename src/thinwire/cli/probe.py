@@ -23,49 +23,49 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """Measure every wire between the hosts, alone and all at once, and each host's inner step, memory and coding.
+    """Measure all links between the hosts, and each host's step time, memory and codec speed.
 
-    Start it on every host by torchrun, as `thinwire train`, or in a lab: thinwire lab --hosts 2 -- thinwire probe.
+    Start it on every host with torchrun, or in a lab: `thinwire lab --hosts 2 -- thinwire probe`.
     """
 
     out: Path = Path("cluster.json")
-    """File that replica 0 writes; you may read and change it."""
+    """Cluster file that replica 0 writes; you can edit it."""
 
     model: str = "nano"
-    """Whose inner step is timed."""
+    """Model whose step is timed."""
 
     batch_size: int | None = None
-    """Sequences of that step. Default: 8."""
+    """Sequences per step. Default: 8."""
 
     seq_len: int | None = None
-    """Tokens of a sequence. Default: 128 for nano, else 1024."""
+    """Tokens per sequence. Default: 128 for nano, else 1024."""
 
     device: str = "cpu"
-    """Where to train: cpu or cuda."""
+    """cpu or cuda."""
 
     threads: int | None = None
-    """Torch's threads. Default: this host's cores."""
+    """Threads of torch. Default: the host's cores."""
 
     budget: str = "60s"
-    """About how long all wires together take; each pair has its share."""
+    """Approximate time for all links together."""
 
     step_time: str = "5s"
-    """About how long inner steps are timed."""
+    """Approximate time for timing steps."""
 
     most: str = "32MiB"
     """Size of the largest transfer."""
 
     secret: Path | None = None
-    """The job's secret, the same file on all hosts: the wires are measured as a job with it uses them."""
+    """File of the job's secret, the same on all hosts; links are measured with encryption."""
 
     interface: str | None = None
-    """Network interface that the other hosts reach, such as eth0."""
+    """Network interface that other hosts can reach, such as eth0."""
 
     address: str | None = None
-    """Address of this host that the other hosts reach."""
+    """Address of this host that other hosts can reach."""
 
     deadline: str = "60s"
-    """How long a host may take to come, or a message."""
+    """Longest wait for a host or a message."""
 
     json: bool = False
     """Print the cluster as JSON on stdout instead of tables."""
@@ -78,7 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, 1 for an error while measuring, 2 for wrong options.
     """
-    options = parse_options(ProbeOptions, arguments, prog="thinwire probe")
+    basic = ("out", "model", "device", "secret", "budget")
+    options = parse_options(ProbeOptions, arguments, prog="thinwire probe", basic=basic)
     if world_size() in (None, 1):
         raise refusal(
             "a probe measures the wires between hosts", got="one host", allowed="torchrun on 2 or more, or a lab",

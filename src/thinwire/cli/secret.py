@@ -22,13 +22,13 @@ _MAX_CHARACTERS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecretOptions:
-    """Make the secret of a job: 32 random bytes in a file that only you can read.
+    """Create the secret of a job: 32 random bytes in a file that only you can read.
 
     Give every host of the job the same file (`thinwire train --secret FILE`). Anyone who has it can join the job.
     """
 
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """File to write; an existing file is left alone."""
+    """File to write; an existing file is not changed."""
 
 
 @command("secret")

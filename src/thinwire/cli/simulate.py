@@ -32,59 +32,59 @@ _SETTINGS = ("sync_interval", "overlap_steps", "codec", "layers_per_fragment")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulateOptions(ClusterOptions):
-    """Run methods in virtual time on machines and wires: time of a step, waiting of each replica, bytes.
+    """Simulate methods on machines and links: time per step, waiting time, bytes.
 
-    The machines come from a cluster file, which thinwire probe writes, or are alike: --hosts 4 --rate 20mbit
-    --latency 20ms --step-time 400ms. What is simulated is the schedule and the payloads that thinwire train runs.
+    Describe the machines with a cluster file (`thinwire probe` writes one), or as equal machines: --hosts 4 --rate
+    20mbit --latency 20ms --step-time 400ms. The simulator uses the schedules and payloads of `thinwire train`.
     """
 
     method: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A method; may be repeated. Default: all-reduce, diloco, streaming-diloco."""
+    """Method to simulate. Default: all-reduce, diloco, streaming-diloco. Repeatable."""
 
     model: str = "nano"
     """nano, 35m, 150m, 400m, 1b, hf:PATH, or a size such as 7b."""
 
     steps: int = 1000
-    """Inner steps of every replica."""
+    """Inner steps of each replica."""
 
     step_time: str | None = None
-    """Seconds in which every replica computes a step, such as 400ms. Default: by its FLOP/s and the batch."""
+    """Time per step of each replica, such as 400ms. Default: from FLOP/s and batch."""
 
     batch_size: int | None = None
-    """Sequences a step of one replica. Default: 8."""
+    """Sequences per step and replica. Default: 8."""
 
     seq_len: int | None = None
-    """Tokens a sequence. Default: 128 for nano, else 1024."""
+    """Tokens per sequence. Default: 128 for nano, else 1024."""
 
     sync_interval: int | None = None
-    """H, for methods that have one. Default: 30 for nano, else 100."""
+    """H: inner steps between two exchanges of a fragment. Default: 30 for nano, else 100."""
 
     overlap_steps: int | None = None
-    """tau, for methods that have one. Default: the method's."""
+    """tau: inner steps during which an exchange travels. Default: by method."""
 
     codec: str | None = None
-    """Code of the payloads, for methods that take one. Default: the method's."""
+    """Codec of the payloads. Default: by method."""
 
     layers_per_fragment: int | None = None
-    """Blocks a fragment, for methods that have fragments. Default: 3."""
+    """Blocks per fragment. Default: 3."""
 
     jitter: float = 0.0
-    """Steps vary log-normally, by so much in their logarithm: 0.1 is about 10 %."""
+    """Log-normal variation of step times; 0.1 is about 10 %."""
 
     slow: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A replica that computes slower, such as 2=1.5 for replica 2; may be repeated."""
+    """Slower replica, such as 2=1.5 for replica 2. Repeatable."""
 
     outage: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A replica that dies and returns, such as 1=60s-300s, or 1=60s for good; may be repeated."""
+    """Replica that dies and returns, such as 1=60s-300s; 1=60s never returns. Repeatable."""
 
     detection: str = "10s"
-    """From a death until the others go on without that replica."""
+    """Time until the others continue without a dead replica."""
 
     seed: int = 0
-    """Of the steps that vary."""
+    """Random seed of the variation."""
 
     json: bool = False
-    """Print one JSON object a method on stdout instead of a table."""
+    """Print one JSON object per method on stdout instead of a table."""
 
 
 @command("simulate")
@@ -94,18 +94,19 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, 1 where a file cannot be read, 2 for wrong options.
     """
-    options = parse_options(SimulateOptions, arguments, prog="thinwire simulate")
+    basic = ("cluster", "hosts", "rate", "latency", "step_time", "method", "model", "steps")
+    options = parse_options(SimulateOptions, arguments, prog="thinwire simulate", basic=basic)
     cluster = cluster_of(options, needs_flops=options.step_time is None)
     names = options.method or _METHODS
     _check(options, names, cluster)
     # torch, which takes seconds: what shows without it has been refused by now
     from thinwire.planning.simulator_adapter import simulated_cluster, traffic_of
     from thinwire.training.build import make_method
-    from thinwire.training.models.presets import sketch_model
+    from thinwire.training.models import build_model
 
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     batch_size = BATCH_SIZE if options.batch_size is None else options.batch_size
-    model, _ = sketch_model(options.model, seq_len=seq_len)
+    model = build_model(options.model, max_seq_len=seq_len, device="meta")
     links = simulated_cluster(cluster)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     replicas = _replicas(options, cluster, num_parameters=parameters, tokens=batch_size * seq_len)
@@ -143,7 +144,7 @@ def _check(options: SimulateOptions, names: Sequence[str], cluster: Cluster) -> 
     if cluster.num_replicas < 2:
         raise refusal("one machine alone exchanges nothing", got="1 machine", allowed="2 or more machines",
                       remedy="--hosts 2")  # fmt: skip
-    check_model(options.model, takes_sizes=True)
+    check_model(options.model)
     if options.codec is not None:
         check_codec(options.codec, what="--codec")
     taken = set().union(*map(_taken_by, names))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +19,9 @@ from thinwire.monitor.report.report import results
 from thinwire.monitor.runlog.run_folder import SUMMARY, Summary, parse
 
 _NO_LIMIT = 10_000
+# Keys of a sample, and what they are called; of one width, so that the texts stand below each other.
+_MOMENTS = {"before": "sample before training", "after": "sample after training "}
+_SAMPLE_WIDTH = 100
 _NUM_TEXT_COLUMNS = 2  # the first columns of a comparison hold text, the others numbers
 
 
@@ -50,6 +56,20 @@ def final_table(summary: Summary | Mapping[str, Any]) -> Table:
         table.add_row(plain(name), plain(value))
     table.add_row(plain("global parameters (SHA-256)"), plain(known.global_parameters_sha256 or "-"))
     return table
+
+
+def sample_lines(run_dir: Path) -> list[str]:
+    """Return the first sample of a run in two short lines, before and after training; none without samples."""
+    try:
+        first = json.loads((run_dir / "samples.json").read_text(encoding="utf-8"))[0]
+        return [_one_line(f"{name}  {first['prompt']} | {first[key]}") for key, name in _MOMENTS.items()]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+
+
+def _one_line(text: str) -> str:
+    line = re.sub(r"\s*[\r\n]\s*", " ", text).rstrip()
+    return line if len(line) <= _SAMPLE_WIDTH else f"{line[: _SAMPLE_WIDTH - 3]}..."
 
 
 def comparison_table(comparison: Comparison, console: Console) -> Table:

@@ -8,12 +8,21 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from thinwire.cli.help_text import is_help_wanted
 from thinwire.cli.processes import REPLICA, exit_with_parent
 from thinwire.cli.run_watchdog import watchdog_process, watched_run
-from thinwire.cli.train_options import expand_method_options, parse, settle, world_size
+from thinwire.cli.train_options import (
+    expand_config_file,
+    expand_method_options,
+    local_replicas,
+    parse,
+    settle,
+    train_help,
+    world_size,
+)
 from thinwire.cli.train_plan import planned
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed, refusal
 from thinwire.planning.json_files import MOST_PLAN_BYTES, read_json
@@ -21,6 +30,7 @@ from thinwire.training.config import TrainConfig, command_line, validate
 from thinwire.training.corpora.sources import check_source
 
 if TYPE_CHECKING:
+    from thinwire.cli.view import LiveView
     from thinwire.planning.plan import Plan
 
 USAGE, FAILED = 2, 1
@@ -32,9 +42,12 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, 1 for what went wrong while running, 2 for wrong options, 128 + N for signal N.
     """
+    if is_help_wanted(arguments):
+        print(train_help())
+        return 0
     is_told = os.environ.get("LOCAL_RANK", "0") == "0"  # the ranks of a host are given the same words
     try:
-        arguments = expand_method_options(arguments)
+        arguments = expand_method_options(expand_config_file(arguments))
         given = parse(arguments)
         check_early(given)
         given, plan = planned(given, arguments, say=_log if is_told and "--quiet" not in arguments else _log_nothing)
@@ -47,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         # torch, which takes seconds: what shows without it has been refused by now
         from thinwire.training.build import check
 
-        check(config)
+        check(config, num_local=local_replicas(config))
         if config.elastic.is_enabled:
             from thinwire.cli.elastic_train import check_elastic
 
@@ -125,8 +138,9 @@ def _train_here(config: TrainConfig) -> int:
             if code:
                 return code
             with (
-                _view(config, replicas=config.num_replicas, after_step=step if is_resumed else None),
-                watched_run(config, step=step, say=_log) as watchdog,
+                _view(config, replicas=config.num_replicas, after_step=step if is_resumed else None) as view,
+                # what it reports goes through the view: a line from elsewhere would leave a second table behind
+                watched_run(config, step=step, say=_log if view is None else _log_above(view)) as watchdog,
             ):
                 summary = launch(config, module=REPLICA, is_resumed=is_resumed)
         except KeyboardInterrupt:
@@ -243,9 +257,12 @@ def _report(config: TrainConfig, summary: dict[str, Any]) -> dict[str, Any]:
 def _show(config: TrainConfig, summary: dict[str, Any]) -> int:
     from rich.console import Console
 
-    from thinwire.cli.tables import final_table
+    from thinwire.cli.tables import final_table, plain, sample_lines
 
-    Console(stderr=config.output.json, soft_wrap=True).print(final_table(summary))
+    console = Console(stderr=config.output.json, soft_wrap=True)
+    console.print(final_table(summary))
+    for line in sample_lines(config.run_dir) if config.output.samples else ():
+        console.print(plain(line))
     if config.output.json:
         print(json.dumps(summary), flush=True)
     return 0
@@ -272,6 +289,10 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _log_above(view: LiveView) -> Callable[[str], None]:
+    return lambda text: view.print(f"thinwire: {text}")
 
 
 def _log_nothing(text: str) -> None:

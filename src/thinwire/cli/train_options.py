@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
+import tomllib
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +14,20 @@ from typing import Annotated, Any
 import tyro
 
 from thinwire.cli.argument_parsing import parse_options
+from thinwire.cli.help_text import OptionHelp, format_help, options_of_dataclass
 from thinwire.errors import excluded, refusal
 from thinwire.training.config import FREE, OPTIONS, SECTIONS, TrainConfig, flag, read_config, resolve
 from thinwire.training.method_catalog import method_entry
+
+# The table of a file of options that is for readers: title, machines, expected numbers.
+RECIPE = "recipe"
+# Options that `thinwire train --help` lists first.
+BASIC = (
+    "replicas", "steps", "model", "data", "batch_size", "device", "method", "sync_interval", "overlap_steps", "codec",
+    "lr", "secret", "elastic", "config", "out", "resume",
+)  # fmt: skip
+
+_HEADINGS = {"sync": "Exchange", "elastic": "Elastic run"}
 
 
 def expand_method_options(arguments: Sequence[str]) -> list[str]:
@@ -48,18 +61,94 @@ def _method_only(arguments: Sequence[str]) -> set[str]:
         return set()
 
 
+def expand_config_file(arguments: Sequence[str]) -> list[str]:
+    """Put the options of `--config FILE` before the others, without those that the command line names itself.
+
+    The file is TOML with the sections of `config.json`; its table `recipe` is for readers.
+
+    Raises:
+        ValueError: The file cannot be read, or holds something that is no option.
+    """
+    path = _config_file(arguments)
+    if path is None:
+        return list(arguments)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--config: cannot read {path}: {error.strerror}; give a TOML file of options") from error
+    except (tomllib.TOMLDecodeError, UnicodeError) as error:
+        raise ValueError(f"--config: {path} is not TOML: {error}; see: thinwire recipes show cpu-demo") from error
+    content.pop(RECIPE, None)
+    words: list[str] = []
+    for section, values in content.items():
+        if section not in SECTIONS or not isinstance(values, dict):
+            raise ValueError(
+                f"--config: {path}: {section!r} is no section of options; the sections are {', '.join(SECTIONS)}"
+            )
+        for field, value in values.items():
+            option = _option_of(section, field, path)
+            if not is_named(option, arguments):
+                words += _arguments_of(option, value, where=f"--config: {path}: {section}.{field}")
+    return [*words, *arguments]
+
+
+def _config_file(arguments: Sequence[str]) -> Path | None:
+    found = None
+    for place, word in enumerate(arguments):
+        name, sign, value = word.partition("=")
+        if name == "--config":
+            found = value if sign else next(iter(arguments[place + 1 : place + 2]), None)
+    return None if found is None else Path(found).expanduser()
+
+
+def _option_of(section: str, field: str, path: Path) -> str:
+    fields = {name: option for option, (owner, name) in OPTIONS.items() if owner == section}
+    if field in fields and fields[field] != "config":
+        return fields[field]
+    near = difflib.get_close_matches(field, fields, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ValueError(f"--config: {path}: [{section}] has no option {field!r}{hint} It has {', '.join(sorted(fields))}")
+
+
+def _arguments_of(option: str, value: object, *, where: str) -> list[str]:
+    """Return a value of a file as the command line writes it."""
+    default = TrainConfig().option(option)
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ValueError(f"{where} must be true or false, got {value!r}")
+        name = flag(option)
+        return [] if value == default else [name if value else f"--no-{name[2:]}"]
+    values = value if isinstance(value, list) and isinstance(default, tuple) else [value]
+    if any(isinstance(one, bool) or not isinstance(one, str | int | float) for one in values):
+        kind = "a list of texts" if isinstance(default, tuple) else "a text or a number"
+        raise ValueError(f"{where} must be {kind}, got {value!r}")
+    return [word for one in values for word in (flag(option), str(one))]
+
+
 def parse(arguments: Sequence[str]) -> TrainConfig:
     """Read options from a command line.
 
     Raises:
         ValueError: The words are no options of this command; in one line.
-        SystemExit: After `--help`.
     """
     also = [flag(name) for name in sorted(_method_only(arguments))]
     shown: Any = parse_options(_as_shown(), arguments, prog="thinwire train", also=also)
     return TrainConfig.of(
         **{name: getattr(getattr(shown, section), field) for name, (section, field) in OPTIONS.items()}
     )
+
+
+def train_help() -> str:
+    """Return the text of `thinwire train --help`: the basic options, then the others by subject."""
+    sections: dict[str, dict[str, OptionHelp]] = {}
+    for section, kind in SECTIONS.items():
+        names = {field: name for name, (owner, field) in OPTIONS.items() if owner == section}
+        sections[section] = options_of_dataclass(kind, names=names)
+    groups = {"Basic options": [sections[OPTIONS[name][0]][name] for name in BASIC]}
+    for section in SECTIONS:
+        others = [option for name, option in sections[section].items() if name not in BASIC]
+        groups[f"{_HEADINGS.get(section, section.capitalize())} options"] = others
+    return format_help("thinwire train", TrainConfig.__doc__ or "", groups=groups)
 
 
 def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
@@ -106,6 +195,14 @@ def world_size() -> int | None:
         raise refusal("WORLD_SIZE is no number of ranks", got=repr(text), allowed="1 or more",
                       remedy="torchrun, which sets it")  # fmt: skip
     return int(text)
+
+
+def local_replicas(config: TrainConfig) -> int:
+    """Return how many replicas start on this host: all, or torchrun's ranks of this host."""
+    if world_size() is None:
+        return config.num_replicas
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(text) if text.isdecimal() and int(text) else 1
 
 
 def _as_shown() -> Any:

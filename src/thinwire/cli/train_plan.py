@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 # What a plan says whatever the method.
-_OF_ANY_METHOD = ("model", "replicas", "seq_len", "steps", "batch_size")
+_OF_ANY_METHOD = ("model", "replicas", "seq_len", "steps", "batch_size", "micro_batch")
 # Less than `thinwire probe` takes, since training is waiting for it.
 _WIRES_S, _STEPS_S = 20.0, 3.0
 
@@ -55,7 +55,7 @@ def planned(
             given = given.replace(method=found["method"])  # however it is written
         elif is_named("method", arguments):
             # another method's settings would be refused, though nobody has named them
-            found = {name: read.settings[name] for name in _OF_ANY_METHOD}
+            found = {name: value for name, value in read.settings.items() if name in _OF_ANY_METHOD}
         return _filled(given, found, arguments, step_s=read.prediction.step_s), None
     if not is_auto:
         return given, None
@@ -87,7 +87,7 @@ def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[s
     from thinwire.planning.workload import Workload
     from thinwire.training.build import check_device
     from thinwire.training.config import validate
-    from thinwire.training.models.presets import sketch_model
+    from thinwire.training.models import build_model
     from thinwire.training.probe_hosts import probe_hosts
 
     ranks = world_size()
@@ -103,7 +103,7 @@ def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[s
     assert config.data.batch_size is not None and config.model.seq_len is not None
     say("probing the wires between the hosts")
     found = probe_hosts(config, budget=ProbeBudget(seconds=_WIRES_S), step_s=_STEPS_S)
-    model, _ = sketch_model(config.model.name, seq_len=config.model.seq_len)
+    model = build_model(config.model.name, max_seq_len=config.model.seq_len, device="meta")
     tokens = float(config.run.steps * config.num_replicas * config.data.batch_size * config.model.seq_len)
     workload = Workload(
         name=config.model.name, model=model, tokens=tokens, seq_len=config.model.seq_len,

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from thinwire.cli.tables import plain
+from thinwire.monitor.run_numbers import time_left_s
 from thinwire.monitor.runlog.run_folder import (
     ErrorMetrics,
     EvaluationMetrics,
@@ -32,10 +33,11 @@ _JOIN_S = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """Latest metrics of each replica."""
+    """Latest metrics of each replica, and its first line about steps."""
 
     total_steps: int
     steps: dict[int, StepMetrics] = field(default_factory=dict)
+    first: dict[int, StepMetrics] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     parts: dict[int, EvaluationMetrics] = field(default_factory=dict)
     warnings: dict[int, str] = field(default_factory=dict)
@@ -44,6 +46,13 @@ class RunState:
     def evaluation(self) -> EvaluationMetrics | None:
         """The last evaluation, as far as replicas have written their parts of it."""
         return next(reversed(join_evaluations(self.parts.values())), None)
+
+    @property
+    def time_left(self) -> str:
+        """Time until the last step, as text; empty at the end, and before the first line."""
+        spans = ((self.first[replica], last) for replica, last in self.steps.items())
+        left_s = time_left_s(spans, total_steps=self.total_steps)
+        return format_seconds(max(1.0, left_s)) if left_s else ""
 
     def is_evaluated(self, *, replicas: int) -> bool:
         """Return whether all parts of the last evaluation are there; the one at the end is replica 0's alone."""
@@ -57,6 +66,7 @@ class RunState:
         match parse_metrics(values if isinstance(values, dict) else {}, source="a line of metrics"):
             case StepMetrics() as step:
                 self.steps[replica] = step
+                self.first.setdefault(replica, step)
             case EvaluationMetrics() as part:
                 self.parts[replica] = part
             case ErrorMetrics(message=message):
@@ -104,6 +114,15 @@ class LiveView:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="thinwire-view", daemon=True)
         self.after_step = after_step
+        self._live: Live | None = None
+
+    def print(self, text: str) -> None:
+        """Print a line on the console, above a table that stays in place."""
+        try:
+            console = self._console if self._live is None else self._live.console
+            console.print(plain(text), soft_wrap=True)
+        except Exception:
+            return  # the console itself is gone
 
     def __enter__(self) -> LiveView:
         if not self._quiet:
@@ -129,14 +148,11 @@ class LiveView:
             self._warn(error)
 
     def _warn(self, error: Exception) -> None:
-        try:
-            words = plain(f"The live view stopped ({type(error).__name__}: {error}); training goes on.")
-            self._console.print(words, soft_wrap=True)
-        except Exception:
-            return  # the console itself is gone
+        self.print(f"The live view stopped ({type(error).__name__}: {error}); training goes on.")
 
     def _show_table(self) -> None:
         with Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+            self._live = live
             while True:
                 is_last = self._stop.is_set()  # asked first: what came before the end is shown
                 self._read_new()
@@ -200,13 +216,14 @@ def progress_line(state: RunState) -> str:
         ...     step=30, time_s=12.3, loss=5.1, tokens=30720, tokens_per_s=2500.0, compute_fraction=0.99,
         ...     sent_bytes=123, received_bytes=99, sent_bits_per_s=1e5, peak_bits_per_s=2e6, rounds_in_flight=1,
         ... )
-        >>> progress_line(RunState(total_steps=300, steps={0: line})).split("  ")[:4]
-        ['step 30/300', 'loss 5.100', '2.50 k tokens/s', 'computing 99 %']
+        >>> progress_line(RunState(total_steps=300, steps={0: line}, first={0: line})).split("  ")[:4]
+        ['step 30/300', '1:51 min left', 'loss 5.100', '2.50 k tokens/s']
     """
     line = state.steps[0]
     speed = sum(other.tokens_per_s for other in state.steps.values())
+    left = f"  {state.time_left} left" if state.time_left else ""
     return (
-        f"step {line.step}/{state.total_steps}  loss {line.loss:.3f}  {format_count(speed)} tokens/s  "
+        f"step {line.step}/{state.total_steps}{left}  loss {line.loss:.3f}  {format_count(speed)} tokens/s  "
         f"computing {_percent(line.compute_fraction)}  sent {format_bytes(line.sent_bytes)}  "
         f"received {format_bytes(line.received_bytes)}  now {format_rate(line.sent_bits_per_s)}  "
         f"peak {format_rate(line.peak_bits_per_s)}  in flight {line.rounds_in_flight}"
@@ -235,7 +252,8 @@ def progress_table(state: RunState, *, replicas: int, width: int) -> RenderableT
         table.add_row(str(replica), bar, f"{step}/{state.total_steps}", *(cells[head] for head in heads[3:]))
     below = [plain(evaluation_line(state.evaluation))] if state.evaluation else []
     if 0 in state.steps:
-        below.append(plain(f"time {format_seconds(state.steps[0].time_s)}"))
+        left = f", {state.time_left} left" if state.time_left else ""
+        below.append(plain(f"time {format_seconds(state.steps[0].time_s)}{left}"))
     below += [plain(f"warning: {words}") for words in state.warnings.values()]
     failed = [plain(f"replica {n} failed: {words}") for n, words in state.errors.items()]
     for words in failed:

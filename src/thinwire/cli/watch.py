@@ -26,23 +26,22 @@ if TYPE_CHECKING:
 FOUND = 3
 _MOST_FINDINGS = 5
 _MOST_REPLICAS = 32
-_MARKS = {"trouble": ("▲", "bold red"), "good": ("✓", "green"), "unknown": ("?", "yellow")}
+_MARKS = {"trouble": ("▲", "bold red"), "healthy": ("✓", "green"), "starting": ("…", "cyan")}
 _STYLES = {"silent": "bold red", "failed": "bold red", "gone": "yellow", "paused": "yellow"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchOptions:
-    """Show the replicas of a run of `thinwire train`, and the newest findings: what is slow, stuck or gone.
+    """Show replicas and findings of a run of `thinwire train` in the terminal.
 
-    It only reads the run's folder, also from another terminal or host, and ends with the run or with Ctrl-C. On a
-    terminal a table that stays in place, elsewhere a line for each change. With --once the exit code is 3 where
-    something is wrong.
+    It only reads the run's folder, and ends with the run or with Ctrl-C. Without a terminal it prints a line
+    per change. With --once the exit code is 3 if something is wrong.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run's folder."""
+    """Folder of the run."""
     once: bool = False
-    """Print the state once, and end."""
+    """Print the state once."""
     json: bool = False
     """Print the state once, as one JSON object on stdout."""
     period_s: float = 0.5
@@ -114,22 +113,29 @@ def run_table(sections: Mapping[str, Any], *, width: int) -> RenderableType:
         sections: Of `thinwire.monitor.dashboard.snapshot`.
         width: Columns of the terminal.
     """
-    run, headline = sections["run"], sections["headline"]
-    mark, style = _MARKS[headline["level"]]
-    head = plain(f"{run['name']}: {run['state']}, {_steps(run)}")
-    return Group(
-        head, Text(f"{mark} ", style=style) + plain(headline["text"]), _replicas(sections["replicas"], width=width),
-        *_below(sections),
-    )  # fmt: skip
+    mark, style = _MARKS[sections["headline"]["level"]]
+    first, *more = map(plain, _head(sections))
+    replicas = sections["replicas"]
+    table = [_replicas(replicas, width=width)] if replicas else []
+    return Group(Text(f"{mark} ", style=style) + first, *more, *table, *_below(sections))
 
 
 def news(sections: Mapping[str, Any]) -> list[str]:
     """Return the lines to print where no table can stay in place."""
-    run = sections["run"]
-    lines = [f"{run['name']}: {run['state']}, {_steps(run)}", f"{_mark(sections)} {sections['headline']['text']}"]
+    first, *more = _head(sections)
+    lines = [f"{_MARKS[sections['headline']['level']][0]} {first}", *more]
     for finding in reversed(sections["findings"]["findings"]):
         lines.append(("resolved: " if finding["is_over"] else "") + _finding_line(finding))
     return lines
+
+
+def _head(sections: Mapping[str, Any]) -> list[str]:
+    """Return the headline, with the run's numbers beside it where the run is healthy and below it elsewhere."""
+    run, headline = sections["run"], sections["headline"]
+    head = f"{run['name']}: {headline['text']}"
+    if headline["level"] == "healthy":
+        return [", ".join(filter(None, (head, _progress(run)))), headline["detail"]]
+    return [head, headline["detail"]] if headline["level"] == "starting" else [head, _progress(run)]
 
 
 def _below(sections: Mapping[str, Any]) -> list[Text]:
@@ -144,8 +150,7 @@ def _below(sections: Mapping[str, Any]) -> list[Text]:
             lines += [plain(f"  {finding['text']}"), plain(f"  remedy: {finding['remedy']}")]
     left = len(findings) - len(newest)
     lines += [plain(f"{left} more findings; thinwire dashboard shows all")] if left else []
-    missing = sections["notes"]["missing"].get("findings")
-    return [*lines, *([plain(missing)] if missing else []), *(plain(f"not read: {one}") for one in _refused(sections))]
+    return [*lines, *(plain(f"not read: {one}") for one in _refused(sections))]
 
 
 def _refused(sections: Mapping[str, Any]) -> list[str]:
@@ -184,12 +189,14 @@ def _cell(value: Any, form: Callable[[Any], str]) -> Text:
     return plain("-" if value is None else form(value))
 
 
-def _mark(sections: Mapping[str, Any]) -> str:
-    return _MARKS[sections["headline"]["level"]][0]
-
-
-def _steps(run: Mapping[str, Any]) -> str:
+def _progress(run: Mapping[str, Any]) -> str:
+    """Return the run's numbers in a line that stays the same until a replica writes."""
     steps = f"step {run['step']}" + (f" of {run['steps']}" if run["steps"] else "")
-    if run["changed_at"] is not None and run["state"] == "silent":
-        steps += f", last record {format_seconds(max(0.0, time.time() - run['changed_at']))} ago"
-    return steps
+    parts = [steps] if run["step"] or run["steps"] else []
+    parts += [] if run["loss"] is None else [f"loss {run['loss']:.3f}"]
+    parts += [row["text"] for row in run["numbers"] if row["name"] == "tokens_per_s"]
+    if run["state"] == "silent":
+        parts.append(f"last data {format_moment(run['changed_at'])}")
+    elif run["time_left_s"] is not None:
+        parts.append(f"{format_seconds(run['time_left_s'])} left")
+    return ", ".join(parts)

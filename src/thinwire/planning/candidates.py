@@ -43,6 +43,7 @@ class Candidate:
         codec: None for the method's own.
         exchange: How payloads travel; None for the cheaper one.
         layers_per_fragment: None where the model is exchanged whole.
+        micro_batch: Sequences in a forward pass; None for the whole batch.
     """
 
     method: str
@@ -53,6 +54,7 @@ class Candidate:
     codec: str | None = None
     exchange: str | None = None
     layers_per_fragment: int | None = None
+    micro_batch: int | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -61,7 +63,7 @@ class Candidate:
 
     def settings(self) -> dict[str, Any]:
         """Return the options of `thinwire train` beside the method, by their names."""
-        found = {name: getattr(self, name) for name in _CHOSEN}
+        found = {name: getattr(self, name) for name in (*_CHOSEN, "micro_batch")}
         return {name: value for name, value in found.items() if value is not None} | {"batch_size": self.batch_size}
 
     def make(self) -> Method:
@@ -74,7 +76,8 @@ class Candidate:
             >>> Candidate(method="diloco", replicas=("a", "b"), batch_size=8, sync_interval=50).make().name
             'diloco'
         """
-        arguments = {name: value for name, value in self.settings().items() if name not in ("batch_size", "codec")}
+        found = {name: getattr(self, name) for name in _CHOSEN if name != "codec"}
+        arguments = {name: value for name, value in found.items() if value is not None}
         if self.codec is not None:
             arguments["codec"] = codecs.by_name(self.codec)
         return methods.recipe(self.method)(**arguments)

@@ -30,7 +30,8 @@ def _steps(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
     tokens = workload.step_tokens(chosen.num_replicas)
     slowest = min((cluster.machine(name) for name in chosen.replicas), key=lambda m: m.flops_per_s or inf)
     step_s = inner_step_s(slowest, num_parameters=workload.num_parameters, tokens=tokens)
-    needed = workload.memory_bytes(chosen.num_replicas)
+    at_once = chosen.micro_batch or chosen.batch_size
+    needed = workload.memory_bytes(micro_batch=at_once)
     activations = needed - BYTES_PER_PARAMETER * workload.num_parameters
     together = chosen.num_replicas * tokens
     best_tokens = optimal_batch_tokens(num_parameters=workload.num_parameters, num_replicas=chosen.num_replicas)
@@ -42,7 +43,7 @@ def _steps(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
         f"computing: {FLOPS_PER_PARAMETER} x {format_count(workload.num_parameters)} parameters x {tokens:,} tokens / "
         f"{slowest.flops_per_s:.3g} FLOP/s of {slowest.name}, the slowest = {format_seconds(step_s)} a step",
         f"memory: {BYTES_PER_PARAMETER} bytes a parameter (itself, gradient, Adam's moments) and about "
-        f"{format_bytes(activations)} of activations = {format_bytes(needed)} a replica",
+        f"{format_bytes(activations)} of activations, {at_once} sequences at a time = {format_bytes(needed)} a replica",
     ]
 
 

@@ -124,12 +124,13 @@ class _Search:
         self._machines = {machine.name: machine for machine in cluster.machines}
         self._times = CandidateTimes(workload, cluster)
         self._penalties: dict[tuple[object, ...], LossPenalty | None] = {}
+        self._micro_batches: dict[tuple[int, float], int] = {}
 
     def plan(self) -> Plan:
         names = self._able_machines()
         times = step_times(self.cluster, self.workload, names, num_replicas=len(names))
         sets = machine_sets(self.cluster, names, step_s=times)
-        wanted = [chosen for chosen in sets if len(chosen) >= self.constraints.min_replicas and self._fits(chosen)]
+        wanted = [chosen for chosen in sets if len(chosen) >= self.constraints.min_replicas]
         looks = [self._evaluate(candidate) for candidate in self._candidates(wanted)]
         outlooks = [self._outlook(guess) for guess in _chosen([guess for guess in looks if guess is not None])]
         if not outlooks:
@@ -158,11 +159,21 @@ class _Search:
             self.workload, sets, names=constraints.methods, intervals=constraints.intervals,
             overlaps=constraints.overlaps, layers=constraints.layers, codec_names=constraints.codecs,
         )  # fmt: skip
-        return list(found)
+        return [dataclasses.replace(one, micro_batch=self._micro_batch(one)) for one in found]
+
+    def _micro_batch(self, candidate: Candidate) -> int | None:
+        """Return the sequences of a forward pass that fit all its machines, None where that is the whole batch."""
+        known = [self._machines[name].memory_bytes for name in candidate.replicas]
+        least = min((memory for memory in known if memory is not None), default=float("inf"))
+        found = self._micro_batches.get((candidate.num_replicas, least))
+        if found is None:
+            found = self.workload.micro_batch(candidate.num_replicas, memory_bytes=least)
+            self._micro_batches[candidate.num_replicas, least] = found
+        return found if found < candidate.batch_size else None
 
     def _able_machines(self) -> list[str]:
-        """Return the machines whose memory the model fits into, by what it needs where all take part."""
-        needed = self.workload.memory_bytes(self.cluster.num_replicas)
+        """Return the machines whose memory the model fits into, with one sequence in a forward pass."""
+        needed = self.workload.memory_bytes(micro_batch=1)
         able = []
         for machine in self.cluster.machines:
             if machine.memory_bytes is not None and machine.memory_bytes < needed:
@@ -172,21 +183,10 @@ class _Search:
                 able.append(machine.name)
         if not able:
             raise ValueError(
-                f"no machine has the memory for {self.workload.name}: {self._why()}; take a smaller model, batch or "
-                f"sequence, or shard a replica over several devices"
+                f"no machine has the memory for {self.workload.name}: {self._why()}; state what the machines have "
+                f"(--memory, or memory_bytes of the cluster file), or take a smaller model or a shorter sequence"
             )
         return able
-
-    def _fits(self, chosen: Sequence[str]) -> bool:
-        """Return whether machines have the memory for their share of a global batch: fewer of them have larger ones."""
-        needed = self.workload.memory_bytes(len(chosen))
-        for name in chosen:
-            memory = self._machines[name].memory_bytes
-            if memory is not None and memory < needed:
-                less = f"a share of the batch needs about {format_bytes(needed)} of memory, {name} has"
-                self._reject(f"{len(chosen)} replicas", f"{less} {format_bytes(memory)}")
-                return False
-        return True
 
     def _evaluate(self, candidate: Candidate) -> _Guess | None:
         """Return a candidate with its guessed time, None where it is refused."""

@@ -13,9 +13,9 @@ from thinwire.sync.fragments import find_blocks
 
 # Bytes of a parameter on the device: itself, its gradient and Adam's two moments, in float32.
 BYTES_PER_PARAMETER = 16
-# Activations of a block that wait for the backward pass: 34 bytes for a token and unit of width where they are of 16
-# bits and attention keeps no matrix (arXiv 2205.05198, equation 1, without its second term); twice that in float32.
-_BYTES_PER_UNIT = 2 * 34
+# Values of a block that wait for the backward pass, for a token and unit of width: 34 bytes of 16 bits each where
+# attention keeps no matrix (arXiv 2205.05198, equation 1, without its second term).
+_UNITS_PER_TOKEN = 17
 # Logits, their gradient and what the loss keeps, in float32.
 _BYTES_PER_LOGIT = 3 * 4
 
@@ -85,23 +85,50 @@ class Workload:
         """Return the inner steps that so many replicas need for all tokens."""
         return max(1, -(-round(self.tokens) // (num_replicas * self.step_tokens(num_replicas))))
 
-    def memory_bytes(self, num_replicas: int) -> float:
+    def memory_bytes(self, *, micro_batch: int) -> float:
         """Return about how much memory of its device a replica needs.
 
-        Parameters, gradients and Adam's moments in float32, and an estimate of the activations of a step. The copies
-        that a method keeps beside them are in the host's memory.
-        """
-        tokens = self.step_tokens(num_replicas)
-        blocks, width = self._shape()
-        logits = tokens * getattr(cast(_Language, self.model), "vocab_size", 0) * _BYTES_PER_LOGIT
-        return BYTES_PER_PARAMETER * self.num_parameters + _BYTES_PER_UNIT * tokens * blocks * width + logits
+        Parameters, gradients and Adam's moments in float32, and an estimate of the activations of one forward pass.
+        The copies that a method keeps beside them are in the host's memory.
 
-    def _shape(self) -> tuple[int, int]:
-        """Return the number of blocks, and the side that most of their matrices have."""
-        found = find_blocks(self.model)
-        by_name = dict(self.model.named_parameters())
-        sides = Counter(
-            side for names in found.blocks for name in names if by_name[name].dim() == 2 for side in by_name[name].shape
-        )
-        width = sides.most_common(1)[0][0] if sides else 0
-        return len(found.blocks), int(width)
+        Args:
+            micro_batch: Sequences in a forward pass.
+        """
+        activations = activation_bytes(self.model, tokens=micro_batch * self.seq_len)
+        return BYTES_PER_PARAMETER * self.num_parameters + activations
+
+    def micro_batch(self, num_replicas: int, *, memory_bytes: float) -> int:
+        """Return how many sequences of a step fit into one forward pass: all, or as often halved as needed.
+
+        Args:
+            num_replicas: How many share a global batch.
+            memory_bytes: Of the device; what does not even fit with one sequence is not refused here.
+        """
+        sequences = self.sequences(num_replicas)
+        while sequences > 1 and self.memory_bytes(micro_batch=sequences) > memory_bytes:
+            sequences = -(-sequences // 2)
+        return sequences
+
+
+def activation_bytes(model: nn.Module, *, tokens: int, bytes_per_value: int = 4) -> float:
+    """Estimate the memory of what a forward pass keeps for the backward pass, and of the logits.
+
+    Args:
+        model: A language model; shapes alone are enough.
+        tokens: In one forward pass.
+        bytes_per_value: 4 for float32, 2 under autocast; logits are float32 either way.
+    """
+    blocks, width = _shape(model)
+    logits = tokens * getattr(cast(_Language, model), "vocab_size", 0) * _BYTES_PER_LOGIT
+    return _UNITS_PER_TOKEN * bytes_per_value * tokens * blocks * width + logits
+
+
+def _shape(model: nn.Module) -> tuple[int, int]:
+    """Return the number of blocks, and the side that most of their matrices have."""
+    found = find_blocks(model)
+    by_name = dict(model.named_parameters())
+    sides = Counter(
+        side for names in found.blocks for name in names if by_name[name].dim() == 2 for side in by_name[name].shape
+    )
+    width = sides.most_common(1)[0][0] if sides else 0
+    return len(found.blocks), int(width)

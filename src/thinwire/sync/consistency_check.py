@@ -20,9 +20,10 @@ _MOST_LISTING_BYTES = 2**24
 
 
 def handshake(model: nn.Module, *, description: str, transport: Transport, deadline_s: float) -> None:
-    """Compare the set-ups of all replicas, then give all of them replica 0's parameters and buffers.
+    """Compare the set-ups of all replicas, then give all of them replica 0's trained parameters and buffers.
 
-    Nothing is copied where the values are the same bits already, as after building the model from the same seed.
+    Nothing is sent where the values are the same bits already, as after building the model from the same seed. Frozen
+    parameters are never sent: they may be far larger than what is trained, so each replica loads its own.
 
     Args:
         model: The replica's model; changed in place where it differs from replica 0's.
@@ -31,16 +32,17 @@ def handshake(model: nn.Module, *, description: str, transport: Transport, deadl
         deadline_s: Seconds to wait for the others.
 
     Raises:
-        DesyncError: Another replica runs another model or method; names it, the first tensor or part that differs,
-            and both sides.
+        DesyncError: Another replica runs another model or method, or has other frozen parameters; names it, the first
+            tensor or part that differs, and both sides.
         TransportError: A replica could not be reached.
     """
     if transport.num_replicas == 1:
         return
-    tensors = _tensors_of(model)
+    tensors = _sent_tensors(model)
     listing = json.dumps(_listing(model)).encode()
     own = {
         "description": description, "model": _shape_digest(model), "values": _value_digest(tensors),
+        "frozen": _value_digest([local_shard(p) for p in model.parameters() if not p.requires_grad]),
         "listing_bytes": str(len(listing)),
     }  # fmt: skip
     others = _exchange_fingerprints(own, transport=transport, deadline_s=deadline_s)
@@ -54,6 +56,12 @@ def handshake(model: nn.Module, *, description: str, transport: Transport, deadl
     # all replicas hold all fingerprints, so all of them come here or none
     if any(theirs["model"] != own["model"] for theirs in others.values()):
         raise _model_error(listing, others, own=own["model"], transport=transport, deadline_s=deadline_s)
+    for replica, theirs in others.items():
+        if theirs["frozen"] != own["frozen"]:
+            raise DesyncError(
+                f"replica {replica} has other frozen parameters than replica {transport.replica}, and these are "
+                f"never sent; load the same weights on all hosts"
+            )
     digests = {theirs["values"] for theirs in others.values()} | {own["values"]}
     if len(digests) > 1:
         broadcast(tensors, transport=transport, deadline_s=deadline_s, number=1)
@@ -192,13 +200,14 @@ def _parse_fingerprint(raw: bytes, *, peer: int) -> dict[str, str]:
         raise PayloadError(f"replica {peer} sent a fingerprint that is no JSON; run the same thinwire") from failure
     if not isinstance(parsed, dict) or not all(isinstance(value, str) for value in parsed.values()):
         raise PayloadError(f"replica {peer} sent a fingerprint of the wrong form; run the same thinwire on all hosts")
-    if set(parsed) != {"description", "model", "values", "listing_bytes"}:
+    if set(parsed) != {"description", "model", "values", "frozen", "listing_bytes"}:
         raise PayloadError(f"replica {peer} sent a fingerprint with the fields {str(sorted(parsed))[:200]}")
     return parsed
 
 
-def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
-    return [local_shard(tensor) for tensor in [*model.parameters(), *model.buffers()]]
+def _sent_tensors(model: nn.Module) -> list[torch.Tensor]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [local_shard(tensor) for tensor in [*trained, *model.buffers()]]
 
 
 def _listing(model: nn.Module) -> list[tuple[str, list[int], str, bool]]:

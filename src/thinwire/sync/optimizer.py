@@ -131,7 +131,8 @@ class DistributedOptimizer(EagerOptimizer):
     As a context manager it ends with `close(final_exchange=True)`; after an exception it ends with `abandon()`.
 
     Args:
-        model: The replica's model, the same on all replicas; its values are set to replica 0's here.
+        model: The replica's model, the same on all replicas; its trained values are set to replica 0's here. Frozen
+            parameters are never sent: every replica must load the same ones.
         inner: Any optimizer over the model's parameters.
         method: When, with whom, what, in which code and how: see `thinwire.methods`. A name, such as
             `"streaming-diloco"`, stands for that method with its defaults.

@@ -6,20 +6,26 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from thinwire import codecs, methods
 from thinwire.compat import eager
-from thinwire.errors import MissingExtra, excluded, refusal
+from thinwire.errors import CheckpointError, MissingExtra, excluded, refusal
 from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.sync.method import Method
 from thinwire.sync.multi_optimizer import MultiOptimizer
 from thinwire.sync.schedule import WarmUp
-from thinwire.training.config import METHOD_OPTIONS, TrainConfig, method_problems, validate
-from thinwire.training.models import PRESETS, build_model
+from thinwire.training.config import METHOD_OPTIONS, TrainConfig, flag, method_problems, validate
+from thinwire.training.corpora.tokenizers import Tokenizer
+from thinwire.training.memory_check import check_memory
+from thinwire.training.models import PRESETS, HuggingFaceModel, build_model
+from thinwire.training.models.hf import has_weights, load_hf_tokenizer, load_saved_tokenizer
+from thinwire.training.models.lora import with_adapters
+from thinwire.training.models.presets import check_vocabulary, load_weights
 
 _FLOOR = 0.1
 
@@ -66,14 +72,22 @@ def _overlaps(method: Method) -> bool:
 
 
 def make_model(config: TrainConfig, *, vocab_size: int | None, device: torch.device | str) -> nn.Module:
-    """Build the model; the first weights follow from the seed alone, so that all replicas start from the same.
+    """Build the model; weights that are not loaded follow from the seed alone, so all replicas start from the same.
 
     Raises:
         ValueError: There is no such model, or it does not fit the vocabulary or the sequence.
+        CheckpointError: The weights cannot be read.
+        MissingExtra: `hf:` without transformers, or `--lora` without peft.
     """
-    return build_model(
-        config.model.name, vocab_size=vocab_size, max_seq_len=config.model.seq_len, seed=config.run.seed, device=device
+    seed, run = config.run.seed, config.model.init_from
+    model = build_model(
+        config.model.name, vocab_size=vocab_size, max_seq_len=config.model.seq_len, seed=seed, device=device
     )
+    if isinstance(model, HuggingFaceModel):  # an earlier run's is read as a folder of transformers
+        return model if config.model.lora is None else with_adapters(model, rank=config.model.lora, seed=seed)
+    if run is not None and torch.device(device).type != "meta":
+        load_weights(model, run / "model")
+    return model
 
 
 def make_inner_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -152,11 +166,12 @@ def lr_factor(step: int, *, config: TrainConfig) -> float:
     return _FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def check(config: TrainConfig) -> None:
+def check(config: TrainConfig, *, num_local: int | None = None) -> None:
     """Refuse everything that can be refused before a worker starts; loads no weights and reads no data.
 
     Args:
         config: Resolved.
+        num_local: Replicas on this host; None for all.
 
     Raises:
         ValueError: One clear line: the option, its value, the limit, the remedy.
@@ -169,8 +184,7 @@ def check(config: TrainConfig) -> None:
             raise MissingExtra.of(package, extra="report")
     method = make_method(config)
     _check_warm_ups(config, method)
-    vocab_size = 257 if config.data.tokenizer == "bytes" else config.model.vocab_size
-    model = make_model(config, vocab_size=vocab_size, device="meta")
+    model = _sketch(config)
     # the pattern alone: binding a view would copy values, and a model on the meta device has none
     pattern = getattr(method.view, "fragments", Pattern(num_fragments=1))
     num_fragments = len(pattern.partition(find_blocks(model)))
@@ -179,6 +193,7 @@ def check(config: TrainConfig) -> None:
     method.schedule.check(num_fragments=num_fragments, num_replicas=config.num_replicas)
     method.exchanges(config.num_replicas)
     method.update(config.num_replicas)
+    check_memory(config, model, method, num_local=config.num_replicas if num_local is None else num_local)
 
 
 def _check_warm_ups(config: TrainConfig, method: Method) -> None:
@@ -201,6 +216,68 @@ def check_device(name: str) -> None:
     if name == "cuda" and not torch.cuda.is_available():
         raise refusal("--device cuda, but torch sees no GPU", got="cuda", allowed="cpu on this host",
                       remedy="--device cpu, or a CUDA build of torch")  # fmt: skip
+
+
+def _sketch(config: TrainConfig) -> nn.Module:
+    """Build the model on the meta device, and check what goes with it."""
+    is_hf = config.model.name.startswith("hf:")
+    if config.model.lora is not None and not (is_hf and has_weights(config.model.name.removeprefix("hf:"))):
+        raise ValueError(
+            f"--lora trains adapters of pretrained weights, and --model {config.model.name} has none; give "
+            f"--model hf:PATH with weights, or leave --lora out"
+        )
+    tokenizer = None if is_hf else own_tokenizer(config)
+    vocab_size = 257 if config.data.tokenizer == "bytes" else config.model.vocab_size
+    model: Any = make_model(config, vocab_size=tokenizer.vocab_size if tokenizer else vocab_size, device="meta")
+    if is_hf and (tokenizer := own_tokenizer(config)) is not None:
+        check_vocabulary(model, name=config.model.name, vocab_size=tokenizer.vocab_size)
+    return cast(nn.Module, model)
+
+
+def own_tokenizer(config: TrainConfig) -> Tokenizer | None:
+    """Return the tokenizer that comes with the model, None where `--tokenizer` makes one for the data.
+
+    Raises:
+        ValueError: Pretrained weights would get token ids of another tokenizer.
+        CheckpointError: The model's tokenizer cannot be read.
+        MissingExtra: `hf:` without transformers.
+    """
+    name, kind = config.model.name, config.data.tokenizer
+    if not name.startswith("hf:"):
+        return None if config.model.init_from is None else _tokenizer_of_run(config, config.model.init_from)
+    source = name.removeprefix("hf:")
+    is_pretrained = has_weights(source)
+    found = load_hf_tokenizer(source) if kind == "auto" else None
+    if is_pretrained and kind != "auto":
+        raise ValueError(
+            f"--tokenizer {kind} does not go with the pretrained weights of --model {name}: other token ids would be "
+            f"other rows of its embedding; leave --tokenizer out, or remove the weights to train from config.json alone"
+        )
+    if is_pretrained and found is None:
+        raise ValueError(
+            f"--model {name} has pretrained weights but no tokenizer, and another one's token ids would be other rows "
+            f"of its embedding; save the model's own with tokenizer.save_pretrained({source!r}), or remove the weights "
+            f"to train from config.json alone"
+        )
+    if found is not None and config.model.vocab_size is not None:
+        raise ValueError(
+            f"--vocab-size is for a tokenizer that is trained, and --model {name} brings its own; leave it out"
+        )
+    return found
+
+
+def _tokenizer_of_run(config: TrainConfig, run: Path) -> Tokenizer:
+    for name, is_given in (("tokenizer", config.data.tokenizer != "auto"), ("vocab_size", config.model.vocab_size)):
+        if is_given:
+            raise ValueError(
+                f"{flag(name)} does not go with --init-from {run}, which brings the tokenizer of its weights; leave "
+                f"{flag(name)} out"
+            )
+    path = run / "model" / "tokenizer.json"
+    try:
+        return load_saved_tokenizer(path.parent)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path} ({error}); give the --out of a finished run") from error
 
 
 def wanted_vocabulary(config: TrainConfig) -> int:

@@ -24,8 +24,8 @@ from thinwire.version import __version__
 # Options that do not change what is computed: a resumed run may change them, and hosts may differ in them.
 FREE = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret",
-    "join_deadline_s", "port", "begin_with", "checkpoint_to", "keep_checkpoints", "log_every",
-    "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan",
+    "join_deadline_s", "samples", "port", "begin_with", "checkpoint_to", "keep_checkpoints", "log_every",
+    "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan", "config",
     "expected_step_s", "ranks_per_replica", "on_finding", "on_finding_dry_run", "checkpoint_auto",
 )  # fmt: skip
 
@@ -38,19 +38,23 @@ class ModelConfig:
     """The model and how it computes."""
 
     name: str = "nano"
-    """nano, 35m, 150m, 400m, 1b, or hf:PATH for a transformers model."""
+    """nano, 35m, 150m, 400m, 1b, a size such as 125m, or hf:PATH for a transformers model."""
+    init_from: Path | None = None
+    """Start from the model and the tokenizer of an earlier run: its --out."""
+    lora: int | None = None
+    """Train and send LoRA adapters of this rank alone, beside frozen hf: weights (pip install 'thinwire[peft]')."""
     seq_len: int | None = None
-    """Tokens a sequence. Default: 128 for nano, else 1024."""
+    """Tokens per sequence. Default: 128 for nano, else 1024."""
     vocab_size: int | None = None
-    """Tokens of the BPE tokenizer. Default: the model's."""
+    """Tokens of a BPE tokenizer that is trained. Default: the model's."""
     device: str = "cpu"
-    """cpu or cuda (replica n takes this host's GPU n)."""
+    """cpu or cuda; replica n uses GPU n of this host."""
     autocast: str = "none"
     """Dtype of the forward pass: none or bf16."""
     compile: bool = False
-    """Run the model through torch.compile."""
+    """Compile the model with torch.compile."""
     threads: int | None = None
-    """Torch's threads a replica. Default: this host's cores divided among replicas, at least 1."""
+    """Threads of torch per replica. Default: the host's cores divided by its replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +62,15 @@ class DataConfig:
     """The corpus and its batches."""
 
     source: str = "stdlib"
-    """stdlib, a folder or file of txt, md, py, jsonl or parquet, or hf:NAME for a Hugging Face data set."""
-    tokenizer: str = "bpe"
-    """bpe (trained once on the data and cached) or bytes."""
+    """stdlib, a file or folder (txt, md, py, jsonl, parquet), or hf:NAME for a Hugging Face data set."""
+    tokenizer: str = "auto"
+    """auto (the hf: model's own, else bpe), bpe (trained once on the data, then cached) or bytes."""
     batch_size: int | None = None
-    """Sequences a step of one replica. Default: 8."""
+    """Sequences per step and replica. Default: 8."""
+    micro_batch: int | None = None
+    """Sequences per forward pass, to save memory; gradients add up. Default: the whole batch."""
     cache_dir: Path | None = None
-    """Where tokenizers and token files are kept. Default: ~/.cache/thinwire."""
+    """Folder of tokenizers and token files. Default: ~/.cache/thinwire."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,51 +78,51 @@ class OptimizerConfig:
     """The inner optimizer and its learning rate."""
 
     inner_optimizer: str | None = None
-    """adamw, adam, sgd (with momentum 0.9), plain-sgd (without) or muon. Default: what goes with the method."""
+    """adamw, adam, sgd (momentum 0.9), plain-sgd (no momentum) or muon. Default: by method."""
     lr: float | None = None
     """Peak learning rate of the inner optimizer. Default: by method, model and optimizer."""
     warmup_steps: int | None = None
     """Steps of linear warm-up. Default: a tenth of the steps, at most 1000."""
     schedule: str = "cosine"
-    """Of the learning rate after the warm-up: cosine (down to a tenth of the peak) or constant."""
+    """Learning rate after the warm-up: cosine (down to a tenth of the peak) or constant."""
     weight_decay: float = 0.1
-    """Decay of weight matrices; gains of norms do not decay."""
+    """Weight decay of matrices; gains of norms do not decay."""
     clip_norm: float = 1.0
-    """Largest norm of a replica's gradient; 0 clips nothing."""
+    """Largest gradient norm; 0 turns clipping off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
-    """The exchange between replicas; `thinwire methods NAME` lists the options of one method."""
+    """Exchange between replicas; `thinwire methods NAME` lists the options of one method."""
 
     method: str = "streaming-diloco"
-    """When and how replicas exchange; see `thinwire methods`. auto measures the links between hosts and plans."""
+    """Training method, see `thinwire methods`; auto measures the links and plans."""
     sync_interval: int | None = None
-    """H: inner steps between two exchanges of the same fragment. Default: 30 for nano, else 100."""
+    """H: inner steps between two exchanges of a fragment. Default: 30 for nano, else 100."""
     overlap_steps: str | None = None
-    """tau: inner steps from launch to apply; one number, or one a replica joined by commas. Default: 1."""
+    """tau: inner steps during which an exchange travels; one number, or one per replica: 1,6. Default: 1."""
     blend: float | None = None
-    """alpha: weight of the local value at apply, in [0, 1). Default: 0.5, or 0 without overlap."""
+    """alpha: weight of the local parameters when a round is applied, in [0, 1). Default: 0.5; 0 if tau is 0."""
     codec: str | None = None
-    """float32, bfloat16, e3m0, top-k, sign or another of thinwire.codecs.NAMES. Default: the method's own."""
+    """Compression: float32, bfloat16, e3m0, top-k, sign or another of thinwire.codecs.NAMES. Default: by method."""
     exchange: str | None = None
-    """How payloads travel: auto, all-gather or two-phase. Default: auto, the cheaper one."""
+    """Exchange pattern: auto (the cheaper one), all-gather or two-phase. Default: auto."""
     fragment_order: str | None = None
-    """How blocks are assigned to fragments: strided or sequential. Default: strided."""
+    """Assignment of blocks to fragments: strided or sequential. Default: strided."""
     layers_per_fragment: int | None = None
-    """Blocks a fragment. Default: 3."""
+    """Blocks per fragment. Default: 3."""
     num_fragments: int | None = None
-    """P: all fragments, that of the embedding and the rest included; instead of --layers-per-fragment."""
+    """P: number of fragments, embedding included; replaces --layers-per-fragment."""
     outer_lr: float | None = None
-    """Learning rate of the outer step. Default: the method's; for Nesterov 0.6 below 8 replicas, 0.8 from there."""
+    """Learning rate of the outer step. Default: by method; Nesterov 0.6, or 0.8 with 8 replicas and more."""
     outer_momentum: float | None = None
-    """Momentum of the outer step. Default: the method's; for Nesterov 0.9."""
+    """Momentum of the outer step. Default: by method; Nesterov 0.9."""
     method_option: tuple[str, ...] = ()
-    """NAME=VALUE of an option of the method, see `thinwire methods NAME`; may be repeated. --NAME VALUE is the same."""
+    """Option of the method as NAME=VALUE, see `thinwire methods NAME`; --NAME VALUE works too. Repeatable."""
     pace: bool = False
-    """Spread what is sent over most of the overlap, for a lower peak rate."""
+    """Spread each transfer over most of the overlap, for a lower peak rate."""
     final_exchange: bool = True
-    """Exchange everything once more after the last step, so that no work is lost."""
+    """Leave out the exchange after the last step; steps since the last round are then lost."""
 
     @property
     def overlaps(self) -> int | tuple[int, ...] | None:
@@ -143,30 +149,32 @@ class SyncConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """The run: its length, its replicas, and how they reach each other."""
+    """Length, replicas and addresses of the run."""
 
     replicas: int | None = None
-    """How many replicas train together. Default: 2, or torchrun's WORLD_SIZE."""
+    """Number of replicas. Default: 2, or torchrun's WORLD_SIZE."""
     steps: int = 300
-    """Inner steps of every replica."""
+    """Inner steps of each replica."""
     seed: int = 0
-    """Of the first weights, the order of the data and stochastic codecs."""
+    """Random seed of weights, data order and stochastic codecs."""
     interface: str | None = None
-    """Network interface that the other hosts reach, such as eth0."""
+    """Network interface that other hosts can reach, such as eth0."""
     address: str | None = None
-    """Address of this host that the other hosts reach."""
+    """Address of this host that other hosts can reach."""
     secret: Path | None = None
-    """File that all hosts have (thinwire secret FILE): replicas authenticate each other and encrypt what they send."""
+    """File of the job's secret (`thinwire secret FILE`): replicas authenticate each other and encrypt traffic."""
     join_deadline_s: float = 300.0
-    """Seconds that replicas wait for each other at the start."""
+    """Longest wait for the other replicas at the start, in seconds."""
+    config: Path | None = None
+    """TOML file of options by section, such as a recipe (`thinwire recipes`); options given here override it."""
     plan: Path | None = None
-    """Take model, method, settings, batch and steps from a plan (thinwire plan); options given here override it."""
+    """Plan file (`thinwire plan`) with model, method, batch and steps; options given here override it."""
     expected_step_s: float | None = None
-    """Seconds that a step should take; a warning reports when steps take longer for long. Default: the plan's."""
+    """Expected seconds per step; slower steps give a warning. Default: the plan's."""
     on_finding: str = "warn"
-    """What a run does about its own faults: warn; exclude, restart or replace a replica; abort; or off."""
+    """Reaction to a finding: warn, exclude, restart, replace, abort or off."""
     on_finding_dry_run: bool = False
-    """Only report what --on-finding would do."""
+    """Report what --on-finding would do, and do nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,19 +182,19 @@ class ElasticConfig:
     """Runs whose replicas join and leave."""
 
     is_enabled: bool = False
-    """Let replicas join and leave: others join by the address that is printed, and a lost one stops no other."""
+    """Let replicas join and leave; the run prints the command for other hosts."""
     ranks_per_replica: int = 1
-    """Processes of this host that hold each elastic replica together, a shard of the model each (FSDP2)."""
+    """Processes per elastic replica; each holds a shard of the model (FSDP2)."""
     port: int = 29400
-    """Port of the elastic run's coordinator; 0 takes a free one."""
+    """Port of the coordinator; 0 chooses a free one."""
     begin_with: int | None = None
-    """Replicas, on all hosts, that an elastic run waits for before its first step. Default: --replicas."""
+    """Replicas on all hosts that must have joined before the first step. Default: --replicas."""
     preserve_norm: bool = False
-    """Scale an elastic run's means to the length of one replica's part, whatever the number of replicas."""
+    """Scale each mean to the norm of one replica's update, whatever the number of replicas."""
     checkpoint_to: str | None = None
-    """Folder or URL (s3://...) of an elastic run's checkpoints. Default: checkpoints/ in --out."""
+    """Folder or URL (s3://...) of checkpoints. Default: checkpoints/ in --out."""
     keep_checkpoints: int = 2
-    """How many of an elastic run's checkpoints are kept."""
+    """Number of checkpoints to keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,23 +208,25 @@ class OutputConfig:
     overwrite: bool = False
     """Replace the run in --out."""
     eval_every: int | None = None
-    """Steps between evaluations of the global parameters; 0: only at the end. Default: a sixth of the steps."""
+    """Steps between evaluations; 0 evaluates only at the end. Default: a sixth of the steps."""
     eval_batches: int = 8
-    """Held-out batches of an evaluation while training."""
+    """Held-out batches per evaluation while training."""
     final_eval_batches: int = 64
-    """Held-out batches of the evaluation at the end."""
+    """Held-out batches of the final evaluation."""
     log_every: int = 10
     """Steps between two lines of metrics."""
     checkpoint_every: int | None = None
     """Steps between two checkpoints; 0 saves only at the end. Default: 100 for nano, else 500."""
     checkpoint_auto: bool = False
-    """Choose the steps between checkpoints by what one costs and how often the run was lost."""
+    """Choose the interval from the cost of a checkpoint and the failures so far."""
+    samples: bool = True
+    """Write samples.json: how the model continues two texts before and after training."""
     tensorboard: bool = False
-    """Write metrics for TensorBoard too (pip install 'thinwire[report]')."""
+    """Also write metrics for TensorBoard (pip install 'thinwire[report]')."""
     wandb: bool = False
-    """Send metrics to Weights & Biases too (pip install 'thinwire[report]')."""
+    """Also send metrics to Weights & Biases (pip install 'thinwire[report]')."""
     quiet: bool = False
-    """Print nothing but the result and errors."""
+    """Print only the result and errors."""
     json: bool = False
     """Print the result as one JSON object, the last line on stdout."""
 
@@ -289,7 +299,7 @@ OPTIONS: Mapping[str, tuple[str, str]] = {
 }
 
 _CHOICES = {
-    "tokenizer": ("bpe", "bytes"), "inner_optimizer": ("adamw", "adam", "sgd", "plain-sgd", "muon"),
+    "tokenizer": ("auto", "bpe", "bytes"), "inner_optimizer": ("adamw", "adam", "sgd", "plain-sgd", "muon"),
     "schedule": ("cosine", "constant"), "autocast": ("none", "bf16"), "device": ("cpu", "cuda"),
     "exchange": ("auto", "all-gather", "two-phase"), "fragment_order": ("strided", "sequential"),
     "on_finding": ON_FINDING,
@@ -298,7 +308,7 @@ _LEAST = {
     "steps": 1, "replicas": 1, "batch_size": 1, "seq_len": 1, "warmup_steps": 0, "weight_decay": 0, "clip_norm": 0,
     "threads": 1, "eval_every": 0, "eval_batches": 1, "final_eval_batches": 1, "log_every": 1, "checkpoint_every": 0,
     "vocab_size": 1, "port": 0, "keep_checkpoints": 1, "ranks_per_replica": 1, "sync_interval": 1,
-    "layers_per_fragment": 1, "num_fragments": 1,
+    "layers_per_fragment": 1, "num_fragments": 1, "lora": 1, "micro_batch": 1,
 }  # fmt: skip
 _POSITIVE = {"lr": "1e-3", "expected_step_s": "0.5", "join_deadline_s": "300"}
 # Least value, limit, whether the limit itself is allowed, and a usual value.
@@ -381,18 +391,13 @@ def _bad_values(config: TrainConfig) -> list[str]:
     return problems
 
 
-def check_model(name: str, *, takes_sizes: bool = False) -> None:
+def check_model(name: str) -> None:
     """Refuse a model that does not exist, as far as that shows without torch.
-
-    Args:
-        name: As for `--model`.
-        takes_sizes: Whether it may be a size such as `7b`, as for a plan.
 
     Raises:
         ValueError: Names the nearest ones.
     """
-    size = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)([mbt])", name.lower()) if takes_sizes else None
-    if size is not None:
+    if re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?[mbt]", name.lower()):
         return
     if name.startswith("hf:"):
         path = name.removeprefix("hf:")
@@ -400,7 +405,7 @@ def check_model(name: str, *, takes_sizes: bool = False) -> None:
             raise refusal("--model names no folder", got=repr(name), allowed="hf: and the path or name of a model",
                           remedy="--model nano")  # fmt: skip
     elif name not in _LR:
-        raise unknown_name("--model", name, _LR, others="hf:PATH, or a size such as 7b" if takes_sizes else "hf:PATH")
+        raise unknown_name("--model", name, _LR, others="a size such as 125m, hf:PATH")
 
 
 def method_problems(config: TrainConfig) -> list[str]:
@@ -450,7 +455,7 @@ def _bad_overlaps(config: TrainConfig, entry: MethodEntry, overlaps: int | tuple
 
 def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
     on_finding = config.run.on_finding
-    problems: list[ValueError] = []
+    problems = _bad_elastic_model(config)
     if config.run.interface is not None and config.run.address is not None:
         why = "each of them says how the other hosts reach this one"
         problems.append(excluded("--interface", "--address", why=why, remedy="--interface alone"))
@@ -491,6 +496,17 @@ def default_sync_interval(model: str) -> int:
     return 30 if model == "nano" else 100
 
 
+def _bad_elastic_model(config: TrainConfig) -> list[ValueError]:
+    problems = []
+    if config.model.lora is not None and config.elastic.is_enabled:
+        why = "a replica that joins would fetch the frozen weights too"
+        problems.append(excluded("--lora", "--elastic", why=why, remedy="to leave one of them out"))
+    if config.data.micro_batch is not None and config.elastic.ranks_per_replica > 1:
+        why = "the ranks share the batch already"
+        problems.append(excluded("--micro-batch", "--ranks-per-replica", why=why, remedy="to leave --micro-batch out"))
+    return problems
+
+
 def default_seq_len(model: str) -> int:
     """Return the default of `--seq-len`."""
     return 128 if model == "nano" else 1024
@@ -508,6 +524,8 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
     Raises:
         ValueError: `--replicas` contradicts torchrun, or no method has the name.
     """
+    if config.model.init_from is not None:
+        config = _started_from(config, config.model.init_from)
     if world_size is not None and config.run.replicas not in (None, world_size):
         raise refusal(
             "--replicas is not what torchrun starts", got=config.run.replicas,
@@ -529,6 +547,24 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
     if "sync_interval" in card.kinds:
         filled["sync_interval"] = default_sync_interval(model)
     return config.replace(**{name: value for name, value in filled.items() if config.option(name) is None})
+
+
+def _started_from(config: TrainConfig, run: Path) -> TrainConfig:
+    """Take the model of an earlier run, and the length of its sequences where none is given."""
+    saved = read_config(run)
+    folder = run / "model"
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"--init-from {run} holds no {folder}/*.safetensors, which a run writes at its end; finish it with: "
+            f"thinwire train --resume {run}"
+        )
+    name = f"hf:{folder}" if saved.model.name.startswith("hf:") else saved.model.name
+    if config.model.name not in (_DEFAULTS.model.name, saved.model.name, name):
+        raise ValueError(
+            f"--model {config.model.name} does not go with --init-from {run}, which trained {saved.model.name}; leave "
+            f"--model out"
+        )
+    return config.replace(model=name, seq_len=config.model.seq_len or saved.model.seq_len)
 
 
 def command_line(config: TrainConfig) -> str:
@@ -599,6 +635,17 @@ def _path_of(kind: type[Any], value: object) -> Any:
     if kind is not Path or not isinstance(value, str):
         raise ValueError(f"expected the name of a file, got {value!r}")
     return Path(value)
+
+
+def find_run(run_dir: Path) -> Path:
+    """Return the folder of a run.
+
+    Raises:
+        CheckpointError: It holds no run.
+    """
+    if not (run_dir / "config.json").is_file():
+        raise CheckpointError(f"{run_dir} holds no run (no config.json); give the --out folder of thinwire train")
+    return run_dir
 
 
 def read_config(run_dir: Path) -> TrainConfig:

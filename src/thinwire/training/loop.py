@@ -23,6 +23,7 @@ from thinwire.training.build import lr_factor
 from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.drift import StepMonitor
+from thinwire.training.summary import tensors_sha256
 
 
 class Passes:
@@ -131,11 +132,15 @@ class LocalPasses:
 
     def backward(self, tokens: Tensor, targets: Tensor, *, factor: float) -> Batch:
         """See `ModelPasses`."""
-        with self.timing.forward(), self._autocast():
-            loss, nll = self._loss(tokens, targets)
-        with self.timing.backward():
-            loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach(), nll.detach()
+        loss_sum, nll_sum = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
+        for rows, row_targets, share in self._micro_batches(tokens, targets):
+            with self.timing.forward(), self._autocast():
+                loss, nll = self._loss(rows, row_targets)
+            with self.timing.backward():
+                (loss * share if share < 1 else loss).backward()  # type: ignore[no-untyped-call]
+            loss_sum += share * loss.detach()
+            nll_sum += share * nll.detach()
+        return loss_sum, nll_sum
 
     def clip(self) -> None:
         """See `ModelPasses`."""
@@ -144,8 +149,17 @@ class LocalPasses:
 
     def held_out(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """See `ModelPasses`."""
-        with self._autocast():
-            return self._loss(tokens, targets)[1]
+        nll_sum = torch.zeros((), device=self._device)
+        for rows, row_targets, share in self._micro_batches(tokens, targets):
+            with self._autocast():
+                nll_sum += share * self._loss(rows, row_targets)[1]
+        return nll_sum
+
+    def _micro_batches(self, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Yield the parts of a batch that are computed at once, each with its share of the batch."""
+        size = self._config.data.micro_batch or len(tokens)
+        for rows, row_targets in zip(torch.split(tokens, size), torch.split(targets, size), strict=True):
+            yield rows, row_targets, len(rows) / len(tokens)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         enabled = self._config.model.autocast == "bf16"
@@ -270,6 +284,7 @@ class Training:
         self._policy: LoopPolicy = policy or StaticPolicy(optimizer)
         self._passes: ModelPasses = passes or LocalPasses(setup.config, setup.model, device=setup.device)
         self._step_s = 0.0
+        self._frozen: str | None = None
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self._deadlines = Deadlines()
         self._last_step_s: float | None = None
@@ -282,11 +297,13 @@ class Training:
         return self._deadlines.deadline_s(steps=self._drift_steps)
 
     def reading(self) -> ReplicaCounts:
-        """Return this replica's counts now."""
+        """Return this replica's counts in its latest line, after `run` those of the whole training."""
+        if self._meter.latest.time_s:
+            return self._meter.latest
         return self._meter.read(stalled_s=self._optimizer.statistics.stalled_s)
 
     def run(self) -> None:
-        """Train to the last step, save the full state, and flush the rounds in flight.
+        """Train to the last step, save the full state, flush the rounds in flight, and write the last line.
 
         Raises:
             ThinwireError: A replica was lost, a checkpoint could not be written, or the like.
@@ -302,6 +319,8 @@ class Training:
                     self.save()
         self._optimizer.close(final_exchange=self._config.sync.final_exchange)
         self._optimizer.average_buffers()
+        if self._reported_step < self.step:
+            self._write_step()
 
     def evaluate(self, num_batches: int, *, part: int = 0, num_parts: int = 1) -> tuple[float, int]:
         """Evaluate the global parameters on held-out batches.
@@ -342,7 +361,8 @@ class Training:
         if self._checkpoints is None:
             return
         state = {
-            "model": {name: parameter.detach() for name, parameter in self._model.named_parameters()},
+            "model": {name: parameter.detach() for name, parameter in _trained(self._model).items()},
+            "frozen": self._frozen_sha256(),
             "buffers": dict(self._model.named_buffers()), "optimizer": self._optimizer.state_dict(),
             "batches": self._batches.state_dict(), "random": _random_state(self._device),
             "meter": self._meter.state_dict(stalled_s=self._optimizer.statistics.stalled_s), "step": self.step,
@@ -360,17 +380,28 @@ class Training:
         """
         try:
             with torch.no_grad():
-                _copy_all(state["model"], dict(self._model.named_parameters()))
+                if state.get("frozen", "") != self._frozen_sha256():
+                    raise ValueError("the frozen weights are not those it was trained beside; restore their folder")
+                _copy_all(state["model"], _trained(self._model))
                 _copy_all(state["buffers"], dict(self._model.named_buffers()))
             self._optimizer.load_state_dict(state["optimizer"])
             self._batches.load_state_dict(state["batches"])
             self._meter.load_state_dict(state["meter"])
             _set_random_state(state["random"], self._device)
-            self.step = self._reported_step = int(state["step"])
+            self.step = int(state["step"])
+            # a run that was stopped in its final exchange has yet to write its last line
+            self._reported_step = self.step - (self.step == self._config.run.steps)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit this run: {error!r}; start a new run with --overwrite"
             ) from error
+
+    def _frozen_sha256(self) -> str:
+        """Return a hash of the frozen parameters, which checkpoints leave out; empty where there are none."""
+        if self._frozen is None:
+            frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
+            self._frozen = tensors_sha256(frozen) if frozen else ""
+        return self._frozen
 
     def _train_step(self) -> None:
         self._policy.before_step()
@@ -436,21 +467,23 @@ class Training:
     def _report(self) -> None:
         # a replica that catches up may pass over the very step
         is_due = self.step // self._config.output.log_every > self._reported_step // self._config.output.log_every
-        if is_due or self.step == self._config.run.steps:
-            self._reported_step = self.step
-            self._meter.write_step(
-                self.step,
-                stalled_s=self._optimizer.statistics.stalled_s,
-                rounds_in_flight=len(self._optimizer.rounds_in_flight),
-            )
         is_last = self.step == self._config.run.steps
+        if is_due and not is_last:  # the last line follows the final exchange, whose bytes and time it holds
+            self._write_step()
         if not is_last and self._is_due(self._config.output.eval_every):
             # shared out, so that no replica waits for the one that evaluates
             part, num_parts = self._policy.share()
             with self._apart():
                 val_loss, targets = self.evaluate(self._config.output.eval_batches, part=part, num_parts=num_parts)
             self._meter.write_eval(self.step, val_loss=val_loss, targets=targets)
-        self._policy.after_report(self._meter.latest_loss)
+        self._policy.after_report(self._meter.interval_loss() if is_last else self._meter.latest_loss)
+
+    def _write_step(self) -> None:
+        self._reported_step = self.step
+        self._meter.write_step(
+            self.step, stalled_s=self._optimizer.statistics.stalled_s,
+            rounds_in_flight=len(self._optimizer.rounds_in_flight),
+        )  # fmt: skip
 
     def _check_drift(self) -> None:
         complaint = self._watch.observe_step(self.step) if self._watch else ""
@@ -481,6 +514,10 @@ def _compiled(loss: Callable[[Tensor, Tensor], Batch]) -> Callable[[Tensor, Tens
             ) from error
 
     return run
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _copy_all(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -18,9 +19,11 @@ from torch import nn
 from thinwire.errors import DesyncError
 from thinwire.files import replace_whole, write_whole
 from thinwire.monitor.record.metrics import ReplicaCounts
+from thinwire.monitor.run_numbers import all_reduce_bytes, times_fewer
 from thinwire.sync.method import Method
 from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig
+from thinwire.training.models.lora import has_adapters, merged, save_adapters
 from thinwire.version import __version__
 
 
@@ -31,17 +34,23 @@ def parameters_sha256(model: nn.Module) -> str:
         >>> parameters_sha256(nn.Linear(1, 1)) == parameters_sha256(nn.Linear(2, 1))
         False
     """
+    return tensors_sha256(dict(model.named_parameters()))
+
+
+def tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of tensors: the bytes of each, in the order of their names."""
     digest = hashlib.sha256()
-    for _, parameter in sorted(model.named_parameters()):
-        raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    for _, tensor in sorted(tensors.items()):
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(raw.numpy().tobytes())
     return digest.hexdigest()
 
 
 def replica_note(reading: ReplicaCounts, *, sha256: str) -> dict[str, Any]:
-    """Return what a replica tells the others at the end."""
+    """Return a replica's result for the others, with times rounded as in its last line."""
     return {
-        "sha256": sha256, "tokens": reading.tokens, "time_s": reading.time_s, "stalled_s": reading.stalled_s,
+        "sha256": sha256, "tokens": reading.tokens, "time_s": round(max(reading.time_s, 1e-4), 4),
+        "stalled_s": round(reading.stalled_s, 4),
         "payload_bytes": reading.sent.payload_bytes, "wire_bytes_sent": reading.sent.wire_bytes,
         "wire_bytes_received": reading.received.wire_bytes, "peak_bits_per_s": reading.peak_bits_per_s,
     }  # fmt: skip
@@ -74,20 +83,22 @@ def summarise(
     wall_s = max(note["time_s"] for note in notes)
     tokens = sum(note["tokens"] for note in notes)
     payload_bytes, sent_bytes = mean("payload_bytes"), mean("wire_bytes_sent")
-    allreduce_bytes = 2 * (count - 1) / count * 4 * parameters * config.run.steps
+    all_reduce = all_reduce_bytes(parameters=parameters, num_replicas=count, steps=config.run.steps)
+    times = times_fewer(all_reduce, sent_bytes)
     return {
         "method": config.sync.method.replace("_", "-"), "replicas": count, "steps": config.run.steps, "tokens": tokens,
-        "val_loss": val_loss, "wall_s": round(wall_s, 3), "tokens_per_s": round(tokens / wall_s, 2),
+        "val_loss": val_loss, "wall_s": wall_s, "tokens_per_s": round(tokens / wall_s, 2),
         "payload_bytes": round(payload_bytes), "wire_bytes_sent": round(sent_bytes),
         "wire_bytes_received": round(mean("wire_bytes_received")),
+        "mean_bits_per_s": round(8 * sent_bytes / wall_s, 1), "step_s": round(wall_s / config.run.steps, 5),
         "peak_bits_per_s": round(max(note["peak_bits_per_s"] for note in notes), 1),
-        "compute_utilisation": round(sum(1 - note["stalled_s"] / note["time_s"] for note in notes) / count, 5),
+        "compute_utilisation": round(sum(1 - note["stalled_s"] / note["time_s"] for note in notes) / count, 8),
         "global_parameters_sha256": notes[0]["sha256"], "model": config.model.name, "data": config.data.source,
         "parameters": parameters, "sync_interval": config.sync.sync_interval or 1,
         "overlap_steps": getattr(method.schedule, "overlap_steps", 0),
         "codec": config.sync.codec or _codec_of(method, num_replicas=count), "num_fragments": num_fragments,
-        "allreduce_bytes": round(allreduce_bytes), "all_reduce_dtype": all_reduce_dtype,
-        "times_fewer_bytes": round(allreduce_bytes / sent_bytes, 2) if sent_bytes else None, "seed": config.run.seed,
+        "allreduce_bytes": round(all_reduce), "all_reduce_dtype": all_reduce_dtype,
+        "times_fewer_bytes": None if times is None else round(times, 2), "seed": config.run.seed,
         "machine": describe_machine(config.model.device), "thinwire_version": __version__,
     }  # fmt: skip
 
@@ -103,20 +114,54 @@ def describe_machine(device: str) -> dict[str, Any]:
     return machine
 
 
-def save_model(run_dir: Path, model: nn.Module, *, tokenizer_json: str | None) -> None:
-    """Write `model/`: weights under their plain names, the shape, the tokenizer; readable without thinwire.
+def save_model(run_dir: Path, model: nn.Module, *, tokenizer_files: Mapping[str, str]) -> None:
+    """Write `model/`, and `adapters/` where there are some: see `write_model`.
 
     Args:
         run_dir: The run's folder.
         model: With the global parameters in place.
-        tokenizer_json: Content of `tokenizer.json`, None for bytes.
+        tokenizer_files: Content of the tokenizer's files, by name.
 
     Raises:
         OSError: It could not be written.
     """
     folder = run_dir / "model"
     folder.mkdir(exist_ok=True)
-    wrapped: Any = getattr(model, "model", None)
+    if has_adapters(model):
+        save_adapters(model, run_dir / "adapters")
+    write_model(folder, model, tokenizer_files=tokenizer_files)
+
+
+def save_tokenizer(run_dir: Path, *, tokenizer_files: Mapping[str, str]) -> None:
+    """Write the tokenizer into `model/`, where checkpoints of a run that has not finished need it too.
+
+    A full disk ends no run here: `save_model` writes the tokenizer again.
+
+    Args:
+        run_dir: The run's folder.
+        tokenizer_files: Content of the tokenizer's files, by name.
+    """
+    folder = run_dir / "model"
+    with contextlib.suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        for name, content in tokenizer_files.items():
+            write_whole(folder / name, content)
+
+
+def write_model(folder: Path, model: nn.Module, *, tokenizer_files: Mapping[str, str]) -> None:
+    """Write weights under their plain names, the shape and the tokenizer; readable without thinwire.
+
+    Adapters are added to the model's weights for good.
+
+    Args:
+        folder: Where the files go.
+        model: With the global parameters in place.
+        tokenizer_files: Content of the tokenizer's files, by name.
+
+    Raises:
+        OSError: It could not be written.
+    """
+    wrapped: Any = merged(model) if has_adapters(model) else getattr(model, "model", None)
     if hasattr(wrapped, "save_pretrained"):
         wrapped.save_pretrained(str(folder), safe_serialization=True)
     else:
@@ -125,8 +170,8 @@ def save_model(run_dir: Path, model: nn.Module, *, tokenizer_json: str | None) -
         shape = getattr(model, "config", None)
         if dataclasses.is_dataclass(shape) and not isinstance(shape, type):
             write_whole(folder / "config.json", json.dumps(dataclasses.asdict(shape), indent=2) + "\n")
-    if tokenizer_json is not None:
-        write_whole(folder / "tokenizer.json", tokenizer_json)
+    for name, content in tokenizer_files.items():
+        write_whole(folder / name, content)
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from thinwire.monitor.runlog.run_identity import (
     write_identity,
 )  # fmt: skip
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.training.build import make_inner_optimizer, make_method, make_model, wanted_vocabulary
+from thinwire.training.build import make_inner_optimizer, make_method, make_model, own_tokenizer, wanted_vocabulary
 from thinwire.training.checkpoints.replica_checkpoints import (
     Found,
     Identity,
@@ -35,20 +35,29 @@ from thinwire.training.config import TrainConfig, config_text, meaning
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.training.cost_check import complain
 from thinwire.training.drift import step_monitor_of
+from thinwire.training.generation import begin_samples, finish_samples
 from thinwire.training.loop import Batch, LoopSetup, Training
-from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
+from thinwire.training.summary import (
+    parameters_sha256,
+    replica_note,
+    save_model,
+    save_tokenizer,
+    summarise,
+    write_summary,
+)
 from thinwire.transport.all_gather_json import all_gather_json
 from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
 
 _OPENING, _READY, _CLOSING, _PROBING = range(4)
 # Known by other names on other hosts; what they stand for is compared by content.
-_LOCAL_NAMES = ("data", "model")
+_LOCAL_NAMES = ("data", "model", "init_from")
 _OUTPUTS = (
     "config.json", RUN_FILE, "summary.json", "report.html", "metrics-replica-*", "transfers-replica-*",
     "records-rank-*", "findings.jsonl", "actions.jsonl", "downtime.json", "parts.jsonl", "checkpoint-cost.json",
+    "samples.json",
 )  # fmt: skip
-_OUTPUT_FOLDERS = ("checkpoints", "model", "logs", "tensorboard", "wandb")
+_OUTPUT_FOLDERS = ("adapters", "checkpoints", "model", "logs", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +80,15 @@ def open_data(config: TrainConfig) -> Corpus:
 
     Raises:
         DataError: There is no such corpus, or it is too small or no text.
+        CheckpointError: The model's own tokenizer cannot be read.
     """
     assert config.data.cache_dir is not None
+    tokenizer = own_tokenizer(config)
+    if tokenizer is not None:
+        return open_corpus(config.data.source, cache=config.data.cache_dir, tokenizer=tokenizer)
     return open_corpus(
-        config.data.source, cache=config.data.cache_dir, tokenizer=config.data.tokenizer,
-        vocab_size=wanted_vocabulary(config),
+        config.data.source, cache=config.data.cache_dir, vocab_size=wanted_vocabulary(config),
+        tokenizer="bytes" if config.data.tokenizer == "bytes" else "bpe",
     )  # fmt: skip
 
 
@@ -164,20 +177,20 @@ class _Replica:
         )  # fmt: skip
         meter = Meter(
             config.run_dir, replica=self._transport.replica, log=self._transport.log, loggers=(*own, *loggers),
-            warn=warn,
+            warn=warn, connections=self._transport.connections,
         )  # fmt: skip
         recorder = Recorder(config.run_dir, rank=self._transport.replica, warn=warn)
         training: Training | None = None
         why = ""
         try:
-            training = self._assemble(meter, recorder)
+            training = self._assemble(meter, recorder, warn)
             complaint = self._check_code()
             self._go_to(step, training, meter)
             recorder.follow(self._transport, self._optimizer.engine)
             if complaint and self._transport.replica == 0:
                 meter.write_warning(step + 1, message=complaint)
             training.run()
-            return self._close(training)
+            return self._close(training, warn)
         except ThinwireError as error:
             meter.write_error(training.step if training else step, message=str(error))
             why = own_fault(error)
@@ -239,12 +252,16 @@ class _Replica:
                     f"folder of the same run"
                 )
 
-    def _assemble(self, meter: Meter, recorder: Recorder) -> Training:
+    def _assemble(self, meter: Meter, recorder: Recorder, warn: Callable[[str], None]) -> Training:
         config, corpus, transport = self._config, self._corpus, self._transport
         device = torch.device("cuda", self._place.local_rank) if config.model.device == "cuda" else torch.device("cpu")
         check_data(config, corpus)  # a host of its own may hold other files
         torch.manual_seed(config.run.seed)
         model = make_model(config, vocab_size=corpus.tokenizer.vocab_size, device=device)
+        if self._place.local_rank == 0:
+            save_tokenizer(config.run_dir, tokenizer_files=corpus.tokenizer.files())
+        if transport.replica == 0 and config.output.samples:
+            begin_samples(config.run_dir, model, corpus, warn=warn)
         optimizer = DistributedOptimizer(
             model, make_inner_optimizer(config, model), method=make_method(config), transport=transport,
             seed=config.run.seed, pace=config.sync.pace,
@@ -275,7 +292,7 @@ class _Replica:
             meter.start_over()
         meter.start()
 
-    def _close(self, training: Training) -> dict[str, Any] | None:
+    def _close(self, training: Training, warn: Callable[[str], None]) -> dict[str, Any] | None:
         """Compare the replicas' results; replica 0 evaluates and writes the run's."""
         reading = training.reading()
         with self._optimizer.global_parameters(may_lag=True):
@@ -284,9 +301,11 @@ class _Replica:
         if self._transport.replica != 0:
             return None
         val_loss = training.evaluate_at_end()
-        with self._optimizer.global_parameters(may_lag=True):
-            save_model(self._config.run_dir, self._model, tokenizer_json=self._corpus.tokenizer.to_json())
+        # before the model is saved, which merges adapters
         parameters = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
+        with self._optimizer.global_parameters():
+            save_model(self._config.run_dir, self._model, tokenizer_files=self._corpus.tokenizer.files())
+            finish_samples(self._config.run_dir, self._model, self._corpus.tokenizer, warn=warn)
         summary = summarise(
             self._config, notes, val_loss=val_loss, parameters=parameters, num_fragments=self._optimizer.num_fragments
         )

@@ -25,7 +25,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from datetime import timedelta
 from functools import partial
 
@@ -150,6 +150,10 @@ class ProcessGroupTransport:
         """Return the kernel's statistics of the connections to a replica, None if they cannot be found."""
         rank = peer * self._ranks_per_replica + self._shard
         return None if self._sockets is None else self._sockets.reading(rank)
+
+    def connections(self) -> Mapping[Hashable, ConnectionStats]:
+        """Return the kernel's statistics of all connections to other ranks, none if they cannot be found."""
+        return {} if self._sockets is None else self._sockets.connections()
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
         """Start to send a payload to another replica; the transport keeps the bytes alive until they are out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -74,6 +74,12 @@ class RecordingTransport:
         """Return the kernel's statistics of the connection to a replica, None if the transport has none."""
         read = getattr(self.inner, "reading", None)
         found: ConnectionStats | None = None if read is None else read(peer)
+        return found
+
+    def connections(self) -> Mapping[Hashable, ConnectionStats]:
+        """Return the kernel's statistics of all connections to other replicas, none if the transport has none."""
+        read = getattr(self.inner, "connections", None)
+        found: Mapping[Hashable, ConnectionStats] = {} if read is None else read()
         return found
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:

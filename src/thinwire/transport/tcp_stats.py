@@ -13,16 +13,17 @@ import socket
 import struct
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 # struct tcp_info of Linux: 8 bytes of flags and counts, 24 numbers of 32 bits, 4 of 64. The kernel only ever adds at
-# its end: since 4.10 also 6 of 32 bits, and 4 of 64.
+# its end: since 4.10 also 6 of 32 bits, and 4 of 64; since 4.19 also 2 of 32 bits, and 2 of 64.
 _EARLY, _LATER = struct.Struct("<2x2B4x24I4Q"), struct.Struct("<2x2B4x24I4Q6I4Q")
+_LATEST = struct.Struct("<2x2B4x24I4Q6I4Q2I2Q")
 _SENT_AGAIN, _ASKED_AGAIN, _LAST_DATA_MS, _LAST_ACK_MS, _RTT_US = 0, 1, 13, 14, 17
-_ACKED, _RECEIVED, _BUSY_US, _HELD_US = 28, 29, 37, 38
+_ACKED, _RECEIVED, _BUSY_US, _HELD_US, _SENT, _REPEATED = 28, 29, 37, 38, 42, 43
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class TcpInfo:
         received_bytes: Bytes that have arrived.
         busy_s: Seconds with unsent or unacknowledged bytes; None on kernels before 4.10.
         held_s: Seconds of these in which the other end's receive window was full; its process did not read.
+        transmitted_bytes: Bytes passed on to the network, each counted once; those acknowledged on kernels before 4.19.
     """
 
     sent_again: int
@@ -50,6 +52,7 @@ class TcpInfo:
     received_bytes: int
     busy_s: float | None
     held_s: float | None
+    transmitted_bytes: int = 0
 
 
 def tcp_info(connection: socket.socket) -> TcpInfo | None:
@@ -61,16 +64,17 @@ def tcp_info(connection: socket.socket) -> TcpInfo | None:
     name = getattr(socket, "TCP_INFO", None)
     if name is None:
         return None
-    raw = connection.getsockopt(socket.IPPROTO_TCP, name, _LATER.size)
-    if len(raw) < _EARLY.size:
+    raw = connection.getsockopt(socket.IPPROTO_TCP, name, _LATEST.size)
+    known = next((one for one in (_LATEST, _LATER, _EARLY) if len(raw) >= one.size), None)
+    if known is None:
         return None
-    is_new = len(raw) >= _LATER.size
-    found = _LATER.unpack(raw) if is_new else _EARLY.unpack(raw[: _EARLY.size])
+    found, is_new = known.unpack(raw[: known.size]), known is not _EARLY
     return TcpInfo(
         sent_again=found[_SENT_AGAIN], asked_again=found[_ASKED_AGAIN],
         last_data_s=found[_LAST_DATA_MS] / 1e3, last_ack_s=found[_LAST_ACK_MS] / 1e3, rtt_s=found[_RTT_US] / 1e6,
         acked_bytes=found[_ACKED], received_bytes=found[_RECEIVED],
         busy_s=found[_BUSY_US] / 1e6 if is_new else None, held_s=found[_HELD_US] / 1e6 if is_new else None,
+        transmitted_bytes=found[_SENT] - found[_REPEATED] if known is _LATEST else found[_ACKED],
     )  # fmt: skip
 
 
@@ -86,6 +90,7 @@ class ConnectionStats:
         busy_s: Seconds with unsent or unacknowledged bytes; 0 on kernels before 4.10.
         held_s: Seconds of these in which the other end's receive window was full; its process did not read.
         has_signs: Whether heartbeats arrive once a second, so that silence means a fault.
+        transmitted_bytes: Bytes that TCP passed on to the network, each counted once; at least `sent_bytes`.
     """
 
     silence_s: float
@@ -95,6 +100,7 @@ class ConnectionStats:
     busy_s: float = 0.0
     held_s: float = 0.0
     has_signs: bool = True
+    transmitted_bytes: int = 0
 
 
 def connection_stats(connection: socket.socket) -> ConnectionStats | None:
@@ -108,6 +114,7 @@ def connection_stats(connection: socket.socket) -> ConnectionStats | None:
     return ConnectionStats(
         silence_s=found.last_data_s, rtt_s=found.rtt_s, sent_bytes=found.acked_bytes,
         received_bytes=found.received_bytes, busy_s=found.busy_s or 0.0, held_s=found.held_s or 0.0,
+        transmitted_bytes=found.transmitted_bytes,
     )  # fmt: skip
 
 
@@ -129,6 +136,7 @@ class LocalSockets:
 
     def __init__(self, addresses: Mapping[int, str], *, now: Callable[[], float] = time.monotonic) -> None:
         shared = Counter(addresses.values())
+        self._all = frozenset(addresses.values())
         self._addresses = {rank: address for rank, address in addresses.items() if shared[address] == 1}
         self._now = now
         self._numbers: defaultdict[str, list[int]] = defaultdict(list)
@@ -151,18 +159,30 @@ class LocalSockets:
             silence_s=min(one.silence_s for one in found), rtt_s=max(one.rtt_s for one in found),
             sent_bytes=sum(one.sent_bytes for one in found), received_bytes=sum(one.received_bytes for one in found),
             busy_s=sum(one.busy_s for one in found), held_s=sum(one.held_s for one in found), has_signs=False,
+            transmitted_bytes=sum(one.transmitted_bytes for one in found),
         )  # fmt: skip
+
+    def connections(self) -> dict[Hashable, ConnectionStats]:
+        """Return the statistics of each connection to any of the addresses, by its two ends; shared addresses too."""
+        found: dict[Hashable, ConnectionStats] = {}
+        for address in self._all:
+            for connection in self._connections(address):
+                one = connection_stats(connection)
+                if one is not None:
+                    found[connection.getsockname(), connection.getpeername()] = one
+        return found
 
     def _connections(self, address: str) -> Iterator[socket.socket]:
         """Yield copies of the IPv4 connections to an address, each until the next one is asked for."""
         now_s = self._now()
         if now_s - self._found_s > _AGAIN_S:  # listing all descriptors takes a hundred times as long
             self._found_s = now_s
-            self._numbers = defaultdict(list)
+            numbers: defaultdict[str, list[int]] = defaultdict(list)
             for number in open_sockets():
                 if (copy := duplicate_socket(number)) is not None:
                     with contextlib.suppress(OSError), copy:
-                        self._numbers[_address_of(copy)].append(number)
+                        numbers[_address_of(copy)].append(number)
+            self._numbers = numbers  # whole at once: another thread may read it
         for number in self._numbers.get(address, ()):
             if (copy := duplicate_socket(number)) is not None:
                 with contextlib.suppress(OSError), copy:

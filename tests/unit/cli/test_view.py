@@ -51,7 +51,7 @@ def test_a_pipe_gets_one_line_for_each_log_interval_of_replica_0(tmp_path: Path)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
     assert "loss 5.125" in lines[0] and "5.12 k tokens/s" in lines[0] and "peak 1.25 Mbit/s" in lines[0]
-    assert lines[1].startswith("step 20/300")
+    assert lines[0].split("  ")[1] == "1:56 min left" and lines[1].startswith("step 20/300  1:52 min left")
     assert "validation loss of the global parameters 4.5000" in lines[2]
     assert "\x1b" not in stream.getvalue()
 
@@ -177,6 +177,7 @@ def test_every_replica_has_a_row_with_all_of_its_numbers(tmp_path: Path, replica
     for replica in range(replicas - 1):
         assert f"{3 + replica}.000" in shown
     if replicas > 1:
+        assert "left" in shown
         for number in ("30/300", "2.56 k", "98 %", "30.0 kB", "27.0 kB", "20.0 kbit/s", "1.25 Mbit/s"):
             assert shown.count(number) == replicas - 1, number
 
@@ -186,10 +187,29 @@ import sys, time
 from pathlib import Path
 from rich.console import Console
 from thinwire.cli.view import LiveView
-with LiveView(Path(sys.argv[1]), replicas=2, total_steps=300, console=Console(stderr=True, width=100), period_s=0.02):
+console = Console(stderr=True, width=100)
+with LiveView(Path(sys.argv[1]), replicas=2, total_steps=300, console=console, period_s=0.02) as view:
     time.sleep(0.3)
+    view.print("downtime: 0 s of 102 s")
+    time.sleep(0.1)
 print("done")
 """
+
+
+def _screen(written: str) -> list[str]:
+    """Return the lines that a terminal shows after what was written to it."""
+    lines, row = [""], 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x1b\r\n]+|[\r\n]", written):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif match := re.fullmatch(r"\x1b\[([0-9]*)A", part):
+            row = max(0, row - int(match[1] or 1))
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif not part.startswith(("\x1b", "\r")):
+            lines[row] += part
+    return [line.rstrip() for line in lines]
 
 
 def test_a_terminal_gets_a_table_that_stays_in_place_and_stdout_gets_nothing_of_it(tmp_path: Path) -> None:
@@ -217,7 +237,10 @@ def test_a_terminal_gets_a_table_that_stays_in_place_and_stdout_gets_nothing_of_
     assert "\x1b[?25l" in words and "\x1b[?25h" in words, "the cursor is hidden, and shown again at the end"
     assert re.search(r"\x1b\[[0-9]*A", words), "the table is drawn over itself"
     assert words.count("300/300") >= 4
-    assert "validation loss of the global parameters 4.2000" in words
+    shown_lines = _screen(words)
+    assert sum("300/300" in line for line in shown_lines) == 2, "the table stays once, with a row for each replica"
+    assert sum("validation loss of the global parameters 4.2000" in line for line in shown_lines) == 1
+    assert shown_lines[0] == "downtime: 0 s of 102 s", "a line from elsewhere stands above the table"
 
 
 def test_the_table_at_the_end_says_what_was_reached_and_what_it_cost(tmp_path: Path) -> None:
@@ -225,7 +248,7 @@ def test_the_table_at_the_end_says_what_was_reached_and_what_it_cost(tmp_path: P
     console = Console(file=io.StringIO(), width=120)
     with console.capture() as capture:
         console.print(final_table(summary))
-    for words in ("4.2000 nats", "614,400", "12.4 MB sent", "3.66 GB", "296", "3.30 Mbit/s", "98.7 %", "ab" * 32):
+    for words in ("4.2000 nats", "614,400", "12.4 MB", "3.66 GB", "296", "3.30 Mbit/s", "1.3 %", "ab" * 32):
         assert words in capture.get()
     with pytest.raises(DataError, match="val_loss"):
         final_table({name: value for name, value in summary.items() if name != "val_loss"})

@@ -36,7 +36,9 @@ def test_a_slow_link_is_the_hot_cell_of_the_matrix_and_the_headline(tmp_path: Pa
     found = snapshot(write_records(tmp_path, SLOW))
     assert 4 < cell(found, 0, 2)["times_longer"] < 6
     assert max(one["times_longer"] for one in found["matrix"]["cells"] if (one["from"], one["to"]) != (0, 2)) < 1.5
-    assert found["headline"] == {"level": "trouble", "text": "communication slow: link 0 -> 2", "ranks": [0, 2]}
+    headline = found["headline"]
+    assert headline | {"level": "trouble", "text": "communication slow: link 0 -> 2", "ranks": [0, 2]} == headline
+    assert "Remedy: " in headline["detail"] and headline["detail"].endswith(".")
     assert found["findings"]["source"] == "page" and found["findings"]["findings"][0]["cells"] == [[0, 2]]
     json.dumps(found, allow_nan=False)
 
@@ -51,7 +53,11 @@ def test_what_has_healed_is_told_as_over_and_no_trouble_any_more(tmp_path: Path)
 
 def test_a_calm_run_is_told_to_be_well(tmp_path: Path) -> None:
     found = snapshot(write_records(tmp_path))
-    assert found["headline"]["level"] == "good" and found["findings"]["findings"] == []
+    assert found["headline"] == {
+        "level": "healthy", "text": "healthy", "ranks": [],
+        "detail": "No fault found on 6 links or in any replica's work.",
+    }  # fmt: skip
+    assert found["findings"]["findings"] == []
     assert [lane["rank"] for lane in found["timeline"]["lanes"]] == [0, 1, 2]
     for lane in found["timeline"]["lanes"]:
         assert lane["num_open"] == 0 and lane["computing"] + lane["waiting"] <= 1.0 + 1e-6
@@ -212,9 +218,7 @@ def test_an_elastic_folder_tells_who_takes_part_and_no_secret(tmp_path: Path) ->
     ]  # fmt: skip
     assert found["run"]["is_elastic"] and found["elastic"]["messages"] == ["replica 2 is gone"]
     assert found["elastic"]["rounds"][0]["members"] == [0, 1]
-    assert (
-        "other hosts" in found["notes"]["missing"]["curves"] and "one end only" in found["notes"]["missing"]["matrix"]
-    )
+    assert "other hosts" in found["notes"]["missing"]["loss"] and "one end only" in found["notes"]["missing"]["matrix"]
     assert "very secret" not in json.dumps(found) and "10.0.0.7" not in json.dumps(found)
 
 
@@ -229,23 +233,37 @@ def test_who_says_nothing_any_more_is_trouble_and_a_run_that_is_over_is_not(tmp_
     assert [one["state"] for one in found["replicas"]] == ["training", "silent"]
     assert found["headline"]["text"] == "replica 1 is silent" and found["headline"]["level"] == "trouble"
     write_run(tmp_path)
-    assert snapshot(tmp_path, now=now + 1e6)["headline"]["level"] == "good"
+    assert snapshot(tmp_path, now=now + 1e6)["headline"]["text"] == "finished, healthy"
 
 
-def test_nobody_has_judged_is_not_the_same_as_no_fault(tmp_path: Path) -> None:
+def test_healthy_tells_what_was_not_checked(tmp_path: Path) -> None:
     write_run(tmp_path, is_finished=False)
-    assert snapshot(tmp_path)["headline"] == {"level": "unknown", "text": "No diagnosis of this run yet", "ranks": []}
+    headline = snapshot(tmp_path)["headline"]
+    assert headline["level"] == "healthy" and "this run records no rounds" in headline["detail"]
+    (tmp_path / "config.json").write_text('{"run": {"replicas": 1, "steps": 300}}')
+    assert "One replica has no links" in snapshot(tmp_path)["headline"]["detail"]
+
+
+def test_a_run_is_starting_until_its_first_step(tmp_path: Path) -> None:
+    config = {"run": {"replicas": 2, "steps": 300}, "output": {"log_every": 10}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    append(tmp_path / "metrics-replica-0.jsonl", {"kind": "warning", "step": 0, "message": "slow disk"})
+    headline = snapshot(tmp_path)["headline"]
+    assert headline["level"] == headline["text"] == "starting"
+    assert headline["detail"] == "Waiting for 2 replicas. Numbers appear after step 10."
+    append(tmp_path / "metrics-replica-0.jsonl", step_line(10))
+    assert snapshot(tmp_path)["headline"]["level"] == "healthy"
 
 
 def test_an_empty_folder_waits_and_no_folder_is_refused(tmp_path: Path) -> None:
     found = snapshot(tmp_path)
-    assert found["run"]["state"] == "waiting" and found["headline"]["level"] == "unknown"
+    assert found["run"]["state"] == "waiting" and found["headline"]["level"] == "starting"
     assert set(found["notes"]["missing"]) >= {
-        "curves",
+        "loss",
+        "speed",
         "links",
         "matrix",
         "timeline",
-        "findings",
         "actions",
         "downtime",
     }
@@ -314,7 +332,7 @@ def test_who_is_at_the_last_step_is_not_called_silent_while_others_evaluate(tmp_
     os.utime(tmp_path / "metrics-replica-0.jsonl", (now, now))
     found = snapshot(tmp_path, now=now)
     assert [one["state"] for one in found["replicas"]] == ["finished", "finished"]
-    assert found["headline"]["level"] == "unknown"
+    assert found["headline"]["text"] == "healthy"
 
 
 def test_records_that_were_put_aside_are_no_new_beginning(tmp_path: Path) -> None:

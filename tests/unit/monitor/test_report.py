@@ -16,7 +16,7 @@ from tests.sample_runs import append, step_line, write_run
 from thinwire.errors import DataError
 from thinwire.monitor.report.charts import HEIGHT, WIDTH, Axis, Chart, ChartSeries, highest, line_chart, scale, spread
 from thinwire.monitor.report.figures import loss_against_bytes, loss_against_tokens, utilisation, wire_rate
-from thinwire.monitor.report.report import headline, render_report, trouble, write_report
+from thinwire.monitor.report.report import headline, render_report, samples, trouble, write_report
 from thinwire.monitor.runlog.run_folder import read_run
 from thinwire.training.config import TrainConfig, command_line, read_config
 
@@ -159,17 +159,18 @@ def test_a_peak_between_two_places_stays_in_sight() -> None:
 
 def test_the_loss_ends_at_all_tokens_of_all_replicas(tmp_path: Path) -> None:
     svg = loss_against_tokens(read_run(write_run(tmp_path / "run", replicas=2, steps=300))).svg
-    (validation,) = _shapes(svg, "polyline", "line s0")
+    (validation,) = _shapes(svg, "polyline", "line main")
     assert len(validation) == 6
     assert all(left[0] < right[0] and left[1] < right[1] for left, right in itertools.pairwise(validation))
-    assert len(_shapes(svg, "polyline", "faint")) == 2
+    assert len(_shapes(svg, "polyline", "line s0")) == len(_shapes(svg, "polyline", "line s1")) == 1
+    assert {"replica 0", "replica 1", "validation"} <= set(_words(svg)), "each line has its own label"
     assert "validation: 4.2 at 614 k" in svg
 
 
 def test_the_loss_against_bytes_marks_what_an_all_reduce_would_send(tmp_path: Path) -> None:
     svg = loss_against_bytes(read_run(write_run(tmp_path / "run"))).svg
     assert "3.66 GB" in " ".join(_words(svg))
-    (validation,) = _shapes(svg, "polyline", "line s0")
+    (validation,) = _shapes(svg, "polyline", "line main")
     assert all(left[0] < right[0] for left, right in itertools.pairwise(validation))
     assert "validation: 4.2 at 12.4 MB" in svg
 
@@ -192,13 +193,16 @@ def test_every_replica_has_a_lane_of_its_own_for_its_rate(tmp_path: Path, replic
     assert f"replica {replicas - 1}" in _words(svg)
 
 
-def test_what_joined_the_replicas_before_the_start_stands_in_no_lane(tmp_path: Path) -> None:
+def test_more_replicas_than_colours_share_one_colour_and_one_label(tmp_path: Path) -> None:
+    svg = loss_against_tokens(read_run(write_run(tmp_path / "run", replicas=9, steps=60))).svg
+    assert len(_shapes(svg, "polyline", "line s7 faint")) == 9
+    assert _words(svg).count("training") == 1
+
+
+def test_a_lane_names_the_peak_of_its_replica_as_every_other_place_does(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=60)
-    path = run / "transfers-replica-0.jsonl"
-    early = json.loads(path.read_text().splitlines()[0]) | {"kind": "setup", "started_s": -7.0, "finished_s": -6.5}
-    before = wire_rate(read_run(run)).svg
-    append(path, early)
-    assert wire_rate(read_run(run)).svg == before
+    append(run / "metrics-replica-1.jsonl", step_line(70, time_s=28.0, peak_bits_per_s=7.7e6))
+    assert {"peak 3.30 Mbit/s", "peak 7.70 Mbit/s"} <= set(_words(wire_rate(read_run(run)).svg))
 
 
 def test_one_replica_sends_nothing_and_the_figures_say_so(tmp_path: Path) -> None:
@@ -239,16 +243,52 @@ def test_the_report_is_well_formed_and_loads_nothing(tmp_path: Path, replicas: i
     assert len(list(page.iter("svg"))) == 4
     assert not re.search(r"https?://|@import|url\(|<script|<link|<img|<iframe", text)
     assert not [node for node in page.iter() if {"src", "href"} & set(node.attrib)]
+    (run := path.parent).joinpath("model").mkdir()
+    links = [node.get("href") for node in _page(write_report(run, command=REPEAT)).iter() if "href" in node.attrib]
+    assert links == ["model/"], "the trained model is one click away"
     assert "default-src 'none'" in text
 
 
-def test_the_report_leads_with_the_result(tmp_path: Path) -> None:
-    page = _page(write_report(write_run(tmp_path / "run"), command=REPEAT))
+def _lead(run: Path) -> str:
+    page = _page(write_report(run, command=REPEAT))
     (lead,) = [node for node in page.iter("p") if node.get("class") == "headline"]
-    assert "".join(lead.itertext()) == (
-        "2 replicas reached a validation loss of 4.200 and sent 12.4 MB each: "
-        "296 times less than an all-reduce at every step."
+    return "".join(lead.itertext())
+
+
+def test_the_report_leads_with_the_bytes_and_with_the_loss_against_the_baseline(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", final_loss=4.2)
+    price = "2 replicas sent 12.4 MB each, 296 times fewer bytes than an all-reduce at every step, and reached a "
+    assert _lead(run) == f"{price}validation loss of 4.200; no baseline run."
+    for name, changes in (
+        ("a-other-model", {"model": "35m"}), ("b-other-tokens", {"tokens": 1}), ("c-other-method", {"method": "diloco"})
+    ):  # fmt: skip
+        write_run(tmp_path / name, method="all-reduce", final_loss=3.0, summary=changes)
+    write_run(tmp_path / "d-other-data", method="all-reduce", final_loss=3.0, config={"data": {"source": "books"}})
+    write_run(tmp_path / "e-unfinished", method="all-reduce", is_finished=False)
+    (tmp_path / "f-damaged").mkdir()
+    (tmp_path / "f-damaged" / "summary.json").write_text("{")
+    assert _lead(run).endswith("; no baseline run.")
+    dense = write_run(tmp_path / "g<b>", method="all-reduce", interval=3, payload_bytes=12_200_000, final_loss=4.0)
+    assert _lead(run) == f"{price}validation loss of 4.200, 5.0 % above the baseline run g<b> (4.000)."
+    assert _lead(dense) == (
+        "2 replicas sent 3.66 GB each, no fewer bytes than an all-reduce at every step, and reached a validation loss "
+        "of 4.000; this is a baseline run."
     )
+
+
+def test_texts_before_and_after_training_stand_side_by_side(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    path = run / "samples.json"
+    path.write_text(json.dumps([{"prompt": "import", "before": "\x1b[2J<b>", "after": " json\n"}, {"prompt": ""}]))
+    text = "".join(_page(write_report(run, command=REPEAT)).itertext())
+    assert "Text samples" in text and "Prompt: import" in text and "<b>" in text and " json\n" in text
+    assert text.count("before training") == text.count("after training") == 2
+    assert "\x1b" not in text
+    for broken in ("{}", "[1]", '[{"after": "x"}]', "[" * 10_000, "x" * (1 << 19)):
+        path.write_text(broken)
+        assert "Not read: samples.json" in "".join(samples(run)), broken[:20]
+    path.unlink()
+    assert samples(run) == []
 
 
 def test_the_report_tells_what_was_warned_of_and_of_many_the_last(tmp_path: Path) -> None:
@@ -383,8 +423,10 @@ def test_a_run_in_progress_can_be_read_but_has_no_report(tmp_path: Path) -> None
     assert not (run / "report.html").exists()
 
 
-def test_a_run_that_nobody_judged_is_not_called_well(tmp_path: Path) -> None:
-    assert "or the run had no live diagnosis" in "".join(trouble(tmp_path))
+def test_a_run_without_findings_is_reported_so_and_one_without_diagnosis_is_not_called_well(tmp_path: Path) -> None:
+    assert "<p>No findings.</p>" in render_report(read_run(write_run(tmp_path / "run")), command=REPEAT)
+    off = write_run(tmp_path / "off", config={"run": {"on_finding": "off", "steps": 300}})
+    assert "the run had no live diagnosis (--on-finding off)" in render_report(read_run(off), command=REPEAT)
 
 
 def test_what_broke_what_was_done_and_what_it_cost_stand_in_the_report(tmp_path: Path) -> None:
@@ -407,6 +449,11 @@ def test_what_broke_what_was_done_and_what_it_cost_stand_in_the_report(tmp_path:
     when = [f"{words}2001-09-09 01:46:{second} UTC" for words, second in places]
     for words in (*told, *done, *when):
         assert words in page, words
+
+
+def test_a_run_that_lost_no_time_says_so_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "downtime.json").write_text(json.dumps({"detection_s": 0.0, "total_s": 0.0, "run_s": 40.0}))
+    assert trouble(tmp_path)[-1] == "<p>No time was lost to faults and restarts in 40.0 s.</p>"
 
 
 def test_broken_files_are_told_and_markup_in_them_stays_text(tmp_path: Path) -> None:

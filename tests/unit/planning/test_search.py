@@ -155,14 +155,16 @@ def test_a_machine_without_the_memory_is_named_with_what_it_has_and_what_it_woul
         make_plan(workload(), Cluster(machines=(small,)), FEW)
 
 
-def test_a_share_of_a_global_batch_that_only_fits_where_many_take_part_is_left_to_many() -> None:
+def test_a_share_of_a_global_batch_that_does_not_fit_is_computed_in_micro_batches() -> None:
     work = workload(batch_size=None, global_batch=64 * 1024)
-    memory = {count: work.memory_bytes(count) for count in (1, 2, 4)}
-    assert memory[4] < memory[2] < memory[1]
-    cluster = Cluster(machines=machines(*[0.1] * 4, memory_bytes=(memory[2] + memory[4]) / 2))
-    plan = make_plan(work, cluster, FEW)
-    assert {outlook.candidate.num_replicas for outlook in plan.outlooks} <= {3, 4} and plan.alone is None
-    assert any(one.what == "1 replicas" and "a share of the batch needs" in one.reason for one in plan.rejections)
+    shares = {count: work.sequences(count) for count in (1, 4)}
+    memory_bytes = work.memory_bytes(micro_batch=shares[4])
+    assert work.memory_bytes(micro_batch=1) < memory_bytes < work.memory_bytes(micro_batch=shares[1])
+    plan = make_plan(work, Cluster(machines=machines(*[0.1] * 4, memory_bytes=memory_bytes)), FEW)
+    found = {outlook.candidate.num_replicas: outlook.candidate for outlook in plan.outlooks}
+    assert found[4].micro_batch is None and found[4].batch_size == shares[4]
+    assert found[1].micro_batch == shares[4] and found[1].batch_size == shares[1]
+    assert work.memory_bytes(micro_batch=found[1].micro_batch) <= memory_bytes
 
 
 def test_what_costs_too_much_loss_is_left_out_with_the_limit_and_how_many_there_were() -> None:

@@ -12,6 +12,7 @@ from tests.reference.small_models import build, loss_of
 from thinwire.codecs import e3m0, float32
 from thinwire.errors import DeadlineExceeded, DesyncError, NonFiniteError, PayloadError
 from thinwire.methods import all_reduce, diloco, streaming_diloco
+from thinwire.transport.recording import RecordingTransport
 
 
 def test_replicas_that_start_apart_get_the_first_ones_parameters_and_buffers():
@@ -41,6 +42,39 @@ def test_replicas_with_different_set_ups_are_told_apart_at_the_start(difference,
         wrap(build(setting["kind"]), transport, diloco(sync_interval=setting["interval"]))
 
     with pytest.raises(DesyncError, match=expected):
+        thinwire.run_replicas(2, replica_main)
+
+
+def half_frozen(*, frozen_seed: int, trained_seed: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(20, 400), nn.Linear(400, 20), nn.Linear(20, 20))
+    # replicas are threads here, and torch's own generator is one for all of them
+    for layer, seed in zip(model, (frozen_seed, frozen_seed, trained_seed), strict=True):
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter, generator=generator)
+    model[:2].requires_grad_(False)
+    return model
+
+
+def test_frozen_parameters_are_never_sent_also_where_trained_ones_differ_at_the_start():
+    def replica_main(transport):
+        model = half_frozen(frozen_seed=50, trained_seed=transport.replica)
+        recording = RecordingTransport(transport)
+        wrap(model, recording, diloco())
+        return values(model), recording.log.totals("sent").payload_bytes
+
+    (one, sent_bytes), (other, _) = thinwire.run_replicas(2, replica_main)
+    assert same(one, other)
+    trained_bytes, frozen_bytes = 4 * (20 * 20 + 20), 4 * (2 * 400 * 20 + 420)
+    # beside the values only the comparison of both sides is sent
+    assert trained_bytes <= sent_bytes <= trained_bytes + 4096 < frozen_bytes
+
+
+def test_frozen_parameters_that_differ_are_refused_at_the_start():
+    def replica_main(transport):
+        wrap(half_frozen(frozen_seed=50 + transport.replica, trained_seed=0), transport, diloco())
+
+    with pytest.raises(DesyncError, match=r"other frozen parameters than .* never sent; load the same weights"):
         thinwire.run_replicas(2, replica_main)
 
 

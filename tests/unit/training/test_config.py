@@ -106,7 +106,7 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
         ({"batch_size": 0}, "--batch-size is too small"),
         ({"warmup_steps": -1}, "--warmup-steps is too small; got -1; allowed 0 or more"),
         ({"checkpoint_every": -1}, "--checkpoint-every is too small"),
-        ({"tokenizer": "words"}, "unknown --tokenizer; got 'words'; allowed bpe, bytes"),
+        ({"tokenizer": "words"}, "unknown --tokenizer; got 'words'; allowed auto, bpe, bytes"),
         ({"inner_optimizer": "adamx"}, "unknown --inner-optimizer; got .*; allowed adamw, adam, sgd, plain-sgd"),
         ({"lr": 0.0}, "--lr is not above 0; got 0.0"),
         ({"lr": float("nan")}, "--lr is not above 0; got nan"),

@@ -28,12 +28,11 @@ def test_an_entry_says_what_the_method_says(name: str) -> None:
     assert (entry.inner_optimizer, entry.lr) == (about(name).inner_optimizer, about(name).lr)
 
 
-def test_every_preset_is_a_model_and_sizes_are_for_plans() -> None:
-    for name in PRESETS:
+def test_every_preset_and_every_size_is_a_model() -> None:
+    for name in (*PRESETS, "7b", "1.5B"):
         check_model(name)
-    check_model("7b", takes_sizes=True)
-    with pytest.raises(ValueError, match="unknown --model; got '7b'"):
-        check_model("7b")
+    with pytest.raises(ValueError, match="unknown --model; got '7q'"):
+        check_model("7q")
 
 
 @pytest.mark.parametrize(

@@ -137,11 +137,20 @@ def finding_row(finding: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _cells(place: PlaceEntry) -> list[list[int]]:
-    """Return the directed links that a place names."""
-    if not place.kind.startswith("link") or len(place.ranks) != 2:
-        return []
-    return [place.ranks, place.ranks[::-1]] if place.kind == "link both ways" else [place.ranks]
+def _cells(place: PlaceEntry) -> list[list[int | None]]:
+    """Return the directed links that a place names, as pairs of ranks; None stands for any rank."""
+    match place.kind, place.ranks:
+        case "link", [source, destination]:
+            return [[source, destination]]
+        case "link both ways", [source, destination]:
+            return [[source, destination], [destination, source]]
+        case "sender", [rank]:
+            return [[rank, None]]
+        case "receiver", [rank]:
+            return [[None, rank]]
+        case "endpoint", [rank]:
+            return [[rank, None], [None, rank]]
+    return []
 
 
 class Actions:

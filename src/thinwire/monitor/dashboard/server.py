@@ -117,7 +117,7 @@ class Feed:
                 self._changed.notify_all()
 
 
-_SCRIPTS = ("measures.js", "elements.js", "sections.js", "live.js")
+_SCRIPTS = ("measures.js", "page.js")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

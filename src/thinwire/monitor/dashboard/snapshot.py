@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -19,9 +20,10 @@ from thinwire.monitor.detect.diagnose import DetectorState, diagnose, findings_o
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.heat import heat_maps
+from thinwire.monitor.run_numbers import RunNumbers, number_rows, time_left_s
 from thinwire.monitor.runlog.reader import converted
 from thinwire.monitor.runlog.records import Count
-from thinwire.monitor.runlog.run_folder import RECORDS, join_evaluations, read_files, setting
+from thinwire.monitor.runlog.run_folder import RECORDS, SUMMARY, Summary, join_evaluations, parse, read_files, setting
 
 VERSION = 1
 Entry = TypeVar("Entry")
@@ -31,31 +33,29 @@ _MOST_DIAGNOSED_BYTES = 48 << 20
 # Share of the time that analysis may take, so that a page never slows down the run that it shows.
 _MOST_SHARE = 0.1
 
-_NO_METRICS = "No metrics-replica-N.jsonl yet: no replica has written a line about its steps."
-_OTHER_HOSTS = "Loss and throughput of replicas on other hosts are in the run's folders on those hosts."
-_NO_LINKS = "No transfers-replica-N.jsonl or records-rank-N.jsonl with transfers yet."
+_NO_LOSS = "The loss appears after the first logged step."
+_NO_SPEED = "The throughput appears after the first logged step."
+_NO_REPLICAS = "No replica has written anything yet."
+_OTHER_HOSTS = "Replicas on other hosts write to the run's folders on those hosts."
+_NO_LINKS = "No message has crossed a link yet."
+_NO_PEER = "A run of one replica has no links."
 _OTHER_LINKS = "Links between other hosts are in the run's folders on those hosts."
 _ONE_END = (
     "Replicas of an elastic run fetch each other's parts, and each host's folder holds one end only; a link's own time "
     "needs both."
 )
-_FEW_MESSAGES = (
-    "A link is shown when both ends of several of its messages are known, or the counters of its connections."
-)
+_FEW_MESSAGES = "A link's delay appears once both ends have recorded several of its messages."
 _NO_WORK = "No rank has recorded its computing yet."
-_NO_ROUNDS = "No rounds were recorded yet."
+_NO_ROUNDS = "No round has been recorded yet."
 _FROM_METRICS = (
     "Drawn from metrics and finished transfers: waiting is known once a line of metrics, and shown at its end; a "
     "present standstill is not visible."
 )
-_NO_DIAGNOSIS = (
-    "No findings.jsonl and no records-rank-N.jsonl: this run has no live diagnosis. thinwire diagnose reads the files "
-    "that it has."
-)
-_PAGE = "Found by this page in the latest records; the run itself wrote no findings.jsonl."
-_RECORDS = "Found in all records, as `thinwire diagnose` does; ended findings are from findings.jsonl."
-_NO_ACTIONS = "No actions.jsonl: nothing acts on findings in this run, or nothing was done yet."
-_NO_DOWNTIME = "No downtime.json: lost time is not accounted in this run, or not yet."
+_PAGE = "Found by this page in the latest records; the run itself has reported none."
+_RECORDS = "Found in all records, as `thinwire diagnose` does; resolved ones were reported by the run."
+_NO_ACTIONS = "Nothing has acted on a finding."
+_NO_DOWNTIME = "No time lost to faults is recorded."
+_NOTHING_LOST = "No time was lost to faults."
 # A recorder writes a heartbeat twice a second.
 _BEAT_SILENCE_S = 5.0
 _DEFAULT_SILENCE_S = 60.0
@@ -65,19 +65,24 @@ _MOST_REPLICAS = 256
 def data_gaps(sources: Sources, sections: Mapping[str, Any]) -> dict[str, str]:
     """Return a sentence for each section that has less than it could have, so that empty is not read as good."""
     is_elastic, is_recorded = sections["run"]["is_elastic"], any(one.is_recorded for one in sources.windows.values())
-    left_out = f"Files of {sources.num_left_out} more ranks are there; {MOST_RANKS} are followed."
-    no_matrix = _ONE_END if is_elastic and not is_recorded else _FEW_MESSAGES
+    left_out = f"{sources.num_left_out} more ranks have files here; {MOST_RANKS} are followed."
+    is_alone = sections["run"]["num_replicas"] == 1 and not is_elastic
+    no_matrix = _NO_PEER if is_alone else _ONE_END if is_elastic and not is_recorded else _FEW_MESSAGES
     has_lanes = bool(sections["timeline"] and sections["timeline"]["lanes"])
+    has_lines = any(one.last is not None for one in sources.replicas.values())
+    lost = sections["downtime"] or {}
+    source = sections["findings"]["source"] if sections["findings"]["findings"] else ""
     found = {
-        "replicas": left_out if sources.num_left_out else "",
-        "curves": _first(not sources.replicas, _NO_METRICS, is_elastic, _OTHER_HOSTS),
-        "links": _first(not sources.links, _NO_LINKS, is_elastic, _OTHER_LINKS),
+        "replicas": _first(not sections["replicas"], _NO_REPLICAS, sources.num_left_out > 0, left_out),
+        "loss": _first(not has_lines, _NO_LOSS, is_elastic, _OTHER_HOSTS),
+        "speed": _first(not has_lines, _NO_SPEED, is_elastic, _OTHER_HOSTS),
+        "links": _first(not sources.links, _NO_PEER if is_alone else _NO_LINKS, is_elastic, _OTHER_LINKS),
         "matrix": _first(sections["matrix"] is None, no_matrix),
         "heat": _first(not sections["heat"], _NO_WORK),
         "timeline": _first(not has_lanes, _NO_ROUNDS, not is_recorded, _FROM_METRICS),
-        "findings": {"none": _NO_DIAGNOSIS, "page": _PAGE, "records": _RECORDS}.get(sections["findings"]["source"], ""),
+        "findings": {"page": _PAGE, "records": _RECORDS}.get(source, ""),
         "actions": _first(not sections["actions"]["is_there"], _NO_ACTIONS),
-        "downtime": _first(sections["downtime"] is None, _NO_DOWNTIME),
+        "downtime": _first(not lost, _NO_DOWNTIME, lost.get("total_s") == 0, _NOTHING_LOST),
     }
     return {name: gap for name, gap in found.items() if gap}
 
@@ -96,11 +101,12 @@ class _Config:
     data: Any = None
     steps: Count | None = None
     replicas: Count | None = None
+    log_every: Count | None = None
 
 
 _OPTIONS = {
     "method": ("sync", "method"), "model": ("model", "name"), "data": ("data", "source"),
-    "steps": ("run", "steps"), "replicas": ("run", "replicas"),
+    "steps": ("run", "steps"), "replicas": ("run", "replicas"), "log_every": ("output", "log_every"),
 }  # fmt: skip
 
 
@@ -128,7 +134,8 @@ def run_state(
 
     Returns:
         Among others `state`: `waiting` before the first line, `training`, `silent` if no file was written for too
-        long, `failed`, or `finished`.
+        long, `failed`, or `finished`; `numbers`, rows of `thinwire.monitor.run_numbers` (name, label, value, text);
+        and `time_left_s`, None where unknown.
     """
     result = _lenient(_Result, summary)
     settings = _lenient(_Config, {name: setting(config or {}, *place) for name, place in _OPTIONS.items()})
@@ -146,11 +153,43 @@ def run_state(
     return {
         "name": text(folder.resolve().name), "state": state, "changed_at": changed_at,
         "method": text(settings.method), "model": text(settings.model), "data": text(settings.data),
-        "steps": settings.steps, "num_replicas": settings.replicas,
+        "steps": settings.steps, "num_replicas": settings.replicas, "log_every": settings.log_every,
         "is_elastic": sources.journal.is_there or bool(sources.rounds),
         "step": max((one.last.step for one in sources.replicas.values() if one.last is not None), default=0),
-        "val_loss": result.val_loss, "wall_s": result.wall_s, "times_fewer_bytes": result.times_fewer_bytes,
+        "loss": _mean([one.last.loss for one in sources.replicas.values() if one.last is not None]),
+        "val_loss": result.val_loss if summary is not None else _latest_evaluation(sources),
+        "wall_s": result.wall_s, "times_fewer_bytes": result.times_fewer_bytes,
+        "numbers": _numbers(summary, sources), "time_left_s": _time_left_s(settings.steps, sources, state=state),
     }  # fmt: skip
+
+
+def _time_left_s(steps: int | None, sources: Sources, *, state: str) -> float | None:
+    if steps is None or state != "training":
+        return None
+    known = [(one.first, one.last) for one in sources.replicas.values()]
+    spans = [(first, last) for first, last in known if first is not None and last is not None]
+    return time_left_s(spans, total_steps=steps)
+
+
+def _numbers(summary: Mapping[str, Any] | None, sources: Sources) -> list[dict[str, Any]]:
+    """Return the run's numbers: of its summary, or of the replicas' latest lines while it goes on."""
+    numbers = None
+    if summary is not None:
+        with contextlib.suppress(DataError):  # damaged, or of another version
+            numbers = RunNumbers.of_summary(parse(Summary, summary, source=SUMMARY))
+    if numbers is None:
+        lines = [one.last for one in sources.replicas.values() if one.last is not None]
+        numbers = RunNumbers.of_lines(lines)
+    return [] if numbers is None else number_rows(numbers)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _latest_evaluation(sources: Sources) -> float | None:
+    parts = (part for one in sources.replicas.values() for part in list(one.evaluations.values()))
+    return next((one.val_loss for one in reversed(join_evaluations(parts))), None)
 
 
 def replica_rows(sources: Sources, run: Mapping[str, Any], *, now: float) -> list[dict[str, Any]]:
@@ -203,34 +242,64 @@ def _silence_limit_s(sources: Sources, rank: int) -> float:
     return own.silence_s if own is not None else _DEFAULT_SILENCE_S
 
 
+_SILENT = "Check that its process still runs and that its host can be reached."
+_UNCHECKED = "Slow links cannot be found: this run records no rounds."
+_TOO_FEW = "Links were not checked: that takes several rounds."
+_NOT_YET = "Links are not checked yet: that takes several rounds."
+
+
 def headline(
     run: Mapping[str, Any], replicas: Sequence[Mapping[str, Any]], findings: Sequence[Mapping[str, Any]], *,
-    source: str, has_links: bool,
+    source: str, num_links: int, has_begun: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return one sentence on what is wrong, that nothing is, or that this is unknown.
+    """Return the state of the run in a few words, and a sentence on it.
 
     Returns:
-        `level` (`trouble`, `good` or `unknown`), `text`, and `ranks` that it is about.
+        `level` (`starting`, `healthy` or `trouble`), `text`, `detail`, and the `ranks` that it is about.
     """
     open_ones = [finding for finding in findings if not finding["is_over"]]
     if open_ones:
         first = open_ones[0]
         more = f", and {len(open_ones) - 1} more" if len(open_ones) > 1 else ""
-        return {"level": "trouble", "text": f"{first['kind']}: {first['where']}{more}", "ranks": first["ranks"]}
+        remedy = f" Remedy: {first['remedy'].rstrip('.')}." if first["remedy"] else ""
+        found = f"{first['kind']}: {first['where']}{more}"
+        return {"level": "trouble", "text": found, "detail": f"{first['text']}{remedy}", "ranks": first["ranks"]}
     for state, one, many in (("failed", "has failed", "have failed"), ("silent", "is silent", "are silent")):
-        ranks = [row["replica"] for row in replicas if row["state"] == state]
-        if ranks:
+        rows = [row for row in replicas if row["state"] == state]
+        if rows:
+            ranks = [row["replica"] for row in rows]
             named = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
             sentence = f"replica {named} {one}" if len(ranks) == 1 else f"replicas {named} {many}"
-            return {"level": "trouble", "text": sentence, "ranks": ranks}
-    if run["state"] == "waiting":
-        return {"level": "unknown", "text": "nothing has been written yet", "ranks": []}
-    finished = "The run has finished. " if run["state"] == "finished" else ""
+            return {"level": "trouble", "text": sentence, "detail": rows[0]["error"] or _SILENT, "ranks": ranks}
+    is_finished = run["state"] == "finished"
+    if not is_finished and not has_begun:
+        return {"level": "starting", "text": "starting", "detail": _starting(run), "ranks": []}
+    text = "finished, healthy" if is_finished else "healthy"
+    return {"level": "healthy", "text": text, "detail": _coverage(run, source=source, num_links=num_links), "ranks": []}
+
+
+def _starting(run: Mapping[str, Any]) -> str:
+    """Return what a run that has no step yet waits for."""
+    if run["steps"] is None:
+        return "This folder holds no run yet. It is shown here as soon as it begins to write."
+    who = "the replicas" if run["num_replicas"] is None else _count(run["num_replicas"], "replica")
+    after = f" Numbers appear after step {run['log_every']}." if run["log_every"] else ""
+    return f"Waiting for {who}.{after}"
+
+
+def _coverage(run: Mapping[str, Any], *, source: str, num_links: int) -> str:
+    """Return what was checked, and what was not: no fault found is worth as much as that."""
+    if run["num_replicas"] == 1 and not run["is_elastic"]:
+        return "No fault found. One replica has no links to check."
     if source == "none":
-        return {"level": "unknown", "text": f"{finished}No diagnosis of this run yet", "ranks": []}
-    if source == "page" and not has_links:
-        return {"level": "unknown", "text": f"{finished}No fault found, but links could not be checked", "ranks": []}
-    return {"level": "good", "text": f"{finished}No fault found", "ranks": []}
+        return f"All replicas report steps. {_UNCHECKED}"
+    if not num_links:
+        return f"No fault found. {_TOO_FEW if run['state'] == 'finished' else _NOT_YET}"
+    return f"No fault found on {_count(num_links, 'link')} or in any replica's work."
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 class RunFollower:
@@ -284,7 +353,7 @@ class RunFollower:
         replicas = replica_rows(sources, run, now=at)
         sections: dict[str, Any] = {
             "run": run,
-            "headline": headline(run, replicas, findings, source=source, has_links=self._charts["matrix"] is not None),
+            "headline": self._headline(run, replicas, findings, source=source),
             "replicas": replicas,
             "curves": self._curves(),
             "links": link_table(sources.links),
@@ -321,6 +390,16 @@ class RunFollower:
             if any(window.is_recorded for window in windows) and not self._sources.has("findings"):
                 self._own = [_page_row(finding) for finding in findings_of(job, self._history)]
         self._next_analysis_s = time.monotonic() + (time.monotonic() - begun) / _MOST_SHARE
+
+    def _headline(
+        self, run: Mapping[str, Any], replicas: Sequence[Mapping[str, Any]], findings: Sequence[Mapping[str, Any]], *,
+        source: str,
+    ) -> dict[str, Any]:  # fmt: skip
+        matrix, lanes = self._charts["matrix"], self._charts["timeline"] and self._charts["timeline"]["lanes"]
+        # a job of torch has rounds and no steps
+        has_begun = any(row.get("step") for row in replicas) or (run["steps"] is None and bool(lanes))
+        num_links = 0 if matrix is None else len(matrix["cells"])
+        return headline(run, replicas, findings, source=source, num_links=num_links, has_begun=has_begun)
 
     def _findings(self, *, is_over: bool) -> tuple[list[dict[str, Any]], str]:
         """Return the findings, and their source: `run`, `page` (this process), `records` (all of them), or `none`."""

@@ -17,6 +17,7 @@ from thinwire.files import open_regular
 from thinwire.monitor.dashboard.chart_data import Curve
 from thinwire.monitor.dashboard.findings_reader import Actions, Findings, text
 from thinwire.monitor.dashboard.window import RankWindow, room_for
+from thinwire.monitor.run_numbers import RATE_WINDOW_S
 from thinwire.monitor.runlog.reader import check_header, converted, parse_line, parse_object
 from thinwire.monitor.runlog.records import Count, Direction, Rank, TransferEnd
 from thinwire.monitor.runlog.run_folder import (
@@ -143,6 +144,7 @@ class TransferEntry:
     peer: Rank
     direction: Direction
     wire_bytes: Count
+    started_s: _Finite
     finished_s: _Finite
     error: str = ""
 
@@ -238,7 +240,7 @@ class _Traffic:
     num_bytes: int = 0
     messages: int = 0
     failed: int = 0
-    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))
+    recent: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))
 
 
 class LinkTotals:
@@ -248,8 +250,8 @@ class LinkTotals:
         rank: The rank that wrote them.
 
     Attributes:
-        latest_s: The latest time of all, on this replica's clock.
-        earliest_s: The earliest.
+        latest_s: The latest end of a transfer, on this replica's clock.
+        earliest_s: The earliest begin.
     """
 
     def __init__(self, rank: int) -> None:
@@ -262,7 +264,9 @@ class LinkTotals:
         self.latest_s = 0.0
         self.earliest_s = 0.0
 
-    def add(self, *, peer: int, is_sent: bool, num_bytes: int, done_s: float, failed: bool) -> None:
+    def add(
+        self, *, peer: int, is_sent: bool, num_bytes: int, started_s: float, done_s: float, failed: bool
+    ) -> None:  # fmt: skip
         """Count one transfer.
 
         Raises:
@@ -272,22 +276,26 @@ class LinkTotals:
         if cell not in self._links and len(self._links) >= _MOST_LINKS:
             raise ValueError(f"more than {_MOST_LINKS} links of one replica")
         link = self._links[cell]
-        self.earliest_s = done_s if not self.latest_s else min(self.earliest_s, done_s)
+        self.earliest_s = started_s if not self.latest_s else min(self.earliest_s, started_s)
         self.latest_s = max(self.latest_s, done_s)
         if failed:
             link.failed += 1
             return
         link.messages += 1
         link.num_bytes += num_bytes
-        link.recent.append((done_s, num_bytes))
+        link.recent.append((started_s, done_s, num_bytes))
 
     def rows(self) -> dict[Cell, dict[str, Any]]:
-        """Return each link's sums and its rates: over all, and over the latest seconds of this replica's clock."""
-        whole_s = max(self.latest_s - self.earliest_s, 1e-3)
+        """Return each link's sums and its rates: over all, and over the latest seconds of this replica's clock.
+
+        A transfer counts evenly over the time from its begin to its end, and a rate is over a second at least.
+        """
+        whole_s = max(self.latest_s - self.earliest_s, RATE_WINDOW_S)
         recent_s = min(RECENT_S, whole_s)
+        since_s = self.latest_s - recent_s
         found = {}
         for cell, link in self._links.items():
-            recent = sum(size for at_s, size in link.recent if at_s > self.latest_s - recent_s)
+            recent = sum(size * _share_after(since_s, *span) for *span, size in link.recent)
             found[cell] = {
                 "from": cell[0], "to": cell[1], "bytes": link.num_bytes, "messages": link.messages,
                 "failed": link.failed, "mean_bits_per_s": round(8 * link.num_bytes / whole_s, 1),
@@ -296,13 +304,27 @@ class LinkTotals:
         return found
 
 
+def _share_after(since_s: float, started_s: float, done_s: float) -> float:
+    """Return the share of a transfer that lies after a time, if it went evenly."""
+    if done_s <= started_s:
+        return float(done_s > since_s)
+    return min(1.0, max(0.0, (done_s - since_s) / (done_s - started_s)))
+
+
 def link_table(totals: Mapping[int, LinkTotals]) -> dict[str, Any]:
-    """Join the totals of all replicas: a link's sender counts; its receiver if the sender's are missing."""
+    """Join the totals of all replicas: a link's sender counts; its receiver if the sender's are missing.
+
+    Rates are the receiver's where both are known: a sender's messages end in its kernel's buffer, ahead of the network.
+    """
     joined: dict[Cell, dict[str, Any]] = {}
+    arrived: dict[Cell, dict[str, Any]] = {}
     for rank, own in sorted(totals.items()):
         for cell, row in own.rows().items():
             if cell[0] == rank or cell not in joined:
                 joined[cell] = {**row, "reported_by": rank}
+            if cell[1] == rank:
+                arrived[cell] = {name: row[name] for name in ("mean_bits_per_s", "now_bits_per_s")}
+    joined = {cell: row | arrived.get(cell, {}) for cell, row in joined.items()}
     busiest = sorted(joined.values(), key=lambda link: -link["bytes"])
     shown = sorted(busiest[:_MOST_SHOWN], key=lambda link: (link["from"], link["to"]))
     return {"links": shown, "num_left_out": len(busiest) - len(shown), "recent_s": RECENT_S}
@@ -323,6 +345,7 @@ class Replica:
 
     Attributes:
         number: The replica.
+        first: Its first line about steps; None before it.
         last: Its latest line about steps; None before the first.
         loss: Its training loss by step.
         speed: Its tokens per second, by seconds of its training.
@@ -337,6 +360,7 @@ class Replica:
 
     def restart(self) -> None:
         """Forget all lines: the file is read again."""
+        self.first: StepMetrics | None = None
         self.last: StepMetrics | None = None
         self.loss = Curve()
         self.speed = Curve()
@@ -366,6 +390,7 @@ class Replica:
 
     def _take_step(self, line: StepMetrics) -> tuple[StepMetrics, StepMetrics | None]:
         before = self.last if self.last is not None and self.last.step < line.step else None
+        self.first = self.first or line
         self.last, self.error = line, ""  # a resumed run goes on after an error
         if before is not None:
             self._interval_s = max(0.0, line.time_s - before.time_s)
@@ -538,7 +563,7 @@ class Sources:
         """Count a transfer that only the recorder reports, once it has ended."""
         if end.done_s is not None or end.error:
             self.links.setdefault(rank, LinkTotals(rank)).add(
-                peer=end.peer, is_sent=end.direction == "sent", num_bytes=end.num_bytes,
+                peer=end.peer, is_sent=end.direction == "sent", num_bytes=end.num_bytes, started_s=end.posted_s,
                 done_s=end.posted_s if end.done_s is None else end.done_s, failed=bool(end.error),
             )  # fmt: skip
 
@@ -551,7 +576,7 @@ class Sources:
         transfer = converted(line, TransferEntry)
         links.add(
             peer=transfer.peer, is_sent=transfer.direction == "sent", num_bytes=transfer.wire_bytes,
-            done_s=transfer.finished_s, failed=bool(transfer.error),
+            started_s=transfer.started_s, done_s=transfer.finished_s, failed=bool(transfer.error),
         )  # fmt: skip
         if transfer.kind == "round" and not window.is_recorded:
             window.add_transfer(line, room=room_for(len(self.windows)))

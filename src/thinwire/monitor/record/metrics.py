@@ -2,54 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.errors import MissingExtra
 from thinwire.events import Totals, Transfer, TransferLog
+from thinwire.monitor.run_numbers import SendRate
 from thinwire.monitor.runlog.writer import JsonlWriter
+from thinwire.transport.tcp_stats import ConnectionStats
 
-WINDOW_S = 0.1
-_MAX_WINDOWS = 20_000
+SAMPLE_S = 0.25
+_JOIN_S = 5.0
 _NOTHING = Totals()
 _COUNTS = ("messages", "payload_bytes", "wire_bytes")
+Connections = Callable[[], Mapping[Hashable, ConnectionStats]]
 
 
-class Peak:
-    """The highest rate in any window of 100 ms, kept up as transfers come.
+class KernelCounts:
+    """Bytes that a replica's connections transmitted and saw acknowledged, over all of them, from their kernel.
 
-    Each transfer is spread evenly over its time, as `thinwire.events.rates` does.
+    A connection counts from when it is first seen: its earlier bytes belong to an unknown time.
+
+    Attributes:
+        transmitted: Bytes passed on to the network, each counted once.
+        acknowledged: Bytes that the other ends have acknowledged; negative while earlier ones are on their way.
 
     Example:
-        >>> peak = Peak()
-        >>> peak.bits_per_s
-        0.0
+        >>> counts = KernelCounts()
+        >>> for transmitted, acknowledged in ((900, 800), (1900, 1500)):
+        ...     one = ConnectionStats(
+        ...         silence_s=0, rtt_s=0, sent_bytes=acknowledged, received_bytes=0, transmitted_bytes=transmitted
+        ...     )
+        ...     counts.update({"a": one})
+        >>> counts.transmitted, counts.acknowledged
+        (1000, 600)
     """
 
-    def __init__(self, bits_per_s: float = 0.0) -> None:
-        self.bits_per_s = bits_per_s
-        self._bits: dict[int, float] = {}
+    def __init__(self) -> None:
+        self.transmitted = self.acknowledged = 0
+        self._latest: dict[Hashable, tuple[int, int]] = {}
 
-    def add(self, *, started_s: float, finished_s: float, wire_bytes: int) -> None:
-        """Take in one transfer."""
-        first = math.floor(started_s / WINDOW_S)
-        last = max(first, math.floor(finished_s / WINDOW_S))
-        for window in range(first, last + 1):
-            share = 1.0
-            if last > first:
-                begin, end = max(started_s, window * WINDOW_S), min(finished_s, (window + 1) * WINDOW_S)
-                share = max(0.0, end - begin) / (finished_s - started_s)
-            self._bits[window] = self._bits.get(window, 0.0) + 8 * wire_bytes * share
-            self.bits_per_s = max(self.bits_per_s, self._bits[window] / WINDOW_S)
-        if len(self._bits) > _MAX_WINDOWS:
-            # no transfer takes that long: what is old is in the maximum already
-            for window in sorted(self._bits)[: _MAX_WINDOWS // 2]:
-                del self._bits[window]
+    def update(self, found: Mapping[Hashable, ConnectionStats]) -> None:
+        """Add what the connections carried since the last call."""
+        for key, one in found.items():
+            transmitted, acknowledged = one.transmitted_bytes, one.sent_bytes
+            before = self._latest.get(key)
+            if before is None or transmitted < before[0] or acknowledged < before[1]:  # a new connection
+                before = transmitted, transmitted
+            self.transmitted += transmitted - before[0]
+            self.acknowledged += acknowledged - before[1]
+            self._latest[key] = transmitted, acknowledged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +71,7 @@ class ReplicaCounts:
         stalled_s: Seconds its training thread waited for the wire.
         sent: Messages and bytes sent.
         received: Messages and bytes received.
-        peak_bits_per_s: Highest rate of sending in any 100 ms.
+        peak_bits_per_s: Peak rate of sending, see `thinwire.monitor.run_numbers`.
     """
 
     time_s: float = 0.0
@@ -92,15 +101,18 @@ class Meter:
         log: The transport's records, streamed to the file as they come.
         loggers: Receive the same values.
         warn: Receives a warning if the disk is full.
+        connections: Returns the kernel's statistics of the transport's connections. Where there are none, rates are
+            those of messages whose sending has ended.
 
     Attributes:
         tokens: Tokens trained on so far.
         latest_loss: Mean over the steps of the latest line, NaN before the first.
+        latest: Counts of the latest line.
     """
 
     def __init__(
         self, run_dir: Path, *, replica: int, log: TransferLog, loggers: tuple[Logger, ...] = (),
-        warn: Callable[[str], None] = lambda text: None,
+        warn: Callable[[str], None] = lambda text: None, connections: Connections = dict,
     ) -> None:  # fmt: skip
         self._paths = run_dir / f"metrics-replica-{replica}.jsonl", run_dir / f"transfers-replica-{replica}.jsonl"
         self._metrics, self._transfers = (JsonlWriter(path, warn=warn) for path in self._paths)
@@ -108,9 +120,14 @@ class Meter:
         self._log = log
         self._origin_s = time.monotonic()
         self._carried = ReplicaCounts()
-        self._peak = Peak()
+        self._connections = connections
+        self._kernel, self._has_kernel = KernelCounts(), False
+        self._rate = SendRate()
+        self._rate_lock = threading.Lock()
+        self._stop = threading.Event()
+        self._sampler = threading.Thread(target=self._watch_rate, name="thinwire-rate", daemon=True)
         self.tokens = 0
-        self._last = ReplicaCounts()
+        self.latest = ReplicaCounts()
         self._losses: list[Any] = []
         self.latest_loss = math.nan
         self._start_s = 0.0
@@ -121,6 +138,8 @@ class Meter:
         for transfer in self._log:
             self._record(transfer)
         self._log.add_sink(self._record)
+        self._sample_rate(is_line=True)
+        self._sampler.start()
 
     def read(self, *, stalled_s: float) -> ReplicaCounts:
         """Return the counts now; `stalled_s` is the time that this process's training thread waited for the network."""
@@ -128,7 +147,7 @@ class Meter:
         return ReplicaCounts(
             time_s=time.monotonic() - self._origin_s, tokens=self.tokens, stalled_s=carried.stalled_s + stalled_s,
             sent=_sum(carried.sent, self._log.totals("sent")),
-            received=_sum(carried.received, self._log.totals("received")), peak_bits_per_s=self._peak.bits_per_s,
+            received=_sum(carried.received, self._log.totals("received")), peak_bits_per_s=self._rate.peak_bits_per_s,
         )  # fmt: skip
 
     def train_step(self, loss: Any, *, tokens: int) -> None:
@@ -136,20 +155,27 @@ class Meter:
         self._losses.append(loss)
         self.tokens += tokens
 
+    def interval_loss(self) -> float:
+        """Return the mean loss over the steps since the latest line, or that line's without a step."""
+        if not self._losses:
+            return self.latest_loss
+        return math.fsum(float(value) for value in self._losses) / len(self._losses)
+
     def write_step(self, step: int, *, stalled_s: float, rounds_in_flight: int) -> None:
         """Write a line about the steps since the last one."""
-        now, last = self.read(stalled_s=stalled_s), self._last
+        sent_bits_per_s = self._sample_rate(is_line=True)
+        now, last = self.read(stalled_s=stalled_s), self.latest
         elapsed_s = max(now.time_s - last.time_s, 1e-9)
-        loss = math.fsum(float(value) for value in self._losses) / max(1, len(self._losses))
+        loss = self.interval_loss()
         self._losses.clear()
         self.latest_loss = loss
-        self._last = now
+        self.latest = now
         line = {
             "kind": "step", "step": step, "time_s": round(now.time_s, 4), "loss": loss, "tokens": now.tokens,
             "tokens_per_s": round((now.tokens - last.tokens) / elapsed_s, 2),
             "compute_fraction": round(max(0.0, 1 - (now.stalled_s - last.stalled_s) / elapsed_s), 5),
             "sent_bytes": now.sent.wire_bytes, "received_bytes": now.received.wire_bytes,
-            "sent_bits_per_s": round(8 * (now.sent.wire_bytes - last.sent.wire_bytes) / elapsed_s, 1),
+            "stalled_s": round(now.stalled_s, 4), "sent_bits_per_s": round(sent_bits_per_s, 1),
             "peak_bits_per_s": round(now.peak_bits_per_s, 1), "rounds_in_flight": rounds_in_flight,
         }  # fmt: skip
         self._write(line, step=step)
@@ -182,7 +208,7 @@ class Meter:
         return {
             "time_s": now.time_s, "tokens": now.tokens, "stalled_s": now.stalled_s,
             "peak_bits_per_s": now.peak_bits_per_s, "losses": [float(loss) for loss in self._losses],
-            "last": [self._last.time_s, self._last.tokens, self._last.stalled_s, self._last.sent.wire_bytes],
+            "last": [self.latest.time_s, self.latest.tokens, self.latest.stalled_s, self.latest.sent.wire_bytes],
             "file_bytes": [path.stat().st_size for path in self._paths], **counts,
         }  # fmt: skip
 
@@ -190,13 +216,13 @@ class Meter:
         """Go on counting from a checkpoint, and cut off the lines written after it."""
         sent, received = (Totals(**dict(zip(_COUNTS, state[name], strict=True))) for name in ("sent", "received"))
         self._carried = ReplicaCounts(stalled_s=state["stalled_s"], sent=sent, received=received)
-        self._peak = Peak(state["peak_bits_per_s"])
+        self._rate = SendRate(state["peak_bits_per_s"])
         self._origin_s = time.monotonic() - state["time_s"]
         self.tokens = state["tokens"]
         self._losses = list(state["losses"])
         time_s, tokens, stalled_s, sent_bytes = state["last"]
         last = ReplicaCounts(time_s=time_s, tokens=tokens, stalled_s=stalled_s)
-        self._last = replace(last, sent=Totals(wire_bytes=sent_bytes))
+        self.latest = replace(last, sent=Totals(wire_bytes=sent_bytes))
         for file, path, size in zip((self._metrics, self._transfers), self._paths, state["file_bytes"], strict=True):
             file.flush()
             if path.stat().st_size > size:
@@ -209,10 +235,35 @@ class Meter:
 
     def close(self) -> None:
         """Flush and close."""
+        self._stop.set()
+        if self._sampler.is_alive():
+            self._sampler.join(_JOIN_S)
         for logger in self._loggers:
             logger.close()
         self._metrics.close()
         self._transfers.close()
+
+    def _watch_rate(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            self._sample_rate()
+
+    def _sample_rate(self, *, is_line: bool = False) -> float:
+        """Read the counters of sending; for a line, return the rate since the one before."""
+        with self._rate_lock:
+            began_s = time.monotonic()
+            with contextlib.suppress(OSError):  # no descriptor is left
+                found = self._connections()
+                if found and not self._has_kernel:
+                    self._has_kernel = True
+                    self._rate.restart()
+                self._kernel.update(found)
+            sent = self._log.totals("sent").wire_bytes
+            transmitted = self._kernel.transmitted if self._has_kernel else sent
+            acknowledged = self._kernel.acknowledged if self._has_kernel else sent
+            self._rate.add(
+                began_s=began_s, ended_s=time.monotonic(), transmitted=transmitted, acknowledged=acknowledged
+            )
+            return self._rate.since_mark() if is_line else 0.0
 
     def _write(self, line: dict[str, Any], *, step: int) -> None:
         self._metrics.write(json.dumps(line, separators=(",", ":")), is_last=True)
@@ -227,8 +278,6 @@ class Meter:
         # the set-up came before the clock began
         started_s = max(self._start_s, transfer.started_s - self._origin_s)
         finished_s = max(started_s, transfer.finished_s - self._origin_s)
-        if transfer.direction == "sent" and not transfer.error:
-            self._peak.add(started_s=started_s, finished_s=finished_s, wire_bytes=transfer.wire_bytes)
         own = replace(transfer, started_s=round(started_s, 6), finished_s=round(finished_s, 6))
         self._transfers.write(own.to_json())
 

@@ -35,6 +35,9 @@ font-variant-numeric:tabular-nums}
 .chart .leader{stroke:var(--dim);stroke-width:.6;fill:none;opacity:.6}
 .chart .line{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
 .chart .faint{stroke-width:1.2;opacity:.5}
+.chart .thin{stroke-width:1.3}
+.chart .main{stroke:var(--ink);stroke-width:2.2}
+.chart .main-dot{fill:var(--ink)}
 .chart .again{stroke-dasharray:6 3}
 .chart .area{stroke:none;opacity:.85}
 .chart .hover{fill:transparent;stroke:none}
@@ -60,6 +63,8 @@ h2{font-size:18px;margin:40px 0 12px}
 h3{font-size:15px;margin:0 0 10px}
 .headline{font-size:clamp(20px,2.4vw,28px);line-height:1.3;font-weight:600;margin:0 0 24px;
 max-width:36em;text-wrap:balance}
+.whole{white-space:nowrap}
+summary{font-size:18px;font-weight:700;margin:40px 0 12px;cursor:pointer}
 .headline b{color:var(--strong);white-space:nowrap;font-weight:700}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:20px}
 .card{background:var(--card);border:1px solid var(--edge);border-radius:10px;padding:18px 20px;margin:0;min-width:0}
@@ -81,6 +86,11 @@ td{font-weight:600;overflow-wrap:anywhere}
 .many thead th{color:var(--quiet);font-size:13px;font-weight:600}
 .many tbody th{color:var(--text);font-weight:600}.many td{font-weight:400}
 pre span{white-space:pre}
+h4{font-size:14px;margin:0 0 6px;color:var(--quiet);font-weight:600}
+.sample{margin-bottom:16px}.sample h3{overflow-wrap:anywhere}
+.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,300px),1fr));gap:18px}
+.pair>div{min-width:0}.pair pre{overflow-wrap:anywhere}
+a{color:var(--strong)}
 .note{border-left:3px solid var(--strong);padding:2px 0 2px 12px;margin:0 0 12px;overflow-wrap:anywhere}
 pre{margin:0;white-space:pre-wrap;overflow-x:auto;
 font:14px/1.6 ui-monospace,"DejaVu Sans Mono",Menlo,Consolas,monospace}
@@ -182,14 +192,26 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartSeries:
-    """One line; points that are not finite break it. A faint line stands behind the others."""
+    """One line; points that are not finite break it. Faint and thin lines are drawn first; the main one is in ink."""
 
     name: str
     points: tuple[Point, ...]
     colour: int = 0
     label: str = ""
     is_faint: bool = False
+    is_thin: bool = False
+    is_main: bool = False
     has_dots: bool = False
+
+    def line_style(self) -> str:
+        """Return the style classes of the line."""
+        colour = "main" if self.is_main else f"s{self.colour % COLOURS}"
+        more = "faint" if self.is_faint else "again" if self.colour >= COLOURS else "thin" if self.is_thin else ""
+        return f"line {colour} {more}".rstrip()
+
+    def dot_style(self) -> str:
+        """Return the style class of a point."""
+        return "main-dot" if self.is_main else f"f{self.colour % COLOURS}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +261,7 @@ def line_chart(chart: Chart) -> str:
     parts = frame(x, y)
     if chart.marker:
         parts += _marker(chart.marker, x)
-    for one, kept in sorted(series, key=lambda pair: not pair[0].is_faint):
+    for one, kept in sorted(series, key=lambda pair: not (pair[0].is_faint or pair[0].is_thin)):
         parts += _line(one, kept, x, y)
     ends = [(one, [p for p in kept if p is not None][-1]) for one, kept in series if one.label and any(kept)]
     return svg(chart.title, HEIGHT, parts + _labels(ends, x, y))
@@ -296,8 +318,7 @@ def spread(places: Sequence[float], *, gap: float, low: float, high: float) -> l
 
 
 def _line(one: ChartSeries, kept: list[Point | None], x: Scale, y: Scale) -> list[str]:
-    colour, parts = one.colour % COLOURS, []
-    style = "faint" if one.is_faint else "again" if one.colour >= COLOURS else ""
+    parts = []
     runs: list[list[Point]] = [[]]
     for point in kept:
         if point is None:
@@ -307,16 +328,16 @@ def _line(one: ChartSeries, kept: list[Point | None], x: Scale, y: Scale) -> lis
     for run in runs:
         if len(run) > 1:
             places = " ".join(f"{x(px):.1f},{y(py):.1f}" for px, py in run)
-            parts.append(f'<polyline class="line s{colour} {style}" points="{places}"/>')
+            parts.append(f'<polyline class="{one.line_style()}" points="{places}"/>')
         elif run:
-            parts.append(f'<circle class="f{colour}" cx="{x(run[0][0]):.1f}" cy="{y(run[0][1]):.1f}" r="3"/>')
+            parts.append(f'<circle class="{one.dot_style()}" cx="{x(run[0][0]):.1f}" cy="{y(run[0][1]):.1f}" r="3"/>')
     drawn = [point for run in runs for point in run]
     every = math.ceil(len(drawn) / _MOST_TOOLTIPS) or 1
     for px, py in () if one.is_faint else drawn[::-1][::every]:
         words = f"{one.name}: {y.axis.write(py)} at {x.axis.write(px)}"
         dot = f'class="hover" cx="{x(px):.1f}" cy="{y(py):.1f}" r="4"'
         if one.has_dots and every == 1:
-            parts.append(f'<circle class="f{colour}" cx="{x(px):.1f}" cy="{y(py):.1f}" r="2.6"/>')
+            parts.append(f'<circle class="{one.dot_style()}" cx="{x(px):.1f}" cy="{y(py):.1f}" r="2.6"/>')
         parts.append(f"<circle {dot}><title>{escape(words)}</title></circle>")
     return parts
 
@@ -328,9 +349,8 @@ def _labels(ends: Sequence[tuple[ChartSeries, Point]], x: Scale, y: Scale) -> li
         px, py, at = x(point[0]), y(point[1]), x.stop + 6
         if x.stop - px < 12 and 2 < abs(place - py) < 2 * _LINE:
             parts.append(f'<polyline class="leader" points="{px + 2:.1f},{py:.1f} {at - 2:.1f},{place:.1f}"/>')
-        again = " again" if one.colour >= COLOURS and not one.is_faint else ""
         swatch = f'x1="{at:.1f}" x2="{at + 10:.1f}" y1="{place:.1f}" y2="{place:.1f}"'
-        parts.append(f'<line class="line s{one.colour % COLOURS}{again}" {swatch}/>')
+        parts.append(f'<line class="{one.line_style().replace(" faint", "")}" {swatch}/>')
         parts.append(text(at + 14, place + 4, _short(one.label), style="label"))
     return parts
 
@@ -372,7 +392,7 @@ def empty_chart(title: str, words: str) -> str:
     return svg(title, 120, [text(WIDTH / 2, 60, words, anchor="middle")])
 
 
-_LEFT, _RIGHT, _BINS = 74.0, 88.0, 240
+_LEFT, _RIGHT, _BINS = 74.0, 118.0, 240
 _HIGHEST, _LOWEST, _ALL = 90.0, 20.0, 200.0
 
 
@@ -436,7 +456,7 @@ def _lane(lane: Lane, x: Scale, *, width: float, top: float, base: float, height
     shape = f'<polygon class="area f{lane.colour % COLOURS}" points="{" ".join(places)}">'
     return [
         f'<line class="grid" x1="{x.start:.1f}" x2="{x.stop:.1f}" y1="{base:.1f}" y2="{base:.1f}"/>',
-        f"{shape}<title>{escape(lane.name)}: peak {escape(lane.note)}</title></polygon>",
+        f"{shape}<title>{escape(lane.name)}: {escape(lane.note)}</title></polygon>",
         text(x.start - 8, base - 2, lane.name, anchor="end", style="label"),
         text(x.stop + 8, base - 2, lane.note),
     ]

@@ -10,13 +10,14 @@ from typing import Any
 
 from thinwire.monitor.report.charts import escape
 from thinwire.monitor.report.figures import figures_of_runs
-from thinwire.monitor.report.report import gallery, grid, page, times_fewer, write_page
+from thinwire.monitor.report.report import gallery, grid, page, write_page
+from thinwire.monitor.run_numbers import RunNumbers
 from thinwire.monitor.runlog.run_folder import RunRecord, Summary, read_run, setting
-from thinwire.units import format_bytes, format_count, format_rate, format_seconds
+from thinwire.units import format_bytes, format_count
 
 HEAD = (
     "run", "method", "replicas", "steps", "tokens", "val loss", "gap", "wall time", "tokens/s", "sent each",
-    "times less", "peak rate", "computing",
+    "times fewer", "mean rate", "peak rate", "waiting",
 )  # fmt: skip
 _TOKENS_TOLERANCE = 0.01
 
@@ -36,21 +37,25 @@ class ComparedRun:
     summary: Summary
     gap_percent: float | None
 
+    @property
+    def numbers(self) -> RunNumbers:
+        """Numbers of the run, defined in `thinwire.monitor.run_numbers`."""
+        return RunNumbers.of_summary(self.summary)
+
     def cells(self) -> tuple[str, ...]:
         """Return the row as text, in the order of `HEAD`."""
-        one, times = self.summary, times_fewer(self.summary)
+        one, text = self.summary, self.numbers.texts()
         return (
             self.name, one.method, str(one.replicas), f"{one.steps:,}", format_count(one.tokens),
             f"{one.val_loss:.4f}", "-" if self.gap_percent is None else f"{self.gap_percent:+.2f} %",
-            format_seconds(one.wall_s), format_count(one.tokens_per_s), format_bytes(one.wire_bytes_sent),
-            "-" if times is None else f"{times:,.1f}", format_rate(one.peak_bits_per_s),
-            f"{100 * one.compute_utilisation:.1f} %",
+            text["wall_s"], format_count(one.tokens_per_s), text["sent_bytes"], text["times_fewer_bytes"],
+            text["mean_bits_per_s"], text["peak_bits_per_s"], text["waiting"],
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as an object for JSON; a number that is not finite becomes null."""
         values = {name: getattr(self.summary, name) for name in _COMPARED}
-        values |= {"gap_percent": self.gap_percent, "times_fewer_bytes": times_fewer(self.summary)}
+        values |= {"gap_percent": self.gap_percent, **self.numbers.to_json()}
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         return {"name": self.name, "path": self.path, **finite}
 

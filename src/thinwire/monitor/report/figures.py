@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from thinwire.events import Transfer, rates
 from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, Lane, Point, lane_chart, line_chart
+from thinwire.monitor.run_numbers import RATE_WINDOW_S
 from thinwire.monitor.runlog.run_folder import EvaluationMetrics, RunRecord
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
-WINDOW_S = 0.1
-_MOST_WINDOWS = 1_000_000  # 100 ms windows for more than a day; a longer run gets wider ones
+_MOST_WINDOWS = 10_000  # a longer run gets wider ones
 _MOST_LABELS = 8
 
 
@@ -64,19 +63,23 @@ def loss_axis() -> Axis:
 def loss_against_tokens(run: RunRecord) -> Figure:
     """Draw every replica's training loss and the validation loss of the global parameters, against all tokens."""
     count = tokens_per_step(run)
+    many = len(run.replicas) > _MOST_LABELS
+    first = min(run.replicas, default=0)
     training = [
         ChartSeries(
             name=f"training, replica {replica}",
             points=tuple((line.step * count, line.loss) for line in record.steps),
-            colour=7,
-            label="training" if replica == min(run.replicas) else "",
-            is_faint=True,
+            colour=7 if many else replica,
+            label=f"replica {replica}" if not many else "training" if replica == first else "",
+            is_faint=many,
+            is_thin=True,
         )
         for replica, record in run.replicas.items()
     ]
     validation = ChartSeries(
         name="validation",
         label="validation",
+        is_main=True,
         has_dots=True,
         points=tuple((e.step * count, e.val_loss) for e in evaluations(run)),
     )
@@ -84,7 +87,8 @@ def loss_against_tokens(run: RunRecord) -> Figure:
     note = f" The training loss was not finite at {broken} of the log lines." if broken else ""
     chart = Chart(title="Loss against tokens", x=tokens_axis(), y=loss_axis(), series=(*training, validation))
     caption = (
-        "Validation: the global parameters on held-out text. Training: mean of each log interval, one line a replica."
+        "Validation: loss of the global parameters on held-out text. Replicas: training loss of each, mean of each "
+        "log interval."
     )
     return Figure(heading=chart.title, svg=line_chart(chart), caption=caption + note)
 
@@ -92,9 +96,11 @@ def loss_against_tokens(run: RunRecord) -> Figure:
 def loss_against_bytes(run: RunRecord) -> Figure:
     """Draw the same losses against the bytes that one replica has sent, and where an all-reduce would end."""
     training = ChartSeries(
-        name="training", label="training", colour=7, is_faint=True, points=mean_loss_against_bytes(run)
+        name="training", label="training", colour=7, is_thin=True, points=mean_loss_against_bytes(run)
     )
-    validation = ChartSeries(name="validation", label="validation", has_dots=True, points=validation_against_bytes(run))
+    validation = ChartSeries(
+        name="validation", label="validation", is_main=True, has_dots=True, points=validation_against_bytes(run)
+    )
     summary = run.finished()
     would, marker = summary.allreduce_bytes, None
     if would > 0 and summary.wire_bytes_sent > 0 and would > 1.2 * summary.wire_bytes_sent:
@@ -107,30 +113,32 @@ def loss_against_bytes(run: RunRecord) -> Figure:
         marker=marker,
         empty="nothing was sent",
     )
-    caption = "Wire bytes, headers included, mean over replicas. Further left at the same loss is better."
+    caption = "Bytes sent, mean over replicas. Further left at the same loss is better."
     return Figure(heading=chart.title, svg=line_chart(chart), caption=caption)
 
 
 def wire_rate(run: RunRecord) -> Figure:
-    """Draw what each replica sent in each 100 ms."""
-    sent = {
-        n: [t for t in record.transfers if t.direction == "sent" and not t.error] for n, record in run.replicas.items()
-    }
-    window_s = _window_s([t for transfers in sent.values() for t in transfers])
+    """Draw the rate at which each replica sent, mean of each log interval."""
+    span_s = _end_s(run)
+    window_s = max(RATE_WINDOW_S, span_s / _MOST_WINDOWS)
     lanes = []
-    for replica, transfers in sent.items():
-        points = tuple(point for point in rates(transfers, window_s=window_s) if point[0] >= 0)
-        peak = max((rate for _, rate in points), default=0.0)
-        lanes.append(Lane(name=f"replica {replica}", points=points, note=format_rate(peak), colour=replica))
-    svg = lane_chart(
-        "Rate on the wire", lanes, x=time_axis(), width=window_s, until=_end_s(run), empty="nothing was sent"
-    )
-    window = trimmed(format_seconds(window_s))
+    for replica, record in run.replicas.items():
+        points, before_s = [], 0.0
+        for line in record.steps:
+            first, last = math.ceil(before_s / window_s), math.ceil(line.time_s / window_s)
+            points += [(number * window_s, line.sent_bits_per_s) for number in range(first, last)]
+            before_s = line.time_s
+        peak = record.steps[-1].peak_bits_per_s if record.steps else 0.0
+        lanes.append(
+            Lane(name=f"replica {replica}", points=tuple(points), note=f"peak {format_rate(peak)}", colour=replica)
+        )
+    highest = max((rate for lane in lanes for _, rate in lane.points), default=0.0)
+    svg = lane_chart("Rate on the wire", lanes, x=time_axis(), width=window_s, until=span_s, empty="nothing was sent")
     caption = (
-        f"Sent by each replica: the highest {window} window at each place. All lanes share one scale; the number at "
-        "the right is the lane's peak."
+        "Rate of sending, mean of each log interval, by the counts of each replica's kernel. All replicas share one "
+        f"scale: the tallest bar is {format_rate(highest)}. Peak: the replica's highest rate over 1 s."
     )
-    return Figure(heading="Rate on the wire against time", svg=svg, caption=caption)
+    return Figure(heading="Rate on the wire", svg=svg, caption=caption)
 
 
 def utilisation(run: RunRecord) -> Figure:
@@ -145,10 +153,10 @@ def utilisation(run: RunRecord) -> Figure:
         )
         for replica, record in run.replicas.items()
     )
-    y = Axis(label="time spent computing", write=lambda v: f"{100 * v:.3g} %", include=(0.0, 1.0))
-    chart = Chart(title="Compute utilisation", x=time_axis(), y=y, series=lines)
-    caption = "The rest is time in which a replica stood still and waited for the wire."
-    return Figure(heading="Compute utilisation against time", svg=line_chart(chart), caption=caption)
+    y = Axis(label="share of time", write=lambda v: f"{100 * v:.3g} %", include=(0.0, 1.0))
+    chart = Chart(title="Time spent computing", x=time_axis(), y=y, series=lines)
+    caption = "In the rest of the time a replica waited for the network."
+    return Figure(heading="Time spent computing", svg=line_chart(chart), caption=caption)
 
 
 def evaluations(run: RunRecord) -> list[EvaluationMetrics]:
@@ -220,9 +228,7 @@ def figures_of_runs(runs: Mapping[str, RunRecord]) -> Sequence[Figure]:
     )
     return [
         Figure(heading=first.title, svg=line_chart(first), caption="Loss of the global parameters on held-out text."),
-        Figure(
-            heading=second.title, svg=line_chart(second), caption="Wire bytes, headers included, mean over replicas."
-        ),
+        Figure(heading=second.title, svg=line_chart(second), caption="Bytes sent, mean over replicas."),
     ]
 
 
@@ -233,13 +239,6 @@ def _time(seconds: float) -> str:
     if 60 <= seconds < 3600 and seconds % 60 == 0:
         return f"{seconds / 60:.0f} min"
     return trimmed(format_seconds(seconds))
-
-
-def _window_s(transfers: Sequence[Transfer]) -> float:
-    if not transfers:
-        return WINDOW_S
-    span_s = max(t.finished_s for t in transfers) - min(t.started_s for t in transfers)
-    return max(WINDOW_S, span_s / _MOST_WINDOWS)
 
 
 def _end_s(run: RunRecord) -> float:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.files import write_whole
+from thinwire.errors import DataError
+from thinwire.files import open_regular, write_whole
 from thinwire.monitor.dashboard.findings_reader import Actions, Findings, downtime_rows
 from thinwire.monitor.dashboard.sources import ObjectFile, RejectedLines
 from thinwire.monitor.report import figures
 from thinwire.monitor.report.charts import CHART, PAGE, escape
 from thinwire.monitor.report.figures import Figure
-from thinwire.monitor.runlog.reader import parse_object
-from thinwire.monitor.runlog.run_folder import RunRecord, Summary, read_run
+from thinwire.monitor.run_numbers import LABELS, RunNumbers, format_times
+from thinwire.monitor.runlog.reader import converted, parse_object
+from thinwire.monitor.runlog.run_folder import SUMMARY, RunRecord, Summary, read_outcome, read_run, setting
 from thinwire.monitor.runlog.tailer import JsonlTailer
-from thinwire.units import format_bytes, format_count, format_moment, format_rate, format_seconds
+from thinwire.units import format_bytes, format_count, format_moment
 from thinwire.version import __version__
 
 _POLICY = (
@@ -93,36 +96,38 @@ def write_page(path: Path, content: str) -> None:
     write_whole(path, content)
 
 
-_NOTHING = "No finding was written: nothing broke, or the run had no live diagnosis."
+_NO_FINDINGS = "No findings."
+_NO_DIAGNOSIS = "No findings: the run had no live diagnosis (--on-finding off)."
 _ROWS = {
-    "post_checkpoint_s": "work done again since the last checkpoint",
-    "detection_s": "until the fault was noticed",
-    "diagnosis_s": "until its place was known",
-    "reinitialisation_s": "until training went on",
+    "post_checkpoint_s": "steps repeated since the last checkpoint",
+    "detection_s": "from the fault to its detection",
+    "diagnosis_s": "from detection to diagnosis",
+    "reinitialisation_s": "restart, until training went on",
 }
 
 
-def trouble(folder: Path) -> list[str]:
-    """Return a section on faults as parts of HTML; the files are untrusted, and rejected lines are listed.
+def trouble(folder: Path, *, is_diagnosed: bool = True) -> list[str]:
+    """Return a section on findings as parts of HTML; the files are untrusted, and rejected lines are listed.
 
     Args:
         folder: The run's folder, with `findings.jsonl`, `actions.jsonl` and `downtime.json` where they were written.
+        is_diagnosed: Whether the run had a live diagnosis.
     """
     refused, findings, actions = RejectedLines(), Findings(), Actions()
     _read(folder / "findings.jsonl", findings, refused)
     _read(folder / "actions.jsonl", actions, refused)
     found, done = findings.to_json(), actions.to_json()
-    parts = ["<h2>What broke</h2>", *(_finding(one) for one in sorted(found, key=lambda one: one["at"] or 0.0))]
+    parts = ["<h2>Findings</h2>", *(_finding(one) for one in sorted(found, key=lambda one: one["at"] or 0.0))]
     if not found:
-        parts.append(f"<p>{_NOTHING}</p>")
+        parts.append(f"<p>{_NO_FINDINGS if is_diagnosed else _NO_DIAGNOSIS}</p>")
     if done:
-        head = ("when", "what was done", "why", "to whom and with which result")
+        head = ("when", "action", "reason", "target and result")
         rows = [
             (format_moment(one["at"]), f"{one['action']}{' (dry run: not done)' if one['is_dry_run'] else ''}",
              one["why"], ": ".join(filter(None, (one["target"], one["result"]))))
             for one in reversed(done)
         ]  # fmt: skip
-        parts += ["<h3>What was done</h3>", grid(head, rows)]
+        parts += ["<h3>Actions</h3>", grid(head, rows)]
     parts += _lost(folder / "downtime.json", refused)
     return [*parts, *(f'<p class="note">{escape(f"Not read: {words}")}</p>' for words in refused.quoted())]
 
@@ -166,14 +171,32 @@ def _lost(path: Path, refused: RejectedLines) -> list[str]:
         return []
     rows = [(label, f"{lost[name]:.1f} s") for name, label in _ROWS.items() if name in lost]
     total_s, run_s = lost.get("total_s"), lost.get("run_s")
+    if total_s == 0:
+        return [f"<p>No time was lost to faults and restarts{f' in {run_s:.1f} s' if run_s else ''}.</p>"]
     if total_s is not None:
         share = f" of {run_s:.1f} s, {100 * total_s / run_s:.1f} %" if run_s else ""
-        rows.append(("together", f"{total_s:.1f} s{share}"))
+        rows.append(("total", f"{total_s:.1f} s{share}"))
     return ["<h3>Time lost</h3>", facts(rows)] if rows else []
 
 
-REPORT = "report.html"
+REPORT, SAMPLES, MODEL = "report.html", "samples.json", "model"
+BASELINE = "all-reduce"
 _MOST_WARNINGS = 10
+_MOST_SAMPLES, _MOST_SAMPLE_TEXT, _MOST_SAMPLE_BYTES = 12, 4000, 256 * 1024
+# Folders beside the run's that are searched for a baseline.
+_MOST_FOLDERS = 1000
+# Below this ratio of bytes, and this gap of the loss in percent, there is no difference to report.
+_NO_GAIN, _NO_GAP_PERCENT = 1.05, 0.05
+_ALL_REDUCE = '<span class="whole">all-reduce</span>'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSample:
+    """A prompt, and the text that followed it before and after training."""
+
+    prompt: str
+    before: str = ""
+    after: str = ""
 
 
 def write_report(run: Path, *, command: str) -> Path:
@@ -204,18 +227,61 @@ def render_report(run: RunRecord, *, command: str) -> str:
     drawn += [figures.wire_rate(run), figures.utilisation(run)]
     ending = {name: run.raw_summary.get(name) for name in ("machine", "global_parameters_sha256")}
     parts = [
-        f'<p class="headline">{headline(summary)}</p>',
+        f'<p class="headline">{headline(summary, find_baseline(run))}</p>',
         *(f'<p class="note">{escape(note)}</p>' for note in [*failed, *warnings(run)]),
-        facts(results(summary)),
         "<h2>Figures</h2>",
         gallery(drawn),
-        *trouble(run.path),
-        "<h2>Do it again</h2>",
+        "<h2>Numbers</h2>",
+        facts(results(summary)),
+        *_model(run.path),
+        *samples(run.path),
+        *trouble(run.path, is_diagnosed=setting(run.config, "run", "on_finding") != "off"),
+        "<h2>Repeat this run</h2>",
         code(command),
-        "<h2>Settings</h2>",
+        "<details><summary>Settings</summary>",
         facts([*flat(run.config), *flat(ending)], style="settings"),
+        "</details>",
     ]
     return page(f"thinwire train: {run.name}", parts=parts)
+
+
+def _model(folder: Path) -> list[str]:
+    """Return a link to the trained model, relative to the page."""
+    if not (folder / MODEL).is_dir():
+        return []
+    return [f'<p>The trained model is in the folder <a href="{MODEL}/">{MODEL}</a> beside this page.</p>']
+
+
+def samples(folder: Path) -> list[str]:
+    """Return a section on texts that the model wrote before and after training; nothing without `samples.json`.
+
+    Args:
+        folder: The run's folder. The file is untrusted: a list of objects with `prompt`, `before` and `after`.
+    """
+    try:
+        with open_regular(folder / SAMPLES) as file:
+            content = file.read(_MOST_SAMPLE_BYTES + 1)
+    except OSError:
+        return []
+    try:
+        if len(content) > _MOST_SAMPLE_BYTES:
+            raise ValueError(f"larger than {format_bytes(_MOST_SAMPLE_BYTES)}")
+        found = json.loads(content)
+        if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+            raise ValueError("no list of objects with prompt, before and after")
+        entries = [converted(one, TextSample) for one in found[:_MOST_SAMPLES]]
+    except (ValueError, RecursionError) as error:
+        return [f'<p class="note">{escape(f"Not read: {SAMPLES}: {error}")}</p>']
+    return ["<h2>Text samples</h2>", *map(_sample, entries)] if entries else []
+
+
+def _sample(one: TextSample) -> str:
+    columns = "".join(
+        f"<div><h4>{when} training</h4><pre>{escape(text[:_MOST_SAMPLE_TEXT]) or '(empty)'}</pre></div>"
+        for when, text in (("before", one.before), ("after", one.after))
+    )
+    prompt = escape(one.prompt[:_MOST_SAMPLE_TEXT])
+    return f'<div class="card sample"><h3>Prompt: {prompt}</h3><div class="pair">{columns}</div></div>'
 
 
 def warnings(run: RunRecord) -> list[str]:
@@ -225,27 +291,68 @@ def warnings(run: RunRecord) -> list[str]:
     return [*([f"{len(found):,} warnings; the last {_MOST_WARNINGS}:"] if len(found) > len(said) else []), *said]
 
 
-def headline(summary: Summary) -> str:
-    """Say what came out in one sentence, as HTML."""
-    who = f"{summary.replicas} replicas" if summary.replicas != 1 else "1 replica"
-    came = f"reached a validation loss of <b>{summary.val_loss:.3f}</b>"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineRun:
+    """A finished all-reduce run of the same training: its folder's name and its summary."""
+
+    name: str
+    summary: Summary
+
+
+def find_baseline(run: RunRecord) -> BaselineRun | None:
+    """Return the baseline among the folders beside a run's; None without one.
+
+    A baseline exchanges gradients by an all-reduce at every step, and has the run's model, data, replicas and tokens.
+    """
+    own = run.finished()
+    for folder in sorted(run.path.resolve().parent.iterdir())[:_MOST_FOLDERS]:
+        if folder == run.path.resolve() or not (folder / SUMMARY).is_file():
+            continue
+        try:
+            other, config = read_outcome(folder)
+        except DataError:
+            continue
+        is_same = (other.model, other.replicas, other.tokens) == (own.model, own.replicas, own.tokens)
+        is_same = is_same and setting(config, "data", "source") == setting(run.config, "data", "source")
+        if is_same and other.method == BASELINE and math.isfinite(other.val_loss) and other.val_loss > 0:
+            return BaselineRun(name=folder.name, summary=other)
+    return None
+
+
+def headline(summary: Summary, baseline: BaselineRun | None = None) -> str:
+    """Return the result in one sentence, as HTML: the bytes, and the loss against the baseline run."""
+    replicas = f"{summary.replicas} replicas" if summary.replicas != 1 else "1 replica"
+    loss = f"reached a validation loss of <b>{summary.val_loss:.3f}</b>"
     if not math.isfinite(summary.val_loss):
-        came = "ended <b>without a finite validation loss</b>"
+        loss = "ended <b>without a finite validation loss</b>"
+    numbers = RunNumbers.of_summary(summary)
+    times = numbers.times_fewer_bytes
     if summary.wire_bytes_sent <= 0:
-        return f"{who} {came} and sent nothing."
-    sent = f"{who} {came} and sent <b>{escape(format_bytes(summary.wire_bytes_sent))}</b> each"
-    times = times_fewer(summary)
-    if times is None:
-        return f"{sent}."
-    if times < 1.05:
-        return f"{sent}: no less than an all-reduce at every step, {format_bytes(summary.allreduce_bytes)}."
-    return f"{sent}: <b>{_times(times)} times less</b> than an all-reduce at every step."
+        return f"{replicas} sent nothing and {loss}."
+    sent = f"{replicas} sent <b>{escape(numbers.texts()['sent_bytes'])}</b> each"
+    if times is not None:
+        sent += f", <b>{format_times(times)} times fewer bytes</b> than an {_ALL_REDUCE} at every step,"
+        if times < _NO_GAIN:
+            sent = f"{sent.partition(',')[0]}, no fewer bytes than an {_ALL_REDUCE} at every step,"
+    return f"{sent} and {loss}{_against(summary, baseline)}."
+
+
+def _against(summary: Summary, baseline: BaselineRun | None) -> str:
+    if summary.method == BASELINE:
+        return "; this is a baseline run"
+    if baseline is None or not math.isfinite(summary.val_loss):
+        return "; no baseline run"
+    gap = 100 * (summary.val_loss / baseline.summary.val_loss - 1)
+    side = f"{abs(gap):.1f} % {'above' if gap > 0 else 'below'}"
+    if abs(gap) < _NO_GAP_PERCENT:
+        side = "equal to"
+    return f", <b>{side}</b> the baseline run {escape(baseline.name)} ({baseline.summary.val_loss:.3f})"
 
 
 def results(summary: Summary) -> list[tuple[str, str]]:
     """Return the rows of the table of results: names and values."""
-    times = times_fewer(summary)
     size = f" ({format_count(summary.parameters)} parameters)" if summary.parameters else ""
+    text = RunNumbers.of_summary(summary).texts()
     return [
         ("method", summary.method),
         *([("model", f"{summary.model}{size}")] if summary.model else []),
@@ -253,27 +360,12 @@ def results(summary: Summary) -> list[tuple[str, str]]:
         ("inner steps", f"{summary.steps:,}"),
         ("tokens, all replicas", f"{summary.tokens:,}"),
         ("validation loss of the global parameters", f"{summary.val_loss:.4f} nats per token"),
-        ("wall time", format_seconds(summary.wall_s)),
-        ("speed, all replicas", f"{summary.tokens_per_s:,.0f} tokens/s"),
-        (
-            "bytes on the wire, each replica",
-            f"{format_bytes(summary.wire_bytes_sent)} sent, {format_bytes(summary.wire_bytes_received)} received",
-        ),
-        ("of these, payload sent", format_bytes(summary.payload_bytes)),
-        ("peak rate in 100 ms", format_rate(summary.peak_bits_per_s)),
-        ("an all-reduce at every step would have sent", format_bytes(summary.allreduce_bytes)),
-        ("times less", _times(times) if times is not None else "-"),
-        ("time spent computing", f"{100 * summary.compute_utilisation:.1f} %"),
+        *((LABELS[name], text[name]) for name in ("wall_s", "step_s", "tokens_per_s", "waiting", "sent_bytes")),
+        ("payload among them, without message headers", format_bytes(summary.payload_bytes)),
+        *((LABELS[name], text[name]) for name in ("received_bytes", "mean_bits_per_s", "peak_bits_per_s")),
+        ("an all-reduce at every step would send", format_bytes(summary.allreduce_bytes)),
+        (LABELS["times_fewer_bytes"], text["times_fewer_bytes"]),
     ]
-
-
-def times_fewer(summary: Summary) -> float | None:
-    """Return how many times fewer bytes were sent than with an all-reduce at every step; None if nothing was sent."""
-    if summary.times_fewer_bytes is not None and math.isfinite(summary.times_fewer_bytes):
-        return summary.times_fewer_bytes
-    if summary.wire_bytes_sent <= 0 or summary.allreduce_bytes <= 0:
-        return None
-    return summary.allreduce_bytes / summary.wire_bytes_sent
 
 
 def flat(config: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -287,7 +379,3 @@ def flat(config: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[str, 
 
 def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _times(times: float) -> str:
-    return f"{times:,.0f}" if times >= 20 else f"{times:.1f}"

@@ -53,9 +53,10 @@ class StepMetrics:
         compute_fraction: Share of the time since the previous line in which it did not wait for the wire.
         sent_bytes: Wire bytes sent so far.
         received_bytes: Wire bytes received so far.
-        sent_bits_per_s: Rate since the previous line.
-        peak_bits_per_s: Highest rate in any 100 ms so far.
+        sent_bits_per_s: Rate since the previous line, see `thinwire.monitor.run_numbers`.
+        peak_bits_per_s: Peak rate so far, see there.
         rounds_in_flight: Rounds launched and not applied yet.
+        stalled_s: Seconds of waiting for the network so far; None in lines of earlier versions.
     """
 
     step: int
@@ -69,6 +70,7 @@ class StepMetrics:
     sent_bits_per_s: float
     peak_bits_per_s: float
     rounds_in_flight: int
+    stalled_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +210,16 @@ def read_run(path: Path) -> RunRecord:
         summary=None if raw is None else parse(Summary, raw, source=str(path / SUMMARY)),
         raw_summary=raw or {},
     )
+
+
+def read_outcome(path: Path) -> tuple[Summary, dict[str, Any]]:
+    """Read the summary and the configuration of a finished run, and none of its metrics.
+
+    Raises:
+        DataError: A file is missing, or is not a run's.
+    """
+    summary = parse(Summary, _read_object(path / SUMMARY), source=str(path / SUMMARY))
+    return summary, _read_object(path / CONFIG)
 
 
 def setting(config: Mapping[str, Any], section: str, name: str) -> Any:

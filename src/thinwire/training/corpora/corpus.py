@@ -38,6 +38,9 @@ from thinwire.training.corpora.tokenizers import (
     load_tokenizer,
 )
 
+# Share of documents that `thinwire train` holds out.
+HELD_OUT_FRACTION = 0.02
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
@@ -167,13 +170,13 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
-    tokenizer: str
+    tokenizer: str | Tokenizer
     vocab_size: int
     held_out_fraction: float
     max_bytes: int | None
 
     def __post_init__(self) -> None:
-        if self.tokenizer not in ("bpe", "bytes"):
+        if isinstance(self.tokenizer, str) and self.tokenizer not in ("bpe", "bytes"):
             raise ValueError(f"tokenizer must be 'bpe' or 'bytes', got {self.tokenizer!r}")
         if self.vocab_size < SMALLEST_VOCABULARY:
             raise ValueError(
@@ -187,7 +190,10 @@ class _Settings:
 
     def key(self, source: Source) -> str:
         vocab_size = self.vocab_size if self.tokenizer == "bpe" else 0
-        parts = [FORMAT_VERSION, self.tokenizer, vocab_size, self.held_out_fraction, self.max_bytes, source.listing()]
+        name = self.tokenizer
+        if not isinstance(name, str):
+            name = sha256(f"{name.end_of_text} {name.to_json()}".encode("utf-8", "surrogatepass"))
+        parts = [FORMAT_VERSION, name, vocab_size, self.held_out_fraction, self.max_bytes, source.listing()]
         return sha256(json.dumps(parts).encode("utf-8", "surrogatepass"))
 
 
@@ -195,9 +201,9 @@ def open_corpus(
     spec: str,
     *,
     cache: Path | str,
-    tokenizer: str = "bpe",
+    tokenizer: str | Tokenizer = "bpe",
     vocab_size: int = 2048,
-    held_out_fraction: float = 0.02,
+    held_out_fraction: float = HELD_OUT_FRACTION,
     max_bytes: int | None = None,
     deadline_s: float = 3600.0,
 ) -> Corpus:
@@ -209,7 +215,7 @@ def open_corpus(
         spec: `stdlib` (the running Python's sources and reference), a file or folder of .txt, .md, .py, .rst, .jsonl or
             .parquet, or `hf:NAME[:SPLIT]`.
         cache: Folder that keeps tokens and tokenizers.
-        tokenizer: `bpe`, trained on the part that is trained on, or `bytes`.
+        tokenizer: `bpe`, trained on the part that is trained on, `bytes`, or a tokenizer to encode with.
         vocab_size: Wanted number of BPE tokens, at least 257; a small corpus gives fewer.
         held_out_fraction: Share of documents that is held out, in (0, 1); see `split.divide`.
         max_bytes: Read no more than this many bytes of text.
@@ -227,27 +233,29 @@ def open_corpus(
     source = open_source(spec, cache=cache)
     key = settings.key(source)
     folder = cache / "corpora" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source.name)[:40]}-{key[:16]}"
-    corpus = _load(folder, key=key, name=source.name)
+    given = None if isinstance(tokenizer, str) else tokenizer
+    corpus = _load(folder, key=key, name=source.name, tokenizer=given)
     if corpus is None:
         with sole_builder(folder, deadline_s=deadline_s):
             # Another process may have built it while this one waited.
-            corpus = _load(folder, key=key, name=source.name)
+            corpus = _load(folder, key=key, name=source.name, tokenizer=given)
             if corpus is None:
                 _build(folder, key=key, source=source, settings=settings)
-                corpus = _load(folder, key=key, name=source.name)
+                corpus = _load(folder, key=key, name=source.name, tokenizer=given)
     if corpus is None:
         raise DataError(f"{folder} was changed while it was built; start again")
     return corpus
 
 
-def _load(folder: Path, *, key: str, name: str) -> Corpus | None:
+def _load(folder: Path, *, key: str, name: str, tokenizer: Tokenizer | None) -> Corpus | None:
     manifest = read_manifest(folder, key=key)
     if manifest is None:
         return None
     try:
+        if tokenizer is None:
+            tokenizer = load_tokenizer((folder / TOKENIZER).read_text(encoding="utf-8"))
         return Corpus(
-            name=name, tokenizer=load_tokenizer((folder / TOKENIZER).read_text(encoding="utf-8")),
-            train=map_tokens(folder / "train.bin", dtype=manifest.dtype),
+            name=name, tokenizer=tokenizer, train=map_tokens(folder / "train.bin", dtype=manifest.dtype),
             held_out=map_tokens(folder / "held_out.bin", dtype=manifest.dtype), num_documents=manifest.num_documents,
             num_text_bytes=manifest.num_text_bytes,
             sha256=sha256((manifest.tokenizer_sha256 + manifest.tokens_sha256).encode()), folder=folder,
@@ -281,6 +289,8 @@ def _build(folder: Path, *, key: str, source: Source, settings: _Settings) -> No
 
 
 def _make_tokenizer(parts: Iterator[tuple[str, bool]], *, split: Split, settings: _Settings) -> Tokenizer:
+    if not isinstance(settings.tokenizer, str):
+        return settings.tokenizer
     if settings.tokenizer == "bytes":
         return ByteTokenizer()
     enough = _TRAINING_CHARACTERS_PER_TOKEN * settings.vocab_size

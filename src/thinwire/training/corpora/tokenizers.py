@@ -1,9 +1,9 @@
-"""Tokenizers: bytes, or byte-level BPE trained on the corpus; both are saved as one `tokenizer.json`."""
+"""Tokenizers: bytes, byte-level BPE trained on the corpus, or a pretrained model's own."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +37,9 @@ class Tokenizer(Protocol):
     def to_json(self) -> str:
         """Return the text of a `tokenizer.json`, which the tokenizers library reads too."""
 
+    def files(self) -> Mapping[str, str]:
+        """Return the text files that a saved model keeps of it, by name; `tokenizer.json` is one."""
+
 
 class ByteTokenizer:
     """Each byte of UTF-8 is the token of its value; 256 ends a text.
@@ -64,6 +67,10 @@ class ByteTokenizer:
         _make_byte_level(tokenizer)
         tokenizer.add_special_tokens([END_OF_TEXT])
         return tokenizer.to_str(pretty=True)
+
+    def files(self) -> Mapping[str, str]:
+        """Return `tokenizer.json` alone."""
+        return {"tokenizer.json": self.to_json()}
 
 
 class BpeTokenizer:
@@ -127,6 +134,48 @@ class BpeTokenizer:
     def to_json(self) -> str:
         """Return the text of its `tokenizer.json`."""
         return str(self._tokenizer.to_str(pretty=True))
+
+    def files(self) -> Mapping[str, str]:
+        """Return `tokenizer.json` alone."""
+        return {"tokenizer.json": self.to_json()}
+
+
+class PretrainedTokenizer:
+    """A pretrained model's own tokenizer, so that token ids are rows of its embedding.
+
+    Args:
+        files: The files that save it, by name; `tokenizer.json` is one of them.
+        end_of_text: The token that follows each document.
+    """
+
+    def __init__(self, files: Mapping[str, str], *, end_of_text: int) -> None:
+        self._files = dict(files)
+        self._tokenizer = tokenizers.Tokenizer.from_str(self._files["tokenizer.json"])
+        # text that quotes a special token must not encode to it
+        self._tokenizer.encode_special_tokens = True
+        # limits and padding that the file may hold are for batches of single texts
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.end_of_text = end_of_text
+        # ids may have gaps, so the count of tokens is not enough
+        self.vocab_size = max([end_of_text, *self._tokenizer.get_vocab(with_added_tokens=True).values()]) + 1
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """Encode texts on all cores, each to an array (tokens,) of uint32, without special tokens."""
+        encodings: list[Any] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens without special ones."""
+        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
+
+    def to_json(self) -> str:
+        """Return the text of its `tokenizer.json`."""
+        return self._files["tokenizer.json"]
+
+    def files(self) -> Mapping[str, str]:
+        """Return all files that save it, such as its settings and chat template."""
+        return dict(self._files)
 
 
 def load_tokenizer(text: str) -> Tokenizer:

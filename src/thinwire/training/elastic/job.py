@@ -23,7 +23,7 @@ _BATCHES_A_SHARD = 16
 # Options of the first host that other hosts do not use.
 _LOCAL = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret", "plan",
-    "ranks_per_replica", "on_finding", "on_finding_dry_run",
+    "config", "ranks_per_replica", "on_finding", "on_finding_dry_run",
 )  # fmt: skip
 LOCAL_FILE = "elastic.json"
 # A state holds each parameter and its momentum, 4 bytes each.

@@ -42,8 +42,16 @@ from thinwire.training.elastic.loop import Left, StepThroughput, elastic_trainin
 from thinwire.training.elastic.remediation import write_pid
 from thinwire.training.elastic.replica_ranks import Rank0Driver, check_ranks, whole_model
 from thinwire.training.elastic.states import IncomingState, StateKeeper, checkpoints_of, take_in
+from thinwire.training.generation import begin_samples, finish_samples
 from thinwire.training.loop import LoopSetup, Training
-from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
+from thinwire.training.summary import (
+    parameters_sha256,
+    replica_note,
+    save_model,
+    save_tokenizer,
+    summarise,
+    write_summary,
+)
 from thinwire.training.worker import held_out_batches, open_data
 from thinwire.transport.addresses import Address
 from thinwire.transport.secret import Secret, read_secret
@@ -244,6 +252,10 @@ class _Stay:
         self._keep_job(job, config)
         corpus = open_data(config)
         model, inner, device = self._model(config, corpus)
+        if self._device_index == 0:
+            save_tokenizer(config.run_dir, tokenizer_files=corpus.tokenizer.files())
+        if membership.replica == 0 and self._rank0 is None and config.output.samples:
+            begin_samples(config.run_dir, model, corpus, warn=self._report)
         method = elastic(
             make_method(config), session=membership.rounds, preserve_norm=config.elastic.preserve_norm,
             find=lambda text: membership.session.send("note", level="warning", text=text), pieces=self._rank0,
@@ -397,8 +409,9 @@ class _Stay:
             after_step=step,
         )
         self._meter = Meter(
-            config.run_dir, replica=membership.replica, log=membership.transport.log, loggers=loggers, warn=self._report
-        )
+            config.run_dir, replica=membership.replica, log=membership.transport.log, loggers=loggers,
+            warn=self._report, connections=membership.transport.connections,
+        )  # fmt: skip
         self._meter.start()
         self._round_log = RoundLog(
             config.run_dir, replica=membership.replica, engine=parts.optimizer.engine, warn=self._report
@@ -443,7 +456,8 @@ class _Stay:
         config = parts.config
         val_loss = training.evaluate_at_end()
         with self._global_model(parts) as model:
-            save_model(config.run_dir, model, tokenizer_json=parts.corpus.tokenizer.to_json())
+            save_model(config.run_dir, model, tokenizer_files=parts.corpus.tokenizer.files())
+            finish_samples(config.run_dir, model, parts.corpus.tokenizer, warn=self._report)
         count = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
         summary = summarise(
             config, finish["notes"], val_loss=val_loss, parameters=count, num_fragments=parts.optimizer.num_fragments

@@ -1,7 +1,8 @@
-"""Any causal language model of the transformers library, as a `LanguageModel`."""
+"""Any causal language model of the transformers library, as a `LanguageModel`, and its tokenizer."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, MissingExtra
 from thinwire.shared_random import derive_seed
+from thinwire.training.corpora.tokenizers import PretrainedTokenizer, Tokenizer, load_tokenizer
 from thinwire.training.models.transformer import next_token_loss
+
+# Files that hold a vocabulary; transformers makes an empty tokenizer of a folder without any.
+_VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "*.tiktoken", "spiece.model",
+    "sentencepiece.bpe.model",
+)  # fmt: skip
 
 
 class HuggingFaceModel(nn.Module):
@@ -43,6 +51,21 @@ class HuggingFaceModel(nn.Module):
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits
 
+    def decode(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """Read more tokens of a text, and return the logits of the one that follows.
+
+        Args:
+            tokens: (batch, seq) int64: the first tokens, then those that follow.
+            cache: What an earlier call returned for the tokens before; None at the start of a text.
+
+        Returns:
+            (batch, vocab_size), and the cache for the next call; None where the model has none, and every call begins
+            at the start of the text.
+        """
+        earlier = {} if cache is None else {"past_key_values": cache}
+        found = self.model(input_ids=tokens, use_cache=True, **earlier)
+        return found.logits[:, -1], getattr(found, "past_key_values", None)
+
     def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss to train on and the mean negative log-likelihood in nats, both float32.
 
@@ -71,13 +94,10 @@ def build_hf_model(
         MissingExtra: transformers is not installed.
         CheckpointError: The model cannot be read, or has pickled weights only.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise MissingExtra.of("transformers", extra="hf") from None
+    transformers = _transformers()
     try:
         # Where only shapes are wanted, a caller checks its options and must not wait for weights.
-        if torch.device(device).type != "meta" and _has_weights(source):
+        if torch.device(device).type != "meta" and has_weights(source):
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 source, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
             )
@@ -93,7 +113,62 @@ def build_hf_model(
     return HuggingFaceModel(model, z_loss=z_loss).to(device)
 
 
-def _has_weights(source: str) -> bool:
+def load_hf_tokenizer(source: str) -> PretrainedTokenizer | None:
+    """Load a model's own tokenizer; None where a local folder holds none.
+
+    Args:
+        source: A local folder or `config.json`, or a name on the hub.
+
+    Raises:
+        MissingExtra: transformers is not installed.
+        CheckpointError: The tokenizer cannot be read, is not one of the tokenizers library, or ends no text.
+    """
+    path = Path(source)
+    if path.is_file() or (path.is_dir() and not any(found for name in _VOCABULARIES for found in path.glob(name))):
+        return None
+    transformers = _transformers()
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise CheckpointError(
+            f"cannot read the tokenizer of hf:{source}: {_first_line(error)}; save it again with save_pretrained of a "
+            f"recent transformers"
+        ) from error
+    if not loaded.is_fast:
+        raise CheckpointError(
+            f"the tokenizer of hf:{source} is a {type(loaded).__name__} in Python; thinwire reads those with a "
+            f"tokenizer.json; convert it with transformers and save it again"
+        )
+    if loaded.eos_token_id is None:
+        raise CheckpointError(
+            f"the tokenizer of hf:{source} names no eos_token, and one must follow each document; set "
+            f"tokenizer.eos_token and save it again with save_pretrained"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        loaded.save_pretrained(folder)
+        files = {file.name: file.read_text(encoding="utf-8") for file in Path(folder).iterdir() if file.is_file()}
+    return PretrainedTokenizer(files, end_of_text=int(loaded.eos_token_id))
+
+
+def load_saved_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer that a run saved beside its model: one of ours, or a pretrained model's own.
+
+    Raises:
+        OSError: There is none.
+        ValueError: It is damaged.
+        CheckpointError: It is damaged, and transformers says so.
+        MissingExtra: It is a pretrained model's own, and transformers is not installed.
+    """
+    own = load_hf_tokenizer(str(folder)) if (folder / "tokenizer_config.json").exists() else None
+    return own or load_tokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"))
+
+
+def has_weights(source: str) -> bool:
+    """Return whether a model starts from trained weights; a name on the hub is taken to have them.
+
+    Raises:
+        CheckpointError: A local folder has pickled weights only.
+    """
     path = Path(source)
     if path.is_file():
         return False
@@ -116,6 +191,14 @@ def _from_config(auto_class: Any, config: Any, *, seed: int, device: torch.devic
     with torch.random.fork_rng(devices=[]), torch.device(made_on):
         torch.default_generator.manual_seed(derive_seed(seed, "weights"))
         return auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise MissingExtra.of("transformers", extra="hf") from None
+    return transformers
 
 
 def _text_config(model: nn.Module) -> Any:

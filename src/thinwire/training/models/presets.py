@@ -1,4 +1,4 @@
-"""Named shapes of the decoder, models by name, and models without values for plans.
+"""Named shapes of the decoder, decoders of a size, and models by name.
 
 | name | layers | heads | dim | MLP | vocabulary | parameters |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -19,13 +19,16 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from thinwire.errors import unknown_name
+from thinwire.errors import CheckpointError, unknown_name
 from thinwire.training.models.hf import build_hf_model
 from thinwire.training.models.transformer import TransformerConfig, build_transformer
 
@@ -54,6 +57,9 @@ class LanguageModel(Protocol):
     def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss to train on and the mean negative log-likelihood in nats, from (batch, seq) int64 each."""
 
+    def decode(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """Return the logits after more tokens of a text, (batch, vocab_size), and a cache for the next call."""
+
 
 def preset(
     name: str, *, vocab_size: int | None = None, max_seq_len: int | None = None, tied_head: bool | None = None
@@ -61,7 +67,7 @@ def preset(
     """Return a named shape, with what the data decides put in.
 
     Args:
-        name: A key of `PRESETS`.
+        name: A key of `PRESETS`, or a size such as `7b` or `1.5b`: a decoder of about so many parameters.
         vocab_size: The tokenizer's, where it differs from the preset's.
         max_seq_len: Longest sequence in tokens.
         tied_head: Whether the head shares the embedding's weights.
@@ -70,12 +76,15 @@ def preset(
         ValueError: There is no such name; the text holds the nearest ones.
 
     Example:
-        >>> preset("35m").num_parameters
-        35265792
+        >>> preset("35m").num_parameters, preset("7b").num_parameters
+        (35265792, 6986846336)
     """
-    if name not in PRESETS:
-        raise unknown_name("model", name, PRESETS, others="hf:PATH")
-    config = PRESETS[name]
+    config = PRESETS.get(name)
+    if config is None:
+        size = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)([mbt])", name.lower())
+        if size is None:
+            raise unknown_name("model", name, PRESETS, others="a size such as 125m, hf:PATH")
+        config = decoder_of(float(size.group(1)) * _SIZES[size.group(2)])
     return replace(
         config,
         vocab_size=config.vocab_size if vocab_size is None else vocab_size,
@@ -96,7 +105,7 @@ def build_model(
     """Build the model that a name stands for; the result is a `LanguageModel`.
 
     Args:
-        name: A key of `PRESETS`, or `hf:` and the path or name of a transformers model.
+        name: As for `preset`, or `hf:` and the path or name of a transformers model.
         vocab_size: The tokenizer's, where it differs from the preset's. A `hf:` model keeps its own, which must be at
             least this large.
         max_seq_len: Longest sequence in tokens. A `hf:` model keeps its own, which must be at least this long.
@@ -118,11 +127,40 @@ def build_model(
         config = preset(name, vocab_size=vocab_size, max_seq_len=max_seq_len, tied_head=tied_head)
         return build_transformer(config, seed=seed, device=device)
     model = build_hf_model(name.removeprefix("hf:"), seed=seed, device=device)
-    if vocab_size is not None and model.vocab_size < vocab_size:
-        raise ValueError(f"{name} knows {model.vocab_size} tokens, the tokenizer has {vocab_size}; use a smaller one")
+    if vocab_size is not None:
+        check_vocabulary(model, name=name, vocab_size=vocab_size)
     if max_seq_len is not None and model.max_seq_len < max_seq_len:
         raise ValueError(f"{name} takes sequences of {model.max_seq_len} tokens, {max_seq_len} were asked for")
     return model
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Copy the weights that a run saved into a model of the same shape.
+
+    Args:
+        model: One of the presets or sizes.
+        folder: `model/` of the run.
+
+    Raises:
+        CheckpointError: They cannot be read, or are of another shape.
+    """
+    try:
+        model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"cannot start from the weights in {folder}: {reason}; give the --out of a finished run of the same model"
+        ) from error
+
+
+def check_vocabulary(model: LanguageModel, *, name: str, vocab_size: int) -> None:
+    """Refuse a tokenizer whose tokens a model does not all know.
+
+    Raises:
+        ValueError: Names both sizes.
+    """
+    if model.vocab_size < vocab_size:
+        raise ValueError(f"{name} knows {model.vocab_size} tokens, the tokenizer has {vocab_size}; use a smaller one")
 
 
 _VOCABULARY = 32_000
@@ -133,34 +171,7 @@ _WIDTH_PER_LAYER = 128
 _SIZES = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 
-def sketch_model(name: str, *, seq_len: int) -> tuple[nn.Module, bool]:
-    """Build a model on the meta device: shapes, and no values.
-
-    Args:
-        name: As for `build_model`, or a size such as `7b` or `1.5b`: a decoder of about so many parameters.
-        seq_len: Longest sequence in tokens.
-
-    Returns:
-        The model, and whether `thinwire train` takes the name.
-
-    Raises:
-        ValueError: There is no such name, and it is no size.
-        MissingExtra: `hf:` without transformers.
-        CheckpointError: The `hf:` model cannot be read.
-
-    Example:
-        >>> model, can_train = sketch_model("7b", seq_len=2048)
-        >>> len(model.blocks), sum(p.numel() for p in model.parameters()), can_train
-        (32, 6986846336, False)
-    """
-    size = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)([mbt])", name.lower())
-    if name in PRESETS or size is None:
-        return build_model(name, max_seq_len=seq_len, device="meta"), True
-    shape = decoder_of(float(size.group(1)) * _SIZES[size.group(2)], seq_len=seq_len)
-    return build_transformer(shape, seed=0, device=torch.device("meta")), False
-
-
-def decoder_of(num_parameters: float, *, seq_len: int) -> TransformerConfig:
+def decoder_of(num_parameters: float) -> TransformerConfig:
     """Return the shape of a decoder of about so many parameters, 128 times as wide as it has layers.
 
     Raises:
@@ -173,9 +184,7 @@ def decoder_of(num_parameters: float, *, seq_len: int) -> TransformerConfig:
         width = round((root - _VOCABULARY) / (24 * layers) / _HEAD_DIM) * _HEAD_DIM
         if width < _HEAD_DIM:
             continue
-        shape = TransformerConfig(
-            vocab_size=_VOCABULARY, dim=width, layers=layers, heads=width // _HEAD_DIM, max_seq_len=seq_len
-        )
+        shape = TransformerConfig(vocab_size=_VOCABULARY, dim=width, layers=layers, heads=width // _HEAD_DIM)
         miss = abs(math.log(shape.num_parameters / num_parameters))
         if miss < 0.05:
             found.append((abs(math.log(width / layers / _WIDTH_PER_LAYER)) + 4 * miss, shape))

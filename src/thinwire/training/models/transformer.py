@@ -121,7 +121,7 @@ class _NextTokenLoss(torch.autograd.Function):
         return grad_logits, None, None
 
 
-_ROTARY_BASE = 10_000.0
+ROTARY_BASE = 10_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +203,27 @@ class RmsNorm(nn.Module):
         return rms_norm(values, self.gain.view(self._shape))
 
 
+class KeyValueCache:
+    """Keys and values of the tokens that a decoder has read, by block, so that one more token costs one position.
+
+    Attributes:
+        num_tokens: Tokens read so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def extend(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a block's new keys and values, (batch, heads, seq, head_dim) each; return all of them."""
+        if block == len(self._pairs):
+            self._pairs.append((key, value))
+        else:
+            earlier_key, earlier_value = self._pairs[block]
+            self._pairs[block] = torch.cat((earlier_key, key), dim=2), torch.cat((earlier_value, value), dim=2)
+        return self._pairs[block]
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and normalised queries and keys."""
 
@@ -214,15 +235,26 @@ class Attention(nn.Module):
         self.query_key_norm = RmsNorm(config.head_dim, parts=2)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, stream: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Attend within (batch, seq, dim); `rotation` is cosines and sines, (seq, 1, 1, head_dim / 2) each."""
+    def forward(
+        self, stream: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[KeyValueCache, int] | None = None
+    ) -> Tensor:
+        """Attend within (batch, seq, dim), and to what a cache holds.
+
+        Args:
+            stream: (batch, seq, dim).
+            rotation: Cosines and sines, (seq, 1, 1, head_dim / 2) each.
+            cache: Earlier tokens, and the number of this block there.
+        """
         batch, seq, dim = stream.shape
         mixed = self.query_key_value(stream).view(batch, seq, 3, self.heads, -1)
         # Split, not indexed: the gradient of an index is a full tensor of zeros with a part written in.
         query_key, value = mixed.split((2, 1), dim=2)
         query, key = rotate(self.query_key_norm(query_key), rotation).transpose(1, 3).unbind(2)
         value = value.squeeze(2).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if cache is not None:
+            key, value = cache[0].extend(cache[1], key, value)
+        # a single new token may attend to all earlier ones, so it needs no mask
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=key.shape[2] == seq)
         merged: Tensor = self.out(attended.transpose(1, 2).reshape(batch, seq, dim))
         return merged
 
@@ -238,9 +270,11 @@ class Block(nn.Module):
         self.up = nn.Linear(config.dim, config.mlp_dim, bias=False)
         self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
 
-    def forward(self, stream: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Add this layer's part to the stream (batch, seq, dim)."""
-        stream = stream + self.attention(self.attention_norm(stream), rotation)
+    def forward(
+        self, stream: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[KeyValueCache, int] | None = None
+    ) -> Tensor:
+        """Add this layer's part to the stream (batch, seq, dim); `cache` as for `Attention`."""
+        stream = stream + self.attention(self.attention_norm(stream), rotation, cache)
         added: Tensor = self.down(F.gelu(self.up(self.mlp_norm(stream))))
         return stream + added
 
@@ -287,13 +321,44 @@ class Transformer(nn.Module):
         Raises:
             ValueError: The sequence is too long.
         """
-        seq = tokens.shape[1]
-        if seq > self.config.max_seq_len:
-            raise ValueError(f"a sequence holds at most {self.config.max_seq_len} tokens (max_seq_len), got {seq}")
+        return self._logits(tokens, None)
+
+    def decode(self, tokens: Tensor, cache: KeyValueCache | None = None) -> tuple[Tensor, KeyValueCache]:
+        """Read more tokens of a text, and return the logits of the one that follows.
+
+        Args:
+            tokens: (batch, seq) int64: any number of first tokens, then one at a time.
+            cache: What an earlier call returned for the tokens before; None at the start of a text.
+
+        Returns:
+            (batch, vocab_size), and the cache for the next call.
+
+        Raises:
+            ValueError: The text is too long, or several tokens follow a cache.
+
+        Example:
+            >>> model = build_transformer(TransformerConfig(vocab_size=16, dim=8, layers=2, heads=2), seed=1)
+            >>> logits, cache = model.decode(torch.tensor([[3, 1, 4]]))
+            >>> logits, cache = model.decode(torch.tensor([[1]]), cache)
+            >>> logits.shape, cache.num_tokens
+            (torch.Size([1, 16]), 4)
+        """
+        cache = KeyValueCache() if cache is None else cache
+        if cache.num_tokens and tokens.shape[1] != 1:
+            raise ValueError(f"after the first call, tokens are read one at a time; got {tokens.shape[1]}")
+        logits = self._logits(tokens, cache)[:, -1]
+        cache.num_tokens += tokens.shape[1]
+        return logits, cache
+
+    def _logits(self, tokens: Tensor, cache: KeyValueCache | None) -> Tensor:
+        begin = 0 if cache is None else cache.num_tokens
+        end = begin + tokens.shape[1]
+        if end > self.config.max_seq_len:
+            raise ValueError(f"a sequence holds at most {self.config.max_seq_len} tokens (max_seq_len), got {end}")
         stream = self.embedding(tokens)
-        rotation = (self.cosines[:seq].to(stream.dtype), self.sines[:seq].to(stream.dtype))
-        for block in self.blocks:
-            stream = block(stream, rotation)
+        rotation = (self.cosines[begin:end].to(stream.dtype), self.sines[begin:end].to(stream.dtype))
+        for number, block in enumerate(self.blocks):
+            stream = block(stream, rotation, None if cache is None else (cache, number))
         head = self.embedding.weight if self.head is None else self.head.weight
         return F.linear(self.norm(stream), head)
 
@@ -309,10 +374,11 @@ class Transformer(nn.Module):
     def _fill_rotation(self) -> None:
         device = self.embedding.weight.device
         pairs = self.config.head_dim // 2
-        rates = _ROTARY_BASE ** (-torch.arange(pairs, device=device, dtype=torch.float64) / pairs)
-        angles = torch.outer(torch.arange(self.config.max_seq_len, device=device, dtype=torch.float64), rates)
-        self.cosines = angles.cos().float()[:, None, None, :]
-        self.sines = angles.sin().float()[:, None, None, :]
+        # Angles are rounded to float32, as in transformers: in float64, logits after 1,024 positions differ by 4e-5.
+        rates = 1.0 / ROTARY_BASE ** (torch.arange(pairs, device=device, dtype=torch.float32) / pairs)
+        angles = torch.outer(torch.arange(self.config.max_seq_len, device=device, dtype=torch.float32), rates)
+        self.cosines = angles.cos()[:, None, None, :]
+        self.sines = angles.sin()[:, None, None, :]
 
 
 def rotate(values: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -330,7 +396,10 @@ def rotate(values: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
 
 
-def build_transformer(config: TransformerConfig, *, seed: int = 0, device: torch.device | str = "cpu") -> Transformer:
+def build_transformer(
+    config: TransformerConfig, *, seed: int = 0, device: torch.device | str = "cpu",
+    weights: Mapping[str, Tensor] | None = None,
+) -> Transformer:  # fmt: skip
     """Build a decoder whose weights follow from the seed alone.
 
     Every matrix is normal with deviation 1 / sqrt(fan-in), those that write into the residual stream smaller by
@@ -341,6 +410,10 @@ def build_transformer(config: TransformerConfig, *, seed: int = 0, device: torch
         config: The shape.
         seed: Any integer.
         device: Where the weights are put; `meta` gives shapes without memory.
+        weights: Weights by name, instead of those of the seed.
+
+    Raises:
+        ValueError: A weight is missing, too many, or of another shape; names it.
 
     Example:
         >>> config = TransformerConfig(vocab_size=16, dim=8, layers=2, heads=2, max_seq_len=4)
@@ -357,10 +430,23 @@ def build_transformer(config: TransformerConfig, *, seed: int = 0, device: torch
         lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     )
     model._fill_rotation()
+    if weights is not None:
+        _check_names(weights, model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_initial_value(name, parameter.shape, config=config, seed=seed))
+            value = (
+                _initial_value(name, parameter.shape, config=config, seed=seed) if weights is None else weights[name]
+            )
+            parameter.copy_(value)
     return model
+
+
+def _check_names(weights: Mapping[str, Tensor], model: nn.Module) -> None:
+    own = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for name in sorted(own.keys() | weights.keys()):
+        there = weights[name].shape if name in weights else None
+        if there != own.get(name):
+            raise ValueError(f"{name} has the shape {there and tuple(there)}, this model's {own.get(name)}")
 
 
 class _Unfilled(TorchFunctionMode):

@@ -36,7 +36,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 import torch
 
@@ -337,6 +337,11 @@ class WireTransport:
         state = self._loop.peers.get(peer)
         connection = None if state is None else state.connection
         return None if connection is None else connection.reading()
+
+    def connections(self) -> Mapping[Hashable, ConnectionStats]:
+        """Return the kernel's statistics of the connection to each replica that has one."""
+        found = {peer: self.reading(peer) for peer in list(self._loop.peers)}
+        return {peer: one for peer, one in found.items() if one is not None}
 
     def _transfer(self, peer: int, envelope: Envelope, *, verb: str) -> WireTransfer:
         check_peer(peer, replica=self._replica, num_replicas=self._most_replicas)

@@ -1,11 +1,8 @@
 "use strict";
-// Numbers in words and places on a scale: pure functions, tested without a browser.
+// Numbers as text and values on a scale: pure functions, tested without a browser.
 
 const NONE = "–";
-
-function isNumber(value) {
-  return typeof value === "number" && Number.isFinite(value);
-}
+const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
 function prefixed(value, unit) {
   if (!isNumber(value)) return NONE;
@@ -18,23 +15,23 @@ function prefixed(value, unit) {
 const inBytes = (value) => prefixed(value, "B");
 const inRate = (value) => prefixed(value, "bit/s");
 const inCount = (value) => prefixed(value, "");
-
-function inSeconds(value) {
-  if (!isNumber(value)) return NONE;
-  const size = Math.abs(value);
-  if (size === 0) return "0 s";
-  if (size < 1e-3) return `${(value * 1e6).toFixed(0)} µs`;
-  if (size < 1) return `${Number((value * 1e3).toPrecision(3))} ms`;
-  if (size < 60) return `${Number(value.toPrecision(3))} s`;
-  const whole = Math.round(size);
-  const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
-  const two = (part) => String(part).padStart(2, "0");
-  return `${value < 0 ? "-" : ""}${hours ? `${hours}:${two(minutes)}:${two(rest)} h` : `${minutes}:${two(rest)} min`}`;
-}
-
 const inPercent = (share) => (isNumber(share) ? `${Math.round(100 * share)} %` : NONE);
 const inLoss = (value) => (isNumber(value) ? value.toFixed(3) : NONE);
 const inTimes = (value) => (isNumber(value) ? `${value < 10 ? value.toFixed(1) : Math.round(value)}×` : NONE);
+
+function inSeconds(value) {
+  if (!isNumber(value)) return NONE;
+  if (value === 0) return "0 s";
+  if (value < 1e-3) return `${(value * 1e6).toFixed(0)} µs`;
+  if (value < 1) return `${Number((value * 1e3).toPrecision(3))} ms`;
+  if (value < 59.5) return `${Number(value.toPrecision(3))} s`;
+  const whole = Math.round(value);
+  const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
+  const two = (part) => String(part).padStart(2, "0");
+  return `${hours ? `${hours}:${two(minutes)}` : minutes}:${two(whole % 60)} ${hours ? "h" : "min"}`;
+}
+
+const timeLeft = (seconds) => (!isNumber(seconds) ? NONE : seconds < 1 ? "any moment" : inSeconds(Math.round(seconds)));
 
 function ago(seconds) {
   if (!isNumber(seconds)) return NONE;
@@ -43,20 +40,12 @@ function ago(seconds) {
   return `${Math.round(seconds / size)} ${unit} ago`;
 }
 
-// When something was, on the reader's clock; with its date where that is not the reader's own day.
+// A time on the reader's clock, with its date unless that is today.
 function moment(at, now) {
   if (!isNumber(at)) return NONE;
   const [then, today] = [new Date(at * 1000), new Date(now)];
   if (Number.isNaN(then.getTime())) return "an unknown time";
   return then.toDateString() === today.toDateString() ? then.toLocaleTimeString() : then.toLocaleString();
-}
-
-// How hot a cell of the delay matrix is, from its time beside its usual one.
-const HEAT_BOUNDS = [1.25, 1.5, 3, 6];
-
-function heatLevel(timesLonger) {
-  if (!isNumber(timesLonger)) return 0;
-  return HEAT_BOUNDS.filter((bound) => timesLonger >= bound).length;
 }
 
 // Round numbers from at most low to at least high.
@@ -70,67 +59,56 @@ function ticks(low, high, most) {
   return found;
 }
 
-function tickWords(value) {
-  return Math.abs(value) >= 1000 ? inCount(value) : String(Number(value.toPrecision(6)));
-}
+const tickWords = (value) => (Math.abs(value) >= 10000 ? inCount(value) : String(Number(value.toPrecision(6))));
 
-// The finite values of all points along one of their two numbers.
+// Lowest and highest finite value of all points along one of their two numbers.
 function extent(series, index) {
-  let [low, high] = [Infinity, -Infinity];
-  for (const { points } of series) {
-    for (const point of points) {
-      if (!isNumber(point[0]) || !isNumber(point[1])) continue;
-      low = Math.min(low, point[index]);
-      high = Math.max(high, point[index]);
-    }
-  }
-  return low <= high ? [low, high] : null;
+  const values = series.flatMap(({ points }) => points.filter((point) => isNumber(point[0]) && isNumber(point[1])).map((point) => point[index]));
+  return values.length ? [Math.min(...values), Math.max(...values)] : null;
 }
 
-// A path through points; a value that is no number makes a gap, so that nothing is drawn where nothing is known.
+// A path through points. A value that is no number makes a gap; a point alone becomes a dot (h0 with a round cap).
 function pathThrough(points, x, y) {
   let [path, isDown] = ["", false];
   for (const [across, up] of points) {
-    if (!isNumber(across) || !isNumber(up)) {
-      isDown = false;
-      continue;
-    }
-    path += `${isDown ? "L" : "M"}${x(across).toFixed(1)} ${y(up).toFixed(1)}`;
-    isDown = true;
+    if (isNumber(across) && isNumber(up)) path += `${isDown ? "L" : "M"}${x(across).toFixed(1)} ${y(up).toFixed(1)}${isDown ? "" : "h0"}`;
+    isDown = isNumber(up);
   }
   return path;
 }
 
-// At most so many of the points, the first and the last among them, for a table that people can read.
+// Exponential moving average, corrected for its start; gaps stay gaps.
+function averaged(points, weight) {
+  let [sum, mass] = [0, 0];
+  return points.map(([x, y]) => {
+    if (isNumber(y)) [sum, mass] = [weight * sum + (1 - weight) * y, weight * mass + (1 - weight)];
+    return [x, isNumber(y) ? sum / mass : null];
+  });
+}
+
+// Mean of the averages from both sides, so that the line lags behind neither; a weight of 0 changes nothing.
+function smoothed(points, weight) {
+  const back = averaged([...points].reverse(), weight).reverse();
+  return averaged(points, weight).map(([x, y], index) => [x, isNumber(y) ? (y + back[index][1]) / 2 : null]);
+}
+
+const nearest = (points, at) => points.reduce((best, point) => (Math.abs(point[0] - at) < Math.abs(best[0] - at) ? point : best), points[0]);
+
+// At most so many of the points, first and last included, for a table that people can read.
 function sampled(points, most) {
   if (points.length <= most) return points;
   return Array.from({ length: most }, (_, index) => points[Math.round((index * (points.length - 1)) / (most - 1))]);
 }
 
-function chartWords(what, series, words) {
-  const told = series.filter(({ points }) => points.length).slice(0, 6).map(({ replica, points }) => {
-    const [first, last] = [points[0], points[points.length - 1]];
-    return `replica ${replica} from ${words(first[1])} to ${words(last[1])}`;
-  });
-  const more = series.length > told.length ? ` and ${series.length - told.length} more` : "";
-  return told.length ? `${what}: ${told.join(", ")}${more}. The table below holds the numbers.` : `${what}: nothing yet.`;
-}
-
-function linkName(from, to) {
-  return `${from} → ${to}`;
-}
-
-// Which links and ranks standing findings name.
+// The open findings' links, as [from, to] with null for any rank, and the ranks of those that name no link.
 function namedBy(findings) {
-  const [cells, ranks] = [new Set(), new Set()];
-  for (const finding of findings.filter((one) => !one.is_over)) {
-    finding.cells.forEach(([from, to]) => cells.add(linkName(from, to)));
-    if (!finding.cells.length) finding.ranks.forEach((rank) => ranks.add(rank));
-  }
-  return { cells, ranks };
+  const open = (findings ?? []).filter((one) => !one.is_over);
+  const cells = open.flatMap((one) => one.cells);
+  const ranks = new Set(open.filter((one) => !one.cells.length).flatMap((one) => one.ranks));
+  return { ranks, isLink: (from, to) => cells.some(([one, other]) => (one ?? from) === from && (other ?? to) === to) };
 }
 
-// Rounds in flight beside those that they overlap with: each with a row, 0 or 1.
+// Rounds in flight on two rows, so that those that overlap stay apart.
 function stacked(flights) {
   const ends = [-Infinity, -Infinity];
   return flights.map((flight) => {
@@ -139,10 +117,3 @@ function stacked(flights) {
     return [flight, row];
   });
 }
-
-const DOWNTIME_ROWS = [
-  ["post_checkpoint_s", "Work done again since the last checkpoint"],
-  ["detection_s", "Until the fault was noticed"],
-  ["diagnosis_s", "Until its place was known"],
-  ["reinitialisation_s", "Until training went on"],
-];

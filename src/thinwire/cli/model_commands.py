@@ -1,0 +1,190 @@
+"""`thinwire generate`, `export` and `eval`: use of the model that a run has trained."""
+
+from __future__ import annotations
+
+import json as json_format
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.output import log, printable
+from thinwire.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from thinwire.training.trained_model import TrainedModel
+
+_Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+# Layout of a text; everything else that could steer the terminal is replaced.
+_KEPT = ("\n", "\t")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """Continue a text with the model of a run; the tokens are printed as they come."""
+
+    run: _Run
+    """The run's folder."""
+    prompt: str
+    """Beginning of the text."""
+    max_tokens: int = 200
+    """Tokens to add, at most; the model may end the text earlier."""
+    temperature: float = 0.8
+    """Lower is more predictable; 0 takes the most likely token each time."""
+    top_k: int = 50
+    """Draw among so many of the most likely tokens; 0 draws among all."""
+    seed: int = 0
+    """Of the draws: the same seed gives the same text."""
+    step: int | None = None
+    """Take the checkpoint of this step. Default: the run's result, else its newest checkpoint."""
+    device: str = "cpu"
+    """cpu or cuda."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """Write the model of a run into a folder that other software opens."""
+
+    run: _Run
+    """The run's folder."""
+    to: str
+    """hf: a folder for AutoModelForCausalLM and AutoTokenizer; safetensors: weights under thinwire's names."""
+    out: Path
+    """New or empty folder."""
+    step: int | None = None
+    """Take the checkpoint of this step. Default: the run's result, else its newest checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions:
+    """Compute loss, perplexity and bits per byte of the model of a run on a text."""
+
+    run: _Run
+    """The run's folder."""
+    data: str | None = None
+    """File, folder, stdlib or hf:NAME, as for train. Default: the part of the run's data that was held out."""
+    max_bytes: str = "1MB"
+    """Text to read at most, such as 200kB; 0 reads all."""
+    batch_size: int = 8
+    """Sequences that are computed together."""
+    step: int | None = None
+    """Take the checkpoint of this step. Default: the run's result, else its newest checkpoint."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    json: bool = False
+    """Print one JSON object on stdout instead of lines."""
+
+
+@command("generate")
+def generate(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire generate --help`.
+
+    Returns:
+        0, 1 for an error while running, 2 for wrong options.
+    """
+    options = parse_options(GenerateOptions, arguments, prog="thinwire generate")
+    if not options.prompt:
+        raise ValueError("--prompt is empty; give at least one character, such as --prompt 'def '")
+    if options.max_tokens < 1:
+        raise ValueError(f"--max-tokens must be at least 1, got {options.max_tokens}")
+    if not 0 <= options.temperature < math.inf:
+        raise ValueError(f"--temperature must be 0 or more and finite, got {options.temperature}; 0 is greedy")
+    if options.top_k < 0:
+        raise ValueError(f"--top-k must be 0 or more, got {options.top_k}; 0 draws among all tokens")
+    trained = _load(options.run, step=options.step, device=options.device)
+    from thinwire.training.generation import Sampling
+    from thinwire.training.generation import generate as continuation
+
+    sampling = Sampling(
+        max_tokens=options.max_tokens, temperature=options.temperature, top_k=options.top_k, seed=options.seed
+    )
+    began_s = time.monotonic()
+    print(_plain(options.prompt), end="", flush=True)
+    for piece in continuation(trained.model, trained.tokenizer, options.prompt, sampling=sampling):
+        print(_plain(piece), end="", flush=True)
+    print(flush=True)
+    log(f"{_origin(trained)}; {time.monotonic() - began_s:.1f} s", command="generate")
+    return 0
+
+
+@command("export", remedy="choose another --out")
+def export(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire export --help`.
+
+    Returns:
+        0, 1 for an error while running, 2 for wrong options.
+    """
+    options = parse_options(ExportOptions, arguments, prog="thinwire export")
+    if options.to not in ("hf", "safetensors"):
+        raise ValueError(f"--to must be one of hf, safetensors, got {options.to!r}")
+    trained = _load(options.run, step=options.step, device="cpu")
+    from thinwire.training.export import export_model
+
+    export_model(trained, options.out, to=options.to)
+    num_bytes = sum(path.stat().st_size for path in options.out.iterdir())
+    print(f"{options.out}: {format_bytes(num_bytes)}, {_origin(trained)}")
+    return 0
+
+
+@command("eval")
+def eval(arguments: Sequence[str]) -> int:  # noqa: A001
+    """Run the command; see `thinwire eval --help`.
+
+    Returns:
+        0, 1 for an error while running, 2 for wrong options.
+    """
+    options = parse_options(EvalOptions, arguments, prog="thinwire eval")
+    if options.batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
+    max_bytes = int(parse_bytes(options.max_bytes)) or None
+    trained = _load(options.run, step=options.step, device=options.device)
+    from thinwire.training.trained_model import evaluate, read_texts
+
+    texts = read_texts(trained, data=options.data, max_bytes=max_bytes)
+    found = evaluate(trained, texts, batch_size=options.batch_size)
+    data = options.data or f"held-out part of {trained.config.data.source}"
+    if options.json:
+        values = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        counts = {"tokens": found.num_tokens, "bytes": found.num_bytes, "data": data, "step": trained.step}
+        print(json_format.dumps({**finite, **counts}), flush=True)
+        return 0
+    is_cut = max_bytes is not None and found.num_bytes >= max_bytes - 3  # a character is not cut
+    rows = {
+        "loss": f"{found.loss:.4f} nats per token",
+        "perplexity": f"{found.perplexity:,.2f}",
+        "bits per byte": f"{found.bits_per_byte:.4f}",
+        "text": f"{printable(data)}: {'the first ' if is_cut else ''}{format_bytes(found.num_bytes)}, "
+        f"{found.num_tokens:,} tokens",
+        "model": _origin(trained),
+    }
+    for name, value in rows.items():
+        print(f"{name:<15}{value}")
+    return 0
+
+
+def _load(run_dir: Path, *, step: int | None, device: str) -> TrainedModel:
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be one of cpu, cuda, got {device!r}")
+    if step is not None and step < 1:
+        raise ValueError(f"--step must be at least 1, got {step}; thinwire checkpoints RUN lists the steps")
+    from thinwire.training.config import find_run
+
+    find_run(run_dir)  # before torch is imported
+    from thinwire.training.trained_model import load_trained
+
+    return load_trained(run_dir, step=step, device=device)
+
+
+def _origin(trained: TrainedModel) -> str:
+    kind = "the result" if trained.is_final else "a checkpoint"
+    return f"global parameters of {printable(trained.run_dir)}, {kind}, after step {trained.step:,}"
+
+
+def _plain(text: str) -> str:
+    return "".join(character if character in _KEPT else printable(character) for character in text)

@@ -1,0 +1,109 @@
+"""`thinwire recipes`: complete, commented configurations for common networks, read by `thinwire train --config`."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.table import Table
+
+from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.output import log
+from thinwire.cli.tables import plain, print_wide
+from thinwire.cli.train_options import RECIPE
+from thinwire.files import write_whole
+
+FOLDER = Path(str(files("thinwire.training") / "recipes"))
+# Columns of the list, by their key in the table `recipe` of each file.
+COLUMNS = {"machines": "machines", "time": "time", "memory": "memory", "sent": "sent"}
+_ACTIONS = ("ls", "show", "cp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipesOptions:
+    """List, show and copy complete configurations for common networks.
+
+    `ls` lists them, `show NAME` prints one, `cp NAME [FILE]` copies one to a file. Run a copy with
+    `thinwire train --config FILE`; options on the command line override it. Expected numbers in a recipe are planned
+    by the command beside them, not measured.
+    """
+
+    action: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ls|show|cp")]
+    """What to do: ls, show or cp."""
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
+    """The recipe to show or copy."""
+    file: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """The copy. Default: NAME.toml in this folder."""
+
+
+@command("recipes", remedy="give another file")
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire recipes --help`.
+
+    Returns:
+        0, 1 where a file cannot be written, 2 for wrong options.
+    """
+    options = parse_options(RecipesOptions, arguments, prog="thinwire recipes")
+    if options.action not in _ACTIONS:
+        raise ValueError(f"unknown action {options.action!r}; the actions are {', '.join(_ACTIONS)}")
+    if options.action == "ls":
+        if options.name is not None:
+            raise ValueError(f"ls takes no name, got {options.name!r}; try: thinwire recipes show {options.name}")
+        _print_list()
+        return 0
+    if options.name is None:
+        raise ValueError(f"{options.action} needs a name; the recipes are {', '.join(names())}")
+    text = path_of(options.name).read_text(encoding="utf-8")
+    if options.action == "show":
+        print(text, end="")
+        return 0
+    copy = Path(f"{options.name}.toml") if options.file is None else options.file
+    if copy.exists():
+        raise ValueError(f"{copy} exists already; name another file: thinwire recipes cp {options.name} FILE")
+    write_whole(copy, text)
+    log(f"written to {copy}; thinwire train --config {copy}", command="recipes")
+    return 0
+
+
+def names() -> list[str]:
+    """Return the names of all recipes, sorted."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def path_of(name: str) -> Path:
+    """Return the file of a recipe.
+
+    Raises:
+        ValueError: There is no such recipe; the text names the nearest one.
+    """
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"unknown recipe {name!r}; {hint}The recipes are {', '.join(names())}")
+    return FOLDER / f"{name}.toml"
+
+
+def facts_of(name: str) -> dict[str, Any]:
+    """Return the table `recipe` of a recipe: its title, its machines, and the planned numbers."""
+    facts: dict[str, Any] = tomllib.loads(path_of(name).read_text(encoding="utf-8"))[RECIPE]
+    return facts
+
+
+def _print_list() -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("recipe", *COLUMNS.values()):
+        table.add_column(title, no_wrap=True)
+    for name in names():
+        facts = facts_of(name)
+        table.add_row(plain(name), *(plain(facts.get(key, "-")) for key in COLUMNS))
+    print_wide(table)
+    print(
+        "\nthinwire recipes show NAME prints one. Memory and bytes are those of a replica.\n"
+        "Numbers are planned, not measured, except those of cpu-demo."
+    )

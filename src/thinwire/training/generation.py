@@ -1,0 +1,216 @@
+"""Text from a language model: one token at a time, and the samples that a run keeps from before and after training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import CheckpointError
+from thinwire.files import write_whole
+from thinwire.training.corpora import Corpus, Tokenizer
+
+SAMPLES = "samples.json"
+# What a byte-level tokenizer returns for the first bytes of a character whose others are still to come.
+_INCOMPLETE = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Choice of the next token, and the number of tokens.
+
+    Attributes:
+        max_tokens: Tokens to add, at most.
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_k: Number of the most likely tokens to draw among; 0 draws among all.
+        seed: Of the draws.
+    """
+
+    max_tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 50
+    seed: int = 0
+
+
+def generate(model: nn.Module, tokenizer: Tokenizer, prompt: str, *, sampling: Sampling) -> Iterator[str]:
+    """Yield the continuation of a prompt in pieces, as its tokens come.
+
+    It ends after `max_tokens`, or where the model ends the text. A text that is longer than the model's sequence is
+    continued from its last half, so that a token costs one position and not the whole text.
+
+    Args:
+        model: A `LanguageModel` in evaluation mode; `decode` reads its tokens.
+        tokenizer: The model's.
+        prompt: The beginning of the text.
+        sampling: How tokens are chosen.
+
+    Raises:
+        ValueError: The prompt is empty.
+        CheckpointError: The model's logits are not finite.
+    """
+    tokens = tokenizer.encode([prompt])[0].tolist()
+    if not tokens:
+        raise ValueError("the prompt is empty; give at least one character, such as --prompt 'def '")
+    new: list[int] = []
+    printed = ""
+    for token in _continue(model, tokens, num_tokens=tokenizer.vocab_size, sampling=sampling):
+        if token == tokenizer.end_of_text:
+            break
+        new.append(token)
+        text = _decode_after(tokenizer, tokens, new)
+        if not text.endswith(_INCOMPLETE) and len(text) > len(printed):
+            yield text[len(printed) :]
+            printed = text
+    if new and len(rest := _decode_after(tokenizer, tokens, new)) > len(printed):
+        yield rest[len(printed) :]
+
+
+def _decode_after(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
+    # with the prompt's last token before it: some tokenizers drop the space at the start of a text
+    last = list(prompt[-1:])
+    return tokenizer.decode([*last, *new])[len(tokenizer.decode(last)) :]
+
+
+def _continue(model: Any, tokens: Sequence[int], *, num_tokens: int, sampling: Sampling) -> Iterator[int]:
+    """Yield new tokens, each of the tokenizer's `num_tokens`."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(sampling.seed)
+    seen, cache = list(tokens)[-model.max_seq_len :], None
+    unread = seen
+    for _ in range(sampling.max_tokens):
+        with torch.no_grad():
+            logits, cache = model.decode(torch.tensor([unread], device=device), cache)
+        # drawn on the CPU, so that a seed means the same on every device
+        token = _choose(logits[0, :num_tokens].float().cpu(), sampling=sampling, generator=generator)
+        yield token
+        seen.append(token)
+        unread = [token] if cache is not None else seen
+        if len(seen) > model.max_seq_len:
+            seen = seen[-max(1, model.max_seq_len // 2) :]
+            unread, cache = seen, None
+
+
+def _choose(logits: Tensor, *, sampling: Sampling, generator: torch.Generator) -> int:
+    if not bool(torch.isfinite(logits).all()):
+        raise CheckpointError("the model's logits hold NaN or infinity: training diverged; take an earlier --step")
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    scaled = logits / sampling.temperature
+    if 0 < sampling.top_k < len(scaled):
+        least = scaled.topk(sampling.top_k).values[-1]
+        scaled = scaled.masked_fill(scaled < least, -torch.inf)
+    return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
+
+
+_NUM_SAMPLES = 2
+_SAMPLE_TOKENS = 24
+# A sample ends after so many seconds, so that one of a large model on a CPU does not delay its run.
+_SAMPLE_S = 0.25
+# Whole lines of so many characters: long enough to be a beginning, short enough for a line of a table.
+_PROMPT_LENGTHS = range(15, 41)
+_READ_TOKENS = 2000
+
+
+def begin_samples(run_dir: Path, model: nn.Module, corpus: Corpus, *, warn: Callable[[str], None]) -> None:
+    """Write `samples.json`: prompts from the held-out text, and what the untrained model makes of them.
+
+    Each has the keys `prompt`, `before` and `after`; the last one is empty until `finish_samples`. A file that is
+    there stays, so that a resumed run keeps what its model wrote before training.
+
+    Args:
+        run_dir: The run's folder.
+        model: With its first weights.
+        corpus: The run's.
+        warn: Receives a problem; a run goes on without samples.
+    """
+    path = run_dir / SAMPLES
+    if path.exists():
+        return
+    with _not_essential(warn):
+        prompts = find_prompts(corpus)
+        texts = continue_briefly(model, corpus.tokenizer, prompts)
+        samples = [{"prompt": prompt, "before": text, "after": ""} for prompt, text in zip(prompts, texts, strict=True)]
+        write_whole(path, json.dumps(samples, indent=2) + "\n")
+
+
+def finish_samples(run_dir: Path, model: nn.Module, tokenizer: Tokenizer, *, warn: Callable[[str], None]) -> None:
+    """Add what the trained model makes of the prompts to `samples.json`, if the run has one.
+
+    Args:
+        run_dir: The run's folder.
+        model: With the global parameters in place.
+        tokenizer: The run's.
+        warn: Receives a problem.
+    """
+    path = run_dir / SAMPLES
+    if not path.exists():
+        return
+    with _not_essential(warn):
+        samples = json.loads(path.read_text(encoding="utf-8"))
+        texts = continue_briefly(model, tokenizer, [sample["prompt"] for sample in samples])
+        for sample, text in zip(samples, texts, strict=True):
+            sample["after"] = text
+        write_whole(path, json.dumps(samples, indent=2) + "\n")
+
+
+def find_prompts(corpus: Corpus) -> list[str]:
+    """Return lines, or first words of long ones, from several places of the held-out text; fewer where it is short."""
+    found: list[str] = []
+    for part in range(_NUM_SAMPLES):
+        begin = part * len(corpus.held_out) // _NUM_SAMPLES
+        text = corpus.tokenizer.decode(corpus.held_out[begin : begin + _READ_TOKENS].tolist())
+        # the first line may begin in the middle of a word
+        lines = [line.strip() for line in text.splitlines()[1:]]
+        prompt = next((line for line in lines if len(line) in _PROMPT_LENGTHS), "")
+        prompt = prompt or next((_opening(line) for line in lines if len(line) > max(_PROMPT_LENGTHS)), "")
+        if not prompt and not found:
+            prompt = text.strip()[: max(_PROMPT_LENGTHS)]
+        if prompt and prompt not in found:
+            found.append(prompt)
+    return found
+
+
+def _opening(line: str) -> str:
+    return line[: max(_PROMPT_LENGTHS)].rpartition(" ")[0]
+
+
+def continue_briefly(
+    model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], *, clock: Callable[[], float] = time.monotonic
+) -> list[str]:
+    """Return a continuation of each prompt: a few tokens, the same for the same model, and fewer where they take long.
+
+    The model's mode and torch's random state stay as they are.
+    """
+    # not greedy: a model that has seen little repeats its most likely token for ever
+    sampling = Sampling(max_tokens=_SAMPLE_TOKENS)
+    was_training = model.training
+    model.eval()
+    try:
+        texts = []
+        for prompt in prompts:
+            until_s, pieces = clock() + _SAMPLE_S, []
+            for piece in generate(model, tokenizer, prompt, sampling=sampling):
+                pieces.append(piece)
+                if clock() > until_s:
+                    break
+            texts.append("".join(pieces))
+        return texts
+    finally:
+        model.train(was_training)
+
+
+@contextlib.contextmanager
+def _not_essential(warn: Callable[[str], None]) -> Iterator[None]:
+    """Turn a failure into a warning: a run is worth more than its samples, and models of transformers vary."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        warn(f"no samples of the model's text: {reason}; --no-samples leaves them out")

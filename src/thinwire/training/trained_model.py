@@ -1,0 +1,261 @@
+"""Global model of a run, loaded from the run's folder, and its evaluation on text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from thinwire.errors import CheckpointError, DataError
+from thinwire.training.build import check_device, make_inner_optimizer, make_method, make_model
+from thinwire.training.checkpoints.checkpoint_files import CheckpointFiles, open_storage, reason_of
+from thinwire.training.checkpoints.global_checkpoints import MODEL_FILE, global_files
+from thinwire.training.checkpoints.replica_checkpoints import replica_files, unflatten_state
+from thinwire.training.config import TrainConfig, find_run, read_config
+from thinwire.training.corpora.corpus import HELD_OUT_FRACTION, divide, limit
+from thinwire.training.corpora.sampler import windows
+from thinwire.training.corpora.sources import Document, open_source
+from thinwire.training.corpora.token_files import TOKENIZER
+from thinwire.training.corpora.tokenizers import Tokenizer
+from thinwire.training.models import build_hf_model, build_transformer, preset
+from thinwire.training.models.hf import load_saved_tokenizer
+
+MODEL_FOLDER = "model"
+_WEIGHTS = "*.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainedModel:
+    """The global model of a run with its tokenizer.
+
+    Attributes:
+        run_dir: The run's folder.
+        config: The run's options.
+        model: In evaluation mode, on the device that was asked for; a `LanguageModel` too.
+        tokenizer: The run's.
+        step: Inner steps after which it was taken.
+        is_final: Whether it is the result of the run, with its final exchange.
+    """
+
+    run_dir: Path
+    config: TrainConfig
+    model: nn.Module
+    tokenizer: Tokenizer
+    step: int
+    is_final: bool
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return next(self.model.parameters()).device
+
+
+def load_trained(run_dir: Path, *, step: int | None = None, device: str = "cpu") -> TrainedModel:
+    """Load the global model of a run: its result, or that of its newest checkpoint.
+
+    Args:
+        run_dir: The folder that `thinwire train --out` named.
+        step: Take the checkpoint of this step instead.
+        device: `cpu` or `cuda`.
+
+    Raises:
+        CheckpointError: There is no run, no checkpoint or no such step, or a file is damaged; names the remedy.
+        ValueError: There is no such device.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be one of cpu, cuda, got {device!r}")
+    check_device(device)
+    config = read_config(find_run(run_dir)).replace(out=run_dir)
+    is_final = step is None and any((run_dir / MODEL_FOLDER).glob(_WEIGHTS))
+    if is_final:
+        step = config.run.steps
+        tokenizer = _read_tokenizer(run_dir)
+        model = _final_model(config, tokenizer=tokenizer)
+    else:
+        files, step = _checkpoint(config, step)
+        tokenizer = _read_tokenizer(run_dir)
+        model = _model_of_checkpoint(config, files, step=step, tokenizer=tokenizer)
+    model.eval().requires_grad_(False)
+    return TrainedModel(
+        run_dir=run_dir, config=config, model=model.to(device), tokenizer=tokenizer, step=step, is_final=is_final
+    )
+
+
+def _read_tokenizer(run_dir: Path) -> Tokenizer:
+    path = run_dir / MODEL_FOLDER / TOKENIZER
+    try:
+        return load_saved_tokenizer(path.parent)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing, so token ids have no meaning; copy the whole run folder from the host of replica 0"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; copy it again from the host of replica 0") from error
+
+
+def _final_model(config: TrainConfig, *, tokenizer: Tokenizer) -> nn.Module:
+    folder = config.run_dir / MODEL_FOLDER
+    if config.model.name.startswith("hf:"):
+        return build_hf_model(str(folder))
+    shape = preset(config.model.name, vocab_size=tokenizer.vocab_size, max_seq_len=config.model.seq_len)
+    path = folder / MODEL_FILE
+    try:
+        return build_transformer(shape, weights=safetensors.torch.load_file(path))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} is not the model of this run: {reason_of(error)}; take a checkpoint with --step"
+        ) from error
+
+
+def _checkpoint(config: TrainConfig, step: int | None) -> tuple[CheckpointFiles, int]:
+    """Return the files of the wanted checkpoint, or of the newest one that verifies."""
+    if config.elastic.is_enabled:
+        all_files = [global_files(open_storage(config.elastic.checkpoint_to or config.run_dir / "checkpoints"))]
+    else:  # global parameters are the same on all replicas, so those of any one serve
+        all_files = list(replica_files(open_storage(config.run_dir / "checkpoints")).values())
+    steps = {number: files for files in reversed(all_files) for number in files.steps()}
+    if step is not None and step not in steps:
+        known = ", ".join(map(str, sorted(steps))) or "none"
+        raise CheckpointError(f"{config.run_dir} has no checkpoint of step {step}; its checkpoints: {known}")
+    if step is not None:
+        return steps[step], step
+    for number in sorted(steps, reverse=True):
+        if not steps[number].problem(number):
+            return steps[number], number
+    if steps:
+        raise CheckpointError(f"{steps[max(steps)].problem(max(steps))}")
+    every = config.output.checkpoint_every
+    when = f"the first comes after step {min(every, config.run.steps)}" if every else "they come at the end"
+    raise CheckpointError(f"{config.run_dir} has no checkpoint yet: {when}; let the run go on, and try again")
+
+
+def _model_of_checkpoint(config: TrainConfig, files: CheckpointFiles, *, step: int, tokenizer: Tokenizer) -> nn.Module:
+    tensors, skeleton = files.load(step)
+    model = make_model(config, vocab_size=tokenizer.vocab_size, device="cpu")
+    try:
+        with torch.no_grad():
+            if config.elastic.is_enabled:
+                _copy(tensors[MODEL_FILE], dict(model.named_parameters()))
+            else:
+                state = unflatten_state(next(iter(tensors.values())), skeleton)
+                # frozen parameters are not in a checkpoint
+                _copy(state["model"], {name: p for name, p in model.named_parameters() if p.requires_grad})
+                _copy(state["buffers"], dict(model.named_buffers()))
+                view = make_method(config).view.bind(model, inner=make_inner_optimizer(config, model))
+                view.parameters.load_state_dict(state["optimizer"]["sync"]["global"])
+                view.parameters.forget_locals()
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{files.path(step)} does not fit the model of this run: {error}; take another --step"
+        ) from error
+    return model
+
+
+def _copy(saved: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> None:
+    for name, tensor in own.items():
+        tensor.copy_(saved[name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Loss of a model on a text.
+
+    Attributes:
+        loss: Mean negative log-likelihood, nats a token; the end of each document counts as a token.
+        num_tokens: Tokens that were predicted.
+        num_bytes: UTF-8 bytes of the text.
+    """
+
+    loss: float
+    num_tokens: int
+    num_bytes: int
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss; infinite where a float cannot hold it."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits that a coder with this model would need for a byte of the text.
+
+        Example:
+            >>> Evaluation(loss=math.log(2), num_tokens=30, num_bytes=60).bits_per_byte
+            0.5
+        """
+        return self.loss * self.num_tokens / math.log(2) / self.num_bytes
+
+
+def read_texts(trained: TrainedModel, *, data: str | None, max_bytes: int | None) -> Iterator[str]:
+    """Yield the texts to evaluate on.
+
+    Args:
+        trained: Its run names the data where none is given.
+        data: As for `thinwire train --data`; None takes the part of the run's own data that was held out.
+        max_bytes: Read no more than this many bytes of UTF-8; None reads all.
+
+    Raises:
+        DataError: There is no such data.
+    """
+    cache = Path(trained.config.data.cache_dir or Path.home() / ".cache" / "thinwire")
+    source = open_source(data or trained.config.data.source, cache=cache)
+    documents: Iterable[Document] = source.documents()
+    if data is None:
+        split = divide(source.documents(), fraction=HELD_OUT_FRACTION, name=source.name)
+        parts = split.parts(source.documents())
+        documents = (Document(origin=source.name, text=text) for text, is_held_out in parts if is_held_out)
+    for document in limit(documents, max_bytes=max_bytes):
+        yield document.text
+
+
+def evaluate(trained: TrainedModel, texts: Iterable[str], *, batch_size: int = 8) -> Evaluation:
+    """Return the loss of a model on texts.
+
+    Every token of every text is predicted, and its end too. The texts form one sequence, as in training: the end of a
+    text stands between two, and before the first. It is read in windows of the run's sequence length, each of which
+    starts without what came before.
+
+    Args:
+        trained: The model.
+        texts: The documents.
+        batch_size: Windows that are computed together.
+
+    Raises:
+        DataError: There is no text.
+    """
+    end = np.array([trained.tokenizer.end_of_text], dtype=np.int64)
+    num_bytes, pieces = 0, [end]
+    for text in texts:
+        num_bytes += len(text.encode())
+        pieces += [trained.tokenizer.encode([text])[0].astype(np.int64), end]
+    if not num_bytes:
+        raise DataError("the data is empty: there is no text in it; give a file or a folder that has some")
+    tokens = np.concatenate(pieces)
+    seq_len = trained.config.model.seq_len or 1024
+    total = 0.0
+    for inputs, targets in _batches(tokens, seq_len=seq_len, batch_size=batch_size):
+        with torch.no_grad():
+            loss: Any = trained.model.loss  # a LanguageModel's
+            nll = loss(inputs.to(trained.device), targets.to(trained.device))[1]
+        total += float(nll) * targets.numel()
+    return Evaluation(loss=total / (len(tokens) - 1), num_tokens=len(tokens) - 1, num_bytes=num_bytes)
+
+
+def _batches(
+    tokens: np.ndarray[Any, Any], *, seq_len: int, batch_size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield all windows in order; the last one is as long as what is left."""
+    whole = (len(tokens) - 1) // seq_len
+    for begin in range(0, whole, batch_size):
+        yield windows(tokens, np.arange(begin, min(whole, begin + batch_size)), seq_len=seq_len)
+    rest = torch.from_numpy(tokens[whole * seq_len :])[None]
+    if rest.shape[1] > 1:
+        yield rest[:, :-1], rest[:, 1:]

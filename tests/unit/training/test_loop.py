@@ -1,0 +1,88 @@
+"""Passes of the training loop: micro-batches, and checkpoints beside frozen weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from thinwire.errors import CheckpointError
+from thinwire.methods import diloco
+from thinwire.monitor.record.metrics import Meter
+from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.training.build import make_inner_optimizer
+from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
+from thinwire.training.config import TrainConfig
+from thinwire.training.corpora import Sampler
+from thinwire.training.loop import LocalPasses, LoopSetup, Training
+from thinwire.training.models import TransformerConfig, build_transformer
+from thinwire.transport.loopback import single
+from thinwire.transport.recording import RecordingTransport
+
+SHAPE = TransformerConfig(vocab_size=31, dim=16, layers=2, heads=2, max_seq_len=8)
+TOKENS = np.random.default_rng(0).integers(31, size=999).astype(np.uint16)
+
+
+def passes_of(model: Any, **options: Any) -> LocalPasses:
+    return LocalPasses(TrainConfig.of(batch_size=5, **options), model, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 5, 9])
+def test_micro_batches_give_the_gradient_and_the_losses_of_the_whole_batch(micro_batch: int) -> None:
+    windows = torch.from_numpy(TOKENS[:45].astype(np.int64)).view(5, 9)
+    tokens, targets = windows[:, :-1], windows[:, 1:]
+    found = []
+    for options in ({}, {"micro_batch": micro_batch}):
+        model = build_transformer(SHAPE, seed=0)
+        passes = passes_of(model, **options)
+        losses = passes.backward(tokens, targets, factor=1.0)
+        held_out = passes.held_out(tokens, targets)
+        found.append((*losses, held_out.detach(), *(p.grad for p in model.parameters())))
+    for whole, parts in zip(*found, strict=True):
+        torch.testing.assert_close(whole, parts, rtol=1e-4, atol=1e-6)
+
+
+def test_at_most_a_micro_batch_is_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_transformer(SHAPE, seed=0)
+    plain, seen = model.loss, list[int]()
+    monkeypatch.setattr(model, "loss", lambda tokens, targets: (seen.append(len(tokens)), plain(tokens, targets))[1])
+    tokens = torch.zeros(5, 8, dtype=torch.int64)
+    passes_of(model, micro_batch=2).backward(tokens, tokens, factor=1.0)
+    assert seen == [2, 2, 1]
+
+
+def training_of(run_dir: Path, *, frozen_seed: int) -> Training:
+    config = TrainConfig.of(
+        replicas=1, steps=2, batch_size=2, seq_len=8, lr=0.01, warmup_steps=0, eval_every=0, checkpoint_every=0,
+        out=run_dir,
+    )  # fmt: skip
+    model = build_transformer(SHAPE, seed=0)
+    frozen = build_transformer(SHAPE, seed=frozen_seed).embedding
+    with torch.no_grad():
+        model.embedding.weight.copy_(frozen.weight)
+    model.embedding.requires_grad_(False)
+    transport = RecordingTransport(single())
+    optimizer = DistributedOptimizer(
+        model, make_inner_optimizer(config, model), method=diloco(sync_interval=2), transport=transport
+    )
+    setup = LoopSetup(
+        config=config, model=model, optimizer=optimizer, meter=Meter(run_dir, replica=0, log=transport.log),
+        batches=Sampler(TOKENS, replica=0, num_replicas=1, batch_size=2, seq_len=8, seed=0),
+        held_out=lambda count: [], device=torch.device("cpu"),
+    )  # fmt: skip
+    identity = Identity(run="r", replica=0, num_replicas=1, config_digest=config.digest())
+    return Training(setup, checkpoints=ReplicaCheckpoints(run_dir, identity=identity))
+
+
+def test_a_checkpoint_leaves_frozen_weights_out_and_goes_on_beside_the_same_ones_only(tmp_path: Path) -> None:
+    first = training_of(tmp_path, frozen_seed=1)
+    first.run()
+    identity = Identity(run="r", replica=0, num_replicas=1, config_digest=first._config.digest())
+    state = ReplicaCheckpoints(tmp_path, identity=identity).load(2)
+    assert "embedding.weight" not in state["model"] and "norm.gain" in state["model"]
+    training_of(tmp_path, frozen_seed=1).load(state)
+    with pytest.raises(CheckpointError, match="the frozen weights are not those it was trained beside"):
+        training_of(tmp_path, frozen_seed=2).load(state)

@@ -1,0 +1,83 @@
+"""Runs that cannot fit the memory of a machine are refused from shapes alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from thinwire.training import memory_check
+from thinwire.training.build import check, make_method, make_model
+from thinwire.training.config import TrainConfig, resolve
+from thinwire.training.memory_check import check_memory, device_memory_bytes, estimate_memory
+
+
+def config_of(**options: object) -> TrainConfig:
+    given = TrainConfig.of(**{"model": "35m", "replicas": 2, **options})
+    return resolve(given, world_size=None, cores=2, home=Path("/nowhere"))
+
+
+def needed_bytes(**options: object) -> float:
+    config = config_of(**options)
+    model = make_model(config, vocab_size=None, device="meta")
+    found = estimate_memory(config, model, make_method(config))
+    return found.states + found.activations + found.host_copies
+
+
+def test_the_states_are_sixteen_bytes_a_parameter_and_eight_of_global_values() -> None:
+    config = config_of()
+    model = make_model(config, vocab_size=None, device="meta")
+    num_parameters = sum(p.numel() for p in model.parameters())
+    found = estimate_memory(config, model, make_method(config))
+    assert (found.states, found.host_copies) == (16 * num_parameters, 8 * num_parameters)
+    every_step = estimate_memory(config, model, make_method(config_of(method="all-reduce")))
+    assert every_step.host_copies == 0
+
+
+def test_frozen_parameters_need_no_gradient_and_no_optimizer() -> None:
+    config = config_of()
+    model = make_model(config, vocab_size=None, device="meta")
+    model.embedding.weight.requires_grad_(False)  # type: ignore[union-attr]
+    trained, frozen = (
+        sum(p.numel() for p in model.parameters() if p.requires_grad is wanted) for wanted in (True, False)
+    )
+    assert estimate_memory(config, model, make_method(config)).states == 16 * trained + 4 * frozen
+
+
+def test_smaller_passes_need_less() -> None:
+    whole = needed_bytes(batch_size=8)
+    assert needed_bytes(batch_size=8, micro_batch=2) < whole
+    assert needed_bytes(batch_size=8, autocast="bf16") < whole
+    assert needed_bytes(batch_size=8, seq_len=256) < whole
+    assert needed_bytes(batch_size=8, micro_batch=64) == whole
+
+
+def test_what_cannot_fit_is_refused_with_the_need_the_limit_and_a_remedy() -> None:
+    config = config_of()
+    model = make_model(config, vocab_size=None, device="meta")
+    method, needed = make_method(config), needed_bytes()
+    check_memory(config, model, method, num_local=2, limit_bytes=2 * needed)
+    check_memory(config, model, method, num_local=1, limit_bytes=needed)
+    with pytest.raises(ValueError, match=r"35m needs about .* for 2 replicas.*has 1\.00 GB.*--micro-batch"):
+        check_memory(config, model, method, num_local=2, limit_bytes=1e9)
+    with pytest.raises(ValueError, match="for one replica"):
+        check_memory(config, model, method, num_local=1, limit_bytes=needed - 1)
+
+
+def test_check_compares_with_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(config_of(model="nano"))
+    monkeypatch.setattr(memory_check, "device_memory_bytes", lambda device: 1e6)
+    with pytest.raises(ValueError, match=r"--model nano needs about .* this machine has 1\.00 MB"):
+        check(config_of(model="nano"))
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("1000000\n", 1e6), ("max\n", None), (None, None)])
+def test_the_limit_of_a_container_counts(
+    limit: str | None, expected: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "memory.max"
+    if limit is not None:
+        path.write_text(limit)
+    monkeypatch.setattr(memory_check, "_LIMITS", (path,))
+    found = device_memory_bytes("cpu")
+    assert found == expected if expected else found > 1e8
