@@ -50,4 +50,4 @@ def test_a_default_is_shown_as_a_person_writes_it(capsys: pytest.CaptureFixture[
     assert main(["plan", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "such as 25e9. Default: 1e+09." in text
-    assert "Default: enough. --" in text, "a default that the text names is not repeated"
+    assert "Default: 24GB. --model" in text, "a default that the text names is not repeated"
