@@ -239,7 +239,7 @@ CLAIMS = {
     ),
     "wire: the others at 5 Mbit/s": Claim(
         page=BENCHMARKS,
-        pattern=rf"where an all-reduce keeps {NUMBER}, PyTorch's DDP {NUMBER}, DDP with PowerSGD {NUMBER}, "
+        pattern=rf"There an all-reduce keeps {NUMBER}, PyTorch's DDP {NUMBER}, DDP with PowerSGD {NUMBER}, "
         rf"DiLoCo {NUMBER} and torchft's DiLoCo with fragments {NUMBER}\.",
         values=lambda results: [
             *shares(results, (FIVE, "all-reduce"), (FIVE, "ddp")),
@@ -301,8 +301,8 @@ CLAIMS = {
     },
     "wire: bytes at H 100": Claim(
         page=BENCHMARKS,
-        pattern=rf"\({NUMBER} MB for {NUMBER} MB of payload in four exchanges, {NUMBER} to 1; "
-        rf"{NUMBER} MB for {NUMBER} MB in 23 steps, {NUMBER} to 1;",
+        pattern=rf"Four exchanges took {NUMBER} MB for {NUMBER} MB of payload, {NUMBER} to 1\. "
+        rf"The all-reduce took {NUMBER} MB for {NUMBER} MB in 23 steps, {NUMBER} to 1\.",
         values=at_h_100,
     ),
     "chaos: replicas that differ": Claim(
