@@ -124,12 +124,11 @@ class BpeTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Encode texts on all cores, each to an array (tokens,) of uint32."""
-        encodings: list[Any] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        return _encode(self._tokenizer, texts)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens without the ends of texts."""
-        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
+        return _decode(self._tokenizer, tokens)
 
     def to_json(self) -> str:
         """Return the text of its `tokenizer.json`."""
@@ -162,12 +161,11 @@ class PretrainedTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Encode texts on all cores, each to an array (tokens,) of uint32, without special tokens."""
-        encodings: list[Any] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        return _encode(self._tokenizer, texts)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens without special ones."""
-        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
+        return _decode(self._tokenizer, tokens)
 
     def to_json(self) -> str:
         """Return the text of its `tokenizer.json`."""
@@ -176,6 +174,15 @@ class PretrainedTokenizer:
     def files(self) -> Mapping[str, str]:
         """Return all files that save it, such as its settings and chat template."""
         return dict(self._files)
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> list[Tokens]:
+    encodings: list[Any] = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+
+def _decode(tokenizer: tokenizers.Tokenizer, tokens: Iterable[int]) -> str:
+    return str(tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
 
 
 def load_tokenizer(text: str) -> Tokenizer:
