@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 
+from thinwire.errors import refusal
+
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _TIME_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _NUMBER = r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*"
@@ -78,15 +80,18 @@ def parse_rate(text: str) -> float:
     """Read a rate such as `5mbit`, `1.5 Gbit/s` or `800k` as bits per second.
 
     Raises:
-        ValueError: The text is no rate.
+        ValueError: The text is no rate, or has no unit: bits and megabits are confused too easily.
 
     Example:
         >>> parse_rate("5mbit")
         5000000.0
     """
     match = re.fullmatch(_NUMBER + r"([kmgt]?)(?:bit|bits|b)?(?:ps|/s)?\s*", text.lower())
-    if match is None:
-        raise ValueError(f"a rate must look like '5mbit' or '1.5 Gbit/s', got {text!r}")
+    number = re.fullmatch(_NUMBER, text.lower())
+    if match is None or number:
+        what = "the rate has no unit" if number else "the rate cannot be read"
+        remedy = f"{number.group(1)}mbit" if number else "5mbit"
+        raise refusal(what, got=repr(text), allowed="a number with bit, kbit, mbit or gbit", remedy=remedy)
     return float(match.group(1)) * _DECIMAL[match.group(2)]
 
 
@@ -102,7 +107,8 @@ def parse_bytes(text: str) -> float:
     """
     match = re.fullmatch(_NUMBER + r"([kmgt]?)(i?)b?\s*", text.lower())
     if match is None or (match.group(3) and not match.group(2)):
-        raise ValueError(f"a size must look like '24 GB' or '512MiB', got {text!r}")
+        raise refusal("the size cannot be read", got=repr(text), allowed="a number with B, KB, MB, GB, MiB or GiB",
+                      remedy="24GB")  # fmt: skip
     power = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[match.group(2)]
     return float(match.group(1)) * (1024.0 if match.group(3) else 1000.0) ** power
 
@@ -119,7 +125,10 @@ def parse_seconds(text: str) -> float:
     """
     match = re.fullmatch(_NUMBER + r"(us|ms|s|min|h)\s*", text.lower())
     if match is None:
-        raise ValueError(f"a duration must look like '40ms' or '2s', got {text!r}")
+        number = re.fullmatch(_NUMBER, text.lower())
+        what = "the duration has no unit" if number else "the duration cannot be read"
+        remedy = f"{number.group(1)}s" if number else "40ms"
+        raise refusal(what, got=repr(text), allowed="a number with us, ms, s, min or h", remedy=remedy)
     return float(match.group(1)) * _TIME_S[match.group(2)]
 
 

@@ -112,7 +112,7 @@ def test_a_folder_without_any_says_so_and_stdout_stays_empty(tmp_path: Path, cap
         (["/nowhere/at/all"], 1, "there is no folder /nowhere/at/all"),
         (["zzz://bucket"], 2, "zzz"),
         ([], 2, "PATH_OR_URL"),
-        (["a", "--verfy"], 2, "did you mean --verify"),
+        (["a", "--verfy"], 2, "try --verify"),
     ],
 )
 def test_wrong_words_are_answered_in_one_line(words: list[str], code: int, named: str, capsys: Output) -> None:

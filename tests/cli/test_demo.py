@@ -97,4 +97,4 @@ def test_the_demo_leaves_a_run_alone_that_is_there(
     assert main(["demo", "--quiet"]) == 2
     assert "runs/demo holds a run already" in capsys.readouterr().err
     assert main(["demo", "--seteps", "3"]) == 2
-    assert "did you mean --steps?" in capsys.readouterr().err
+    assert "try --steps" in capsys.readouterr().err

@@ -239,7 +239,7 @@ def test_the_heat_map_is_of_what_was_asked_for(tmp_path: Path, capsys: pytest.Ca
     assert main([str(path), "--heat", str(heat), "--heat-of", "backward"]) == 1
     assert "--heat-of backward: no rank timed that; timed were: compute, forward; give" in capsys.readouterr().err
     assert main([str(path), "--heat-of", "backward"]) == 2
-    assert "--heat-of backward needs --heat FILE" in capsys.readouterr().err
+    assert "--heat-of needs a file that the heat map goes to; got --heat-of backward alone" in capsys.readouterr().err
 
 
 def test_metrics_are_written_whole_and_a_run_without_a_fault_says_none(tmp_path: Path) -> None:

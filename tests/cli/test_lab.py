@@ -49,26 +49,29 @@ def test_the_options_of_lab_are_those_that_were_agreed_on(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ([], "there is no command; put it behind --"),
-        (["--"], "there is no command; put it behind --"),
-        (["--hosts", "2", "hostname"], "Unrecognized options: hostname"),
-        (["--hosts", "two", "--", "true"], "Error parsing --hosts"),
-        (["--hots", "2", "--", "true"], "did you mean --hosts?"),
-        (["--hosts", "0", "--", "true"], "a lab has 1 to 200 hosts, got 0"),
-        (["--rate", "fast", "--", "true"], "a rate must look like '5mbit' or '1.5 Gbit/s', got 'fast'"),
-        (["--rate", "1bit", "--", "true"], "a rate must be between 8kbit and 32gbit a second, got 1 bit/s"),
-        (["--rate", "5mbit/", "--", "true"], "a rate must look like"),
-        (["--host", "2=1mbit", "--", "true"], "there is no host 2; this lab has the hosts 0 to 1"),
-        (["--host", "1mbit", "--", "true"], "a host's access must look like '1=50mbit/10mbit'"),
-        (["--link", "0-2=1mbit", "--", "true"], "there is no host 2; this lab has the hosts 0 to 1"),
-        (["--link", "1-1=1mbit", "--", "true"], "a link joins two different hosts, got 1-1"),
-        (["--link", "0-1", "--", "true"], "a link must look like '0-1=1mbit'"),
-        (["--latency", "5ms", "--jitter", "10ms", "--", "true"], "the jitter must not exceed the latency 0.005 s"),
-        (["--latency", "40", "--", "true"], "a duration must look like '40ms' or '2s', got '40'"),
-        (["--latency", "2min", "--", "true"], "the latency must be between 0 and 60 s, got 120 s"),
-        (["--loss", "100%", "--", "true"], "the loss must be in [0, 1), got 1"),
-        (["--loss", "-1%", "--", "true"], "a loss must look like '0.1%' or '0.001', got '-1%'"),
-        (["--grace", "soon", "--", "true"], "a duration must look like"),
+        ([], "the command is missing; got nothing behind --"),
+        (["--"], "the command is missing; got nothing behind --"),
+        (["--hosts", "2", "hostname"], "an argument without an option; got 'hostname'"),
+        (["--hosts", "two", "--", "true"], "--hosts is no whole number"),
+        (["--hots", "2", "--", "true"], "try --hosts"),
+        (["--hosts", "0", "--", "true"], "a lab has another number of hosts; got 0; allowed 1 to 200"),
+        (["--rate", "fast", "--", "true"], "the rate cannot be read; got 'fast'"),
+        (["--rate", "1bit", "--", "true"], "the rate is out of range; got 1 bit/s"),
+        (["--rate", "5mbit/", "--", "true"], "the rate cannot be read"),
+        (["--host", "2=1mbit", "--", "true"], "this lab has no such host; got 2; allowed 0 to 1"),
+        (["--host", "1mbit", "--", "true"], "a host's access cannot be read; got '1mbit'"),
+        (["--link", "0-2=1mbit", "--", "true"], "this lab has no such host; got 2; allowed 0 to 1"),
+        (["--link", "1-1=1mbit", "--", "true"], "a link joins a host to itself; got 1-1"),
+        (["--link", "0-1", "--", "true"], "a link cannot be read; got '0-1'"),
+        (
+            ["--latency", "5ms", "--jitter", "10ms", "--", "true"],
+            "the jitter exceeds the latency, so packets would arrive before they were sent; got 0.01s",
+        ),
+        (["--latency", "40", "--", "true"], "the duration has no unit; got '40'"),
+        (["--latency", "2min", "--", "true"], "the latency is out of range; got 120s; allowed 0s to 60s"),
+        (["--loss", "100%", "--", "true"], "the loss is no share of the packets; got 1"),
+        (["--loss", "-1%", "--", "true"], "the loss cannot be read; got '-1%'"),
+        (["--grace", "soon", "--", "true"], "the duration cannot be read"),
         (["doctor", "--jason"], "unknown option '--jason'; there is --json"),
     ],
 )
@@ -161,7 +164,7 @@ def test_a_folder_with_another_labs_counts_is_refused(tmp_path: Path) -> None:
     counts = (tmp_path / "x" / "counters.jsonl").read_text()
     done = lab("--out", "x", "--", "true", cwd=tmp_path)
     assert done.returncode == 2
-    assert "x holds another lab's counts; give another folder by --out" in done.stderr
+    assert "--out holds another lab's counts; got " in done.stderr
     assert (tmp_path / "x" / "counters.jsonl").read_text() == counts
 
 

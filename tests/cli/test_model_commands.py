@@ -76,7 +76,7 @@ CASES = [
     (["generate", "nowhere", "--prompt", "x", "--device", "tpu"], 2, "--device must be one of cpu, cuda, got 'tpu'"),
     (["generate", "nowhere", "--prompt", "x", "--step", "0"], 2, "--step must be at least 1, got 0"),
     (["export", "nowhere", "--to", "gguf", "--out", "x"], 2, "--to must be one of hf, safetensors, got 'gguf'"),
-    (["eval", "nowhere", "--max-bytes", "many"], 2, "a size must look like '24 GB' or '512MiB', got 'many'"),
+    (["eval", "nowhere", "--max-bytes", "many"], 2, "the size cannot be read; got 'many'"),
     (["eval", "nowhere", "--batch-size", "0"], 2, "--batch-size must be at least 1, got 0"),
 ]
 
@@ -105,7 +105,7 @@ def test_what_the_run_lacks_is_refused_with_a_remedy(run: Path, tmp_path: Path, 
     assert main(["generate", str(run), "--prompt", "x", "--step", "5"]) == 1
     assert "has no checkpoint of step 5; its checkpoints: 4, 7" in capsys.readouterr().err
     assert main(["eval", str(run), "--data", "nothing.txt"]) == 1
-    assert "there is no file or folder nothing.txt" in capsys.readouterr().err
+    assert "--data names no file or folder; got 'nothing.txt'" in capsys.readouterr().err
 
 
 def test_a_run_ends_with_a_sample_in_two_short_lines(run: Path, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_file_of_options_is_taken_and_the_command_line_overrides_it(tmp_path: 
         ("[model]\ncompile = 1", "model.compile must be true or false, got 1"),
         ("[run]\nsteps = [3]", "run.steps must be a text or a number, got [3]"),
         ("[run]\nsteps = true", "run.steps must be a text or a number, got True"),
-        ("[run]\nsteps = 'many'", "Error parsing --steps"),
+        ("[run]\nsteps = 'many'", "--steps is no whole number; got 'many'"),
         ("[run]\nconfig = 'other.toml'", "[run] has no option 'config'"),
         ("[run", "own.toml is not TOML"),
         (None, "cannot read own.toml: No such file or directory"),

@@ -99,6 +99,6 @@ def test_all_that_is_known_is_one_json_object(tmp_path: Path, capsys: pytest.Cap
 
 def test_wrong_words_are_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--period-s", "0"]) == 2
-    assert "--period-s must be from 0.05 to 60" in capsys.readouterr().err
+    assert "--period-s is out of its range" in capsys.readouterr().err
     assert main([str(tmp_path / "none")]) == 1
     assert "there is no folder" in capsys.readouterr().err

@@ -85,12 +85,12 @@ def test_half_a_line_is_named_and_nothing_is_lost(tmp_path: Path, capsys: pytest
         (("wire", "--rate", "5 apples"), "5 apples"),
         (("wire", "--jitter", "5ms"), "jitter"),
         (("wire", "--repeets", "2"), "repeats"),
-        (("wire", "--repeats", "0"), "repeats must be at least 1, got 0"),
-        (("wire", "--hosts", "2", "--hosts", "0"), "hosts must be at least 2, got 0"),
-        (("wire", "--intervals", "0"), "intervals must be at least 1, got 0"),
-        (("wire", "--sync-interval", "6", "--overlap-steps", "6"), "below H = 6"),
-        (("wire", "--pace", "--contender", "ddp"), "ddp has none of ours"),
-        (("cable",), "usage"),
+        (("wire", "--repeats", "0"), "the number of repeats is too small; got 0"),
+        (("wire", "--hosts", "2", "--hosts", "0"), "the number of hosts is too small; got 0; allowed 2 or more"),
+        (("wire", "--intervals", "0"), "the number of intervals is too small; got 0"),
+        (("wire", "--sync-interval", "6", "--overlap-steps", "6"), "not below H, which is 6; got 6"),
+        (("wire", "--pace", "--contender", "ddp"), "--pace does not go with ddp"),
+        (("cable",), "unknown benchmark; got 'cable'; allowed wire"),
     ],
 )
 def test_wrong_words_are_refused_in_one_line(

@@ -12,6 +12,7 @@ import tyro
 
 from thinwire.cli.argument_parsing import FAILED, command, parse_options
 from thinwire.cli.output import log, print_error
+from thinwire.errors import excluded, refusal
 
 _DEADLINE_S = 10.0
 
@@ -82,17 +83,16 @@ def leave(arguments: Sequence[str]) -> int:
 def _send_to_replicas(verb: str, arguments: Sequence[str]) -> int:
     options = parse_options(AdminOptions, arguments, prog=f"thinwire {verb}")
     if options.replica is not None and options.host is not None:
-        raise ValueError("give --replica or --host, not both")
+        raise excluded("--replica", "--host", why="one names a replica, the other all of a host", remedy="one of them")
     target = options.host or ("" if options.replica is None else str(options.replica))
     if verb == "leave" and not target:
-        raise ValueError("thinwire leave needs --replica N or --host NAME; list the members with: thinwire status")
+        raise refusal("the replica that shall leave is missing", got="nothing", allowed="--replica N or --host NAME",
+                      remedy="thinwire status, which lists the members")  # fmt: skip
     return _send(verb, options, target=target)
 
 
 def _send(verb: str, options: StatusOptions, *, target: str) -> int:
-    from thinwire.cli.elastic_run import show_status
     from thinwire.cli.secret import check_secret, read_address
-    from thinwire.elastic.coordinator_client import send_command
     from thinwire.elastic.invitation import read_invitation
     from thinwire.transport.secret import need_pyzmq, read_secret
 
@@ -103,6 +103,9 @@ def _send(verb: str, options: StatusOptions, *, target: str) -> int:
     invitation = read_invitation(address)
     check_secret(invitation.secret, path)
     secret = invitation.secret or read_secret(path or Path())
+    from thinwire.cli.elastic_run import show_status
+    from thinwire.elastic.coordinator_client import send_command
+
     answer = send_command(invitation, secret=secret, deadline_s=_DEADLINE_S, verb=verb, target=target)
     if verb == "status" or options.json:
         show_status(answer["status"], as_json=options.json)
@@ -122,4 +125,7 @@ def _address_of_run(run_dir: Path, path: Path | None) -> tuple[str, Path]:
         settings = json.loads((run_dir / LOCAL_FILE).read_text())
         return str(settings["invitation"]), path or Path(settings["secret"])
     except (OSError, ValueError, KeyError):
-        raise ValueError(f"{run_dir} is no folder of an elastic run (no {LOCAL_FILE})") from None
+        raise refusal(
+            f"the folder is of no elastic run, for it has no {LOCAL_FILE}", got=run_dir,
+            allowed="an address, or the folder of an elastic run", remedy="thinwire status ADDRESS",
+        ) from None  # fmt: skip

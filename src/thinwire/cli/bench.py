@@ -15,7 +15,7 @@ import tyro
 
 from thinwire.cli.argument_parsing import FAILED, command, parse_options
 from thinwire.cli.output import log, print_error
-from thinwire.errors import DataError, ThinwireError
+from thinwire.errors import DataError, ThinwireError, unknown_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     name = arguments[0] if arguments else ""
     if name not in ("wire", "-h", "--help"):
-        raise ValueError(f"there is the benchmark wire, got {name!r}; usage: thinwire bench wire [options]")
+        raise unknown_name("benchmark", name, ("wire",))
     basic = ("hosts", "rate", "contender", "repeats", "out")
     options = parse_options(BenchWireOptions, arguments[name == "wire" :], prog="thinwire bench wire", basic=basic)
     wanted = list(_cells(options))

@@ -67,11 +67,12 @@ def main(arguments: Sequence[str]) -> int:
         0, 1 where a checkpoint is damaged or the place cannot be read, 2 for wrong options.
     """
     options = parse_options(CheckpointsOptions, arguments, prog="thinwire checkpoints")
+    place = _place(options.place)
     from thinwire.training.checkpoints.checkpoint_files import open_storage
     from thinwire.training.checkpoints.global_checkpoints import global_files
     from thinwire.training.checkpoints.replica_checkpoints import replica_files
 
-    storage = open_storage(_place(options.place))
+    storage = open_storage(place)
     elastic = global_files(storage)
     found = [_listed(elastic, step, verify=options.verify) for step in elastic.steps()]
     for replica, files in replica_files(storage).items():

@@ -12,6 +12,7 @@ import tyro
 
 from thinwire.cli.argument_parsing import command, parse_options
 from thinwire.cli.output import log
+from thinwire.errors import refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
     options = parse_options(DashboardOptions, arguments, prog="thinwire dashboard")
     if not 0 <= options.port < 1 << 16:
-        raise ValueError(f"--port must be from 0 to 65535, got {options.port}")
+        raise refusal("--port is no port", got=options.port, allowed="0 to 65535", remedy="--port 7878")
     token = None if options.token_file is None else _token(options.token_file)
     feed = Feed(RunFollower(options.run))
     server = DashboardServer(feed, host=options.host, port=options.port, token=token)

@@ -15,6 +15,7 @@ import tyro
 
 from thinwire.cli.argument_parsing import command, parse_options
 from thinwire.cli.output import log, printable
+from thinwire.errors import refusal
 
 if TYPE_CHECKING:
     from thinwire.monitor.detect.timeline import Job
@@ -73,9 +74,11 @@ def _diagnose(arguments: Sequence[str]) -> int:
 
     options = parse_options(DiagnoseOptions, arguments, prog="thinwire diagnose")
     if not options.files:
-        raise ValueError("name at least one file; see thinwire diagnose --help")
+        raise refusal("FILES are missing", got="nothing", allowed="records of the ranks, or a run's folder",
+                      remedy="thinwire diagnose runs/demo")  # fmt: skip
     if options.heat is None and options.heat_of != "all":
-        raise ValueError(f"--heat-of {options.heat_of} needs --heat FILE, where the heat map goes")
+        raise refusal("--heat-of needs a file that the heat map goes to", got=f"--heat-of {options.heat_of} alone",
+                      allowed="--heat FILE with it", remedy="--heat heat.html")  # fmt: skip
     with warnings.catch_warnings(record=True) as caught:
         records = read_files(options.files)
     for one in caught:

@@ -17,6 +17,7 @@ from thinwire.cli.argument_parsing import FAILED, command, parse_options
 from thinwire.cli.output import log
 from thinwire.cli.processes import DIAGNOSE_RANK
 from thinwire.cli.train_options import world_size
+from thinwire.errors import excluded, refusal
 from thinwire.units import format_rate, format_seconds, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
@@ -81,19 +82,20 @@ def _check(options: ActiveTestOptions) -> None:
     """Check the options before anything is started."""
     ranks = world_size()
     if options.replicas is not None and ranks is not None:
-        raise ValueError(f"--replicas starts ranks, and torchrun has started {ranks}; leave it out")
+        raise excluded("--replicas", "torchrun", why=f"it has started {ranks} ranks", remedy="to leave --replicas out")
     if options.replicas is None and ranks in (None, 1):
-        raise ValueError(
-            "a test is between at least 2 hosts; start it by torchrun on each of them, in a lab (thinwire lab "
-            "--hosts 3 -- thinwire diagnose test), or rehearse it on this machine with --replicas 3"
-        )
+        raise refusal(
+            "a test is between hosts", got="one host", allowed="torchrun on 2 or more, a lab, or --replicas",
+            remedy="--replicas 3, or thinwire lab --hosts 3 -- thinwire diagnose test",
+        )  # fmt: skip
     if options.replicas is not None and not 2 <= options.replicas <= 64:
-        raise ValueError(f"--replicas must be 2 to 64, got {options.replicas}")
+        raise refusal("--replicas is out of its range", got=options.replicas, allowed="2 to 64", remedy="--replicas 3")
     if options.expect is not None:
         parse_rate(options.expect)
     for name in ("budget", "deadline"):
         if parse_seconds(getattr(options, name)) <= 0:
-            raise ValueError(f"--{name} must be above 0s, got {getattr(options, name)}")
+            raise refusal(f"--{name} is too short", got=getattr(options, name), allowed="above 0s",
+                          remedy=f"--{name} 10s")  # fmt: skip
 
 
 def _start(arguments: Sequence[str], replicas: int) -> int:

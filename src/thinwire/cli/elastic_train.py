@@ -17,7 +17,7 @@ from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.global_state import GlobalState, tensors_sha256
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.journal import Journal
-from thinwire.errors import CheckpointError, ThinwireError
+from thinwire.errors import CheckpointError, ThinwireError, excluded, refusal
 from thinwire.files import write_whole
 from thinwire.monitor.runlog.run_identity import RunIdentity, new_identity, read_identity
 from thinwire.training.build import make_method
@@ -62,18 +62,18 @@ def check_elastic(config: TrainConfig) -> None:
     """
     need_pyzmq()
     if config.sync.pace:
-        raise ValueError("--pace does not go with --elastic: parts are fetched by those that need them; leave it out")
+        why = "parts are fetched by those that need them"
+        raise excluded("--pace", "--elastic", why=why, remedy="to leave --pace out")
     was = LocalSettings.of_resumed(config)
     here = config.num_replicas if was is None else was.replicas
     if config.elastic.begin_with is not None and config.elastic.begin_with < here:
-        raise ValueError(
-            f"--begin-with must be at least the {here} replicas that this host starts, got {config.elastic.begin_with}"
-        )
+        raise refusal("--begin-with is less than this host starts", got=config.elastic.begin_with,
+                      allowed=f"{here} or more", remedy=f"--begin-with {here}")  # fmt: skip
     if config.sync.overlap_steps is not None and "," in config.sync.overlap_steps:
-        raise ValueError(
-            f"--overlap-steps must be one number with --elastic, got {config.sync.overlap_steps}, since replicas "
-            f"come and go; a slow one is not waited for anyway"
-        )
+        raise refusal(
+            "--overlap-steps names replicas, which come and go with --elastic", got=config.sync.overlap_steps,
+            allowed="one number; a slow replica is not waited for anyway", remedy="--overlap-steps 1",
+        )  # fmt: skip
     check_ranks(config, num_ranks=config.elastic.ranks_per_replica, num_replicas=here)
     elastic(make_method(config), session=_NoSession())
 

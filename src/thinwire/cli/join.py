@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from thinwire.cli.argument_parsing import command, parse_options
-from thinwire.errors import ThinwireError
+from thinwire.cli.argument_parsing import check_least, command, parse_options
+from thinwire.errors import ThinwireError, excluded, unknown_name
+from thinwire.training.corpora.sources import check_source
 
 if TYPE_CHECKING:
     from thinwire.elastic.invitation import Invitation
@@ -69,31 +70,33 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, 1 for an error while running, 2 for wrong options, 128 + N for signal N.
     """
-    from thinwire.cli.elastic_run import alone_in
     from thinwire.cli.secret import check_secret, read_address
     from thinwire.elastic.invitation import read_invitation
     from thinwire.transport.secret import need_pyzmq, read_secret
 
     basic = ("secret", "replicas", "data", "out", "device")
     options = parse_options(JoinOptions, arguments, prog="thinwire join", basic=basic)
-    if options.replicas < 1:
-        raise ValueError(f"--replicas must be at least 1, got {options.replicas}")
-    if options.ranks_per_replica < 1:
-        raise ValueError(f"--ranks-per-replica must be at least 1, got {options.ranks_per_replica}")
-    if options.batch_size is not None and options.batch_size < 1:
-        raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
+    check_least(options, replicas=1, ranks_per_replica=1, batch_size=1, threads=1)
     if options.interface is not None and options.own_address is not None:
-        raise ValueError("give --interface or --own-address, not both")
+        why = "each of them says how the other hosts reach this one"
+        raise excluded("--interface", "--own-address", why=why, remedy="--interface alone")
+    if options.device not in (None, "cpu", "cuda"):
+        raise unknown_name("--device", options.device, ("cpu", "cuda"))
+    if options.data is not None:
+        check_source(options.data)
+    need_pyzmq()
+    invitation = read_invitation(read_address(options.address, command="thinwire join"))
+    if options.secret is not None and invitation.secret is not None:
+        raise excluded("--secret", "this address", why="it holds the secret already", remedy="to leave --secret out")
+    check_secret(invitation.secret, options.secret)
+    secret = invitation.secret or read_secret(options.secret or Path())
+    # torch, which takes seconds: what shows without it has been refused by now
+    from thinwire.cli.elastic_run import alone_in
+
     if options.device is not None:
         from thinwire.training.build import check_device
 
         check_device(options.device)
-    need_pyzmq()
-    invitation = read_invitation(read_address(options.address, command="thinwire join"))
-    if options.secret is not None and invitation.secret is not None:
-        raise ValueError("the address holds the job's secret already; leave --secret out")
-    check_secret(invitation.secret, options.secret)
-    secret = invitation.secret or read_secret(options.secret or Path())
     run_dir = _folder(options.out, invitation, secret=secret)
     with alone_in(run_dir):
         return _join_from(run_dir, invitation, options)

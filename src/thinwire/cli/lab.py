@@ -23,6 +23,7 @@ from rich.table import Table
 
 from thinwire.cli.argument_parsing import FAILED, USAGE, command, parse_options
 from thinwire.cli.output import log
+from thinwire.errors import refusal
 from thinwire.lab import Access, HostProcess, Lab, LabSettings, Link, rank_environment
 from thinwire.lab.counters import peak_rate, sent_by
 from thinwire.lab.settings import parse_access, parse_host, parse_link, parse_loss
@@ -92,7 +93,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_options(LabOptions, arguments[:cut], prog="thinwire lab", basic=basic)
     run_everywhere = list(arguments[cut + 1 :])
     if not run_everywhere:
-        raise ValueError("there is no command; put it behind --, as in: thinwire lab --hosts 2 -- thinwire train")
+        raise refusal("the command is missing", got="nothing behind --", allowed="any command, behind --",
+                      remedy="thinwire lab --hosts 2 -- thinwire train")  # fmt: skip
     settings, grace_s = settings_of(options), parse_seconds(options.grace)
     folder = _folder(options)
     with _Interrupts() as interrupts, Lab.of(settings, folder=folder) as lab:
@@ -287,7 +289,8 @@ def show_summary(lab: Lab, processes: Sequence[HostProcess], *, seconds: float, 
 def _folder(options: LabOptions) -> Path:
     folder = options.out or Path("runs") / f"lab-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     if (folder / "counters.jsonl").exists():
-        raise ValueError(f"{folder} holds another lab's counts; give another folder by --out")
+        raise refusal("--out holds another lab's counts", got=folder, allowed="a folder without a lab",
+                      remedy=f"--out {folder}-2")  # fmt: skip
     return folder
 
 

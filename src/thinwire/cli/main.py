@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from thinwire.cli.output import finish_output, print_error, protect_output
+from thinwire.errors import unknown_name
 from thinwire.version import __version__
 
 COMMANDS = {
@@ -73,9 +73,7 @@ def _run(arguments: Sequence[str]) -> int:
         print(f"thinwire {__version__}")
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        print_error("", f"unknown command {name!r}{hint} There are: {', '.join(COMMANDS)}")
+        print_error("", unknown_name("command", name, COMMANDS))
         return 2
     module = importlib.import_module(f"thinwire.cli.{_MODULES.get(name, name)}")
     try:

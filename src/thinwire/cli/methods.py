@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.training.method_catalog import method_entry
 
 _MAX_COLUMNS = 100
 
@@ -35,12 +36,13 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, or 2 for wrong options.
     """
-    from thinwire.methods import RECIPES, recipe
-
     options = parse_options(MethodsOptions, arguments, prog="thinwire methods")
+    if options.name is not None:
+        method_entry(options.name)  # refuses an unknown one before torch is imported
+    from thinwire.methods import RECIPES
+
     names = tuple(RECIPES)
     if options.name is not None:
-        recipe(options.name)
         names = (options.name.replace("_", "-").lower(),)
     found = {name: _facts(name) for name in names}
     if options.json:

@@ -13,15 +13,18 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli.argument_parsing import FAILED, command, parse_options
+from thinwire.cli.argument_parsing import FAILED, check_least, command, parse_options
 from thinwire.cli.output import log, print_error
 from thinwire.cli.tables import plain, print_wide
+from thinwire.errors import excluded, refusal
 from thinwire.lab.settings import parse_access
 from thinwire.planning.cluster import Cluster, Machine, load_cluster
-from thinwire.planning.plan import Needs, Outlook, Plan, pareto
+from thinwire.training.config import check_model
+from thinwire.training.method_catalog import check_codec, method_entry
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
+    from thinwire.planning.plan import Needs, Outlook, Plan
     from thinwire.planning.search import PlanConstraints
     from thinwire.planning.workload import Workload
 
@@ -73,17 +76,21 @@ def cluster_of(options: ClusterOptions, *, needs_flops: bool = True) -> Cluster:
     given = [f"--{name}" for name, value in alike.items() if value is not None]
     if options.cluster is not None:
         if given:
-            raise ValueError(f"--cluster names the machines; leave {', '.join(given)} out, or change the file")
+            why = "the file names the machines"
+            raise excluded("--cluster", ", ".join(given), why=why, remedy=f"to leave {', '.join(given)} out")
         return load_cluster(options.cluster)
     if options.hosts is None or options.rate is None or (needs_flops and options.flops is None):
-        raise ValueError(
-            "give --cluster cluster.json, which thinwire probe writes, or machines that are alike: --hosts 2 --rate "
-            "100mbit --latency 20ms --flops 4e13 (operations a second that training reaches)"
-        )
-    if options.hosts < 1:
-        raise ValueError(f"--hosts must be at least 1, got {options.hosts}")
-    if options.flops is not None and not 0 < options.flops < float("inf"):
-        raise ValueError(f"--flops must be above 0, got {options.flops}; a good GPU reaches 1e13 to 4e14")
+        raise refusal(
+            "the machines are missing", got=", ".join(given) or "nothing",
+            allowed="--cluster FILE, which thinwire probe writes, or machines that are alike",
+            remedy="--hosts 2 --rate 100mbit --latency 20ms --flops 4e13",
+        )  # fmt: skip
+    check_least(options, hosts=1)
+    if options.flops is not None and not 0 < options.flops < math.inf:
+        raise refusal(
+            "--flops is not above 0 and finite", got=options.flops,
+            allowed="operations a second that training reaches", remedy="--flops 4e13, of a good GPU",
+        )  # fmt: skip
     access = parse_access(options.rate)
     latency_s = 0.0 if options.latency is None else parse_seconds(options.latency)
     memory_bytes = None if options.memory is None else parse_bytes(options.memory)
@@ -160,11 +167,13 @@ def main(arguments: Sequence[str]) -> int:
     """
     basic = ("cluster", "hosts", "rate", "latency", "flops", "memory", "model", "tokens", "out")
     options = parse_options(PlanOptions, arguments, prog="thinwire plan", basic=basic)
+    cluster, source = with_memory(cluster_of(options), options)
+    check_options(options)
+    # torch, which takes seconds: what shows without it has been refused by now
     from thinwire.planning.explain import explain
     from thinwire.planning.plan import save_plan
     from thinwire.planning.search import make_plan
 
-    cluster, source = with_memory(cluster_of(options), options)
     workload = workload_of(options)
     plan = make_plan(workload, cluster, _constraints(options))
     if options.json:
@@ -189,6 +198,29 @@ def main(arguments: Sequence[str]) -> int:
     save_plan(plan, options.out)
     log(f"written to {options.out}; thinwire train --plan {options.out}", command="plan")
     return 0
+
+
+def check_options(options: PlanOptions) -> None:
+    """Check what is to be trained and chosen from, as far as it shows without torch.
+
+    Raises:
+        ValueError: There is no such model, method or codec, or a number is out of its range.
+    """
+    check_model(options.model)
+    for name in options.method:
+        method_entry(name)
+    for name in options.codec:
+        check_codec(name, what="--codec")
+    if options.batch_size is not None and options.global_batch is not None:
+        why = "one is of one replica, the other of all together"
+        raise excluded("--batch-size", "--global-batch", why=why, remedy="--batch-size alone")
+    check_least(options, tokens=1, seq_len=1, batch_size=1, global_batch=1, interval=1, min_replicas=1)
+    if not 0 <= options.min_utilisation < 1:
+        raise refusal("--min-utilisation is no share", got=options.min_utilisation, allowed="0 up to, and not, 1",
+                      remedy="--min-utilisation 0.95")  # fmt: skip
+    if not -1 < options.max_penalty < math.inf:
+        raise refusal("--max-penalty is no share of the loss", got=options.max_penalty, allowed="above -1, and finite",
+                      remedy="--max-penalty 0.05, which is 5 %")  # fmt: skip
 
 
 def with_memory(cluster: Cluster, options: ClusterOptions) -> tuple[Cluster, str]:
@@ -220,8 +252,6 @@ def workload_of(options: PlanOptions) -> Workload:
     from thinwire.training.config import BATCH_SIZE, default_seq_len
     from thinwire.training.models import build_model
 
-    if options.batch_size is not None and options.global_batch is not None:
-        raise ValueError("give --batch-size (of one replica) or --global-batch (of all together), not both")
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     batch_size = BATCH_SIZE if options.batch_size is None and options.global_batch is None else options.batch_size
     model = build_model(options.model, max_seq_len=seq_len, device="meta")
@@ -281,6 +311,8 @@ def _memory(plan: Plan, workload: Workload, cluster: Cluster, *, source: str) ->
 
 def _table(plan: Plan) -> Table:
     """Return the first few, what nothing beats in time and loss, and the best of each method; the file has all."""
+    from thinwire.planning.plan import pareto
+
     shown = {id(one) for one in (*plan.outlooks[:_TOP], *pareto(plan.outlooks))}
     methods: set[tuple[str, bool]] = set()
     table = Table(box=None, pad_edge=False, header_style="dim")

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from thinwire.cli.argument_parsing import command, parse_options
 from thinwire.cli.output import log
 from thinwire.cli.train_options import world_size
+from thinwire.errors import refusal
+from thinwire.training.config import TrainConfig, resolve, validate
 from thinwire.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -79,17 +81,11 @@ def main(arguments: Sequence[str]) -> int:
     basic = ("out", "model", "device", "secret", "budget")
     options = parse_options(ProbeOptions, arguments, prog="thinwire probe", basic=basic)
     if world_size() in (None, 1):
-        raise ValueError(
-            "a probe measures the wires between at least 2 hosts; start it by torchrun on each of them, or in a "
-            "lab: thinwire lab --hosts 2 --rate 20mbit -- thinwire probe"
-        )
-    from thinwire.planning.cluster import save_cluster
-    from thinwire.planning.probe import ProbeBudget
-    from thinwire.training.build import check_device
-    from thinwire.training.config import TrainConfig, resolve, validate
-    from thinwire.training.probe_hosts import probe_hosts
-
-    budget = ProbeBudget(seconds=parse_seconds(options.budget), most_bytes=int(parse_bytes(options.most)))
+        raise refusal(
+            "a probe measures the wires between hosts", got="one host", allowed="torchrun on 2 or more, or a lab",
+            remedy="thinwire lab --hosts 2 --rate 20mbit -- thinwire probe",
+        )  # fmt: skip
+    budget_s, most_bytes = parse_seconds(options.budget), int(parse_bytes(options.most))
     step_s, deadline_s = parse_seconds(options.step_time), parse_seconds(options.deadline)
     wanted = TrainConfig.of(
         model=options.model, batch_size=options.batch_size, seq_len=options.seq_len, device=options.device,
@@ -98,6 +94,13 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     config = resolve(wanted, world_size=1, cores=os.cpu_count() or 1, home=Path.home())
     validate(config)
+    # torch, which takes seconds: what shows without it has been refused by now
+    from thinwire.planning.cluster import save_cluster
+    from thinwire.planning.probe import ProbeBudget
+    from thinwire.training.build import check_device
+    from thinwire.training.probe_hosts import probe_hosts
+
+    budget = ProbeBudget(seconds=budget_s, most_bytes=most_bytes)
     check_device(config.model.device)
     found = probe_hosts(config, budget=budget, step_s=step_s)
     if found.replica != 0:

@@ -13,6 +13,7 @@ from typing import Annotated
 import tyro
 
 from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.errors import refusal
 from thinwire.transport.secret import Secret, make_secret
 
 ADDRESS_VARIABLE = "THINWIRE_JOIN"
@@ -63,15 +64,14 @@ def read_address(given: str, *, command: str) -> str:
         prompt = "address that the first host printed (not shown): "
         line = getpass.getpass(prompt) if sys.stdin.isatty() else sys.stdin.readline(_MAX_CHARACTERS)
         if not line.strip():
-            raise ValueError(
-                f"stdin holds no address; paste the one that the first host printed: {command} - <<< ADDRESS"
-            )
+            raise refusal("stdin holds no address", got="nothing", allowed="the address that the first host printed",
+                          remedy=f"{command} - <<< ADDRESS")  # fmt: skip
         return line.strip()
     if not (given or inherited):
-        raise ValueError(
-            f"{command} needs the address that the first host printed: as its argument, - to read it from stdin, or in "
-            f"{ADDRESS_VARIABLE}"
-        )
+        raise refusal(
+            "the address is missing", got="nothing", allowed=f"an argument, - for stdin, or {ADDRESS_VARIABLE}",
+            remedy=f"{command} - <<< ADDRESS, with the address that the first host printed",
+        )  # fmt: skip
     return given or inherited.strip()
 
 
@@ -82,7 +82,8 @@ def check_secret(in_address: Secret | None, path: Path | None) -> None:
         ValueError: It is in neither.
     """
     if in_address is None and path is None:
-        raise ValueError(
-            "the address holds no secret; give the whole address that the first host printed "
-            "(thinwire://HOST:PORT/SECRET), or the secret's file by --secret"
-        )
+        raise refusal(
+            "the address holds no secret", got="HOST:PORT alone",
+            allowed="thinwire://HOST:PORT/SECRET, or --secret FILE",
+            remedy="the whole address that the first host printed",
+        )  # fmt: skip

@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.argument_parsing import check_least, command, parse_options
 from thinwire.cli.output import log
 from thinwire.cli.plan import ClusterOptions, cluster_of
 from thinwire.cli.tables import plain, print_wide
+from thinwire.errors import excluded, refusal
+from thinwire.simulate import SimReplica, simulate_training
+from thinwire.training.config import BATCH_SIZE, TrainConfig, check_model, default_seq_len, method_problems, resolve
+from thinwire.training.method_catalog import check_codec, method_entry
 from thinwire.units import format_bytes, format_rate, format_seconds, parse_seconds
 
 if TYPE_CHECKING:
     from thinwire import simulate
     from thinwire.planning.cluster import Cluster
-    from thinwire.sync.method import Method
 
 _METHODS = ("all-reduce", "diloco", "streaming-diloco")
 _SETTINGS = ("sync_interval", "overlap_steps", "codec", "layers_per_fragment")
@@ -93,27 +96,23 @@ def main(arguments: Sequence[str]) -> int:
     """
     basic = ("cluster", "hosts", "rate", "latency", "step_time", "method", "model", "steps")
     options = parse_options(SimulateOptions, arguments, prog="thinwire simulate", basic=basic)
+    cluster = cluster_of(options, needs_flops=options.step_time is None)
+    names = options.method or _METHODS
+    _check(options, names, cluster)
+    # torch, which takes seconds: what shows without it has been refused by now
     from thinwire.planning.simulator_adapter import simulated_cluster, traffic_of
-    from thinwire.simulate import simulate_training
-    from thinwire.training.config import BATCH_SIZE, default_seq_len
+    from thinwire.training.build import make_method
     from thinwire.training.models import build_model
 
-    cluster = cluster_of(options, needs_flops=options.step_time is None)
-    if cluster.num_replicas < 2:
-        raise ValueError("a simulation needs at least 2 machines, got 1; one alone exchanges nothing")
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     batch_size = BATCH_SIZE if options.batch_size is None else options.batch_size
-    if batch_size < 1:
-        raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
     model = build_model(options.model, max_seq_len=seq_len, device="meta")
     links = simulated_cluster(cluster)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     replicas = _replicas(options, cluster, num_parameters=parameters, tokens=batch_size * seq_len)
-    names = options.method or _METHODS
-    _check_taken(names, options)
     found = {}
     for name in names:
-        method = _method(name, options)
+        method = make_method(_config(name, options))
         traffic = traffic_of(method, model, num_replicas=cluster.num_replicas)
         run = simulate_training(
             method.schedule, cluster=links, replicas=replicas, payload_bytes=traffic.payload_bytes,
@@ -133,67 +132,96 @@ def main(arguments: Sequence[str]) -> int:
 
 def _taken_by(name: str) -> set[str]:
     """Return the options of a method's settings that it takes."""
-    import inspect
-
-    from thinwire import methods
-
-    return set(_SETTINGS) & set(inspect.signature(methods.recipe(name)).parameters)
+    return set(_SETTINGS) & method_entry(name).takes
 
 
-def _check_taken(names: Sequence[str], options: SimulateOptions) -> None:
-    """Refuse an option that none of the methods has a use for."""
+def _check(options: SimulateOptions, names: Sequence[str], cluster: Cluster) -> None:
+    """Check what is to be simulated, as far as it shows without torch.
+
+    Raises:
+        ValueError: There is no such model, method or codec, an option has no use, or a number is out of its range.
+    """
+    if cluster.num_replicas < 2:
+        raise refusal("one machine alone exchanges nothing", got="1 machine", allowed="2 or more machines",
+                      remedy="--hosts 2")  # fmt: skip
+    check_model(options.model)
+    if options.codec is not None:
+        check_codec(options.codec, what="--codec")
     taken = set().union(*map(_taken_by, names))
     for option in _SETTINGS:
         if option not in taken and getattr(options, option) is not None:
-            raise ValueError(f"--{option.replace('_', '-')} does not go with --method {', '.join(names)}; leave it out")
+            flag = f"--{option.replace('_', '-')}"
+            why = "none of these has such an option"
+            raise excluded(flag, f"--method {', '.join(names)}", why=why, remedy=f"to leave {flag} out")
+    check_least(
+        options, steps=1, batch_size=1, seq_len=1, sync_interval=1, overlap_steps=0, layers_per_fragment=1, jitter=0
+    )
+    for name in names:
+        if problems := method_problems(_config(name, options)):
+            raise ValueError(problems[0])
+    parse_seconds(options.detection)
+    for factor, spans in zip(*_factors_and_outages(options, count=cluster.num_replicas), strict=True):
+        SimReplica(step_s=factor, sigma=options.jitter, outages=tuple(sorted(spans)))
 
 
-def _method(name: str, options: SimulateOptions) -> Method:
-    """Return a method with the settings that it takes: of several methods, not all take all."""
-    from thinwire.training.build import make_method
-    from thinwire.training.config import TrainConfig, resolve
-
+def _config(name: str, options: SimulateOptions) -> TrainConfig:
+    """Return a run with the settings that a method takes: of several methods, not all take all."""
     takes = _taken_by(name)
     settings: dict[str, Any] = {option: getattr(options, option) for option in takes}
     if settings.get("overlap_steps") is not None:
         settings["overlap_steps"] = str(settings["overlap_steps"])
     config = TrainConfig.of(method=name, model=options.model, **settings)
-    resolved = resolve(config, world_size=None, cores=os.cpu_count() or 1, home=Path.home())
-    return make_method(resolved)
+    return resolve(config, world_size=None, cores=os.cpu_count() or 1, home=Path.home())
 
 
 def _replicas(
     options: SimulateOptions, cluster: Cluster, *, num_parameters: int, tokens: int
 ) -> list[simulate.SimReplica]:
     from thinwire.planning.predict import inner_step_s
-    from thinwire.simulate import SimReplica
 
     count = cluster.num_replicas
     if options.step_time is not None:
         times = [parse_seconds(options.step_time)] * count
     else:
         times = [inner_step_s(machine, num_parameters=num_parameters, tokens=tokens) for machine in cluster.machines]
+    factors, outages = _factors_and_outages(options, count=count)
+    return [
+        SimReplica(step_s=time_s * factor, sigma=options.jitter, outages=tuple(sorted(spans)))
+        for time_s, factor, spans in zip(times, factors, outages, strict=True)
+    ]
+
+
+def _factors_and_outages(
+    options: SimulateOptions, *, count: int
+) -> tuple[list[float], list[list[tuple[float, float]]]]:
+    """Return how many times as long each replica's steps take, and the times of its outages.
+
+    Raises:
+        ValueError: A text cannot be read, or names a replica that is not there.
+    """
+    if options.step_time is not None:
+        parse_seconds(options.step_time)
+    factors = [1.0] * count
     for text in options.slow:
         number, factor = _numbered(text, count=count, what="--slow", form="2=1.5")
-        times[number] *= _above_zero(factor, text)
+        factors[number] *= _above_zero(factor, text)
     outages: list[list[tuple[float, float]]] = [[] for _ in range(count)]
     for text in options.outage:
         number, span = _numbered(text, count=count, what="--outage", form="1=60s-300s")
         start, dash, end = span.partition("-")
         outages[number].append((parse_seconds(start), parse_seconds(end) if dash else float("inf")))
-    return [
-        SimReplica(step_s=time_s, sigma=options.jitter, outages=tuple(sorted(outages[number])))
-        for number, time_s in enumerate(times)
-    ]
+    return factors, outages
 
 
 def _numbered(text: str, *, count: int, what: str, form: str) -> tuple[int, str]:
     match = re.fullmatch(r"\s*(\d+)\s*=\s*(\S+)\s*", text)
     if match is None:
-        raise ValueError(f"{what} must look like {form} (replica=value), got {text!r}")
+        raise refusal(f"{what} cannot be read", got=repr(text), allowed="REPLICA=VALUE", remedy=f"{what} {form}")
     number = int(match.group(1))
     if number >= count:
-        raise ValueError(f"{what} names replica {number}, but there are {count}, from 0 on")
+        raise refusal(
+            f"{what} names no replica", got=number, allowed=f"0 to {count - 1}", remedy=f"--hosts {number + 1}"
+        )
     return number, match.group(2)
 
 
@@ -201,10 +229,14 @@ def _above_zero(factor: str, text: str) -> float:
     try:
         value = float(factor)
     except ValueError:
-        raise ValueError(f"--slow must name a factor such as 1.5, got {text!r}") from None
+        raise _no_factor(text) from None
     if not 0 < value < float("inf"):
-        raise ValueError(f"--slow must name a factor above 0, got {text!r}")
+        raise _no_factor(text)
     return value
+
+
+def _no_factor(text: str) -> ValueError:
+    return refusal("--slow names no factor", got=repr(text), allowed="REPLICA=FACTOR, above 0", remedy="--slow 1=1.5")
 
 
 def _numbers(run: simulate.SimRun, links: simulate.SimCluster) -> dict[str, Any]:

@@ -24,8 +24,10 @@ from thinwire.cli.train_options import (
     world_size,
 )
 from thinwire.cli.train_plan import planned
-from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed
+from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed, refusal
+from thinwire.planning.json_files import MOST_PLAN_BYTES, read_json
 from thinwire.training.config import TrainConfig, command_line, validate
+from thinwire.training.corpora.sources import check_source
 
 if TYPE_CHECKING:
     from thinwire.cli.view import LiveView
@@ -46,18 +48,19 @@ def main(arguments: Sequence[str]) -> int:
     is_told = os.environ.get("LOCAL_RANK", "0") == "0"  # the ranks of a host are given the same words
     try:
         arguments = expand_method_options(expand_config_file(arguments))
-        given, plan = planned(
-            parse(arguments), arguments, say=_log if is_told and "--quiet" not in arguments else _log_nothing
-        )
+        given = parse(arguments)
+        check_early(given)
+        given, plan = planned(given, arguments, say=_log if is_told and "--quiet" not in arguments else _log_nothing)
         config = settle(given, arguments)
         validate(config, world_size=world_size())
         _check_secret(config)
+        _check_compiler(config)
         if config.output.quiet:
             _hide_progress_bars()
+        # torch, which takes seconds: what shows without it has been refused by now
         from thinwire.training.build import check
 
         check(config, num_local=local_replicas(config))
-        _check_compiler(config)
         if config.elastic.is_enabled:
             from thinwire.cli.elastic_train import check_elastic
 
@@ -76,14 +79,33 @@ def main(arguments: Sequence[str]) -> int:
         return _fail(FAILED, f"{error.strerror or error}: {error.filename}" if error.filename else error)
 
 
+def check_early(given: TrainConfig) -> None:
+    """Check the options of a new run, its data and its files, without torch.
+
+    Raises:
+        ValueError: An option, or there is no such data; one line a problem.
+        ThinwireError: The plan cannot be read, or what reads the data is not installed.
+    """
+    if given.output.resume is not None:
+        return  # a resumed run has options of its own
+    validate(given, world_size=world_size())
+    if given.run.plan is not None:
+        read_json(given.run.plan, most_bytes=MOST_PLAN_BYTES, command="thinwire plan")
+    try:
+        check_source(given.data.source)
+    except DataError as error:
+        raise ValueError(str(error)) from error
+
+
 def _check_compiler(config: TrainConfig) -> None:
     # named as torch's own compiler for CPUs finds it
     name = os.environ.get("CXX") or "g++"
     if config.model.compile and config.model.device == "cpu" and shutil.which(name) is None:
-        raise ValueError(
-            f"--compile needs a C++ compiler, and there is no {name}; install it, name another in CXX, or leave "
-            f"--compile out"
-        )
+        raise refusal(
+            "--compile needs a C++ compiler", got=f"no {name}",
+            allowed="a compiler that is installed, or one named by CXX",
+            remedy="apt install g++, or leave --compile out",
+        )  # fmt: skip
 
 
 def _check_secret(config: TrainConfig) -> None:

@@ -15,7 +15,9 @@ import tyro
 
 from thinwire.cli.argument_parsing import parse_options
 from thinwire.cli.help_text import OptionHelp, format_help, options_of_dataclass
+from thinwire.errors import excluded, refusal
 from thinwire.training.config import FREE, OPTIONS, SECTIONS, TrainConfig, flag, read_config, resolve
+from thinwire.training.method_catalog import method_entry
 
 # The table of a file of options that is for readers: title, machines, expected numbers.
 RECIPE = "recipe"
@@ -39,13 +41,7 @@ def expand_method_options(arguments: Sequence[str]) -> list[str]:
     heads = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
     if heads <= {*OPTIONS, "help", *(f"no_{name}" for name in OPTIONS)}:
         return list(arguments)
-    from thinwire.methods import options_of, recipe  # torch, which other command lines need only later
-
-    places = [place for place, word in enumerate(words[:-1]) if word == "--method"]
-    try:
-        own = set(options_of(recipe(words[places[-1] + 1] if places else TrainConfig().sync.method))) - set(OPTIONS)
-    except ValueError:  # an unknown method is reported with the other options
-        return list(arguments)
+    own = _method_only(arguments)
     expanded: list[str] = []
     rest = iter(arguments)
     for word in rest:
@@ -53,6 +49,16 @@ def expand_method_options(arguments: Sequence[str]) -> list[str]:
         name = name[2:].replace("-", "_") if name.startswith("--") else ""
         expanded += ["--method-option", f"{name}={value if sign else next(rest, '')}"] if name in own else [word]
     return expanded
+
+
+def _method_only(arguments: Sequence[str]) -> set[str]:
+    """Return the options that only the chosen method has; none where it is unknown, which is reported later."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else (word,))]
+    places = [place for place, word in enumerate(words[:-1]) if word == "--method"]
+    try:
+        return set(method_entry(words[places[-1] + 1] if places else TrainConfig().sync.method).kinds) - set(OPTIONS)
+    except ValueError:
+        return set()
 
 
 def expand_config_file(arguments: Sequence[str]) -> list[str]:
@@ -125,7 +131,8 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     Raises:
         ValueError: The words are no options of this command; in one line.
     """
-    shown: Any = parse_options(_as_shown(), arguments, prog="thinwire train")
+    also = [flag(name) for name in sorted(_method_only(arguments))]
+    shown: Any = parse_options(_as_shown(), arguments, prog="thinwire train", also=also)
     return TrainConfig.of(
         **{name: getattr(getattr(shown, section), field) for name, (section, field) in OPTIONS.items()}
     )
@@ -158,15 +165,17 @@ def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
     named = {name for name in OPTIONS if is_named(name, arguments)}
     for name in sorted(named - set(FREE)):
         if given.option(name) != saved.option(name):
-            raise ValueError(
-                f"{flag(name)} is {given.option(name)!r}, but {given.output.resume} was started with "
-                f"{saved.option(name)!r}; a run goes on with its own options: leave "
-                f"{flag(name)} out, or start a new run"
-            )
+            raise refusal(
+                f"{flag(name)} differs from the run in {given.output.resume}, which goes on with its own options",
+                got=repr(given.option(name)), allowed=repr(saved.option(name)),
+                remedy=f"to leave {flag(name)} out, or a new run",
+            )  # fmt: skip
     if given.output.overwrite or (given.output.out is not None and given.output.out != given.output.resume):
-        raise ValueError("--resume goes on in its own folder; leave --out and --overwrite out")
+        why = "a run goes on in its own folder"
+        raise excluded("--resume", "--out or --overwrite", why=why, remedy="to leave the latter out")
     if ranks not in (None, saved.run.replicas):
-        raise ValueError(f"{given.output.resume} has {saved.run.replicas} replicas, but torchrun starts {ranks} ranks")
+        raise refusal(f"torchrun starts another number of ranks than {given.output.resume} has replicas", got=ranks,
+                      allowed=saved.run.replicas, remedy=f"torchrun with {saved.run.replicas} ranks")  # fmt: skip
     own = {name: given.option(name) for name in named & set(FREE)}
     fresh: dict[str, Any] = {
         "quiet": given.output.quiet, "json": given.output.json, "overwrite": False, "out": given.output.resume,
@@ -183,7 +192,8 @@ def world_size() -> int | None:
         return None
     text = os.environ["WORLD_SIZE"]
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"WORLD_SIZE must be a whole number of at least 1, got {text!r}")
+        raise refusal("WORLD_SIZE is no number of ranks", got=repr(text), allowed="1 or more",
+                      remedy="torchrun, which sets it")  # fmt: skip
     return int(text)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.train_options import is_named, world_size
+from thinwire.errors import excluded, refusal
 from thinwire.training.config import TrainConfig, resolve
 
 if TYPE_CHECKING:
@@ -39,9 +40,11 @@ def planned(
     """
     is_auto = given.sync.method.lower() == AUTO
     if given.output.resume is not None and (is_auto or given.run.plan is not None):
-        raise ValueError("a run goes on with its own options; leave --plan and --method auto out with --resume")
+        why = "a run goes on with its own options"
+        raise excluded("--resume", "--plan or --method auto", why=why, remedy="to leave the latter out")
     if is_auto and given.run.plan is not None:
-        raise ValueError("--plan names the method already; leave --method auto out")
+        why = "the plan names the method already"
+        raise excluded("--plan", "--method auto", why=why, remedy="to leave --method auto out")
     if given.run.plan is not None:
         from thinwire.planning.plan import load_plan
 
@@ -89,10 +92,10 @@ def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[s
 
     ranks = world_size()
     if ranks in (None, 1):
-        raise ValueError(
-            "--method auto probes the wires between hosts; start it by torchrun on each of at least 2, or in a lab: "
-            "thinwire lab --hosts 2 --rate 20mbit -- thinwire train --method auto"
-        )
+        raise refusal(
+            "--method auto probes the wires between hosts", got="one host", allowed="torchrun on 2 or more, or a lab",
+            remedy="thinwire lab --hosts 2 --rate 20mbit -- thinwire train --method auto",
+        )  # fmt: skip
     plain = given.replace(method="streaming-diloco")
     config = resolve(plain, world_size=ranks, cores=os.cpu_count() or 1, home=Path.home())
     validate(config)

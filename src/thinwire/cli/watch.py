@@ -17,6 +17,7 @@ from rich.text import Text
 
 from thinwire.cli.argument_parsing import command, parse_options
 from thinwire.cli.tables import plain
+from thinwire.errors import refusal
 from thinwire.units import format_bytes, format_count, format_moment, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def main(arguments: Sequence[str]) -> int:
 
     options = parse_options(WatchOptions, arguments, prog="thinwire watch")
     if not 0.05 <= options.period_s <= 60:
-        raise ValueError(f"--period-s must be from 0.05 to 60, got {options.period_s:g}")
+        raise refusal("--period-s is out of its range", got=f"{options.period_s:g}", allowed="0.05 to 60",
+                      remedy="--period-s 0.5")  # fmt: skip
     console = Console(highlight=False)
     if options.json or options.once:
         sections = snapshot(options.run, diagnoses_all=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -17,6 +16,7 @@ from thinwire.codecs.random_k import random_k
 from thinwire.codecs.sign import sign
 from thinwire.codecs.threshold import threshold
 from thinwire.codecs.top_k import top_k
+from thinwire.errors import unknown_name
 
 _FACTORIES: Mapping[str, Callable[[], Codec]] = MappingProxyType(
     {
@@ -56,7 +56,5 @@ def by_name(name: str) -> Codec:
     """
     factory = _FACTORIES.get(name.lower().replace("_", "-"))
     if factory is None:
-        near = difflib.get_close_matches(name.lower(), NAMES, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(f"there is no codec {name!r}; {hint}all codecs: {', '.join(NAMES)}")
+        raise unknown_name("codec", name, NAMES)
     return factory()

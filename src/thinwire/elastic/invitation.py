@@ -7,6 +7,7 @@ import binascii
 import re
 from dataclasses import dataclass, field
 
+from thinwire.errors import refusal
 from thinwire.transport.secret import SECRET_BYTES, Secret
 
 _SCHEME = "thinwire://"
@@ -48,13 +49,14 @@ def read_invitation(text: str) -> Invitation:
     """
     found = _TEXT.fullmatch(text.strip())
     if found is None:
-        raise ValueError(
-            f"the address must be HOST:PORT or thinwire://HOST:PORT/SECRET, got {text[:60]!r}; copy it whole from the "
-            f"host that runs thinwire train --elastic"
-        )
+        raise refusal(
+            "the address cannot be read", got=repr(text[:60]), allowed="HOST:PORT or thinwire://HOST:PORT/SECRET",
+            remedy="the whole address that the host of thinwire train --elastic printed",
+        )  # fmt: skip
     port = int(found["port"])
     if not 0 < port < 1 << 16:
-        raise ValueError(f"the port must be from 1 to 65535, got {port} in {text[:60]!r}")
+        raise refusal("the address has a wrong port", got=f"{port} in {text[:60]!r}", allowed="1 to 65535",
+                      remedy="29400, the usual one")  # fmt: skip
     secret = None
     if found["key"] is not None:
         secret = Secret(key=_key(found["key"]))
@@ -67,8 +69,8 @@ def _key(word: str) -> bytes:
     except binascii.Error:
         key = b""
     if len(key) != SECRET_BYTES:
-        raise ValueError(
-            f"the secret behind the address must have 52 letters and digits, got {len(word)}; copy the whole address "
-            f"from the host that runs thinwire train --elastic"
-        )
+        raise refusal(
+            "the secret behind the address is cut or changed", got=f"{len(word)} letters and digits", allowed="52",
+            remedy="the whole address that the host of thinwire train --elastic printed",
+        )  # fmt: skip
     return key

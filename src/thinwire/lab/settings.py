@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from thinwire.errors import refusal
 from thinwire.units import parse_rate, parse_seconds
 
 MAX_HOSTS = 200
@@ -61,14 +62,17 @@ class Link:
         _check_rate(self.rate_bits_per_s)
         for name, value in (("latency", self.latency_s), ("jitter", self.jitter_s)):
             if not 0 <= value <= LONGEST_S:
-                raise ValueError(f"the {name} must be between 0 and {LONGEST_S:g} s, got {value:g} s")
+                raise refusal(f"the {name} is out of range", got=f"{value:g}s", allowed=f"0s to {LONGEST_S:g}s",
+                              remedy="40ms")  # fmt: skip
         if self.jitter_s > self.latency_s:
-            raise ValueError(
-                f"the jitter must not exceed the latency {self.latency_s:g} s, got {self.jitter_s:g} s: a packet "
-                f"cannot arrive before it was sent"
-            )
+            raise refusal(
+                "the jitter exceeds the latency, so packets would arrive before they were sent",
+                got=f"{self.jitter_s:g}s", allowed=f"0s to the latency of {self.latency_s:g}s",
+                remedy="a smaller jitter, or a longer latency",
+            )  # fmt: skip
         if not 0 <= self.loss < 1:
-            raise ValueError(f"the loss must be in [0, 1), got {self.loss:g}; cut a link to lose everything")
+            raise refusal("the loss is no share of the packets", got=f"{self.loss:g}", allowed="0% to below 100%",
+                          remedy="0.1%, or a link that is cut")  # fmt: skip
 
     @property
     def is_delayed(self) -> bool:
@@ -95,12 +99,13 @@ class LabSettings:
     def __post_init__(self) -> None:
         """Check the numbers of hosts."""
         if not 1 <= self.num_hosts <= MAX_HOSTS:
-            raise ValueError(f"a lab has 1 to {MAX_HOSTS} hosts, got {self.num_hosts}")
+            raise _wrong_count(self.num_hosts)
         for source, destination in self.links:
             self.check_host(source)
             self.check_host(destination)
             if source == destination:
-                raise ValueError(f"a link joins two different hosts, got {source}-{destination}")
+                raise refusal("a link joins a host to itself", got=f"{source}-{destination}",
+                              allowed="two different hosts", remedy="0-1=1mbit")  # fmt: skip
 
     @classmethod
     def alike(cls, num_hosts: int, access: Access, **others: Any) -> LabSettings:
@@ -115,7 +120,7 @@ class LabSettings:
             ValueError: There are too many hosts, or none.
         """
         if num_hosts < 1:
-            raise ValueError(f"a lab has 1 to {MAX_HOSTS} hosts, got {num_hosts}")
+            raise _wrong_count(num_hosts)
         return cls(accesses=(access,) * num_hosts, **others)
 
     @property
@@ -139,7 +144,8 @@ class LabSettings:
             ValueError: Names the number and those that exist.
         """
         if not 0 <= host < self.num_hosts:
-            raise ValueError(f"there is no host {host}; this lab has the hosts 0 to {self.num_hosts - 1}")
+            raise refusal("this lab has no such host", got=host, allowed=f"0 to {self.num_hosts - 1}",
+                          remedy="one of them, or a larger --hosts")  # fmt: skip
 
     def with_access(self, host: int, access: Access) -> LabSettings:
         """Return the lab with another access for one host."""
@@ -194,7 +200,8 @@ def parse_host(text: str) -> tuple[int, Access]:
     """
     match = re.fullmatch(r"\s*(\d+)\s*=(.+)", text)
     if match is None:
-        raise ValueError(f"a host's access must look like '1=50mbit/10mbit' (host=down/up), got {text!r}")
+        raise refusal("a host's access cannot be read", got=repr(text), allowed="HOST=RATE or HOST=DOWN/UP",
+                      remedy="--host 1=50mbit/10mbit")  # fmt: skip
     return int(match.group(1)), parse_access(match.group(2))
 
 
@@ -214,7 +221,11 @@ def parse_link(text: str, *, base: Link) -> dict[Pair, Link]:
     """
     match = re.fullmatch(r"\s*(\d+)\s*([->])\s*(\d+)\s*=(.+)", text)
     if match is None:
-        raise ValueError(f"a link must look like '0-1=1mbit', '0-1=20mbit,40ms,5ms,0.1%' or '0>1=1mbit', got {text!r}")
+        raise refusal(
+            "a link cannot be read", got=repr(text),
+            allowed="HOST-HOST or HOST>HOST, = and a rate, latency, jitter, loss",
+            remedy="--link 0-1=20mbit,40ms,5ms,0.1%",
+        )  # fmt: skip
     source, destination = int(match.group(1)), int(match.group(3))
     values: dict[str, Any] = {}
     for part in match.group(4).split(","):
@@ -236,7 +247,8 @@ def parse_loss(text: str) -> float:
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(%?)\s*", text)
     if match is None:
-        raise ValueError(f"a loss must look like '0.1%' or '0.001', got {text!r}")
+        raise refusal("the loss cannot be read", got=repr(text), allowed="0% to below 100%, or 0 to below 1",
+                      remedy="0.1%")  # fmt: skip
     return float(match.group(1)) / (100 if match.group(2) else 1)
 
 
@@ -250,12 +262,15 @@ def _link_part(part: str, *, has_latency: bool) -> dict[str, Any]:
     return {"rate_bits_per_s": parse_rate(part)}
 
 
+def _wrong_count(num_hosts: int) -> ValueError:
+    return refusal("a lab has another number of hosts", got=num_hosts, allowed=f"1 to {MAX_HOSTS}", remedy="--hosts 2")
+
+
 def _fields(value: Access | Link) -> dict[str, Any]:
     return {name: getattr(value, name) for name in value.__dataclass_fields__}
 
 
 def _check_rate(rate: float | None) -> None:
     if rate is not None and not (math.isfinite(rate) and SLOWEST_BITS_PER_S <= rate <= FASTEST_BITS_PER_S):
-        raise ValueError(
-            f"a rate must be between 8kbit and 32gbit a second, got {rate:g} bit/s; leave it out for no limit"
-        )
+        raise refusal("the rate is out of range", got=f"{rate:g} bit/s", allowed="8kbit to 32gbit, or no limit",
+                      remedy="5mbit")  # fmt: skip

@@ -11,6 +11,7 @@ from thinwire.files import write_whole
 
 # A whole number of any length is no float.
 MOST = 1e300
+MOST_PLAN_BYTES = 16 * 2**20
 _LONGEST = 60
 
 

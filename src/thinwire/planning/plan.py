@@ -10,12 +10,11 @@ from typing import Any
 
 from thinwire.errors import DataError
 from thinwire.planning.candidates import Candidate
-from thinwire.planning.json_files import MOST, read_json, short, write_json
+from thinwire.planning.json_files import MOST, MOST_PLAN_BYTES, read_json, short, write_json
 from thinwire.planning.loss_penalty import LossPenalty, compute_worth
 from thinwire.planning.predict import Prediction
 
 FORMAT, VERSION = "thinwire-plan", 1
-_MOST_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +171,7 @@ def load_plan(path: Path) -> PlannedRun:
     Raises:
         DataError: There is no such file, or it is no plan; names the place and the value.
     """
-    content = read_json(path, most_bytes=_MOST_BYTES, command="thinwire plan")
+    content = read_json(path, most_bytes=MOST_PLAN_BYTES, command="thinwire plan")
     try:
         return read_plan(content)
     except DataError as error:

@@ -14,12 +14,12 @@ from torch import nn
 
 from thinwire import codecs, methods
 from thinwire.compat import eager
-from thinwire.errors import CheckpointError, MissingExtra
+from thinwire.errors import CheckpointError, MissingExtra, excluded, refusal
 from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.sync.method import Method
 from thinwire.sync.multi_optimizer import MultiOptimizer
 from thinwire.sync.schedule import WarmUp
-from thinwire.training.config import TrainConfig, flag, validate
+from thinwire.training.config import METHOD_OPTIONS, TrainConfig, flag, method_problems, validate
 from thinwire.training.corpora.tokenizers import Tokenizer
 from thinwire.training.memory_check import check_memory
 from thinwire.training.models import PRESETS, HuggingFaceModel, build_model
@@ -28,15 +28,6 @@ from thinwire.training.models.lora import with_adapters
 from thinwire.training.models.presets import check_vocabulary, load_weights
 
 _FLOOR = 0.1
-# Options that a method may take, and why one that does not take them has no use for them.
-_METHOD_OPTIONS = {
-    "sync_interval": "it exchanges at every step", "overlap_steps": "it waits for every exchange, so nothing overlaps",
-    "blend": "nothing overlaps, so there is nothing to blend", "exchange": "its exchange is the cheaper one",
-    "fragment_order": "it exchanges the whole model at once",
-    "layers_per_fragment": "it exchanges the whole model at once",
-    "num_fragments": "it exchanges the whole model at once", "outer_lr": "it has no outer optimizer",
-    "outer_momentum": "it has no outer optimizer",
-}  # fmt: skip
 
 
 def make_method(config: TrainConfig) -> Method:
@@ -45,26 +36,16 @@ def make_method(config: TrainConfig) -> Method:
     Raises:
         ValueError: The method or codec is unknown, an option is out of its range, or the method does not take it.
     """
+    if problems := method_problems(config):
+        raise ValueError("\n".join(problems))
     recipe = methods.recipe(config.sync.method)
     takes = inspect.signature(recipe).parameters
     arguments: dict[str, Any] = {}
-    for name, reason in _METHOD_OPTIONS.items():
+    for name in METHOD_OPTIONS:
         value = config.sync.overlaps if name == "overlap_steps" else config.option(name)
-        if value is None:
-            continue
-        if name not in takes:
-            raise ValueError(f"{flag(name)} does not go with --method {config.sync.method}: {reason}; leave it out")
-        arguments[name] = value
-    if config.sync.codec is not None:
-        if "codec" not in takes:
-            raise ValueError(
-                f"--codec does not go with --method {config.sync.method}: its code is a part of it; leave it out"
-            )
-        arguments["codec"] = codecs.by_name(config.sync.codec)
-    for name, value in methods.parse_options(recipe, config.sync.method_option).items():
-        if name in arguments:
-            raise ValueError(f"{name} is given by --method-option and by {flag(name)}; give it once")
-        arguments[name] = value
+        if value is not None:
+            arguments[name] = codecs.by_name(str(value)) if name == "codec" else value
+    arguments |= methods.parse_options(recipe, config.sync.method_option)
     method = recipe(**arguments)
     _check_run(config, method, takes_overlap="overlap_steps" in takes)
     return method
@@ -73,15 +54,14 @@ def make_method(config: TrainConfig) -> Method:
 def _check_run(config: TrainConfig, method: Method, *, takes_overlap: bool) -> None:
     """Check options of the run that do not fit the method."""
     if not config.sync.final_exchange and not method.has_common_value:
-        raise ValueError(
-            f"--no-final-exchange does not go with --method {config.sync.method}: only that exchange makes one "
-            f"model of its replicas'; leave it out"
-        )
+        why = "only that exchange makes one model of its replicas'"
+        method_of_run = f"--method {config.sync.method}"
+        raise excluded("--no-final-exchange", method_of_run, why=why, remedy="to leave --no-final-exchange out")
     if config.sync.pace and not isinstance(config.sync.overlaps, tuple) and not _overlaps(method):
-        reason = _METHOD_OPTIONS["overlap_steps"]
+        reason = METHOD_OPTIONS["overlap_steps"]
         if takes_overlap:
             reason = "with --overlap-steps 0 every exchange is waited for, so there are no steps to spread it over"
-        raise ValueError(f"--pace does not go with --method {config.sync.method}: {reason}; leave it out")
+        raise excluded("--pace", f"--method {config.sync.method}", why=reason, remedy="to leave --pace out")
 
 
 def _overlaps(method: Method) -> bool:
@@ -161,11 +141,11 @@ def _block_matrices(config: TrainConfig, model: nn.Module) -> list[nn.Parameter]
     blocks = {name for names in find_blocks(model).blocks for name in names}
     found = [p for name, p in model.named_parameters() if name in blocks and p.ndim == 2]
     if not found:
-        raise ValueError(
-            f"--inner-optimizer muon is for matrices of a model's blocks, and --model {config.model.name} has none: "
-            f"its blocks hold {len(blocks)} trained tensors, none of them of two dimensions; use "
-            f"--inner-optimizer adamw"
-        )
+        raise refusal(
+            f"--inner-optimizer muon is for matrices of a model's blocks, and --model {config.model.name} has none",
+            got=f"{len(blocks)} trained tensors in blocks, none of two dimensions", allowed="adamw, adam or sgd",
+            remedy="--inner-optimizer adamw",
+        )  # fmt: skip
     return found
 
 
@@ -220,11 +200,11 @@ def _check_warm_ups(config: TrainConfig, method: Method) -> None:
     """Refuse a learning rate that still rises when a method freezes what it has learnt of the gradients."""
     own = method.schedule.warmup_steps if isinstance(method.schedule, WarmUp) else None
     if own is not None and (config.optimizer.warmup_steps or 0) > own:
-        raise ValueError(
-            f"--warmup-steps {config.optimizer.warmup_steps}, of the learning rate, ends after the {own} steps that "
-            f"--method {config.sync.method} warms up for; what it freezes then would be that of small steps; give at "
-            f"most {own}, or the method a longer warm-up"
-        )
+        raise refusal(
+            f"--warmup-steps, of the learning rate, ends after the warm-up of --method {config.sync.method}, which "
+            f"would freeze what it learnt of small steps",
+            got=config.optimizer.warmup_steps, allowed=f"0 to {own}", remedy=f"--warmup-steps {own}",
+        )  # fmt: skip
 
 
 def check_device(name: str) -> None:
@@ -234,7 +214,8 @@ def check_device(name: str) -> None:
         ValueError: Names it and what to do.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch sees no GPU; install a CUDA build of torch, or use --device cpu")
+        raise refusal("--device cuda, but torch sees no GPU", got="cuda", allowed="cpu on this host",
+                      remedy="--device cpu, or a CUDA build of torch")  # fmt: skip
 
 
 def _sketch(config: TrainConfig) -> nn.Module:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import shlex
 import typing
 from collections.abc import Mapping
@@ -15,8 +16,9 @@ from typing import Any
 
 import msgspec
 
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointError, excluded, refusal, unknown_name
 from thinwire.monitor.remediation import ON_FINDING
+from thinwire.training.method_catalog import MethodEntry, check_codec, check_method_option, method_entry
 from thinwire.version import __version__
 
 # Options that do not change what is computed: a resumed run may change them, and hosts may differ in them.
@@ -138,9 +140,10 @@ class SyncConfig:
         try:
             numbers = tuple(int(part) for part in self.overlap_steps.split(","))
         except ValueError:
-            raise ValueError(
-                f"--overlap-steps must be one number, or one a replica joined by commas, got {self.overlap_steps!r}"
-            ) from None
+            raise refusal(
+                "--overlap-steps is no number", got=repr(self.overlap_steps),
+                allowed="one number, or one a replica joined by commas", remedy="--overlap-steps 1",
+            ) from None  # fmt: skip
         return numbers[0] if len(numbers) == 1 else numbers
 
 
@@ -304,10 +307,23 @@ _CHOICES = {
 _LEAST = {
     "steps": 1, "replicas": 1, "batch_size": 1, "seq_len": 1, "warmup_steps": 0, "weight_decay": 0, "clip_norm": 0,
     "threads": 1, "eval_every": 0, "eval_batches": 1, "final_eval_batches": 1, "log_every": 1, "checkpoint_every": 0,
-    "vocab_size": 1, "port": 0, "keep_checkpoints": 1, "ranks_per_replica": 1,
-    "lora": 1, "micro_batch": 1,
+    "vocab_size": 1, "port": 0, "keep_checkpoints": 1, "ranks_per_replica": 1, "sync_interval": 1,
+    "layers_per_fragment": 1, "num_fragments": 1, "lora": 1, "micro_batch": 1,
 }  # fmt: skip
-_POSITIVE = ("lr", "expected_step_s", "join_deadline_s")
+_POSITIVE = {"lr": "1e-3", "expected_step_s": "0.5", "join_deadline_s": "300"}
+# Least value, limit, whether the limit itself is allowed, and a usual value.
+_WITHIN = {
+    "blend": (0.0, 1.0, False, 0.5), "outer_momentum": (0.0, 1.0, False, 0.9), "outer_lr": (1e-9, 10.0, True, 0.7),
+}  # fmt: skip
+# Options that a method may take, and why one that does not take them has no use for them.
+METHOD_OPTIONS = {
+    "sync_interval": "it exchanges at every step", "overlap_steps": "it waits for every exchange, so nothing overlaps",
+    "blend": "nothing overlaps, so there is nothing to blend", "exchange": "its exchange is the cheaper one",
+    "fragment_order": "it exchanges the whole model at once",
+    "layers_per_fragment": "it exchanges the whole model at once",
+    "num_fragments": "it exchanges the whole model at once", "outer_lr": "it has no outer optimizer",
+    "outer_momentum": "it has no outer optimizer", "codec": "its code is a part of it",
+}  # fmt: skip
 
 # Peak learning rates of AdamW. nano's was tuned: `thinwire train --replicas 2 --sync-interval 30 --overlap-steps 3
 # --steps 300` on stdlib ended at 4.70, 4.55, 4.51, 4.55 for 1e-3, 3e-3, 6e-3, 1e-2. The others: the papers' scale.
@@ -326,73 +342,168 @@ def validate(config: TrainConfig, *, world_size: int | None = None) -> None:
         ValueError: One line a problem: the option, its value, what is allowed, and what to do.
     """
     problems = [*_bad_values(config), *_bad_combinations(config, is_torchrun=world_size is not None)]
+    # a plan or a resumed run may name another method; these are checked once it is known
+    is_chosen = config.run.plan is None and config.output.resume is None and config.sync.method.lower() != "auto"
+    if not problems and is_chosen:
+        problems = method_problems(config)
     if problems:
         raise ValueError("\n".join(problems))
 
 
 def _bad_values(config: TrainConfig) -> list[str]:
     values = {name: value for name in OPTIONS if (value := config.option(name)) is not None}
-    return [
+    found = [
         *(
-            f"{flag(name)} must be at least {least}, got {values[name]}"
+            refusal(f"{flag(name)} is too small", got=values[name], allowed=f"{least} or more",
+                    remedy=f"{flag(name)} {_DEFAULTS.option(name) or max(1, least)}")
             for name, least in _LEAST.items()
             if name in values and not values[name] >= least
         ),
         *(
-            f"{flag(name)} must be one of {', '.join(choices)}, got {values[name]!r}"
+            refusal(f"{flag(name)} is not above 0", got=values[name], allowed="above 0 and finite",
+                    remedy=f"{flag(name)} {usual}")
+            for name, usual in _POSITIVE.items()
+            if name in values and not 0 < values[name] < math.inf
+        ),
+        *(
+            refusal(f"{flag(name)} is out of its range", got=values[name],
+                    allowed=f"{least:.0f} to {limit:.0f}" if is_allowed else f"{least:.0f} up to, and not, {limit:.0f}",
+                    remedy=f"{flag(name)} {usual}")
+            for name, (least, limit, is_allowed, usual) in _WITHIN.items()
+            if name in values and not (least <= values[name] < limit or (is_allowed and values[name] == limit))
+        ),
+        *(
+            unknown_name(flag(name), values[name], choices)
             for name, choices in _CHOICES.items()
             if name in values and values[name] not in choices
         ),
-        *(
-            f"{flag(name)} must be positive and finite, got {values[name]}"
-            for name in _POSITIVE
-            if name in values and not 0 < values[name] < math.inf
-        ),
+    ]  # fmt: skip
+    problems = [str(problem) for problem in found]
+    try:
+        check_model(config.model.name)
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        if config.sync.codec is not None:
+            check_codec(config.sync.codec, what="--codec")
+    except ValueError as error:
+        problems.append(str(error))
+    return problems
+
+
+def check_model(name: str) -> None:
+    """Refuse a model that does not exist, as far as that shows without torch.
+
+    Raises:
+        ValueError: Names the nearest ones.
+    """
+    if re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?[mbt]", name.lower()):
+        return
+    if name.startswith("hf:"):
+        path = name.removeprefix("hf:")
+        if not path or (path.startswith(("/", ".", "~")) and not Path(path).expanduser().exists()):
+            raise refusal("--model names no folder", got=repr(name), allowed="hf: and the path or name of a model",
+                          remedy="--model nano")  # fmt: skip
+    elif name not in _LR:
+        raise unknown_name("--model", name, _LR, others="a size such as 125m, hf:PATH")
+
+
+def method_problems(config: TrainConfig) -> list[str]:
+    """Return what is wrong with the options of the method, as far as it shows without torch; one line each."""
+    method = config.sync.method
+    try:
+        entry = method_entry(method)
+        named = [check_method_option(text, method=method) for text in config.sync.method_option]
+        overlaps = config.sync.overlaps
+    except ValueError as error:
+        return [str(error)]
+    problems = [
+        str(excluded(flag(name), f"--method {method}", why=reason, remedy=f"to leave {flag(name)} out"))
+        for name, reason in METHOD_OPTIONS.items()
+        if config.option(name) is not None and name not in entry.takes
     ]
+    for name in named:
+        if name in METHOD_OPTIONS and config.option(name) is not None:
+            twice = f"--method-option {name} and {flag(name)}"
+            problems.append(str(refusal(f"{name} is given twice", got=twice, allowed="one of them", remedy=flag(name))))
+    if len(set(named)) < len(named):
+        twice = next(name for name in named if named.count(name) > 1)
+        problems.append(
+            str(refusal(f"--method-option {twice} is given twice", got=", ".join(config.sync.method_option),
+                        allowed="each option once", remedy="to leave one out"))
+        )  # fmt: skip
+    return problems or _bad_overlaps(config, entry, overlaps)
+
+
+def _bad_overlaps(config: TrainConfig, entry: MethodEntry, overlaps: int | tuple[int, ...] | None) -> list[str]:
+    if overlaps is None or "sync_interval" not in entry.takes:
+        return []
+    interval = config.sync.sync_interval or default_sync_interval(config.model.name)
+    most = max(overlaps) if isinstance(overlaps, tuple) else overlaps
+    least = min(overlaps) if isinstance(overlaps, tuple) else overlaps
+    if least >= 0 and most < interval:
+        return []
+    text = refusal(
+        f"--overlap-steps is not below --sync-interval, which is {interval}" if most >= interval
+        else "--overlap-steps is too small",
+        got=most if most >= interval else least, allowed=f"0 to {interval - 1}",
+        remedy=f"--overlap-steps {min(1, interval - 1)}, or --sync-interval {most + 1}" if most >= interval
+        else "--overlap-steps 1",
+    )  # fmt: skip
+    return [str(text)]
 
 
 def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
     on_finding = config.run.on_finding
     problems = _bad_elastic_model(config)
     if config.run.interface is not None and config.run.address is not None:
-        problems.append("give --interface or --address, not both")
+        why = "each of them says how the other hosts reach this one"
+        problems.append(excluded("--interface", "--address", why=why, remedy="--interface alone"))
     if config.elastic.is_enabled:
         if config.output.checkpoint_auto:
-            problems.append(
-                "--checkpoint-auto is for runs without --elastic: an elastic one returns to a checkpoint only if all "
-                "replicas are lost at once; give --checkpoint-every"
-            )
+            why = "an elastic run returns to a checkpoint only if all replicas are lost at once"
+            problems.append(excluded("--checkpoint-auto", "--elastic", why=why, remedy="--checkpoint-every 100"))
         if is_torchrun:
+            why = "it starts its own replicas and lets others join"
             problems.append(
-                "--elastic starts its own replicas and lets others join; run it without torchrun, and thinwire join on "
-                "the other hosts"
+                excluded("--elastic", "torchrun", why=why, remedy="it alone, and thinwire join on the other hosts")
             )
-        return problems
+        return [str(problem) for problem in problems]
     for name, (section, _) in OPTIONS.items():
         if section == "elastic" and config.option(name) != _DEFAULTS.option(name):
-            problems.append(f"{flag(name)} is for elastic runs; give --elastic too, or leave it out")
+            problems.append(
+                refusal(f"{flag(name)} is for elastic runs", got=f"{flag(name)} without --elastic",
+                        allowed="both, or neither", remedy="--elastic too, or to leave it out")
+            )  # fmt: skip
     if config.output.checkpoint_auto and is_torchrun:
-        problems.append("--checkpoint-auto is not possible under torchrun: hosts may differ; give --checkpoint-every")
+        problems.append(
+            excluded("--checkpoint-auto", "torchrun", why="hosts may differ", remedy="--checkpoint-every 100")
+        )
     if on_finding in ("exclude", "restart", "replace"):
         problems.append(
-            f"--on-finding {on_finding} is for elastic runs, since others cannot go on without a replica; give "
-            f"--elastic too, or --on-finding warn or abort"
-        )
+            refusal(f"--on-finding {on_finding} is for elastic runs: others cannot go on without a replica",
+                    got=f"--on-finding {on_finding} without --elastic", allowed="warn, abort or off",
+                    remedy="--elastic too, or --on-finding warn")
+        )  # fmt: skip
     if on_finding == "abort" and is_torchrun:
-        problems.append("--on-finding abort is not possible under torchrun, which starts the replicas; leave it out")
-    return problems
+        why = "torchrun starts the replicas, so nothing here can end them"
+        problems.append(excluded("--on-finding abort", "torchrun", why=why, remedy="--on-finding warn"))
+    return [str(problem) for problem in problems]
 
 
-def _bad_elastic_model(config: TrainConfig) -> list[str]:
+def default_sync_interval(model: str) -> int:
+    """Return the default of `--sync-interval`, for methods that have one."""
+    return 30 if model == "nano" else 100
+
+
+def _bad_elastic_model(config: TrainConfig) -> list[ValueError]:
     problems = []
     if config.model.lora is not None and config.elastic.is_enabled:
-        problems.append(
-            "--lora does not go with --elastic: a replica that joins would fetch the frozen weights too; leave one out"
-        )
+        why = "a replica that joins would fetch the frozen weights too"
+        problems.append(excluded("--lora", "--elastic", why=why, remedy="to leave one of them out"))
     if config.data.micro_batch is not None and config.elastic.ranks_per_replica > 1:
-        problems.append(
-            "--micro-batch does not go with --ranks-per-replica: the ranks share the batch already; leave it out"
-        )
+        why = "the ranks share the batch already"
+        problems.append(excluded("--micro-batch", "--ranks-per-replica", why=why, remedy="to leave --micro-batch out"))
     return problems
 
 
@@ -413,18 +524,16 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
     Raises:
         ValueError: `--replicas` contradicts torchrun, or no method has the name.
     """
-    from thinwire.methods import about, options_of, recipe  # torch: readers of a written config.json need none
-
     if config.model.init_from is not None:
         config = _started_from(config, config.model.init_from)
     if world_size is not None and config.run.replicas not in (None, world_size):
-        raise ValueError(
-            f"--replicas is {config.run.replicas}, but torchrun starts {world_size} ranks, one a replica; leave "
-            f"--replicas out under torchrun"
-        )
+        raise refusal(
+            "--replicas is not what torchrun starts", got=config.run.replicas,
+            allowed=f"torchrun's {world_size} ranks, one a replica", remedy="to leave --replicas out",
+        )  # fmt: skip
     replicas = world_size if world_size is not None else (2 if config.run.replicas is None else config.run.replicas)
     model, method, steps = config.model.name, config.sync.method, config.run.steps
-    card = about(method)
+    card = method_entry(method)
     inner = config.optimizer.inner_optimizer or card.inner_optimizer
     filled: dict[str, Any] = {
         "replicas": replicas, "batch_size": BATCH_SIZE, "seq_len": default_seq_len(model),
@@ -435,8 +544,8 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
         "cache_dir": home / ".cache" / "thinwire",
         "out": Path("runs") / f"{method}-{model.rsplit('/', 1)[-1].replace(':', '-')}-seed{config.run.seed}",
     }  # fmt: skip
-    if "sync_interval" in options_of(recipe(method)):
-        filled["sync_interval"] = 30 if model == "nano" else 100
+    if "sync_interval" in card.kinds:
+        filled["sync_interval"] = default_sync_interval(model)
     return config.replace(**{name: value for name, value in filled.items() if config.option(name) is None})
 
 

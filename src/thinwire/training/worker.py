@@ -189,8 +189,9 @@ class _Replica:
             recorder.follow(self._transport, self._optimizer.engine)
             if complaint and self._transport.replica == 0:
                 meter.write_warning(step + 1, message=complaint)
-            training.run()
-            return self._close(training, warn)
+            with self._optimizer:  # a run that fails waits for no replica, and warns of no missing steps
+                training.run()
+                return self._close(training, warn)
         except ThinwireError as error:
             meter.write_error(training.step if training else step, message=str(error))
             why = own_fault(error)
@@ -303,7 +304,7 @@ class _Replica:
         val_loss = training.evaluate_at_end()
         # before the model is saved, which merges adapters
         parameters = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
-        with self._optimizer.global_parameters():
+        with self._optimizer.global_parameters(may_lag=True):
             save_model(self._config.run_dir, self._model, tokenizer_files=self._corpus.tokenizer.files())
             finish_samples(self._config.run_dir, self._model, self._corpus.tokenizer, warn=warn)
         summary = summarise(

@@ -311,9 +311,9 @@ def test_float16_overflows_to_infinity_and_bfloat16_does_not() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"there is no codec 'e3mo'; did you mean e3m0 .*all codecs: float32"):
+    with pytest.raises(ValueError, match=r"unknown codec; got 'e3mo'; allowed float32, .*; try e3m0"):
         by_name("e3mo")
-    with pytest.raises(ValueError, match=r"there is no codec '\?'; all codecs"):
+    with pytest.raises(ValueError, match=r"unknown codec; got '\?'; allowed float32"):
         by_name("?")
 
 

@@ -87,9 +87,9 @@ def test_the_limits_of_a_rate_are_within(rate: float) -> None:
 @pytest.mark.parametrize("rate", [0.0, -1.0, SLOWEST_BITS_PER_S - 1, FASTEST_BITS_PER_S * 1.01, float("inf")])
 @pytest.mark.parametrize("name", ["up_bits_per_s", "down_bits_per_s"])
 def test_a_rate_out_of_range_is_refused_with_the_range(name: str, rate: float) -> None:
-    with pytest.raises(ValueError, match=rf"between 8kbit and 32gbit a second, got {rate:g} bit/s".replace("+", r"\+")):
+    with pytest.raises(ValueError, match=rf"the rate is out of range; got {rate:g} bit/s".replace("+", r"\+")):
         Access(**{name: rate})
-    with pytest.raises(ValueError, match="between 8kbit and 32gbit"):
+    with pytest.raises(ValueError, match="allowed 8kbit to 32gbit"):
         Link(rate_bits_per_s=rate)
 
 
@@ -102,13 +102,16 @@ def test_not_a_number_is_no_rate_and_no_time_and_no_loss() -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"latency_s": -0.001}, "the latency must be between 0 and 60 s, got -0.001 s"),
-        ({"latency_s": 60.1}, "the latency must be between 0 and 60 s, got 60.1 s"),
-        ({"latency_s": 0.01, "jitter_s": -0.001}, "the jitter must be between 0 and 60 s"),
-        ({"latency_s": 0.01, "jitter_s": 0.011}, "the jitter must not exceed the latency 0.01 s, got 0.011 s"),
-        ({"jitter_s": 0.001}, "the jitter must not exceed the latency 0 s"),
-        ({"loss": 1.0}, r"the loss must be in \[0, 1\), got 1; cut a link to lose everything"),
-        ({"loss": -0.1}, r"the loss must be in \[0, 1\), got -0.1"),
+        ({"latency_s": -0.001}, "the latency is out of range; got -0.001s; allowed 0s to 60s"),
+        ({"latency_s": 60.1}, "the latency is out of range; got 60.1s; allowed 0s to 60s"),
+        ({"latency_s": 0.01, "jitter_s": -0.001}, "the jitter is out of range"),
+        (
+            {"latency_s": 0.01, "jitter_s": 0.011},
+            "the jitter exceeds the latency, .*; got 0.011s; allowed 0s to the latency of 0.01s",
+        ),
+        ({"jitter_s": 0.001}, "the jitter exceeds the latency, .*; allowed 0s to the latency of 0s"),
+        ({"loss": 1.0}, r"the loss is no share of the packets; got 1; .*a link that is cut"),
+        ({"loss": -0.1}, r"the loss is no share of the packets; got -0.1"),
     ],
 )
 def test_an_impossible_link_is_refused_with_the_value_and_the_limit(values: dict[str, float], reason: str) -> None:
@@ -119,11 +122,11 @@ def test_an_impossible_link_is_refused_with_the_value_and_the_limit(values: dict
 @pytest.mark.parametrize(
     ("num_hosts", "pairs", "reason"),
     [
-        (0, [], "a lab has 1 to 200 hosts, got 0"),
-        (201, [], "a lab has 1 to 200 hosts, got 201"),
-        (2, [(0, 2)], "there is no host 2; this lab has the hosts 0 to 1"),
-        (2, [(-1, 0)], "there is no host -1"),
-        (2, [(1, 1)], "a link joins two different hosts, got 1-1"),
+        (0, [], "a lab has another number of hosts; got 0; allowed 1 to 200"),
+        (201, [], "a lab has another number of hosts; got 201; allowed 1 to 200"),
+        (2, [(0, 2)], "this lab has no such host; got 2; allowed 0 to 1"),
+        (2, [(-1, 0)], "this lab has no such host; got -1"),
+        (2, [(1, 1)], "a link joins a host to itself; got 1-1"),
     ],
 )
 def test_an_impossible_lab_is_refused(num_hosts: int, pairs: list[tuple[int, int]], reason: str) -> None:
@@ -145,7 +148,7 @@ def test_what_is_no_access_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "5mbit", "a=5mbit", "1=", "-1=5mbit", "1:5mbit"])
 def test_what_is_no_host_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"host=down/up|rate must look like"):
+    with pytest.raises(ValueError, match="cannot be read"):
         parse_host(text)
 
 
@@ -181,7 +184,7 @@ def test_what_a_link_leaves_out_is_as_between_all_others() -> None:
     "text", ["", "0-1", "0-1=", "0=1=5ms", "0-1=5ms,,", "a-b=5ms", "0-1=fast", "0--1=5ms", "0-1=5ms,10ms", "0-1=100%"]
 )
 def test_what_is_no_link_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"must"):
+    with pytest.raises(ValueError, match=r"cannot be read|the jitter exceeds|the loss is no share"):
         parse_link(text, base=Link())
 
 
@@ -193,5 +196,5 @@ def test_a_loss_is_a_share_or_a_percentage(loss: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "%", "one", "-1%", "1e-3", "0.1%%"])
 def test_what_is_no_loss_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"a loss must look like '0\.1%' or '0\.001', got"):
+    with pytest.raises(ValueError, match=r"the loss cannot be read; got .* try 0.1%"):
         parse_loss(text)

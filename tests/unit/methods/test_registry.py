@@ -75,9 +75,9 @@ def test_a_new_method_trains_with_its_own_option_and_defaults(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--gain", "much"], "the option gain must be float, got 'much'"),
-        (["--gain=1", "--method-option", "gain=2"], "the option gain is given twice"),
-        (["--gian", "1"], "Unrecognized options: --gian, 1"),
+        (["--gain", "much"], "--method-option gain is of another kind; got 'much'; allowed float"),
+        (["--gain=1", "--method-option", "gain=2"], "--method-option gain is given twice"),
+        (["--gian", "1"], "unknown option; got --gian; allowed those of thinwire train --help; try --gain"),
         (["--blend", "0.5"], "--blend does not go with --method toy-average"),
     ],
 )

@@ -293,7 +293,7 @@ def test_names_of_methods_may_be_written_as_in_python_and_are_checked_whoever_ta
     assert {outlook.candidate.method for outlook in plan.outlooks} == {"streaming-diloco"}
     assert {outlook.candidate.codec for outlook in plan.outlooks} >= {"e3m0"}
     for changes in ({"methods": ("dilco",)}, {"codecs": ("e3m9",)}):
-        with pytest.raises(ValueError, match=r"did you mean|try diloco"):
+        with pytest.raises(ValueError, match=r"; try (diloco|e3m0)"):
             make_plan(workload(), Cluster(machines=machines(0.1)), dataclasses.replace(FEW, **changes))
 
 

@@ -58,6 +58,17 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_and_foreign_files(tmp_p
     assert [document.text for document in source.documents()] == ["a/b.py", "a/z.md", "a-b/c.rst", "a.txt", "b.txt"]
 
 
+def test_a_text_file_without_a_suffix_is_data_and_a_folder_leaves_it_out(tmp_path: Path) -> None:
+    (tmp_path / "README").write_text("a thin wire")
+    (tmp_path / "notes.txt").write_text("carries little")
+    (tmp_path / "program").write_bytes(b"\x7fELF\0")
+    texts = [document.text for document in open_source(str(tmp_path / "README"), cache=tmp_path).documents()]
+    assert texts == ["a thin wire"]
+    assert [one.text for one in open_source(str(tmp_path), cache=tmp_path).documents()] == ["carries little"]
+    with pytest.raises(DataError, match="program is binary"):
+        list(open_source(str(tmp_path / "program"), cache=tmp_path).documents())
+
+
 def test_the_standard_library_is_sources_and_topics_without_installed_packages_and_data() -> None:
     origins = [document.origin for document in StdlibSource().documents()]
     assert any(origin.endswith("/dataclasses.py") for origin in origins)
@@ -126,19 +137,19 @@ def refused(path: Path, data: bytes) -> str:
 
 
 def test_a_missing_path_is_named_with_what_data_can_be(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=rf"no file or folder {tmp_path}/nothing.*stdlib.*hf:NAME"):
+    with pytest.raises(DataError, match=rf"no file or folder; got '{tmp_path}/nothing'; allowed stdlib.*hf:NAME"):
         open_corpus(f"{tmp_path}/nothing", cache=tmp_path)
 
 
 def test_an_unsupported_suffix_is_answered_with_the_supported_ones(tmp_path: Path) -> None:
     text = refused(tmp_path / "a.docx", b"x")
-    assert f"{tmp_path}/a.docx has the unsupported suffix '.docx'" in text
+    assert f"{tmp_path}/a.docx has an unknown suffix; got '.docx'; allowed .txt" in text
     assert ".jsonl" in text
 
 
 def test_a_folder_without_texts_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"x")
-    with pytest.raises(DataError, match=rf"{tmp_path} holds no file of a corpus; it must have \.txt"):
+    with pytest.raises(DataError, match=rf"a folder without a file of text; got \'{tmp_path}\'; allowed \.txt"):
         open_corpus(str(tmp_path), cache=tmp_path)
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import WorkerFailed
+from thinwire.errors import WorkerFailed, excluded, refusal
 from thinwire.lab import HostProcess, Lab
 from thinwire.lab.counters import Sample, at, between, peak_rate, sent_by
 from thinwire.lab.settings import Access, LabSettings, Link
@@ -155,12 +155,12 @@ def check_numbers(
     least += [("the number of intervals", intervals, 1), ("tau (overlap steps)", overlap_steps, 0)]
     for what, value, lowest in least:
         if value < lowest:
-            raise ValueError(f"{what} must be at least {lowest}, got {value}")
+            raise refusal(f"{what} is too small", got=value, allowed=f"{lowest} or more", remedy=f"{max(1, lowest)}")
     if overlap_steps >= sync_interval:
-        raise ValueError(
-            f"tau (overlap steps) must be below H = {sync_interval}, since a round ends before the next begins, "
-            f"got {overlap_steps}"
-        )
+        raise refusal(
+            f"tau (overlap steps) is not below H, which is {sync_interval}", got=overlap_steps,
+            allowed=f"0 to {sync_interval - 1}", remedy=f"--overlap-steps {min(1, sync_interval - 1)}",
+        )  # fmt: skip
 
 
 def paced(names: Sequence[str]) -> tuple[str, ...]:
@@ -171,9 +171,11 @@ def paced(names: Sequence[str]) -> tuple[str, ...]:
     """
     able = tuple(name for name in names if contender(name).has_overlap and not contender(name).is_reference)
     if not able:
-        raise ValueError(
-            f"--pace spreads what is sent over an overlap, and {', '.join(names)} "
-            f"{'has' if len(names) == 1 else 'have'} none of ours; leave it out"
+        raise excluded(
+            "--pace",
+            ", ".join(names),
+            why="nothing overlaps there, or it is no method of ours",
+            remedy="to leave it out",
         )
     return able
 

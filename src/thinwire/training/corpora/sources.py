@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -39,15 +40,27 @@ def read_file(path: Path) -> Iterator[Document]:
         DataError: The suffix is not known, or the file cannot be read as what its suffix says.
         MissingExtra: A parquet file without pyarrow.
     """
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
-        raise DataError(f"{path} has the unsupported suffix {path.suffix!r}; corpora are {', '.join(READERS)} files")
     try:
-        for document in reader(path):
+        for document in _reader_of(path)(path):
             if document.text:
                 yield document
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _reader_of(path: Path) -> Callable[[Path], Iterator[Document]]:
+    """Return what reads a file that is named by itself; one without a suffix is plain text.
+
+    Raises:
+        DataError: The suffix is not known.
+    """
+    reader = READERS.get(path.suffix.lower()) if path.suffix else _read_text
+    if reader is None:
+        raise DataError(
+            f"{path} has an unknown suffix; got {path.suffix!r}; allowed {', '.join(READERS)}, or none for plain text; "
+            f"try a copy named {path.stem}.txt, if it is text"
+        )
+    return reader
 
 
 def decode_text(data: bytes, *, origin: str) -> str:
@@ -161,6 +174,41 @@ class Source(Protocol):
         """Read all documents."""
 
 
+def check_source(spec: str) -> None:
+    """Refuse data that does not exist, or that nothing here reads; no file is opened, and no folder read to its end.
+
+    Args:
+        spec: As for `open_source`.
+
+    Raises:
+        DataError: There is nothing of this name, or nothing in it that can be read.
+        MissingExtra: `hf:` without datasets.
+    """
+    if spec == "stdlib":
+        return
+    if spec.startswith("hf:"):
+        if importlib.util.find_spec("datasets") is None:
+            raise MissingExtra.of("datasets", extra="hf")
+        return
+    path = Path(spec).expanduser()
+    if not path.exists():
+        raise DataError(
+            f"--data names no file or folder; got {spec!r}; allowed stdlib, a file or folder, or hf:NAME; try "
+            f"--data stdlib"
+        )
+    if not path.is_dir():
+        _reader_of(path)
+        return
+    for _, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        if any(Path(name).suffix.lower() in READERS and not name.startswith(".") for name in names):
+            return
+    raise DataError(
+        f"--data names a folder without a file of text; got {spec!r}; allowed {', '.join(READERS)} files; try another "
+        f"folder, or a file in it by its own name"
+    )
+
+
 def open_source(spec: str, *, cache: Path) -> Source:
     """Return the source that a text names.
 
@@ -177,21 +225,16 @@ def open_source(spec: str, *, cache: Path) -> Source:
         return StdlibSource()
     if spec.startswith("hf:"):
         return HuggingFaceSource(spec, cache=cache / "datasets")
+    check_source(spec)
     path = Path(spec).expanduser()
     if path.is_dir():
         files = [file for file in _walk(path, skip=frozenset()) if file.suffix.lower() in READERS]
-        if not files:
-            raise DataError(f"{path} holds no file of a corpus; it must have {', '.join(READERS)} files")
         return FileSource(path.resolve().name, root=path, files=files)
-    if not path.exists():
-        raise DataError(f"there is no file or folder {path}; data is 'stdlib', a path, or hf:NAME")
-    if path.suffix.lower() not in READERS:
-        raise DataError(f"{path} has the unsupported suffix {path.suffix!r}; corpora are {', '.join(READERS)} files")
     return FileSource(path.stem, root=path.parent, files=[path])
 
 
 class FileSource:
-    """The files of a folder, in sorted order; those without a known suffix, and hidden ones, are not part of it."""
+    """The files of a folder, in sorted order, without hidden ones and those of an unknown suffix; or a single file."""
 
     def __init__(self, name: str, *, root: Path, files: Sequence[Path]) -> None:
         self.name = name

@@ -201,6 +201,8 @@ class _Stay:
 
     def close(self) -> None:
         """Leave, and give everything back."""
+        if self._optimizer is not None:
+            self._optimizer.abandon()
         if self._recorder is not None:
             self._recorder.close(error=self.fault)
         if self._coming is not None:

@@ -15,7 +15,6 @@ two cores. With an untied head each has vocabulary * dim parameters more.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointError, unknown_name
 from thinwire.training.models.hf import build_hf_model
 from thinwire.training.models.transformer import TransformerConfig, build_transformer
 
@@ -84,11 +83,7 @@ def preset(
     if config is None:
         size = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)([mbt])", name.lower())
         if size is None:
-            near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.4)
-            hint = f"did you mean {' or '.join(near)}? " if near else ""
-            raise ValueError(
-                f"unknown model {name!r}: {hint}the models are {', '.join(PRESETS)}, a size such as 125m, and hf:PATH"
-            )
+            raise unknown_name("model", name, PRESETS, others="a size such as 125m, hf:PATH")
         config = decoder_of(float(size.group(1)) * _SIZES[size.group(2)])
     return replace(
         config,

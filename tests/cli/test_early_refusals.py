@@ -1,0 +1,116 @@
+"""Wrong arguments are refused before torch is imported, in one form that says what to try."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Tries command lines in one process: torch, once it is imported, stays.
+TRY = """
+import contextlib, io, json, sys
+from thinwire.cli.main import main
+for words in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    print(json.dumps([code, out.getvalue(), err.getvalue(), "torch" in sys.modules]))
+"""
+FORM = re.compile(r"^thinwire( [a-z]+){1,2}: error: .+; got .+; allowed .+; try .+\n$")
+PLAN = ["plan", "--hosts", "2", "--rate", "20mbit", "--flops", "1e12"]
+SIMULATE = ["simulate", "--hosts", "2", "--rate", "20mbit", "--step-time", "1s"]
+LAB = ["--", "true"]
+CASES: dict[str, list[str]] = {
+    # of the parser
+    "train --lr 0.1x": ["--lr is no number; got '0.1x'; allowed a number; try --lr 0.1"],
+    "train --steps ten": ["--steps is no whole number; got 'ten'; allowed a whole number; try --steps 300"],
+    "train --steps 1.5": ["--steps is no whole number; got '1.5'", "try --steps 1\n"],
+    "train --lr": ["--lr has no value; got nothing; allowed a number"],
+    "train --replcas 2": ["unknown option; got --replcas", "try --replicas"],
+    "train --densty 2 --method dgc": ["unknown option; got --densty"],
+    "train stdlib": ["an argument without an option; got 'stdlib'"],
+    # of the validator
+    "train --steps 0": ["--steps is too small; got 0; allowed 1 or more; try --steps 300"],
+    "train --lr nan": ["--lr is not above 0; got nan"],
+    "train --tokenizer words": ["unknown --tokenizer; got 'words'; allowed auto, bpe, bytes"],
+    "train --method streming": ["unknown method; got 'streming'", "try streaming-diloco"],
+    "train --model nan": [
+        "unknown --model; got 'nan'; allowed nano, 35m, 150m, 400m, 1b, a size such as 125m, hf:PATH; try nano"
+    ],
+    "train --model hf:/nowhere": ["--model names no folder; got 'hf:/nowhere'"],
+    "train --codec e3m1": ["unknown --codec; got 'e3m1'", "try e3m0"],
+    "train --overlap-steps 40 --sync-interval 30": [
+        "--overlap-steps is not below --sync-interval, which is 30; got 40; allowed 0 to 29"
+    ],
+    "train --overlap-steps 30": ["--overlap-steps is not below --sync-interval, which is 30; got 30"],
+    "train --overlap-steps 1;2": ["--overlap-steps is no number; got '1;2'"],
+    "train --blend 1.5": ["--blend is out of its range; got 1.5; allowed 0 up to, and not, 1; try --blend 0.5"],
+    "train --method dgc --method-option density=some": ["--method-option density is of another kind; got 'some'"],
+    "train --data nowhere": ["--data names no file or folder; got 'nowhere'"],
+    "train --data image.png": ["image.png has an unknown suffix; got '.png'"],
+    "join --replicas 0 here:1": ["--replicas is too small; got 0; allowed 1 or more; try --replicas 1"],
+    "join --device tpu here:1": ["unknown --device; got 'tpu'; allowed cpu, cuda"],
+    "join here": ["got 'here'", "HOST:PORT"],
+    "lab --rate 100": ["the rate has no unit; got '100'; allowed a number with bit, kbit, mbit or gbit; try 100mbit"],
+    "lab --hosts two": ["--hosts is no whole number; got 'two'; allowed a whole number; try --hosts 2"],
+    "lab --latency 20": ["the duration has no unit; got '20'", "try 20s"],
+    "plan --model 7q": ["unknown --model; got '7q'", "a size such as 125m"],
+    "plan --method dilco": ["unknown method; got 'dilco'", "try diloco"],
+    "plan --interval 0": ["--interval is too small; got 0"],
+    "plan --min-utilisation 1.5": ["--min-utilisation is no share; got 1.5"],
+    "plan --tokens many": ["--tokens is no number; got 'many'"],
+    "simulate --codec e3m1": ["unknown --codec; got 'e3m1'"],
+    "simulate --overlap-steps 30": ["--overlap-steps is not below --sync-interval, which is 30; got 30"],
+    "bench wire --contender ddq": ["unknown contender; got 'ddq'", "try ddp"],
+    "bench wire --rate 5": ["the rate has no unit; got '5'"],
+    "methods dilco": ["unknown method; got 'dilco'"],
+    "watch": ["RUN is missing; got nothing"],
+    "watch runs/none --period-s x": ["--period-s is no number; got 'x'"],
+    "diagnose --heat-of al x": ["unknown --heat-of; got 'al'; allowed all, compute, forward, backward; try all"],
+}
+
+
+def _words(line: str) -> list[str]:
+    name, *rest = line.split(" ")
+    head = {"plan": PLAN, "simulate": SIMULATE}.get(name, [name])
+    return [*head, *rest, *(LAB if name == "lab" else ())]
+
+
+def test_wrong_arguments_are_refused_in_one_form_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "image.png").write_bytes(b"\0")
+    done = subprocess.run(
+        [sys.executable, "-c", TRY, json.dumps([_words(line) for line in CASES])],
+        capture_output=True, text=True, timeout=240, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    for (line, parts), (code, out, err, has_torch) in zip(CASES.items(), outcomes, strict=True):
+        assert (code, out) == (2, ""), (line, err)
+        assert not has_torch, line
+        assert all(part in err for part in parts), (line, err)
+        assert FORM.match(err), (line, err)
+    assert [path.name for path in tmp_path.iterdir()] == ["image.png"]
+
+
+def _cpu_s(*words: str) -> float:
+    """Return the least CPU time of a few runs of a process, which a busy machine lengthens little."""
+    found = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [sys.executable, *words], capture_output=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(found)
+
+
+@pytest.mark.parametrize("line", ["train --method streming", "train --overlap-steps 40", "plan --model 7q"])
+def test_a_refusal_takes_less_cpu_time_than_to_import_torch(line: str) -> None:
+    assert _cpu_s("-m", "thinwire.cli.main", *_words(line)) < 0.7 * _cpu_s("-c", "import torch")
