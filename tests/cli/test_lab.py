@@ -54,7 +54,7 @@ def test_the_options_of_lab_are_those_that_were_agreed_on(tmp_path: Path) -> Non
         (["--hosts", "2", "hostname"], "an argument without an option; got 'hostname'"),
         (["--hosts", "two", "--", "true"], "--hosts is no whole number"),
         (["--hots", "2", "--", "true"], "try --hosts"),
-        (["--hosts", "0", "--", "true"], "a lab has another number of hosts; got 0; allowed 1 to 200"),
+        (["--hosts", "0", "--", "true"], "the number of hosts is out of range; got 0; allowed 1 to 200"),
         (["--rate", "fast", "--", "true"], "the rate cannot be read; got 'fast'"),
         (["--rate", "1bit", "--", "true"], "the rate is out of range; got 1 bit/s"),
         (["--rate", "5mbit/", "--", "true"], "the rate cannot be read"),

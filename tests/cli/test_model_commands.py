@@ -63,21 +63,25 @@ def test_export_writes_a_folder_and_reports_its_size(run: Path, tmp_path: Path, 
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
     assert main(["export", str(run), "--to", "hf", "--out", str(tmp_path / "out")]) == 2
-    assert "--out must be a new or empty folder" in capsys.readouterr().err
+    assert "--out is not empty; got " in capsys.readouterr().err
 
 
 CASES = [
     (["generate", "nowhere", "--prompt", "x"], 1, "nowhere holds no run (no config.json); give the --out folder"),
-    (["generate", "nowhere", "--prompt", ""], 2, "--prompt is empty; give at least one character"),
-    (["generate", "nowhere", "--prompt", "x", "--max-tokens", "0"], 2, "--max-tokens must be at least 1, got 0"),
-    (["generate", "nowhere", "--prompt", "x", "--temperature", "-1"], 2, "--temperature must be 0 or more"),
-    (["generate", "nowhere", "--prompt", "x", "--temperature", "nan"], 2, "finite, got nan"),
-    (["generate", "nowhere", "--prompt", "x", "--top-k", "-1"], 2, "--top-k must be 0 or more, got -1"),
-    (["generate", "nowhere", "--prompt", "x", "--device", "tpu"], 2, "--device must be one of cpu, cuda, got 'tpu'"),
-    (["generate", "nowhere", "--prompt", "x", "--step", "0"], 2, "--step must be at least 1, got 0"),
-    (["export", "nowhere", "--to", "gguf", "--out", "x"], 2, "--to must be one of hf, safetensors, got 'gguf'"),
+    (["generate", "nowhere", "--prompt", ""], 2, "--prompt is empty; got ''; allowed one character or more"),
+    (
+        ["generate", "nowhere", "--prompt", "x", "--max-tokens", "0"],
+        2,
+        "--max-tokens is too small; got 0; allowed 1 or more",
+    ),
+    (["generate", "nowhere", "--prompt", "x", "--temperature", "-1"], 2, "--temperature is too small; got -1"),
+    (["generate", "nowhere", "--prompt", "x", "--temperature", "nan"], 2, "--temperature is not finite; got nan"),
+    (["generate", "nowhere", "--prompt", "x", "--top-k", "-1"], 2, "--top-k is too small; got -1; allowed 0 or more"),
+    (["generate", "nowhere", "--prompt", "x", "--device", "tpu"], 2, "unknown --device; got 'tpu'; allowed cpu, cuda"),
+    (["generate", "nowhere", "--prompt", "x", "--step", "0"], 2, "--step is too small; got 0; allowed 1 or more"),
+    (["export", "nowhere", "--to", "gguf", "--out", "x"], 2, "unknown --to; got 'gguf'; allowed hf, safetensors"),
     (["eval", "nowhere", "--max-bytes", "many"], 2, "the size cannot be read; got 'many'"),
-    (["eval", "nowhere", "--batch-size", "0"], 2, "--batch-size must be at least 1, got 0"),
+    (["eval", "nowhere", "--batch-size", "0"], 2, "--batch-size is too small; got 0; allowed 1 or more"),
 ]
 
 

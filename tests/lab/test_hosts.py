@@ -158,8 +158,8 @@ def test_commands_start_with_the_usual_signals_even_where_the_lab_ignores_them()
         (["no-such-command"], {}, "no-such-command"),
         (["/etc"], {}, "Permission denied"),
         ([], {}, "at least one word"),
-        (["true"], {"host": 2}, "there is no host 2; this lab has the hosts 0 to 1"),
-        (["true"], {"host": -1}, "there is no host -1"),
+        (["true"], {"host": 2}, "this lab has no such host; got 2; allowed 0 to 1"),
+        (["true"], {"host": -1}, "this lab has no such host; got -1"),
         (["true"], {"folder": "/no/such/folder"}, "/no/such/folder"),
         (["a\0b"], {}, "null byte"),
     ],
@@ -369,10 +369,10 @@ def test_a_closed_lab_says_so_and_closing_again_does_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"hosts": 0}, "a lab has 1 to 200 hosts, got 0"),
-        ({"hosts": 201}, "a lab has 1 to 200 hosts, got 201"),
+        ({"hosts": 0}, "the number of hosts is out of range; got 0; allowed 1 to 200"),
+        ({"hosts": 201}, "the number of hosts is out of range; got 201; allowed 1 to 200"),
         ({"hosts": 2, "rate": "fast"}, "'fast'"),
-        ({"hosts": 2, "rates": {2: "1mbit"}}, "there is no host 2"),
+        ({"hosts": 2, "rates": {2: "1mbit"}}, "this lab has no such host; got 2"),
     ],
 )
 def test_a_lab_of_the_wrong_shape_is_refused_before_anything_is_made(options: dict[str, object], reason: str) -> None:

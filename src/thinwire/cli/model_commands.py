@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.argument_parsing import check_least, command, parse_options
 from thinwire.cli.output import log, printable
+from thinwire.errors import refusal, unknown_name
 from thinwire.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -89,13 +90,8 @@ def generate(arguments: Sequence[str]) -> int:
     """
     options = parse_options(GenerateOptions, arguments, prog="thinwire generate")
     if not options.prompt:
-        raise ValueError("--prompt is empty; give at least one character, such as --prompt 'def '")
-    if options.max_tokens < 1:
-        raise ValueError(f"--max-tokens must be at least 1, got {options.max_tokens}")
-    if not 0 <= options.temperature < math.inf:
-        raise ValueError(f"--temperature must be 0 or more and finite, got {options.temperature}; 0 is greedy")
-    if options.top_k < 0:
-        raise ValueError(f"--top-k must be 0 or more, got {options.top_k}; 0 draws among all tokens")
+        raise refusal("--prompt is empty", got="''", allowed="one character or more", remedy="--prompt 'def '")
+    check_least(options, max_tokens=1, temperature=0, top_k=0)
     trained = _load(options.run, step=options.step, device=options.device)
     from thinwire.training.generation import Sampling
     from thinwire.training.generation import generate as continuation
@@ -121,7 +117,7 @@ def export(arguments: Sequence[str]) -> int:
     """
     options = parse_options(ExportOptions, arguments, prog="thinwire export")
     if options.to not in ("hf", "safetensors"):
-        raise ValueError(f"--to must be one of hf, safetensors, got {options.to!r}")
+        raise unknown_name("--to", options.to, ("hf", "safetensors"))
     trained = _load(options.run, step=options.step, device="cpu")
     from thinwire.training.export import export_model
 
@@ -139,8 +135,7 @@ def eval(arguments: Sequence[str]) -> int:  # noqa: A001
         0, 1 for an error while running, 2 for wrong options.
     """
     options = parse_options(EvalOptions, arguments, prog="thinwire eval")
-    if options.batch_size < 1:
-        raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
+    check_least(options, batch_size=1)
     max_bytes = int(parse_bytes(options.max_bytes)) or None
     trained = _load(options.run, step=options.step, device=options.device)
     from thinwire.training.trained_model import evaluate, read_texts
@@ -170,9 +165,10 @@ def eval(arguments: Sequence[str]) -> int:  # noqa: A001
 
 def _load(run_dir: Path, *, step: int | None, device: str) -> TrainedModel:
     if device not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be one of cpu, cuda, got {device!r}")
+        raise unknown_name("--device", device, ("cpu", "cuda"))
     if step is not None and step < 1:
-        raise ValueError(f"--step must be at least 1, got {step}; thinwire checkpoints RUN lists the steps")
+        raise refusal("--step is too small", got=step, allowed="1 or more",
+                      remedy=f"thinwire checkpoints {run_dir}, which lists the steps")  # fmt: skip
     from thinwire.training.config import find_run
 
     find_run(run_dir)  # before torch is imported

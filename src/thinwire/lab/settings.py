@@ -263,7 +263,9 @@ def _link_part(part: str, *, has_latency: bool) -> dict[str, Any]:
 
 
 def _wrong_count(num_hosts: int) -> ValueError:
-    return refusal("a lab has another number of hosts", got=num_hosts, allowed=f"1 to {MAX_HOSTS}", remedy="--hosts 2")
+    return refusal(
+        "the number of hosts is out of range", got=num_hosts, allowed=f"1 to {MAX_HOSTS}", remedy="--hosts 2"
+    )
 
 
 def _fields(value: Access | Link) -> dict[str, Any]:

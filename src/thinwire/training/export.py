@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import ThinwireError, refusal, unknown_name
 from thinwire.files import replace_whole, write_whole
 from thinwire.training.corpora.tokenizers import END_OF_TEXT
 from thinwire.training.models import Transformer
@@ -40,9 +40,9 @@ def export_model(trained: TrainedModel, folder: Path, *, to: str) -> None:
         ThinwireError: The folder cannot be written.
     """
     if to not in FORMATS:
-        raise ValueError(f"--to must be one of {', '.join(FORMATS)}, got {to!r}")
+        raise unknown_name("--to", to, FORMATS)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--out must be a new or empty folder; {folder} is there already; choose another one")
+        raise refusal("--out is not empty", got=folder, allowed="a new or empty folder", remedy=f"--out {folder}-2")
     tokenizer_files = trained.tokenizer.files()
     model: Any = trained.model
     try:

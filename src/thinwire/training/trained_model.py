@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from thinwire.errors import CheckpointError, DataError
+from thinwire.errors import CheckpointError, DataError, unknown_name
 from thinwire.training.build import check_device, make_inner_optimizer, make_method, make_model
 from thinwire.training.checkpoints.checkpoint_files import CheckpointFiles, open_storage, reason_of
 from thinwire.training.checkpoints.global_checkpoints import MODEL_FILE, global_files
@@ -71,7 +71,7 @@ def load_trained(run_dir: Path, *, step: int | None = None, device: str = "cpu")
         ValueError: There is no such device.
     """
     if device not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be one of cpu, cuda, got {device!r}")
+        raise unknown_name("--device", device, ("cpu", "cuda"))
     check_device(device)
     config = read_config(find_run(run_dir)).replace(out=run_dir)
     is_final = step is None and any((run_dir / MODEL_FOLDER).glob(_WEIGHTS))

@@ -122,8 +122,8 @@ def test_an_impossible_link_is_refused_with_the_value_and_the_limit(values: dict
 @pytest.mark.parametrize(
     ("num_hosts", "pairs", "reason"),
     [
-        (0, [], "a lab has another number of hosts; got 0; allowed 1 to 200"),
-        (201, [], "a lab has another number of hosts; got 201; allowed 1 to 200"),
+        (0, [], "the number of hosts is out of range; got 0; allowed 1 to 200"),
+        (201, [], "the number of hosts is out of range; got 201; allowed 1 to 200"),
         (2, [(0, 2)], "this lab has no such host; got 2; allowed 0 to 1"),
         (2, [(-1, 0)], "this lab has no such host; got -1"),
         (2, [(1, 1)], "a link joins a host to itself; got 1-1"),

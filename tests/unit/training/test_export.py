@@ -132,8 +132,8 @@ def test_safetensors_are_the_files_of_the_runs_model_folder(run: TrainConfig, tm
 def test_a_folder_that_holds_something_is_left_alone(run: TrainConfig, tmp_path: Path) -> None:
     (tmp_path / "kept.txt").write_text("mine")
     trained = load_trained(run.run_dir)
-    with pytest.raises(ValueError, match=r"--out must be a new or empty folder; .* choose another one"):
+    with pytest.raises(ValueError, match=r"--out is not empty; got .*; allowed a new or empty folder"):
         export_model(trained, tmp_path, to="hf")
-    with pytest.raises(ValueError, match="--to must be one of hf, safetensors, got 'gguf'"):
+    with pytest.raises(ValueError, match="unknown --to; got 'gguf'; allowed hf, safetensors"):
         export_model(trained, tmp_path / "out", to="gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
