@@ -163,7 +163,10 @@ def test_a_survivor_goes_on_with_the_run_and_the_others_join_it(hosts: Callable[
     new_address = address_of(again)
     assert new_address.rsplit("/", 1)[1] != old_address.rsplit("/", 1)[1], "a new secret"
     other = joined(hosts, "third", new_address)
-    found = until(lambda: (now := status(new_address))["started"] and len(now["members"]) == 2 and now, again)
+    # the step is 0 until a replica has reported one
+    found = until(
+        lambda: (now := status(new_address))["started"] and len(now["members"]) == 2 and now["step"] and now, again
+    )
     assert found["step"] >= had
     assert (again.end(), other.end()) == (0, 0), again.said() + other.said()
     if holds_it:
