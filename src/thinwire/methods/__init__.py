@@ -19,6 +19,7 @@ from thinwire.methods.diloco import default_outer_lr, diloco
 from thinwire.methods.dimat import dimat
 from thinwire.methods.eager import eager
 from thinwire.methods.ef21 import ef21, ef21_step_size
+from thinwire.methods.iso_loco import iso_loco
 from thinwire.methods.local_sgd import local_sgd
 from thinwire.methods.masha import masha1, masha2
 from thinwire.methods.muloco import muloco
@@ -53,6 +54,7 @@ __all__ = [
     "eager",
     "ef21",
     "ef21_step_size",
+    "iso_loco",
     "local_sgd",
     "masha1",
     "masha2",

@@ -5,12 +5,44 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from thinwire.errors import CheckpointError
-from thinwire.transport.shards import flatten, local_shard, unflatten_into
+from thinwire.sync.fragments import find_blocks
+from thinwire.transport.shards import flatten, local_shard, own_part, unflatten_into, whole_tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixSpan:
+    """Place of a hidden matrix in a fragment's vector, which may hold one shard of it.
+
+    Attributes:
+        start: Of its first element.
+        shape: Of what the vector holds.
+        parameter: The whole parameter, (r, c); a DTensor where the vector holds a shard.
+    """
+
+    start: int
+    shape: torch.Size
+    parameter: torch.Tensor
+
+    @property
+    def end(self) -> int:
+        """Return the place after its last element."""
+        return self.start + self.shape.numel()
+
+    def gather(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return the whole matrix, (r, c); all ranks that hold a shard must call it together."""
+        shard = vector[self.start : self.end].view(self.shape)
+        return shard if self.shape == self.parameter.shape else whole_tensor(shard, like=self.parameter)
+
+    def scatter(self, matrix: torch.Tensor, vector: torch.Tensor) -> None:
+        """Write this rank's shard of a whole matrix into the vector."""
+        shard = matrix if self.shape == self.parameter.shape else own_part(matrix, like=self.parameter)
+        vector[self.start : self.end].view(self.shape).copy_(shard)
 
 
 class GlobalParameters:
@@ -33,6 +65,7 @@ class GlobalParameters:
         self.parameters = [[by_name[name] for name in names] for names in self.fragments]
         self._by_name = by_name
         self._has_values = has_values
+        self._hidden = {name for block in find_blocks(model).blocks for name in block}
         self._embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         self.values: list[torch.Tensor] = []
         self.read_locals()
@@ -99,6 +132,16 @@ class GlobalParameters:
         Tensors of one dimension scale or shift, and the rows of an embedding are vectors for themselves.
         """
         return tuple(p.dim() >= 2 and id(p) not in self._embeddings for p in self.parameters[fragment])
+
+    def hidden_matrices(self, fragment: int) -> tuple[MatrixSpan, ...]:
+        """Return the matrices of the model's blocks, without embeddings, in the order of a fragment's vector."""
+        found, start = [], 0
+        tensors = zip(self.fragments[fragment], self.parameters[fragment], self.shapes(fragment), strict=True)
+        for name, parameter, shape in tensors:
+            if parameter.dim() == 2 and name in self._hidden and id(parameter) not in self._embeddings:
+                found.append(MatrixSpan(start=start, shape=shape, parameter=parameter))
+            start += shape.numel()
+        return tuple(found)
 
     def pseudo_gradient(self, fragment: int) -> torch.Tensor:
         """Return global minus local: float32, `(numel,)`, a new tensor on the local parameters' device."""

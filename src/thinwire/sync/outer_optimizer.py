@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+
+from thinwire.sync.global_parameters import MatrixSpan
 
 
 class OuterOptimizer(Protocol):
@@ -24,6 +27,15 @@ class OuterOptimizer(Protocol):
             pseudo_gradient: float32, `(numel,)`: mean of global minus local; may be overwritten.
             momentum: float32, `(numel,)`, zeros before the first step; None where `has_momentum` is False.
         """
+        ...
+
+
+@runtime_checkable
+class NeedsMatrices(Protocol):
+    """An outer optimizer that treats hidden matrices as such."""
+
+    def with_matrices(self, matrices: Sequence[MatrixSpan]) -> OuterOptimizer:
+        """Return the optimizer of one fragment, which holds these matrices."""
         ...
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from thinwire.averaging.round_context import Average
 from thinwire.errors import CheckpointError
 from thinwire.sync.global_parameters import load_vectors
-from thinwire.sync.outer_optimizer import OuterOptimizer
+from thinwire.sync.outer_optimizer import NeedsMatrices, OuterOptimizer
 from thinwire.sync.schedule import Round
 from thinwire.sync.views import BoundGradient, BoundPseudoGradient, BoundView, PseudoGradient
 
@@ -160,6 +160,13 @@ class BoundOuterStep:
         self._spec = spec
         self._parameters = view.parameters
         values = self._parameters.values
+        optimizer = spec.optimizer
+        self._optimizers = [
+            optimizer.with_matrices(self._parameters.hidden_matrices(fragment))
+            if isinstance(optimizer, NeedsMatrices)
+            else optimizer
+            for fragment in range(len(values))
+        ]
         self._momenta = [torch.zeros_like(value) for value in values] if spec.optimizer.has_momentum else []
 
     @property
@@ -173,11 +180,11 @@ class BoundOuterStep:
         value = self._parameters.values[fragment]
         momentum = self._momenta[fragment] if self._momenta else None
         if mean.device == value.device:
-            self._spec.optimizer.step(value, mean, momentum)
+            self._optimizers[fragment].step(value, mean, momentum)
         else:
             on_device = value.to(mean.device)
             momentum_there = None if momentum is None else momentum.to(mean.device)
-            self._spec.optimizer.step(on_device, mean, momentum_there)
+            self._optimizers[fragment].step(on_device, mean, momentum_there)
             value.copy_(on_device)
             if momentum is not None and momentum_there is not None:
                 momentum.copy_(momentum_there)

@@ -50,6 +50,37 @@ def gather_over_shards(number: torch.Tensor, *, parameter: torch.Tensor) -> torc
     return found
 
 
+def whole_tensor(shard: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
+    """Gather a tensor that lies in shards as a DTensor does; all ranks that hold one must call it together.
+
+    Args:
+        shard: This rank's part, on the DTensor's device.
+        like: The DTensor.
+
+    Returns:
+        The whole tensor, in the shard's dtype.
+    """
+    from torch.distributed.tensor import DTensor
+
+    sharded: Any = like
+    placed: Any = DTensor.from_local(
+        shard.contiguous(), sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape,
+        stride=sharded.stride(),
+    )  # fmt: skip
+    whole: torch.Tensor = placed.full_tensor()
+    return whole
+
+
+def own_part(whole: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a whole tensor, cut as a DTensor is; sends nothing."""
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded: Any = like
+    placed: Any = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    part: torch.Tensor = placed.to_local()
+    return part
+
+
 def drop_gathered(model: nn.Module) -> None:
     """Discard whole parameters that FSDP2 gathered, so that the next forward reads the current shards.
 

@@ -1,0 +1,220 @@
+"""One run of the quality ladder: all replicas in one process, so that losses do not depend on the machine's speed.
+
+`python benchmarks/quality/train.py SETTINGS` prints one JSON line: the settings, the losses and the counted bytes. With
+`--minutes` a run that needs longer saves its state, prints nothing and ends; the same call goes on with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import platform
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rungs import RUNGS, Rung
+
+import thinwire
+from thinwire.codecs import by_name
+from thinwire.methods import recipe
+from thinwire.training.build import make_inner_optimizer
+from thinwire.training.config import TrainConfig
+from thinwire.training.corpora import Sampler, open_corpus, validation_batches
+from thinwire.training.models.transformer import TransformerConfig, build_transformer
+from thinwire.transport.loopback import LoopbackTransport
+from thinwire.transport.recording import RecordingTransport
+
+CACHE = Path.home() / ".cache" / "thinwire"
+_FLOOR = 0.1  # share of the peak learning rate at the end
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What the replicas of a run share.
+
+    Attributes:
+        folder: Keeps states; None where none are kept.
+        ends_s: Time of `time.monotonic` after which the next saved state is the last.
+        stops: Whether the run stops after a step, decided by the replica that is there first.
+    """
+
+    settings: dict[str, Any]
+    rung: Rung
+    corpus: Any
+    device: torch.device
+    folder: Path | None
+    ends_s: float
+    stops: dict[int, bool] = field(default_factory=dict)
+
+    def should_stop(self, step: int) -> bool:
+        return self.stops.setdefault(step, time.monotonic() > self.ends_s)
+
+    def saved_step(self) -> int:
+        """Return the last step whose state all replicas have saved, 0 for none."""
+        if self.folder is None or not self.folder.exists():
+            return 0
+        steps = [int(path.stem.partition("-")[0]) for path in self.folder.glob("*.pt")]
+        return max((step for step in steps if steps.count(step) == self.settings["replicas"]), default=0)
+
+
+def train(settings: dict[str, Any], *, minutes: float | None, cache: Path = CACHE) -> dict[str, Any] | None:
+    """Train; return the run's line, or None where the minutes were too few and the state is kept."""
+    torch.set_num_threads(1)
+    rung = RUNGS[settings["rung"]]
+    corpus = open_corpus(rung.data, cache=cache, tokenizer=rung.tokenizer, vocab_size=rung.vocab_size)
+    if settings["steps"] * settings["windows"] > (len(corpus.train) - 1) // rung.seq_len:
+        raise ValueError(
+            f"the run needs {settings['steps'] * settings['windows']} windows, and {rung.data} has "
+            f"{(len(corpus.train) - 1) // rung.seq_len}; allowed one epoch; try more text"
+        )
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    run = Run(
+        settings=settings, rung=rung, corpus=corpus, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        folder=cache / "quality" / key if minutes is not None and rung.save_every else None,
+        ends_s=time.monotonic() + 60 * (minutes or math.inf),
+    )  # fmt: skip
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
+    found = thinwire.run_replicas(settings["replicas"], lambda transport: train_replica(transport, run))[0]
+    if found is None:
+        return None
+    return {
+        **settings, **found, "sent_bytes": found["sent_bytes"], "wall_s": round(time.monotonic() - began_s, 1),
+        "cpu_s": round(time.process_time() - began_cpu_s, 1), "torch": torch.__version__, "machine": machine(),
+    }  # fmt: skip
+
+
+def train_replica(loopback: LoopbackTransport, run: Run) -> dict[str, Any] | None:
+    """Train one replica; return the losses of the global parameters, and the bytes that it sent."""
+    settings, rung = run.settings, run.rung
+    steps, seed = settings["steps"], settings["seed"]
+    transport = RecordingTransport(loopback)
+    shape = TransformerConfig(
+        vocab_size=run.corpus.tokenizer.vocab_size, dim=rung.dim, layers=rung.layers, heads=rung.heads,
+        max_seq_len=rung.seq_len,
+    )  # fmt: skip
+    model = build_transformer(shape, seed=seed).to(run.device)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    if abs(numel / rung.num_parameters - 1) > 0.02:
+        raise ValueError(f"rung {rung.name} states {rung.num_parameters} parameters, and its model has {numel}")
+    inner = make_inner_optimizer(
+        TrainConfig.of(inner_optimizer=settings["inner"], lr=settings["lr"], weight_decay=rung.weight_decay), model
+    )
+    for group in inner.param_groups:
+        if "betas" in group:
+            group["betas"] = (0.9, rung.beta2)
+    options = dict(settings["options"])
+    if "codec" in options:
+        options["codec"] = by_name(options["codec"])
+    optimizer = thinwire.DistributedOptimizer(
+        model, inner, method=recipe(settings["method"])(**options), transport=transport, seed=seed
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, steps=steps, rung=rung))
+    batches = Sampler(
+        run.corpus.train, replica=transport.replica, num_replicas=transport.num_replicas,
+        batch_size=settings["windows"] // transport.num_replicas, seq_len=rung.seq_len, seed=seed,
+    )  # fmt: skip
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": batches}
+    first, curve, sent_before = _resume(parts, run, replica=transport.replica)
+    sent_at_start = transport.log.totals("sent").payload_bytes
+    for step in range(first + 1, steps + 1):
+        tokens, targets = next(batches)
+        with torch.autocast(run.device.type, dtype=torch.bfloat16, enabled=run.device.type == "cuda"):
+            loss = model.loss(tokens.to(run.device), targets.to(run.device))[0]
+        loss.backward()
+        optimizer.average_gradients()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        if transport.replica == 0 and step % max(1, steps // 10) == 0 and step < steps:
+            curve.append([step, evaluate(model, optimizer, run=run, share=0.25)])
+        if run.folder is not None and step % rung.save_every == 0 and step < steps:
+            sent = sent_before + transport.log.totals("sent").payload_bytes - sent_at_start
+            _save(parts, run, replica=transport.replica, step=step, curve=curve, sent=sent)
+            if run.should_stop(step):
+                return None
+    sent = sent_before + transport.log.totals("sent").payload_bytes - sent_at_start
+    optimizer.close(final_exchange=True)
+    if transport.replica:
+        return {}
+    curve.append([steps, evaluate(model, optimizer, run=run)])
+    return {
+        "num_parameters": numel, "tokens": steps * settings["windows"] * rung.seq_len, "curve": curve,
+        "loss": curve[-1][1], "sent_bytes": sent, "beta2": rung.beta2, "weight_decay": rung.weight_decay,
+    }  # fmt: skip
+
+
+def evaluate(model: Any, optimizer: thinwire.DistributedOptimizer, *, run: Run, share: float = 1.0) -> float:
+    """Return the mean loss of the global parameters on held-out windows, or a share of them, in nats a token."""
+    batches = validation_batches(
+        run.corpus.held_out, batch_size=64, seq_len=run.rung.seq_len,
+        max_batches=max(1, round(share * run.rung.eval_windows / 64)),
+    )  # fmt: skip
+    with optimizer.global_parameters(may_lag=True), torch.no_grad():
+        return statistics.fmean(
+            float(model.loss(tokens.to(run.device), targets.to(run.device))[1]) for tokens, targets in batches
+        )
+
+
+def lr_factor(step: int, *, steps: int, rung: Rung) -> float:
+    """Return the share of the peak learning rate after a step: a warm-up, then a cosine."""
+    warmup = rung.warmup_share * steps
+    if step + 1 <= warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / (steps - warmup)
+    return _FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def machine() -> str:
+    """Return the processor or the accelerator, and how many cores there are."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{names[0] if names else platform.machine()}, {len(names)} cores"
+
+
+def _save(parts: dict[str, Any], run: Run, *, replica: int, step: int, curve: list[Any], sent: int) -> None:
+    assert run.folder is not None
+    run.folder.mkdir(parents=True, exist_ok=True)
+    path = run.folder / f"{step}-{replica}.pt"
+    state = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({**state, "step": step, "curve": curve, "sent": sent}, path.with_suffix(".part"))
+    path.with_suffix(".part").rename(path)
+    for older in run.folder.glob(f"*-{replica}.pt"):  # the one before stays until all replicas have this one
+        if int(older.stem.partition("-")[0]) < step - run.rung.save_every:
+            older.unlink()
+
+
+def _resume(parts: dict[str, Any], run: Run, *, replica: int) -> tuple[int, list[Any], int]:
+    step = run.saved_step()
+    if not step:
+        return 0, [], 0
+    assert run.folder is not None
+    state = torch.load(run.folder / f"{step}-{replica}.pt", weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    return step, state["curve"], state["sent"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", type=json.loads)
+    parser.add_argument("--minutes", type=float)
+    options = parser.parse_args()
+    found = train(options.settings, minutes=options.minutes)
+    if found is not None:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

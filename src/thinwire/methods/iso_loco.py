@@ -1,0 +1,212 @@
+"""IsoLoCo: Streaming DiLoCo with an isotropic outer step on the hidden matrices (arXiv 2607.03011).
+
+Rounds are those of Streaming DiLoCo (`thinwire.methods.streaming_diloco`): fragments, overlap, blend, 4-bit payloads.
+The outer step differs. With Delta the mean pseudo-gradient of one matrix of r rows and c columns,
+
+    Delta = U S V^T                                            singular values S = diag(s_1 .. s_min(r,c))
+    Delta' = mean(s) U V^T                                     all singular values become their mean
+    theta = theta - OuterOpt(Delta')                           Nesterov, lr 1.8, momentum 0.8
+
+Averaging over replicas shrinks the directions in which they disagree; the flat spectrum restores them. Embeddings, the
+head, norms and biases take the outer step of DiLoCo.
+
+The orthogonal factor U V^T comes from a Newton-Schulz iteration in place of a singular value decomposition, and
+mean(s) = <Delta, U V^T> / min(r, c). Replicas must agree bit for bit, while the order of a matrix product's additions
+differs between processors and numbers of threads. So the iteration runs in fixed point inside float64: entries are
+multiples of 2^-24, rows are shorter than 8, and every sum of products fits the 53 bits of the mantissa. All sums are
+exact, in any order.
+
+What we changed: the paper's program flattens every matrix, and takes one rate and momentum for all parameters; here
+the embedding and the head keep DiLoCo's step, which our measurements prefer (docs/benchmarks.md). Singular values below
+about 1/3000 of the Frobenius norm are raised, but not to the mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from thinwire.codecs import Codec
+from thinwire.methods.diloco import default_outer_lr
+from thinwire.methods.registry import About, register
+from thinwire.methods.streaming_diloco import streaming_diloco
+from thinwire.sync.global_parameters import MatrixSpan
+from thinwire.sync.method import Method
+from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer, PlainSGD
+from thinwire.sync.updates import OuterStep
+
+ABOUT = About(
+    paper="arXiv 2607.03011",
+    exchanged="pseudo-gradients in E3M0, a fragment at a time, while training goes on",
+    bits="4.13 (M - 1) / H; above 4 replicas 8.25 (M - 1) / M / H",
+    memory="2 (global value, outer momentum)",
+    plan_codecs=("bfloat16", "e3m0"),
+)
+
+# Bits behind the binary point. Sums of products of two such numbers need 48 bits and what the row norms take: 3 bits.
+_FRACTION_BITS = 24
+# Muon's quintic (arXiv 2505.23725, section 2) on multiples of 2^-10, so that products with coefficients are exact too.
+# Its slope of 3.44 at zero raises small singular values fast; it ends between 0.68 and 1.13.
+_FAST = (3527 / 1024, -4890 / 1024, 2080 / 1024)
+# Taylor's quintic for 1/sqrt: it converges to 1 from there, with the cube of the distance in each step.
+_EXACT = (15 / 8, -10 / 8, 3 / 8)
+_ITERATION = (_FAST,) * 6 + (_EXACT,) * 3
+_NORM_BITS = 15  # of the entries that the Frobenius norm is taken of: row sums of their squares are exact
+
+
+@register(ABOUT)
+def iso_loco(
+    *,
+    sync_interval: int = 30,
+    overlap_steps: int | Sequence[int] = 1,
+    blend: float | None = None,
+    codec: Codec | None = None,
+    exchange: Literal["auto", "all-gather", "two-phase"] = "auto",
+    fragment_order: Literal["strided", "sequential"] = "strided",
+    layers_per_fragment: int = 3,
+    num_fragments: int | None = None,
+    outer_lr: float = 1.8,
+    outer_momentum: float = 0.8,
+    rest_lr: float | None = None,
+    rest_momentum: float = 0.9,
+) -> Method:
+    """Exchange one fragment at a time and flatten the spectrum of each hidden matrix's outer step.
+
+    Args:
+        sync_interval: H: inner steps between two exchanges of the same fragment, at least 1.
+        overlap_steps: tau: inner steps from launch to apply, 0 <= tau < H; one number, or one a replica.
+        blend: alpha: weight of the local value at apply, in [0, 1); 0.5 by default, 0 where nothing overlaps.
+        codec: The pseudo-gradients' code; E3M0 by default.
+        exchange: How payloads travel; `"auto"` takes the cheaper one for the number of replicas.
+        fragment_order: How blocks are dealt out.
+        layers_per_fragment: Blocks a fragment.
+        num_fragments: P, the fragment of embedding and rest among them; overrides `layers_per_fragment`.
+        outer_lr: Nesterov's learning rate of the hidden matrices.
+        outer_momentum: Their momentum; 0 for none.
+        rest_lr: Nesterov's learning rate of all other parameters; by default `default_outer_lr`.
+        rest_momentum: Their momentum; 0 for none.
+
+    Raises:
+        ValueError: An argument is out of its range; names the value, the limit and the remedy.
+
+    Example:
+        >>> method = iso_loco(overlap_steps=3)
+        >>> method.name, method.update(2).blend
+        ('iso-loco', 0.5)
+    """
+    streaming = streaming_diloco(
+        sync_interval=sync_interval, overlap_steps=overlap_steps, blend=blend, codec=codec, exchange=exchange,
+        fragment_order=fragment_order, layers_per_fragment=layers_per_fragment, num_fragments=num_fragments,
+    )  # fmt: skip
+
+    def update(num_replicas: int) -> OuterStep:
+        plain = streaming.update(num_replicas)
+        assert isinstance(plain, OuterStep)
+        rest = default_outer_lr(num_replicas) if rest_lr is None else rest_lr
+        optimizer = Isotropic(hidden=_step_of(outer_lr, outer_momentum), rest=_step_of(rest, rest_momentum))
+        return replace(plain, optimizer=optimizer)
+
+    update(1)  # a bad argument is refused here, not when training starts
+    return replace(streaming, name="iso-loco", update=update)
+
+
+def _step_of(lr: float, momentum: float) -> OuterOptimizer:
+    return PlainSGD(lr=lr) if momentum == 0 else Nesterov(lr=lr, momentum=momentum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Isotropic:
+    """Outer step that flattens the spectrum of each hidden matrix's pseudo-gradient.
+
+    Args:
+        hidden: Steps with the flattened pseudo-gradients of the hidden matrices.
+        rest: Steps with all other pseudo-gradients as they are.
+        matrices: Places of the hidden matrices in a fragment's vector, in their order; see `with_matrices`.
+    """
+
+    hidden: OuterOptimizer
+    rest: OuterOptimizer
+    matrices: tuple[MatrixSpan, ...] = ()
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether one of the two keeps a momentum."""
+        return self.hidden.has_momentum or self.rest.has_momentum
+
+    def with_matrices(self, matrices: Sequence[MatrixSpan]) -> Isotropic:
+        """Return the step on one fragment."""
+        return replace(self, matrices=tuple(matrices))
+
+    def step(self, value: torch.Tensor, pseudo_gradient: torch.Tensor, momentum: torch.Tensor | None) -> None:
+        """See `OuterOptimizer.step`."""
+        end = 0
+        for matrix in self.matrices:
+            flattened = flatten_spectrum(matrix.gather(pseudo_gradient))
+            matrix.scatter(flattened, pseudo_gradient)
+            _step_on(self.rest, slice(end, matrix.start), value, pseudo_gradient, momentum)
+            _step_on(self.hidden, slice(matrix.start, matrix.end), value, pseudo_gradient, momentum)
+            end = matrix.end
+        _step_on(self.rest, slice(end, value.numel()), value, pseudo_gradient, momentum)
+
+
+def _step_on(
+    optimizer: OuterOptimizer, span: slice, value: torch.Tensor, gradient: torch.Tensor, momentum: torch.Tensor | None
+) -> None:
+    if span.stop > span.start:
+        optimizer.step(value[span], gradient[span], None if momentum is None else momentum[span])
+
+
+def flatten_spectrum(matrix: torch.Tensor) -> torch.Tensor:
+    """Set all singular values of a matrix to their mean.
+
+    Args:
+        matrix: float32, (r, c).
+
+    Returns:
+        float32, (r, c): `U V^T mean(s)`, the same bits on every processor; zeros for a matrix of zeros.
+
+    Example:
+        >>> flatten_spectrum(torch.diag(torch.tensor([3.0, 1.0]))).round(decimals=4)
+        tensor([[2., 0.],
+                [0., 2.]])
+    """
+    device = matrix.device
+    exact = matrix.to("cpu" if device.type == "mps" else device, torch.float64)  # MPS has no float64
+    norm = _norm_bound(exact)
+    if norm == 0 or not math.isfinite(norm):
+        return matrix.clone()
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    start = _on_grid((exact.T if is_tall else exact) * (1 / norm))
+    factor = start
+    for linear, cubic, quintic in _ITERATION:
+        square = _on_grid(factor @ factor.T)
+        polynomial = _on_grid(square * cubic) + _on_grid(_on_grid(square @ square) * quintic)
+        factor = _on_grid(factor * linear) + _on_grid(polynomial @ factor)
+    mean = norm * _exact_sum(start * factor, bits=2 * _FRACTION_BITS) / min(matrix.shape)
+    flat = factor * mean
+    return (flat.T if is_tall else flat).to(device, torch.float32)
+
+
+def _on_grid(matrix: torch.Tensor) -> torch.Tensor:
+    """Round to multiples of 2^-24, ties to even: one correctly rounded operation, the same everywhere."""
+    return matrix.mul(2.0**_FRACTION_BITS).round_().mul_(2.0**-_FRACTION_BITS)
+
+
+def _norm_bound(matrix: torch.Tensor) -> float:
+    """Return the Frobenius norm, at most 1 % too large: the same bits on every processor."""
+    largest = float(matrix.abs().max()) if matrix.numel() else 0.0
+    if largest == 0 or not math.isfinite(largest):
+        return largest
+    unit = 2.0 ** (math.frexp(largest)[1] - _NORM_BITS)  # entries become whole numbers of 15 bits
+    entries = matrix.div(unit).abs().ceil_()
+    return unit * math.sqrt(_exact_sum(entries * entries, bits=0))
+
+
+def _exact_sum(matrix: torch.Tensor, *, bits: int) -> float:
+    """Add multiples of 2^-bits whose row sums are below 2^53 of them: rows in float64, their sum in whole numbers."""
+    rows = matrix.sum(dim=1).mul_(2.0**bits).tolist()
+    return float(sum(int(row) for row in rows)) * 2.0**-bits
