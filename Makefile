@@ -112,6 +112,11 @@ bench: $(RUN_STAMP) ## A short comparison on real sockets over a thin wire, some
 benchmarks: $(TEST_STAMP) ## Run every benchmark of benchmarks/, hours, or those of BENCH="codec memory"
 	@for name in $(BENCH); do echo "benchmarks/$$name.py $(ARGS)"; $(BIN)/python benchmarks/$$name.py $(ARGS); done
 
+.PHONY: quality
+quality: $(TEST_STAMP) ## Run rung A of the quality ladder, what is not stored yet, and print its tables
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/quality/ladder.py A $(ARGS)
+	$(BIN)/python benchmarks/quality/report.py
+
 .PHONY: format
 format: $(TEST_STAMP) ## Format and sort the imports of what you changed
 	$(BIN)/ruff check --fix .

@@ -125,7 +125,8 @@ _STREAMING = {"sync_interval": SYNC_INTERVAL, "overlap_steps": 1, "codec": "e3m0
 _AT_ONCE = {"sync_interval": SYNC_INTERVAL}
 
 ENTRIES: tuple[Entry, ...] = (
-    Entry(name=BASELINE, method="all-reduce", replicas=(1,), grid="all", budgets=(1.0, 0.5, 0.7, 1.4), rungs="A B G1 G2"),
+    Entry(name=BASELINE, method="all-reduce", replicas=(1,), grid="all", budgets=(1.0, 0.5, 0.7, 1.4),
+          rungs="A B G1 G2"),
     Entry(name="iso-loco", method="iso-loco", options=_STREAMING | {"blend": 0.0}, rungs="A B G1 G2"),
     Entry(name="streaming-diloco", method="streaming-diloco", options=_STREAMING, rungs="A B G1 G2"),
     Entry(name="streaming-diloco, blend 0", method="streaming-diloco", options=_STREAMING | {"blend": 0.0},

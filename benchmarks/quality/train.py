@@ -74,8 +74,9 @@ def train(settings: dict[str, Any], *, minutes: float | None, cache: Path = CACH
             f"{(len(corpus.train) - 1) // rung.seq_len}; allowed one epoch; try more text"
         )
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = Run(
-        settings=settings, rung=rung, corpus=corpus, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        settings=settings, rung=rung, corpus=corpus, device=device,
         folder=cache / "quality" / key if minutes is not None and rung.save_every else None,
         ends_s=time.monotonic() + 60 * (minutes or math.inf),
     )  # fmt: skip

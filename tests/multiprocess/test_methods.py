@@ -13,8 +13,8 @@ from processes import run, values
 import thinwire
 from tests.reference.small_models import build, loss_of
 from thinwire.averaging.exchange import AllGather, cheapest
-from thinwire.codecs import by_name
-from thinwire.methods import all_reduce, co2, diloco, dimat, noloco, streaming_diloco
+from thinwire.codecs import by_name, float32
+from thinwire.methods import all_reduce, co2, diloco, dimat, iso_loco, noloco, streaming_diloco
 from thinwire.sync.method import Method
 from thinwire.transport.message import HEADER_BYTES
 
@@ -29,6 +29,7 @@ def method_of(name: str) -> Method:
         "all-reduce": all_reduce,
         "diloco": lambda: diloco(sync_interval=4),
         "streaming": lambda: streaming_diloco(sync_interval=5, overlap_steps=3, layers_per_fragment=2),
+        "iso-loco": lambda: iso_loco(sync_interval=4, overlap_steps=0, codec=float32(), num_fragments=1, outer_lr=1.0),
         "ring": lambda: dimat(sync_interval=4),
         "matched": lambda: dimat(sync_interval=4, batches=images()),
         "stochastic": lambda: streaming_diloco(sync_interval=5, codec=by_name("e3m0-stochastic")),
@@ -202,7 +203,7 @@ def unsharded(transport: Any, *, method: str) -> dict[str, list[float]]:
         return {name: p.detach().flatten().tolist() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("method", ["all-reduce", "diloco"])
+@pytest.mark.parametrize("method", ["all-reduce", "diloco", "iso-loco"])
 def test_a_replica_of_two_ranks_with_fsdp_equals_an_unsharded_one(method):
     results = values(
         run(

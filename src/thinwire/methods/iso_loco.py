@@ -63,7 +63,7 @@ def iso_loco(
     *,
     sync_interval: int = 30,
     overlap_steps: int | Sequence[int] = 1,
-    blend: float | None = None,
+    blend: float = 0.0,
     codec: Codec | None = None,
     exchange: Literal["auto", "all-gather", "two-phase"] = "auto",
     fragment_order: Literal["strided", "sequential"] = "strided",
@@ -79,7 +79,7 @@ def iso_loco(
     Args:
         sync_interval: H: inner steps between two exchanges of the same fragment, at least 1.
         overlap_steps: tau: inner steps from launch to apply, 0 <= tau < H; one number, or one a replica.
-        blend: alpha: weight of the local value at apply, in [0, 1); 0.5 by default, 0 where nothing overlaps.
+        blend: alpha: weight of the local value at apply, in [0, 1).
         codec: The pseudo-gradients' code; E3M0 by default.
         exchange: How payloads travel; `"auto"` takes the cheaper one for the number of replicas.
         fragment_order: How blocks are dealt out.
@@ -96,7 +96,7 @@ def iso_loco(
     Example:
         >>> method = iso_loco(overlap_steps=3)
         >>> method.name, method.update(2).blend
-        ('iso-loco', 0.5)
+        ('iso-loco', 0.0)
     """
     streaming = streaming_diloco(
         sync_interval=sync_interval, overlap_steps=overlap_steps, blend=blend, codec=codec, exchange=exchange,
