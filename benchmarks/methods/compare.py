@@ -65,6 +65,7 @@ def entries(task: str, *, steps: int | None = None) -> dict[str, dict[str, Any]]
         "local-sgd": {"method": "local-sgd", "arguments": interval},
         "diloco": {"method": "diloco", "arguments": interval},
         "streaming-diloco": {"method": "streaming-diloco", "arguments": interval | {"overlap_steps": 3}},
+        "iso-loco": {"method": "iso-loco", "arguments": interval | {"overlap_steps": 3}},
         "decoupled-diloco": {"method": "decoupled-diloco", "arguments": interval | {"overlap_steps": 3}},
         "eager": {"method": "eager", "arguments": interval},
         **(muon if task == "language" else {}),

@@ -1,0 +1,265 @@
+"""Tables and figures of the quality ladder's stored results.
+
+    python benchmarks/quality/report.py                          # one table a rung
+    python benchmarks/quality/report.py --json                   # one JSON object a line
+    python benchmarks/quality/report.py --bars                   # the bars of rung B with measured values
+    python benchmarks/quality/report.py --figures docs/assets    # loss against bytes, tokens and simulated time
+
+The gap is that of the validation loss to data-parallel training with the same seed, each side at its best learning
+rate. The token lag says how many percent fewer tokens data-parallel training needs for the same loss; it is read from
+runs of data-parallel training with other budgets, straight lines between them in logarithms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from ladder import RESULTS, Side, key_of, read, sides
+from rungs import BASELINE, RUNGS, SYNC_INTERVAL, Rung
+
+from thinwire import simulate
+from thinwire.codecs import by_name
+from thinwire.methods import recipe
+from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, image_file, line_chart
+from thinwire.planning.predict import predict
+from thinwire.planning.simulator_adapter import traffic_of
+from thinwire.training.models.transformer import TransformerConfig, build_transformer
+
+Lines = Mapping[str, dict[str, Any]]
+# Of each number of replicas: the most that plain Streaming DiLoCo and the best recipe may lie above data-parallel
+# training on rung B, in percent, and the aim of the recipe; and the fit of arXiv 2503.09799, table 7, at its size.
+BARS = {2: (2.5, 0.0, -1.0, 1.4), 4: (5.0, 0.5, -0.5, 3.6), 8: (math.inf, 2.0, 1.0, 6.6)}
+THIN_LINK_BITS_PER_S = 20e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One side of a rung.
+
+    Attributes:
+        seeds: Runs at the best learning rate.
+        loss: Their median, in nats a token.
+        gap_percent: Median over the seeds; `gap_low` and `gap_high` are the ends.
+        token_lag_percent: Of the median loss; None where the baseline's budgets do not reach that far.
+        bytes_per_replica: Payload that each replica sent, counted; of data-parallel training, computed for two.
+        is_tuned: Whether the best learning rate lies inside its grid.
+    """
+
+    rung: str
+    method: str
+    replicas: int
+    sync_interval: int
+    lr: float
+    loss: float
+    baseline_loss: float
+    gap_percent: float
+    gap_low: float
+    gap_high: float
+    token_lag_percent: float | None
+    seeds: int
+    bytes_per_replica: int
+    is_tuned: bool
+    windows: int
+
+
+def rows(rung: Rung, lines: Lines) -> Iterator[Row]:
+    """Return the sides of a rung that have at least one finished grid."""
+    losses = {key: line["loss"] for key, line in lines.items()}
+    every = list(sides(rung, only=(), replicas=()))
+    baseline = next((side for side in every if side.entry.name == BASELINE and _is_begun(side, losses)), None)
+    if baseline is None:
+        return
+    base_by_seed = {line["seed"]: line["loss"] for line in _winners(baseline, lines)}
+    base = statistics.median(base_by_seed.values())
+    budgets = _budgets(baseline, lines)
+    for side in every:
+        if not _is_begun(side, losses):
+            continue
+        found = _winners(side, lines)
+        gaps = [100 * (x["loss"] / base_by_seed[x["seed"]] - 1) for x in found if x["seed"] in base_by_seed]
+        loss = statistics.median(x["loss"] for x in found)
+        grid, best = side.grid(losses), side.best_lr(losses)
+        yield Row(
+            rung=rung.name, method=side.entry.name, replicas=side.share_of if side.share_of > 1 else side.replicas,
+            sync_interval=1 if side.entry.method == "all-reduce" else SYNC_INTERVAL, lr=best, loss=loss,
+            baseline_loss=base, gap_percent=statistics.median(gaps), gap_low=min(gaps), gap_high=max(gaps),
+            token_lag_percent=token_lag_percent(loss, budgets, tokens=rung.tokens), seeds=len(found),
+            bytes_per_replica=_sent_bytes(side, found), is_tuned=len(grid) < 3 or grid[0] < best < grid[-1],
+            windows=rung.windows // side.share_of,
+        )  # fmt: skip
+
+
+def token_lag_percent(loss: float, budgets: Sequence[tuple[int, float]], *, tokens: int) -> float | None:
+    """Return how many percent fewer tokens the baseline needs for a loss.
+
+    Args:
+        loss: In nats.
+        budgets: Tokens and loss of the baseline's runs, fewest tokens first.
+        tokens: Of the run that reached the loss.
+
+    Returns:
+        Below 0 where the baseline needs more tokens; None outside of its budgets.
+
+    Example:
+        >>> token_lag_percent(2.0, [(50, 4.0), (100, 1.0)], tokens=100)
+        29.28...
+    """
+    for (fewer, high), (more, low) in itertools.pairwise(budgets):
+        if low <= loss <= high and low < high:
+            share = math.log(high / loss) / math.log(high / low)
+            needed = fewer * (more / fewer) ** share
+            return 100 * (1 - needed / tokens)
+    return None
+
+
+def _is_begun(side: Side, losses: Mapping[str, float]) -> bool:
+    return all(key_of(side.settings(lr=lr, seed=0)) in losses for lr in side.grid(losses))
+
+
+def _winners(side: Side, lines: Lines) -> list[dict[str, Any]]:
+    best = side.best_lr({key: line["loss"] for key, line in lines.items()})
+    keys = [key_of(side.settings(lr=best, seed=seed)) for seed in range(3)]
+    return [lines[key] for key in keys if key in lines]
+
+
+def _budgets(baseline: Side, lines: Lines) -> list[tuple[int, float]]:
+    best = baseline.best_lr({key: line["loss"] for key, line in lines.items()})
+    keys = [key_of(baseline.settings(lr=best, seed=0, budget=share)) for share in baseline.entry.budgets]
+    return sorted((lines[key]["tokens"], lines[key]["loss"]) for key in keys if key in lines)
+
+
+def _sent_bytes(side: Side, found: Sequence[Mapping[str, Any]]) -> int:
+    if side.entry.name != BASELINE:
+        return int(statistics.median(line["sent_bytes"] for line in found))
+    numel = int(found[0]["num_parameters"])
+    exchange = recipe("all-reduce")().exchanges(2)[0]
+    return side.rung.steps * exchange.bind([[torch.Size([numel])]], replica=0, num_replicas=2).sent_bytes(
+        numel, num_replicas=2
+    )
+
+
+def print_tables(found: Sequence[Row], rung: Rung, lines: Lines) -> None:
+    runs = [line for line in lines.values() if line["rung"] == rung.name]
+    if not runs:
+        print(f"rung {rung.name}: not run")
+        return
+    machines = sorted({line["machine"] for line in runs})
+    per_parameter = rung.tokens / runs[0]["num_parameters"]
+    print(
+        f"rung {rung.name}: {runs[0]['num_parameters']:,} parameters, {per_parameter:.1f} tokens a parameter, "
+        f"{rung.steps // SYNC_INTERVAL} rounds at H {SYNC_INTERVAL}, beta2 {rung.beta2}, {len(runs)} runs on "
+        f"{'; '.join(machines)}\n"
+    )
+    print("| method | replicas | lr | seeds | loss | gap | token lag | bytes a replica |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for row in found:
+        lag = "" if row.token_lag_percent is None else f"{row.token_lag_percent:+.0f} %"
+        spread = f" ({row.gap_low:+.2f} to {row.gap_high:+.2f})" if row.seeds > 1 else ""
+        rate = f"{row.lr:g}" + ("" if row.is_tuned else " (edge of its grid)")
+        print(
+            f"| {row.method} | {row.replicas} | {rate} | {row.seeds} | {row.loss:.4f} "
+            f"| {row.gap_percent:+.2f} %{spread} | {lag} | {row.bytes_per_replica / 1e6:,.2f} MB |"
+        )
+
+
+def print_bars(found: Sequence[Row]) -> None:
+    print("| replicas | published fit | Streaming DiLoCo | limit | iso-loco | limit | aim |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for count, (plain, best, aim, fit) in BARS.items():
+        cells = []
+        for name, limit in (("streaming-diloco", plain), ("iso-loco", best)):
+            row = next((row for row in found if row.method == name and row.replicas == count), None)
+            cells += ["not run" if row is None else f"{row.gap_percent:+.2f} %, {row.seeds} seeds"]
+            cells += ["reported" if limit == math.inf else f"{limit:+.1f} %"]
+        print(f"| {count} | {fit:+.1f} % | {' | '.join(cells)} | {aim:+.1f} % |")
+
+
+def write_figures(rung: Rung, lines: Lines, folder: Path, *, replicas: int) -> None:
+    """Write the losses of some sides against bytes, tokens and simulated time, as SVG."""
+    names = {BASELINE: "data-parallel", "streaming-diloco": "Streaming DiLoCo", "iso-loco": "IsoLoCo"}
+    losses = {key: line["loss"] for key, line in lines.items()}
+    loss = Axis(label="validation loss, nats", write="{:.2f}".format)
+    axes = {
+        "bytes": Axis(label="MB sent by a replica", scale="log"),
+        "tokens": Axis(label="million tokens"),
+        "time": Axis(label="hours on a link of 20 Mbit/s, simulated", scale="log"),
+    }
+    series: dict[str, list[ChartSeries]] = {kind: [] for kind in axes}
+    for colour, (name, label) in enumerate(names.items()):
+        count = 1 if name == BASELINE else replicas
+        side = next(x for x in sides(rung, only=[name], replicas=[count]))
+        if not _is_begun(side, losses):
+            continue
+        line = _winners(side, lines)[0]
+        a_step = {
+            "bytes": _sent_bytes(side, [line]) / line["steps"] / 1e6,
+            "tokens": line["tokens"] / line["steps"] / 1e6,
+            "time": _step_s(side, line, replicas=replicas) / 3600,
+        }
+        for kind, size in a_step.items():
+            points = tuple((step * size, value) for step, value in line["curve"])
+            series[kind].append(ChartSeries(name=label, label=label, colour=colour, has_dots=True, points=points))
+    for kind, axis in axes.items():
+        title = f"Validation loss on rung {rung.name} against {axis.label}, {replicas} replicas"
+        chart = Chart(title=title, x=axis, y=loss, series=tuple(series[kind]))
+        path = folder / f"quality-{rung.name}-{kind}.svg"
+        path.write_text(image_file(line_chart(chart)))
+        print(path)
+
+
+def _step_s(side: Side, line: Mapping[str, Any], *, replicas: int) -> float:
+    """Return the simulated seconds of a step on thin links, computing as fast as the stored run's core."""
+    options = {k: by_name(v) if k == "codec" else v for k, v in side.entry.options.items()}
+    method = recipe(side.entry.method)(**options)
+    shape = TransformerConfig(
+        vocab_size=side.rung.vocab_size, dim=side.rung.dim, layers=side.rung.layers, heads=side.rung.heads,
+        max_seq_len=side.rung.seq_len,
+    )  # fmt: skip
+    model = build_transformer(shape, device="meta")
+    compute_s = line["cpu_s"] / line["steps"] / replicas
+    found = predict(
+        method.schedule, traffic_of(method, model, num_replicas=replicas),
+        links=simulate.star([simulate.SimLink(bandwidth_bits_per_s=THIN_LINK_BITS_PER_S)] * replicas),
+        replicas=[simulate.SimReplica(step_s=compute_s)] * replicas, num_steps=line["steps"],
+    )  # fmt: skip
+    return found.total_s / line["steps"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--rung", choices=RUNGS, action="append", help="all by default")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--bars", action="store_true", help="bars and measured values")
+    parser.add_argument("--figures", type=Path, help="folder for figures")
+    parser.add_argument("--replicas", type=int, default=2, help="of the figures' methods")
+    options = parser.parse_args()
+    lines = {key_of(line): line for line in read(options.results)}
+    for name in options.rung or RUNGS:
+        rung = RUNGS[name]
+        found = list(rows(rung, lines))
+        if options.json:
+            for row in found:
+                print(json.dumps(asdict(row)))
+        elif options.bars:
+            if name == "B" or options.rung:
+                print_bars(found)
+        elif options.figures:
+            if found:
+                write_figures(rung, lines, options.figures, replicas=options.replicas)
+        else:
+            print_tables(found, rung, lines)
+            print()
+
+
+if __name__ == "__main__":
+    main()
