@@ -33,9 +33,9 @@ import thinwire
 from thinwire.codecs import by_name
 from thinwire.lab.wire_benchmark.worker import lr_factor
 from thinwire.methods import recipe
+from thinwire.models import build_model
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
-from thinwire.training.models import build_model
 from thinwire.transport.loopback import LoopbackTransport
 from thinwire.transport.recording import RecordingTransport
 
@@ -186,7 +186,7 @@ def digits(settings: dict[str, Any], *, replica: int) -> Task:
 
 def language(settings: dict[str, Any], *, replica: int) -> Task:
     """Return model, batches, loss and measure of nano: 4 windows of 128 tokens a replica and step."""
-    from thinwire.training.corpora import Sampler, open_corpus, validation_batches
+    from thinwire.data import Sampler, open_corpus, validation_batches
 
     corpus = open_corpus("stdlib", cache=CACHE, vocab_size=2048)
     model: Any = build_model("nano", vocab_size=None, seed=settings["seed"])

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
+from thinwire.models import build_model
 from thinwire.planning.cluster import Cluster, Machine, Wire
 from thinwire.planning.search import make_plan
 from thinwire.planning.workload import Workload
-from thinwire.training.models import build_model
 from thinwire.training.summary import describe_machine
 
 RESULTS = Path(__file__).parents[1] / "results" / "plan_speed.json"

@@ -22,11 +22,11 @@ from rungs import RUNGS, Rung
 
 import thinwire
 from thinwire.codecs import by_name
+from thinwire.data import Sampler, open_corpus, validation_batches
 from thinwire.methods import recipe
+from thinwire.models.transformer import TransformerConfig, build_transformer
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
-from thinwire.training.corpora import Sampler, open_corpus, validation_batches
-from thinwire.training.models.transformer import TransformerConfig, build_transformer
 from thinwire.transport.loopback import LoopbackTransport
 from thinwire.transport.recording import RecordingTransport
 

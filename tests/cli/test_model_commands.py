@@ -13,7 +13,7 @@ import pytest
 from tests.trained_runs import train
 from thinwire.cli.main import main
 from thinwire.cli.tables import sample_lines
-from thinwire.training.trained_model import evaluate, load_trained
+from thinwire.inference.trained_model import evaluate, load_trained
 
 Output = pytest.CaptureFixture[str]
 

@@ -17,10 +17,10 @@ from thinwire.cli.plan import ClusterOptions, PlanOptions
 from thinwire.cli.simulate import SimulateOptions
 from thinwire.cli.train_options import parse, settle
 from thinwire.cli.train_plan import planned
+from thinwire.models import build_model
 from thinwire.training.build import make_method
 from thinwire.training.config import validate
 from thinwire.training.memory_check import check_memory
-from thinwire.training.models import build_model
 from thinwire.units import parse_bytes
 
 ALIKE = ["--hosts", "2", "--rate", "20mbit", "--latency", "10ms"]

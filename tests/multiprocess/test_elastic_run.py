@@ -19,10 +19,10 @@ from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, with_slow_ste
 
 from thinwire.elastic.coordinator_client import send_command
 from thinwire.elastic.invitation import read_invitation
+from thinwire.inference.trained_model import load_trained
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.elastic.job import LocalSettings
 from thinwire.training.summary import parameters_sha256
-from thinwire.training.trained_model import load_trained
 from thinwire.transport.secret import read_secret
 
 SOON_S, STEP_S = 120.0, 0.2

@@ -15,12 +15,12 @@ from training_runs import DEADLINE_S, DOCUMENTS, as_rank, metrics
 
 from tests.pretrained_models import write_llama_with_weights, write_tokenizer
 from thinwire.codecs import by_name
+from thinwire.inference.export import export_model
+from thinwire.inference.trained_model import load_trained
 from thinwire.sync.fragments import find_blocks
 from thinwire.training.build import make_method, make_model
 from thinwire.training.config import read_config
 from thinwire.training.cost_check import count_rounds
-from thinwire.training.export import export_model
-from thinwire.training.trained_model import load_trained
 from thinwire.training.worker import make_sampler, open_data
 
 STEPS, INTERVAL, RANK = 24, 2, 128

@@ -129,10 +129,10 @@ def _cells(options: BenchWireOptions) -> Any:
 
 
 def _run_all(wanted: Sequence[Any], options: BenchWireOptions) -> int:
+    from thinwire.data import open_corpus
     from thinwire.lab.wire_benchmark.result_table import describe
     from thinwire.lab.wire_benchmark.runner import run_cell
-    from thinwire.training.corpora import open_corpus
-    from thinwire.training.models import PRESETS
+    from thinwire.models import PRESETS
 
     path, cache_dir = options.out / "wire.jsonl", options.cache_dir or Path.home() / ".cache" / "thinwire"
     done = [json.dumps(line["cell"], sort_keys=True) for line in _read(path)]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from thinwire.cli.argument_parsing import check_least, command, parse_options
+from thinwire.data.sources import check_source
 from thinwire.errors import ThinwireError, excluded, unknown_name
-from thinwire.training.corpora.sources import check_source
 
 if TYPE_CHECKING:
     from thinwire.elastic.invitation import Invitation

@@ -248,9 +248,9 @@ def workload_of(options: PlanOptions) -> Workload:
     Raises:
         ValueError: There is no such model, or a number is out of its range.
     """
+    from thinwire.models import build_model
     from thinwire.planning.workload import Workload
     from thinwire.training.config import BATCH_SIZE, default_seq_len
-    from thinwire.training.models import build_model
 
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     batch_size = BATCH_SIZE if options.batch_size is None and options.global_batch is None else options.batch_size

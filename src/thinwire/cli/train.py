@@ -24,10 +24,10 @@ from thinwire.cli.train_options import (
     world_size,
 )
 from thinwire.cli.train_plan import planned
+from thinwire.data.sources import check_source
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed, refusal
 from thinwire.planning.json_files import MOST_PLAN_BYTES, read_json
 from thinwire.training.config import TrainConfig, command_line, validate
-from thinwire.training.corpora.sources import check_source
 
 if TYPE_CHECKING:
     from thinwire.cli.view import LiveView

@@ -1,1 +1,1 @@
-"""Everything that `thinwire train` runs: models, corpora, the loop, checkpoints and the report."""
+"""Everything that `thinwire train` runs: options, launch, the loop, checkpoints and elastic replicas."""

@@ -14,18 +14,18 @@ from torch import nn
 
 from thinwire import codecs, methods
 from thinwire.compat import eager
+from thinwire.data.tokenizers import Tokenizer
 from thinwire.errors import CheckpointError, MissingExtra, excluded, refusal
+from thinwire.models import PRESETS, HuggingFaceModel, build_model
+from thinwire.models.hf import has_weights, load_hf_tokenizer, load_saved_tokenizer
+from thinwire.models.lora import with_adapters
+from thinwire.models.presets import check_vocabulary, load_weights
 from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.sync.method import Method
 from thinwire.sync.multi_optimizer import MultiOptimizer
 from thinwire.sync.schedule import WarmUp
 from thinwire.training.config import METHOD_OPTIONS, TrainConfig, flag, method_problems, validate
-from thinwire.training.corpora.tokenizers import Tokenizer
 from thinwire.training.memory_check import check_memory
-from thinwire.training.models import PRESETS, HuggingFaceModel, build_model
-from thinwire.training.models.hf import has_weights, load_hf_tokenizer, load_saved_tokenizer
-from thinwire.training.models.lora import with_adapters
-from thinwire.training.models.presets import check_vocabulary, load_weights
 
 _FLOOR = 0.1
 

@@ -18,12 +18,12 @@ from torch import nn
 
 from thinwire.errors import DesyncError
 from thinwire.files import replace_whole, write_whole
+from thinwire.models.lora import has_adapters, merged, save_adapters
 from thinwire.monitor.record.metrics import ReplicaCounts
 from thinwire.monitor.run_numbers import all_reduce_bytes, times_fewer
 from thinwire.sync.method import Method
 from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig
-from thinwire.training.models.lora import has_adapters, merged, save_adapters
 from thinwire.version import __version__
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from thinwire.data import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.errors import DesyncError, ThinwireError
 from thinwire.files import write_whole
 from thinwire.monitor.record.metrics import Logger, Meter, open_loggers
@@ -32,11 +33,10 @@ from thinwire.training.checkpoints.replica_checkpoints import (
     verify_all,
 )
 from thinwire.training.config import TrainConfig, config_text, meaning
-from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.training.cost_check import complain
 from thinwire.training.drift import step_monitor_of
-from thinwire.training.generation import begin_samples, finish_samples
 from thinwire.training.loop import Batch, LoopSetup, Training
+from thinwire.training.samples import begin_samples, finish_samples
 from thinwire.training.summary import (
     parameters_sha256,
     replica_note,

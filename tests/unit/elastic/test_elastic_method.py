@@ -16,12 +16,12 @@ from thinwire.averaging.topology import Peers
 from thinwire.cli.elastic_run import _new
 from thinwire.codecs import float32
 from thinwire.codecs.error_feedback import ErrorFeedback
+from thinwire.data.sampler import Sampler, ShardBatches
 from thinwire.elastic.elastic_mean import ElasticMean, elastic_mean
 from thinwire.elastic.elastic_method import elastic
 from thinwire.errors import ConnectError, Stopped, WorkerFailed
 from thinwire.monitor.runlog.run_identity import new_identity
 from thinwire.training.config import OPTIONS, TrainConfig, resolve
-from thinwire.training.corpora.sampler import Sampler, ShardBatches
 from thinwire.training.elastic.job import ElasticJob, LocalSettings
 from thinwire.training.elastic.launch import REFUSED, UNANSWERED, Role, launch
 from thinwire.transport.loopback import single

@@ -15,8 +15,8 @@ from thinwire.lab.wire_benchmark.contenders import ABLATION, CONTENDERS, REFEREN
 from thinwire.lab.wire_benchmark.reference_trainers import matched_fragments, matched_numbers
 from thinwire.lab.wire_benchmark.worker import ByteMeter, WorkerOptions, closing, lr_factor, run_worker, span
 from thinwire.methods import streaming_diloco
+from thinwire.models import build_model
 from thinwire.sync.fragments import find_blocks
-from thinwire.training.models import build_model
 
 OURS = sorted(set(CONTENDERS) - set(REFERENCES))
 

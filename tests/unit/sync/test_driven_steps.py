@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from thinwire.data import Sampler
 from thinwire.methods import masha2
 from thinwire.monitor.record.metrics import Meter
 from thinwire.monitor.record.recorder import Recorder
@@ -20,7 +21,6 @@ from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
-from thinwire.training.corpora import Sampler
 from thinwire.training.loop import LoopSetup, Passes, Training
 from thinwire.transport.loopback import single
 from thinwire.transport.recording import RecordingTransport

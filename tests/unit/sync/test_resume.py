@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from thinwire.data import Sampler, validation_batches
 from thinwire.methods import one_bit_adam, one_bit_lamb, zero_one_adam
+from thinwire.models import TransformerConfig, build_transformer
 from thinwire.monitor.record.metrics import Meter
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer, make_method
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
-from thinwire.training.corpora import Sampler, validation_batches
 from thinwire.training.loop import LoopSetup, Training
-from thinwire.training.models import TransformerConfig, build_transformer
 from thinwire.training.summary import parameters_sha256
 from thinwire.transport.loopback import LoopbackTransport, run_replicas
 from thinwire.transport.recording import RecordingTransport

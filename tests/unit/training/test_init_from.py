@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from thinwire.data.tokenizers import ByteTokenizer
 from thinwire.errors import CheckpointError
 from thinwire.files import write_whole
 from thinwire.training.build import check, make_model, own_tokenizer
 from thinwire.training.config import TrainConfig, config_text, resolve
-from thinwire.training.corpora.tokenizers import ByteTokenizer
 from thinwire.training.summary import save_model
 
 

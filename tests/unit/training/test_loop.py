@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from thinwire.data import Sampler
 from thinwire.errors import CheckpointError
 from thinwire.methods import diloco
+from thinwire.models import TransformerConfig, build_transformer
 from thinwire.monitor.record.metrics import Meter
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
-from thinwire.training.corpora import Sampler
 from thinwire.training.loop import LocalPasses, LoopSetup, Training
-from thinwire.training.models import TransformerConfig, build_transformer
 from thinwire.transport.loopback import single
 from thinwire.transport.recording import RecordingTransport
 

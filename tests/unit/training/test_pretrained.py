@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from tests.pretrained_models import write_llama_with_weights, write_tokenizer
+from thinwire.data.tokenizers import PretrainedTokenizer
 from thinwire.errors import CheckpointError
 from thinwire.training.build import check, make_model, own_tokenizer
 from thinwire.training.config import TrainConfig, resolve
-from thinwire.training.corpora.tokenizers import PretrainedTokenizer
 from thinwire.training.summary import save_model
 from thinwire.training.worker import make_sampler, open_data
 

@@ -37,13 +37,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.data import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.errors import DeadlineExceeded, DesyncError
 from thinwire.events import Direction, Totals, Transfer, TransferLog
 from thinwire.files import write_whole
 from thinwire.lab.wire_benchmark.contenders import Trainer, TrainerSettings, check_installed, contender, make_trainer
-from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
-from thinwire.training.models import PRESETS, build_model
-from thinwire.training.models.presets import preset
+from thinwire.models import PRESETS, build_model
+from thinwire.models.presets import preset
 from thinwire.training.summary import describe_machine, parameters_sha256
 from thinwire.transport.all_gather_json import all_gather_json
 from thinwire.transport.connect import connect

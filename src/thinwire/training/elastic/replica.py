@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from thinwire.data import Corpus
+from thinwire.data.sampler import ShardBatches
 from thinwire.elastic.adaptive_local_steps import AdaptiveLocalSteps
 from thinwire.elastic.coordinator_session import CoordinatorView, RoundLimits
 from thinwire.elastic.elastic_method import elastic
@@ -32,8 +34,6 @@ from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer, make_method, make_model
 from thinwire.training.checkpoints.checkpoint_files import ForeignCheckpoint
 from thinwire.training.config import TrainConfig, config_text
-from thinwire.training.corpora import Corpus
-from thinwire.training.corpora.sampler import ShardBatches
 from thinwire.training.drift import step_monitor_of
 from thinwire.training.elastic.coordinator_process import read_port
 from thinwire.training.elastic.job import ElasticJob, LocalSettings
@@ -42,8 +42,8 @@ from thinwire.training.elastic.loop import Left, StepThroughput, elastic_trainin
 from thinwire.training.elastic.remediation import write_pid
 from thinwire.training.elastic.replica_ranks import Rank0Driver, check_ranks, whole_model
 from thinwire.training.elastic.states import IncomingState, StateKeeper, checkpoints_of, take_in
-from thinwire.training.generation import begin_samples, finish_samples
 from thinwire.training.loop import LoopSetup, Training
+from thinwire.training.samples import begin_samples, finish_samples
 from thinwire.training.summary import (
     parameters_sha256,
     replica_note,

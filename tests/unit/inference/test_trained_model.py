@@ -11,15 +11,15 @@ import torch
 from torch.nn import functional as F
 
 from tests.trained_runs import TEXT, train
+from thinwire.data.corpus import divide
+from thinwire.data.sources import Document
 from thinwire.elastic.global_state import GlobalState
 from thinwire.errors import CheckpointError, DataError
+from thinwire.inference.trained_model import evaluate, load_trained, read_texts
 from thinwire.monitor.runlog.run_folder import read_run
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.config import TrainConfig, config_text, read_config
-from thinwire.training.corpora.corpus import divide
-from thinwire.training.corpora.sources import Document
 from thinwire.training.summary import parameters_sha256
-from thinwire.training.trained_model import evaluate, load_trained, read_texts
 
 # Two characters of one byte, one of four, line ends, and a document that is shorter than the sequence.
 DOCUMENTS = ["12 replicas say 🙂 little\n\n   over a thin wire. " * 9, "é", "and it carries 13.\n"]

@@ -14,19 +14,19 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from thinwire.data.corpus import HELD_OUT_FRACTION, divide, limit
+from thinwire.data.sampler import windows
+from thinwire.data.sources import Document, open_source
+from thinwire.data.token_files import TOKENIZER
+from thinwire.data.tokenizers import Tokenizer
 from thinwire.errors import CheckpointError, DataError, unknown_name
+from thinwire.models import build_hf_model, build_transformer, preset
+from thinwire.models.hf import load_saved_tokenizer
 from thinwire.training.build import check_device, make_inner_optimizer, make_method, make_model
 from thinwire.training.checkpoints.checkpoint_files import CheckpointFiles, open_storage, reason_of
 from thinwire.training.checkpoints.global_checkpoints import MODEL_FILE, global_files
 from thinwire.training.checkpoints.replica_checkpoints import replica_files, unflatten_state
 from thinwire.training.config import TrainConfig, find_run, read_config
-from thinwire.training.corpora.corpus import HELD_OUT_FRACTION, divide, limit
-from thinwire.training.corpora.sampler import windows
-from thinwire.training.corpora.sources import Document, open_source
-from thinwire.training.corpora.token_files import TOKENIZER
-from thinwire.training.corpora.tokenizers import Tokenizer
-from thinwire.training.models import build_hf_model, build_transformer, preset
-from thinwire.training.models.hf import load_saved_tokenizer
 
 MODEL_FOLDER = "model"
 _WEIGHTS = "*.safetensors"

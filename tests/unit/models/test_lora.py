@@ -13,9 +13,9 @@ import transformers
 
 from tests.pretrained_models import write_llama_with_weights, write_tokenizer
 from thinwire.errors import MissingExtra
+from thinwire.models import HuggingFaceModel
 from thinwire.training.build import check, make_inner_optimizer, make_model, own_tokenizer
 from thinwire.training.config import TrainConfig, resolve
-from thinwire.training.models import HuggingFaceModel
 from thinwire.training.summary import save_model
 
 RANK = 4

@@ -14,9 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from thinwire.errors import DataError
-from thinwire.training.corpora.sources import Document, Source, open_source
-from thinwire.training.corpora.token_files import (
+from thinwire.data.sources import Document, Source, open_source
+from thinwire.data.token_files import (
     FORMAT_VERSION,
     MANIFEST,
     TOKENIZER,
@@ -30,13 +29,14 @@ from thinwire.training.corpora.token_files import (
     write_bytes,
     write_manifest,
 )
-from thinwire.training.corpora.tokenizers import (
+from thinwire.data.tokenizers import (
     SMALLEST_VOCABULARY,
     BpeTokenizer,
     ByteTokenizer,
     Tokenizer,
     load_tokenizer,
 )
+from thinwire.errors import DataError
 
 # Share of documents that `thinwire train` holds out.
 HELD_OUT_FRACTION = 0.02

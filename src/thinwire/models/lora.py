@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from thinwire.errors import MissingExtra
+from thinwire.models.hf import HuggingFaceModel
 from thinwire.shared_random import derive_seed
-from thinwire.training.models.hf import HuggingFaceModel
 
 _ALPHA_PER_RANK = 2
 

@@ -12,12 +12,12 @@ import transformers
 from torch import nn
 
 from tests.trained_runs import TEXT, train
+from thinwire.data import BpeTokenizer, ByteTokenizer, Tokenizer
+from thinwire.inference.export import export_model
+from thinwire.inference.trained_model import TrainedModel, load_trained
+from thinwire.models import TransformerConfig, build_transformer, preset
+from thinwire.models.generation import Sampling, generate
 from thinwire.training.config import TrainConfig
-from thinwire.training.corpora import BpeTokenizer, ByteTokenizer, Tokenizer
-from thinwire.training.export import export_model
-from thinwire.training.generation import Sampling, generate
-from thinwire.training.models import TransformerConfig, build_transformer, preset
-from thinwire.training.trained_model import TrainedModel, load_trained
 
 AWKWARD = [
     "plain text", "", " ", "     many     spaces     ", "\n\n\t\n", "line\r\nend\n",

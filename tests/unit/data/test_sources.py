@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from tests.sample_texts import decoded
+from thinwire.data import open_corpus
+from thinwire.data.sources import StdlibSource, open_source, read_file
 from thinwire.errors import DataError, MissingExtra
-from thinwire.training.corpora import open_corpus
-from thinwire.training.corpora.sources import StdlibSource, open_source, read_file
 
 # --- sources
 

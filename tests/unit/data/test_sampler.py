@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thinwire.data import Sampler, validation_batches
 from thinwire.errors import CheckpointError, DataError
-from thinwire.training.corpora import Sampler, validation_batches
 
 SETTINGS: dict[str, Any] = {"replica": 0, "num_replicas": 2, "batch_size": 3, "seq_len": 4, "seed": 7}
 

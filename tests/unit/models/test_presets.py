@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire.training.models import PRESETS, build_model
-from thinwire.training.models.presets import decoder_of
+from thinwire.models import PRESETS, build_model
+from thinwire.models.presets import decoder_of
 
 
 @pytest.mark.parametrize(

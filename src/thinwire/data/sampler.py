@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from thinwire.data.token_files import TokenArray
 from thinwire.errors import CheckpointError, DataError
 from thinwire.shared_random import derive_seed
-from thinwire.training.corpora.token_files import TokenArray
 
 
 class Sampler:

@@ -15,13 +15,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from thinwire.data.tokenizers import END_OF_TEXT
 from thinwire.errors import ThinwireError, refusal, unknown_name
 from thinwire.files import replace_whole, write_whole
-from thinwire.training.corpora.tokenizers import END_OF_TEXT
-from thinwire.training.models import Transformer
-from thinwire.training.models.transformer import RMS_EPSILON, ROTARY_BASE, TransformerConfig
+from thinwire.inference.trained_model import TrainedModel
+from thinwire.models import Transformer
+from thinwire.models.transformer import RMS_EPSILON, ROTARY_BASE, TransformerConfig
 from thinwire.training.summary import write_model
-from thinwire.training.trained_model import TrainedModel
 
 FORMATS = ("hf", "safetensors")
 
@@ -95,7 +95,7 @@ def apertus_tensors(model: Transformer) -> dict[str, Tensor]:
     """Return a decoder's weights under the names of transformers' Apertus, on the CPU.
 
     Example:
-        >>> from thinwire.training.models import build_transformer
+        >>> from thinwire.models import build_transformer
         >>> model = build_transformer(TransformerConfig(vocab_size=16, dim=8, layers=1, heads=2))
         >>> [name for name in apertus_tensors(model) if "proj" in name][:2]
         ['model.layers.0.self_attn.q_proj.weight', 'model.layers.0.self_attn.k_proj.weight']

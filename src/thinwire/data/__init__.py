@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire.training.corpora.corpus import Corpus, open_corpus
-    from thinwire.training.corpora.sampler import Sampler, validation_batches
-    from thinwire.training.corpora.tokenizers import BpeTokenizer, ByteTokenizer, Tokenizer
+    from thinwire.data.corpus import Corpus, open_corpus
+    from thinwire.data.sampler import Sampler, validation_batches
+    from thinwire.data.tokenizers import BpeTokenizer, ByteTokenizer, Tokenizer
 
 _HOMES = {
     "BpeTokenizer": "tokenizers", "ByteTokenizer": "tokenizers", "Corpus": "corpus", "Sampler": "sampler",
