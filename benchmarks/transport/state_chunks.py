@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from thinwire.elastic.state_transfer import fetch_state, publish_state
+from thinwire.elastic.state_transfer import StateTransfer, publish_state
 from thinwire.lab import Lab, Link
 from thinwire.transport.addresses import Address
 from thinwire.transport.blob_store import BlobStore
@@ -63,7 +63,10 @@ def take_part(options: argparse.Namespace) -> None:
         assert len(transport.wait_until_connected(others, deadline_s=DEADLINE_S)) == len(others)
         root = bytes.fromhex(wait_for(folder / "root1"))
         start, size = time.monotonic(), {"num_bytes": options.bytes, "chunk_bytes": options.chunk}
-        found = fetch_state(library, list(others), b"state", **size, root=root, deadline_s=DEADLINE_S)
+        transfer = StateTransfer(library, b"state", **size, root=root)
+        for holder in others:
+            transfer.add_holder(holder)
+        found = transfer.run(deadline_s=DEADLINE_S, may_wait=False)
         print(time.monotonic() - start)
         assert torch.equal(found, vector)
         (folder / "done").write_text("")

@@ -142,8 +142,8 @@ import thinwire.cli.processes
 from thinwire.cli import elastic_run
 from thinwire.cli.join import main
 
-def run_here(roles, *, run_dir, **unused):
-    settings = LocalSettings.load(run_dir)
+def run_here(roles, *, host):
+    settings = LocalSettings.load(host.run_dir)
     assert settings.threads == 1 and len(roles) == 2
     print("torch" in sys.modules)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from thinwire.elastic.state_transfer import (
     CorruptChunk,
     StateTransfer,
     chunk_name,
-    fetch_state,
     hashes_name,
     num_chunks_of,
     publish_state,
@@ -37,6 +37,16 @@ CHUNK = 1 << 16
 
 def state_of(size: int) -> torch.Tensor:
     return content(size, sender=1, round_id=12)
+
+
+def fetch_state(
+    library: BlobStore, holders: list[int], name: bytes, *, root: bytes, deadline_s: float, **options: Any
+) -> torch.Tensor:
+    """Fetch a state from these holders, and fail where none of them has it."""
+    transfer = StateTransfer(library, name, root=root, **options)
+    for holder in holders:
+        transfer.add_holder(holder)
+    return transfer.run(deadline_s=deadline_s, may_wait=False)
 
 
 def received(site: Site) -> int:

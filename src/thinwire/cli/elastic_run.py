@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,39 +32,53 @@ _POLL_S, _REPORT_S, _COMMAND_S = 1.0, 15.0, 5.0
 _ALONE_S = 600.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticHost:
+    """Place of this host in an elastic run.
+
+    Attributes:
+        run_dir: The run's folder on this host.
+        invitation: Where the coordinator is.
+        secret: The job's.
+        is_quiet: Whether only faults are reported.
+        is_joined: Whether the coordinator is on another host.
+        spare: This host's name where it waits as a spare, else empty.
+    """
+
+    run_dir: Path
+    invitation: Invitation
+    secret: Secret
+    is_quiet: bool = False
+    is_joined: bool = False
+    spare: str = ""
+
+
 class RunStatusPoller:
     """Polls the coordinator for the state of the run, and reports what is new.
 
     Args:
-        invitation: Where the coordinator is.
-        secret: The job's.
+        host: This host.
         say: Takes lines for people.
-        run_dir: The run's folder on this host.
-        spare: This host's name where it waits as a spare, else empty.
-        is_joined: Whether the coordinator is on another host.
 
     Attributes:
         status: The latest state from the coordinator.
         lost: Lost time of the replicas.
     """
 
-    def __init__(
-        self, invitation: Invitation, *, secret: Secret, say: Callable[[str], None], run_dir: Path, spare: str = "",
-        is_joined: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, host: ElasticHost, *, say: Callable[[str], None]) -> None:
         self._say = say
-        self._spare = spare
-        self._is_called = not spare
-        self._run_dir = run_dir
+        self._spare = host.spare
+        self._is_called = not host.spare
+        self._run_dir = host.run_dir
         self._orders: list[ProcessOrder] = []
-        self._line = CoordinatorConnection(invitation, secret=secret, on_message=self._on_message)
+        self._line = CoordinatorConnection(host.invitation, secret=host.secret, on_message=self._on_message)
         self._latest: dict[str, Any] | None = None
         self.status: dict[str, Any] | None = None
         self.lost = DowntimeTracker()
         self._reported: list[str] = []
         self._poll_s = self._report_s = 0.0
         self._answered_s = time.monotonic()
-        self._has_reported_loss = not is_joined
+        self._has_reported_loss = not host.is_joined
 
     def poll(self) -> None:
         """Ask again when it is time, and report what has come."""
@@ -146,26 +161,25 @@ def _new(reported: list[str], findings: list[str]) -> list[str]:
 
 
 def run_here(
-    roles: Sequence[Role], *, run_dir: Path, invitation: Invitation, secret: Secret, is_quiet: bool,
-    part: Callable[[], None] = lambda: None, on_finding: str = "warn", is_dry_run: bool = False, batch_size: int = 1,
-    is_joined: bool = False, spare: str = "",
+    roles: Sequence[Role], *, host: ElasticHost, part: Callable[[], None] = lambda: None, on_finding: str = "warn",
+    is_dry_run: bool = False, batch_size: int = 1,
 ) -> int:  # fmt: skip
     """Run this host's processes to the end; return the exit code.
 
     The first host diagnoses all replicas. One that joined diagnoses its own only while no coordinator answers. A
     spare, which has a name, starts them once it is called.
     """
-    say = _ignore if is_quiet else log
-    poller = RunStatusPoller(invitation, secret=secret, say=say, run_dir=run_dir, spare=spare, is_joined=is_joined)
+    say, run_dir = _ignore if host.is_quiet else log, host.run_dir
+    poller = RunStatusPoller(host, say=say)
 
     def command(verb: str, target: str) -> str:
-        answer = send_command(invitation, secret=secret, deadline_s=_COMMAND_S, verb=verb, target=target)
+        answer = send_command(host.invitation, secret=host.secret, deadline_s=_COMMAND_S, verb=verb, target=target)
         return str(answer["text"]) if answer["ok"] else f"failed: {answer['text']}"
 
     hands = ElasticRemediation(run_dir, status=lambda: poller.status, send_command=command)
     diagnosis = diagnosis_of(
         run_dir, on_finding=on_finding, is_dry_run=is_dry_run, hands=hands, say=log,
-        is_mine=poller.is_cut_off if is_joined else lambda: True,
+        is_mine=poller.is_cut_off if host.is_joined else lambda: True,
     )  # fmt: skip
     began_s = time.time()
     try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.cli.elastic_run import replica_roles, run_here
+from thinwire.cli.elastic_run import ElasticHost, replica_roles, run_here
 from thinwire.cli.output import log
 from thinwire.cli.processes import COORDINATOR
 from thinwire.elastic.data_leases import DataLeases
@@ -213,7 +213,8 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
     )  # fmt: skip
     roles = [coordinator, *replica_roles(begun.local.replicas)]
     code = run_here(
-        roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=config.output.quiet,
+        roles,
+        host=ElasticHost(run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=config.output.quiet),
         part=(run_dir / ALONE_FILE).touch, on_finding=config.run.on_finding, is_dry_run=config.run.on_finding_dry_run,
         batch_size=config.data.batch_size or 1,
     )  # fmt: skip

@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _join_from(run_dir: Path, invitation: Invitation, options: JoinOptions) -> int:
-    from thinwire.cli.elastic_run import replica_roles, run_here
+    from thinwire.cli.elastic_run import ElasticHost, replica_roles, run_here
     from thinwire.cli.output import log
     from thinwire.training.elastic.coordinator_process import ALONE_FILE, JOURNAL_FILE, PORT_FILE
     from thinwire.training.elastic.job import LocalSettings
@@ -126,10 +126,11 @@ def _join_from(run_dir: Path, invitation: Invitation, options: JoinOptions) -> i
         what = "as a spare" if options.spare else "to take part"
         log(f"joining the job at {invitation.host}, port {invitation.port}, {what}")
     roles = replica_roles(options.replicas)
-    return run_here(
-        roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=options.quiet, is_joined=True,
+    host = ElasticHost(
+        run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=options.quiet, is_joined=True,
         spare=socket.gethostname() if options.spare else "",
     )  # fmt: skip
+    return run_here(roles, host=host)
 
 
 def check_spare(invitation: Invitation, *, secret: Secret) -> None:

@@ -17,7 +17,7 @@ from thinwire.cli.output import log
 from thinwire.cli.plan import ClusterOptions, cluster_of
 from thinwire.cli.tables import plain, print_wide
 from thinwire.errors import excluded, refusal
-from thinwire.simulate import SimReplica, simulate_training
+from thinwire.simulate import SimRecovery, SimReplica, simulate_training
 from thinwire.training.config import BATCH_SIZE, TrainConfig, check_model, default_seq_len, method_problems, resolve
 from thinwire.training.method_catalog import check_codec, method_entry
 from thinwire.units import format_bytes, format_rate, format_seconds, parse_seconds
@@ -110,14 +110,14 @@ def main(arguments: Sequence[str]) -> int:
     links = simulated_cluster(cluster)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     replicas = _replicas(options, cluster, num_parameters=parameters, tokens=batch_size * seq_len)
+    recovery = SimRecovery(detection_s=parse_seconds(options.detection), rejoin_bytes=4 * parameters)
     found = {}
     for name in names:
         method = make_method(_config(name, options))
         traffic = traffic_of(method, model, num_replicas=cluster.num_replicas)
         run = simulate_training(
             method.schedule, cluster=links, replicas=replicas, payload_bytes=traffic.payload_bytes,
-            num_steps=options.steps, exchange=traffic.exchange, detection_s=parse_seconds(options.detection),
-            rejoin_bytes=4 * parameters, seed=options.seed,
+            num_steps=options.steps, exchange=traffic.exchange, recovery=recovery, seed=options.seed,
         )  # fmt: skip
         found[name] = _numbers(run, links)
         if max(run.last_step) < options.steps:

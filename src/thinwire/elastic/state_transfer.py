@@ -15,7 +15,7 @@ import statistics
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -696,52 +696,3 @@ class StateTransfer:
         asked = ", ".join(str(holder) for holder in self._holders) or "none"
         problems = "; ".join(self._problems.values()) or "none of them said why"
         return f"replicas asked last: {asked}; {problems}"
-
-
-def fetch_state(
-    library: BlobStore,
-    holders: Sequence[int],
-    name: bytes,
-    *,
-    num_bytes: int,
-    chunk_bytes: int = CHUNK_BYTES,
-    root: bytes,
-    deadline_s: float,
-    stall_s: float = math.inf,
-    on_progress: Callable[[int, int], None] | None = None,
-    on_finding: Callable[[CorruptChunk], None] | None = None,
-) -> torch.Tensor:
-    """Fetch a state from replicas that hold it.
-
-    Args:
-        library: Of this replica.
-        holders: Replicas that have published it.
-        name: Of the state.
-        num_bytes: Of the state.
-        chunk_bytes: As it was published.
-        root: As `publish_state` returned it, from a trusted source.
-        deadline_s: Seconds from now.
-        stall_s: Seconds without one right chunk after which to give up earlier.
-        on_progress: Called with the bytes that are here and the state's, for each chunk.
-        on_finding: Called with who sent wrong bytes, and what.
-
-    Returns:
-        The state: uint8, `(num_bytes,)`, on the CPU.
-
-    Raises:
-        ValueError: The sizes, the name or the root cannot be.
-        DeadlineExceeded: It is not all here in time.
-        NotThere: No holder is left.
-    """
-    fetch = StateTransfer(
-        library,
-        name,
-        num_bytes=num_bytes,
-        chunk_bytes=chunk_bytes,
-        root=root,
-        on_progress=on_progress,
-        on_finding=on_finding,
-    )
-    for holder in holders:
-        fetch.add_holder(holder)
-    return fetch.run(deadline_s=deadline_s, stall_s=stall_s, may_wait=False)

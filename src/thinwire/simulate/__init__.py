@@ -10,12 +10,12 @@ from thinwire.simulate.cluster import SimCluster, joined_sites, leaf_spine, ring
 from thinwire.simulate.exchange_model import ExchangeModel, LinkStage, RoundTimes
 from thinwire.simulate.fluid_network import FlowDemand, FluidFlow, FluidNetwork, SimLink, max_min_rates
 from thinwire.simulate.task_graph import ComputeTask, TaskTimes, TransferTask, run_tasks
-from thinwire.simulate.training_loop import SimReplica, SimRun, Stall, simulate_training
+from thinwire.simulate.training_loop import SimRecovery, SimReplica, SimRun, Stall, simulate_training
 from thinwire.simulate.virtual_clock import VirtualClock
 
 __all__ = [
     "AllGatherMessages", "ComputeTask", "ExchangeModel", "FlowDemand", "FluidFlow", "FluidNetwork", "LinkStage",
-    "RingMessages", "RoundTimes", "SimCluster", "SimLink", "SimReplica", "SimRun", "Stall", "StarMessages", "TaskTimes",
-    "TransferTask", "TwoPhaseMessages", "VirtualClock", "joined_sites", "leaf_spine", "max_min_rates", "ring",
-    "run_tasks", "simulate_training", "star",
+    "RingMessages", "RoundTimes", "SimCluster", "SimLink", "SimRecovery", "SimReplica", "SimRun", "Stall",
+    "StarMessages", "TaskTimes", "TransferTask", "TwoPhaseMessages", "VirtualClock", "joined_sites", "leaf_spine",
+    "max_min_rates", "ring", "run_tasks", "simulate_training", "star",
 ]  # fmt: skip

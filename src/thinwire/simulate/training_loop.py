@@ -65,6 +65,30 @@ class Stall(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SimRecovery:
+    """Time and bytes that the death and the return of a replica cost.
+
+    Attributes:
+        detection_s: From a replica's death until the others go on without it: their rounds with it restart.
+        rejoin_bytes: What a replica that returns loads before it goes on, from the first replica that is alive.
+
+    Raises:
+        ValueError: A number is negative or not finite.
+    """
+
+    detection_s: float = 0.0
+    rejoin_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if not (0 <= self.detection_s < inf and 0 <= self.rejoin_bytes < inf):
+            raise ValueError(
+                f"detection_s and rejoin_bytes must be finite and at least 0, got {self.detection_s} and "
+                f"{self.rejoin_bytes}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimRun:
     """Result of a simulated training.
 
@@ -114,7 +138,7 @@ _NORMAL = NormalDist()
 def simulate_training(
     schedule: Schedule, *, cluster: SimCluster, replicas: Sequence[SimReplica],
     payload_bytes: Sequence[Sequence[float]], num_steps: int, exchange: ExchangeModel | None = None,
-    detection_s: float = 0.0, rejoin_bytes: float = 0.0, seed: int = 0,
+    recovery: SimRecovery | None = None, seed: int = 0,
 ) -> SimRun:  # fmt: skip
     """Run the step loop of a method in virtual time.
 
@@ -126,8 +150,7 @@ def simulate_training(
             `payload_bytes[fragment][channel]`.
         num_steps: Inner steps from the start.
         exchange: How rounds cross the links; None for an all-gather among all.
-        detection_s: From a replica's death until the others go on without it: their rounds with it restart.
-        rejoin_bytes: What a replica that returns loads before it goes on, from the first replica that is alive.
+        recovery: How long deaths go unnoticed, and what a return costs; None for no time and no bytes.
         seed: Of the step times that vary.
 
     Raises:
@@ -146,13 +169,9 @@ def simulate_training(
         raise ValueError(f"replicas must be 1 to the cluster's {cluster.num_hosts} hosts, got {len(replicas)}")
     if num_steps < 1 or not payload_bytes:
         raise ValueError(f"num_steps and the fragments must be at least 1, got {num_steps} and {len(payload_bytes)}")
-    if not (0 <= detection_s < inf and 0 <= rejoin_bytes < inf):
-        raise ValueError(
-            f"detection_s and rejoin_bytes must be finite and at least 0, got {detection_s} and {rejoin_bytes}"
-        )
     loop = _Loop(
         schedule, cluster=cluster, replicas=replicas, payload_bytes=payload_bytes, num_steps=num_steps,
-        exchange=exchange or ExchangeModel(), detection_s=detection_s, rejoin_bytes=rejoin_bytes, seed=seed,
+        exchange=exchange or ExchangeModel(), recovery=recovery or SimRecovery(), seed=seed,
     )  # fmt: skip
     return loop.run()
 
@@ -199,12 +218,12 @@ class _StepTimes:
 class _Loop:
     def __init__(
         self, schedule: Schedule, *, cluster: SimCluster, replicas: Sequence[SimReplica],
-        payload_bytes: Sequence[Sequence[float]], num_steps: int, exchange: ExchangeModel, detection_s: float,
-        rejoin_bytes: float, seed: int,
+        payload_bytes: Sequence[Sequence[float]], num_steps: int, exchange: ExchangeModel, recovery: SimRecovery,
+        seed: int,
     ) -> None:  # fmt: skip
         self.schedule, self.cluster, self.replicas = schedule, cluster, replicas
         self.num_fragments, self.num_steps = len(payload_bytes), num_steps
-        self.detection_s, self.rejoin_bytes = detection_s, rejoin_bytes
+        self.recovery = recovery
         self.clock = VirtualClock()
         self.network = FluidNetwork(cluster.links, clock=self.clock)
         self.workers = [_Worker() for _ in replicas]
@@ -226,7 +245,7 @@ class _Loop:
                 self.clock.at(death_s, self._dying(number))
                 if return_s < inf:
                     # no replica returns before its death has been noticed
-                    self.clock.at(max(return_s, death_s + self.detection_s), self._returning(number))
+                    self.clock.at(max(return_s, death_s + self.recovery.detection_s), self._returning(number))
             self._compute(number)
         self.clock.run()
         workers = self.workers
@@ -318,7 +337,7 @@ class _Loop:
             worker.planned.clear()
             worker.due.clear()
             self.tracker.break_off(number)
-            self.clock.at(self.clock.now_s + self.detection_s, strike_off)
+            self.clock.at(self.clock.now_s + self.recovery.detection_s, strike_off)
 
         def strike_off() -> None:
             self.known = tuple(other for other in self.known if other != number)
@@ -339,11 +358,12 @@ class _Loop:
                     self._rejoin(number)
 
             source = next((other for other, peer in enumerate(self.workers) if peer.is_alive), None)
-            if source is None or not self.rejoin_bytes:
+            if source is None or not self.recovery.rejoin_bytes:
                 go_on()
                 return
             loads = self.cluster.route(source, number)
-            flow = FluidFlow(size_bits=8 * self.rejoin_bytes, loads=loads, latency_s=self.cluster.latency_s(loads))
+            size_bits = 8 * self.recovery.rejoin_bytes
+            flow = FluidFlow(size_bits=size_bits, loads=loads, latency_s=self.cluster.latency_s(loads))
             self.network.start(flow, go_on)
 
         # once more at the end of the queue: the others may notice its death in the same instant

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from thinwire.cli.elastic_run import RunStatusPoller
+from thinwire.cli.elastic_run import ElasticHost, RunStatusPoller
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_server import CoordinatorServer
 from thinwire.elastic.coordinator_state import CoordinatorConfig
@@ -98,7 +98,9 @@ def test_who_lives_on_another_host_and_whose_records_are_late_rests_until_they_c
 def test_a_joined_host_is_cut_off_while_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hub, is_over = CoordinatorServer(secret=SECRET, address=HOST, port=0, say=print), threading.Event()
     serving = threading.Thread(target=hub.serve, args=(coordinator(hub.send),), kwargs={"until": is_over.is_set})
-    watch = RunStatusPoller(Invitation(host=HOST, port=hub.port), secret=SECRET, say=print, run_dir=tmp_path)
+    watch = RunStatusPoller(
+        ElasticHost(run_dir=tmp_path, invitation=Invitation(host=HOST, port=hub.port), secret=SECRET), say=print
+    )
     try:
         assert not watch.is_cut_off()
         monkeypatch.setattr("thinwire.cli.elastic_run.CUT_OFF_S", -1.0)

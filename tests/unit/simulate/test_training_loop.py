@@ -14,6 +14,7 @@ from thinwire.simulate import (
     ExchangeModel,
     RingMessages,
     SimLink,
+    SimRecovery,
     SimReplica,
     StarMessages,
     TwoPhaseMessages,
@@ -214,7 +215,7 @@ def test_a_quorum_goes_on_without_those_who_are_late_and_they_get_the_mean_still
 
 def test_a_replica_that_dies_is_missed_for_the_time_of_detection_and_no_longer():
     replicas = [SimReplica(step_s=1.0)] * 3 + [SimReplica(step_s=1.0, outages=((4.5, math.inf),))]
-    run = train(replicas=replicas, num_steps=20, detection_s=8.0)
+    run = train(replicas=replicas, num_steps=20, recovery=SimRecovery(detection_s=8.0))
     round_s = 2 * ONE_S + 2 * LATENCY  # among three
     assert run.total_s == pytest.approx(12.5 + round_s + 10 + round_s)
     assert run.last_step == (20, 20, 20, 4)
@@ -224,7 +225,7 @@ def test_a_replica_that_dies_is_missed_for_the_time_of_detection_and_no_longer()
 
 def test_a_round_that_loses_a_replica_on_its_way_begins_anew_without_it():
     replicas = [SimReplica(step_s=1.0)] * 3 + [SimReplica(step_s=1.0, outages=((12.0, math.inf),))]
-    run = train(replicas=replicas, num_steps=10, detection_s=1.5)
+    run = train(replicas=replicas, num_steps=10, recovery=SimRecovery(detection_s=1.5))
     assert run.rounds[0].started_s == 13.5
     assert run.total_s == pytest.approx(13.5 + 2 * ONE_S + 2 * LATENCY)
     lost_bits = 2.0 / ONE_S * 8 * BYTES  # what each link carried in the 2 s before
@@ -234,7 +235,7 @@ def test_a_round_that_loses_a_replica_on_its_way_begins_anew_without_it():
 @pytest.mark.parametrize("rejoin_bytes", [0.0, 2e6])
 def test_a_replica_that_returns_loads_the_state_and_goes_on_where_the_others_are(rejoin_bytes):
     replicas = [SimReplica(step_s=1.0)] * 3 + [SimReplica(step_s=1.0, outages=((2.5, 5.75),))]
-    run = train(replicas=replicas, num_steps=20, rejoin_bytes=rejoin_bytes)
+    run = train(replicas=replicas, num_steps=20, recovery=SimRecovery(rejoin_bytes=rejoin_bytes))
     load_s = 8 * rejoin_bytes / BANDWIDTH + 2 * LATENCY if rejoin_bytes else 0.0
     begins_s, step = 5.75 + load_s, 5 + (2 if rejoin_bytes else 0)
     assert run.step_ends_s[3][:3] == pytest.approx((1.0, 2.0, begins_s + 1))
@@ -252,7 +253,7 @@ def test_a_replica_that_was_away_at_the_launch_has_no_part_in_the_round():
 
 def test_two_outages_that_touch_by_the_time_of_detection_are_one():
     replicas = [SimReplica(step_s=1.0)] * 2 + [SimReplica(step_s=1.0, outages=((2.5, 3.0), (4.0, 6.0)))]
-    run = train(replicas=replicas, num_steps=9, detection_s=2.0)
+    run = train(replicas=replicas, num_steps=9, recovery=SimRecovery(detection_s=2.0))
     assert run.step_ends_s[2] == (1.0, 2.0, 7.0, 8.0, 9.0)  # from 6.0 on, in step 7, where the others are
 
 
@@ -260,10 +261,10 @@ def test_a_neighbour_that_dies_is_no_longer_waited_for_in_a_direct_exchange():
     replicas = [SimReplica(step_s=1.0, outages=((8.0, math.inf),))] + [SimReplica(step_s=1.0)] * 4
     exchange = ExchangeModel(topology=Neighbours(graph=Ring()), is_direct=True)
     free = star([SimLink(bandwidth_bits_per_s=math.inf)] * 5)
-    run = train(replicas=replicas, cluster=free, exchange=exchange, num_steps=10, detection_s=4.0)
+    run = train(replicas=replicas, cluster=free, exchange=exchange, num_steps=10, recovery=SimRecovery(detection_s=4.0))
     assert run.finished_s[1:] == (12, 10, 10, 12)  # its two neighbours wait until it is struck off
     late = [SimReplica(step_s=1.0)] * 4 + [SimReplica(step_s=1.3, outages=((12.0, math.inf),))]
-    run = train(replicas=late, cluster=free, exchange=exchange, num_steps=10, detection_s=4.0)
+    run = train(replicas=late, cluster=free, exchange=exchange, num_steps=10, recovery=SimRecovery(detection_s=4.0))
     assert run.finished_s == pytest.approx((16, 10, 10, 16, 9 * 1.3))
     assert not [r for r in run.rounds if r.finished_s == math.inf]
 
@@ -296,7 +297,7 @@ def test_steps_vary_by_the_seed_and_by_nothing_else():
         (lambda: train(cluster=star([WIRE] * 3)), "cluster's 3 hosts, got 4"),
         (lambda: train(num_steps=0), "at least 1, got 0"),
         (lambda: train(fragments=()), "got 30 and 0"),
-        (lambda: train(detection_s=-1.0), "at least 0, got -1"),
+        (lambda: train(recovery=SimRecovery(detection_s=-1.0)), "at least 0, got -1"),
         (lambda: SimReplica(step_s=0.0), "step_s must be above 0"),
         (lambda: SimReplica(step_s=1.0, outages=((3.0, 2.0),)), "pairs of times"),
         (lambda: ExchangeModel(quorum=0), "quorum must be at least 1"),

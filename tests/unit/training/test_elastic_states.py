@@ -14,7 +14,7 @@ import torch
 from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.state_transfer import chunk_name
 from thinwire.training.elastic import states
-from thinwire.training.elastic.states import StateKeeper, state_name
+from thinwire.training.elastic.states import CheckpointPolicy, StateKeeper, state_name
 from thinwire.transport.blob_store import BlobStore
 
 UNWANTED_S = 1.0
@@ -31,8 +31,8 @@ class Shown:
         session = SimpleNamespace(view=SimpleNamespace(floor_step=0), send=lambda kind, **fields: self.told.set())
         self.keeper = StateKeeper(
             cast(Any, SimpleNamespace(library=self.library, session=session)), model=cast(Any, None),
-            optimizer=cast(Any, SimpleNamespace(engine=SimpleNamespace())), checkpoints=None, every=None, last_step=100,
-            warn=pytest.fail,
+            optimizer=cast(Any, SimpleNamespace(engine=SimpleNamespace())),
+            policy=CheckpointPolicy(checkpoints=None, every=None, last_step=100), warn=pytest.fail,
         )  # fmt: skip
         state = GlobalState(step=STEP, parameters={"w": torch.ones(5)}, outer={"momentum.0": torch.ones(5)})
         self.keeper._tasks.put((state, False))

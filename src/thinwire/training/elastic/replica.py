@@ -41,7 +41,7 @@ from thinwire.training.elastic.local_snapshot import RESUMED_ERA, HeldState, Loc
 from thinwire.training.elastic.loop import Left, StepThroughput, elastic_training
 from thinwire.training.elastic.remediation import write_pid
 from thinwire.training.elastic.replica_ranks import Rank0Driver, check_ranks, whole_model
-from thinwire.training.elastic.states import IncomingState, StateKeeper, checkpoints_of, take_in
+from thinwire.training.elastic.states import CheckpointPolicy, IncomingState, StateKeeper, checkpoints_of, take_in
 from thinwire.training.loop import LoopSetup, Training
 from thinwire.training.samples import begin_samples, finish_samples
 from thinwire.training.summary import (
@@ -369,12 +369,13 @@ class _Stay:
         """Take a state in and become active; return the step to go on from."""
         session, config = membership.session, parts.config
         checkpoints = checkpoints_of(config, run=parts.job.identity, warn=self._report)
-        self._keeper = StateKeeper(
-            membership, model=parts.model, optimizer=parts.optimizer,
+        policy = CheckpointPolicy(
             checkpoints=checkpoints if self._device_index == 0 else None, every=config.output.checkpoint_every,
-            last_step=config.run.steps, warn=self._report, is_shared=config.elastic.checkpoint_to is not None,
-            kept=self._kept,
+            last_step=config.run.steps, is_shared=config.elastic.checkpoint_to is not None,
         )  # fmt: skip
+        self._keeper = StateKeeper(
+            membership, model=parts.model, optimizer=parts.optimizer, policy=policy, warn=self._report, kept=self._kept
+        )
         parts.driver.observers.append(self._keeper)
         offer = session.view.offer
         assert offer is not None

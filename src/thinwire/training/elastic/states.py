@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -33,6 +34,27 @@ _KEPT = 2
 _UNWANTED_S, _LOOK_S = 150.0, 10.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CheckpointPolicy:
+    """Place and steps of a replica's checkpoints.
+
+    Attributes:
+        checkpoints: Where states are written; None for nowhere.
+        every: Steps between two checkpoints, None or 0 for none but the last.
+        last_step: The run's last step.
+        is_shared: Whether all replicas write to the same place, so that only the one with the lowest number does.
+    """
+
+    checkpoints: GlobalCheckpoints | None
+    every: int | None
+    last_step: int
+    is_shared: bool = False
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the state of a step is to be written."""
+        return bool(self.every and step % self.every == 0) or step == self.last_step
+
+
 class StateKeeper:
     """Copies the global state when a joiner needs it or a checkpoint is due; a thread publishes and writes it.
 
@@ -40,27 +62,20 @@ class StateKeeper:
         membership: Membership of this replica.
         model: Its model.
         optimizer: Over it.
-        checkpoints: Where states are written; None for nowhere.
-        every: Steps between two checkpoints, None or 0 for none but the last.
-        last_step: The run's last step.
+        policy: Where and when states are written.
         warn: Called for each state that could not be kept or written.
-        is_shared: Whether all replicas write to the same place, so that only the one with the lowest number does.
         kept: Takes this replica's own state, once an interval; None for nowhere.
     """
 
     def __init__(
         self, membership: Membership, *, model: nn.Module, optimizer: DistributedOptimizer,
-        checkpoints: GlobalCheckpoints | None, every: int | None, last_step: int, warn: Callable[[str], None],
-        is_shared: bool = False, kept: LocalSnapshot | None = None,
+        policy: CheckpointPolicy, warn: Callable[[str], None], kept: LocalSnapshot | None = None,
     ) -> None:  # fmt: skip
         self._kept = kept
-        self._is_shared = is_shared
+        self._policy = policy
         self._membership = membership
         self._model = model
         self._optimizer = optimizer
-        self._checkpoints = checkpoints
-        self._every = every
-        self._last_step = last_step
         self._warn = warn
         self._published: dict[int, tuple[bytes, int]] = {}
         self._published_s = 0.0
@@ -76,8 +91,8 @@ class StateKeeper:
         self._thread.join(timeout=60)
         if self._kept is not None:
             self._kept.close()
-        if self._checkpoints is not None:
-            self._checkpoints.wait(60)
+        if self._policy.checkpoints is not None:
+            self._policy.checkpoints.wait(60)
 
     def on_exchanged(self, step: int) -> None:
         """Copy the state where it is wanted; called between two steps, when it is the same on all replicas."""
@@ -89,8 +104,8 @@ class StateKeeper:
             session.view.captures -= {step, *missed}
         for cut in missed:
             self._answer_late(cut)
-        is_due = bool(self._every and step % self._every == 0) or step == self._last_step
-        if wanted or (is_due and self._checkpoints is not None):
+        is_due = self._policy.is_due(step)
+        if wanted or (is_due and self._policy.checkpoints is not None):
             parameters, outer = global_tensors(self._optimizer.engine, self._model)
             state = GlobalState(step=step, parameters=parameters, outer=outer)
             if bad := non_finite(state):
@@ -99,7 +114,7 @@ class StateKeeper:
             else:
                 self._begun.add(step)
                 self._tasks.put((state, is_due))
-        if self._kept is not None and step < self._last_step:
+        if self._kept is not None and step < self._policy.last_step:
             self._has_kept |= self._kept.offer(
                 step, era=session.view.era, every=session.interval_steps, model=self._model, optimizer=self._optimizer
             )
@@ -129,13 +144,18 @@ class StateKeeper:
             state, is_due = task
             try:
                 self._publish(state)
-                is_writer = not self._is_shared or self._membership.replica == min(self._membership.session.active())
-                if is_due and is_writer and self._checkpoints is not None:
+                is_writer = not self._policy.is_shared or self._membership.replica == min(
+                    self._membership.session.active()
+                )
+                if is_due and is_writer and self._policy.checkpoints is not None:
                     self._write(state)
             except RunOver:
                 return  # no replica needs it any more
             except (ThinwireError, ValueError, OSError, MemoryError) as error:
                 self._warn(f"the state of step {state.step} could not be kept: {error}")
+
+    def _is_writer(self) -> bool:
+        return not self._policy.is_shared or self._membership.replica == min(self._membership.session.active())
 
     def _publish(self, state: GlobalState) -> None:
         if state.step in self._published:
@@ -162,7 +182,7 @@ class StateKeeper:
 
     def _write(self, state: GlobalState) -> None:
         """Write a checkpoint with the coordinator's account of the data."""
-        assert self._checkpoints is not None
+        assert self._policy.checkpoints is not None
 
         def note_of(view: object) -> StateOffer | None:
             return self._membership.session.view.offers.get(state.step)
@@ -175,7 +195,7 @@ class StateKeeper:
         except (ConnectError, Expelled):
             note = {}
         full = GlobalState(step=state.step, parameters=state.parameters, outer=state.outer, note=note)
-        self._checkpoints.save(full, copy=False)
+        self._policy.checkpoints.save(full, copy=False)
 
 
 def checkpoints_of(
