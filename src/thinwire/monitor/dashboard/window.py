@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from typing import Any, TypeVar
+from typing import Any
 
+from thinwire.monitor.detect.live import FirstAndLatest
 from thinwire.monitor.runlog.reader import Records
 from thinwire.monitor.runlog.records import (
     Arrival,
@@ -23,8 +24,7 @@ from thinwire.monitor.runlog.run_folder import ROUNDS, StepMetrics, end_of, oper
 MOST_RECORDS = 12_000
 _LEAST_A_RANK = 128
 _MOST_COMMUNICATORS = 64
-_OfWires = TypeVar("_OfWires", Flow, Probe)
-_MOST_ARRIVALS, _MOST_FLOWS, _FIRST_FLOWS = 8, 256, 64
+_MOST_ARRIVALS, _MOST_FLOWS = 8, 256
 
 
 class RankWindow:
@@ -51,8 +51,8 @@ class RankWindow:
         self._spans: dict[tuple[str, int], Span] = {}
         self._beat: Beat | None = None
         self._arrivals: dict[int, deque[Arrival]] = {}
-        self._flows: dict[int, list[Flow]] = {}
-        self._probes: dict[int, list[Probe]] = {}
+        self._flows: dict[int, FirstAndLatest[Flow]] = {}
+        self._probes: dict[int, FirstAndLatest[Probe]] = {}
         self._parts: dict[tuple[int, int, str], int] = defaultdict(int)
 
     def add(self, record: Record, *, room: int) -> None:
@@ -81,13 +81,15 @@ class RankWindow:
             _keep(self._ends, key, record, room=room)
 
     def _add_of_wires(self, record: Arrival | Flow | Probe, *, room: int) -> None:
+        kept: dict[int, Any] = self._arrivals
+        if isinstance(record, Flow | Probe):
+            kept = self._flows if isinstance(record, Flow) else self._probes
+        if record.peer not in kept and len(kept) >= room:
+            return
         if isinstance(record, Arrival):
-            if record.peer in self._arrivals or len(self._arrivals) < room:
-                self._arrivals.setdefault(record.peer, deque(maxlen=_MOST_ARRIVALS)).append(record)
-        elif isinstance(record, Flow):
-            _keep_first_and_latest(self._flows, record, room=room)
+            kept.setdefault(record.peer, deque(maxlen=_MOST_ARRIVALS)).append(record)
         else:
-            _keep_first_and_latest(self._probes, record, room=room)
+            kept.setdefault(record.peer, FirstAndLatest(_MOST_FLOWS)).put(record.at_s, record)
 
     def add_transfer(self, line: dict[str, Any], *, room: int) -> None:
         """Add a line of a run's transfers.
@@ -122,8 +124,8 @@ class RankWindow:
             *self._spans.values(),
             *([self._beat] if self._beat else []),
             *(one for own in self._arrivals.values() for one in own),
-            *(one for own in self._flows.values() for one in own),
-            *(one for own in self._probes.values() for one in own),
+            *(one for own in self._flows.values() for one in own.values()),
+            *(one for own in self._probes.values() for one in own.values()),
         ]
         for record in found:
             records.num_lines += 1
@@ -153,16 +155,6 @@ def joined(windows: list[RankWindow]) -> Records:
 
 def _begin(record: Any) -> float:
     return float(record.started_s if isinstance(record, Span) else record.posted_s)
-
-
-def _keep_first_and_latest(kept: dict[int, list[_OfWires]], record: _OfWires, *, room: int) -> None:
-    """Keep the first ones too, so that a long slowdown is not compared with itself."""
-    if record.peer not in kept and len(kept) >= room:
-        return
-    own = kept.setdefault(record.peer, [])
-    own.append(record)
-    if len(own) > _MOST_FLOWS:
-        del own[_FIRST_FLOWS]
 
 
 def _keep(kept: dict[Any, Any], key: Any, record: Record, *, room: int) -> None:

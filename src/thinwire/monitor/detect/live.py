@@ -56,8 +56,8 @@ _Kept = TypeVar("_Kept")
 _Key = TypeVar("_Key")
 
 
-class _FirstAndLatest(Generic[_Kept]):
-    """The first and the latest values of many: the first ones show how things were without a fault."""
+class FirstAndLatest(Generic[_Kept]):
+    """Bounded number of values: the first quarter, which shows how things were without a fault, and the latest."""
 
     def __init__(self, most: int) -> None:
         self.hold(most)
@@ -105,13 +105,13 @@ class RecordWindow:
             raise ValueError(f"most_records must be at least 4, got {most_records}")
         # a rank may know only itself, so that each writes another record of the same communicator
         self._communicators: OrderedDict[Communicator, None] = OrderedDict()
-        self._operations: _FirstAndLatest[Operation] = _FirstAndLatest(most_records)
-        self._transfers: _FirstAndLatest[TransferEnd] = _FirstAndLatest(2 * most_records)
-        self._spans: _FirstAndLatest[Span] = _FirstAndLatest(most_records)
+        self._operations: FirstAndLatest[Operation] = FirstAndLatest(most_records)
+        self._transfers: FirstAndLatest[TransferEnd] = FirstAndLatest(2 * most_records)
+        self._spans: FirstAndLatest[Span] = FirstAndLatest(most_records)
         self._beats: dict[int, deque[Beat]] = {}
         self._arrivals: dict[tuple[int, int], deque[Arrival]] = {}
-        self._flows: _FirstAndLatest[Flow] = _FirstAndLatest(LIVE.max_flows)
-        self._probes: _FirstAndLatest[Probe] = _FirstAndLatest(LIVE.max_flows)
+        self._flows: FirstAndLatest[Flow] = FirstAndLatest(LIVE.max_flows)
+        self._probes: FirstAndLatest[Probe] = FirstAndLatest(LIVE.max_flows)
         self._writers: set[int] = set()
         self._ways: set[tuple[int, int, str]] = set()
 
