@@ -412,9 +412,8 @@ def _slower_than_peers(job: Job, times: WorkTimes) -> list[Finding]:
                 evidence=ComputePeersEvidence(
                     times_longer_than_peers=round(time_s / middle, 2), usual_s=round(time_s, 6),
                 ),
-                text=f"Rank {rank} has worked {time_s / middle:.1f} times as long between exchanges as the middle "
-                "of all ranks since "
-                "the records begin; it may be a slower machine.",
+                text=f"Rank {rank} has worked {time_s / middle:.1f} times as long between exchanges as the "
+                "median of all ranks since the records begin; it may be a slower machine.",
                 confidence=0.5 * job.trust,
                 remedy="give it less work, or let it take fewer inner steps",
             ))  # fmt: skip
