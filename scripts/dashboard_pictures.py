@@ -55,7 +55,7 @@ def write_rehearsed_run(folder: Path) -> None:
     told = [{"at": now - 9, "state": "new", "finding": finding.to_json()} for finding in found]
     _write(folder / "findings.jsonl", "".join(json.dumps(line) + "\n" for line in told))
     action = {"at": now - 8, "action": "warn", "target": found[0].where, "dry_run": False, "finding": 0,
-              "result": "told the user"}  # fmt: skip
+              "result": "reported"}  # fmt: skip
     _write(folder / "actions.jsonl", json.dumps(action) + "\n")
     lost = {"post_checkpoint_s": 1.8, "detection_s": 1.4, "diagnosis_s": 0.2, "reinitialisation_s": 0.0,
             "total_s": 3.4, "run_s": 16.9}  # fmt: skip

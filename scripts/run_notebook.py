@@ -1,17 +1,28 @@
-"""Run the code cells of a notebook and store what they print: python scripts/run_notebook.py examples/first_run.ipynb.
+"""Runner of notebooks, and MkDocs hook that shows an executed notebook on a page.
 
 Cells run in one namespace, in order, as in Jupyter, without a kernel and without IPython. Only printed text is stored.
+`python scripts/run_notebook.py NOTEBOOK` runs a notebook and writes it back with its output.
+
+A page of the docs that holds `<!-- notebook: FILE -->` shows the cells of FILE and what they print. The build runs
+them in an empty folder; an error in a cell fails the build.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+_MARKER = re.compile(r"<!-- notebook: (\S+) -->")
+_TIMEOUT_S = 900
 
 
 def check_format(notebook: Mapping[str, Any]) -> None:
@@ -56,6 +67,57 @@ def run(notebook: dict[str, Any], *, replace: Mapping[str, str] | None = None) -
         cell["execution_count"] = number
         cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": lines}] if lines else []
     return notebook
+
+
+@functools.cache  # `mkdocs serve` builds at every change of a page
+def run_elsewhere(source: str) -> str:
+    """Run the source of a notebook in a process and a folder of its own; return it with what it printed.
+
+    Raises:
+        RuntimeError: A cell raised; the text holds the end of the traceback.
+    """
+    with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
+        copy = Path(folder) / "notebook.ipynb"
+        copy.write_text(source, encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).resolve()), copy.name], cwd=folder, capture_output=True, text=True,
+            timeout=_TIMEOUT_S, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError("\n".join(done.stderr.splitlines()[-20:]) or f"exit code {done.returncode}")
+        return copy.read_text(encoding="utf-8")
+
+
+def to_markdown(notebook: Mapping[str, Any]) -> str:
+    """Return the cells of an executed notebook as a page: texts, code, and what the code printed."""
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"]).rstrip()
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"````python\n{source}\n````")
+        if printed := "".join(line for out in cell["outputs"] for line in out["text"]).rstrip():
+            parts.append(f"````text\n{printed}\n````")
+    return "\n\n".join(parts)
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Put an executed notebook into the page that names it (called by MkDocs).
+
+    Raises:
+        PluginError: A cell of the notebook raised.
+    """
+    from mkdocs.exceptions import PluginError
+
+    def shown(found: re.Match[str]) -> str:
+        source = (Path(__file__).resolve().parents[1] / found[1]).read_text(encoding="utf-8")
+        try:
+            return to_markdown(json.loads(run_elsewhere(source)))
+        except RuntimeError as error:
+            raise PluginError(f"{page.file.src_path}: {found[1]} failed:\n{error}") from error
+
+    return _MARKER.sub(shown, markdown)
 
 
 def main(path: Path) -> None:

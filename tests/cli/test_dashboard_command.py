@@ -199,7 +199,7 @@ def test_a_token_is_asked_for_and_leaves_the_address_bar(tmp_path: Path) -> None
     "token", ["short", "x" * 600, "a token with spaces in it", "ümlaut-ümlaut-ümlaut", "", "a" * 15]
 )
 def test_a_token_that_cannot_stand_in_an_address_is_refused(token: str) -> None:
-    with pytest.raises(ValueError, match="a token must be 16 to 512 letters"):
+    with pytest.raises(ValueError, match=r"cannot stand in an address; got .*; allowed 16 to 512 of .*; try openssl"):
         check_token(token)
 
 
@@ -208,9 +208,13 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path, capsys: py
     path.write_text(TOKEN + "\n")
     path.chmod(0o644)
     assert main([str(tmp_path), "--token-file", str(path)]) == 2
-    assert "chmod 600" in capsys.readouterr().err
+    assert f"got {path} with mode 0644; allowed mode 0600; try chmod 600 {path}" in capsys.readouterr().err
     assert main([str(tmp_path), "--token-file", str(tmp_path / "none")]) == 2
-    assert "cannot read the token's file" in capsys.readouterr().err
+    assert f"--token-file cannot be read; got {tmp_path / 'none'}: No such file" in capsys.readouterr().err
+    path.chmod(0o600)
+    path.write_bytes(b"\xff" * 20)
+    assert main([str(tmp_path), "--token-file", str(path)]) == 2
+    assert f"other characters than ASCII; got {path}; allowed letters, digits" in capsys.readouterr().err
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ def test_the_options_of_the_test_are_those_that_were_agreed_on() -> None:
         (["--budget", "0s"], JOB, "--budget is too short; got 0s; allowed above 0s"),
         (["--deadline", "soon"], JOB, "the duration cannot be read; got 'soon'"),
         (["--interface", "a", "--address", "b"], JOB, "give interface or address, not both"),
-        (["--secret", "/no/such/file"], JOB, "there is no secret /no/such/file on this host"),
+        (["--secret", "/no/such/file"], JOB, "there is no secret on this host; got /no/such/file"),
         (["--replicsa", "2"], {}, "--replicas"),
     ],
 )

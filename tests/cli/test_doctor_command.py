@@ -68,7 +68,7 @@ def test_what_is_wrong_is_told_with_its_remedy_and_fails(capsys: pytest.CaptureF
     told = capsys.readouterr().out
     assert f"WRONG    TCP connection: 127.0.0.1, port {port}: refused" in told
     assert "         -> the host is there, and nothing listens on port" in told
-    assert f"WRONG    secret: there is no secret {tmp_path}/none" in told
+    assert f"WRONG    secret: there is no secret on this host; got {tmp_path}/none" in told
     assert re.fullmatch(r"20 checks: \d+ ok, \d+ warning, 2 wrong, 4 skipped", told.splitlines()[-1])
 
 

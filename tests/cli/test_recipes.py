@@ -64,6 +64,8 @@ def test_a_recipe_is_shown_and_copied_whole_and_a_copy_is_never_replaced(
     assert "thinwire train --config two-home-pcs.toml" in capsys.readouterr().err
     (tmp_path / "two-home-pcs.toml").write_text("mine")
     assert main(["recipes", "cp", "two-home-pcs"]) == 2
+    refused = "the copy exists already; got two-home-pcs.toml; allowed a new file; try thinwire recipes cp two-home-pcs"
+    assert refused in capsys.readouterr().err
     assert (tmp_path / "two-home-pcs.toml").read_text() == "mine"
     assert main(["recipes", "cp", "two-home-pcs", "other.toml"]) == 0
     assert (tmp_path / "other.toml").read_text() == path_of("two-home-pcs").read_text()
@@ -72,18 +74,22 @@ def test_a_recipe_is_shown_and_copied_whole_and_a_copy_is_never_replaced(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["show", "two-home-pc"], "unknown recipe 'two-home-pc'; did you mean two-home-pcs?"),
-        (["show"], "show needs a name; the recipes are cpu-demo"),
-        (["list"], "unknown action 'list'; the actions are ls, show, cp"),
-        (["ls", "cpu-demo"], "ls takes no name"),
-        (["show", "../cpu-demo"], "unknown recipe '../cpu-demo'"),
+        (["show", "two-home-pc"], "unknown recipe; got 'two-home-pc'; allowed cpu-demo, "),
+        (["show"], "show needs a name; got nothing; allowed cpu-demo, "),
+        (["list"], "unknown action; got 'list'; allowed ls, show, cp; try ls"),
+        (
+            ["ls", "cpu-demo"],
+            "ls takes no name; got 'cpu-demo'; allowed no further argument; try thinwire recipes show cpu-demo",
+        ),
+        (["show", "../cpu-demo"], "unknown recipe; got '../cpu-demo'; allowed cpu-demo, "),
     ],
 )
 def test_a_wrong_word_is_refused_with_the_remedy(
     words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["recipes", *words]) == 2
-    assert reason in capsys.readouterr().err
+    assert reason in (told := capsys.readouterr().err)
+    assert "; try " in told
 
 
 def test_a_file_of_options_is_taken_and_the_command_line_overrides_it(tmp_path: Path) -> None:
@@ -101,15 +107,21 @@ def test_a_file_of_options_is_taken_and_the_command_line_overrides_it(tmp_path: 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("steps = 3", "'steps' is no section of options; the sections are run, model"),
-        ("[run]\nstep = 3", "[run] has no option 'step'; did you mean steps?"),
-        ("[model]\ncompile = 1", "model.compile must be true or false, got 1"),
-        ("[run]\nsteps = [3]", "run.steps must be a text or a number, got [3]"),
-        ("[run]\nsteps = true", "run.steps must be a text or a number, got True"),
+        ("steps = 3", "unknown section in --config own.toml; got 'steps'; allowed run, model, "),
+        ("[run]\nstep = 3", "unknown option of [run] in --config own.toml; got 'step'; allowed "),
+        (
+            "[model]\ncompile = 1",
+            "model.compile in --config own.toml is not true or false; got 1; allowed true, false; try",
+        ),
+        (
+            "[run]\nsteps = [3]",
+            "run.steps in --config own.toml has the wrong type; got [3]; allowed a text or a number; try",
+        ),
+        ("[run]\nsteps = true", "has the wrong type; got True; allowed a text or a number"),
         ("[run]\nsteps = 'many'", "--steps is no whole number; got 'many'"),
-        ("[run]\nconfig = 'other.toml'", "[run] has no option 'config'"),
-        ("[run", "own.toml is not TOML"),
-        (None, "cannot read own.toml: No such file or directory"),
+        ("[run]\nconfig = 'other.toml'", "unknown option of [run] in --config own.toml; got 'config'; allowed "),
+        ("[run", "--config is not TOML; got own.toml: "),
+        (None, "--config cannot be read; got own.toml: No such file or directory; allowed a TOML file of options; try"),
     ],
 )
 def test_a_wrong_file_of_options_is_refused_in_one_line(

@@ -55,7 +55,7 @@ def test_training_does_not_start_with_a_secret_that_is_none(
     code = main(["train", "--secret", str(path), "--out", str(tmp_path / "run"), *DATA])
     said = capsys.readouterr().err
     reasons = {
-        "missing": f"there is no secret {path} on this host; make one with: thinwire secret {path}",
+        "missing": f"there is no secret on this host; got {path}; allowed a file that thinwire secret wrote",
         "open to others": f"chmod 600 {path}",
         "no secret": "holds no secret",
         "no pyzmq": "pip install 'thinwire[wire]'",

@@ -19,7 +19,7 @@ import psutil
 from namespaces import Hosts
 
 MARK = "LISTENERS_OF_TEST"
-PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "listeners.md"
 LOOPBACK, OWN, EVERY = "loopback", "own address", "every interface"
 DEADLINE_S = 240.0
 _TCP_LISTENS = "0A"
@@ -59,7 +59,7 @@ class Row:
 
 
 def documented() -> dict[str, Row]:
-    """Return the rows of the table of listeners in `docs/security.md`, by id."""
+    """Return the rows of the table of listeners in `docs/reference/listeners.md`, by id."""
     text = PAGE.read_text()
     header = _HEADER.search(text)
     assert header is not None, f"{PAGE.name} has no table whose first column is `id`"

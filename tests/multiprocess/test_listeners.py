@@ -1,4 +1,4 @@
-"""Every listening socket of every command, on hosts of its own, held against the table in `docs/security.md`."""
+"""Every listening socket of every command, compared with the table in `docs/reference/listeners.md`."""
 
 from __future__ import annotations
 

@@ -73,10 +73,14 @@ def _token(path: Path) -> str:
         with path.open("rb") as file:
             mode, content = path.stat().st_mode, file.read(4096)
     except OSError as error:
-        raise ValueError(f"cannot read the token's file {path}: {error.strerror}") from None
+        raise refusal("--token-file cannot be read", got=f"{path}: {error.strerror}",
+                      allowed="a file that only you can read",
+                      remedy=f"(umask 077; openssl rand -hex 24 > {path})") from None  # fmt: skip
     if mode & 0o077:
-        raise ValueError(f"others can read the token's file {path}; run: chmod 600 {path}")
+        raise refusal("--token-file can be read by others", got=f"{path} with mode {mode & 0o777:04o}",
+                      allowed="mode 0600", remedy=f"chmod 600 {path}")  # fmt: skip
     try:
         return check_token(content.decode("ascii"))
     except UnicodeDecodeError:
-        raise ValueError(f"the token's file {path} holds other letters than ASCII") from None
+        raise refusal("--token-file holds other characters than ASCII", got=path, allowed="letters, digits and -_.",
+                      remedy=f"(umask 077; openssl rand -hex 24 > {path})") from None  # fmt: skip

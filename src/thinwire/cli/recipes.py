@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from thinwire.cli.argument_parsing import command, parse_options
 from thinwire.cli.output import log
 from thinwire.cli.tables import plain, print_wide
 from thinwire.cli.train_options import RECIPE
+from thinwire.errors import refusal, unknown_name
 from thinwire.files import write_whole
 
 FOLDER = Path(str(files("thinwire.training") / "recipes"))
@@ -51,21 +51,25 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = parse_options(RecipesOptions, arguments, prog="thinwire recipes")
     if options.action not in _ACTIONS:
-        raise ValueError(f"unknown action {options.action!r}; the actions are {', '.join(_ACTIONS)}")
+        raise unknown_name("action", options.action, _ACTIONS)
     if options.action == "ls":
         if options.name is not None:
-            raise ValueError(f"ls takes no name, got {options.name!r}; try: thinwire recipes show {options.name}")
+            raise refusal("ls takes no name", got=repr(options.name), allowed="no further argument",
+                          remedy=f"thinwire recipes show {options.name}")  # fmt: skip
         _print_list()
         return 0
     if options.name is None:
-        raise ValueError(f"{options.action} needs a name; the recipes are {', '.join(names())}")
+        known = names()
+        raise refusal(f"{options.action} needs a name", got="nothing", allowed=", ".join(known),
+                      remedy=f"thinwire recipes {options.action} {known[0]}")  # fmt: skip
     text = path_of(options.name).read_text(encoding="utf-8")
     if options.action == "show":
         print(text, end="")
         return 0
     copy = Path(f"{options.name}.toml") if options.file is None else options.file
     if copy.exists():
-        raise ValueError(f"{copy} exists already; name another file: thinwire recipes cp {options.name} FILE")
+        raise refusal("the copy exists already", got=copy, allowed="a new file",
+                      remedy=f"thinwire recipes cp {options.name} FILE")  # fmt: skip
     write_whole(copy, text)
     log(f"written to {copy}; thinwire train --config {copy}", command="recipes")
     return 0
@@ -83,9 +87,7 @@ def path_of(name: str) -> Path:
         ValueError: There is no such recipe; the text names the nearest one.
     """
     if name not in names():
-        near = difflib.get_close_matches(name, names(), n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"unknown recipe {name!r}; {hint}The recipes are {', '.join(names())}")
+        raise unknown_name("recipe", name, names())
     return FOLDER / f"{name}.toml"
 
 

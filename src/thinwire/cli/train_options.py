@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import tomllib
 import typing
@@ -15,7 +14,7 @@ import tyro
 
 from thinwire.cli.argument_parsing import parse_options
 from thinwire.cli.help_text import OptionHelp, format_help, options_of_dataclass
-from thinwire.errors import excluded, refusal
+from thinwire.errors import excluded, refusal, unknown_name
 from thinwire.training.config import FREE, OPTIONS, SECTIONS, TrainConfig, flag, read_config, resolve
 from thinwire.training.method_catalog import method_entry
 
@@ -75,20 +74,20 @@ def expand_config_file(arguments: Sequence[str]) -> list[str]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"--config: cannot read {path}: {error.strerror}; give a TOML file of options") from error
+        raise refusal("--config cannot be read", got=f"{path}: {error.strerror}", allowed="a TOML file of options",
+                      remedy="thinwire recipes cp cpu-demo") from error  # fmt: skip
     except (tomllib.TOMLDecodeError, UnicodeError) as error:
-        raise ValueError(f"--config: {path} is not TOML: {error}; see: thinwire recipes show cpu-demo") from error
+        raise refusal("--config is not TOML", got=f"{path}: {error}", allowed="a TOML file of options",
+                      remedy="thinwire recipes show cpu-demo") from error  # fmt: skip
     content.pop(RECIPE, None)
     words: list[str] = []
     for section, values in content.items():
         if section not in SECTIONS or not isinstance(values, dict):
-            raise ValueError(
-                f"--config: {path}: {section!r} is no section of options; the sections are {', '.join(SECTIONS)}"
-            )
+            raise unknown_name(f"section in --config {path}", section, SECTIONS)
         for field, value in values.items():
             option = _option_of(section, field, path)
             if not is_named(option, arguments):
-                words += _arguments_of(option, value, where=f"--config: {path}: {section}.{field}")
+                words += _arguments_of(option, value, where=f"{section}.{field} in --config {path}")
     return [*words, *arguments]
 
 
@@ -105,9 +104,7 @@ def _option_of(section: str, field: str, path: Path) -> str:
     fields = {name: option for option, (owner, name) in OPTIONS.items() if owner == section}
     if field in fields and fields[field] != "config":
         return fields[field]
-    near = difflib.get_close_matches(field, fields, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ValueError(f"--config: {path}: [{section}] has no option {field!r}{hint} It has {', '.join(sorted(fields))}")
+    raise unknown_name(f"option of [{section}] in --config {path}", field, sorted(fields.keys() - {"config"}))
 
 
 def _arguments_of(option: str, value: object, *, where: str) -> list[str]:
@@ -115,13 +112,15 @@ def _arguments_of(option: str, value: object, *, where: str) -> list[str]:
     default = TrainConfig().option(option)
     if isinstance(default, bool):
         if not isinstance(value, bool):
-            raise ValueError(f"{where} must be true or false, got {value!r}")
+            raise refusal(f"{where} is not true or false", got=repr(value), allowed="true, false",
+                          remedy="true or false without quotes")  # fmt: skip
         name = flag(option)
         return [] if value == default else [name if value else f"--no-{name[2:]}"]
     values = value if isinstance(value, list) and isinstance(default, tuple) else [value]
     if any(isinstance(one, bool) or not isinstance(one, str | int | float) for one in values):
         kind = "a list of texts" if isinstance(default, tuple) else "a text or a number"
-        raise ValueError(f"{where} must be {kind}, got {value!r}")
+        raise refusal(f"{where} has the wrong type", got=repr(value), allowed=kind,
+                      remedy="thinwire recipes show cpu-demo")  # fmt: skip
     return [word for one in values for word in (flag(option), str(one))]
 
 

@@ -225,8 +225,8 @@ def progress_line(state: RunState) -> str:
     return (
         f"step {line.step}/{state.total_steps}{left}  loss {line.loss:.3f}  {format_count(speed)} tokens/s  "
         f"computing {_percent(line.compute_fraction)}  sent {format_bytes(line.sent_bytes)}  "
-        f"received {format_bytes(line.received_bytes)}  now {format_rate(line.sent_bits_per_s)}  "
-        f"peak {format_rate(line.peak_bits_per_s)}  in flight {line.rounds_in_flight}"
+        f"received {format_bytes(line.received_bytes)}  now {_rate(line, line.sent_bits_per_s)}  "
+        f"peak {_rate(line, line.peak_bits_per_s)}  in flight {line.rounds_in_flight}"
     )
 
 
@@ -281,9 +281,14 @@ def _cells(line: StepMetrics | None) -> dict[str, str]:
         "in flight": str(line.rounds_in_flight),
         "sent": format_bytes(line.sent_bytes),
         "received": format_bytes(line.received_bytes),
-        "rate now": format_rate(line.sent_bits_per_s),
-        "peak": format_rate(line.peak_bits_per_s),
+        "rate now": _rate(line, line.sent_bits_per_s),
+        "peak": _rate(line, line.peak_bits_per_s),
     }
+
+
+def _rate(line: StepMetrics, bits_per_s: float) -> str:
+    """Return a rate of sending; none before the replica has sent anything while training."""
+    return format_rate(bits_per_s) if line.peak_bits_per_s else "-"
 
 
 def _percent(fraction: float) -> str:

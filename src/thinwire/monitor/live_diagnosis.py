@@ -236,7 +236,7 @@ class LiveDiagnosis:
             return
         finding = f"{news.finding.kind}: {news.finding.where}"
         if action.kind == "warn":
-            result = "told"
+            result = "reported"
         elif self._is_dry_run:
             result = "nothing, since this is a dry run"
         else:

@@ -162,7 +162,7 @@ class Steering:
         if not refusal and kind in ("exclude", "restart", "replace"):
             refusal = self._limit(kind, target, now_s=now_s, present=present)
         if kind == "warn" or refusal:
-            return Action(kind="warn", target=None, case=news.case, why=refusal or "told only, as --on-finding says")
+            return Action(kind="warn", target=None, case=news.case, why=refusal or "reported only: --on-finding warn")
         self._note(kind, target, now_s=now_s)
         return Action(kind=kind, target=target, case=news.case, why=wanted.text + more, is_hang="hang" in wanted.kind)
 

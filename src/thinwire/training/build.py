@@ -222,10 +222,11 @@ def _sketch(config: TrainConfig) -> nn.Module:
     """Build the model on the meta device, and check what goes with it."""
     is_hf = config.model.name.startswith("hf:")
     if config.model.lora is not None and not (is_hf and has_weights(config.model.name.removeprefix("hf:"))):
-        raise ValueError(
-            f"--lora trains adapters of pretrained weights, and --model {config.model.name} has none; give "
-            f"--model hf:PATH with weights, or leave --lora out"
-        )
+        raise refusal(
+            f"--lora trains adapters of pretrained weights, and --model {config.model.name} has none",
+            got=f"--lora {config.model.lora}", allowed="--model hf:PATH with weights",
+            remedy="--model hf:PATH, or to leave --lora out",
+        )  # fmt: skip
     tokenizer = None if is_hf else own_tokenizer(config)
     vocab_size = 257 if config.data.tokenizer == "bytes" else config.model.vocab_size
     model: Any = make_model(config, vocab_size=tokenizer.vocab_size if tokenizer else vocab_size, device="meta")
@@ -249,35 +250,37 @@ def own_tokenizer(config: TrainConfig) -> Tokenizer | None:
     is_pretrained = has_weights(source)
     found = load_hf_tokenizer(source) if kind == "auto" else None
     if is_pretrained and kind != "auto":
-        raise ValueError(
-            f"--tokenizer {kind} does not go with the pretrained weights of --model {name}: other token ids would be "
-            f"other rows of its embedding; leave --tokenizer out, or remove the weights to train from config.json alone"
-        )
+        raise excluded(
+            f"--tokenizer {kind}", f"the pretrained weights of --model {name}",
+            why="other token ids would be other rows of its embedding",
+            remedy="to leave --tokenizer out, or to remove the weights and train from config.json alone",
+        )  # fmt: skip
     if is_pretrained and found is None:
-        raise ValueError(
+        raise refusal(
             f"--model {name} has pretrained weights but no tokenizer, and another one's token ids would be other rows "
-            f"of its embedding; save the model's own with tokenizer.save_pretrained({source!r}), or remove the weights "
-            f"to train from config.json alone"
-        )
+            f"of its embedding",
+            got="no tokenizer files", allowed="the tokenizer of the weights",
+            remedy=f"tokenizer.save_pretrained({source!r}), or to remove the weights and train from config.json alone",
+        )  # fmt: skip
     if found is not None and config.model.vocab_size is not None:
-        raise ValueError(
-            f"--vocab-size is for a tokenizer that is trained, and --model {name} brings its own; leave it out"
-        )
+        raise excluded("--vocab-size", f"--model {name}", why="the model brings its own tokenizer",
+                       remedy="to leave --vocab-size out")  # fmt: skip
     return found
 
 
 def _tokenizer_of_run(config: TrainConfig, run: Path) -> Tokenizer:
     for name, is_given in (("tokenizer", config.data.tokenizer != "auto"), ("vocab_size", config.model.vocab_size)):
         if is_given:
-            raise ValueError(
-                f"{flag(name)} does not go with --init-from {run}, which brings the tokenizer of its weights; leave "
-                f"{flag(name)} out"
-            )
+            raise excluded(flag(name), f"--init-from {run}", why="the run brings the tokenizer of its weights",
+                           remedy=f"to leave {flag(name)} out")  # fmt: skip
     path = run / "model" / "tokenizer.json"
     try:
         return load_saved_tokenizer(path.parent)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path} ({error}); give the --out of a finished run") from error
+        raise CheckpointError(
+            f"the tokenizer of --init-from cannot be read; got {path} ({error}); allowed the --out of a finished run; "
+            f"try thinwire train --resume {run}"
+        ) from error
 
 
 def wanted_vocabulary(config: TrainConfig) -> int:

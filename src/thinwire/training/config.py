@@ -554,16 +554,16 @@ def _started_from(config: TrainConfig, run: Path) -> TrainConfig:
     saved = read_config(run)
     folder = run / "model"
     if not any(folder.glob("*.safetensors")):
-        raise ValueError(
-            f"--init-from {run} holds no {folder}/*.safetensors, which a run writes at its end; finish it with: "
-            f"thinwire train --resume {run}"
-        )
+        raise refusal(
+            f"--init-from {run} holds no model, which a run writes at its end", got=f"no {folder}/*.safetensors",
+            allowed="the --out of a finished run", remedy=f"thinwire train --resume {run}",
+        )  # fmt: skip
     name = f"hf:{folder}" if saved.model.name.startswith("hf:") else saved.model.name
     if config.model.name not in (_DEFAULTS.model.name, saved.model.name, name):
-        raise ValueError(
-            f"--model {config.model.name} does not go with --init-from {run}, which trained {saved.model.name}; leave "
-            f"--model out"
-        )
+        raise excluded(
+            f"--model {config.model.name}", f"--init-from {run}", why=f"that run trained {saved.model.name}",
+            remedy="to leave --model out",
+        )  # fmt: skip
     return config.replace(model=name, seq_len=config.model.seq_len or saved.model.seq_len)
 
 

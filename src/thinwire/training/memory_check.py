@@ -9,6 +9,7 @@ import psutil
 import torch
 from torch import nn
 
+from thinwire.errors import refusal
 from thinwire.planning.workload import activation_bytes
 from thinwire.sync.method import Method
 from thinwire.training.config import TrainConfig
@@ -89,10 +90,11 @@ def check_memory(
     limit = device_memory_bytes(config.model.device) if limit_bytes is None else limit_bytes
     if needed > limit:
         where = "a GPU here" if config.model.device == "cuda" else "this machine"
-        raise ValueError(
-            f"--model {config.model.name} needs about {format_bytes(needed)} of memory for {what} ({parts}); {where} "
-            f"has {format_bytes(limit)}; try a smaller --micro-batch, --seq-len or --model, or fewer --replicas here"
-        )
+        raise refusal(
+            f"--model {config.model.name} does not fit the memory of {where}",
+            got=f"about {format_bytes(needed)} for {what} ({parts})", allowed=f"{format_bytes(limit)} or less",
+            remedy="a smaller --micro-batch, --seq-len or --model, or fewer --replicas here",
+        )  # fmt: skip
 
 
 def device_memory_bytes(device: str) -> float:

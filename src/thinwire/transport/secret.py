@@ -16,7 +16,7 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from thinwire.errors import MissingExtra
+from thinwire.errors import MissingExtra, refusal
 
 SECRET_BYTES = 32
 _WORD = "thinwire-secret-v1"
@@ -83,12 +83,13 @@ def write_secret(path: Path, secret: Secret) -> None:
         # created with its mode: at no time can others read it
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except FileExistsError:
-        raise ValueError(
-            f"{path} exists already, and a secret is not overwritten; choose another name, or remove the file on all "
-            f"hosts"
-        ) from None
+        raise refusal(
+            "the file exists already, and a secret is not overwritten", got=path, allowed="a new file",
+            remedy="another name, or to remove the file on all hosts",
+        ) from None  # fmt: skip
     except FileNotFoundError:
-        raise ValueError(f"{path} cannot be made, because there is no folder {path.parent}; make it first") from None
+        raise refusal("the folder of the secret is missing", got=path.parent, allowed="a folder that exists",
+                      remedy=f"mkdir -p {path.parent}") from None  # fmt: skip
     with os.fdopen(file, "w") as opened:
         opened.write(f"{_WORD} {secret.key.hex()}\n")
         opened.flush()
@@ -108,25 +109,30 @@ def read_secret(path: Path) -> Secret:
         with path.open("rb") as opened:
             status = os.fstat(opened.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise ValueError(f"{path} is no file; make a secret with: thinwire secret {path}")
+                raise refusal("the secret is no file", got=path, allowed="a regular file",
+                              remedy="thinwire secret FILE")  # fmt: skip
             if status.st_mode & _PEOPLE:
-                raise ValueError(
-                    f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, so others on this host can use the secret; "
-                    f"take that from them with: chmod 600 {path}"
-                )
+                raise refusal(
+                    "others on this host can use the secret",
+                    got=f"{path} with mode {stat.S_IMODE(status.st_mode):04o}", allowed="mode 0600 or 0400",
+                    remedy=f"chmod 600 {path}",
+                )  # fmt: skip
             text = opened.read(_MAX_FILE_BYTES).decode("ascii", errors="replace")
     except FileNotFoundError:
-        raise ValueError(
-            f"there is no secret {path} on this host; make one with: thinwire secret {path}, and copy it to every host"
-        ) from None
+        raise refusal(
+            "there is no secret on this host", got=path, allowed="a file that thinwire secret wrote",
+            remedy=f"thinwire secret {path}, and copy it to every host",
+        ) from None  # fmt: skip
     except OSError as error:
-        raise ValueError(f"the secret {path} cannot be read: {error.strerror}; run as its owner") from None
+        raise refusal("the secret cannot be read", got=f"{path}: {error.strerror}", allowed="a file of your own",
+                      remedy="thinwire secret FILE, or to run as the owner of the file") from None  # fmt: skip
     found = _LINE.fullmatch(text)
     if found is None:
-        raise ValueError(
-            f"{path} holds no secret: expected {_WORD!r} and {2 * SECRET_BYTES} hexadecimal digits, found {len(text)} "
-            f"other characters; copy the file again, or make one with: thinwire secret"
-        )
+        raise refusal(
+            f"{path} holds no secret", got=f"{len(text)} other characters",
+            allowed=f"{_WORD!r} and {2 * SECRET_BYTES} hexadecimal digits",
+            remedy="to copy the file again, or thinwire secret FILE",
+        )  # fmt: skip
     return Secret(key=bytes.fromhex(found[1]))
 
 

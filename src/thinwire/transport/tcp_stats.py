@@ -90,7 +90,8 @@ class ConnectionStats:
         busy_s: Seconds with unsent or unacknowledged bytes; 0 on kernels before 4.10.
         held_s: Seconds of these in which the other end's receive window was full; its process did not read.
         has_signs: Whether heartbeats arrive once a second, so that silence means a fault.
-        transmitted_bytes: Bytes that TCP passed on to the network, each counted once; at least `sent_bytes`.
+        transmitted_bytes: Bytes that TCP passed on to the network, each counted once; at least `sent_bytes` less the
+            segment that opened the connection, which counts as one acknowledged byte.
     """
 
     silence_s: float

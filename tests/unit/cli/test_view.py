@@ -56,6 +56,16 @@ def test_a_pipe_gets_one_line_for_each_log_interval_of_replica_0(tmp_path: Path)
     assert "\x1b" not in stream.getvalue()
 
 
+def test_no_rate_is_shown_before_something_was_sent(tmp_path: Path) -> None:
+    console, stream = _pipe()
+    with LiveView(tmp_path, replicas=1, total_steps=300, console=console, period_s=STEP):
+        append(_metrics(tmp_path, 0), step_line(10, sent_bits_per_s=0.0, peak_bits_per_s=0.0))
+        append(_metrics(tmp_path, 0), step_line(20, sent_bits_per_s=0.0, peak_bits_per_s=8e6))
+    first, second = stream.getvalue().splitlines()
+    assert "now -  peak -  in flight" in first
+    assert "now 0 bit/s  peak 8.00 Mbit/s" in second
+
+
 def test_what_was_written_just_before_the_end_is_still_shown(tmp_path: Path) -> None:
     console, stream = _pipe()
     with LiveView(tmp_path, replicas=1, total_steps=20, console=console, period_s=60):

@@ -96,7 +96,9 @@ def test_without_peft_the_text_says_what_to_install(folder: Path, monkeypatch: p
 
 
 def test_adapters_of_nothing_pretrained_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="--lora trains adapters of pretrained weights, and --model nano has none"):
+    with pytest.raises(
+        ValueError, match=r"pretrained weights, and --model nano has none; got --lora .*; try --model hf:"
+    ):
         check(config_of(folder, model="nano"))
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"--lora trains adapters of pretrained weights, and --model hf:.* has none"):

@@ -85,6 +85,7 @@ def test_a_secret_that_is_missing_open_or_broken_is_wrong_with_the_remedy(tmp_pa
     assert_says(checks.check_secret(path), Verdict.WRONG, "mode 0644", f"chmod 600 {path}")
     path.chmod(0o600)
     path.write_text(path.read_text()[:-9])
+    assert checks.check_secret(path).found.endswith("; allowed 'thinwire-secret-v1' and 64 hexadecimal digits")
     assert_says(checks.check_secret(path), Verdict.WRONG, "holds no secret", "copy the file again")
 
 

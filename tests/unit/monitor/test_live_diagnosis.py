@@ -89,7 +89,7 @@ def test_a_warning_is_told_and_nothing_is_done(tmp_path: Path) -> None:
         write_beats(tmp_path, rank, until_s=20 - 12 * rank)
     for _ in range(3):
         diagnosis.poll()
-    assert [one["action"] for one in lines(tmp_path / "actions.jsonl")] == ["warn"]
+    assert [(one["action"], one["result"]) for one in lines(tmp_path / "actions.jsonl")] == [("warn", "reported")]
     assert hands.done == [] and len(said) == 1
 
 

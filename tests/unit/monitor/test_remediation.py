@@ -43,6 +43,7 @@ def test_what_is_done_is_what_was_asked_for_where_it_helps_and_a_warning_else(
     expected = on_finding if on_finding in HELPS[kind] else "warn"
     assert action.kind == expected
     assert action.target == (1 if expected in ("exclude", "restart", "replace") else None)
+    assert on_finding != "warn" or action.why == "reported only: --on-finding warn"
 
 
 def test_the_table_knows_every_kind_of_finding() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import socket
+import time
+from contextlib import ExitStack
 
 import pytest
+from loopback_connections import THERE, connection
 
 from tests.sample_runs import step_line
 from thinwire.monitor.record.metrics import KernelCounts
 from thinwire.monitor.run_numbers import RATE_WINDOW_S, RunNumbers, SendRate, time_left_s
 from thinwire.monitor.runlog.run_folder import StepMetrics, Summary, parse_metrics
-from thinwire.transport.tcp_stats import ConnectionStats
+from thinwire.transport.tcp_stats import ConnectionStats, connection_stats
 
 LINK_BITS_PER_S = 10e6
 
@@ -83,6 +87,28 @@ def test_a_connection_that_is_new_or_new_again_adds_nothing_of_its_past() -> Non
     assert (counts.transmitted, counts.acknowledged) == (500, 400)
     counts.update({"a": stats(170, 170), "b": stats(9001, 9001)})
     assert (counts.transmitted, counts.acknowledged) == (601, 501)
+
+
+def test_a_connection_that_has_carried_nothing_has_no_rate(stack: ExitStack) -> None:
+    own, other = connection(stack, THERE)
+    counts, rate = KernelCounts(), SendRate()
+
+    def sample(at_s: float) -> float:
+        found = connection_stats(own)
+        assert found is not None
+        counts.update({"a": found})
+        rate.add(began_s=at_s, ended_s=at_s, transmitted=counts.transmitted, acknowledged=counts.acknowledged)
+        return rate.since_mark()
+
+    assert sample(0.0) == sample(1.0) == rate.peak_bits_per_s == 0
+    own.sendall(bytes(1000))
+    while len(other.recv(1000, socket.MSG_PEEK)) < 1000:
+        pass
+    until_s = time.monotonic() + 60
+    while counts.acknowledged < 1000 and time.monotonic() < until_s:
+        sample(2.0)
+    assert (counts.transmitted, counts.acknowledged) == (1000, 1000)
+    assert sample(2.0) == rate.peak_bits_per_s == 8000
 
 
 def test_each_number_follows_its_definition() -> None:

@@ -16,21 +16,24 @@ BUCKETS = 3
 STEP_S = 0.1
 
 
-def job(*, steps: int, num_ranks: int, slow_from: int | None = None, seed: int = 0) -> Records:
+def job(
+    *, steps: int, num_ranks: int, slow_from: int | None = None, times: tuple[float, ...] = (1.0, 3.0),
+    hosts: tuple[str, ...] = (), seed: int = 0,
+) -> Records:  # fmt: skip
     """Return the records of DDP with buckets of one size: two close together, and the rest of the step after them.
 
-    From some step on, rank 1 takes three times as long.
+    From some step on, the first ranks take so many times as long; rank 1 three times, where nothing is said.
     """
     chance = random.Random(seed)
     ranks = tuple(range(num_ranks))
-    made: list[Record] = [Communicator(communicator="0", ranks=ranks, hosts=("host",) * num_ranks)]
+    made: list[Record] = [Communicator(communicator="0", ranks=ranks, hosts=hosts or ("host",) * num_ranks)]
     ready = [0.0] * num_ranks
     for step in range(steps):
         for bucket in range(BUCKETS):
             for rank in ranks:
                 own_s = STEP_S if bucket == 0 else 0.001
-                if slow_from is not None and rank == 1 and step >= slow_from and bucket == 0:
-                    own_s *= 3
+                if slow_from is not None and rank < len(times) and step >= slow_from and bucket == 0:
+                    own_s *= times[rank]
                 ready[rank] += own_s * chance.lognormvariate(0.0, 0.1)
             done_s = max(ready) + 0.002
             for rank in ranks:
@@ -57,6 +60,26 @@ def test_a_slow_rank_of_a_plain_job_is_named_within_a_few_steps(num_ranks: int) 
     assert (found.kind, found.where) == ("non-communication slow", "rank 1")
     assert 29 <= found.seen_round <= 35
     assert diagnose(job(steps=40, num_ranks=num_ranks)) == []
+
+
+@pytest.mark.parametrize(
+    ("times", "shared", "apart"),
+    [
+        ((1.5, 1.5), [], ["rank 0", "rank 1"]),
+        ((1.0, 1.6), [], ["rank 1"]),
+        ((1.7, 2.6), [], ["rank 0", "rank 1"]),
+        ((2.4, 2.4), ["host host"], ["rank 0", "rank 1"]),
+        ((1.0, 2.6), ["rank 1"], ["rank 1"]),
+    ],
+)
+def test_two_ranks_that_share_cores_are_slow_only_beyond_what_other_load_explains(
+    times: tuple[float, float], shared: list[str], apart: list[str]
+) -> None:
+    def places(hosts: tuple[str, str]) -> list[str]:
+        return [found.where for found in diagnose(job(steps=60, num_ranks=2, slow_from=30, times=times, hosts=hosts))]
+
+    assert places(("host", "host")) == shared
+    assert places(("host", "other")) == apart
 
 
 def test_a_job_without_calls_has_no_steps() -> None:

@@ -58,7 +58,9 @@ def test_what_cannot_fit_is_refused_with_the_need_the_limit_and_a_remedy() -> No
     method, needed = make_method(config), needed_bytes()
     check_memory(config, model, method, num_local=2, limit_bytes=2 * needed)
     check_memory(config, model, method, num_local=1, limit_bytes=needed)
-    with pytest.raises(ValueError, match=r"35m needs about .* for 2 replicas.*has 1\.00 GB.*--micro-batch"):
+    with pytest.raises(
+        ValueError, match=r"does not fit .*; got about .* for 2 replicas.*; allowed 1\.00 GB.*; try .*--micro-batch"
+    ):
         check_memory(config, model, method, num_local=2, limit_bytes=1e9)
     with pytest.raises(ValueError, match="for one replica"):
         check_memory(config, model, method, num_local=1, limit_bytes=needed - 1)
@@ -67,7 +69,9 @@ def test_what_cannot_fit_is_refused_with_the_need_the_limit_and_a_remedy() -> No
 def test_check_compares_with_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     check(config_of(model="nano"))
     monkeypatch.setattr(memory_check, "device_memory_bytes", lambda device: 1e6)
-    with pytest.raises(ValueError, match=r"--model nano needs about .* this machine has 1\.00 MB"):
+    with pytest.raises(
+        ValueError, match=r"--model nano does not fit the memory of this machine; got .*; allowed 1\.00 MB"
+    ):
         check(config_of(model="nano"))
 
 

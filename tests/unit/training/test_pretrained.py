@@ -74,15 +74,19 @@ def test_the_saved_model_opens_with_its_tokenizer(model: Path, tmp_path: Path) -
 
 def test_pretrained_weights_without_their_tokenizer_are_refused(tmp_path: Path) -> None:
     folder = write_llama_with_weights(tmp_path / "bare")
-    with pytest.raises(ValueError, match=r"pretrained weights but no tokenizer.*save_pretrained\('.*bare'\)"):
+    with pytest.raises(
+        ValueError, match=r"pretrained weights but no tokenizer.*; try tokenizer.save_pretrained\('.*bare'\)"
+    ):
         check(config_of(folder))
 
 
 @pytest.mark.parametrize("kind", ["bpe", "bytes"])
 def test_pretrained_weights_with_another_tokenizer_are_refused(model: Path, kind: str) -> None:
-    with pytest.raises(ValueError, match=rf"--tokenizer {kind} does not go with the pretrained weights.*leave"):
+    with pytest.raises(
+        ValueError, match=rf"--tokenizer {kind} does not go with the pretrained weights.*; got both; .*leave"
+    ):
         check(config_of(model, tokenizer=kind))
-    with pytest.raises(ValueError, match="--vocab-size is for a tokenizer that is trained"):
+    with pytest.raises(ValueError, match=r"--vocab-size does not go with --model hf:.*its own tokenizer; got both"):
         check(config_of(model, vocab_size=300))
 
 

@@ -23,7 +23,7 @@ def test_what_is_made_is_read_again_and_only_its_owner_can(tmp_path: Path) -> No
 def test_a_secret_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "job.secret"
     made = make_secret(path)
-    with pytest.raises(ValueError, match="exists already, and a secret is not overwritten; choose another name"):
+    with pytest.raises(ValueError, match=r"exists already, and a secret is not overwritten; got .*; try another name"):
         make_secret(path)
     assert read_secret(path).key == made.key
     link = tmp_path / "link"
@@ -34,7 +34,7 @@ def test_a_secret_that_exists_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"there is no folder {tmp_path / 'none'}"):
+    with pytest.raises(ValueError, match=f"folder of the secret is missing; got {tmp_path / 'none'}; .* try mkdir -p"):
         make_secret(tmp_path / "none" / "job.secret")
 
 
@@ -43,7 +43,9 @@ def test_a_file_that_others_can_use_is_refused_with_the_remedy(tmp_path: Path, m
     path = tmp_path / "job.secret"
     make_secret(path)
     path.chmod(mode)
-    with pytest.raises(ValueError, match=f"has mode {mode:04o}.*chmod 600 {path}"):
+    with pytest.raises(
+        ValueError, match=f"got {path} with mode {mode:04o}; allowed mode 0600 or 0400; try chmod 600 {path}"
+    ):
         read_secret(path)
     path.chmod(0o400)
     read_secret(path)
@@ -71,14 +73,18 @@ def test_a_file_that_holds_no_secret_is_refused(tmp_path: Path, content: bytes) 
     path = tmp_path / "job.secret"
     path.touch(mode=0o600)
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="holds no secret: expected 'thinwire-secret-v1' and 64 hexadecimal digits"):
+    with pytest.raises(
+        ValueError, match=r"holds no secret; got .*; allowed 'thinwire-secret-v1' and 64 hexadecimal digits"
+    ):
         read_secret(path)
 
 
 def test_a_file_that_is_missing_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"make one with: thinwire secret {tmp_path / 'none'}"):
+    with pytest.raises(ValueError, match=f"got {tmp_path / 'none'}; .*; try thinwire secret {tmp_path / 'none'}"):
         read_secret(tmp_path / "none")
-    with pytest.raises(ValueError, match=str(tmp_path)):
+    with pytest.raises(
+        ValueError, match=f"the secret cannot be read; got {tmp_path}: Is a directory; .* try thinwire secret"
+    ):
         read_secret(tmp_path)
 
 

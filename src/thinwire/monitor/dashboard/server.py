@@ -31,7 +31,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import ThinwireError, refusal
 from thinwire.monitor.dashboard.snapshot import VERSION, RunFollower
 from thinwire.monitor.prometheus_text import CONTENT_TYPE, metrics_text
 from thinwire.transport.admission import PendingConnections
@@ -190,10 +190,10 @@ def check_token(token: str) -> str:
     """
     given = token.strip()
     if not LEAST_TOKEN <= len(given) <= _MOST_TOKEN or not re.fullmatch(r"[A-Za-z0-9._-]+", given):
-        raise ValueError(
-            f"a token must be {LEAST_TOKEN} to {_MOST_TOKEN} letters of A-Z a-z 0-9 - _ ., got {len(given)} letters; "
-            "make one with: openssl rand -hex 24"
-        )
+        raise refusal(
+            "the token cannot stand in an address", got=f"{len(given)} characters",
+            allowed=f"{LEAST_TOKEN} to {_MOST_TOKEN} of A-Z a-z 0-9 - _ .", remedy="openssl rand -hex 24",
+        )  # fmt: skip
     return given
 
 

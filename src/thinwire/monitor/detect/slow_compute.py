@@ -36,7 +36,7 @@ class ComputeConfig:
     min_longer_s: float = 0.01  # growth of compute that is found in plain calls: a turn of another process
     min_peers: int = 3  # ranks until they are compared with each other
     max_behind: int = 64  # steps that a rank may lag to be waited for
-    peers_ratio: float = 2.0  # of a rank that was slow from the start, and of a slow job
+    peers_ratio: float = 2.0  # of a rank that was slow from the start, and where all ranks share the cores of a host
     look_steps: int = 24  # steps after an alarm that tell the ratio
     spike: float = math.log(2.0)  # log ratio of a stall; equals `long` of the change-point detector
     min_spikes: int = 5  # stalls; equals `often` of the change-point detector
@@ -302,7 +302,25 @@ def _slower_ranks(job: Job, times: WorkTimes, *, is_over: bool) -> list[Finding]
         for group in [all_ranks] if is_host else [[rank] for rank in ranks]:
             place = Place(kind="host", hosts=(host,)) if is_host else Place(kind="rank", ranks=tuple(group))
             found.append(_slow_work(job, times, watches, group, place))
-    return [finding for finding in found if _is_relevant(finding, times)]
+    relevant = [finding for finding in found if _is_relevant(finding, times)]
+    if len(times.own) >= COMPUTE.min_peers or len({job.host_of[rank] for rank in times.own}) > 1:
+        return relevant
+    return [finding for finding in relevant if _exceeds_shared_load(finding, times)]
+
+
+def _exceeds_shared_load(finding: Finding, times: WorkTimes) -> bool:
+    """Return whether ranks of a host became slower than other load on its cores explains.
+
+    For a job of one host with too few ranks for a median of peers. Ranks that share cores become slow together; a rank
+    that is slow alone is compared with the others in the same rounds.
+    """
+    evidence = finding.evidence
+    assert isinstance(evidence, SlowComputeEvidence)
+    slow = set(finding.places[0].ranks)
+    last = finding.seen_round + COMPUTE.look_steps
+    others = [own.excess_in(finding.since_round, last) for rank, own in times.own.items() if slow and rank not in slow]
+    shared = max(0.0, median(others)) if others else 0.0
+    return evidence.times_longer >= COMPUTE.peers_ratio * math.exp(shared)
 
 
 def _is_relevant(finding: Finding, times: WorkTimes) -> bool:
@@ -394,9 +412,8 @@ def _slower_than_peers(job: Job, times: WorkTimes) -> list[Finding]:
                 evidence=ComputePeersEvidence(
                     times_longer_than_peers=round(time_s / middle, 2), usual_s=round(time_s, 6),
                 ),
-                text=f"Rank {rank} has worked {time_s / middle:.1f} times as long between exchanges as the middle "
-                "of all ranks since "
-                "the records begin; it may be a slower machine.",
+                text=f"Rank {rank} has worked {time_s / middle:.1f} times as long between exchanges as the "
+                "median of all ranks since the records begin; it may be a slower machine.",
                 confidence=0.5 * job.trust,
                 remedy="give it less work, or let it take fewer inner steps",
             ))  # fmt: skip

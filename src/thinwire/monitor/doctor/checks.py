@@ -93,8 +93,10 @@ def skipped(name: str, reason: str) -> Check:
 
 
 def wrong_by(name: str, error: Exception) -> Check:
-    """Turn an error of the library, which says what is wrong and after a semicolon what to do, into a check."""
-    found, _, remedy = str(error).partition("; ")
+    """Turn an error of the library, which ends with a remedy, into a check."""
+    found, sign, remedy = str(error).rpartition("; try ")
+    if not sign:
+        found, _, remedy = str(error).partition("; ")
     return wrong(name, found, remedy=remedy or "see the text")
 
 

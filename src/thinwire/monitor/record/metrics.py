@@ -52,7 +52,8 @@ class KernelCounts:
     def update(self, found: Mapping[Hashable, ConnectionStats]) -> None:
         """Add what the connections carried since the last call."""
         for key, one in found.items():
-            transmitted, acknowledged = one.transmitted_bytes, one.sent_bytes
+            # the kernel counts the segment that opens a connection as acknowledged, not as transmitted
+            transmitted, acknowledged = one.transmitted_bytes, min(one.sent_bytes, one.transmitted_bytes)
             before = self._latest.get(key)
             if before is None or transmitted < before[0] or acknowledged < before[1]:  # a new connection
                 before = transmitted, transmitted

@@ -223,7 +223,7 @@ function showHeat(maps) {
   const map = maps.find(({ kind }) => kind === choice.value) ?? maps[0];
   const { ranks } = namedBy(known.findings?.findings);
   const left = map.num_left_out ? ` ${map.num_left_out} ranks that stand out less are left out.` : "";
-  setText("heat-note", `How many times the median of all ranks a rank's ${map.kind} takes, from the step above on. A finding colours a rank's longer times.${left}`);
+  setText("heat-note", `Time of each rank's ${map.kind} over the median of all ranks, from the step of the column on. A finding colours longer times.${left}`);
   show("heat", make("table", { class: "heat small", "aria-labelledby": "heat-title" },
     make("thead", {}, make("tr", {}, make("th", { scope: "col", class: "first" }, "step"), map.windows.map(([first]) => make("th", { scope: "col" }, first)))),
     make("tbody", {}, map.rows.map((row) => make("tr", {}, make("th", { scope: "row", class: "first" }, ranks.has(row.rank) ? "▲ " : null, `rank ${row.rank}`),
