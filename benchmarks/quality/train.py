@@ -103,12 +103,9 @@ def train_replica(loopback: LoopbackTransport, run: Run) -> dict[str, Any] | Non
     numel = sum(parameter.numel() for parameter in model.parameters())
     if abs(numel / rung.num_parameters - 1) > 0.02:
         raise ValueError(f"rung {rung.name} states {rung.num_parameters} parameters, and its model has {numel}")
-    inner = make_inner_optimizer(
-        TrainConfig.of(inner_optimizer=settings["inner"], lr=settings["lr"], weight_decay=rung.weight_decay), model
-    )
-    for group in inner.param_groups:
-        if "betas" in group:
-            group["betas"] = (0.9, rung.beta2)
+    inner_options = {"inner_optimizer": settings["inner"], "lr": settings["lr"]}
+    inner_options |= {"weight_decay": rung.weight_decay, "beta2": rung.beta2}
+    inner = make_inner_optimizer(TrainConfig.of(**inner_options), model)
     options = dict(settings["options"])
     if "codec" in options:
         options["codec"] = by_name(options["codec"])

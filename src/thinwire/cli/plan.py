@@ -128,7 +128,7 @@ class PlanOptions(ClusterOptions):
     """Tokens per step of all replicas together, instead of --batch-size."""
 
     method: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Candidate method. Default: all-reduce, diloco, streaming-diloco. Repeatable."""
+    """Candidate method. Default: all-reduce, diloco, iso-loco. Repeatable."""
 
     interval: tyro.conf.UseAppendAction[tuple[int, ...]] = ()
     """Candidate sync interval H. Default: 10, 20, 30, 50, 100, 200, 300, 500. Repeatable."""
@@ -262,11 +262,11 @@ def workload_of(options: PlanOptions) -> Workload:
 
 
 def _constraints(options: PlanOptions) -> PlanConstraints:
-    from thinwire.planning.candidates import INTERVALS, PUBLISHED
+    from thinwire.planning.candidates import COMPARED, INTERVALS
     from thinwire.planning.search import PlanConstraints
 
     return PlanConstraints(
-        methods=options.method or PUBLISHED, intervals=options.interval or INTERVALS, codecs=options.codec,
+        methods=options.method or COMPARED, intervals=options.interval or INTERVALS, codecs=options.codec,
         min_utilisation=options.min_utilisation, max_penalty=options.max_penalty, min_replicas=options.min_replicas,
     )  # fmt: skip
 

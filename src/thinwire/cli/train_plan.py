@@ -96,7 +96,7 @@ def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[s
             "--method auto probes the wires between hosts", got="one host", allowed="torchrun on 2 or more, or a lab",
             remedy="thinwire lab --hosts 2 --rate 20mbit -- thinwire train --method auto",
         )  # fmt: skip
-    plain = given.replace(method="streaming-diloco")
+    plain = given.replace(method="iso-loco")
     config = resolve(plain, world_size=ranks, cores=os.cpu_count() or 1, home=Path.home())
     validate(config)
     check_device(config.model.device)

@@ -1,4 +1,4 @@
-"""Loss penalty of a method, from published numbers alone.
+"""Loss penalty of a method, from published numbers, and from our own where there are none.
 
 All-reduce at every step is the measure. The penalty of DiLoCo and Streaming DiLoCo at equal tokens has three parts:
 
@@ -6,6 +6,9 @@ All-reduce at every step is the measure. The penalty of DiLoCo and Streaming DiL
   there DiLoCo is Nesterov every H steps on top of plain training.
 - interval: exchanging more rarely than every 30 steps (arXiv 2501.18512, tables 5 and 6).
 - overlap: applying what comes tau steps late (arXiv 2501.18512, section 3.3.2: below 0.2 % up to tau = 10).
+
+IsoLoCo has no published table. Its replicas' part is what `benchmarks/quality` measured on a small model, at least 0
+and at most the published part of DiLoCo; a note says so.
 
 E3M0, bfloat16 and float32 cost nothing measurable (arXiv 2501.18512, section 3.3.3). The parts are added: they were
 published one at a time, and their products are smaller than what they are rounded to. Other methods and codecs have no
@@ -61,6 +64,10 @@ _SEQUENCE_TOKENS = 2048
 
 _EVERY_STEP = ("all-reduce",)
 _PUBLISHED = ("diloco", "streaming-diloco")
+_MEASURED = "iso-loco"
+# IsoLoCo's loss against data-parallel training by replicas: benchmarks/quality, rung A (0.12M parameters, H 30, tau 1,
+# E3M0, both sides tuned); `python benchmarks/quality/report.py --json`.
+_ISO_SHARES: tuple[_Point, ...] = ((1.0, 0.0), (2.0, -0.013), (4.0, -0.004), (8.0, 0.005))
 # DiLoCo sends float32, Streaming DiLoCo E3M0, and every step of data-parallel training was in bfloat16.
 _LOSSLESS = {"all-reduce": (None, "float32", "bfloat16"), "local-sgd": (None, "float32")}
 _LOSSLESS_PSEUDO_GRADIENTS = (None, "float32", "bfloat16", "e3m0")
@@ -121,19 +128,23 @@ def loss_penalty(
     # a mean of one is the thing itself, so local SGD with one replica is plain training
     if (method in _EVERY_STEP or (method == "local-sgd" and num_replicas == 1)) and codec in _LOSSLESS[method]:
         return LossPenalty(share=0.0, parts=(("replicas", 0.0), ("interval", 0.0), ("overlap", 0.0)))
-    if method not in _PUBLISHED or codec not in _LOSSLESS_PSEUDO_GRADIENTS:
+    if method not in (*_PUBLISHED, _MEASURED) or codec not in _LOSSLESS_PSEUDO_GRADIENTS:
         return None
     if overlap_steps >= sync_interval:
         raise ValueError(
             f"overlap_steps must be below sync_interval ({sync_interval}), got {overlap_steps}; a fragment's exchange "
             f"must be applied before its next one starts"
         )
+    published = _replicas_share(num_parameters, num_replicas)
+    is_measured = method == _MEASURED
+    replicas = min(max(0.0, _between(_ISO_SHARES, num_replicas)), published) if is_measured else published
     parts = (
-        ("replicas", _replicas_share(num_parameters, num_replicas)),
+        ("replicas, measured" if is_measured else "replicas", replicas),
         ("interval", _interval_share(num_parameters, num_replicas, sync_interval)),
         ("overlap", _SHARE_A_LATE_STEP * overlap_steps),
     )
     notes = (
+        *(_measured_remarks(published) if is_measured else ()),
         *_replicas_remarks(num_parameters, num_replicas),
         *_interval_remarks(num_parameters, num_replicas, sync_interval),
         *_overlap_remarks(overlap_steps),
@@ -248,6 +259,13 @@ def _between(points: Sequence[_Point], at: float) -> float:
         return points[min(place, len(points) - 1)][1]
     (left, low), (right, high) = points[place - 1 : place + 1]
     return low + (high - low) * math.log(at / left) / math.log(right / left)
+
+
+def _measured_remarks(published: float) -> Iterator[str]:
+    yield (
+        f"the replicas' part of {_MEASURED} was measured on 0.12M parameters (docs/benchmarks.md); DiLoCo's published "
+        f"part is {published:+.2%}"
+    )
 
 
 def _replicas_remarks(num_parameters: float, num_replicas: int) -> Iterator[str]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from math import exp, log
 
 from thinwire.planning.candidates import (
+    COMPARED,
     INTERVALS,
     LAYERS,
     OVERLAPS,
-    PUBLISHED,
     Candidate,
     CandidateTimes,
     candidates,
@@ -60,7 +60,7 @@ class PlanConstraints:
         ValueError: A number is out of its range.
     """
 
-    methods: Sequence[str] = PUBLISHED
+    methods: Sequence[str] = COMPARED
     min_utilisation: float = 0.0
     max_penalty: float = 0.05
     intervals: Sequence[int] = INTERVALS

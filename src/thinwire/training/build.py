@@ -102,13 +102,13 @@ def make_inner_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.O
     assert options.lr is not None
     if options.inner_optimizer == "muon":
         return _make_muon(config, model, lr=options.lr)
-    groups = _groups(model.parameters(), weight_decay=options.weight_decay)
+    groups, betas = _groups(model.parameters(), weight_decay=options.weight_decay), (0.9, options.beta2)
     if options.inner_optimizer in ("sgd", "plain-sgd"):
         momentum = 0.9 if options.inner_optimizer == "sgd" else 0.0
         return eager(torch.optim.SGD)(groups, lr=options.lr, momentum=momentum)
     if options.inner_optimizer == "adam":
-        return eager(torch.optim.Adam)(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
-    return eager(torch.optim.AdamW)(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
+        return eager(torch.optim.Adam)(groups, lr=options.lr, betas=betas, fused=True)
+    return eager(torch.optim.AdamW)(groups, lr=options.lr, betas=betas, fused=True)
 
 
 def _make_muon(config: TrainConfig, model: nn.Module, *, lr: float) -> torch.optim.Optimizer:
@@ -119,10 +119,11 @@ def _make_muon(config: TrainConfig, model: nn.Module, *, lr: float) -> torch.opt
     hidden = _block_matrices(config, model)
     chosen = {id(parameter) for parameter in hidden}
     groups = _groups((p for p in model.parameters() if id(p) not in chosen), weight_decay=config.optimizer.weight_decay)
+    betas = (0.9, config.optimizer.beta2)
     muon = eager(torch.optim.Muon)(
         hidden, lr=lr, weight_decay=config.optimizer.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
-    adamw = [eager(torch.optim.AdamW)(groups, lr=lr, betas=(0.9, 0.95), fused=True)] if groups else []
+    adamw = [eager(torch.optim.AdamW)(groups, lr=lr, betas=betas, fused=True)] if groups else []
     return MultiOptimizer([muon, *adamw])
 
 

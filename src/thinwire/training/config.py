@@ -87,6 +87,8 @@ class OptimizerConfig:
     """Learning rate after the warm-up: cosine (down to a tenth of the peak) or constant."""
     weight_decay: float = 0.1
     """Weight decay of matrices; gains of norms do not decay."""
+    beta2: float = 0.99
+    """Decay of Adam's and AdamW's mean squared gradients, in [0, 1)."""
     clip_norm: float = 1.0
     """Largest gradient norm; 0 turns clipping off."""
 
@@ -95,14 +97,14 @@ class OptimizerConfig:
 class SyncConfig:
     """Exchange between replicas; `thinwire methods NAME` lists the options of one method."""
 
-    method: str = "streaming-diloco"
+    method: str = "iso-loco"
     """Training method, see `thinwire methods`; auto measures the links and plans."""
     sync_interval: int | None = None
     """H: inner steps between two exchanges of a fragment. Default: 30 for nano, else 100."""
     overlap_steps: str | None = None
     """tau: inner steps during which an exchange travels; one number, or one per replica: 1,6. Default: 1."""
     blend: float | None = None
-    """alpha: weight of the local parameters when a round is applied, in [0, 1). Default: 0.5; 0 if tau is 0."""
+    """alpha: weight of the local parameters when a round is applied, in [0, 1). Default: by method; 0 if tau is 0."""
     codec: str | None = None
     """Compression: float32, bfloat16, e3m0, top-k, sign or another of thinwire.codecs.NAMES. Default: by method."""
     exchange: str | None = None
@@ -114,9 +116,9 @@ class SyncConfig:
     num_fragments: int | None = None
     """P: number of fragments, embedding included; replaces --layers-per-fragment."""
     outer_lr: float | None = None
-    """Learning rate of the outer step. Default: by method; Nesterov 0.6, or 0.8 with 8 replicas and more."""
+    """Learning rate of the outer step. Default: by method; iso-loco 1.8 on hidden matrices."""
     outer_momentum: float | None = None
-    """Momentum of the outer step. Default: by method; Nesterov 0.9."""
+    """Momentum of the outer step. Default: by method; iso-loco 0.8 on hidden matrices."""
     method_option: tuple[str, ...] = ()
     """Option of the method as NAME=VALUE, see `thinwire methods NAME`; --NAME VALUE works too. Repeatable."""
     pace: bool = False
@@ -313,7 +315,8 @@ _LEAST = {
 _POSITIVE = {"lr": "1e-3", "expected_step_s": "0.5", "join_deadline_s": "300"}
 # Least value, limit, whether the limit itself is allowed, and a usual value.
 _WITHIN = {
-    "blend": (0.0, 1.0, False, 0.5), "outer_momentum": (0.0, 1.0, False, 0.9), "outer_lr": (1e-9, 10.0, True, 0.7),
+    "blend": (0.0, 1.0, False, 0.5), "outer_momentum": (0.0, 1.0, False, 0.9), "beta2": (0.0, 1.0, False, 0.99),
+    "outer_lr": (1e-9, 10.0, True, 0.7),
 }  # fmt: skip
 # Options that a method may take, and why one that does not take them has no use for them.
 METHOD_OPTIONS = {

@@ -246,3 +246,14 @@ def test_only_2048_tokens_a_sequence_puts_the_best_batches_where_they_were_found
 def test_the_best_batch_lies_within_what_was_swept(size: float, least: int, most: int) -> None:
     batches = [optimal_batch_tokens(num_parameters=size, num_replicas=count) for count in (1, 2, 4, 8)]
     assert 2**least < batches[0] and batches[-1] < 2**most and batches == sorted(batches)
+
+
+@pytest.mark.parametrize(("replicas", "size"), [(2, 35e6), (4, 1.3e9), (8, 35e6), (8, 10e9), (1, 1e9)])
+def test_isoloco_costs_what_was_measured_and_at_most_what_diloco_costs(replicas, size):
+    arguments = {"num_parameters": size, "num_replicas": replicas, "sync_interval": 100, "overlap_steps": 2}
+    mine = loss_penalty("iso-loco", codec="e3m0", **arguments)
+    theirs = loss_penalty("streaming-diloco", codec="e3m0", **arguments)
+    assert mine.share <= theirs.share
+    assert dict(mine.parts)["replicas, measured"] <= max(0.0, dict(theirs.parts)["replicas"])
+    assert mine.parts[1:] == theirs.parts[1:], "interval and overlap are the published ones"
+    assert any("was measured on" in note and "DiLoCo's published part" in note for note in mine.notes)

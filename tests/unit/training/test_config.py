@@ -37,7 +37,7 @@ def test_every_default_is_filled_in_and_what_the_user_said_stays() -> None:
     assert config.optimizer.lr == 0.5
     assert config.model.threads == 2
     assert config.data.cache_dir == Path("/home/someone/.cache/thinwire")
-    assert config.output.out == Path("runs/streaming-diloco-nano-seed0")
+    assert config.output.out == Path("runs/iso-loco-nano-seed0")
 
 
 def test_threads_are_at_least_one_where_replicas_outnumber_cores() -> None:
@@ -138,11 +138,11 @@ def test_a_value_out_of_its_range_is_refused_with_value_and_limit(options: dict[
             {"method_option": ("outer_lr=0.5",), "outer_lr": 0.5},
             "outer_lr is given twice; got --method-option outer_lr and --outer-lr",
         ),
-        ({"method_option": ("density=0.5",)}, "unknown option of --method streaming-diloco; got 'density'"),
+        ({"method_option": ("density=0.5",)}, "unknown option of --method iso-loco; got 'density'"),
         ({"method": "diloco", "pace": True}, "--pace does not go with --method diloco: it waits for every exchange"),
         (
             {"overlap_steps": "0", "pace": True},
-            "--pace does not go with --method streaming-diloco: with --overlap-steps 0",
+            "--pace does not go with --method iso-loco: with --overlap-steps 0",
         ),
         ({"method": "noloco", "final_exchange": False}, "--no-final-exchange does not go with --method noloco"),
         ({"method": "noloco", "outer_momentum": 0.9}, "pull must be below 0.38"),
