@@ -84,7 +84,7 @@ def figures(numbers: dict[str, Any]) -> dict[str, str]:
     if numbers.get("memory") is not None:
         found["memory"] = numbers["memory"]
     if numbers.get("loss") is not None:
-        found["loss"] = f"{numbers['loss']:+.2%} against data-parallel training (published)"
+        found["loss"] = f"{numbers['loss']:+.2%} against data-parallel training (predicted)"
     return found
 
 

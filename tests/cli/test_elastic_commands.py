@@ -54,7 +54,7 @@ def test_the_options_of_elastic_commands_are_those_that_were_agreed_on() -> None
         (["status", "host:29400"], "the address holds no secret"),
         (["train", "--elastic", "--method", "noloco"], "exchanges with chosen replicas"),
         (["train", "--elastic", "--method", "sparse-loco"], "depends on who sent what before"),
-        (["train", "--elastic", "--method", "all-reduce"], "for elastic runs take diloco, streaming-diloco"),
+        (["train", "--elastic", "--method", "all-reduce"], "for elastic runs take iso-loco, streaming-diloco, diloco"),
         (["train", "--elastic", "--pace"], "--pace does not go with --elastic"),
         (
             ["train", "--elastic", "--overlap-steps", "1,2"],

@@ -48,7 +48,7 @@ def test_a_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     out, figure = tmp_path / "plan.json", tmp_path / "plan.svg"
     assert plan_command.main([*HOME, "--out", str(out), "--figure", str(figure)]) == 0
     told = capsys.readouterr()
-    assert "best: streaming-diloco" in told.out and "host-0 alone takes" in told.out
+    assert "best: iso-loco" in told.out and "host-0 alone takes" in told.out
     assert "what it takes to compute 95%" in told.out
     assert f"thinwire train --plan {out}" in told.err
     assert json.loads(out.read_text())["train"]["model"] == "nano"
@@ -100,7 +100,7 @@ def test_the_example_of_the_readme_runs_as_printed(tmp_path: Path, capsys: pytes
         told = capsys.readouterr()
         for quoted in re.findall(r"^(?:best|memory): .*$|^host-0 alone .*$", readme, flags=re.MULTILINE):
             assert quoted in told.out
-        assert "best: streaming-diloco" in told.out and f"thinwire train --plan {out}" in told.err
+        assert "best: iso-loco" in told.out and f"thinwire train --plan {out}" in told.err
         assert re.search(r"memory: a replica needs about [\d.]+ GB of [\d.]+ GB", told.out) is not None
         train = json.loads(out.read_text())["train"]
         words = ["--plan", str(out), "--data", "text.txt"]
@@ -276,7 +276,7 @@ def test_a_narrow_terminal_breaks_no_word(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     assert plan_command.main([*HOME, "--out", str(tmp_path / "p.json")]) == 0
-    assert "streaming-diloco  " in capsys.readouterr().out
+    assert "iso-loco  " in capsys.readouterr().out
 
 
 def test_a_simulation_that_nobody_survives_says_where_it_ended(capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,7 +320,9 @@ def test_every_line_of_the_arithmetic_multiplies_out(tmp_path: Path, capsys: pyt
     assert float(time.group(2)) * {"ms": 1e-3, "s": 1.0}[time.group(3)] == pytest.approx(step_s, rel=0.01)
 
     parts = re.search(
-        r"loss against data-parallel training: (\S+)% \(replicas (\S+)%, interval (\S+)%, overlap (\S+)%;", text
+        r"loss against data-parallel training: (\S+)% "
+        r"\(measured replicas (\S+)%, interval (\S+)%, overlap (\S+)%;",
+        text,
     )
     assert parts is not None
     total, *summands = map(float, parts.groups())

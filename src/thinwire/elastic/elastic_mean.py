@@ -169,7 +169,8 @@ def elastic_mean(
     if not (is_plain and is_mean) or codec is None or isinstance(codec, Ramp) or keeps_parts:
         raise ValueError(
             f"{exchange!r} depends on who sent what before, or on each replica's own part, so replicas cannot come and "
-            f"go; for elastic runs take diloco, streaming-diloco, local-sgd or slowmo, with a codec without memory"
+            f"go; for elastic runs take iso-loco, streaming-diloco, diloco, local-sgd or slowmo, with a codec without "
+            f"memory"
         )
     return ElasticMean(codec=codec, session=session, preserve_norm=preserve_norm, find=find)
 

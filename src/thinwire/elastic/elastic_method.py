@@ -59,12 +59,12 @@ def elastic(
     if not isinstance(method.topology, AllReplicas) or not method.has_common_value:
         raise ValueError(
             f"{method.name} exchanges with chosen replicas, which would have to be chosen anew whenever one comes or "
-            f"goes; for elastic runs take diloco, streaming-diloco, local-sgd or slowmo"
+            f"goes; for elastic runs take iso-loco, streaming-diloco, diloco, local-sgd or slowmo"
         )
     if type(method.view) is not PseudoGradient:
         raise ValueError(
             f"{method.name} exchanges more than plain pseudo-gradients, so a replica that comes could not begin from "
-            f"the global parameters; for elastic runs take diloco, streaming-diloco, local-sgd or slowmo"
+            f"the global parameters; for elastic runs take iso-loco, streaming-diloco, diloco, local-sgd or slowmo"
         )
 
     def exchanges(count: int) -> tuple[Exchange, ...]:
@@ -90,7 +90,7 @@ def _with_late_parts(update: Update, name: str) -> Update:
         return LateOuterStep(optimizer=update.optimizer, blend=update.blend)
     raise ValueError(
         f"{name} applies means by {type(update).__name__}, which counts on its own part being in each; for elastic "
-        f"runs take diloco, streaming-diloco, local-sgd or slowmo"
+        f"runs take iso-loco, streaming-diloco, diloco, local-sgd or slowmo"
     )
 
 

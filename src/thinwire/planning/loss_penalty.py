@@ -139,7 +139,7 @@ def loss_penalty(
     is_measured = method == _MEASURED
     replicas = min(max(0.0, _between(_ISO_SHARES, num_replicas)), published) if is_measured else published
     parts = (
-        ("replicas, measured" if is_measured else "replicas", replicas),
+        ("measured replicas" if is_measured else "replicas", replicas),
         ("interval", _interval_share(num_parameters, num_replicas, sync_interval)),
         ("overlap", _SHARE_A_LATE_STEP * overlap_steps),
     )

@@ -213,7 +213,7 @@ def test_exchanges_that_remember_are_refused() -> None:
         ElasticMean(codec=float32(), most_length=0.5)
 
 
-@pytest.mark.parametrize("name", ["diloco", "streaming_diloco", "local_sgd", "slowmo"])
+@pytest.mark.parametrize("name", ["iso_loco", "diloco", "streaming_diloco", "local_sgd", "slowmo"])
 def test_methods_that_average_pseudo_gradients_have_elastic_variants(name: str) -> None:
     method = elastic(getattr(methods, name)(), session=FixedSeat({0: torch.zeros(1), 5: torch.zeros(1)}))
     assert method.topology.peers(round_id=0, me=5, alive=[0]).members == (0, 5)

@@ -24,6 +24,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "streaming-diloco": {"sync_interval": 5, "overlap_steps": 3, "layers_per_fragment": 2},
     "co2": {"sync_interval": 4},
     "slowmo": {"sync_interval": 4},
+    "iso-loco": {"sync_interval": 4},
     "muloco": {"sync_interval": 4},
     "sparse-loco": {"sync_interval": 4, "k": 4, "chunk": 32},
     "power-sgd": {"rank": 2},
