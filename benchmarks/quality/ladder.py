@@ -51,6 +51,10 @@ class Side:
 
     def next_settings(self, losses: dict[str, float]) -> list[dict[str, Any]]:
         """Return the runs to do next, given the losses of those that are stored; none where the side is done."""
+        if self.entry.follows:
+            rate = self.leader().settled_lr(losses)
+            wanted = [] if rate is None else [self.settings(lr=rate, seed=0)]
+            return [one for one in wanted if key_of(one) not in losses]
         grid = self.grid(losses)
         missing = [one for lr in grid if key_of(one := self.settings(lr=lr, seed=0)) not in losses]
         if missing:
@@ -76,6 +80,18 @@ class Side:
             factor = grid[1] / grid[0]
             grid = [round(grid[0] / factor, 6), *grid] if best == 0 else [*grid, round(grid[-1] * factor, 6)]
         return grid
+
+    def leader(self) -> Side:
+        """Return the side whose learning rate this one takes."""
+        entry = next(entry for entry in ENTRIES if entry.name == self.entry.follows)
+        return Side(self.rung, entry, self.replicas, self.share_of)
+
+    def settled_lr(self, losses: dict[str, float]) -> float | None:
+        """Return the best learning rate, or None before all of the grid have run."""
+        if self.entry.follows:
+            return self.leader().settled_lr(losses)
+        is_known = all(key_of(self.settings(lr=lr, seed=0)) in losses for lr in self.grid(losses))
+        return self.best_lr(losses) if is_known else None
 
     def best_lr(self, losses: dict[str, float]) -> float:
         """Return the learning rate with the lowest loss of seed 0."""

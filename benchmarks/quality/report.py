@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from ladder import RESULTS, Side, key_of, read, sides
-from rungs import BASELINE, RUNGS, SYNC_INTERVAL, Rung
+from rungs import BASELINE, RUNGS, SEEDS, SYNC_INTERVAL, Rung
 
 from thinwire import simulate
 from thinwire.codecs import by_name
@@ -87,13 +87,14 @@ def rows(rung: Rung, lines: Lines) -> Iterator[Row]:
         found = _winners(side, lines)
         gaps = [100 * (x["loss"] / base_by_seed[x["seed"]] - 1) for x in found if x["seed"] in base_by_seed]
         loss = statistics.median(x["loss"] for x in found)
-        grid, best = side.grid(losses), side.best_lr(losses)
+        grid, best = side.grid(losses), side.settled_lr(losses)
+        assert best is not None
         yield Row(
             rung=rung.name, method=side.entry.name, replicas=side.share_of if side.share_of > 1 else side.replicas,
-            sync_interval=1 if side.entry.method == "all-reduce" else SYNC_INTERVAL, lr=best, loss=loss,
+            sync_interval=side.entry.options.get("sync_interval", 1), lr=best, loss=loss,
             baseline_loss=base, gap_percent=statistics.median(gaps), gap_low=min(gaps), gap_high=max(gaps),
             token_lag_percent=token_lag_percent(loss, budgets, tokens=rung.tokens), seeds=len(found),
-            bytes_per_replica=_sent_bytes(side, found), is_tuned=len(grid) < 3 or grid[0] < best < grid[-1],
+            bytes_per_replica=_sent_bytes(side, found), is_tuned=_is_tuned(side, grid, best),
             windows=rung.windows // side.share_of,
         )  # fmt: skip
 
@@ -121,13 +122,19 @@ def token_lag_percent(loss: float, budgets: Sequence[tuple[int, float]], *, toke
     return None
 
 
+def _is_tuned(side: Side, grid: Sequence[float], best: float) -> bool:
+    return bool(side.entry.follows) or len(grid) < 3 or grid[0] < best < grid[-1]
+
+
 def _is_begun(side: Side, losses: Mapping[str, float]) -> bool:
-    return all(key_of(side.settings(lr=lr, seed=0)) in losses for lr in side.grid(losses))
+    rate = side.settled_lr(losses)
+    return rate is not None and key_of(side.settings(lr=rate, seed=0)) in losses
 
 
 def _winners(side: Side, lines: Lines) -> list[dict[str, Any]]:
-    best = side.best_lr({key: line["loss"] for key, line in lines.items()})
-    keys = [key_of(side.settings(lr=best, seed=seed)) for seed in range(3)]
+    best = side.settled_lr({key: line["loss"] for key, line in lines.items()})
+    assert best is not None
+    keys = [key_of(side.settings(lr=best, seed=seed)) for seed in SEEDS]
     return [lines[key] for key in keys if key in lines]
 
 

@@ -108,6 +108,7 @@ class Entry:
         share_of: The replica trains alone, with the share of the batch that one of so many has.
         budgets: Shares of the rung's steps, with schedules of their own; more than 1 only for the baseline.
         rungs: Where it runs.
+        follows: An entry whose learning rate it takes, with seed 0 alone: a point of a curve, and no competitor.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Entry:
     share_of: tuple[int, ...] = ()
     budgets: tuple[float, ...] = (1.0,)
     rungs: str = "A"
+    follows: str = ""
 
 
 _STREAMING = {"sync_interval": SYNC_INTERVAL, "overlap_steps": 1, "codec": "e3m0"}
@@ -144,6 +146,14 @@ ENTRIES: tuple[Entry, ...] = (
           options=_STREAMING | {"blend": 0.0, "outer_lr": 1.0, "outer_momentum": 0.6}, replicas=(2, 4)),
     Entry(name="streaming-diloco, Muon inside", method="streaming-diloco", inner="muon",
           options=_STREAMING | {"outer_lr": 0.7, "outer_momentum": 0.6}, replicas=(2, 4)),
+    *(
+        Entry(name=f"iso-loco, {word} {value}", method="iso-loco", replicas=(2,), follows="iso-loco",
+              options=_STREAMING | {"blend": 0.0, option: value})
+        for word, option, values in (
+            ("H", "sync_interval", (10, 100, 300)), ("tau", "overlap_steps", (3, 5, 10)), ("blend", "blend", (0.25,)),
+        )
+        for value in values
+    ),
     Entry(name="local-sgd", method="local-sgd", options=_AT_ONCE),
     Entry(name="one replica alone", method="all-reduce", replicas=(1,), share_of=(2, 4, 8)),
 )  # fmt: skip
