@@ -124,31 +124,33 @@ class Entry:
 
 
 _STREAMING = {"sync_interval": SYNC_INTERVAL, "overlap_steps": 1, "codec": "e3m0"}
+_ISO = _STREAMING | {"blend": 0.0, "outer_lr": 1.8, "outer_momentum": 0.7}
 _AT_ONCE = {"sync_interval": SYNC_INTERVAL}
 
 ENTRIES: tuple[Entry, ...] = (
     Entry(name=BASELINE, method="all-reduce", replicas=(1,), grid="all", budgets=(1.0, 0.5, 0.7, 1.4),
           rungs="A B G1 G2"),
-    Entry(name="iso-loco", method="iso-loco", options=_STREAMING | {"blend": 0.0}, rungs="A B G1 G2"),
+    Entry(name="iso-loco", method="iso-loco", options=_ISO, rungs="A B G1 G2"),
     Entry(name="streaming-diloco", method="streaming-diloco", options=_STREAMING, rungs="A B G1 G2"),
     Entry(name="streaming-diloco, blend 0", method="streaming-diloco", options=_STREAMING | {"blend": 0.0},
           replicas=(2, 4)),
-    Entry(name="iso-loco, blend 0.5", method="iso-loco", options=_STREAMING, replicas=(2, 4)),
+    Entry(name="iso-loco, momentum 0.8", method="iso-loco", options=_ISO | {"outer_momentum": 0.8}),
+    Entry(name="iso-loco, blend 0.5", method="iso-loco", options=_ISO | {"blend": 0.5}, replicas=(2, 4)),
     Entry(name="diloco", method="diloco", options=_AT_ONCE, replicas=(2, 4, 8, 1)),
-    Entry(name="iso-loco, float32", method="iso-loco", options=_STREAMING | {"blend": 0.0, "codec": "float32"},
+    Entry(name="iso-loco, float32", method="iso-loco", options=_ISO | {"codec": "float32"},
           replicas=(2,)),
     Entry(name="streaming-diloco, float32", method="streaming-diloco", options=_STREAMING | {"codec": "float32"},
           replicas=(2,)),
-    Entry(name="iso-loco, one replica", method="iso-loco", options=_STREAMING | {"blend": 0.0}, replicas=(1,),
+    Entry(name="iso-loco, one replica", method="iso-loco", options=_ISO, replicas=(1,),
           rungs="A B"),
     Entry(name="data-parallel, Muon", method="all-reduce", replicas=(1,), inner="muon", grid="all", rungs="A B"),
     Entry(name="iso-loco, Muon inside", method="iso-loco", inner="muon",
-          options=_STREAMING | {"blend": 0.0, "outer_lr": 1.0, "outer_momentum": 0.6}, replicas=(2, 4)),
+          options=_ISO | {"outer_lr": 1.0, "outer_momentum": 0.6}, replicas=(2, 4)),
     Entry(name="streaming-diloco, Muon inside", method="streaming-diloco", inner="muon",
           options=_STREAMING | {"outer_lr": 0.7, "outer_momentum": 0.6}, replicas=(2, 4)),
     *(
         Entry(name=f"iso-loco, {word} {value}", method="iso-loco", replicas=(2,), follows="iso-loco",
-              options=_STREAMING | {"blend": 0.0, option: value})
+              options=_ISO | {option: value})
         for word, option, values in (
             ("H", "sync_interval", (10, 100, 300)), ("tau", "overlap_steps", (3, 5, 10)), ("blend", "blend", (0.25,)),
         )

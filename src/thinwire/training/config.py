@@ -118,7 +118,7 @@ class SyncConfig:
     outer_lr: float | None = None
     """Learning rate of the outer step. Default: by method; iso-loco 1.8 on hidden matrices."""
     outer_momentum: float | None = None
-    """Momentum of the outer step. Default: by method; iso-loco 0.8 on hidden matrices."""
+    """Momentum of the outer step. Default: by method; iso-loco 0.7 on hidden matrices."""
     method_option: tuple[str, ...] = ()
     """Option of the method as NAME=VALUE, see `thinwire methods NAME`; --NAME VALUE works too. Repeatable."""
     pace: bool = False
