@@ -13,7 +13,7 @@ from tests.reference.plain_replicas import Replica, adamw, assert_all_same, mean
 from tests.reference.small_models import build
 from thinwire.codecs import block_2bit, float32
 from thinwire.elastic.elastic_method import elastic
-from thinwire.methods import iso_loco, muloco, streaming_diloco
+from thinwire.methods import iso_loco, muloco, pier, streaming_diloco
 from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.sync.outer_optimizer import Nesterov, Restarted
 
@@ -144,6 +144,8 @@ def test_muloco_with_fragments_is_its_equations_bit_for_bit(num_fragments):
 
 CANDIDATES = {
     "muloco": lambda: muloco(sync_interval=5, overlap_steps=2, num_fragments=None),
+    # saved in the middle of the lazy start
+    "pier": lambda: pier(sync_interval=5, lazy_steps=15, total_steps=23, overlap_steps=2),
     "norm": lambda: streaming_diloco(sync_interval=5, overlap_steps=2, layers_per_fragment=1, preserve_norm=True),
     "restart": lambda: streaming_diloco(sync_interval=5, overlap_steps=2, layers_per_fragment=1, restart_every=2),
     "iso": lambda: iso_loco(sync_interval=5, overlap_steps=2, restart_every=2, preserve_norm=True),
