@@ -156,6 +156,22 @@ ENTRIES: tuple[Entry, ...] = (
         )
         for value in values
     ),
+    Entry(name="SNOO", method="diloco", replicas=(1,), grid="all",
+          options={"sync_interval": 100, "outer_lr": 0.8, "outer_momentum": 0.75}),
+    Entry(name="muloco, fragments and overlap", method="muloco", inner="muon", replicas=(2, 4),
+          options=_AT_ONCE | {"overlap_steps": 1, "num_fragments": None}),
+    Entry(name="streaming-diloco, preserved norm", method="streaming-diloco", replicas=(2, 4),
+          options=_STREAMING | {"preserve_norm": True}),
+    Entry(name="iso-loco, preserved norm", method="iso-loco", replicas=(2, 4),
+          options=_ISO | {"preserve_norm": True}),
+    # the paper's rate of 0.9 refers to a normalised momentum: 0.9 * (1 - 0.7)
+    Entry(name="streaming-diloco, momentum restart", method="streaming-diloco", replicas=(2, 4),
+          options=_STREAMING | {"outer_lr": 0.27, "outer_momentum": 0.7, "restart_every": 3}),
+    Entry(name="streaming-diloco, lazy start", method="pier", replicas=(2, 4),
+          options=_STREAMING | {"lazy_steps": 270, "warms_momentum": False}),
+    Entry(name="pier", method="pier", replicas=(2, 4),
+          options={"sync_interval": SYNC_INTERVAL, "lazy_steps": 270, "total_steps": 2600, "overlap_steps": 0,
+                   "num_fragments": 1, "codec": "float32"}),
     Entry(name="local-sgd", method="local-sgd", options=_AT_ONCE),
     Entry(name="one replica alone", method="all-reduce", replicas=(1,), share_of=(2, 4, 8)),
 )  # fmt: skip

@@ -198,6 +198,38 @@ def mean_by_tensor(
     return torch.cat([rule(piece) for rule, piece in zip(rules, pieces, strict=True)])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanByTensor:
+    """The mean of equal parts, some of whose tensors keep the length of a single part; see `WeightedMean`.
+
+    Attributes:
+        sizes: Elements of each tensor of the vector.
+        keeps_norm: For each tensor, whether it keeps its length.
+
+    Example:
+        >>> rule = MeanByTensor(sizes=(2, 2), keeps_norm=(True, False))
+        >>> rule(torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 1.0]]))
+        tensor([0.7071, 0.7071, 0.5000, 0.5000])
+    """
+
+    sizes: tuple[int, ...]
+    keeps_norm: tuple[bool, ...]
+
+    @property
+    def name(self) -> str:
+        """See `Aggregate.name`."""
+        return "norm-preserving-mean"
+
+    def check(self, num_replicas: int) -> None:
+        """See `Aggregate.check`; one replica is enough."""
+        require(self, num_replicas, at_least=1)
+
+    def __call__(self, stack: torch.Tensor) -> torch.Tensor:
+        """See `Aggregate.__call__`."""
+        weights = [1.0] * check_stack(self, stack)
+        return mean_by_tensor(stack, weights=weights, sizes=self.sizes, keeps_norm=self.keeps_norm)
+
+
 # Directions that cancel to less than this share leave nothing but rounding errors of float32.
 _LEAST_DIRECTION = 2.0**-20
 

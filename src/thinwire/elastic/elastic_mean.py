@@ -15,7 +15,15 @@ from typing import Protocol
 import torch
 
 from thinwire.averaging.aggregation_rules import mean_by_tensor
-from thinwire.averaging.exchange import AllGather, BoundExchange, Exchange, Shapes, TwoPhase, laid_out
+from thinwire.averaging.exchange import (
+    AllGather,
+    BoundExchange,
+    Exchange,
+    NormPreservingAllGather,
+    Shapes,
+    TwoPhase,
+    laid_out,
+)
 from thinwire.averaging.payloads import EncodeStage, ExchangeState, Ramp, decode
 from thinwire.averaging.quorum_messages import PART_HEADER_BYTES, PartHeader, read_part_header, with_part_header
 from thinwire.averaging.reductions import norms
@@ -162,6 +170,8 @@ def elastic_mean(
     Raises:
         ValueError: It remembers what it sent, combines parts otherwise than by their mean, or is no all-gather.
     """
+    if isinstance(exchange, NormPreservingAllGather):
+        return ElasticMean(codec=exchange.codec, session=session, preserve_norm=True, find=find)
     is_plain = isinstance(exchange, AllGather | TwoPhase) and exchange.memory is None
     is_mean = getattr(exchange, "aggregate", None) is None and getattr(exchange, "owner_memory", None) is None
     codec = getattr(exchange, "codec", None)

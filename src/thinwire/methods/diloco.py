@@ -79,7 +79,9 @@ def default_outer_lr(num_replicas: int) -> float:
     """Return the outer learning rate for Nesterov with momentum 0.9.
 
     The best rate does not depend on the model's size and grows with the number of replicas (arXiv 2503.09799, section
-    4 and figure 7: 0.4 to 0.6 for one, 0.6 for 2 and 4, 0.8 for 8, at a sync interval of 30).
+    4 and figure 7: 0.4 to 0.6 for one, 0.6 for 2 and 4, 0.8 for 8, at a sync interval of 30). It also grows with the
+    sync interval (section 5.1, intervals of 1 to 300), but figure 8 draws that and no number is stated. So the default
+    ignores the interval: try a higher rate above 30, and a lower one below.
 
     Example:
         >>> default_outer_lr(2), default_outer_lr(8)

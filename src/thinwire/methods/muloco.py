@@ -17,17 +17,14 @@ plain exchanges, which then remember nothing. The final exchange is dense.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from thinwire.averaging.exchange import AllGather, Exchange, cheapest
-from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, block_2bit, float32
 from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.methods.registry import About, register
-from thinwire.sync.fragments import Pattern
+from thinwire.methods.streaming_diloco import streaming_diloco
 from thinwire.sync.method import Method
-from thinwire.sync.outer_optimizer import Nesterov
-from thinwire.sync.schedule import Staggered
-from thinwire.sync.updates import OuterStep
-from thinwire.sync.views import PseudoGradient
 
 ABOUT = About(
     paper="arXiv 2505.23725",
@@ -45,15 +42,23 @@ def muloco(
     sync_interval: int = 30,
     codec: Codec | None = None,
     decay: float = 1.0,
+    overlap_steps: int = 0,
+    blend: float | None = None,
+    num_fragments: int | None = 1,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.6,
 ) -> Method:
     """Exchange the whole model's pseudo-gradient in two bits every `sync_interval` inner steps, and wait for it.
 
+    With fragments and an overlap the rounds are those of Streaming DiLoCo, and each fragment has its own residual.
+
     Args:
         sync_interval: H, at least 1.
         codec: The pseudo-gradients' code; two bits by default.
         decay: beta, share of the residual that stays.
+        overlap_steps: tau: inner steps from launch to apply, 0 <= tau < H.
+        blend: alpha: weight of the local value at apply, in [0, 1); 0.5 by default, 0 where nothing overlaps.
+        num_fragments: P, the fragment of embedding and rest among them; None for 3 blocks a fragment.
         outer_lr: Nesterov's learning rate.
         outer_momentum: Nesterov's momentum.
 
@@ -65,7 +70,10 @@ def muloco(
         'block-2bit'
     """
     payload_codec = block_2bit() if codec is None else codec
-    update = OuterStep(optimizer=Nesterov(lr=outer_lr, momentum=outer_momentum))
+    streaming = streaming_diloco(
+        sync_interval=sync_interval, overlap_steps=overlap_steps, blend=blend, num_fragments=num_fragments,
+        outer_lr=outer_lr, outer_momentum=outer_momentum,
+    )  # fmt: skip
     feedback = AllGather(codec=payload_codec, memory=ErrorFeedback(decay=decay))
 
     def exchange(num_replicas: int) -> Exchange:
@@ -73,12 +81,7 @@ def muloco(
             return cheapest(payload_codec, num_replicas=num_replicas)
         return feedback
 
-    return Method(
-        name="muloco",
-        schedule=Staggered(sync_interval=sync_interval),
-        topology=AllReplicas(),
-        view=PseudoGradient(fragments=Pattern(num_fragments=1)),
-        exchange=exchange,
-        update=lambda num_replicas: update,
+    return replace(
+        streaming, name="muloco", exchange=exchange,
         last_exchange=lambda num_replicas: cheapest(float32(), num_replicas=num_replicas),
-    )
+    )  # fmt: skip

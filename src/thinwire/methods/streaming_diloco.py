@@ -26,14 +26,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from thinwire.averaging.exchange import AllGather, Exchange, TwoPhase, cheapest
+from thinwire.averaging.exchange import AllGather, Exchange, NormPreservingAllGather, TwoPhase, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, e3m0
 from thinwire.methods.diloco import default_outer_lr
 from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
-from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer
+from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer, Restarted
 from thinwire.sync.schedule import Staggered
 from thinwire.sync.updates import OuterStep
 from thinwire.sync.views import PseudoGradient
@@ -61,6 +61,8 @@ def streaming_diloco(
     outer_lr: float | None = None,
     outer_momentum: float = 0.9,
     outer_optimizer: OuterOptimizer | None = None,
+    restart_every: int | None = None,
+    preserve_norm: bool = False,
 ) -> Method:
     """Exchange one fragment at a time, in 4 bits, while training goes on.
 
@@ -76,6 +78,8 @@ def streaming_diloco(
         outer_lr: Nesterov's learning rate; by default `default_outer_lr` of the number of replicas.
         outer_momentum: Nesterov's momentum.
         outer_optimizer: Another outer optimizer than Nesterov; then the two arguments above do not count.
+        restart_every: Rounds of a fragment after which its outer momentum restarts from zero (arXiv 2605.28585).
+        preserve_norm: Whether the mean of each matrix keeps the length of a single pseudo-gradient (arXiv 2604.21428).
 
     Raises:
         ValueError: An argument is out of its range; names the value, the limit and the remedy.
@@ -93,7 +97,8 @@ def streaming_diloco(
 
     def update(num_replicas: int) -> OuterStep:
         lr = default_outer_lr(num_replicas) if outer_lr is None else outer_lr
-        return OuterStep(optimizer=outer_optimizer or Nesterov(lr=lr, momentum=outer_momentum), blend=alpha)
+        optimizer = outer_optimizer or Nesterov(lr=lr, momentum=outer_momentum)
+        return OuterStep(optimizer=restarted(optimizer, every=restart_every, sync_interval=sync_interval), blend=alpha)
 
     update(1)  # a bad argument is refused here, not when training starts
     return Method(
@@ -101,7 +106,7 @@ def streaming_diloco(
         schedule=schedule,
         topology=AllReplicas(),
         view=PseudoGradient(fragments=pattern),
-        exchange=_exchange_for(exchange, codec=e3m0() if codec is None else codec),
+        exchange=_exchange_for(exchange, codec=e3m0() if codec is None else codec, preserve_norm=preserve_norm),
         update=update,
     )
 
@@ -114,7 +119,17 @@ def _check_overlaps(overlaps: tuple[int, ...], *, sync_interval: int) -> None:
         )
 
 
-def _exchange_for(name: str, *, codec: Codec) -> Callable[[int], Exchange]:
+def restarted(optimizer: OuterOptimizer, *, every: int | None, sync_interval: int) -> OuterOptimizer:
+    """Return an outer optimizer whose momentum restarts after `every` rounds, None for never."""
+    return optimizer if every is None else Restarted(optimizer=optimizer, every=every, sync_interval=sync_interval)
+
+
+def _exchange_for(name: str, *, codec: Codec, preserve_norm: bool) -> Callable[[int], Exchange]:
+    if preserve_norm and name == "two-phase":
+        raise ValueError(
+            "preserve_norm needs each replica's part as a whole, got exchange='two-phase', whose owners see one shard; "
+            "take exchange='all-gather'"
+        )
     choices: dict[str, Callable[[int], Exchange]] = {
         "auto": lambda num_replicas: cheapest(codec, num_replicas=num_replicas),
         "all-gather": lambda num_replicas: AllGather(codec=codec),
@@ -122,4 +137,4 @@ def _exchange_for(name: str, *, codec: Codec) -> Callable[[int], Exchange]:
     }
     if name not in choices:
         raise ValueError(f"exchange must be one of {', '.join(choices)}, got {name!r}")
-    return choices[name]
+    return (lambda num_replicas: NormPreservingAllGather(codec=codec)) if preserve_norm else choices[name]

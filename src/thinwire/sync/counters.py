@@ -79,6 +79,10 @@ class UncountedWork:
         """Record the work in a round's part."""
         self._launched[round.id] = self._done
 
+    def discard(self, round: Round) -> None:
+        """Forget that a round was launched, since it exchanges no work of inner steps."""
+        self._launched.pop(round.id, None)
+
     def settle(self, round: Round, *, is_counted: bool) -> None:
         """Record whether a round counted its part."""
         launched = self._launched.pop(round.id, None)

@@ -30,6 +30,7 @@ class Method:
         has_common_value: Whether all replicas hold the same global value; where they do not, only the final exchange
             makes one model of theirs.
         drift_intervals: How many sync intervals one replica may be ahead of another.
+        lazy_steps: Inner steps at the start of a run whose gradients are averaged, by a schedule of `LazyStart`.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Method:
     last_exchange: Callable[[int], Exchange] | None = None
     has_common_value: bool = True
     drift_intervals: int = 2
+    lazy_steps: int = 0
 
     def exchanges(self, num_replicas: int) -> tuple[Exchange, ...]:
         """Return one exchange a channel."""

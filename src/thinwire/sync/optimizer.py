@@ -307,6 +307,8 @@ class DistributedOptimizer(EagerOptimizer):
                 f"batch, calls backward() and returns the loss"
             )
         self._observe_time()
+        if self._is_lazy:
+            self._begin_lazy_step(closure)
         self._steps_done += 1
         if self.method.view.moment == "around_closure":
             return self._driven_step(closure)
@@ -349,11 +351,14 @@ class DistributedOptimizer(EagerOptimizer):
             RuntimeError: It was called twice before a step.
         """
         acts_alone = self._engine.has_memory or self._engine.update.replaces_inner_step
-        if self.method.view.moment != "before_inner_step" or acts_alone:
+        if not self._is_lazy and (self.method.view.moment != "before_inner_step" or acts_alone):
             return
         if self._has_averaged:
             raise RuntimeError("average_gradients() was called twice; call step() in between")
-        self._average_gradients()
+        if self._is_lazy:
+            self._engine.average_gradients(self._steps_done + 1)
+        else:
+            self._average_gradients()
         self._has_averaged = True
 
     @contextmanager
@@ -510,6 +515,21 @@ class DistributedOptimizer(EagerOptimizer):
             return loss
 
         return averaged() if self._engine.update.replaces_inner_step else self._inner_step(averaged)
+
+    @property
+    def _is_lazy(self) -> bool:
+        """Whether the next step averages gradients before the rounds of pseudo-gradients begin."""
+        return self._steps_done < self.method.lazy_steps
+
+    def _begin_lazy_step(self, closure: Callable[[], Any] | None) -> None:
+        if closure is not None or hasattr(self, "found_inf"):
+            raise ValueError(
+                f"{self.method.name} averages gradients in its first {self.method.lazy_steps} steps, before the inner "
+                f"step; call step() without closure and without GradScaler"
+            )
+        if not self._has_averaged:
+            self._engine.average_gradients(self._steps_done + 1)
+        self._has_averaged = False
 
     def _average_gradients(self) -> None:
         # counted apart from steps: an inner optimizer may call its closure several times a step

@@ -11,7 +11,7 @@ from torch import nn
 from thinwire.averaging.round_context import Average
 from thinwire.errors import CheckpointError
 from thinwire.sync.global_parameters import load_vectors
-from thinwire.sync.outer_optimizer import NeedsMatrices, OuterOptimizer
+from thinwire.sync.outer_optimizer import ChangesByStep, NeedsMatrices, OuterOptimizer
 from thinwire.sync.schedule import Round
 from thinwire.sync.views import BoundGradient, BoundPseudoGradient, BoundView, PseudoGradient
 
@@ -179,12 +179,15 @@ class BoundOuterStep:
         fragment, mean = round.fragment, average.mean
         value = self._parameters.values[fragment]
         momentum = self._momenta[fragment] if self._momenta else None
+        optimizer = self._optimizers[fragment]
+        if isinstance(optimizer, ChangesByStep):
+            optimizer = optimizer.at_step(round.launch_step)
         if mean.device == value.device:
-            self._optimizers[fragment].step(value, mean, momentum)
+            optimizer.step(value, mean, momentum)
         else:
             on_device = value.to(mean.device)
             momentum_there = None if momentum is None else momentum.to(mean.device)
-            self._optimizers[fragment].step(on_device, mean, momentum_there)
+            optimizer.step(on_device, mean, momentum_there)
             value.copy_(on_device)
             if momentum is not None and momentum_there is not None:
                 momentum.copy_(momentum_there)
