@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from tests.trained_runs import train
 from thinwire.cli.main import main
+from thinwire.cli.model_commands import _origin as origin_of
 from thinwire.cli.tables import sample_lines
 from thinwire.inference.trained_model import evaluate, load_trained
 
@@ -34,6 +36,11 @@ def test_generate_prints_the_text_on_stdout_and_where_it_is_from_on_stderr(run: 
     assert main([*words, "--seed", "4", "--step", "4"]) == 0
     other = capsys.readouterr()
     assert other.out != first.out and "a checkpoint, after step 4" in other.err
+
+
+def test_a_replica_s_own_parameters_are_not_called_global(run: Path) -> None:
+    own = dataclasses.replace(load_trained(run, step=4), replica=1)
+    assert origin_of(own) == f"replica 1's own parameters of {run}, a checkpoint, after step 4"
 
 
 def test_eval_prints_the_three_numbers_of_the_model_as_lines_and_as_json(

@@ -243,6 +243,25 @@ def test_a_replica_that_dies_for_good_is_gone_on_without(capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out)["last_step"][:2] == [60, 60]
 
 
+def test_a_simulation_refuses_a_model_that_a_machine_has_no_memory_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*ALIKE, "--step-time", "1s", "--steps", "2", "--method", "diloco"]
+    assert simulate_command.main([*words, "--model", "7b", "--memory", "24GB"]) == 2
+    refused = capsys.readouterr()
+    assert re.search(
+        r"--model 7b does not fit the memory of host-0; got about 1\d\d GB.*; allowed 24\.0 GB", refused.err
+    )
+    assert refused.out == ""
+    assert simulate_command.main([*words, "--memory", "24GB"]) == 0
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(HOUSE))
+    words = ["--cluster", str(path), *words[len(ALIKE) :]]
+    assert simulate_command.main(words) == 0
+    assert simulate_command.main([*words, "--model", "150m"]) == 2
+    assert "does not fit the memory of [red]shed; " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -179,7 +179,8 @@ def _load(run_dir: Path, *, step: int | None, device: str) -> TrainedModel:
 
 def _origin(trained: TrainedModel) -> str:
     kind = "the result" if trained.is_final else "a checkpoint"
-    return f"global parameters of {printable(trained.run_dir)}, {kind}, after step {trained.step:,}"
+    whose = "global parameters" if trained.replica is None else f"replica {trained.replica}'s own parameters"
+    return f"{whose} of {printable(trained.run_dir)}, {kind}, after step {trained.step:,}"
 
 
 def _plain(text: str) -> str:

@@ -23,6 +23,8 @@ from thinwire.training.method_catalog import check_codec, method_entry
 from thinwire.units import format_bytes, format_rate, format_seconds, parse_seconds
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from thinwire import simulate
     from thinwire.planning.cluster import Cluster
 
@@ -40,6 +42,9 @@ class SimulateOptions(ClusterOptions):
 
     method: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Method to simulate. Default: all-reduce, diloco, streaming-diloco. Repeatable."""
+
+    memory: str | None = None
+    """Memory of each machine's device, such as 80GB; a model that does not fit is refused. Default: not checked."""
 
     model: str = "nano"
     """nano, 35m, 150m, 400m, 1b, hf:PATH, or a size such as 7b."""
@@ -107,6 +112,7 @@ def main(arguments: Sequence[str]) -> int:
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     batch_size = BATCH_SIZE if options.batch_size is None else options.batch_size
     model = build_model(options.model, max_seq_len=seq_len, device="meta")
+    _check_memory(model, cluster, name=options.model, seq_len=seq_len)
     links = simulated_cluster(cluster)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     replicas = _replicas(options, cluster, num_parameters=parameters, tokens=batch_size * seq_len)
@@ -162,6 +168,26 @@ def _check(options: SimulateOptions, names: Sequence[str], cluster: Cluster) -> 
     parse_seconds(options.detection)
     for factor, spans in zip(*_factors_and_outages(options, count=cluster.num_replicas), strict=True):
         SimReplica(step_s=factor, sigma=options.jitter, outages=tuple(sorted(spans)))
+
+
+def _check_memory(model: nn.Module, cluster: Cluster, *, name: str, seq_len: int) -> None:
+    """Check that each machine that states its memory holds a replica, with one sequence in a forward pass.
+
+    Raises:
+        ValueError: Names the machine, the need and its memory.
+    """
+    from thinwire.planning.workload import BYTES_PER_PARAMETER, activation_bytes
+
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    needed = BYTES_PER_PARAMETER * parameters + activation_bytes(model, tokens=seq_len)
+    for machine in cluster.machines:
+        if machine.memory_bytes is not None and needed > machine.memory_bytes:
+            raise refusal(
+                f"--model {name} does not fit the memory of {machine.name}",
+                got=f"about {format_bytes(needed)}, with one sequence in a forward pass",
+                allowed=f"{format_bytes(machine.memory_bytes)} or less",
+                remedy="a smaller --model or --seq-len, or more --memory",
+            )
 
 
 def _config(name: str, options: SimulateOptions) -> TrainConfig:

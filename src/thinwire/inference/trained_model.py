@@ -34,7 +34,7 @@ _WEIGHTS = "*.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedModel:
-    """The global model of a run with its tokenizer.
+    """The global model of a run, or a replica's where the method has no global one, with its tokenizer.
 
     Attributes:
         run_dir: The run's folder.
@@ -43,6 +43,7 @@ class TrainedModel:
         tokenizer: The run's.
         step: Inner steps after which it was taken.
         is_final: Whether it is the result of the run, with its final exchange.
+        replica: Replica whose own parameters these are, as in a checkpoint of noloco; None for global ones.
     """
 
     run_dir: Path
@@ -51,6 +52,7 @@ class TrainedModel:
     tokenizer: Tokenizer
     step: int
     is_final: bool
+    replica: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -75,18 +77,20 @@ def load_trained(run_dir: Path, *, step: int | None = None, device: str = "cpu")
     check_device(device)
     config = read_config(find_run(run_dir)).replace(out=run_dir)
     is_final = step is None and any((run_dir / MODEL_FOLDER).glob(_WEIGHTS))
+    replica = None
     if is_final:
         step = config.run.steps
         tokenizer = _read_tokenizer(run_dir)
         model = _final_model(config, tokenizer=tokenizer)
     else:
-        files, step = _checkpoint(config, step)
+        files, step, replica = _checkpoint(config, step)
         tokenizer = _read_tokenizer(run_dir)
         model = _model_of_checkpoint(config, files, step=step, tokenizer=tokenizer)
     model.eval().requires_grad_(False)
     return TrainedModel(
-        run_dir=run_dir, config=config, model=model.to(device), tokenizer=tokenizer, step=step, is_final=is_final
-    )
+        run_dir=run_dir, config=config, model=model.to(device), tokenizer=tokenizer, step=step, is_final=is_final,
+        replica=replica,
+    )  # fmt: skip
 
 
 def _read_tokenizer(run_dir: Path) -> Tokenizer:
@@ -115,21 +119,27 @@ def _final_model(config: TrainConfig, *, tokenizer: Tokenizer) -> nn.Module:
         ) from error
 
 
-def _checkpoint(config: TrainConfig, step: int | None) -> tuple[CheckpointFiles, int]:
-    """Return the files of the wanted checkpoint, or of the newest one that verifies."""
+def _checkpoint(config: TrainConfig, step: int | None) -> tuple[CheckpointFiles, int, int | None]:
+    """Return the files of the wanted checkpoint, or of the newest one that verifies, its step, and its replica.
+
+    The replica is None where all replicas share the parameters, so that those of any one serve.
+    """
+    owners: dict[CheckpointFiles, int | None] = {}
     if config.elastic.is_enabled:
-        all_files = [global_files(open_storage(config.elastic.checkpoint_to or config.run_dir / "checkpoints"))]
-    else:  # global parameters are the same on all replicas, so those of any one serve
-        all_files = list(replica_files(open_storage(config.run_dir / "checkpoints")).values())
-    steps = {number: files for files in reversed(all_files) for number in files.steps()}
+        owners[global_files(open_storage(config.elastic.checkpoint_to or config.run_dir / "checkpoints"))] = None
+    else:
+        is_shared = make_method(config).has_common_value
+        for replica, files in replica_files(open_storage(config.run_dir / "checkpoints")).items():
+            owners[files] = None if is_shared else replica
+    steps = {number: files for files in reversed(owners) for number in files.steps()}
     if step is not None and step not in steps:
         known = ", ".join(map(str, sorted(steps))) or "none"
         raise CheckpointError(f"{config.run_dir} has no checkpoint of step {step}; its checkpoints: {known}")
     if step is not None:
-        return steps[step], step
+        return steps[step], step, owners[steps[step]]
     for number in sorted(steps, reverse=True):
         if not steps[number].problem(number):
-            return steps[number], number
+            return steps[number], number, owners[steps[number]]
     if steps:
         raise CheckpointError(f"{steps[max(steps)].problem(max(steps))}")
     every = config.output.checkpoint_every

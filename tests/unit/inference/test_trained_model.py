@@ -39,10 +39,20 @@ def test_the_result_is_what_the_run_has_hashed(config: TrainConfig) -> None:
 
 def test_a_checkpoint_holds_the_global_parameters_and_not_those_of_a_replica(config: TrainConfig) -> None:
     last, earlier = load_trained(config.run_dir, step=7), load_trained(config.run_dir, step=4)
-    assert (last.is_final, last.step, earlier.step) == (False, 7, 4)
+    assert (last.is_final, last.step, earlier.step, earlier.replica) == (False, 7, 4, None)
     # without a final exchange, the result is the round after step 6; each replica has done one more step
     assert parameters_sha256(last.model) == read_run(config.run_dir).finished().global_parameters_sha256
     assert parameters_sha256(earlier.model) != parameters_sha256(last.model)
+
+
+def test_a_checkpoint_of_a_method_without_global_parameters_is_a_replica_s(tmp_path: Path) -> None:
+    config = train(tmp_path, method="eager")
+    own = load_trained(config.run_dir, step=4)
+    assert (own.replica, load_trained(config.run_dir).replica) == (0, None)
+    for path in config.run_dir.glob("checkpoints/*/replica-0.*"):
+        path.unlink()
+    other = load_trained(config.run_dir, step=4)
+    assert other.replica == 1 and parameters_sha256(other.model) != parameters_sha256(own.model)
 
 
 def test_a_run_that_has_not_finished_gives_its_newest_whole_checkpoint(tmp_path: Path) -> None:

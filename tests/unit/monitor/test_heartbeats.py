@@ -7,7 +7,7 @@ import pytest
 from thinwire.monitor.detect.heartbeats import HeartbeatDelays
 from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.runlog.records import Beat, Communicator, Record, TransferEnd
+from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
 
 WHERE = Communicator(communicator="rounds", ranks=(0, 1, 2), hosts=("a", "a", "b"), clocks=("one", "one", "one"))
 
@@ -96,3 +96,22 @@ def test_it_is_worth_looking_again_soon_where_something_was_seen_once() -> None:
     judge.add(beats((0, 2), 8.0, 11.0))
     assert judge.update() == [] and judge.is_unsure
     assert [news.state for news in judge.update()] == ["new"] and not judge.is_unsure
+
+
+def test_a_live_rank_may_be_three_usual_steps_late_for_the_first_round() -> None:
+    judge = LiveDetector()
+    judge.add([WHERE, *beats((0, 1, 2), 0.0, 20.0)])
+    judge.add([
+        Span(rank=rank, kind="compute", step=step, started_s=4.0 * step, done_s=4.0 * step + 4.0)
+        for rank in (0, 1, 2) for step in range(5)
+    ])  # fmt: skip
+    for rank in (0, 2):
+        judge.add([Operation(
+            communicator="rounds", rank=rank, sequence=0, kind="all_gather", dtype="", count=0, posted_s=20.0, round=0,
+        )])  # fmt: skip
+    found_s, now_s = None, 20.0
+    while found_s is None and now_s < 60:
+        now_s += 0.5
+        judge.add(beats((0, 1, 2), now_s - 0.5, now_s))
+        found_s = now_s - 20 if judge.update() else None
+    assert found_s == pytest.approx(12.5, abs=1)

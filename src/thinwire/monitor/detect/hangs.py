@@ -78,7 +78,8 @@ def find_hangs(job: Job) -> list[Finding]:
     """Return one finding for each communicator that stands still for longer than its own history allows.
 
     The limit is the longest of 1 s, three times the usual time between operations, and 1.5 times the longest
-    operation that is usual. Where a rank has ended by a fault of its own, the others stand still because of it.
+    operation that is usual. Before the first operation has been repeated, it is three usual steps: replicas that share
+    cores are steps apart by then. Where a rank has ended by a fault of its own, the others stand still because of it.
     """
     failed = sorted((at_s, rank) for rank, (at_s, error) in job.goodbyes.items() if error)
     found = [_failed(job, rank) for _, rank in failed[:1]]
@@ -218,6 +219,15 @@ def limits_s(operations: Iterable[Operation]) -> tuple[float, float]:
     return gone_s, max(gone_s, HANGS.durations * _longest_usual_s(durations, latest))
 
 
+def _first_limit_s(job: Job, own: Iterable[Mapping[int, Operation]]) -> float:
+    """Return the limit of an operation if no rank has posted two: three usual steps of the recorded work; else 0."""
+    posted = [rank for ops in own for rank in ops]
+    if len(posted) > len(set(posted)):
+        return 0.0
+    steps = [span.done_s - span.started_s for span in job.spans if span.kind == "compute"]
+    return HANGS.periods * median(steps) if steps else 0.0
+
+
 def _longest_usual_s(durations: Mapping[int, float], latest: Mapping[int, tuple[float, int]]) -> float:
     """Return the longest usual operation; an earlier fault is no measure of the next one.
 
@@ -252,6 +262,7 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
     if not still:
         return None
     gone_s, limit_s = limits_s(op for _, all_ops in own for op in all_ops.values())
+    limit_s = max(limit_s, _first_limit_s(job, (ops for _, ops in own)))
     # a killed rank's last operation stays open in the records: operations with failed calls come first
     failed = [(number, ops) for number, ops in still if _waiting_in(ops) <= job.left]
     sequence, ops = (failed or still)[0]
