@@ -77,26 +77,50 @@ def test_a_block_that_is_left_out_says_why() -> None:
     assert not silent, "write <!-- not run: REASON --> at " + ", ".join(silent)
 
 
-def test_python_in_the_pages_runs(tmp_path: Path) -> None:
+# Imports torch once, and runs each script whose path it reads in a process and folder of its own.
+RUNNER = """
+import os, runpy, sys, traceback
+import torch
+for path in map(str.strip, sys.stdin):
+    child = os.fork()
+    if child == 0:
+        folder, name = os.path.split(path)
+        os.chdir(folder)
+        os.dup2(os.open("printed", os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(os.open("errors", os.O_WRONLY | os.O_CREAT), 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.argv, code = [name], 1
+        try:
+            runpy.run_path(name, run_name="__main__")
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", RUNNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:  # fmt: skip
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("name", WITH_PYTHON)
+def test_python_in_the_pages_runs(name: str, tmp_path: Path, runner: subprocess.Popen[str]) -> None:
     """One process a page, its blocks in order: what a reader types, from top to bottom."""
-    failed = []
-    for name in WITH_PYTHON:
-        folder = tmp_path / name.replace("/", "-")
-        folder.mkdir()
-        script = folder / Path(name).name
-        script.write_text(PROGRAMS[name].source)
-        done = subprocess.run(
-            [sys.executable, script.name],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        if done.returncode:
-            failed.append(f"{name}\n{done.stderr}")
-    assert not failed, "\n".join(failed)
+    script = tmp_path / Path(name).name
+    script.write_text(PROGRAMS[name].source)
+    assert runner.stdin is not None and runner.stdout is not None
+    print(script, file=runner.stdin, flush=True)
+    assert runner.stdout.readline() == "0\n", (tmp_path / "errors").read_text()
 
 
 def _python_of(text: str) -> list[str]:
