@@ -25,6 +25,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "iso-loco": {"sync_interval": 5, "overlap_steps": 3, "layers_per_fragment": 2, "outer_lr": 1.0},
     "decoupled-diloco": {"sync_interval": 5, "overlap_steps": 3},
     "sparse-loco": {"sync_interval": 4, "k": 4, "chunk": 32},
+    "streaming-sparse-loco": {"sync_interval": 5, "overlap_steps": 3, "k": 4, "chunk": 32, "layers_per_fragment": 2},
     "eager": {"sync_interval": 4},
     "muloco": {"sync_interval": 4},
     "slowmo": {"sync_interval": 4},
