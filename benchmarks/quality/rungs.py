@@ -145,5 +145,7 @@ ENTRIES: tuple[Entry, ...] = (
     Entry(name="streaming-diloco, Muon inside", method="streaming-diloco", inner="muon",
           options=_STREAMING | {"outer_lr": 0.7, "outer_momentum": 0.6}, replicas=(2, 4)),
     Entry(name="local-sgd", method="local-sgd", options=_AT_ONCE),
+    Entry(name="streaming-sparse-loco", method="streaming-sparse-loco", options=_AT_ONCE | {"overlap_steps": 1},
+          replicas=(2, 4)),
     Entry(name="one replica alone", method="all-reduce", replicas=(1,), share_of=(2, 4, 8)),
 )  # fmt: skip

@@ -12,9 +12,11 @@ from tests.reference.loops import same, steps, values, wrap
 from tests.reference.plain_replicas import adamw, train
 from tests.reference.small_models import build, loss_of
 from thinwire.codecs import chunked_top_k
-from thinwire.methods import sparse_loco, streaming_sparse_loco
+from thinwire.methods import sparse_loco, streaming_diloco, streaming_sparse_loco
 from thinwire.sync.fragments import find_blocks
+from thinwire.sync.method import Method
 from thinwire.transport.loopback import LoopbackTransport
+from thinwire.transport.recording import RecordingTransport
 
 SMALL: dict[str, Any] = {"k": 4, "chunk": 32, "layers_per_fragment": 2}
 Vectors = list[torch.Tensor]
@@ -121,6 +123,26 @@ def test_each_fragment_has_a_residual_of_its_own_in_the_state() -> None:
     one, other = thinwire.run_replicas(2, replica_main)
     assert [bool(one[fragment].any()) for fragment in sorted(one)] == [True, True, True, False]
     assert not torch.equal(one["0"], other["0"]), "a residual belongs to its own replica"
+
+
+def test_it_sends_less_than_a_fifteenth_of_the_bytes_of_e3m0_and_as_many_at_the_end() -> None:
+    def sent_by(method: Method) -> tuple[int, int]:
+        def replica_main(loopback: LoopbackTransport) -> tuple[int, int]:
+            model, transport = torch.nn.Linear(128, 100), RecordingTransport(loopback)
+            optimizer = wrap(model, transport, method)
+            began = transport.log.totals("sent").payload_bytes  # the first values of all parameters
+            for step in range(12):
+                model.weight.grad = torch.full_like(model.weight, 0.1 * step + loopback.replica)
+                optimizer.step()
+            before = transport.log.totals("sent").payload_bytes
+            optimizer.close(final_exchange=True)
+            return before - began, transport.log.totals("sent").payload_bytes - before
+
+        return tuple(thinwire.run_replicas(2, replica_main)[0])
+
+    sparse, dense = sent_by(streaming_sparse_loco(sync_interval=3)), sent_by(streaming_diloco(sync_interval=3))
+    assert 0 < 15 * sparse[0] < dense[0]
+    assert sparse[1] == dense[1], "the final exchange is dense"
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
