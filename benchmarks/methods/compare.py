@@ -74,6 +74,7 @@ def entries(task: str, *, steps: int | None = None) -> dict[str, dict[str, Any]]
         "eager": {"method": "eager", "arguments": interval},
         **(muon if task == "language" else {}),
         "sparse-loco": {"method": "sparse-loco", "arguments": interval},
+        "streaming-sparse-loco": {"method": "streaming-sparse-loco", "arguments": interval | {"overlap_steps": 3}},
         "slowmo": {"method": "slowmo", "arguments": interval},
         "co2": {"method": "co2", "arguments": interval},
         "noloco": {"method": "noloco", "arguments": interval},

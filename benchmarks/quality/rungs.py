@@ -173,5 +173,7 @@ ENTRIES: tuple[Entry, ...] = (
           options={"sync_interval": SYNC_INTERVAL, "lazy_steps": 270, "total_steps": 2600, "overlap_steps": 0,
                    "num_fragments": 1, "codec": "float32"}),
     Entry(name="local-sgd", method="local-sgd", options=_AT_ONCE),
+    Entry(name="streaming-sparse-loco", method="streaming-sparse-loco", options=_AT_ONCE | {"overlap_steps": 1},
+          replicas=(2, 4)),
     Entry(name="one replica alone", method="all-reduce", replicas=(1,), share_of=(2, 4, 8)),
 )  # fmt: skip

@@ -26,6 +26,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "pier": {"sync_interval": 3, "lazy_steps": 3, "total_steps": 12, "overlap_steps": 1, "layers_per_fragment": 2},
     "decoupled-diloco": {"sync_interval": 5, "overlap_steps": 3},
     "sparse-loco": {"sync_interval": 4, "k": 4, "chunk": 32},
+    "streaming-sparse-loco": {"sync_interval": 5, "overlap_steps": 3, "k": 4, "chunk": 32, "layers_per_fragment": 2},
     "eager": {"sync_interval": 4},
     "muloco": {"sync_interval": 4},
     "slowmo": {"sync_interval": 4},

@@ -66,7 +66,7 @@ def _print_table(found: dict[str, dict[str, str]]) -> None:
     console.width = min(_MAX_COLUMNS, console.width) if sys.stdout.isatty() else _MAX_COLUMNS
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method", no_wrap=True)
-    table.add_column("what it does", width=38)
+    table.add_column("what it does", width=33)
     table.add_column("paper", no_wrap=True)
     table.add_column("bits per parameter and step", width=24)
     for name, facts in found.items():

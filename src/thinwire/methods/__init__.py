@@ -33,6 +33,7 @@ from thinwire.methods.robust import robust
 from thinwire.methods.slowmo import slowmo
 from thinwire.methods.sparse_loco import sparse_loco
 from thinwire.methods.streaming_diloco import streaming_diloco
+from thinwire.methods.streaming_sparse_loco import streaming_sparse_loco
 from thinwire.methods.zero_one_adam import zero_one_adam
 from thinwire.sync.method import RECIPES, Method, recipe
 
@@ -74,6 +75,7 @@ __all__ = [
     "sparse_loco",
     "story",
     "streaming_diloco",
+    "streaming_sparse_loco",
     "zero_one_adam",
 ]
 

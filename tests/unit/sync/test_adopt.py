@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "iso-loco": {"sync_interval": 4},
     "muloco": {"sync_interval": 4},
     "sparse-loco": {"sync_interval": 4, "k": 4, "chunk": 32},
+    "streaming-sparse-loco": {"sync_interval": 5, "overlap_steps": 3, "k": 4, "chunk": 32},
     "power-sgd": {"rank": 2},
     "ef21": {},
     "one-bit-adam": {"warmup_steps": 3},

@@ -10,6 +10,7 @@
 | `fragments-only` | yes | no | float32 | thinwire |
 | `streaming-dense` | yes | yes | float32 | thinwire |
 | `streaming-e3m0` | yes | yes | E3M0 | thinwire |
+| `streaming-sparse` | yes | yes | 64 of 4,096 values, in 2 bits | thinwire |
 | `ddp` | - | within a step | float32 gradients, every step | PyTorch |
 | `ddp-powersgd` | - | within a step | gradients of low rank, every step | PyTorch |
 | `torchft-diloco` | yes | yes | float32 | torchft |
@@ -33,7 +34,7 @@ if TYPE_CHECKING:  # a command line is checked against the names here before tor
     from thinwire.sync.method import Method
     from thinwire.transport.recording import RecordingTransport
 
-Kind = Literal["every-step", "diloco", "streaming", "ddp", "torchft"]
+Kind = Literal["every-step", "diloco", "streaming", "streaming-sparse", "ddp", "torchft"]
 # The top of what PyTorch's documentation calls typical (1 to 4; it advises to go up from 1 until the loss is right, and
 # a benchmark has no time to try). On `nano` it sends a fortieth of a block's gradients.
 POWERSGD_RANK = 4
@@ -45,8 +46,8 @@ class Contender:
 
     Attributes:
         name: What the command line and the results call it.
-        kind: `"every-step"`, `"diloco"` and `"streaming"` are methods of thinwire; `"ddp"` is PyTorch's own
-            DistributedDataParallel and `"torchft"` torchft's DiLoCo.
+        kind: `"every-step"`, `"diloco"`, `"streaming"` and `"streaming-sparse"` are methods of thinwire; `"ddp"` is
+            PyTorch's own DistributedDataParallel and `"torchft"` torchft's DiLoCo.
         codec: Name of the payloads' codec; for references the dtype they send.
         has_fragments: Whether the model is exchanged in fragments.
         has_overlap: Whether a round may last `overlap_steps` inner steps.
@@ -89,6 +90,8 @@ class Contender:
         if self.kind == "diloco":
             return methods.diloco(sync_interval=sync_interval, codec=codec)
         overlaps: dict[str, Any] = {"overlap_steps": overlap_steps if self.has_overlap else 0}
+        if self.kind == "streaming-sparse":
+            return methods.streaming_sparse_loco(sync_interval=sync_interval, **overlaps)
         pieces: dict[str, Any] = {} if self.has_fragments else {"num_fragments": 1}
         return methods.streaming_diloco(sync_interval=sync_interval, codec=codec, **overlaps, **pieces)
 
@@ -102,10 +105,14 @@ _ALL = (
     Contender(name="fragments-only", kind="streaming", has_fragments=True),
     Contender(name="streaming-dense", kind="streaming", has_fragments=True, has_overlap=True),
     Contender(name="streaming-e3m0", kind="streaming", codec="e3m0", has_fragments=True, has_overlap=True),
+    Contender(
+        name="streaming-sparse", kind="streaming-sparse", codec="chunked-top-k-2bit", has_fragments=True,
+        has_overlap=True,
+    ),
     Contender(name="ddp", kind="ddp"),
     Contender(name="ddp-powersgd", kind="ddp", powersgd_rank=POWERSGD_RANK),
     Contender(name="torchft-diloco", kind="torchft", has_fragments=True, has_overlap=True),
-)
+)  # fmt: skip
 CONTENDERS: Mapping[str, Contender] = MappingProxyType({contender.name: contender for contender in _ALL})
 # From DiLoCo to Streaming DiLoCo, one part at a time; then overlap and E3M0 alone.
 ABLATION = ("diloco", "fragments-only", "streaming-dense", "streaming-e3m0", "overlap-only", "diloco-e3m0")

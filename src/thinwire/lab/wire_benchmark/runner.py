@@ -23,7 +23,7 @@ _STEP_S = 0.25
 _FEWEST_STEPS = 2
 _WIDE_STEPS = 2
 _NUM_PARAMETERS = 3_050_000  # of the benchmark's model, for estimates of time
-_BYTES = {"float32": 4.0, "bfloat16": 2.0, "e3m0": 4.125 / 8}
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "e3m0": 4.125 / 8, "chunked-top-k-2bit": 0.234 / 8}
 # By this much rank 4 shrinks what `nano` sends (a fortieth of a block, vectors whole): only for budgets.
 _POWERSGD_FACTOR = 20
 
