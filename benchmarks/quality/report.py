@@ -33,6 +33,7 @@ from thinwire.models.transformer import TransformerConfig, build_transformer
 from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, image_file, line_chart
 from thinwire.planning.predict import predict
 from thinwire.planning.simulator_adapter import traffic_of
+from thinwire.units import format_bytes
 
 Lines = Mapping[str, dict[str, Any]]
 # Of each number of replicas: the most that plain Streaming DiLoCo and the best recipe may lie above data-parallel
@@ -154,28 +155,35 @@ def _sent_bytes(side: Side, found: Sequence[Mapping[str, Any]]) -> int:
     )
 
 
-def print_tables(found: Sequence[Row], rung: Rung, lines: Lines) -> None:
+def table(found: Sequence[Row]) -> str:
+    """Return the rows as a Markdown table."""
+    parts = [
+        "| method | replicas | lr | seeds | loss | gap | token lag | sent by a replica |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found:
+        lag = "" if row.token_lag_percent is None else f"{row.token_lag_percent:+.0f} %"
+        spread = f" ({row.gap_low:+.2f} to {row.gap_high:+.2f})" if row.seeds > 1 else ""
+        rate = f"{row.lr:g}" + ("" if row.is_tuned else ", at the edge")
+        parts.append(
+            f"| {row.method} | {row.replicas} | {rate} | {row.seeds} | {row.loss:.4f} "
+            f"| {row.gap_percent:+.2f} %{spread} | {lag} | {format_bytes(row.bytes_per_replica)} |"
+        )
+    return "\n".join(parts)
+
+
+def print_rung(found: Sequence[Row], rung: Rung, lines: Lines) -> None:
     runs = [line for line in lines.values() if line["rung"] == rung.name]
     if not runs:
         print(f"rung {rung.name}: not run")
         return
-    machines = sorted({line["machine"] for line in runs})
     per_parameter = rung.tokens / runs[0]["num_parameters"]
     print(
         f"rung {rung.name}: {runs[0]['num_parameters']:,} parameters, {per_parameter:.1f} tokens a parameter, "
         f"{rung.steps // SYNC_INTERVAL} rounds at H {SYNC_INTERVAL}, beta2 {rung.beta2}, {len(runs)} runs on "
-        f"{'; '.join(machines)}\n"
+        f"{'; '.join(sorted({line['machine'] for line in runs}))}\n"
     )
-    print("| method | replicas | lr | seeds | loss | gap | token lag | bytes a replica |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for row in found:
-        lag = "" if row.token_lag_percent is None else f"{row.token_lag_percent:+.0f} %"
-        spread = f" ({row.gap_low:+.2f} to {row.gap_high:+.2f})" if row.seeds > 1 else ""
-        rate = f"{row.lr:g}" + ("" if row.is_tuned else " (edge of its grid)")
-        print(
-            f"| {row.method} | {row.replicas} | {rate} | {row.seeds} | {row.loss:.4f} "
-            f"| {row.gap_percent:+.2f} %{spread} | {lag} | {row.bytes_per_replica / 1e6:,.2f} MB |"
-        )
+    print(table(found))
 
 
 def print_bars(found: Sequence[Row]) -> None:
@@ -264,7 +272,7 @@ def main() -> None:
             if found:
                 write_figures(rung, lines, options.figures, replicas=options.replicas)
         else:
-            print_tables(found, rung, lines)
+            print_rung(found, rung, lines)
             print()
 
 
