@@ -34,7 +34,12 @@ def train(folder: Path, **options: Any) -> TrainConfig:
         "method": "diloco", "sync_interval": 3, "eval_every": 0, "checkpoint_every": 4, "out": folder / "run",
         "cache_dir": folder / "cache", "threads": 1,
     }  # fmt: skip
-    config = resolve(TrainConfig.of(**{**given, **options}), world_size=None, cores=1, home=folder)
+    return train_here(TrainConfig.of(**{**given, **options}), home=folder)
+
+
+def train_here(given: TrainConfig, *, home: Path) -> TrainConfig:
+    """Train as `thinwire train` does with these options, with replicas in threads; return the resolved options."""
+    config = resolve(given, world_size=None, cores=1, home=home)
     make_run_folder(config, run=new_identity(config_digest=config.digest()), is_resumed=False)
 
     def replica_main(transport: LoopbackTransport) -> None:

@@ -80,7 +80,7 @@ def test_a_block_that_is_left_out_says_why() -> None:
 # Imports torch once, and runs each script whose path it reads in a process and folder of its own.
 RUNNER = """
 import os, runpy, sys, traceback
-import torch
+import torch._dynamo  # the first step of an optimizer of torch's imports it, too
 for path in map(str.strip, sys.stdin):
     child = os.fork()
     if child == 0:

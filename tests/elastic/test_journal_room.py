@@ -103,7 +103,12 @@ def test_the_waiting_ends_with_the_process_and_other_errors_are_not_waited_for(
     journal = Journal(tmp_path / "journal", until=until)
     monkeypatch.setattr("thinwire.elastic.journal.MAX_UNWRITTEN_BYTES", 0)
     monkeypatch.setattr("thinwire.elastic.journal._WAIT_S", 0.001)
-    disk = FullDisk(times=100, code=code, on_refusal=lambda left: until.set() if left == 95 else None)
+
+    def end_at_the_fifth(left: int) -> None:
+        if left == 95:
+            until.set()
+
+    disk = FullDisk(times=100, code=code, on_refusal=end_at_the_fifth)
     monkeypatch.setattr("os.write", disk)
     with pytest.raises(ThinwireError, match="make room"):
         journal.write("line", {"number": 0})

@@ -51,7 +51,8 @@ def gains(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 def train(folder: Path, *words: str) -> int:
     (folder / "text.txt").write_text("a slow link carries little. " * 200)
     small = ["--data", str(folder / "text.txt"), "--tokenizer", "bytes", "--seq-len", "16", "--batch-size", "1"]
-    rest = ["--steps", "4", "--quiet", "--cache-dir", str(folder / "cache"), "--out", str(folder / "run")]
+    short = ["--steps", "4", "--eval-every", "0", "--final-eval-batches", "1", "--threads", "1"]
+    rest = [*short, "--quiet", "--cache-dir", str(folder / "cache"), "--out", str(folder / "run")]
     return train_main(["--method", "toy-average", *small, *rest, *words])
 
 
