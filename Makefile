@@ -35,7 +35,7 @@ TEST_EXTRAS := [dev,docs,hf,parquet]
 PINS_OF_TORCH := ^(torch|triton)==|^(cuda|nvidia)-
 
 RUN ?= runs/demo
-TRAIN := train --replicas 2 --method streaming-diloco --model nano --data stdlib --steps 300 \
+TRAIN := train --replicas 2 --method iso-loco --model nano --data stdlib --steps 300 \
 	--sync-interval 30 --overlap-steps 3 --codec e3m0 --out $(RUN)
 
 BENCHMARKS := $(sort $(wildcard benchmarks/*.py))

@@ -50,7 +50,7 @@ class Row:
         seeds: Runs at the best learning rate.
         loss: Their median, in nats a token.
         gap_percent: Median over the seeds; `gap_low` and `gap_high` are the ends.
-        token_lag_percent: Of the median loss; None where the baseline's budgets do not reach that far.
+        token_lag_percent: Of the median gap; None where the baseline's budgets do not reach that far.
         bytes_per_replica: Payload that each replica sent, counted; of data-parallel training, computed for two.
         is_tuned: Whether the best learning rate lies inside its grid.
     """
@@ -87,14 +87,17 @@ def rows(rung: Rung, lines: Lines) -> Iterator[Row]:
             continue
         found = _winners(side, lines)
         gaps = [100 * (x["loss"] / base_by_seed[x["seed"]] - 1) for x in found if x["seed"] in base_by_seed]
-        loss = statistics.median(x["loss"] for x in found)
+        gap = statistics.median(gaps)
         grid, best = side.grid(losses), side.settled_lr(losses)
         assert best is not None
         yield Row(
             rung=rung.name, method=side.entry.name, replicas=side.share_of if side.share_of > 1 else side.replicas,
-            sync_interval=side.entry.options.get("sync_interval", 1), lr=best, loss=loss,
-            baseline_loss=base, gap_percent=statistics.median(gaps), gap_low=min(gaps), gap_high=max(gaps),
-            token_lag_percent=token_lag_percent(loss, budgets, tokens=rung.tokens), seeds=len(found),
+            sync_interval=side.entry.options.get("sync_interval", 1), lr=best,
+            loss=statistics.median(x["loss"] for x in found),
+            baseline_loss=base, gap_percent=gap, gap_low=min(gaps), gap_high=max(gaps),
+            token_lag_percent=token_lag_percent(
+                base_by_seed[0] * (1 + gap / 100), budgets, tokens=rung.tokens
+            ), seeds=len(found),
             bytes_per_replica=_sent_bytes(side, found), is_tuned=_is_tuned(side, grid, best),
             windows=rung.windows // side.share_of,
         )  # fmt: skip

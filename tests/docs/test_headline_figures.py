@@ -10,6 +10,7 @@ import json
 import re
 import runpy
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
@@ -22,7 +23,7 @@ from markdown_pages import ROOT
 from tests.hostile_inputs import SENDERS
 from thinwire.lab.wire_benchmark.result_table import ResultRow, rows
 from thinwire.lab.wire_benchmark.runner import BenchWire, summary
-from thinwire.monitor.run_numbers import format_times, times_fewer
+from thinwire.monitor.run_numbers import format_times
 from thinwire.units import format_bytes
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -71,22 +72,28 @@ class Claim:
         return found[0].groups()
 
 
-def readme(results: Results) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return README's two runs."""
-    thin, dense = results.whole("readme.json")["runs"]
-    assert (thin["method"], dense["method"]) == ("streaming-diloco", "all-reduce")
-    assert all(run["steps"] == 300 and run["replicas"] == 2 and run["model"] == "nano" for run in (thin, dense))
-    return thin, dense
+def ladder(results: Results, *, rung: str = "A") -> list[Any]:
+    """Return the rows of the quality ladder's report."""
+    folder = str(ROOT / "benchmarks" / "quality")
+    sys.path.insert(0, folder)
+    try:
+        report = runpy.run_path(f"{folder}/report.py")
+    finally:
+        sys.path.remove(folder)
+        for name in ("rungs", "ladder"):
+            sys.modules.pop(name, None)
+    lines = {report["key_of"](line): line for line in results.lines("quality.jsonl")}
+    return [report["table"], *report["rows"](report["RUNGS"][rung], lines)]
 
 
 def bytes_and_losses(results: Results) -> list[str]:
-    thin, dense = readme(results)
+    _, *found = ladder(results)
+    dense, mine = (next(row for row in found if row.method == name) for name in ("data-parallel", "iso-loco"))
+    assert (mine.replicas, mine.seeds, dense.seeds) == (2, 3, 3)
     return [
-        f"{thin['parameters'] / 1e6:.2f}", str(thin["steps"]),
-        format_bytes(thin["wire_bytes_sent"]), format_bytes(dense["wire_bytes_sent"]),
-        format_times(times_fewer(thin["allreduce_bytes"], thin["wire_bytes_sent"])),
-        f"{100 * (thin['val_loss'] / dense['val_loss'] - 1):.1f}",
-        f"{thin['val_loss']:.3f}", f"{dense['val_loss']:.3f}",
+        format_bytes(mine.bytes_per_replica), format_bytes(dense.bytes_per_replica),
+        format_times(dense.bytes_per_replica / mine.bytes_per_replica), f"{-mine.gap_percent:.2f}",
+        f"{mine.loss:.4f}", f"{dense.loss:.4f}",
     ]  # fmt: skip
 
 
@@ -104,35 +111,6 @@ def spread_of_shares(results: Results, wire: BenchWire) -> list[str]:
     values = wire_rows(results)[wire, "streaming-e3m0"].shares
     assert len(values) == 3
     return [f"{value:.3f}" for value in (statistics.median(values), min(values), max(values))]
-
-
-def loss_row(replicas: int, interval: int) -> Values:
-    """Return the values of a row of the table of losses."""
-
-    def values(results: Results) -> list[str]:
-        lines = [line for line in results.lines("loss.jsonl") if line["steps"] == 400 and not _changes(line)]
-        base = {line["seed"]: line["val_loss"] for line in lines if line["method"] == "all-reduce"}
-        found: dict[str, dict[int, float]] = {"e3m0": {}, "float32": {}}
-        for line in lines:
-            is_one = line["method"] == "streaming-diloco" and line.get("outer_lr", 0.6) == 0.6
-            if is_one and (line["replicas"], line["sync_interval"]) == (replicas, interval):
-                found[line.get("codec", "float32")][line["seed"]] = line["val_loss"]
-        coded = found["e3m0"]
-        gaps = sorted(100 * (loss / base[seed] - 1) for seed, loss in coded.items())
-        against = sorted(100 * (loss / found["float32"][seed] - 1) for seed, loss in coded.items())
-        return [
-            str(len(coded)), f"{statistics.median(coded.values()):.4f}",
-            *(f"{value:+.2f}" for value in (statistics.median(gaps), gaps[0], gaps[-1])),
-            *(f"{value:+.2f}" for value in (statistics.median(against), against[0], against[-1])),
-        ]  # fmt: skip
-
-    return values
-
-
-def _changes(line: dict[str, Any]) -> bool:
-    """Tell whether a run of the losses has other settings than the table's."""
-    usual = {"lr": 3e-3, "windows_per_step": 8, "tokenizer": "bpe", "overlap_steps": 3, "outer_momentum": 0.9}
-    return any(line.get(name, value) != value for name, value in usual.items())
 
 
 def chaos(results: Results) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -220,9 +198,8 @@ FUZZING, ELASTIC = "docs/benchmarks/fuzzing.md", "docs/explanation/elastic-round
 CLAIMS = {
     "README: bytes and losses": Claim(
         page="README.md",
-        pattern=rf"`nano` model \({NUMBER} M parameters\).*?, (\d+) steps each\. Streaming DiLoCo sent (\S+ MB) a "
-        rf"replica, the all-reduce (\S+ GB): (\d+) times as much\. .*? the loss is {NUMBER} % higher "
-        rf"\({NUMBER} against {NUMBER} ",
+        pattern=rf"IsoLoCo, sent (\S+ MB) a replica; an all-reduce at every step takes (\S+ GB): (\d+) times as much\. "
+        rf"The loss at equal tokens is {NUMBER} % lower \({NUMBER} against {NUMBER} ",
         values=bytes_and_losses,
     ),
     "README: speed at 5 Mbit/s": Claim(
@@ -275,15 +252,6 @@ CLAIMS = {
             ),
         ),
     ),
-    **{
-        f"loss: {replicas} replicas, H {interval}": Claim(
-            page=BENCHMARKS,
-            pattern=rf"\| {replicas} \| {interval} \| E3M0 \| (\d) \| {NUMBER} \| {PERCENT} \| {PERCENT} \|",
-            values=loss_row(replicas, interval),
-        )
-        for replicas in (2, 4)
-        for interval in (10, 30, 100)
-    },
     **{
         f"memory: {method}": Claim(
             page=COSTS, pattern=rf"\| {name} \| {SPREAD} \| {NUMBER} \|", values=memory_row(method)
@@ -349,7 +317,7 @@ CLAIMS = {
     ),
     "elastic: chaos": Claim(
         page=ELASTIC,
-        pattern=r"than the rest in any of (\d+) rounds, no time without rounds was longer than (\d+) s, and (\d+) % of",
+        pattern=r"the rest in any of (\d+) rounds\. - No time without rounds was longer than (\d+) s, and (\d+) % of",
         values=lambda results: [
             str(chaos(results)[1]["rounds_compared"]), f"{chaos(results)[1]['longest_gap_s']:.0f}",
             f"{100 * chaos(results)[1]['goodput']:.0f}",
@@ -393,6 +361,12 @@ def test_a_claim_reads_every_figure_from_the_page_and_from_stored_results(name: 
             assert claim.groups(other) != found.groups()
     with pytest.raises(FileNotFoundError):
         claim.values(Results(tmp_path))
+
+
+def test_the_table_of_losses_is_that_of_the_stored_results() -> None:
+    table, *found = ladder(Results(RESULTS))
+    assert all(row.is_tuned for row in found), "a best learning rate lies at the edge of its grid"
+    assert table(found) in (ROOT / BENCHMARKS).read_text()
 
 
 def test_the_table_of_fuzzed_parsers_is_that_of_the_stored_results() -> None:

@@ -222,7 +222,7 @@ def test_methods_that_average_pseudo_gradients_have_elastic_variants(name: str) 
 
 @pytest.mark.parametrize("name", ["all_reduce", "noloco", "co2", "sparse_loco", "decoupled_diloco"])
 def test_methods_that_depend_on_who_is_there_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="for elastic runs take diloco"):
+    with pytest.raises(ValueError, match="for elastic runs take iso-loco, streaming-diloco"):
         elastic(getattr(methods, name)(), session=FixedSeat({}))
 
 
