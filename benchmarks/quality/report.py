@@ -209,7 +209,7 @@ def write_figures(rung: Rung, lines: Lines, folder: Path, *, replicas: int) -> N
     axes = {
         "bytes": Axis(label="MB sent by a replica", scale="log"),
         "tokens": Axis(label="million tokens"),
-        "time": Axis(label="hours on a link of 20 Mbit/s, simulated", scale="log"),
+        "time": Axis(label="minutes on a link of 20 Mbit/s, simulated", scale="log"),
     }
     series: dict[str, list[ChartSeries]] = {kind: [] for kind in axes}
     for colour, (name, label) in enumerate(names.items()):
@@ -221,7 +221,7 @@ def write_figures(rung: Rung, lines: Lines, folder: Path, *, replicas: int) -> N
         a_step = {
             "bytes": _sent_bytes(side, [line]) / line["steps"] / 1e6,
             "tokens": line["tokens"] / line["steps"] / 1e6,
-            "time": _step_s(side, line, replicas=replicas) / 3600,
+            "time": _step_s(side, line, replicas=replicas) / 60,
         }
         for kind, size in a_step.items():
             points = tuple((step * size, value) for step, value in line["curve"])
