@@ -13,7 +13,7 @@ head, norms and biases take the outer step of DiLoCo.
 The orthogonal factor U V^T comes from a Newton-Schulz iteration in place of a singular value decomposition, and
 mean(s) = <Delta, U V^T> / min(r, c). Replicas must agree bit for bit, while the order of a matrix product's additions
 differs between processors and numbers of threads. So the iteration runs in fixed point inside float64: entries are
-multiples of 2^-24, rows are shorter than 8, and every sum of products fits the 53 bits of the mantissa. All sums are
+multiples of 2^-24, norms stay below 8, and every sum of products fits the 53 bits of the mantissa. All sums are
 exact, in any order.
 
 What we changed: the paper's program flattens every matrix, and takes one rate and momentum for all parameters; here
