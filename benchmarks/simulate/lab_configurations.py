@@ -137,6 +137,10 @@ def configurations() -> dict[str, Configuration]:
             method="iso-loco", rates=("2mbit",) * 2, sleep_s=0.1, steps=100, warm_steps=20, calm_steps=60,
             arguments={"sync_interval": 10, "overlap_steps": 2},
         ),
+        "streaming-sparse-loco, 2 at 2": Configuration(
+            method="streaming-sparse-loco", rates=("2mbit",) * 2, sleep_s=0.1, steps=100, warm_steps=20, calm_steps=60,
+            arguments={"sync_interval": 10, "overlap_steps": 2},
+        ),
         "pier, 2 at 20": Configuration(
             method="pier", rates=("20mbit",) * 2, sleep_s=0.1, steps=100, warm_steps=20, calm_steps=60,
             arguments={"sync_interval": 10, "lazy_steps": 10, "total_steps": 100, "overlap_steps": 2},

@@ -330,7 +330,8 @@ def test_the_command_to_do_it_again_gives_what_is_not_the_default(tmp_path: Path
     words = command_line(read_config(write_run(tmp_path / "run")))
     assert words.startswith("thinwire train --replicas 2")
     assert "--lr 0.003" in words and "--codec e3m0" in words
-    assert "--method" not in words and "--quiet" not in words and "version" not in words
+    assert "--method streaming-diloco" in words and "--quiet" not in words and "version" not in words
+    assert "--method" not in command_line(TrainConfig.of(method="iso-loco"))
     page = _page(write_report(tmp_path / "run", command=words))
     assert ["".join(node.itertext()) for node in page.iter("pre")] == [words], "it can be copied as it stands"
     assert "--data 'a b; rm'" in command_line(TrainConfig.of(data="a b; rm"))
