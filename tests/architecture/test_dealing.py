@@ -15,7 +15,7 @@ from tests.conftest import pytest_runtest_protocol
 from tests.dealing import LONGEST, SHARING, Dealing, unit_of
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = {"tests/cli/test_a.py": 9, "tests/multiprocess/test_wire.py": 2, "tests/lab/test_b.py": 1}
+FILES = {"tests/cli/test_a.py": 9, "tests/multiprocess/test_training.py": 2, "tests/lab/test_b.py": 1}
 TESTS = [f"{file}::test_{n}" for file, count in FILES.items() for n in range(count)]
 TESTS += [f"tests/{folder}/test_c.py::test_{n}" for folder in ("laws", "unit") for n in range(10)]
 
@@ -67,7 +67,7 @@ def test_every_test_runs_once_and_a_file_with_processes_on_one_worker(num_worker
 def test_one_of_three_workers_computes_first_and_the_others_begin_with_the_longest_file_that_waits() -> None:
     computes, waits, also_waits = deal(3)
     assert computes[0] == "tests/laws/test_c.py::test_9"
-    assert unit_of(waits[0]) == "tests/multiprocess/test_wire.py"
+    assert unit_of(waits[0]) == "tests/multiprocess/test_training.py"
     assert unit_of(also_waits[0]) == "tests/cli/test_a.py"
 
 
