@@ -48,7 +48,7 @@ CASES: dict[str, list[str]] = {
     ],
     "train --overlap-steps 30": ["--overlap-steps is not below --sync-interval, which is 30; got 30"],
     "train --overlap-steps 1;2": ["--overlap-steps is no number; got '1;2'"],
-    "train --blend 1.5": ["--blend is out of its range; got 1.5; allowed 0 up to, and not, 1; try --blend 0.5"],
+    "train --blend 1.5": ["--blend is out of its range; got 1.5; allowed at least 0, below 1; try --blend 0.5"],
     "train --method dgc --method-option density=some": ["--method-option density is of another kind; got 'some'"],
     "train --data nowhere": ["--data names no file or folder; got 'nowhere'"],
     "train --data image.png": ["image.png has an unknown suffix; got '.png'"],

@@ -216,7 +216,7 @@ def check_options(options: PlanOptions) -> None:
         raise excluded("--batch-size", "--global-batch", why=why, remedy="--batch-size alone")
     check_least(options, tokens=1, seq_len=1, batch_size=1, global_batch=1, interval=1, min_replicas=1)
     if not 0 <= options.min_utilisation < 1:
-        raise refusal("--min-utilisation is no share", got=options.min_utilisation, allowed="0 up to, and not, 1",
+        raise refusal("--min-utilisation is no share", got=options.min_utilisation, allowed="at least 0, below 1",
                       remedy="--min-utilisation 0.95")  # fmt: skip
     if not -1 < options.max_penalty < math.inf:
         raise refusal("--max-penalty is no share of the loss", got=options.max_penalty, allowed="above -1, and finite",

@@ -478,10 +478,11 @@ class LazyStart:
 
     def __post_init__(self) -> None:
         """Check the number."""
-        if self.lazy_steps < 0 or self.lazy_steps % self.then.sync_interval:
+        interval = self.then.sync_interval
+        if self.lazy_steps < 0 or self.lazy_steps % interval:
             raise ValueError(
-                f"lazy_steps must be a multiple of sync_interval ({self.then.sync_interval}), got {self.lazy_steps}; "
-                f"10 % of all steps are usual"
+                f"lazy_steps must be a multiple of sync_interval ({interval}), got {self.lazy_steps}; "
+                f"try {interval * max(1, round(self.lazy_steps / interval))}, or about 10 % of all steps"
             )
 
     @property

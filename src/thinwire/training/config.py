@@ -370,7 +370,7 @@ def _bad_values(config: TrainConfig) -> list[str]:
         ),
         *(
             refusal(f"{flag(name)} is out of its range", got=values[name],
-                    allowed=f"{least:.0f} to {limit:.0f}" if is_allowed else f"{least:.0f} up to, and not, {limit:.0f}",
+                    allowed=f"above 0, at most {limit:g}" if is_allowed else f"at least {least:g}, below {limit:g}",
                     remedy=f"{flag(name)} {usual}")
             for name, (least, limit, is_allowed, usual) in _WITHIN.items()
             if name in values and not (least <= values[name] < limit or (is_allowed and values[name] == limit))
