@@ -29,6 +29,11 @@ _Kind = TypeVar("_Kind", bound=Optimizer)
 Around = Callable[[str, tuple[Any, ...], Callable[[], Any]], Any]
 
 
+def num_usable_gpus() -> int:
+    """Return how many GPUs CUDA itself finds; this starts CUDA, which then reads CUDA_VISIBLE_DEVICES no more."""
+    return int(torch._C._cuda_getDeviceCount())
+
+
 def missing_names() -> list[str]:
     """Return what this build of torch lacks of what is used here.
 

@@ -54,7 +54,8 @@ def printing_outside_the_command_line(name: str, tree: ast.Module) -> Iterator[s
 
 def environment_outside_the_command_line(name: str, tree: ast.Module) -> Iterator[str]:
     # the daemon and the launcher pass their environment on to the processes that they start
-    if name.startswith("cli/") or name in ("transport/connect.py", "lab/namespace_daemon.py", "training/launch.py"):
+    allowed = ("transport/connect.py", "transport/job_environment.py", "lab/namespace_daemon.py", "training/launch.py")
+    if name.startswith("cli/") or name in allowed:
         return
     reads = ("os.environ", "os.getenv", "os.putenv")
     used = [*imported(tree), *((dotted(node), getattr(node, "lineno", 0)) for node in ast.walk(tree))]

@@ -64,6 +64,7 @@ def test_a_slip_is_seen(name: str, source: str) -> None:
         ("lab/wire_benchmark/reference_trainers.py", "import torch.distributed as dist\ndist.all_reduce(tensor)"),
         ("cli/train.py", "import os\nprint(os.environ)"),
         ("transport/connect.py", "import os\nos.environ.get('RANK')"),
+        ("transport/job_environment.py", "import os\ndel os.environ['RANK']"),
         ("lab/namespace_daemon.py", "import os\nenvironment = {**os.environ}"),
         ("sync/round_engine.py", "model.eval()\nimport torch\ntorch.load('f', weights_only=True)"),
         ("cli/train.py", "import thinwire"),

@@ -1,6 +1,6 @@
 """Join the replicas of a run: torchrun's environment, an address that the others reach, and gloo between them.
 
-This module is the one place of the library that reads the environment, because torchrun speaks through it.
+This module and `job_environment` are the places of the library that touch the environment.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from thinwire.errors import ConnectError
+from thinwire.errors import ConnectError, refusal
 from thinwire.events import TransferLog
 from thinwire.transport.addresses import (
-    RENDEZVOUS_FILE,
     Address,
     RankEndpoint,
     address_of,
@@ -35,6 +34,7 @@ from thinwire.transport.addresses import (
     own_address,
     resolve,
 )
+from thinwire.transport.job_environment import JobPlace, ReplicaWorld, hide_job, is_hidden, job_place, pin_gpus
 from thinwire.transport.process_group import ProcessGroupTransport
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.rendezvous import POLL_S, Rendezvous, open_file_store, open_store, prefixed
@@ -44,30 +44,11 @@ from thinwire.transport.tcp_stats import LocalSockets
 if TYPE_CHECKING:
     from thinwire.transport.wire.wire_transport import WireTransport
 
-REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 REACH_S = 5.0
 # Results of an active test travel over the rendezvous of a partial job.
 MAX_PARTIAL_TEXT_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobPlace:
-    """Place of a process in its job, by torchrun's environment; `rendezvous_file` is set by thinwire's own launcher."""
-
-    rank: int
-    world_size: int
-    master_address: str
-    master_port: int
-    agent_serves_store: bool
-    prefix: str
-    rendezvous_file: str = ""
-
-    @property
-    def name(self) -> str:
-        """Name of the rendezvous in errors."""
-        return self.rendezvous_file or f"{self.master_address}:{self.master_port}"
 
 
 class _Stores:
@@ -105,6 +86,7 @@ def connect(
     deadline_s: float = 300.0,
     log: TransferLog | None = None,
     secret: Path | None = None,
+    solo: bool = False,
 ) -> RecordingTransport:
     """Join the replicas of this run and return the transport between them.
 
@@ -117,6 +99,12 @@ def connect(
     (`thinwire.transport.wire`), and no group is made. The ranks meet in the same store, which authenticates nobody:
     who reaches it can keep the run from starting, but neither join it nor read it.
 
+    With `solo=True`, libraries inside the replica see that replica alone. accelerate, Lightning and many loops read
+    torchrun's variables and then reduce gradients over all ranks at every step. So the variables are removed from the
+    environment for good, no default group is left, and CUDA_VISIBLE_DEVICES holds the GPU of LOCAL_RANK alone. Where
+    `ranks_per_replica` is above 1, the replica's ranks are the default group, and the variables describe them: RANK
+    and WORLD_SIZE within the replica, with a MASTER_PORT of its own.
+
     Args:
         ranks_per_replica: Ranks that hold one replica together; consecutive ranks form a replica.
         interface: Network interface whose IPv4 address the others shall use, such as `"eth0"`.
@@ -126,6 +114,8 @@ def connect(
             groups made here.
         log: Where transfers are recorded, a new log by default.
         secret: The job's secret, the same file on all hosts; `thinwire secret FILE` makes one.
+        solo: Hide the other replicas from the libraries of this process. Call it before anything uses CUDA or makes a
+            process group, and give it again when the process joins again.
 
     Returns:
         A transport; its `close()` ends the groups made here.
@@ -146,6 +136,7 @@ def connect(
         raise ValueError(f"deadline_s must be positive, got {deadline_s}")
     if ranks_per_replica < 1:
         raise ValueError(f"ranks_per_replica must be at least 1, got {ranks_per_replica}")
+    _check_solo(solo)
     job = None if secret is None else _check_secret(secret, ranks_per_replica=ranks_per_replica)
     if job is None and dist.is_available() and dist.is_initialized():
         chosen = _chosen_interface(interface=interface, address=address)
@@ -159,9 +150,21 @@ def connect(
     _check_divides(ranks_per_replica, world_size=place.world_size)
     own_address = address_at(place, interface=interface, address=address)
     if job is not None:
-        return RecordingTransport(_join_by_wire(place, own_address, job, deadline_s=deadline_s), log=log)
-    transport = _join(place, own_address, ranks_per_replica=ranks_per_replica, deadline_s=deadline_s)
+        return RecordingTransport(_join_by_wire(place, own_address, job, deadline_s=deadline_s, solo=solo), log=log)
+    transport = _join(place, own_address, ranks_per_replica=ranks_per_replica, deadline_s=deadline_s, solo=solo)
     return RecordingTransport(transport, log=log)
+
+
+def _check_solo(solo: bool) -> None:
+    if is_hidden() and not solo:
+        raise refusal("this process joined with solo=True before, which hid the other replicas", got="solo=False",
+                      allowed="solo=True", remedy="connect(solo=True) at every call")  # fmt: skip
+    if solo and dist.is_available() and dist.is_initialized():
+        raise refusal(
+            "solo=True hides the other replicas, and torch has a default process group already",
+            got=f"a group of {dist.get_world_size()} ranks", allowed="no default process group",
+            remedy="connect(solo=True) before init_process_group, and before any Accelerator or Trainer is made",
+        )  # fmt: skip
 
 
 def _check_secret(path: Path, *, ranks_per_replica: int) -> Secret:
@@ -177,55 +180,6 @@ def _check_secret(path: Path, *, ranks_per_replica: int) -> Secret:
         )
     need_pyzmq()
     return read_secret(path)
-
-
-def job_place() -> JobPlace | None:
-    """Return what this process's environment says, or None where no variable of torchrun's is set.
-
-    Raises:
-        ValueError: Only some are set, or one is no number in its range.
-    """
-    return _read_environment(os.environ)
-
-
-def _read_environment(environment: Mapping[str, str]) -> JobPlace | None:
-    file = environment.get(RENDEZVOUS_FILE, "")
-    if file:
-        # MASTER_ADDR and MASTER_PORT of another job may stand in the shell that started the launcher
-        environment = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    missing = [name for name in REQUIRED if not environment.get(name)]
-    if len(missing) == len(REQUIRED):
-        return None
-    if missing:
-        present = [name for name in REQUIRED if name not in missing]
-        raise ValueError(
-            f"{', '.join(missing)} must be set where {', '.join(present)} is; start with torchrun, which sets all of "
-            f"{', '.join(REQUIRED)}, or unset them all to run in this process alone"
-        )
-    place = JobPlace(
-        rank=_integer(environment, "RANK", low=0),
-        world_size=_integer(environment, "WORLD_SIZE", low=1),
-        master_address=environment["MASTER_ADDR"],
-        master_port=_integer(environment, "MASTER_PORT", low=1),
-        # torchrun's agent may hold the store itself; then no rank may open the port.
-        agent_serves_store=not file and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        # A restarted job meets in the same store: notes of the attempt before must not count.
-        prefix=f"thinwire/{environment.get('TORCHELASTIC_RUN_ID', '')}/"
-        f"{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-        rendezvous_file=file,
-    )
-    if place.rank >= place.world_size:
-        raise ValueError(f"RANK must be below WORLD_SIZE {place.world_size}, got {place.rank}")
-    if place.master_port > 65_535:
-        raise ValueError(f"MASTER_PORT must be at most 65535, got {place.master_port}")
-    return place
-
-
-def _integer(environment: Mapping[str, str], name: str, *, low: int) -> int:
-    text = environment[name]
-    if not text.isascii() or not text.isdecimal() or int(text) < low:
-        raise ValueError(f"{name} must be a whole number of at least {low}, got {text!r}")
-    return int(text)
 
 
 def _check_divides(ranks_per_replica: int, *, world_size: int) -> None:
@@ -258,7 +212,9 @@ def address_at(place: JobPlace, *, interface: str | None, address: str | None) -
     return own_address(address=address, interface=interface, towards=place.master_address)
 
 
-def _join(place: JobPlace, address: str, *, ranks_per_replica: int, deadline_s: float) -> ProcessGroupTransport:
+def _join(
+    place: JobPlace, address: str, *, ranks_per_replica: int, deadline_s: float, solo: bool
+) -> ProcessGroupTransport:
     interface = interface_of(address)
     if place.rendezvous_file:
         keep_nccl_on_loopback()
@@ -268,20 +224,28 @@ def _join(place: JobPlace, address: str, *, ranks_per_replica: int, deadline_s: 
         with listen(address, backlog=place.world_size + 1) as listener:
             own = _endpoint(place, address, port=listener.getsockname()[1], ranks_per_replica=ranks_per_replica)
             endpoints = _exchange_endpoints(own, rendezvous, ranks_per_replica=ranks_per_replica)
+        world = _replica_world(own, endpoints, rendezvous) if solo else None
     finally:
         rendezvous.leave(place.world_size)
+    sockets = LocalSockets({endpoint.rank: endpoint.address for endpoint in endpoints})
+    timeout = timedelta(seconds=deadline_s)
     with gloo_on(interface), _naming_failures(address):
-        # Both sides of a GPU replica: messages from host memory, the user's own collectives on the device.
-        both = torch.cuda.is_available() and dist.is_nccl_available()
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if both else "gloo",
-            store=prefixed(store, f"{prefix}/groups"),
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timedelta(seconds=deadline_s),
+        if world is not None:
+            _pin(place, world)
+            # gloo itself, in no world of torch's: a default group would show the other replicas to every library
+            group = dist.ProcessGroupGloo(prefixed(store, f"{prefix}/groups"), place.rank, place.world_size, timeout)
+            if world.size > 1:
+                replica_store = prefixed(store, f"{prefix}/replica/{own.replica}")
+                _make_default_group(replica_store, rank=world.rank, world_size=world.size, timeout=timeout)
+            hide_job(place, world=world if world.size > 1 else None)
+            return ProcessGroupTransport(
+                group, ranks_per_replica=ranks_per_replica, sockets=sockets,
+                release=_end_default_group if world.size > 1 else None,
+            )  # fmt: skip
+        _make_default_group(
+            prefixed(store, f"{prefix}/groups"), rank=place.rank, world_size=place.world_size, timeout=timeout
         )
         try:
-            sockets = LocalSockets({endpoint.rank: endpoint.address for endpoint in endpoints})
             return _own_group(
                 ranks_per_replica, interface, deadline_s=deadline_s, made_default=True, sockets=sockets
             )  # fmt: skip
@@ -290,7 +254,41 @@ def _join(place: JobPlace, address: str, *, ranks_per_replica: int, deadline_s: 
             raise
 
 
-def _join_by_wire(place: JobPlace, address: str, secret: Secret, *, deadline_s: float) -> WireTransport:
+def _make_default_group(store: Any, *, rank: int, world_size: int, timeout: timedelta) -> None:
+    # Both sides of a GPU replica: messages from host memory, the user's own collectives on the device.
+    both = torch.cuda.is_available() and dist.is_nccl_available()
+    backend = "cpu:gloo,cuda:nccl" if both else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _end_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _replica_world(own: RankEndpoint, endpoints: list[RankEndpoint], rendezvous: Rendezvous) -> ReplicaWorld:
+    """Return the world of this rank's replica, with a port of its first rank on which the replica could meet."""
+    with listen(own.address, backlog=1) as listener:  # free now; only a library that makes a group again takes it
+        rendezvous.post(f"port/{own.rank}", str(listener.getsockname()[1]))
+    ports = rendezvous.collect_all("port")
+    ranks = [endpoint for endpoint in endpoints if endpoint.replica == own.replica]
+    here = [endpoint.rank for endpoint in ranks if endpoint.host == own.host]
+    port = ports[ranks[0].rank]
+    if not port.isdecimal() or len(port) > 5:
+        raise ConnectError(f"rank {ranks[0].rank} posted a port that is none; run the same thinwire on all hosts")
+    return ReplicaWorld(
+        rank=own.rank - ranks[0].rank, size=len(ranks), local_rank=here.index(own.rank), local_size=len(here),
+        master_address=ranks[0].address, master_port=int(port),
+    )  # fmt: skip
+
+
+def _pin(place: JobPlace, world: ReplicaWorld) -> None:
+    if place.local_rank is not None:
+        first = place.local_rank - world.local_rank
+        pin_gpus(range(first, first + world.local_size))
+
+
+def _join_by_wire(place: JobPlace, address: str, secret: Secret, *, deadline_s: float, solo: bool) -> WireTransport:
     """Meet as for gloo; from there on, nothing that was read in the store is believed but where to try."""
     from thinwire.transport.wire.wire_transport import WireTransport
 
@@ -307,6 +305,9 @@ def _join_by_wire(place: JobPlace, address: str, secret: Secret, *, deadline_s: 
             rendezvous.fail(str(error))
         rendezvous.post(f"joined/{place.rank}", "")
         rendezvous.collect_all("joined")
+        if solo:
+            pin_gpus([] if place.local_rank is None else [place.local_rank])
+            hide_job(place, world=None)
     except BaseException:
         transport.close()
         raise
@@ -386,8 +387,8 @@ def _own_group(
     def release() -> None:
         if dist.is_initialized():
             dist.destroy_process_group(group)
-        if made_default and dist.is_initialized():
-            dist.destroy_process_group()
+        if made_default:
+            _end_default_group()
 
     return ProcessGroupTransport(group, ranks_per_replica=ranks_per_replica, release=release, sockets=sockets)
 

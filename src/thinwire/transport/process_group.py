@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from datetime import timedelta
-from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,8 @@ from thinwire.transport.tcp_stats import ConnectionStats, LocalSockets
 OPENING_BYTES = 1 << 16
 MOST_PARTS = 64
 CLOSE_S = 10.0
+# A `dist.ProcessGroup` of torch's world, or a `dist.ProcessGroupGloo` in no world; torch's types lack its send.
+GlooGroup = Any
 Tamper = Callable[[torch.Tensor], "torch.Tensor | None"]
 _FOREVER = timedelta(days=30)
 _AT_ONCE = timedelta(milliseconds=1)
@@ -92,7 +94,7 @@ class ProcessGroupTransport:
     where the model is on a GPU.
 
     Args:
-        group: A gloo group of all ranks, used for these messages alone.
+        group: A gloo group of all ranks, used for these messages alone; torch's world need not exist.
         ranks_per_replica: Ranks that form one replica.
         release: Called once by `close`, for what the maker of the group made.
         sockets: Finds the kernel's statistics of connections to other replicas; None without them.
@@ -108,20 +110,20 @@ class ProcessGroupTransport:
     runs_in_background = True
 
     def __init__(
-        self, group: dist.ProcessGroup, *, ranks_per_replica: int = 1, release: Callable[[], None] | None = None,
+        self, group: GlooGroup, *, ranks_per_replica: int = 1, release: Callable[[], None] | None = None,
         sockets: LocalSockets | None = None,
     ) -> None:  # fmt: skip
-        world_size = dist.get_world_size(group)
+        world_size = group.size()
         if ranks_per_replica < 1 or world_size % ranks_per_replica:
             raise ValueError(
                 f"ranks_per_replica must divide the number of ranks, got {ranks_per_replica} for {world_size} ranks"
             )
         self.tamper: Tamper | None = None
-        self._group = group
+        self._group: GlooGroup | None = group
         self._ranks_per_replica = ranks_per_replica
         self._release = release
         self._sockets = sockets
-        self._replica, self._shard = divmod(dist.get_rank(group), ranks_per_replica)
+        self._replica, self._shard = divmod(group.rank(), ranks_per_replica)
         self._num_replicas = world_size // ranks_per_replica
         self._in_flight: set[_Transfer] = set()
         # by peer and tag: set once a receive has asked for all of its message, or failed
@@ -140,6 +142,11 @@ class ProcessGroupTransport:
     def num_replicas(self) -> int:
         """Number of replicas."""
         return self._num_replicas
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that form one replica."""
+        return self._ranks_per_replica
 
     @property
     def shard(self) -> int:
@@ -196,23 +203,27 @@ class ProcessGroupTransport:
             transfer.abort()
         for transfer in in_flight:
             transfer.join(deadline_s=max(0.0, end - time.monotonic()))
+        # A backend may wait for its peers as it ends; a dead one must not keep us here.
+        release = threading.Thread(target=self._give_back, daemon=True)
+        release.start()
+        release.join(max(0.0, end - time.monotonic()))
+
+    def _give_back(self) -> None:
         if self._release is not None:
-            # A backend may wait for its peers as it ends; a dead one must not keep us here.
-            release = threading.Thread(target=self._release, daemon=True)
-            release.start()
-            release.join(max(0.0, end - time.monotonic()))
+            self._release()
+        self._group = None  # gloo alone ends with its last reference
 
     def _rank_of(self, replica: int) -> int:
         check_peer(replica, replica=self._replica, num_replicas=self._num_replicas)
         return replica * self._ranks_per_replica + self._shard
 
-    def _post(self, operation: Callable[..., dist.Work | None], transfer: _Transfer) -> None:
+    def _post(self, operation: Callable[[GlooGroup], dist.Work], transfer: _Transfer) -> None:
         # Under the lock: after `close` looked at what is in flight, nothing may be added.
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("closed")
-            work = operation(group=self._group)
-            assert work is not None, "the rank is in the group"
+            assert self._group is not None, "it is given back only after close"
+            work = operation(self._group)
             transfer.works.append(work)
             self._in_flight.add(transfer)
 
@@ -266,7 +277,7 @@ class _Transfer(TransferFuture):
         room = torch.empty(max(expected, OPENING_BYTES), dtype=torch.uint8)
         room[:HEADER_BYTES] = 0  # a message shorter than a header must not find an old one here
         try:
-            self._post(partial(dist.irecv, room[:OPENING_BYTES]), group_src=self._rank, tag=self._tags[0])
+            self._post_receive(room[:OPENING_BYTES], is_opening=True)
         except RuntimeError as error:
             self._finish(error=self._name(error))
             return
@@ -287,9 +298,6 @@ class _Transfer(TransferFuture):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=deadline_s)
 
-    def _post(self, operation: Callable[..., dist.Work | None], **where: int) -> None:
-        self._transport._post(partial(operation, **where), self)
-
     def _watch(self, drive: Callable[[torch.Tensor], None], message: torch.Tensor) -> None:
         name = f"thinwire-transfer-{self._peer}"
         self._thread = threading.Thread(target=self._run, args=(drive, message), name=name, daemon=True)
@@ -306,7 +314,12 @@ class _Transfer(TransferFuture):
             self._finish(error=None)
 
     def _post_send(self, part: torch.Tensor, *, is_opening: bool = False) -> None:
-        self._post(partial(dist.isend, part), group_dst=self._rank, tag=self._tags[0 if is_opening else 1])
+        tag = self._tags[0 if is_opening else 1]
+        self._transport._post(lambda group: group.send([part], self._rank, tag), self)
+
+    def _post_receive(self, part: torch.Tensor, *, is_opening: bool = False) -> None:
+        tag = self._tags[0 if is_opening else 1]
+        self._transport._post(lambda group: group.recv([part], self._rank, tag), self)
 
     def _must_wait(self) -> bool:
         self._counterpart = self._transport._asked.get((self._peer, self._tags[0]))
@@ -337,7 +350,7 @@ class _Transfer(TransferFuture):
         elif stated == limit:
             arrived = room[: HEADER_BYTES + limit]
             for part in _parts(arrived)[1:]:
-                self._post(partial(dist.irecv, part), group_src=self._rank, tag=self._tags[1])
+                self._post_receive(part)
             self.asked.set()
             for work in self.works[1:]:
                 work.wait(_FOREVER)

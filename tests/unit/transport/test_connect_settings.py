@@ -14,12 +14,11 @@ from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.connect import (
     GLOO_INTERFACE,
     NCCL_INTERFACE,
-    REQUIRED,
     address_at,
     connect,
-    job_place,
     keep_nccl_on_loopback,
 )
+from thinwire.transport.job_environment import REQUIRED, job_place
 from thinwire.transport.process_group import tag_of
 
 
