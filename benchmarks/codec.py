@@ -10,8 +10,9 @@ other programs use at the same time. On a GPU CPU time is only that of launching
 
     python benchmarks/codec.py --share --json benchmarks/results/codec_share.json
 
-tells what share of an interval's inner steps E3M0 takes: `nano` (8 windows of 128 tokens, one thread) trains a few
-steps and codes its pseudo-gradient once and decodes it twice (two replicas), in turn; CPU times are compared.
+tells what share of an interval's inner steps E3M0 and IsoLoCo's flat spectrum take: `nano` (8 windows of 128 tokens,
+one thread) trains a few steps, codes its pseudo-gradient once and decodes it twice (two replicas), and flattens that
+of each hidden matrix, in turn; CPU times are compared.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ def measure(todo: dict[Key, Operation], repeats: int, *, device: str) -> dict[Ke
 
 
 def share(repeats: int) -> dict[str, Any]:
+    from thinwire.methods.iso_loco import flatten_spectrum
     from thinwire.models import build_model
 
     torch.set_num_threads(1)
@@ -108,6 +110,7 @@ def share(repeats: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.randint(0, model.vocab_size, (8, 129), generator=torch.Generator().manual_seed(0))
     delta = torch.randn(sum(p.numel() for p in model.parameters()))
+    hidden = [torch.randn_like(p) for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
 
     def inner_step() -> None:
         model.loss(tokens[:, :-1], tokens[:, 1:])[0].backward()
@@ -119,15 +122,31 @@ def share(repeats: int) -> dict[str, Any]:
         for _ in range(2):
             codec.decode(payload, numel=delta.numel())
 
-    todo: dict[Key, Operation] = {("nano", "inner step"): inner_step, ("e3m0", "encode + 2 decode"): code}
+    def flatten() -> None:
+        for matrix in hidden:
+            flatten_spectrum(matrix)
+
+    todo: dict[Key, Operation] = {
+        ("nano", "inner step"): inner_step,
+        ("e3m0", "encode + 2 decode"): code,
+        ("iso-loco", "flat spectrum"): flatten,
+    }
     seconds = measure(todo, repeats, device="cpu")
-    ratios = [code_s[1] / step_s[1] for step_s, code_s in zip(*seconds.values(), strict=True)]
-    medians = {" ".join(key): statistics.median(cpu for _, cpu in times) for key, times in seconds.items()}
-    print(f"{delta.numel():,} elements; CPU seconds, median of {repeats}: {medians}")
-    shares = {}
-    for interval in (10, 30, 100):
-        shares[interval] = [100 * value / interval for value in (statistics.median(ratios), min(ratios), max(ratios))]
-        print(f"H {interval}: {shares[interval][0]:.2f} % ({shares[interval][1]:.2f} to {shares[interval][2]:.2f})")
+    steps = [cpu for _, cpu in seconds.pop(("nano", "inner step"))]
+    print(
+        f"{delta.numel():,} elements; CPU seconds of an inner step, median of {repeats}: {statistics.median(steps):.4f}"
+    )
+    medians, shares = {"inner step": statistics.median(steps)}, {}
+    for key, times in seconds.items():
+        name = " ".join(key)
+        medians[name] = statistics.median(cpu for _, cpu in times)
+        ratios = [cpu / step for (_, cpu), step in zip(times, steps, strict=True)]
+        shares[name] = {
+            interval: [100 * value / interval for value in (statistics.median(ratios), min(ratios), max(ratios))]
+            for interval in (10, 30, 100)
+        }
+        for interval, (median, least, most) in shares[name].items():
+            print(f"{name}, {medians[name]:.4f} s, H {interval}: {median:.2f} % ({least:.2f} to {most:.2f})")
     return {"benchmark": "codec share", "machine": machine(), "cpu_s": medians, "percent_of_interval": shares}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from tests.reference.loops import same
 from tests.reference.plain_replicas import Replica, assert_all_same, mean_of, train
 from thinwire.codecs import float32
 from thinwire.methods import default_outer_lr, iso_loco, streaming_diloco
-from thinwire.methods.iso_loco import flatten_spectrum
+from thinwire.methods.iso_loco import flatten_spectrum, product_of_integers
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (8, 8), (24, 8), (33, 130), (96, 384)]
 
@@ -34,6 +36,24 @@ def test_a_matrix_of_zeros_stays_one_and_a_low_rank_stays_low():
     low = torch.outer(torch.arange(1.0, 5.0), torch.arange(2.0, 8.0))
     values = torch.linalg.svdvals(flatten_spectrum(low).double())
     assert float(values[1] / values[0]) < 1e-3
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_of_integers_have_the_bits_of_float64(shape, monkeypatch):
+    rows, columns = shape
+    generator = torch.Generator().manual_seed(11)
+    left, right = (
+        torch.randint(-most, most, size, generator=generator).double() * 2.0**-24
+        for most, size in ((2**20, (rows, columns)), (2**25, (columns, rows)))
+    )
+    assert torch.equal(product_of_integers(left, right), left @ right)
+    large = torch.full((1, 4), 60.0, dtype=torch.float64)
+    assert float(product_of_integers(-large, large.T)) == -4 * 60.0**2
+    matrix = torch.randn(shape, generator=generator)
+    expected = flatten_spectrum(matrix)
+    module = sys.modules[flatten_spectrum.__module__]  # its name in the package is the function's
+    monkeypatch.setattr(module, "_has_slow_float64", lambda device: True)
+    assert torch.equal(flatten_spectrum(matrix), expected)
 
 
 @pytest.mark.parametrize("shape", [(96, 384), (200, 64)])

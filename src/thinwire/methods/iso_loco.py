@@ -14,7 +14,7 @@ The orthogonal factor U V^T comes from a Newton-Schulz iteration in place of a s
 mean(s) = <Delta, U V^T> / min(r, c). Replicas must agree bit for bit, while the order of a matrix product's additions
 differs between processors and numbers of threads. So the iteration runs in fixed point inside float64: entries are
 multiples of 2^-24, norms stay below 8, and every sum of products fits the 53 bits of the mantissa. All sums are
-exact, in any order.
+exact, in any order. GPUs whose float64 is slow take the same sums from products of 8-bit integers.
 
 What we changed: the paper's program flattens every matrix, and takes one rate and momentum for all parameters; here
 the embedding and the head keep DiLoCo's step, and the momentum is 0.7 instead of 0.8: our measurements prefer both
@@ -56,6 +56,11 @@ _FAST = (3527 / 1024, -4890 / 1024, 2080 / 1024)
 # Taylor's quintic for 1/sqrt: it converges to 1 from there, with the cube of the distance in each step.
 _EXACT = (15 / 8, -10 / 8, 3 / 8)
 _ITERATION = (_FAST,) * 6 + (_EXACT,) * 3
+# CUDA devices with float64 at a half or a third of the float32 rate; all others have a 32nd or 64th.
+_FULL_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
+_LEAST_WITH_INT8 = (7, 5)  # tensor cores for 8-bit integers
+_LIMBS = 4  # of 8 bits: all multiples of 2^-24 below 127
+_TILE = 32  # the products of 8-bit integers take sides that are multiples of 8, at least 24
 _NORM_BITS = 15  # of the entries that the Frobenius norm is taken of: row sums of their squares are exact
 
 
@@ -188,13 +193,55 @@ def flatten_spectrum(matrix: torch.Tensor) -> torch.Tensor:
     is_tall = matrix.shape[0] > matrix.shape[1]
     start = _on_grid((exact.T if is_tall else exact) * (1 / norm))
     factor = start
+    product = product_of_integers if _has_slow_float64(device) else torch.matmul
     for linear, cubic, quintic in _ITERATION:
-        square = _on_grid(factor @ factor.T)
-        polynomial = _on_grid(square * cubic) + _on_grid(_on_grid(square @ square) * quintic)
-        factor = _on_grid(factor * linear) + _on_grid(polynomial @ factor)
+        square = _on_grid(product(factor, factor.T))
+        polynomial = _on_grid(square * cubic) + _on_grid(_on_grid(product(square, square)) * quintic)
+        factor = _on_grid(factor * linear) + _on_grid(product(polynomial, factor))
     mean = norm * _exact_sum(start * factor, bits=2 * _FRACTION_BITS) / min(matrix.shape)
     flat = factor * mean
     return (flat.T if is_tall else flat).to(device, torch.float32)
+
+
+def product_of_integers(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Multiply two matrices of multiples of 2^-24 by way of 8-bit integers: the bits of an exact float64 product.
+
+    Each factor is a sum of four matrices of 8-bit integers (as in arXiv 2306.11975, with a fixed point). The products
+    of these have 32-bit sums, exact for less than 131,072 terms. GPUs with slow float64 are fast at them.
+
+    Args:
+        left: float64, (r, k), entries below 127.
+        right: float64, (k, c), entries below 127.
+
+    Returns:
+        float64, (r, c); entries below 2^15.
+    """
+    rows, columns = left.shape[0], right.shape[1]
+    lefts, rights = _limbs(left), _limbs(right)
+    total = torch.zeros(lefts[0].shape[0], rights[0].shape[1], dtype=torch.int64, device=left.device)
+    for i, one in enumerate(lefts):
+        for j, other in enumerate(rights):
+            total += torch._int_mm(one, other).to(torch.int64) << 8 * (i + j)
+    return total[:rows, :columns].to(torch.float64).mul_(2.0 ** (-2 * _FRACTION_BITS))
+
+
+def _limbs(matrix: torch.Tensor) -> list[torch.Tensor]:
+    """Return int8 matrices, padded to whole tiles, whose sum with weights 1, 256, 256^2, ... is 2^24 times a matrix."""
+    padding = [-side % _TILE for side in matrix.shape]
+    rest = torch.nn.functional.pad(matrix, (0, padding[1], 0, padding[0])).mul(2.0**_FRACTION_BITS).to(torch.int64)
+    limbs = []
+    for _ in range(_LIMBS):
+        limb = ((rest + 128) & 255) - 128
+        limbs.append(limb.to(torch.int8))
+        rest = (rest - limb) >> 8
+    return limbs
+
+
+def _has_slow_float64(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= _LEAST_WITH_INT8 and capability not in _FULL_FLOAT64
 
 
 def _on_grid(matrix: torch.Tensor) -> torch.Tensor:
