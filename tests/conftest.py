@@ -19,6 +19,8 @@ UNTRACED = str(Path(__file__).parent / "untraced")
 if UNTRACED not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (UNTRACED, os.environ.get("PYTHONPATH"))))
 
+# Threads that wait for each other spin by default, and on busy cores take minutes of them from whom they wait for.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Machines that run tests are shared and slow now and then: that a single example took long says nothing.
 settings.register_profile("shared", deadline=None)
