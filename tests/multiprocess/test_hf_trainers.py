@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,6 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     for name in sorted(state):
         found.update(name.encode() + state[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def join(secret: str) -> thinwire.RecordingTransport:
-    transport = thinwire.connect(secret=Path(secret), address="127.0.0.1")
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
-    return transport
 
 
 def rows(transport: thinwire.RecordingTransport) -> Any:
@@ -167,7 +159,7 @@ def accelerated(transport: thinwire.RecordingTransport) -> dict[str, Any]:
 
 def rank(folder: str, secret: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    transport = join(secret)
+    transport = thinwire.connect(solo=True, secret=Path(secret), address="127.0.0.1")
     counts: list[str] = []
 
     def count(name: str, _: Any, go_on: Any) -> Any:

@@ -17,9 +17,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_dcp
 from torch import nn
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+from torch.distributed.checkpoint.state_dict_saver import async_save as torch_async_save
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from thinwire.errors import CheckpointError, MissingExtra
 from thinwire.sync.optimizer import OWN_STATE, DistributedOptimizer
@@ -31,7 +34,7 @@ _groups: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _FOLDER = re.compile(r"replica-(\d+)")
 
 
-def save(path: Path, model: nn.Module, optimizer: DistributedOptimizer) -> None:
+def save(path: Path | str, model: nn.Module, optimizer: DistributedOptimizer) -> None:
     """Save a replica: its model, the inner optimizer's state and thinwire's own.
 
     All ranks of a replica call it after the same step. Each replica writes `path/replica-N`; together they are one
@@ -47,10 +50,10 @@ def save(path: Path, model: nn.Module, optimizer: DistributedOptimizer) -> None:
     """
     folder = _own_folder(path, optimizer)
     ranks = _Ranks(model)
-    torch_dcp.save(_to_save(model, optimizer, ranks), storage_writer=_writer(folder), **ranks.arguments)
+    torch_save(_to_save(model, optimizer, ranks), storage_writer=_writer(folder), **ranks.arguments)
 
 
-def async_save(path: Path, model: nn.Module, optimizer: DistributedOptimizer) -> Any:
+def async_save(path: Path | str, model: nn.Module, optimizer: DistributedOptimizer) -> Any:
     """Save as `save` does, in a thread of its own; training may go on when this returns.
 
     Returns:
@@ -58,12 +61,10 @@ def async_save(path: Path, model: nn.Module, optimizer: DistributedOptimizer) ->
     """
     folder, ranks = _own_folder(path, optimizer), _Ranks(model)
     tensors = {name: _clone(tensor) for name, tensor in _to_save(model, optimizer, ranks).items()}
-    pending = torch_dcp.async_save(tensors, storage_writer=_writer(folder), async_stager=_Cloned(), **ranks.arguments)
-    pending.add_done_callback(lambda _: ranks.close())  # type: ignore[union-attr]
-    return pending
+    return torch_async_save(tensors, storage_writer=_writer(folder), async_stager=_Cloned(), **ranks.arguments)
 
 
-def load(path: Path, model: nn.Module, optimizer: DistributedOptimizer) -> tuple[str, ...]:
+def load(path: Path | str, model: nn.Module, optimizer: DistributedOptimizer) -> tuple[str, ...]:
     """Load what `save` wrote, into a model and an optimizer that are built as at the start of the run.
 
     A replica may have another number of ranks than before. With another number of replicas, each new one takes the
@@ -85,14 +86,14 @@ def load(path: Path, model: nn.Module, optimizer: DistributedOptimizer) -> tuple
         raise CheckpointError(f"{folder} holds no checkpoint of thinwire; take another folder")
     ranks = _Ranks(model)
     text = torch.empty(sizes[_TEXT].size, dtype=torch.uint8)
-    torch_dcp.load({_TEXT: text}, storage_reader=_reader(folder), **ranks.arguments)
+    torch_load({_TEXT: text}, storage_reader=_reader(folder), **ranks.arguments)
     try:
         skeleton = json.loads(bytes(text.numpy()))
         target = _Target(model, optimizer, sizes, saved_ranks=skeleton["num_ranks"], ranks=ranks)
         own, inner = target.expand(skeleton["own"]), target.expand(skeleton["inner"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder} does not fit this run: {error}; resume with its model and method") from error
-    torch_dcp.load(target.tensors, storage_reader=_reader(folder), **ranks.arguments)
+    torch_load(target.tensors, storage_reader=_reader(folder), **ranks.arguments)
     state = {**target.finish(own), **_inner_state(target.finish(inner), model, optimizer)}
     if len(saved) == count:
         optimizer.load_state_dict(state)
@@ -151,7 +152,7 @@ def _group_of(model: nn.Module, members: list[int]) -> Any:
     return _groups[model]
 
 
-class _Cloned(AsyncStager):  # type: ignore[misc]
+class _Cloned(AsyncStager):
     """Stages nothing: what is saved was cloned already; torch's own stager fails for sharded tensors on a CPU."""
 
     _synchronize_after_execute = False
@@ -328,7 +329,7 @@ def _placed(shard: torch.Tensor, *, like: Any) -> torch.Tensor:
     return placed
 
 
-def _own_folder(path: Path, optimizer: DistributedOptimizer) -> Path:
+def _own_folder(path: Path | str, optimizer: DistributedOptimizer) -> Path:
     folder = Path(path) / f"replica-{optimizer.transport.replica}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -337,7 +338,8 @@ def _own_folder(path: Path, optimizer: DistributedOptimizer) -> Path:
 def _clone(tensor: Any) -> torch.Tensor:
     """Return a copy on the CPU, in the same shards."""
     if not _is_sharded(tensor):
-        return tensor.detach().to("cpu", copy=True)  # type: ignore[no-any-return]
+        copied: torch.Tensor = tensor.detach().to("cpu", copy=True)
+        return copied
     return _placed(local_shard(tensor).clone(), like=tensor)
 
 
@@ -350,6 +352,6 @@ def _writer(folder: Path) -> Any:
 
 
 def _storage() -> Any:
-    if not hasattr(torch_dcp, "HuggingFaceStorageWriter"):
+    if not hasattr(checkpoint, "HuggingFaceStorageWriter"):
         raise MissingExtra("this torch has no safetensors storage; install it with: pip install 'torch>=2.9'")
-    return torch_dcp
+    return checkpoint
