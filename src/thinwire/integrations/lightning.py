@@ -25,7 +25,7 @@ TRIED_VERSIONS = {"lightning": "2.6"}
 _LOCAL = "thinwire_local_parameters"
 
 
-class DiLoCoStrategy(SingleDeviceStrategy):
+class DiLoCoStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     """Strategy of one replica on one device: pass it as `lightning.Trainer(strategy=...)`.
 
     The optimizer of `configure_optimizers` is wrapped in a `DistributedOptimizer`. The end of training does the final
@@ -44,6 +44,7 @@ class DiLoCoStrategy(SingleDeviceStrategy):
     """
 
     strategy_name = "thinwire"
+    optimizers: Any
 
     def __init__(
         self, *, method: Method | str, transport: Transport, device: str | torch.device = "cpu",

@@ -37,6 +37,8 @@ class DiLoCoOptimizersContainer(OptimizersContainer):  # type: ignore[misc]
         ValueError: There are several model parts.
     """
 
+    optimizers: Any
+
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc]
         """Section `optimizer` of a job's config: torchtitan's own fields, and these.
