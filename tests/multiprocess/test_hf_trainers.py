@@ -15,6 +15,8 @@ from torch import nn
 
 import thinwire
 from thinwire.compat import group_operators, intercept
+from thinwire.errors import DesyncError
+from thinwire.transport.loopback import LoopbackWorld
 from thinwire.transport.secret import make_secret
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'thinwire[hf]'")
@@ -67,8 +69,8 @@ def two_runs(transport: thinwire.RecordingTransport, folder: Path) -> dict[str, 
         )  # fmt: skip
         model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
         trainer = Trainer(
-            model=model, args=args, train_dataset=share, eval_dataset=share.select(range(4)), method=method,
-            transport=transport,
+            model=model, args=args, train_dataset=share, eval_dataset=rows(LoopbackWorld(1).transports[0]),
+            method=method, transport=transport,
         )  # fmt: skip
         checkpoint = folder / "whole" / f"replica-{transport.replica}" / f"checkpoint-{SAVE_AT}"
         trainer.train(resume_from_checkpoint=str(checkpoint) if name == "resumed" else None)
@@ -82,6 +84,21 @@ def two_runs(transport: thinwire.RecordingTransport, folder: Path) -> dict[str, 
             found["log"] = [line for line in trainer.state.log_history if "loss" in line]
             found["eval_loss"] = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
     return found
+
+
+def disagreeing(transport: thinwire.RecordingTransport, folder: Path) -> str:
+    """Let the replicas plan different numbers of steps."""
+    from thinwire.integrations.hf import DiLoCoTrainerMixin
+
+    class Trainer(DiLoCoTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+        pass
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    args = arguments(folder / "other", max_steps=3 + transport.replica)
+    trainer = Trainer(model=model, args=args, train_dataset=rows(transport), method="diloco", transport=transport)
+    with pytest.raises(DesyncError) as refused:
+        trainer.train()
+    return str(refused.value)
 
 
 def sft(transport: thinwire.RecordingTransport, folder: Path) -> dict[str, Any]:
@@ -170,7 +187,7 @@ def rank(folder: str, secret: str) -> dict[str, Any]:
     stop = intercept(sorted(group_operators()), count)
     found = {
         "trainer": two_runs(transport, Path(folder)), "sft": sft(transport, Path(folder)) if HAS_TRL else None,
-        "accelerate": accelerated(transport),
+        "accelerate": accelerated(transport), "disagreeing": disagreeing(transport, Path(folder)),
     }  # fmt: skip
     stop()
     transport.close()
@@ -208,6 +225,11 @@ def test_a_resumed_training_ends_with_the_hash_of_the_uninterrupted_one(found: l
     assert first["local"] != first["checkpoint"] and first["local"] != second["local"]
 
 
+def test_replicas_that_plan_different_numbers_of_steps_are_refused(found: list[dict[str, Any]]) -> None:
+    assert "replica 0 plans 3 steps, the mean over the replicas is 3.5" in found[0]["disagreeing"]
+    assert "replica 1 plans 4 steps" in found[1]["disagreeing"]
+
+
 def test_every_replica_saves_the_same_global_model(found: list[dict[str, Any]]) -> None:
     first, second = (one["trainer"] for one in found)
     assert first["saved"] and second["saved"]
@@ -216,7 +238,7 @@ def test_every_replica_saves_the_same_global_model(found: list[dict[str, Any]]) 
 
 def test_the_evaluation_is_that_of_the_global_parameters(found: list[dict[str, Any]]) -> None:
     first, second = (one["trainer"]["eval_loss"] for one in found)
-    assert len(first) == len(second) == STEPS // 6
+    assert first == second and len(first) == STEPS // 6
 
 
 def test_thinwire_numbers_go_where_the_trainer_reports(found: list[dict[str, Any]], folder: Path) -> None:

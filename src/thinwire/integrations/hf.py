@@ -68,6 +68,7 @@ class DiLoCoTrainerMixin:
     args: Any
     optimizer: Any
     state: Any
+    is_fsdp_enabled: bool
 
     def __init__(
         self, *args: Any, method: Method | str, transport: Transport, options: dict[str, Any] | None = None,
@@ -141,8 +142,7 @@ class DiLoCoTrainerMixin:
         """
         if self.transport.num_replicas == 1:
             return
-        own = float(self.state.max_steps)
-        number = torch.tensor([own, own * own], dtype=torch.float32)
+        number = torch.tensor([own := float(self.state.max_steps)])
         average_tensors([number], transport=self.transport, number=_NUMBER_OF_STEPS_CHECK, deadline_s=300.0)
         if number[0].item() != own:
             raise DesyncError(
@@ -187,10 +187,18 @@ class DiLoCoTrainerMixin:
             yield
 
     def _check_is_alone(self) -> None:
-        if self.args.world_size > 1:
+        ranks = getattr(getattr(self.transport, "inner", self.transport), "ranks_per_replica", 1)
+        if self.args.world_size != ranks:
             raise refusal(
-                "the Trainer sees several processes, so it would average gradients at every step", allowed="1",
-                got=self.args.world_size, remedy="thinwire.connect(solo=True) before TrainingArguments is made",
+                "the Trainer sees ranks of other replicas, so it would average gradients at every step",
+                allowed=f"the {ranks} of this replica", got=self.args.world_size,
+                remedy="thinwire.connect(solo=True) before TrainingArguments is made",
+            )  # fmt: skip
+        if self.is_fsdp_enabled:
+            raise refusal(
+                "--fsdp shards the model after thinwire has read it", got="fsdp in TrainingArguments",
+                allowed="a model that is sharded already",
+                remedy="from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=RANKS))",
             )  # fmt: skip
         if self.args.n_gpu > 1:
             raise refusal(

@@ -21,13 +21,14 @@ def metrics(optimizer: DistributedOptimizer) -> dict[str, float]:
     Example:
         >>> import torch, thinwire
         >>> model = torch.nn.Linear(3, 1)
-        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> method = thinwire.methods.diloco(sync_interval=2)
-        >>> with thinwire.DistributedOptimizer(model, inner, method=method) as optimizer:
+        >>> optimizer = thinwire.DistributedOptimizer(
+        ...     model, torch.optim.SGD(model.parameters(), lr=0.1), method=thinwire.methods.diloco(sync_interval=2)
+        ... )
+        >>> with optimizer:
         ...     for _ in range(3):
         ...         model(torch.ones(1, 3)).sum().backward()
         ...         optimizer.step()
-        ...     found = thinwire.metrics(optimizer)
+        ...     found = metrics(optimizer)
         >>> found["step"], found["rounds_applied"], found["missing_steps"]
         (3, 1, 1)
     """
