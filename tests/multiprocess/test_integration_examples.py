@@ -18,6 +18,7 @@ from torch import nn
 
 import thinwire
 from thinwire.compat import group_operators, intercept
+from thinwire.errors import CheckpointError
 from thinwire.integrations.data import ReplicaSampler
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "integrations"
@@ -136,7 +137,11 @@ def rank(folder: str, names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         torch.manual_seed(0)
-        found[name] = digest(runpy.run_path(str(FOLDER / f"{name}.py"))["model"])
+        left = runpy.run_path(str(FOLDER / f"{name}.py"))
+        found[name] = digest(left["model"])
+        if "container" in left:
+            with pytest.raises(CheckpointError, match="would lack thinwire's state"):
+                left["container"].state_dict()
     for name in BARE:
         found[f"bare {name}"] = bare(*BARE[name])
     if "lightning_strategy" in names:
