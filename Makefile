@@ -29,7 +29,7 @@ TAG := $(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 RUN_STAMP := $(VENV)/stamp-run-$(TAG)
 TEST_STAMP := $(VENV)/stamp-test-$(TAG)
 
-TEST_EXTRAS := [dev,docs,hf,parquet]
+TEST_EXTRAS := [dev,docs,hf,parquet,lightning,trl]
 
 # What belongs to one build of torch must not hold for another.
 PINS_OF_TORCH := ^(torch|triton)==|^(cuda|nvidia)-

@@ -28,6 +28,7 @@ from thinwire.version import __version__
 if TYPE_CHECKING:
     from thinwire import codecs, lab, methods
     from thinwire.errors import ThinwireError
+    from thinwire.integrations.tracking import metrics
     from thinwire.monitor.record.torch_recorder import watch
     from thinwire.sync.method import Method
     from thinwire.sync.multi_optimizer import MultiOptimizer
@@ -47,6 +48,7 @@ _HOMES = {
     "RecordingTransport": "thinwire.transport.recording",
     "ThinwireError": "thinwire.errors",
     "connect": "thinwire.transport.connect",
+    "metrics": "thinwire.integrations.tracking",
     "run_replicas": "thinwire.transport.loopback",
     "watch": "thinwire.monitor.record.torch_recorder",
 }
@@ -66,6 +68,7 @@ __all__ = [
     "connect",
     "lab",
     "methods",
+    "metrics",
     "run_replicas",
     "watch",
 ]

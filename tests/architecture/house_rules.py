@@ -16,6 +16,8 @@ LAUNCHER = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.di
 # What thinwire is measured against: torch's own data parallelism, and the group that torchft's users give it.
 REFERENCES = "lab/wire_benchmark/reference_"
 SHARDS = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed.fsdp")
+# torch's checkpoints are its subject; their collectives stay among the ranks of one replica.
+CHECKPOINTS = "integrations/dcp.py"
 OBJECT_MODULES = ("pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
 OBJECT_COLLECTIVES = (
     "all_gather_object",
@@ -28,7 +30,7 @@ OBJECT_COLLECTIVES = (
 
 
 def torch_distributed_outside_the_transport(name: str, tree: ast.Module) -> Iterator[str]:
-    is_transport = name.startswith(("transport/", REFERENCES))
+    is_transport = name.startswith(("transport/", REFERENCES, CHECKPOINTS))
     allowed = SHARDS if name == "compat.py" else ()
     used = [*imported(tree)]
     used += [(dotted(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]

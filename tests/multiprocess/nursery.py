@@ -69,7 +69,7 @@ class Nursery:
 
     def start(
         self, *, arguments: Sequence[str], environment: Mapping[str, str], place: tuple[str, str] | None, out: str,
-        err: str,
+        err: str, imports: Sequence[str] = (),
     ) -> Child:  # fmt: skip
         """Fork a child that runs `processes._main(*arguments)`, on this machine or on a host of `namespaces`."""
         with self._lock:
@@ -77,6 +77,7 @@ class Nursery:
                 self._connection = self._open()
             order = {
                 "arguments": list(arguments), "environment": dict(environment), "place": place, "out": out, "err": err,
+                "imports": list(imports),
             }  # fmt: skip
             self._connection.send(json.dumps(order).encode())
             while not self._pids:
@@ -130,6 +131,9 @@ def _serve(connection: socket.socket) -> Callable[[], int]:
             if not said:
                 sys.exit(0)
             order = json.loads(said)
+            for name in order["imports"]:
+                with contextlib.suppress(ImportError):  # the child reports it
+                    __import__(name)
             if os.fork() == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -75,6 +75,7 @@ class Processes:
         place: The host a rank lives on, as `namespaces.Hosts.place` tells it; this machine by default.
         master_address: MASTER_ADDR.
         master_port: MASTER_PORT, a free one by default.
+        imports: Modules that the nursery loads before it forks, for libraries that take seconds to import.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Processes:
         place: Callable[[int], tuple[str, str] | None] = lambda rank: None,
         master_address: str = "127.0.0.1",
         master_port: int | None = None,
+        imports: Sequence[str] = (),
     ) -> None:
         self.master_port = free_port() if master_port is None else master_port
         self.ranks = list(range(num_ranks) if ranks is None else ranks)
@@ -109,7 +111,9 @@ class Processes:
             words = [file, function.__name__, json.dumps(dict(arguments or {})), str(self._file(rank, "json"))]
             present = {name: value for name, value in wanted.items() if value is not None}
             paths = {name: str(self._file(rank, name)) for name in ("out", "err")}
-            self._processes[rank] = _NURSERY.start(arguments=words, environment=present, place=place(rank), **paths)
+            self._processes[rank] = _NURSERY.start(
+                arguments=words, environment=present, place=place(rank), imports=imports, **paths
+            )
 
     def __enter__(self) -> Processes:
         return self

@@ -33,10 +33,13 @@ from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Kind, Transport
 from thinwire.transport.loopback import single
-from thinwire.transport.shards import drop_gathered, flatten, unflatten_into
+from thinwire.transport.shards import drop_gathered, flatten, local_shard, unflatten_into
 
 STATE_VERSION = 1
-_STATE_KEYS = {"version", "inner", "sync", "steps_done", "buffer_rounds", "gradient_rounds"}
+# In the first parameter group of a state, where torch's checkpoint functions keep what they do not know.
+OWN_STATE = "thinwire"
+_OWN_KEYS = {"version", "sync", "steps_done", "buffer_rounds", "gradient_rounds"}
+_STATE_KEYS = {"state", "param_groups", *_OWN_KEYS}
 
 # Work of the optimizers of this process that are not closed yet, for the warning at its end.
 _unclosed: set[UncountedWork] = set()
@@ -65,16 +68,24 @@ def _warn_missing(work: UncountedWork, *, remedy: str, stacklevel: int) -> None:
     )  # fmt: skip
 
 
-def check_state(state_dict: dict[str, Any]) -> None:
-    """Refuse what is no state of a `DistributedOptimizer`.
+def checked_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state of a `DistributedOptimizer` with all its keys at the top, and the inner optimizer's groups alone.
+
+    Accepted are what `state_dict` returns, what torch's `get_optimizer_state_dict` leaves of it, and the layout of
+    thinwire 0.2, with the inner optimizer's state under `inner`.
 
     Raises:
         CheckpointError: Something is missing, or it is of another version.
     """
+    groups = [dict(group) for group in state_dict.get("param_groups", ())]
+    own = groups[0].pop(OWN_STATE, {}) if groups else {}
+    state_dict = {**own, **state_dict, "param_groups": groups}
+    state_dict |= state_dict.pop("inner", {})
     if missing := _STATE_KEYS - set(state_dict):
         raise CheckpointError(f"this is no state of a DistributedOptimizer; it lacks {sorted(missing)}")
     if state_dict["version"] != STATE_VERSION:
         raise CheckpointError(f"the state has version {state_dict['version']}; this thinwire reads {STATE_VERSION}")
+    return state_dict
 
 
 def check_parameters(model: nn.Module, inner: torch.optim.Optimizer) -> None:
@@ -291,21 +302,9 @@ class DistributedOptimizer(EagerOptimizer):
             RuntimeError: The optimizer is closed, or the model holds the global parameters just now.
             ValueError: The method needs a closure, or does not go with a GradScaler.
         """
-        if self._is_closed:
-            raise RuntimeError("step() after close(); build a new DistributedOptimizer to train on")
-        if self._holds_global:
-            raise RuntimeError("step() inside global_parameters(); leave the with block first, then train on")
-        if self._engine.has_memory and hasattr(self, "found_inf"):
-            raise ValueError(
-                f"{self.method.name} remembers what it did not send, and a GradScaler's infinite gradients would spoil "
-                f"that for ever; train in bfloat16 without GradScaler, or take a method without memory"
-            )
-        if self.method.view.moment == "around_closure" and closure is None:
-            raise ValueError(
-                f"{self.method.name} asks for gradients at points of its own choice, so one backward pass is not "
-                f"enough; call step(closure), where closure clears the gradients, computes the loss on this step's "
-                f"batch, calls backward() and returns the loss"
-            )
+        if closure is None and self._only_makes_state():
+            return self.inner.step()
+        self._refuse_step(closure)
         self._observe_time()
         if self._is_lazy:
             self._begin_lazy_step(closure)
@@ -443,16 +442,20 @@ class DistributedOptimizer(EagerOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state and thinwire's own: global values, momenta, rounds in flight.
 
-        Waits for rounds in flight to arrive, without applying them, so that the state is complete.
+        Waits for rounds in flight to arrive, without applying them, so that the state is complete. The first parameter
+        group holds thinwire's part too (the same tensors), since torch's `get_optimizer_state_dict` keeps nothing else.
         """
-        return {
+        inner = self.inner.state_dict()
+        own = {
             "version": STATE_VERSION,
-            "inner": self.inner.state_dict(),
             "steps_done": self._steps_done,
             "buffer_rounds": self._buffer_rounds,
             "gradient_rounds": self._gradient_rounds,
             "sync": save_state(self._engine),
         }
+        groups = [dict(group) for group in inner["param_groups"]]
+        groups[0][OWN_STATE] = own
+        return {**inner, **own, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; the model's own parameters are loaded with the model.
@@ -460,7 +463,7 @@ class DistributedOptimizer(EagerOptimizer):
         Raises:
             CheckpointError: The state is of another version, method, replica or model.
         """
-        check_state(state_dict)
+        state_dict = checked_state(state_dict)
         load_state(self._engine, state_dict["sync"])
         self._load_own(state_dict)
 
@@ -477,17 +480,45 @@ class DistributedOptimizer(EagerOptimizer):
         Raises:
             CheckpointError: The state is of another version, method or model, or its replicas hold different values.
         """
-        check_state(state_dict)
+        state_dict = checked_state(state_dict)
         reset = adopt_state(self._engine, state_dict["sync"])
         self._load_own(state_dict)
         return reset
 
     def _load_own(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict["inner"])
+        own = {OWN_STATE, *_OWN_KEYS}
+        self.inner.load_state_dict({name: value for name, value in state_dict.items() if name not in own})
         self._share_state()
         self._steps_done = state_dict["steps_done"]
         self._buffer_rounds = state_dict["buffer_rounds"]
         self._gradient_rounds = state_dict["gradient_rounds"]
+
+    def _refuse_step(self, closure: Callable[[], Any] | None) -> None:
+        if self._is_closed:
+            raise RuntimeError("step() after close(); build a new DistributedOptimizer to train on")
+        if self._holds_global:
+            raise RuntimeError("step() inside global_parameters(); leave the with block first, then train on")
+        if self._engine.has_memory and hasattr(self, "found_inf"):
+            raise ValueError(
+                f"{self.method.name} remembers what it did not send, and a GradScaler's infinite gradients would spoil "
+                f"that for ever; train in bfloat16 without GradScaler, or take a method without memory"
+            )
+        if self.method.view.moment == "around_closure" and closure is None:
+            raise ValueError(
+                f"{self.method.name} asks for gradients at points of its own choice, so one backward pass is not "
+                f"enough; call step(closure), where closure clears the gradients, computes the loss on this step's "
+                f"batch, calls backward() and returns the loss"
+            )
+
+    def _only_makes_state(self) -> bool:
+        """Return whether a step is that of torch's checkpoint functions, which makes the inner optimizer's state.
+
+        They call `step` with learning rates and gradients of zero. It changes no parameter and must start no round.
+        """
+        if self.inner.state or any(group.get("lr", 1.0) != 0 for group in self.param_groups):
+            return False
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.requires_grad]
+        return all(one is not None and not local_shard(one).any() for one in gradients)
 
     def _share_state(self) -> None:
         # the very objects of the inner optimizer: a scheduler that sets lr here sets it there

@@ -18,7 +18,7 @@ from thinwire.errors import CheckpointError, ThinwireError
 from thinwire.monitor.record.metrics import Meter, ReplicaCounts
 from thinwire.monitor.record.recorder import Recorder
 from thinwire.monitor.runlog.attempts import note_cost
-from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.sync.optimizer import DistributedOptimizer, checked_state
 from thinwire.training.build import lr_factor
 from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
@@ -363,7 +363,7 @@ class Training:
         state = {
             "model": {name: parameter.detach() for name, parameter in _trained(self._model).items()},
             "frozen": self._frozen_sha256(),
-            "buffers": dict(self._model.named_buffers()), "optimizer": self._optimizer.state_dict(),
+            "buffers": dict(self._model.named_buffers()), "optimizer": checked_state(self._optimizer.state_dict()),
             "batches": self._batches.state_dict(), "random": _random_state(self._device),
             "meter": self._meter.state_dict(stalled_s=self._optimizer.statistics.stalled_s), "step": self.step,
         }  # fmt: skip

@@ -1,0 +1,13 @@
+"""Integrations with training libraries that people already use; each module needs its own library.
+
+| module | for |
+| --- | --- |
+| `thinwire.integrations.hf` | transformers' `Trainer`, TRL's `SFTTrainer`, PEFT |
+| `thinwire.integrations.lightning` | `lightning.Trainer` |
+| `thinwire.integrations.titan` | torchtitan's `OptimizersContainer` |
+| `thinwire.integrations.dcp` | torch.distributed.checkpoint |
+| `thinwire.integrations.data` | shares of data sets |
+| `thinwire.integrations.tracking` | numbers for experiment trackers |
+"""
+
+from __future__ import annotations
