@@ -34,6 +34,14 @@ def num_usable_gpus() -> int:
     return int(torch._C._cuda_getDeviceCount())
 
 
+def num_collectives(group: Any) -> int | None:
+    """Return how many calls a process group has had, by torch's own number; None where its backend has none."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def missing_names() -> list[str]:
     """Return what this build of torch lacks of what is used here.
 

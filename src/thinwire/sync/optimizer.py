@@ -34,6 +34,7 @@ from thinwire.sync.schedule import Round
 from thinwire.transport.base import Kind, Transport
 from thinwire.transport.loopback import single
 from thinwire.transport.shards import drop_gathered, flatten, local_shard, unflatten_into
+from thinwire.transport.shared_collectives import SharedCollectives, refuse_shared_model
 
 STATE_VERSION = 1
 # In the first parameter group of a state, where torch's checkpoint functions keep what they do not know.
@@ -161,7 +162,7 @@ class DistributedOptimizer(EagerOptimizer):
     Raises:
         TypeError: The method is neither a `Method` nor a name.
         ValueError: No method has the name, or the method does not fit the model, the inner optimizer or the number of
-            replicas.
+            replicas, or DDP or FSDP joins the ranks of several replicas.
         DesyncError: Another replica runs another model or method.
 
     Example:
@@ -203,7 +204,10 @@ class DistributedOptimizer(EagerOptimizer):
         num_bytes = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
         deadline_s = self._deadlines.deadline_s(steps=1, num_bytes=num_bytes * (self.transport.num_replicas - 1))
         self._has_fixed_replicas = catch_up is None or catch_up.has_fixed_replicas
+        self._shared_collectives: SharedCollectives | None = None
         if self._has_fixed_replicas:  # replicas that come and go compare their set-ups as they join
+            refuse_shared_model(model, transport=self.transport)
+            self._shared_collectives = SharedCollectives(self.transport)
             handshake(model, description=description, transport=self.transport, deadline_s=deadline_s)
         self._engine = RoundEngine(
             model, method=method, transport=self.transport, deadlines=self._deadlines, inner=inner, catch_up=catch_up,
@@ -305,7 +309,7 @@ class DistributedOptimizer(EagerOptimizer):
         if closure is None and self._only_makes_state():
             return self.inner.step()
         self._refuse_step(closure)
-        self._observe_time()
+        self._observe_step()
         if self._is_lazy:
             self._begin_lazy_step(closure)
         self._steps_done += 1
@@ -525,7 +529,9 @@ class DistributedOptimizer(EagerOptimizer):
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
 
-    def _observe_time(self) -> None:
+    def _observe_step(self) -> None:
+        if self._shared_collectives is not None:
+            self._shared_collectives.on_step()
         now_s = time.monotonic()
         if self._last_step_s is not None:
             self._deadlines.observe_step(now_s - self._last_step_s)

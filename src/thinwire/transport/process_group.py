@@ -113,7 +113,7 @@ class ProcessGroupTransport:
         self, group: GlooGroup, *, ranks_per_replica: int = 1, release: Callable[[], None] | None = None,
         sockets: LocalSockets | None = None,
     ) -> None:  # fmt: skip
-        world_size = group.size()
+        world_size = int(group.size())
         if ranks_per_replica < 1 or world_size % ranks_per_replica:
             raise ValueError(
                 f"ranks_per_replica must divide the number of ranks, got {ranks_per_replica} for {world_size} ranks"
@@ -123,7 +123,7 @@ class ProcessGroupTransport:
         self._ranks_per_replica = ranks_per_replica
         self._release = release
         self._sockets = sockets
-        self._replica, self._shard = divmod(group.rank(), ranks_per_replica)
+        self._replica, self._shard = divmod(int(group.rank()), ranks_per_replica)
         self._num_replicas = world_size // ranks_per_replica
         self._in_flight: set[_Transfer] = set()
         # by peer and tag: set once a receive has asked for all of its message, or failed

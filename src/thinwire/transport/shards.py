@@ -21,7 +21,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
         The tensor itself, or the DTensor's local tensor, without a gradient graph.
     """
     sharded: Any = tensor
-    return sharded.to_local().detach() if _is_a("torch.distributed.tensor", "DTensor", tensor) else tensor.detach()
+    return sharded.to_local().detach() if is_a("torch.distributed.tensor", "DTensor", tensor) else tensor.detach()
 
 
 def gather_over_shards(number: torch.Tensor, *, parameter: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ def gather_over_shards(number: torch.Tensor, *, parameter: torch.Tensor) -> torc
         `(number of shards,)`, the same on all ranks; of a plain tensor `(1,)`.
     """
     found, sharded = number.reshape(1), parameter
-    if not _is_a("torch.distributed.tensor", "DTensor", parameter):
+    if not is_a("torch.distributed.tensor", "DTensor", parameter):
         return found
     mesh: Any = sharded.device_mesh  # type: ignore[attr-defined]
     placements: Any = sharded.placements  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ def drop_gathered(model: nn.Module) -> None:
     unnoticed. A model without FSDP2 is left alone.
     """
     for module in model.modules():
-        if _is_a("torch.distributed.fsdp", "FSDPModule", module):
+        if is_a("torch.distributed.fsdp", "FSDPModule", module):
             sharded: Any = module
             sharded.reshard()
 
@@ -128,10 +128,19 @@ def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     assert start == flat.numel(), "the vector must have exactly the tensors' elements"
 
 
-def _is_a(module: str, name: str, value: object) -> bool:
+def is_a(module: str, name: str, value: object) -> bool:
     """Return whether a value is of a class whose module takes a second to import, without importing it.
 
     Nothing can be of a class whose module was never imported.
+
+    Args:
+        module: The module's full name.
+        name: The class's name in it.
+        value: The value.
+
+    Example:
+        >>> is_a("collections", "Counter", {})
+        False
     """
     found = getattr(sys.modules.get(module), name, None)
     return found is not None and isinstance(value, found)
