@@ -15,6 +15,8 @@ from thinwire.transport.base import Envelope, Kind, Transport
 from thinwire.transport.shards import local_shard
 
 _FINGERPRINT_BYTES = 2048
+# 128 bits of each tensor's SHA-256.
+_DIGEST_BYTES = 16
 # Of the list of a model's tensors: 100 bytes each for 160,000 of them.
 _MOST_LISTING_BYTES = 2**24
 
@@ -22,8 +24,9 @@ _MOST_LISTING_BYTES = 2**24
 def handshake(model: nn.Module, *, description: str, transport: Transport, deadline_s: float) -> None:
     """Compare the set-ups of all replicas, then give all of them replica 0's trained parameters and buffers.
 
-    Nothing is sent where the values are the same bits already, as after building the model from the same seed. Frozen
-    parameters are never sent: they may be far larger than what is trained, so each replica loads its own.
+    Tensors are compared by hash, and only those that differ are sent: none after building the model from the same
+    seed, the adapters alone where only these differ. Frozen parameters are never sent: they may be far larger than what
+    is trained, so each replica loads its own.
 
     Args:
         model: The replica's model; changed in place where it differs from replica 0's.
@@ -32,17 +35,19 @@ def handshake(model: nn.Module, *, description: str, transport: Transport, deadl
         deadline_s: Seconds to wait for the others.
 
     Raises:
-        DesyncError: Another replica runs another model or method, or has other frozen parameters; names it, the first
-            tensor or part that differs, and both sides.
+        DesyncError: Another replica runs another model or method, or has other frozen parameters; names it and the
+            first tensor or part that differs.
         TransportError: A replica could not be reached.
     """
     if transport.num_replicas == 1:
         return
+    frozen = {name: local_shard(p) for name, p in model.named_parameters() if not p.requires_grad}
     tensors = _sent_tensors(model)
+    digests, frozen_digests = _digests(tensors), _digests(list(frozen.values()))
     listing = json.dumps(_listing(model)).encode()
     own = {
-        "description": description, "model": _shape_digest(model), "values": _value_digest(tensors),
-        "frozen": _value_digest([local_shard(p) for p in model.parameters() if not p.requires_grad]),
+        "description": description, "model": _shape_digest(model),
+        "values": hashlib.sha256(digests).hexdigest(), "frozen": hashlib.sha256(frozen_digests).hexdigest(),
         "listing_bytes": str(len(listing)),
     }  # fmt: skip
     others = _exchange_fingerprints(own, transport=transport, deadline_s=deadline_s)
@@ -56,41 +61,64 @@ def handshake(model: nn.Module, *, description: str, transport: Transport, deadl
     # all replicas hold all fingerprints, so all of them come here or none
     if any(theirs["model"] != own["model"] for theirs in others.values()):
         raise _model_error(listing, others, own=own["model"], transport=transport, deadline_s=deadline_s)
-    for replica, theirs in others.items():
-        if theirs["frozen"] != own["frozen"]:
-            raise DesyncError(
-                f"replica {replica} has other frozen parameters than replica {transport.replica}, and these are "
-                f"never sent; load the same weights on all hosts"
-            )
-    digests = {theirs["values"] for theirs in others.values()} | {own["values"]}
-    if len(digests) > 1:
-        broadcast(tensors, transport=transport, deadline_s=deadline_s, number=1)
+    if any(theirs["frozen"] != own["frozen"] for theirs in others.values()):
+        found = _exchange_digests(frozen_digests, part=3, transport=transport, deadline_s=deadline_s)
+        raise _frozen_error(list(frozen), frozen_digests, found, replica=transport.replica)
+    if any(theirs["values"] != own["values"] for theirs in others.values()):
+        found = _exchange_digests(digests, part=2, transport=transport, deadline_s=deadline_s)
+        _copy_differing(tensors, digests, found, transport=transport, deadline_s=deadline_s)
 
 
-def broadcast(tensors: Sequence[torch.Tensor], *, transport: Transport, deadline_s: float, number: int) -> None:
-    """Overwrite tensors with those of replica 0, bit for bit.
-
-    Args:
-        tensors: Any shapes and dtypes, the same on all replicas.
-        transport: Joins the replicas.
-        deadline_s: Seconds to wait.
-        number: The same on all replicas, another one for every call.
-    """
-    raw = _as_bytes(tensors)
-    envelope = Envelope(kind=Kind.SETUP, round_id=number, payload_bytes=raw.numel(), numel=raw.numel())
+def _copy_differing(
+    tensors: Sequence[torch.Tensor], own: bytes, others: Mapping[int, bytes], *, transport: Transport, deadline_s: float
+) -> None:
+    """Overwrite the tensors that differ from replica 0's with these, bit for bit."""
     if transport.replica == 0:
-        sends = [transport.send(raw, to=peer, envelope=envelope) for peer in range(1, transport.num_replicas)]
+        sends = []
+        for peer, theirs in others.items():
+            if differing := [tensors[place] for place in _differing(own, theirs)]:
+                raw = _as_bytes(differing)
+                sends.append(transport.send(raw, to=peer, envelope=_values(raw.numel())))
         for pending in sends:
             pending.wait(deadline_s=deadline_s)
         return
-    received = transport.receive(source=0, envelope=envelope).wait(deadline_s=deadline_s)
+    differing = [tensors[place] for place in _differing(own, others[0])]
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in differing)
+    if not differing:
+        return
+    received = transport.receive(source=0, envelope=_values(num_bytes)).wait(deadline_s=deadline_s)
     assert received is not None
     start = 0
-    for tensor in tensors:
+    for tensor in differing:
         size = tensor.numel() * tensor.element_size()
         part = received.payload[start : start + size].clone().view(tensor.dtype).view(tensor.shape)
         tensor.copy_(part)
         start += size
+
+
+def _values(num_bytes: int) -> Envelope:
+    return Envelope(kind=Kind.SETUP, round_id=1, payload_bytes=num_bytes, numel=num_bytes)
+
+
+def _differing(own: bytes, other: bytes) -> list[int]:
+    """Return the places of the tensors whose digests differ."""
+    size = _DIGEST_BYTES
+    return [at // size for at in range(0, len(own), size) if own[at : at + size] != other[at : at + size]]
+
+
+def _exchange_digests(own: bytes, *, part: int, transport: Transport, deadline_s: float) -> dict[int, bytes]:
+    sizes = {peer: len(own) for peer in range(transport.num_replicas) if peer != transport.replica}
+    return _exchange(own, sizes, part=part, transport=transport, deadline_s=deadline_s)
+
+
+def _frozen_error(names: Sequence[str], own: bytes, others: Mapping[int, bytes], *, replica: int) -> DesyncError:
+    other = next(peer for peer, theirs in others.items() if theirs != own)
+    places = _differing(own, others[other])
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    return DesyncError(
+        f"replica {other} has other values than replica {replica} in the frozen parameter {names[places[0]][:300]}"
+        f"{more}; frozen parameters are never sent: load the same weights on all hosts"
+    )
 
 
 def _exchange_fingerprints(
@@ -220,11 +248,10 @@ def _shape_digest(model: nn.Module) -> str:
     return hashlib.sha256(json.dumps(_listing(model)).encode()).hexdigest()
 
 
-def _value_digest(tensors: Sequence[torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(_as_bytes([tensor]).numpy().data)
-    return digest.hexdigest()
+def _digests(tensors: Sequence[torch.Tensor]) -> bytes:
+    """Return the digest of each tensor's bytes, one behind the other."""
+    found = (hashlib.sha256(_as_bytes([tensor]).numpy().data).digest() for tensor in tensors)
+    return b"".join(digest[:_DIGEST_BYTES] for digest in found)
 
 
 def _as_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -70,12 +70,50 @@ def test_frozen_parameters_are_never_sent_also_where_trained_ones_differ_at_the_
     assert trained_bytes <= sent_bytes <= trained_bytes + 4096 < frozen_bytes
 
 
-def test_frozen_parameters_that_differ_are_refused_at_the_start():
-    def replica_main(transport):
-        wrap(half_frozen(frozen_seed=50 + transport.replica, trained_seed=0), transport, diloco())
+class WithAdapter(nn.Module):
+    """A frozen base with a cache, a trained head that is the same on all replicas, and adapters that are not."""
 
-    with pytest.raises(DesyncError, match=r"other frozen parameters than .* never sent; load the same weights"):
-        thinwire.run_replicas(2, replica_main)
+    def __init__(self, replica: int):
+        super().__init__()
+        self.base = build("linear", seed=3)
+        for parameter in self.base.parameters():
+            parameter.requires_grad_(False)
+        self.register_buffer("cache", torch.arange(200_000, dtype=torch.float32), persistent=False)
+        self.head = nn.Parameter(torch.ones(100_000))
+        random = torch.Generator().manual_seed(replica)
+        self.low = nn.Parameter(torch.randn((8, 5000), generator=random))
+        self.high = nn.Parameter(torch.zeros((5000, 8)))
+
+
+def test_only_tensors_that_differ_are_sent_at_the_start_and_only_to_replicas_that_need_them():
+    def replica_main(transport):
+        model = WithAdapter(7 if transport.replica == 2 else 0)
+        recording = RecordingTransport(transport)
+        wrap(model, recording, diloco())
+        return values(model), [recording.log.totals(way).wire_bytes for way in ("sent", "received")]
+
+    found = thinwire.run_replicas(3, replica_main)
+    adapter_bytes = 4 * 8 * 5000
+    assert all(same(found[0][0], other) for other, _ in found[1:])
+    assert adapter_bytes < found[0][1][0] < 1.1 * adapter_bytes  # to replica 2, with all comparisons
+    for way in found[1][1]:
+        assert way < 0.1 * adapter_bytes
+    assert adapter_bytes < found[2][1][1] < 1.1 * adapter_bytes
+
+
+@pytest.mark.parametrize(("places", "named"), [([2], r"1\.weight;"), ([0, 3], r"0\.weight and 1 more;")])
+def test_frozen_parameters_that_differ_are_refused_at_the_start_by_name(places, named):
+    def replica_main(transport):
+        model = half_frozen(frozen_seed=50, trained_seed=0)
+        if transport.replica == 1:
+            with torch.no_grad():
+                for place in places:
+                    list(model.parameters())[place].mul_(2)
+        wrap(model, transport, diloco())
+
+    match = rf"replica \d has other values than replica \d in the frozen parameter {named} .*load the same weights"
+    with pytest.raises(DesyncError, match=match):
+        thinwire.run_replicas(3, replica_main)
 
 
 @pytest.mark.parametrize(
