@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from thinwire.cli.argument_parsing import FAILED, command, parse_options
 from thinwire.cli.output import log
 from thinwire.cli.processes import DIAGNOSE_RANK
-from thinwire.cli.train_options import world_size
+from thinwire.cli.train_options import adopt_launcher, world_size
 from thinwire.errors import excluded, refusal
 from thinwire.units import format_rate, format_seconds, parse_rate, parse_seconds
 
@@ -80,6 +80,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _check(options: ActiveTestOptions) -> None:
     """Check the options before anything is started."""
+    adopt_launcher()
     ranks = world_size()
     if options.replicas is not None and ranks is not None:
         raise excluded("--replicas", "torchrun", why=f"it has started {ranks} ranks", remedy="to leave --replicas out")

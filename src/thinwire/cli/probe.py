@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.argument_parsing import command, parse_options
 from thinwire.cli.output import log
-from thinwire.cli.train_options import world_size
+from thinwire.cli.train_options import adopt_launcher, world_size
 from thinwire.errors import refusal
 from thinwire.training.config import TrainConfig, resolve, validate
 from thinwire.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_seconds
@@ -80,6 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     basic = ("out", "model", "device", "secret", "budget")
     options = parse_options(ProbeOptions, arguments, prog="thinwire probe", basic=basic)
+    adopt_launcher()
     if world_size() in (None, 1):
         raise refusal(
             "a probe measures the wires between hosts", got="one host", allowed="torchrun on 2 or more, or a lab",

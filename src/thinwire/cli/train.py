@@ -15,6 +15,7 @@ from thinwire.cli.help_text import is_help_wanted
 from thinwire.cli.processes import REPLICA, exit_with_parent
 from thinwire.cli.run_watchdog import watchdog_process, watched_run
 from thinwire.cli.train_options import (
+    adopt_launcher,
     expand_config_file,
     expand_method_options,
     local_replicas,
@@ -45,6 +46,10 @@ def main(arguments: Sequence[str]) -> int:
     if is_help_wanted(arguments):
         print(train_help())
         return 0
+    try:
+        adopt_launcher()
+    except ValueError as error:
+        return _fail(USAGE, error)
     is_told = os.environ.get("LOCAL_RANK", "0") == "0"  # the ranks of a host are given the same words
     try:
         arguments = expand_method_options(expand_config_file(arguments))

@@ -185,6 +185,17 @@ def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
     return saved.replace(**{**own, **fresh})
 
 
+def adopt_launcher() -> None:
+    """Set torchrun's variables as srun or mpirun state them, so that one command line serves all launchers.
+
+    Raises:
+        ValueError: This process is one rank of several, and where they meet is not stated.
+    """
+    from thinwire.transport.job_environment import launcher_variables
+
+    os.environ.update(launcher_variables(os.environ))
+
+
 def world_size() -> int | None:
     """Return how many ranks torchrun starts, None where it does not run."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:

@@ -92,8 +92,9 @@ def connect(
 
     Under torchrun (or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set by hand) the ranks meet at MASTER_ADDR,
     prove that every host reaches every other, and join in a gloo group (with nccl beside it where there are GPUs) that
-    is also torch's default group. A default group that exists already is used as it is. Without any of these variables
-    this process is the only replica.
+    is also torch's default group. A default group that exists already is used as it is. srun and mpirun state the
+    same in variables of their own, which count where torchrun's are missing. Without any of these variables this
+    process is the only replica; one that a launcher started beside others is refused.
 
     With a secret, the replicas send over connections of their own, authenticated and encrypted
     (`thinwire.transport.wire`), and no group is made. The ranks meet in the same store, which authenticates nobody:

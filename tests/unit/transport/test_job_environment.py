@@ -9,7 +9,88 @@ import pytest
 import torch
 
 from thinwire import compat
-from thinwire.transport.job_environment import VISIBLE_GPUS, pin_gpus
+from thinwire.transport.job_environment import VISIBLE_GPUS, launcher_variables, pin_gpus, read_environment
+
+SLURM = {
+    "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "31", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "rack[1-2]n[07-08],login", "SLURM_JOB_NODELIST": "other",
+}  # fmt: skip
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_RANK": "1", "PMIX_NAMESPACE": "2871853057",
+}  # fmt: skip
+HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+
+
+def test_srun_states_what_torchrun_would() -> None:
+    found = launcher_variables(SLURM)
+    port = int(found.pop("MASTER_PORT"))
+    assert found == {
+        "RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "rack1n07",
+    }  # fmt: skip
+    assert 16_000 <= port < 28_000
+    assert launcher_variables({**SLURM, "SLURM_STEP_ID": "1"})["MASTER_PORT"] != str(port)
+    assert launcher_variables({**SLURM, "SLURM_STEP_NUM_NODES": "1"})["MASTER_ADDR"] == "127.0.0.1"
+    place = read_environment({**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    assert place is not None
+    assert (place.name, place.rank, place.world_size, place.local_rank) == ("10.0.0.1:29500", 5, 7, 1)
+
+
+def test_mpirun_states_what_torchrun_would_on_one_host_and_is_asked_for_the_address_on_several() -> None:
+    found = launcher_variables(OPEN_MPI)
+    assert found.pop("MASTER_PORT").isdecimal()
+    assert found == {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+    }  # fmt: skip
+    for several in ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, HYDRA):
+        with pytest.raises(
+            ValueError, match=r"where they meet is not stated; got no MASTER_ADDR; .*mpirun -x MASTER_ADDR"
+        ):
+            launcher_variables(several)
+        place = read_environment({**several, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+        assert place is not None and place.world_size == 2
+
+
+def test_tasks_that_slurm_numbers_by_its_own_pmi_meet_at_slurms_host() -> None:
+    pmi = {"PMI_RANK": SLURM["SLURM_PROCID"], "PMI_SIZE": SLURM["SLURM_STEP_NUM_TASKS"]}
+    assert launcher_variables({**SLURM, **pmi}) == launcher_variables(SLURM)
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "SLURM_NTASKS=4"),
+        ({"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "2"}, "SLURM_JOB_NUM_NODES=2"),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK=0"),
+        ({"FLUX_TASK_RANK": "3"}, "FLUX_TASK_RANK=3"),
+        ({**SLURM, "SLURM_JOB_ID": ""}, "job ''"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, "hosts ''"),
+    ],
+)
+def test_a_rank_that_would_train_alone_beside_others_is_refused(environment: dict[str, str], named: str) -> None:
+    with pytest.raises(ValueError, match=f"got .*{named}.*; allowed .*; try "):
+        read_environment(environment)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_PROCID": "0"},
+        {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+)
+def test_a_job_of_one_task_trains_alone(environment: dict[str, str]) -> None:
+    assert read_environment(environment) is None
+
+
+def test_torchruns_variables_count_before_all_others() -> None:
+    torchrun = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5"}
+    for other in (SLURM, OPEN_MPI, HYDRA, {"PMIX_RANK": "7"}):
+        place = read_environment({**other, **torchrun})
+        assert place is not None and (place.rank, place.world_size, place.name) == (1, 3, "127.0.0.1:5")
 
 
 @pytest.mark.parametrize(
