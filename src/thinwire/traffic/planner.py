@@ -104,7 +104,15 @@ class TrafficPlan:
     @cached_property
     def completion_s(self) -> dict[str, float]:
         """Seconds until the last byte of each job, if all flows start at once and share links max-min fairly."""
-        return _completion(self)
+        found = dict.fromkeys((flow.job for flow in self.flows), 0.0)
+        for flow, ends in zip(self.flows, self.piece_completion_s, strict=True):
+            found[flow.job] = max(found[flow.job], *ends)
+        return found
+
+    @cached_property
+    def piece_completion_s(self) -> list[list[float]]:
+        """Seconds until the last byte of each piece of each flow; sprayed pieces of a flow end together."""
+        return _piece_completion_s(self)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as one JSON object."""
@@ -270,25 +278,33 @@ def _connections(
     return found
 
 
-def _completion(plan: TrafficPlan) -> dict[str, float]:
+def _piece_completion_s(plan: TrafficPlan) -> list[list[float]]:
     clock = VirtualClock()
     number_of, links = _links(plan.paths)
     network = FluidNetwork(links, clock=clock)
-    ends = dict.fromkeys((flow.job for flow in plan.flows), 0.0)
+    found = [[0.0] * len(pieces) for pieces in plan.pieces]
 
-    def arrive(job: str) -> Callable[[], None]:
-        return lambda: ends.__setitem__(job, clock.now_s)
+    def arrive(ends: list[float], places: Sequence[int]) -> Callable[[], None]:
+        def note() -> None:
+            for place in places:
+                ends[place] = clock.now_s
 
-    for flow, pieces in zip(plan.flows, plan.pieces, strict=True):
+        return note
+
+    for flow, pieces, ends in zip(plan.flows, plan.pieces, found, strict=True):
         # sprayed packets move together, pieces on paths of their own do not
-        for group in [pieces] if plan.method == "spray" else [[piece] for piece in pieces]:
-            total = sum(piece.share for piece in group)
+        together = [range(len(pieces))] if plan.method == "spray" else [range(n, n + 1) for n in range(len(pieces))]
+        for places in together:
+            total = sum(pieces[place].share for place in places)
             loads = tuple(
-                (number_of[link], float(piece.share / total)) for piece in group for link in plan.links_of(flow, piece)
+                (number_of[link], float(pieces[place].share / total))
+                for place in places
+                for link in plan.links_of(flow, pieces[place])
             )
-            network.start(FluidFlow(size_bits=8 * float(total * flow.num_bytes), loads=loads), arrive(flow.job))
+            size_bits = 8 * float(total * flow.num_bytes)
+            network.start(FluidFlow(size_bits=size_bits, loads=loads), arrive(ends, places))
     clock.run()
-    return ends
+    return found
 
 
 def _links(paths: SpinePaths) -> tuple[dict[FabricLink, int], list[SimLink]]:
