@@ -18,7 +18,7 @@ Results go to stdout, logs to stderr. The exit code is 0, 1 for an error while r
 
 
 # Commands below another one, listed by the help of that one.
-NESTED = {"diagnose": ("diagnose test",)}
+NESTED = {"diagnose": ("diagnose test",), "traffic": ("traffic plan", "traffic compare")}
 
 
 def help_of(command: str = "") -> str:

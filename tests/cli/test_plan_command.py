@@ -306,6 +306,7 @@ def test_a_simulation_that_nobody_survives_says_where_it_ended(capsys: pytest.Ca
     assert max(found["last_step"]) < 60
     assert f"no replica was left after step {max(found['last_step'])} of 60" in told.err
     assert found["step_s"] == pytest.approx(found["total_s"] / max(1, *found["last_step"]))
+    assert found["steady_step_s"] is None
 
 
 def test_where_no_loss_is_published_the_figure_is_drawn_without_points(tmp_path: Path) -> None:
@@ -399,3 +400,19 @@ def test_train_takes_what_the_plan_says_and_words_go_before_it(tmp_path: Path) -
 def test_a_plan_that_cannot_be_followed_is_refused(words: list[str], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         planned(parse(words), words, say=lambda text: None)
+
+
+def test_the_steady_step_does_not_depend_on_the_length_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Streaming on a slow link: the queue of rounds is still short when the run begins."""
+    words = [
+        "--hosts", "2", "--rate", "2mbit", "--latency", "20ms", "--step-time", "400ms", "--sync-interval", "30",
+        "--method", "streaming-diloco", "--json",
+    ]  # fmt: skip
+    found = []
+    for steps in ("60", "120", "600"):
+        assert simulate_command.main([*words, "--steps", steps]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    short, some, long = found
+    assert short["steady_step_s"] is None
+    assert some["steady_step_s"] == pytest.approx(long["steady_step_s"], rel=0.01)
+    assert short["step_s"] < 0.95 * long["steady_step_s"], "the start is faster"

@@ -26,8 +26,8 @@ from thinwire.cli.output import log
 from thinwire.errors import refusal
 from thinwire.lab import Access, HostProcess, Lab, LabSettings, Link, rank_environment
 from thinwire.lab.counters import peak_rate, sent_by
-from thinwire.lab.settings import parse_access, parse_host, parse_link, parse_loss
-from thinwire.units import format_bytes, format_rate, format_seconds, parse_seconds
+from thinwire.lab.settings import parse_access, parse_fabric, parse_host, parse_link, parse_loss
+from thinwire.units import format_bytes, format_rate, format_seconds, parse_rate, parse_seconds
 
 _STOP_S = 15.0
 _BEAT_S = 0.05
@@ -52,6 +52,12 @@ class LabOptions:
 
     host: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Access rate of one host, such as 1=50mbit/10mbit. Repeatable."""
+
+    fabric: str | None = None
+    """Leaves and spines between the hosts, such as 2x4, with hashed paths. Default: one switch."""
+
+    uplink_rate: str | None = None
+    """Rate of each cable between a leaf and a spine, such as 10mbit. Default: no limit."""
 
     latency: str = "0ms"
     """One-way latency between hosts; ping shows twice as much."""
@@ -114,7 +120,14 @@ def settings_of(options: LabOptions) -> LabSettings:
     for text in options.link:
         links.update(parse_link(text, base=link))
     usual = Access() if options.rate is None else parse_access(options.rate)
-    settings = LabSettings.alike(options.hosts, usual, link=link, links=MappingProxyType(links), seed=options.seed)
+    if options.uplink_rate is not None and options.fabric is None:
+        raise refusal("--uplink-rate has no use without --fabric", got=options.uplink_rate, allowed="both or neither",
+                      remedy="--fabric 2x4")  # fmt: skip
+    uplink = None if options.uplink_rate is None else parse_rate(options.uplink_rate)
+    fabric = None if options.fabric is None else parse_fabric(options.fabric, uplink_bits_per_s=uplink)
+    settings = LabSettings.alike(
+        options.hosts, usual, link=link, links=MappingProxyType(links), seed=options.seed, fabric=fabric
+    )
     for text in options.host:
         settings = settings.with_access(*parse_host(text))
     return settings

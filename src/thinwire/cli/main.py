@@ -25,6 +25,7 @@ COMMANDS = {
     "probe": "measure the wires between hosts and each host's speed, as cluster.json",
     "simulate": "run methods in virtual time on machines and wires",
     "plan": "find the method and settings that fit these machines and wires",
+    "traffic": "plan the paths of flows over the spines of a cluster",
     "diagnose": "name the link, host or rank that is slow, stuck or out of step, from a job's records",
     "watch": "show a run's progress and findings in the terminal",
     "dashboard": "show a run on a web page: replicas, links, rounds and findings",

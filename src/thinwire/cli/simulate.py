@@ -125,7 +125,10 @@ def main(arguments: Sequence[str]) -> int:
             method.schedule, cluster=links, replicas=replicas, payload_bytes=traffic.payload_bytes,
             num_steps=options.steps, exchange=traffic.exchange, recovery=recovery, seed=options.seed,
         )  # fmt: skip
-        found[name] = _numbers(run, links)
+        found[name] = _numbers(run, links, sync_interval=method.schedule.sync_interval)
+        if found[name]["steady_step_s"] is None and not options.outage:
+            log(f"{name}: the steady state takes --steps {3 * method.schedule.sync_interval} or more",
+                command="simulate")  # fmt: skip
         if max(run.last_step) < options.steps:
             log(f"{name}: no replica was left after step {max(run.last_step)} of {options.steps}", command="simulate")
     if options.json:
@@ -265,13 +268,28 @@ def _no_factor(text: str) -> ValueError:
     return refusal("--slow names no factor", got=repr(text), allowed="REPLICA=FACTOR, above 0", remedy="--slow 1=1.5")
 
 
-def _numbers(run: simulate.SimRun, links: simulate.SimCluster) -> dict[str, Any]:
+def _steady_step_s(run: simulate.SimRun, *, sync_interval: int) -> float | None:
+    """Return the seconds of a step over whole intervals after the first two; None for a shorter run or with deaths.
+
+    In the first interval fragments have fewer rounds, and links are empty when it begins.
+    """
+    num_steps = len(run.step_ends_s[0])
+    if any(len(ends) != num_steps for ends in run.step_ends_s) or num_steps < 3 * sync_interval:
+        return None
+    start = 2 * sync_interval
+    stop = num_steps - (num_steps - start) % sync_interval
+    began_s, ended_s = (max(ends[step - 1] for ends in run.step_ends_s) for step in (start, stop))
+    return (ended_s - began_s) / (stop - start)
+
+
+def _numbers(run: simulate.SimRun, links: simulate.SimCluster, *, sync_interval: int) -> dict[str, Any]:
     from thinwire.planning.predict import LinkUsage
 
     num_steps = max(1, *run.last_step)  # fewer than asked for where all have died
     busy = LinkUsage(links, run)
     return {
         "steps": num_steps, "total_s": run.total_s, "step_s": run.total_s / num_steps,
+        "steady_step_s": _steady_step_s(run, sync_interval=sync_interval),
         "compute_utilisation": run.compute_utilisation, "stall_s": list(run.stall_s), "last_step": list(run.last_step),
         "sent_bytes_per_step": busy.most_bytes / num_steps, "peak_bits_per_s": busy.peak_bits_per_s,
     }  # fmt: skip
@@ -281,13 +299,23 @@ def _show(found: dict[str, dict[str, Any]], cluster: Cluster) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("method", "a step", "all steps", "computing", "waits most", "sent a step", "peak rate"):
+    for name in (
+        "method",
+        "steady",
+        "mean",
+        "all steps",
+        "computing",
+        "waits most",
+        "sent a step",
+        "peak rate",
+    ):
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for name, numbers in found.items():
         stalls = numbers["stall_s"]
         longest = max(range(len(stalls)), key=stalls.__getitem__)
         cells = (
-            name, format_seconds(numbers["step_s"]), format_seconds(numbers["total_s"]),
+            name, "-" if numbers["steady_step_s"] is None else format_seconds(numbers["steady_step_s"]),
+            format_seconds(numbers["step_s"]), format_seconds(numbers["total_s"]),
             f"{numbers['compute_utilisation']:.1%}",
             f"{cluster.machines[longest].name} {stalls[longest] / numbers['total_s']:.1%}",
             format_bytes(numbers["sent_bytes_per_step"]), format_rate(numbers["peak_bits_per_s"]),

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -381,6 +381,24 @@ class Lab:
     def kill_host(self, host: int) -> int:
         """End every process of a host (SIGKILL); the host stays, and can start others."""
         return self._signal_host(host, signal.SIGKILL)
+
+    def cut_cable(self, leaf: int, spine: int) -> None:
+        """Pull a cable of the fabric, while commands run; routes then leave it out."""
+        self._set_cables(lambda cut: cut | {(leaf, spine)})
+
+    def join_cable(self, leaf: int, spine: int) -> None:
+        """Plug a cable of the fabric in again."""
+        self._set_cables(lambda cut: cut - {(leaf, spine)})
+
+    def cable_bytes(self) -> dict[Pair, tuple[int, int]]:
+        """Return the bytes that the kernel counted on each cable, by (leaf, spine): sent up, and sent down."""
+        return {(leaf, spine): (up, down) for leaf, spine, up, down in self._daemon.ask("cables", {})["cables"]}
+
+    def _set_cables(self, change: Callable[[frozenset[Pair]], frozenset[Pair]]) -> None:
+        if self.settings.fabric is None:
+            raise ValueError("this lab has one switch and no cables; make it with Lab.of(LabSettings(fabric=...))")
+        fabric = replace(self.settings.fabric, cut=change(self.settings.fabric.cut))
+        self.shape(replace(self.settings, fabric=fabric))
 
     def counters(self) -> list[Counters]:
         """Return what the kernel counted on each host's interface since the lab began."""

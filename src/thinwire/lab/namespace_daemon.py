@@ -26,12 +26,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from thinwire.errors import LabError
+from thinwire.lab import fabric_commands
 from thinwire.lab import network_commands as commands
-from thinwire.lab.counters import CounterSampler
+from thinwire.lab.counters import CounterSampler, parse_devices
 from thinwire.lab.daemon_client import Channel
 from thinwire.lab.settings import LabSettings
 
@@ -189,7 +191,12 @@ class LabNetwork:
         self.has_netem = can_netem()
         is_relayed = not self.has_netem and (settings.is_delayed or force_relay)
         self.hosts = [make_host(commands.name_of(host), hosts_file=names) for host in range(settings.num_hosts)]
-        run("ip", commands.switch_lines())
+        if settings.fabric is None:
+            run("ip", commands.switch_lines())
+        else:
+            for name, value in fabric_commands.KERNEL_SETTINGS.items():
+                Path("/proc/sys/net/ipv4", name).write_text(value)
+            run("ip", ["link set lo up"])
         taps = (
             [(open_tap(commands.tap_of(h)), open_tap(commands.port_of(h))) for h in self._hosts] if is_relayed else []
         )
@@ -200,6 +207,8 @@ class LabNetwork:
             for place, (tool, make, on_host) in enumerate(self._shapes()):
                 lines = self._done[host, place] = make(settings, host)
                 run(tool, lines, host_namespaces=host_namespaces if on_host else None)
+        if settings.fabric is not None:
+            self._make_fabric(settings)
         self._control: int | None = None
         self.relay_id = self._start_relay(taps) if is_relayed else None
 
@@ -222,7 +231,29 @@ class LabNetwork:
                     lines = [f"qdisc replace dev {interface} root pfifo", f"qdisc del dev {interface} root", *lines]
                 run(tool, lines, host_namespaces=host_namespaces if on_host else None)
                 self._done[host, place] = wanted  # what was refused is tried again at the next change
+        if settings.fabric is not None:
+            run("ip", fabric_commands.route_lines(settings))
         self._configure_relay()
+
+    def _make_fabric(self, settings: LabSettings) -> None:
+        run("ip", fabric_commands.router_lines(settings))
+        run("ip", fabric_commands.route_lines(settings))
+        run("tc", fabric_commands.cable_bucket_lines(settings))
+        for host, host_namespaces in enumerate(self.hosts):
+            run("ip", fabric_commands.neighbour_lines(settings, host), host_namespaces=host_namespaces)
+
+    def cable_bytes(self) -> list[tuple[int, int, int, int]]:
+        """Return leaf, spine, bytes sent up and bytes sent down of each cable."""
+        fabric = self._settings.fabric
+        if fabric is None:
+            return []
+        text = Path("/proc/net/dev").read_text()
+        found = []
+        for leaf, spine in product(range(fabric.leaves), range(fabric.spines)):
+            up, down = fabric_commands.cable_interfaces(leaf, spine)
+            up_bytes, down_bytes = (parse_devices(text, interface=end).sent_bytes for end in (up, down))
+            found.append((leaf, spine, up_bytes, down_bytes))
+        return found
 
     def _configure_relay(self) -> None:
         if self._control is not None:
@@ -332,6 +363,7 @@ class NamespaceDaemon:
         self._handlers = {
             "start": self._on_start, "signal": self._on_signal, "signal_host": self._on_signal_host,
             "shape": self._on_shape, "count": self._on_count,
+            "cables": self._on_cables,
         }  # fmt: skip
         self._wake_up, self._woken = socket.socketpair()
         for end in (self._wake_up, self._woken):
@@ -415,6 +447,9 @@ class NamespaceDaemon:
     def _on_shape(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         self._lab_network.change(LabSettings.from_json(request["settings"]))
         return {}
+
+    def _on_cables(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
+        return {"cables": self._lab_network.cable_bytes()}
 
     def _on_count(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         return {"counters": [[c.sent_bytes, c.received_bytes, c.sent_packets, c.received_packets]

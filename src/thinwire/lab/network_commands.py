@@ -114,12 +114,14 @@ def host_lines(settings: LabSettings, host: int) -> list[str]:
 def attachment_lines(settings: LabSettings, host: int) -> list[str]:
     """Return what `ip -batch` plugs a host's cable in or pulls it by; a pulled one drops everything in silence."""
     is_cut = settings.accesses[host].is_cut
+    if settings.fabric is not None:  # no bridge
+        return [f"link set {port_of(host)} " + ("down" if is_cut else "up")]
     return [f"link set {port_of(host)} " + ("nomaster" if is_cut else f"master {BRIDGE}")]
 
 
 def table_lines(settings: LabSettings, host: int) -> list[str]:
     """Return what `bridge -batch` gives the switch as a host's port, so that it does not flood all others."""
-    if settings.accesses[host].is_cut:
+    if settings.accesses[host].is_cut or settings.fabric is not None:
         return []
     return [f"fdb replace {hardware_address_of(host)} dev {port_of(host)} master static"]
 
@@ -127,6 +129,7 @@ def table_lines(settings: LabSettings, host: int) -> list[str]:
 def segment_lines(settings: LabSettings, host: int) -> list[str]:
     """Return what `ip -batch` limits the kernel's super-packets by: on a shaped host they would leave in bursts."""
     is_shaped = settings.accesses[host].up_bits_per_s is not None or bool(_own_links(settings, host))
+    is_shaped |= settings.fabric is not None
     return [f"link set {INTERFACE} gso_max_segs {1 if is_shaped else 65_535}"]
 
 
@@ -136,7 +139,7 @@ def upload_lines(settings: LabSettings, host: int, *, has_netem: bool) -> list[s
     links = _own_links(settings, host, has_netem=has_netem)
     usual = _netem(settings.link) if has_netem else ""
     if not links and not usual:
-        return [] if rate is None else [_bucket(INTERFACE, rate)]
+        return [] if rate is None else [bucket_line(INTERFACE, rate)]
     whole = rate or _UNLIMITED_BITS_PER_S
     # a class may always send at the rate it is promised, so the promises must not add up to more than the access
     share = whole / (len(links) + 1)
@@ -162,7 +165,7 @@ def upload_lines(settings: LabSettings, host: int, *, has_netem: bool) -> list[s
 def download_lines(settings: LabSettings, host: int) -> list[str]:
     """Return what `tc -batch` shapes all that a host receives by, at the switch; no discipline is there before."""
     rate = settings.accesses[host].down_bits_per_s
-    return [] if rate is None else [_bucket(port_of(host), rate)]
+    return [] if rate is None else [bucket_line(port_of(host), rate)]
 
 
 def _own_links(settings: LabSettings, host: int, *, has_netem: bool = False) -> dict[int, Link]:
@@ -178,7 +181,8 @@ def _own_links(settings: LabSettings, host: int, *, has_netem: bool = False) -> 
     return found
 
 
-def _bucket(interface: str, rate: float) -> str:
+def bucket_line(interface: str, rate: float) -> str:
+    """Return what `tc -batch` limits an interface by, with a token bucket."""
     return (
         f"qdisc add dev {interface} root handle 1: tbf rate {rate:.0f}bit burst {_bucket_bytes(rate)} "
         f"limit {_queue_bytes(rate)}"

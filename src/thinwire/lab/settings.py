@@ -13,6 +13,7 @@ from thinwire.errors import refusal
 from thinwire.units import parse_rate, parse_seconds
 
 MAX_HOSTS = 200
+MAX_SWITCHES = 32
 SLOWEST_BITS_PER_S = 8_000.0
 FASTEST_BITS_PER_S = 32e9
 LONGEST_S = 60.0
@@ -81,6 +82,35 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FabricShape:
+    """Leaves and spines between the hosts of a lab.
+
+    Attributes:
+        leaves: Number of leaves; the hosts are dealt to them in equal parts.
+        spines: Number of spines, each with a cable to each leaf.
+        uplink_bits_per_s: Rate of each cable, each way; None is no limit.
+        cut: Cables that are pulled, as pairs of leaf and spine.
+    """
+
+    leaves: int
+    spines: int
+    uplink_bits_per_s: float | None = None
+    cut: frozenset[Pair] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not (1 <= self.leaves <= MAX_SWITCHES and 1 <= self.spines <= MAX_SWITCHES):
+            raise refusal("the fabric is out of range", got=f"{self.leaves}x{self.spines}",
+                          allowed=f"1x1 to {MAX_SWITCHES}x{MAX_SWITCHES}", remedy="2x4")  # fmt: skip
+        _check_rate(self.uplink_bits_per_s)
+        for leaf, spine in self.cut:
+            if not (0 <= leaf < self.leaves and 0 <= spine < self.spines):
+                raise refusal("this fabric has no such cable", got=f"leaf {leaf}, spine {spine}",
+                              allowed=f"leaf below {self.leaves}, spine below {self.spines}",
+                              remedy="leaf 0, spine 0")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LabSettings:
     """A whole lab.
 
@@ -89,15 +119,20 @@ class LabSettings:
         link: Between any two hosts that `links` does not name.
         links: By (source, destination), each one way.
         seed: Of losses and jitter.
+        fabric: Leaves and spines between the hosts; None for one switch.
     """
 
     accesses: tuple[Access, ...]
     link: Link = field(default_factory=Link)
     links: Mapping[Pair, Link] = field(default_factory=lambda: MappingProxyType({}))
     seed: int = 0
+    fabric: FabricShape | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers of hosts."""
+        if self.fabric is not None and (self.is_delayed or self.num_hosts < self.fabric.leaves):
+            raise refusal("this fabric cannot be made", got=f"{self.num_hosts} hosts, or delays",
+                          allowed="a host a leaf or more, without latency and loss", remedy="--hosts 4")  # fmt: skip
         if not 1 <= self.num_hosts <= MAX_HOSTS:
             raise _wrong_count(self.num_hosts)
         for source, destination in self.links:
@@ -164,6 +199,7 @@ class LabSettings:
             "link": _fields(self.link),
             "links": [[*pair, _fields(link)] for pair, link in sorted(self.links.items())],
             "seed": self.seed,
+            "fabric": None if self.fabric is None else {**_fields(self.fabric), "cut": sorted(self.fabric.cut)},
         }
 
     @classmethod
@@ -174,6 +210,7 @@ class LabSettings:
             link=Link(**values["link"]),
             links=MappingProxyType({(source, to): Link(**link) for source, to, link in values["links"]}),
             seed=values["seed"],
+            fabric=_fabric(values.get("fabric")),
         )
 
 
@@ -268,7 +305,29 @@ def _wrong_count(num_hosts: int) -> ValueError:
     )
 
 
-def _fields(value: Access | Link) -> dict[str, Any]:
+def parse_fabric(text: str, *, uplink_bits_per_s: float | None) -> FabricShape:
+    """Read `2x4`: leaves and spines.
+
+    Raises:
+        ValueError: It is not of that form, or out of range.
+
+    Example:
+        >>> parse_fabric("2x4", uplink_bits_per_s=1e7).spines
+        4
+    """
+    match = re.fullmatch(r"\s*(\d{1,3})\s*x\s*(\d{1,3})\s*", text)
+    if match is None:
+        raise refusal("the fabric cannot be read", got=repr(text), allowed="LEAVESxSPINES", remedy="--fabric 2x4")
+    return FabricShape(leaves=int(match[1]), spines=int(match[2]), uplink_bits_per_s=uplink_bits_per_s)
+
+
+def _fabric(values: Mapping[str, Any] | None) -> FabricShape | None:
+    if values is None:
+        return None
+    return FabricShape(**{**values, "cut": frozenset((leaf, spine) for leaf, spine in values["cut"])})
+
+
+def _fields(value: Access | Link | FabricShape) -> dict[str, Any]:
     return {name: getattr(value, name) for name in value.__dataclass_fields__}
 
 

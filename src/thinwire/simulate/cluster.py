@@ -7,10 +7,12 @@ star is one site, and a ring is as many sites as hosts. A way may spread its bit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from thinwire.simulate.fluid_network import Loads, SimLink
+
+IsWorking = Callable[[int], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +24,10 @@ class SimCluster:
         site_of: The site of each host.
         ways_out: For each host, the links on its way out, with the part of its bits that each carries.
         ways_in: The same for the way in.
-        between: The way from one site to another.
+        between: The way from one site to another while all links work.
+        paths: The single paths of which that way is made, where there are several: while some are dead, bits spread
+            evenly over the others.
+        link_names: A name of each link.
 
     Raises:
         ValueError: The hosts' lists differ in length, or a way is missing.
@@ -33,6 +38,8 @@ class SimCluster:
     ways_out: tuple[Loads, ...]
     ways_in: tuple[Loads, ...]
     between: Mapping[tuple[int, int], Loads] = field(default_factory=dict)
+    paths: Mapping[tuple[int, int], tuple[Loads, ...]] = field(default_factory=dict)
+    link_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.site_of) == len(self.ways_out) == len(self.ways_in):
@@ -50,8 +57,13 @@ class SimCluster:
         """Number of hosts."""
         return len(self.site_of)
 
-    def route(self, source: int, to: int) -> Loads:
+    def route(self, source: int, to: int, *, is_working: IsWorking | None = None) -> Loads:
         """Return the links from one host to another, with the part of the bits that each carries.
+
+        Args:
+            source: The sending host.
+            to: The receiving host.
+            is_working: Returns whether a link works; None where all do.
 
         Example:
             >>> star([SimLink(bandwidth_bits_per_s=1e9)] * 3).route(0, 2)
@@ -60,14 +72,20 @@ class SimCluster:
         if source == to:
             return ()
         sites = self.site_of[source], self.site_of[to]
-        middle = self.between[sites] if sites[0] != sites[1] else ()
+        middle = self._middle(sites, is_working) if sites[0] != sites[1] else ()
         return (*self.ways_out[source], *middle, *self.ways_in[to])
 
     def latency_s(self, loads: Loads) -> float:
         """Return how long a bit is on a way; over parallel links, on average."""
         return sum(part * self.links[link].latency_s for link, part in loads)
 
-    def spread(self, senders: Sequence[int], receivers: Sequence[int]) -> tuple[Loads, float]:
+    def name_of(self, link: int) -> str:
+        """Return the name of a link, or its number where it has none."""
+        return self.link_names[link] if link < len(self.link_names) else f"link {link}"
+
+    def spread(
+        self, senders: Sequence[int], receivers: Sequence[int], *, is_working: IsWorking | None = None
+    ) -> tuple[Loads, float]:
         """Return what the links carry when every sender sends one bit to every receiver but itself.
 
         Returns:
@@ -90,8 +108,15 @@ class SimCluster:
         for a, num_senders in sending.items():
             for b, num_receivers in receiving.items():
                 if a != b:
-                    self._add(loads, self.between[a, b], num_senders * num_receivers)
+                    self._add(loads, self._middle((a, b), is_working), num_senders * num_receivers)
         return tuple(sorted(loads.items())), self._longest_s(senders, receivers)
+
+    def _middle(self, sites: tuple[int, int], is_working: IsWorking | None) -> Loads:
+        paths = self.paths.get(sites, ())
+        healthy = [path for path in paths if is_working is None or all(is_working(link) for link, _ in path)]
+        if not healthy or len(healthy) == len(paths):
+            return self.between[sites]
+        return tuple((link, part / len(healthy)) for path in healthy for link, part in path)
 
     @staticmethod
     def _add(loads: dict[int, float], way: Loads, bits: float) -> None:
@@ -141,7 +166,7 @@ def star(links: Sequence[SimLink], *, downs: Sequence[SimLink] | None = None) ->
     return SimCluster(
         links=(*links, *downs), site_of=(0,) * num_hosts,
         ways_out=tuple(((host, 1.0),) for host in range(num_hosts)),
-        ways_in=tuple(((num_hosts + host, 1.0),) for host in range(num_hosts)),
+        ways_in=tuple(((num_hosts + host, 1.0),) for host in range(num_hosts)), link_names=_access_names(num_hosts),
     )  # fmt: skip
 
 
@@ -209,8 +234,18 @@ def leaf_spine(leaves: Sequence[Sequence[SimLink]], *, trunks: Sequence[Sequence
         downs.append(tuple((len(links) + spine, 1 / len(spines)) for spine in range(len(spines))))
         links += spines
     numbers = range(len(leaves))
-    between = {(a, b): (*ups[a], *downs[b]) for a in numbers for b in numbers if a != b}
-    return SimCluster(links=tuple(links), site_of=site_of, ways_out=outs, ways_in=ins, between=between)
+    pairs = [(a, b) for a in numbers for b in numbers if a != b]
+    cables = [f"leaf-{leaf}/spine-{spine}" for leaf, spines in enumerate(trunks) for spine in range(len(spines))]
+    names = [f"{cable} {way}" for way in ("up", "down") for cable in cables]
+    return SimCluster(
+        links=tuple(links), site_of=site_of, ways_out=outs, ways_in=ins,
+        between={(a, b): (*ups[a], *downs[b]) for a, b in pairs},
+        paths={
+            (a, b): tuple(((up, 1.0), (down, 1.0)) for (up, _), (down, _) in zip(ups[a], downs[b], strict=True))
+            for a, b in pairs
+        },
+        link_names=(*_access_names(len(site_of)), *names),
+    )  # fmt: skip
 
 
 def joined_sites(sites: Sequence[Sequence[SimLink]], *, wires: Mapping[tuple[int, int], SimLink]) -> SimCluster:
@@ -243,6 +278,10 @@ def joined_sites(sites: Sequence[Sequence[SimLink]], *, wires: Mapping[tuple[int
             if end != start:
                 between[start, end] = tuple((numbered[hop], 1.0) for hop in way)
     return SimCluster(links=tuple(links), site_of=site_of, ways_out=outs, ways_in=ins, between=between)
+
+
+def _access_names(num_hosts: int) -> tuple[str, ...]:
+    return tuple(f"host-{host} {way}" for way in ("up", "down") for host in range(num_hosts))
 
 
 def _accesses(

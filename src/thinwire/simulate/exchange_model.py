@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from thinwire.averaging.message_pattern import AllGatherMessages, MessagePattern, MessageStage
 from thinwire.averaging.topology import AllReplicas, Topology
-from thinwire.simulate.cluster import SimCluster
+from thinwire.simulate.cluster import IsWorking, SimCluster
 from thinwire.simulate.fluid_network import FluidFlow, Loads
 
 
@@ -34,8 +34,8 @@ class LinkStage:
     part: float = 1.0
 
     @staticmethod
-    def of(stage: MessageStage, cluster: SimCluster) -> LinkStage:
-        """Put a stage's messages on a cluster's links.
+    def of(stage: MessageStage, cluster: SimCluster, *, is_working: IsWorking | None = None) -> LinkStage:
+        """Put a stage's messages on a cluster's links, those that work.
 
         Example:
             >>> from thinwire.simulate import SimLink, star
@@ -46,11 +46,11 @@ class LinkStage:
         part = 1 / stage.num_shards
         if stage.is_ring:
             # messages follow each other without a gap, so the ring is one stage, as fast as its slowest link
-            ways = [cluster.route(*message) for message in _once_around(stage)]
+            ways = [cluster.route(*message, is_working=is_working) for message in _once_around(stage)]
             loads = tuple((link, bits * stage.num_in_row / stage.num_shards) for way in ways for link, bits in way)
             latency_s = stage.num_in_row * max(cluster.latency_s(way) for way in ways)
             return LinkStage(loads=loads, latency_s=latency_s, num_messages=stage.num_in_row, part=part)
-        loads, latency_s = cluster.spread(stage.senders, stage.receivers)
+        loads, latency_s = cluster.spread(stage.senders, stage.receivers, is_working=is_working)
         loads = tuple((link, bits / stage.num_shards) for link, bits in loads)
         return LinkStage(loads=loads, latency_s=latency_s, part=part)
 
@@ -110,15 +110,19 @@ class ExchangeModel:
         if self.is_direct and not hasattr(self.topology, "peers"):
             raise ValueError(f"a direct exchange needs a topology of peers, got {self.topology}")
 
-    def stages(self, cluster: SimCluster, *, senders: Sequence[int], members: Sequence[int]) -> tuple[LinkStage, ...]:
-        """Return the stages of one round on the links.
+    def stages(
+        self, cluster: SimCluster, *, senders: Sequence[int], members: Sequence[int],
+        is_working: IsWorking | None = None,
+    ) -> tuple[LinkStage, ...]:  # fmt: skip
+        """Return the stages of one round on the links, those that work.
 
         Raises:
             ValueError: The pattern needs a payload from every member, and one sends none.
         """
         if self.fixed_stages is not None:
             return self.fixed_stages
-        return tuple(LinkStage.of(stage, cluster) for stage in self.pattern.stages(senders=senders, members=members))
+        stages = self.pattern.stages(senders=senders, members=members)
+        return tuple(LinkStage.of(stage, cluster, is_working=is_working) for stage in stages)
 
     def flow(self, stage: LinkStage, *, payload_bits: float) -> FluidFlow:
         """Return the flow of one stage."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from thinwire.simulate.cluster import SimCluster
+from thinwire.simulate.cluster import IsWorking, SimCluster
 from thinwire.simulate.exchange_model import ExchangeModel, LinkStage, RoundTimes
-from thinwire.simulate.fluid_network import ActiveFlow, FluidNetwork
+from thinwire.simulate.fluid_network import ActiveFlow, FluidNetwork, Loads, Reroute
 from thinwire.simulate.virtual_clock import VirtualClock
 
 
@@ -246,6 +246,13 @@ class GroupRoundTracker(RoundTracker):
                 self._next_stage(round, stages, number + 1)
 
         flow = self._exchange.flow(stages[number], payload_bits=round.payload_bits)
+        members, senders = round.members, round.senders
+
+        def over_working_links(is_working: IsWorking) -> Loads:
+            found = self._exchange.stages(self._cluster, senders=senders, members=members, is_working=is_working)
+            return found[number].loads
+
+        reroute: Reroute | None = over_working_links if self._cluster.paths else None
         if not flow.size_bits:
             round.moving = self._network.start(flow, arrive)
             return
@@ -254,7 +261,7 @@ class GroupRoundTracker(RoundTracker):
         queue = self._queues.setdefault((round.members, number), ConnectionQueue())
 
         def start() -> None:
-            round.moving = self._network.start(flow, arrive, has_left=lambda: queue.leave(round))
+            round.moving = self._network.start(flow, arrive, has_left=lambda: queue.leave(round), reroute=reroute)
 
         queue.join(round, start)
 
@@ -266,9 +273,16 @@ class DirectRoundTracker(RoundTracker):
         round.started_s = self._clock.now_s
         others = round.members[1:]
         if replica in round.senders and others:
+
+            def over_working_links(is_working: IsWorking) -> Loads:
+                return self._cluster.spread([replica], others, is_working=is_working)[0]
+
             loads, latency_s = self._cluster.spread([replica], others)
             flow = self._exchange.flow(LinkStage(loads=loads, latency_s=latency_s), payload_bits=round.payload_bits)
-            round.moving = self._network.start(flow, self._arriving(replica, others, self._rounds[round.id]))
+            round.moving = self._network.start(
+                flow, self._arriving(replica, others, self._rounds[round.id]),
+                reroute=over_working_links if self._cluster.paths else None,
+            )  # fmt: skip
         self._has_come(replica, round)
 
     def _arriving(

@@ -102,6 +102,7 @@ class SimRun:
         rounds: All rounds, in the order of their ends, and then those that never ended.
         link_bits: The bits that each link of the cluster carried.
         peak_bits_per_s: The highest rate of each link.
+        blocked_links: Names of dead links that flows waited for at the end: no other path was left to them.
     """
 
     step_ends_s: tuple[tuple[float, ...], ...]
@@ -112,6 +113,7 @@ class SimRun:
     rounds: tuple[RoundTimes, ...]
     link_bits: tuple[float, ...]
     peak_bits_per_s: tuple[float, ...]
+    blocked_links: tuple[str, ...] = ()
 
     @property
     def total_s(self) -> float:
@@ -258,6 +260,7 @@ class _Loop:
             rounds=(*self.tracker.times, *self.tracker.unfinished()),
             link_bits=tuple(self.network.carried_bits()),
             peak_bits_per_s=tuple(self.network.peak_bits_per_s),
+            blocked_links=tuple(map(self.cluster.name_of, self.network.blocked_links())),
         )
 
     def _compute(self, number: int) -> None:
@@ -364,7 +367,7 @@ class _Loop:
             loads = self.cluster.route(source, number)
             size_bits = 8 * self.recovery.rejoin_bytes
             flow = FluidFlow(size_bits=size_bits, loads=loads, latency_s=self.cluster.latency_s(loads))
-            self.network.start(flow, go_on)
+            self.network.start(flow, go_on, reroute=lambda works: self.cluster.route(source, number, is_working=works))
 
         # once more at the end of the queue: the others may notice its death in the same instant
         return lambda: self.clock.at(self.clock.now_s, load)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import pytest
 
-from thinwire.simulate import FlowDemand, FluidFlow, FluidNetwork, SimLink, VirtualClock, max_min_rates
+from thinwire.simulate import FlowDemand, FluidFlow, FluidNetwork, SimLink, VirtualClock, fluid_network, max_min_rates
 
 
 def ends(flows, links, *, starts=None):
@@ -168,3 +169,72 @@ def test_a_clock_does_not_go_back(time_s):
 def test_numbers_out_of_range_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def fabric_flows(num_flows, *, seed, leaves=6, spines=4):
+    random = Random(seed)
+    links = [wire(random.choice([5.0, 10.0])) for _ in range(2 * leaves * spines)]
+    flows = []
+    for _ in range(num_flows):
+        a, b, spine = *random.sample(range(leaves), 2), random.randrange(spines)
+        more = {"limit_bits_per_s": random.choice([math.inf, 0.5])}
+        flows.append(over(a * spines + spine, (leaves + b) * spines + spine, size=random.uniform(1, 30), **more))
+    return flows, links
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rates_that_change_around_an_event_are_those_of_all_flows_solved_together(seed):
+    flows, links = fabric_flows(120, seed=seed)
+    links[0] = wire(10, changes=((3.0, 2.0), (6.0, 10.0)))
+    links[5] = wire(10, changes=((2.0, 0.0), (5.0, 5.0)))
+    clock = VirtualClock()
+    network = FluidNetwork(links, clock=clock)
+    moving = []
+    for number, flow in enumerate(flows):
+        clock.at(0.05 * number, lambda flow=flow: moving.append(network.start(flow, lambda: None)))
+    num_compared = 0
+
+    def compare():
+        nonlocal num_compared
+        under_way = [one for one in moving if one.left_bits > 0]
+        if under_way:
+            capacities = {link: network.rate_bits_per_s(link) for link in range(len(links))}
+            whole = max_min_rates([one.demand for one in under_way], capacities)
+            assert [one.rate for one in under_way] == pytest.approx(whole, rel=1e-6, abs=1e-9)
+            num_compared += len(under_way) > 32
+
+    clock.settle_with(compare)
+    clock.run()
+    assert num_compared > 50
+    assert sum(network.carried_bits()) == pytest.approx(2 * sum(flow.size_bits for flow in flows))
+
+
+def test_an_event_among_many_flows_solves_few_of_them(monkeypatch):
+    """4,096 flows on 64 leaves and 64 spines: the cost of an event must not grow with the number of flows."""
+    flows, links = fabric_flows(4096, seed=1, leaves=64, spines=64)
+    solved = []
+
+    def counted(demands, capacities):
+        solved.append(len(demands))
+        return max_min_rates(demands, capacities)
+
+    monkeypatch.setattr(fluid_network, "max_min_rates", counted)
+    assert math.inf not in ends(flows, links)[0]
+    assert sum(solved) < 6 * len(flows), "each flow is solved when it starts, and a few around one that ends"
+
+
+def test_a_flow_moves_to_other_links_with_the_bits_that_it_has_left():
+    clock = VirtualClock()
+    network = FluidNetwork([wire(10, changes=((4, 0),)), wire(5)], clock=clock)
+    seen = []
+    flow = over(0, size=60)
+    network.start(flow, lambda: seen.append(clock.now_s), reroute=lambda works: ((0 if works(0) else 1, 1.0),))
+    clock.run()
+    assert seen == [4 + 20 / 5]
+    assert network.carried_bits() == [40, 20]
+    assert network.blocked_links() == []
+
+
+def test_a_flow_without_another_path_is_found_by_its_dead_link():
+    _, network = ends([over(0, size=60)], [wire(10, changes=((4, 0),))])
+    assert network.blocked_links() == [0]

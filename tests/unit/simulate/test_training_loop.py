@@ -200,6 +200,25 @@ def test_a_fabric_with_half_the_trunks_is_half_as_fast():
     assert total_s(2) == pytest.approx(7 * ONE_S + 2 * LATENCY)
 
 
+def test_rounds_move_off_a_trunk_that_dies_and_a_dead_fabric_is_named():
+    def dying(at_s):
+        return SimLink(bandwidth_bits_per_s=2 * BANDWIDTH, latency_s=0.0, changes=((at_s, 0.0),))
+
+    def run(*trunks):
+        fabric = leaf_spine([[WIRE] * 4] * 2, trunks=[trunks, trunks])
+        return train(num_replicas=8, cluster=fabric, num_steps=10)
+
+    alive = SimLink(bandwidth_bits_per_s=2 * BANDWIDTH)
+    one_spine = run(alive)
+    assert run(alive, dying(0.0)).total_s == pytest.approx(one_spine.total_s)
+    between = run(alive, dying(10 + 4 * ONE_S))
+    assert run(alive, alive).total_s < between.total_s < one_spine.total_s
+    assert between.blocked_links == ()
+    dead = run(dying(10.0), dying(10.0))
+    assert dead.blocked_links[0] == "leaf-0/spine-0 up" and len(dead.blocked_links) == 8
+    assert dead.rounds[-1].finished_s == math.inf
+
+
 def test_uneven_links_are_as_fast_as_the_slowest():
     cluster = star([WIRE] * 3 + [SimLink(bandwidth_bits_per_s=BANDWIDTH / 5, latency_s=LATENCY)])
     assert train(cluster=cluster).total_s == pytest.approx(30 + 3 * (5 * 3 * ONE_S + 2 * LATENCY))

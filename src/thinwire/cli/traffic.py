@@ -1,0 +1,200 @@
+"""`thinwire traffic`: paths of flows over a leaf/spine fabric, planned, and compared with hashing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.table import Table
+
+from thinwire.cli.argument_parsing import USAGE, check_least, command, parse_options
+from thinwire.cli.output import log
+from thinwire.cli.tables import plain, print_wide
+from thinwire.errors import excluded, refusal, unknown_name
+from thinwire.files import write_whole
+from thinwire.traffic import METHODS, Fabric, FabricFlow, TrafficPlan, plan_traffic, read_fabric, read_flows
+from thinwire.traffic.comparison import TrafficRow, compare_methods, failure_chart, write_failure_figure
+from thinwire.traffic.recorded_flows import flows_of_run
+from thinwire.units import format_seconds
+
+_HELP = """\
+usage: thinwire traffic plan|compare [OPTIONS]
+
+Plan the paths of flows over a leaf/spine fabric.
+
+  plan       choose the path of each flow by one method
+  compare    compare all methods on the same flows
+
+thinwire traffic plan --help lists the options of plan.
+
+Options:
+  -h, --help                Show this help.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FabricOptions:
+    """Options of all commands about traffic."""
+
+    fabric: Path | None = None
+    """Fabric: leaves, spines, hosts, ports and rates; see examples/traffic/fabric-2x4.json."""
+
+    flows: Path | None = None
+    """Flows that are sent at once; see examples/traffic/flows-4.json."""
+
+    run: Path | None = None
+    """Folder of a recorded run whose flows are taken; rank n is the n-th host."""
+
+    failed: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Dead cable, such as leaf-0/spine-2; spine-2 is all of a spine. Repeatable."""
+
+    k: int = 4
+    """Connections into which k-ecmp splits each connection."""
+
+    json: bool = False
+    """Print one JSON object on stdout instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficPlanOptions(FabricOptions):
+    """Choose a path for each flow: port, spine and, where a flow is split, its pieces.
+
+    max_congestion counts flows of the largest size on the fullest cable; no method can go below the bound.
+    """
+
+    method: str = "ethereal"
+    """ecmp, k-ecmp, round-robin, c4p, ethereal, colour or spray."""
+
+    seed: int = 0
+    """Random seed of the hashes of ecmp and k-ecmp."""
+
+    out: Path | None = None
+    """File of the plan, as JSON. Default: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficCompareOptions(FabricOptions):
+    """Compare the methods on the same flows, with and without dead cables."""
+
+    method: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Method to compare. Default: all. Repeatable."""
+
+    seeds: int = 20
+    """Plans of ecmp and k-ecmp that their numbers are the mean of."""
+
+    figure: Path | None = None
+    """SVG file: completion time over the number of dead uplinks of leaf-0."""
+
+
+@command("traffic", remedy="give another place with --out or --figure")
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire traffic --help`.
+
+    Returns:
+        0, 1 where a file cannot be read or written, 2 for wrong options.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_HELP, end="")
+        return 0 if arguments else USAGE
+    actions: dict[str, Callable[[Sequence[str]], None]] = {"plan": _plan, "compare": _compare}
+    if arguments[0] not in actions:
+        raise unknown_name("traffic command", arguments[0], actions)
+    actions[arguments[0]](arguments[1:])
+    return 0
+
+
+def _plan(arguments: Sequence[str]) -> None:
+    basic = ("fabric", "flows", "run", "method", "out", "json")
+    options = parse_options(TrafficPlanOptions, arguments, prog="thinwire traffic plan", basic=basic)
+    fabric, flows = _read(options)
+    check_least(options, k=1)
+    plan = plan_traffic(fabric, flows, method=options.method, failed=options.failed, k=options.k, seed=options.seed)
+    found = plan.to_json()
+    if options.out is not None:
+        write_whole(options.out, json.dumps(found, indent=2) + "\n")
+        log(f"wrote {options.out}", command="traffic")
+    if options.json:
+        print(json.dumps(found))
+    else:
+        _show_plan(plan)
+
+
+def _compare(arguments: Sequence[str]) -> None:
+    basic = ("fabric", "flows", "run", "failed", "figure", "json")
+    options = parse_options(TrafficCompareOptions, arguments, prog="thinwire traffic compare", basic=basic)
+    fabric, flows = _read(options)
+    check_least(options, k=1, seeds=1)
+    methods = options.method or METHODS
+    for method in methods:
+        if method not in METHODS:
+            raise unknown_name("--method", method, METHODS)
+    cases: dict[str, list[TrafficRow]] = {}
+    for failed in ((), options.failed) if options.failed else ((),):
+        name = "dead: " + ", ".join(failed) if failed else "all cables work"
+        cases[name] = compare_methods(fabric, flows, methods=methods, failed=failed, k=options.k, seeds=options.seeds)
+    if options.figure is not None:
+        most = min(fabric.spines - 1, 8)
+        chart = failure_chart(fabric, flows, methods=methods, k=options.k, seeds=options.seeds, most_failed=most)
+        write_failure_figure(chart, options.figure)
+        log(f"wrote {options.figure}", command="traffic")
+    if options.json:
+        print(json.dumps({name: [row.to_json() for row in rows] for name, rows in cases.items()}))
+        return
+    for name, rows in cases.items():
+        print(name)
+        _show_rows(rows)
+
+
+def _read(options: FabricOptions) -> tuple[Fabric, list[FabricFlow]]:
+    if options.fabric is None:
+        raise refusal("--fabric is missing", got="nothing", allowed="a fabric file",
+                      remedy="--fabric examples/traffic/fabric-2x4.json")  # fmt: skip
+    if options.flows is not None and options.run is not None:
+        raise excluded("--flows", "--run", why="both give the flows", remedy="to leave --run out")
+    fabric = read_fabric(options.fabric)
+    if options.flows is not None:
+        return fabric, read_flows(options.flows)
+    if options.run is not None:
+        return fabric, flows_of_run(options.run, fabric)
+    raise refusal("there are no flows", got="neither --flows nor --run", allowed="one of them",
+                  remedy="--flows examples/traffic/flows-4.json")  # fmt: skip
+
+
+def _show_plan(plan: TrafficPlan) -> None:
+    total_s = max(plan.completion_s.values())
+    print(
+        f"{plan.method}: fullest cable carries {_number(float(plan.max_congestion))} flows "
+        f"(bound {_number(float(plan.bound))}); complete after {format_seconds(total_s)}\n"
+        f"{plan.num_pieces} connections for {len(plan.flows)} flows\n"
+    )
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("flow", "from", "to", "share", "rail", "to rail", "spine"):
+        table.add_column(name, justify="left" if name in ("from", "to") else "right", no_wrap=True)
+    for number, (flow, pieces) in enumerate(zip(plan.flows, plan.pieces, strict=True)):
+        for piece in pieces:
+            cells = (
+                number, flow.source, flow.destination, piece.share, piece.rail, piece.destination_rail,
+                "-" if piece.spine is None else piece.spine,
+            )  # fmt: skip
+            table.add_row(*map(plain, cells))
+    print_wide(table)
+
+
+def _show_rows(rows: Sequence[TrafficRow]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("method", "fullest cable", "bound", "first job", "last job", "connections", "mean of"):
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for row in rows:
+        cells = (
+            row.method, f"{row.max_congestion:.2f} flows", f"{row.bound:.2f}", format_seconds(row.fastest_job_s),
+            format_seconds(row.completion_s), row.pieces, f"{row.num_seeds} seeds" if row.num_seeds > 1 else "-",
+        )  # fmt: skip
+        table.add_row(*map(plain, cells))
+    print_wide(table)
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")

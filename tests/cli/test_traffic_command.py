@@ -1,0 +1,99 @@
+"""`thinwire traffic` on the command line, and the page that documents it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli.main import main
+from thinwire.cli.traffic import TrafficCompareOptions, TrafficPlanOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = [
+    "--fabric", str(ROOT / "examples/traffic/fabric-2x4.json"), "--flows", str(ROOT / "examples/traffic/flows-4.json"),
+]  # fmt: skip
+
+
+def test_the_options_are_those_that_were_agreed_on() -> None:
+    options = [
+        f"{command} --{field.name.replace('_', '-')}"
+        for command, kind in (("plan", TrafficPlanOptions), ("compare", TrafficCompareOptions))
+        for field in dataclasses.fields(kind)
+    ]
+    frozen = Path(__file__).with_name("options_of_traffic.txt").read_text().splitlines()
+    assert sorted(options) == frozen, "an option is a promise: change tests/cli/options_of_traffic.txt and CHANGELOG.md"
+
+
+def test_a_plan_is_one_json_object_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["traffic", "plan", *EXAMPLE, "--method", "ethereal", "--out", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads(out.read_text())
+    assert (found["method"], found["max_congestion"], found["bound"], found["pieces"]) == ("ethereal", 1.0, 1.0, 4)
+    assert found["completion_s"] == pytest.approx(10.0)
+    assert sorted(piece["spine"] for flow in found["assignment"] for piece in flow["pieces"]) == [0, 1, 2, 3]
+    assert set(found["assignment"][0]["pieces"][0]) == {"share", "spine", "rail", "destination_rail", "source_port"}
+    assert found["settings"]["nccl_is_tried"] is False
+
+
+def test_the_commands_of_the_page_print_what_the_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs/traffic.md").read_text()
+    shown = re.findall(r"```sh\nthinwire (.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+    assert len(shown) == 2
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    for command, output in shown:
+        assert main(shlex.split(command.replace("\\\n", " "))) == 0
+        assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == output.splitlines()
+    assert json.loads((tmp_path / "plan.json").read_text())["format"] == "thinwire-traffic-plan"
+
+
+def test_a_table_states_the_result_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["traffic", "plan", *EXAMPLE, "--failed", "leaf-0/spine-1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == ("ethereal: fullest cable carries 1.33 flows (bound 1.33); complete after 13.3 s")
+    assert lines[1] == "6 connections for 4 flows"
+    assert len(lines) == 4 + 6
+
+
+def test_methods_are_compared_with_and_without_dead_cables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figure = tmp_path / "figure.svg"
+    arguments = ["traffic", "compare", *EXAMPLE, "--failed", "leaf-0/spine-1", "--figure", str(figure)]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "all cables work\n" in text and "dead: leaf-0/spine-1\n" in text
+    assert ET.fromstring(figure.read_text()).tag.endswith("svg")
+    assert main([*arguments, "--json", "--method", "c4p"]) == 0
+    cases = json.loads(capsys.readouterr().out)
+    assert [rows[0]["max_congestion"] for rows in cases.values()] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        (["plans"], "try plan", 2),
+        (["plan"], "--fabric is missing", 2),
+        (["plan", *EXAMPLE[:2]], "there are no flows", 2),
+        (["plan", *EXAMPLE, "--run", "runs/x"], "--flows does not go with --run", 2),
+        (["plan", *EXAMPLE[:2], "--run", "runs/none"], "there is no run", 1),
+        (["plan", *EXAMPLE, "--method", "color"], "try colour", 2),
+        (["plan", *EXAMPLE, "--k", "0"], "--k is too small", 2),
+        (["compare", *EXAMPLE, "--seeds", "0"], "--seeds is too small", 2),
+        (["compare", *EXAMPLE, "--failed", "spine-9"], "no such cable", 2),
+        (["plan", "--fabric", EXAMPLE[3], "--flows", EXAMPLE[1]], "is no thinwire-fabric file", 1),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_line(
+    arguments: list[str], message: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["traffic", *arguments]) == code
+    told = capsys.readouterr()
+    assert message in told.err and told.err.count("\n") == 1 and not told.out

@@ -1,0 +1,64 @@
+"""A lab with leaves and spines: hashed and planned paths, and a cable that is cut while flows run."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from thinwire.lab import Access, FabricShape, Lab, LabSettings
+from thinwire.lab.path_probe import PortTransfer, Transfers, probe_paths
+
+RATE = 10e6
+SHAPE = FabricShape(leaves=2, spines=4, uplink_bits_per_s=RATE)
+PAIRS = [(0, 2), (0, 3), (1, 2), (1, 3)]
+
+
+def up_rates(lab: Lab, *, seconds: float) -> list[float]:
+    """Return the rate of each uplink of leaf 0 over some time, as a share of its limit."""
+    before, began_s = lab.cable_bytes(), time.monotonic()
+    time.sleep(seconds)
+    after, elapsed_s = lab.cable_bytes(), time.monotonic() - began_s
+    return [(after[0, spine][0] - before[0, spine][0]) * 8 / elapsed_s / RATE for spine in range(SHAPE.spines)]
+
+
+def test_planned_source_ports_fill_all_spines_and_a_cut_cable_loses_nothing() -> None:
+    with Lab.of(LabSettings.alike(4, Access(), fabric=SHAPE)) as lab:
+        transfers = Transfers(lab)
+        planned = []
+        for number, (source, destination) in enumerate(PAIRS):
+            first = 40_000 + 100 * number
+            for port in range(first, first + 60):
+                found = probe_paths(lab, transfers, source=source, destination=destination, ports=[port])
+                if found[port] == number:
+                    break
+            assert found[port] == number, "60 ports that all miss one of four spines"
+            planned.append(PortTransfer(source=source, destination=destination, port=port))
+        running = [transfers.send(transfer, seconds=9.0) for transfer in planned]
+        time.sleep(1.5)
+        shares = up_rates(lab, seconds=2.0)
+        assert sum(shares) >= 0.95 * 4, shares
+        lab.cut_cable(0, 1)
+        time.sleep(2.0)
+        left = up_rates(lab, seconds=2.0)
+        assert left[1] < 0.01 and sum(left) >= 0.9 * 3, left
+        sent = {}
+        for transfer, (process, path) in zip(planned, running, strict=True):
+            assert process.wait(deadline_s=60) == 0, path.read_text()
+            sent[transfer.port] = int(path.read_text())
+        received = transfers.received_bytes(2) | transfers.received_bytes(3)
+        assert {port: received[port] for port in sent} == sent
+
+
+@pytest.mark.parametrize(
+    "change", [{"leaves": 0}, {"spines": 33}, {"cut": frozenset({(2, 0)})}, {"uplink_bits_per_s": 1}]
+)
+def test_a_fabric_out_of_range_is_refused(change: dict) -> None:
+    with pytest.raises(ValueError, match=r"out of range|no such cable"):
+        FabricShape(**{"leaves": 2, "spines": 4, **change})
+
+
+def test_the_settings_of_a_fabric_survive_the_way_to_the_daemon() -> None:
+    shape = FabricShape(leaves=2, spines=4, uplink_bits_per_s=RATE, cut=frozenset({(1, 3)}))
+    settings = LabSettings.alike(4, Access(), fabric=shape)
+    assert LabSettings.from_json(settings.to_json()) == settings

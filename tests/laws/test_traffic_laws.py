@@ -1,0 +1,149 @@
+"""What the methods of traffic planning promise, for random fabrics and flows, in exact fractions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from thinwire.traffic import METHODS, Fabric, FabricFlow, TrafficPlan, plan_traffic
+from thinwire.traffic.ecmp import expected_spines
+from thinwire.traffic.ethereal import num_pieces
+
+MOST = 64
+FEW = settings(max_examples=25, deadline=None)
+
+
+def fabric_of(leaves: int, spines: int, **more: object) -> Fabric:
+    hosts = {f"h{leaf}": (leaf,) for leaf in range(leaves)}
+    return Fabric(spines=spines, uplink_bits_per_s=1e9, port_bits_per_s=1e12, hosts=hosts, **more)
+
+
+def random_flows(leaves: int, count: int, seed: int, sizes: Sequence[int] = (10**6,)) -> list[FabricFlow]:
+    random = Random(seed)
+    pairs = (random.sample(range(leaves), 2) for _ in range(count))
+    return [FabricFlow(source=f"h{a}", destination=f"h{b}", num_bytes=random.choice(sizes)) for a, b in pairs]
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, most: int = MOST, most_flows: int = 300) -> tuple[Fabric, list[FabricFlow]]:
+    leaves, spines = draw(st.integers(2, most)), draw(st.integers(1, most))
+    count, seed = draw(st.integers(1, most_flows)), draw(st.integers(0, 2**32))
+    return fabric_of(leaves, spines), random_flows(leaves, count, seed)
+
+
+def optimum(flows: Sequence[FabricFlow], spines: int) -> Fraction:
+    """Return C* = max(row sums, column sums)/s from its definition."""
+    sums = Counter(("from", flow.source) for flow in flows) + Counter(("to", flow.destination) for flow in flows)
+    return Fraction(max(sums.values()), spines)
+
+
+@FEW
+@given(cases())
+def test_ethereal_reaches_the_optimum_of_spraying_with_the_stated_number_of_pieces(case) -> None:
+    fabric, flows = case
+    plan = plan_traffic(fabric, flows, method="ethereal")
+    pairs = Counter((flow.source, flow.destination) for flow in flows)
+    assert plan.max_congestion == plan.bound == optimum(flows, fabric.spines)
+    assert plan.num_pieces == sum(num_pieces(count, fabric.spines) for count in pairs.values())
+
+
+@FEW
+@given(cases())
+def test_colouring_reaches_the_rounded_optimum_without_a_split(case) -> None:
+    fabric, flows = case
+    plan = plan_traffic(fabric, flows, method="colour")
+    assert plan.max_congestion == ceil(optimum(flows, fabric.spines))
+    assert plan.num_pieces == len(flows)
+
+
+@pytest.mark.parametrize("method", ["ethereal", "colour"])
+def test_the_largest_fabric_is_planned_at_its_optimum(method: str) -> None:
+    flows = random_flows(MOST, 1000, seed=3)
+    plan = plan_traffic(fabric_of(MOST, MOST), flows, method=method)
+    best = optimum(flows, MOST)
+    assert plan.max_congestion == (best if method == "ethereal" else ceil(best))
+
+
+@FEW
+@given(cases(most=12, most_flows=40), st.sampled_from(METHODS), st.data())
+def test_every_method_sends_all_bytes_over_working_cables_and_never_beats_the_bound(case, method, data) -> None:
+    fabric, flows = case
+    cables = [(leaf, spine) for leaf in range(fabric.num_leaves) for spine in range(1, fabric.spines)]
+    dead = data.draw(st.sets(st.sampled_from(cables), max_size=4)) if cables else set()
+    plan = plan_traffic(fabric, flows, method=method, failed=[f"leaf-{leaf}/spine-{spine}" for leaf, spine in dead])
+    assert all(sum(piece.share for piece in pieces) == 1 for pieces in plan.pieces)
+    assert not any((link[1], link[2]) in dead for link in plan.link_bytes)
+    assert plan.max_congestion >= plan.bound
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 5), st.integers(1, 20), st.integers(0, 2**32))
+def test_with_unequal_rates_the_bound_lies_below_the_linear_programme_and_every_method_above(
+    leaves, spines, count, seed
+) -> None:
+    random = Random(seed)
+    rates = {f"leaf-{a}/spine-{s}": random.choice([2.5e8, 5e8, 1e9]) for a in range(leaves) for s in range(spines)}
+    fabric = fabric_of(leaves, spines, rates=rates)
+    flows = random_flows(leaves, count, seed, sizes=(10**6, 2 * 10**6))
+    best = least_congestion(plan_traffic(fabric, flows, method="spray"))
+    for method in METHODS:
+        plan = plan_traffic(fabric, flows, method=method)
+        assert float(plan.bound) <= best + 1e-6 <= float(plan.max_congestion) + 2e-6, method
+
+
+def least_congestion(plan: TrafficPlan) -> float:
+    """Return the least maximum congestion of any split, by HiGHS: minimise C subject to load <= C rate."""
+    fabric, spines = plan.paths.fabric, plan.paths.fabric.spines
+    leaf_of = {host: leaves[0] for host, leaves in fabric.hosts.items()}
+    unit = max(flow.num_bytes for flow in plan.flows)
+    rows: dict[tuple[str, int, int], np.ndarray] = {}
+    size = len(plan.flows) * spines + 1
+    equal = np.zeros((len(plan.flows), size))
+    for number, flow in enumerate(plan.flows):
+        equal[number, number * spines : (number + 1) * spines] = 1
+        for spine in range(spines):
+            for key in (("up", leaf_of[flow.source], spine), ("down", leaf_of[flow.destination], spine)):
+                row = rows.setdefault(key, np.zeros(size))
+                row[number * spines + spine] += flow.num_bytes / unit
+                row[-1] = -float(plan.paths.rate(key[1], spine)) / fabric.uplink_bits_per_s
+    cost = np.zeros(size)
+    cost[-1] = 1
+    found = linprog(
+        cost, A_ub=np.array(list(rows.values())), b_ub=np.zeros(len(rows)), A_eq=equal, b_eq=np.ones(len(plan.flows)),
+        method="highs",
+    )  # fmt: skip
+    return float(found.fun)
+
+
+@FEW
+@given(cases(most=16, most_flows=100))
+def test_c4p_spreads_each_port_and_round_robin_each_leaf_to_within_one_connection(case) -> None:
+    fabric, flows = case
+    for method in ("c4p", "round-robin"):
+        used = {host: Counter(dict.fromkeys(range(fabric.spines), 0)) for host in fabric.hosts}
+        for flow, pieces in zip(flows, plan_traffic(fabric, flows, method=method).pieces, strict=True):
+            used[flow.source].update(piece.spine for piece in pieces)
+        assert all(max(counts.values()) - min(counts.values()) <= 1 for counts in used.values()), method
+
+
+def test_hashed_connections_use_the_expected_number_of_spines() -> None:
+    fabric = fabric_of(2, 4)
+    flows = [FabricFlow(source="h0", destination="h1", num_bytes=10**6)] * 4
+    seeds = 2000
+    used = sum(
+        len(
+            {piece.spine for pieces in plan_traffic(fabric, flows, method="ecmp", seed=seed).pieces for piece in pieces}
+        )
+        for seed in range(seeds)
+    )
+    # the standard deviation of one draw is 0.66 spines: five of the mean's are 0.07
+    assert used / seeds == pytest.approx(expected_spines(4, 4), abs=0.07)
