@@ -53,23 +53,23 @@ class Membership:
         return self.session.replica
 
     def announce(
-        self, *, corpus: str, num_windows: int, address: str, port: int, held_step: int = 0, era: int = 0,
-        disk_step: int = 0,
+        self, *, corpus: str, num_windows: int, address: Address, held_step: int = 0, era: int = 0,
+        disk_step: int = 0, first_values: str = "",
     ) -> None:  # fmt: skip
         """Report this replica's address, its corpus, and the states that it holds.
 
         Args:
             corpus: SHA-256 of the corpus.
             num_windows: Windows of the corpus.
-            address: Address that the others reach.
-            port: Its port.
+            address: Where the others reach it.
             held_step: Step of a state of its own, 0 for none.
             era: Era of that state.
             disk_step: Step of the checkpoint that it can read, 0 for none.
+            first_values: Hash of its model's values; empty where all replicas begin with the same.
         """
         self.session.send_reliably(
-            "here", address=address, port=port, corpus=corpus, windows=num_windows, held=held_step, era=era,
-            disk=disk_step,
+            "here", address=address.host, port=address.port, corpus=corpus, windows=num_windows, held=held_step,
+            era=era, disk=disk_step, first_values=first_values,
         )  # fmt: skip
 
     def close(self, *, why: str = "") -> None:

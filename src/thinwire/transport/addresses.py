@@ -245,6 +245,15 @@ def own_address(*, address: str | None, interface: str | None, towards: str | No
         return outer[0] if outer else "127.0.0.1"
 
 
+def is_own(host: str) -> bool:
+    """Return whether a host's name or address is one of this host; a name that cannot be resolved is not."""
+    try:
+        own = ipaddress.IPv4Address(resolve(host))
+    except ValueError:
+        return False
+    return own.is_loopback or str(own) in {one for held in local_addresses().values() for one in held}
+
+
 def listen(address: str, *, backlog: int) -> socket.socket:
     """Listen on a free port of an address; the kernel completes connections without an accept."""
     try:

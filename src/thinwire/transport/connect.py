@@ -46,9 +46,22 @@ if TYPE_CHECKING:
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+# Address of an elastic run, and the file of a job's secret.
+JOIN_VARIABLE, SECRET_VARIABLE = "THINWIRE_JOIN", "THINWIRE_SECRET_FILE"
 REACH_S = 5.0
 # Results of an active test travel over the rendezvous of a partial job.
 MAX_PARTIAL_TEXT_BYTES = 1 << 20
+
+
+def given_join_uri() -> str:
+    """Return the environment's address of an elastic run, empty where there is none."""
+    return os.environ.get(JOIN_VARIABLE, "").strip()
+
+
+def given_secret_file(path: Path | str | None) -> Path | None:
+    """Return the file of the secret: the one given, else the environment's; None where there is none."""
+    found = path if path is not None else os.environ.get(SECRET_VARIABLE)
+    return None if not found else Path(found).resolve()
 
 
 class _Stores:
