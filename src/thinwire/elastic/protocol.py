@@ -34,8 +34,8 @@ _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Number = Annotated[float, Meta(ge=0, lt=1 << 63)]
 _Text = Annotated[str, Meta(max_length=1 << 16)]
 _ReplicaNumber = Annotated[int, Meta(ge=0, lt=1 << 32)]
-# A host name or an IPv4 address.
-_Address = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,253}\Z")]
+# A host name or an IP address.
+_Address = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,253}\Z")]
 _Port = Annotated[int, Meta(gt=0, lt=1 << 16)]
 _Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 # A hash, or empty where there is none; the field may be left out.

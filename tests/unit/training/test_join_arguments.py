@@ -46,10 +46,10 @@ def test_a_wrong_argument_is_refused_with_the_remedy(
 def test_address_and_secret_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("THINWIRE_JOIN", ELSEWHERE)
     monkeypatch.setenv("THINWIRE_SECRET_FILE", str(tmp_path / "job.secret"))
-    place = RunPlace.find(None, secret=None, folder=None)
+    place = RunPlace.find(None, secret=None, folder=None, reach={})
     assert (place.invitation.host, place.invitation.port, place.is_here) == ("192.0.2.7", 29400, False)
     assert place.secret_file == tmp_path / "job.secret"
-    assert RunPlace.find("127.0.0.1:1", secret=tmp_path / "x", folder=tmp_path).secret_file == tmp_path / "x"
+    assert RunPlace.find("127.0.0.1:1", secret=tmp_path / "x", folder=tmp_path, reach={}).secret_file == tmp_path / "x"
 
 
 def test_a_run_of_own_loops_and_one_of_the_command_refuse_each_others_replicas() -> None:

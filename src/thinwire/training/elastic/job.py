@@ -13,6 +13,7 @@ from thinwire.errors import CheckpointError, ConnectError
 from thinwire.files import write_whole
 from thinwire.monitor.runlog.run_identity import RunIdentity, identity_from_json
 from thinwire.training.config import TrainConfig, from_json, to_json, validate
+from thinwire.transport.addresses import ListenConfig, listen_config
 from thinwire.version import __version__
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _BATCHES_A_SHARD = 16
 # Options of the first host that other hosts do not use.
 _LOCAL = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret", "plan",
-    "config", "ranks_per_replica", "on_finding", "on_finding_dry_run",
+    "config", "advertise", "port_range", "ranks_per_replica", "on_finding", "on_finding_dry_run",
 )  # fmt: skip
 LOCAL_FILE = "elastic.json"
 # A state holds each parameter and its momentum, 4 bytes each.
@@ -246,6 +247,8 @@ class LocalSettings:
         ranks_per_replica: Ranks that hold each of this host's replicas together.
         replicas: Replicas of this host.
         is_joined: Whether this host joined a coordinator of another one.
+        advertise: HOST:PORT that the others dial, see `ReachOptions`.
+        port_range: The only ports to listen on.
     """
 
     invitation: str
@@ -260,6 +263,14 @@ class LocalSettings:
     ranks_per_replica: int = 1
     replicas: int = 1
     is_joined: bool = False
+    advertise: str | None = None
+    port_range: str | None = None
+
+    def listen(self) -> ListenConfig | None:
+        """Return where this host's replicas listen; None to find it."""
+        if self.address is None:
+            return None
+        return listen_config(address=self.address, advertise=self.advertise, port_range=self.port_range)
 
     def save(self) -> None:
         """Write them into the run's folder."""

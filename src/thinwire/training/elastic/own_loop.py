@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -41,9 +41,18 @@ from thinwire.training.elastic.loop import ElasticPolicy, Left
 from thinwire.training.elastic.states import CheckpointPolicy
 from thinwire.training.elastic.stay import ElasticStay
 from thinwire.training.summary import parameters_sha256
-from thinwire.transport.addresses import is_own, resolve
-from thinwire.transport.connect import JOIN_VARIABLE, given_join_uri, given_secret_file
-from thinwire.transport.secret import Secret, make_secret, need_pyzmq, read_secret, write_secret
+from thinwire.transport.addresses import (
+    ANY_LOOPBACK,
+    Address,
+    ListenConfig,
+    ReachOptions,
+    is_own,
+    listen_config,
+    read_host_port,
+    resolve,
+)
+from thinwire.transport.connect import given_join_uri, given_secret_file
+from thinwire.transport.secret import JOIN_VARIABLE, Secret, make_secret, need_pyzmq, read_secret, write_secret
 
 LOG_FILE = "coordinator.log"
 _LOCK_FILE, _START_LOCK_FILE, _SECRET_FILE = "coordinator.lock", "start.lock", "secret"
@@ -53,9 +62,24 @@ _AGAIN_S, _LONGEST_AGAIN_S = 0.5, 10.0
 _log = logging.getLogger("thinwire")
 
 
+class JoinReachOptions(ReachOptions, total=False):
+    """Options of `join` for hosts that others reach in another way than by their own addresses.
+
+    Attributes:
+        address: Address of this host to listen on, by default the one from which the coordinator is reached.
+        interface: Or its interface.
+        serve: `HOST:PORT` of this host on which the coordinator listens, where the URI is that of a port forward.
+    """
+
+    address: str | None
+    interface: str | None
+    serve: str | None
+
+
 def join(
     uri: str | None, model: nn.Module, inner: torch.optim.Optimizer, *, method: Method | str = "streaming-diloco",
     steps: int | None = None, replicas: int = 1, secret: Path | str | None = None, folder: Path | str | None = None,
+    **reach: Unpack[JoinReachOptions],
 ) -> ElasticOptimizer:  # fmt: skip
     """Join an elastic run from a training loop of one's own; the first one on the URI's host creates the run.
 
@@ -73,6 +97,7 @@ def join(
         secret: File of the job's secret, by default that of the variable THINWIRE_SECRET_FILE. Without one, the first
             process makes `secret` in the folder, for processes of this host.
         folder: Folder of the coordinator's journal and log on its host, by default `runs/joined-HOST-PORT`.
+        reach: How the others reach this process, see `JoinReachOptions`.
 
     Returns:
         An optimizer. Leave its `with` block at the end: after the last step the final exchange gives all replicas the
@@ -101,7 +126,7 @@ def join(
     for name, value in (("steps", steps), ("replicas", replicas)):
         if value is not None and value < 1:
             raise refusal(f"{name} is too low", got=value, allowed="at least 1", remedy=f"{name}=1")
-    place = RunPlace.find(uri, secret=secret, folder=folder)
+    place = RunPlace.find(uri, secret=secret, folder=folder, reach=reach)
     setup = _setup_of(model, method)
 
     def new_job() -> LoopJob:
@@ -120,15 +145,19 @@ class RunPlace:
         folder: Folder of its journal and log.
         secret_file: File of the secret; None where the URI holds it.
         is_here: Whether the coordinator's host is this one.
+        reach: How the others reach this process.
     """
 
     invitation: Invitation
     folder: Path
     secret_file: Path | None
     is_here: bool
+    reach: JoinReachOptions
 
     @classmethod
-    def find(cls, uri: str | None, *, secret: Path | str | None, folder: Path | str | None) -> RunPlace:
+    def find(
+        cls, uri: str | None, *, secret: Path | str | None, folder: Path | str | None, reach: JoinReachOptions
+    ) -> RunPlace:
         """Read the arguments of `join` and the environment.
 
         Raises:
@@ -143,13 +172,35 @@ class RunPlace:
             raise excluded("secret", "this address", why="it holds the secret already", remedy="to leave secret out")
         path = None if invitation.secret is not None else given_secret_file(secret)
         place = Path(folder) if folder is not None else Path("runs") / f"joined-{invitation.host}-{invitation.port}"
-        is_here = is_own(invitation.host)
+        is_here = is_own(invitation.host) or bool(reach.get("serve"))
         if invitation.secret is None and path is None and not is_here:
             raise refusal(
                 "the address holds no secret", got="HOST:PORT alone", allowed="thinwire://HOST:PORT/SECRET, or a file",
                 remedy=f"thinwire secret FILE, and secret=FILE on every host, that of {invitation.host} too",
             )  # fmt: skip
-        return cls(invitation=invitation, folder=place.resolve(), secret_file=path, is_here=is_here)
+        return cls(invitation=invitation, folder=place.resolve(), secret_file=path, is_here=is_here, reach=reach)
+
+    def listen(self) -> ListenConfig:
+        """Return where this process listens.
+
+        Raises:
+            ValueError: An option is wrong.
+            ConnectError: There is no route to the coordinator.
+        """
+        towards = None if self.reach.get("serve") else self.invitation.host
+        return listen_config(
+            address=self.reach.get("address"), interface=self.reach.get("interface"), towards=towards,
+            advertise=self.reach.get("advertise"), port_range=self.reach.get("port_range"),
+        )  # fmt: skip
+
+    @property
+    def near(self) -> Invitation:
+        """Address of the coordinator from this host."""
+        serve = self.reach.get("serve")
+        if serve is None:
+            return self.invitation
+        found = read_host_port(serve, what="serve")
+        return Invitation(host=ANY_LOOPBACK.get(found.host, found.host), port=found.port)
 
     def ready(self, new_job: Callable[[], LoopJob]) -> Secret:
         """Start the coordinator where that is this host's part and none runs; return the secret.
@@ -202,9 +253,12 @@ class RunPlace:
             secret_file = self.folder / _SECRET_FILE
             if self.invitation.secret is not None and not secret_file.exists():
                 write_secret(secret_file, self.invitation.secret)
+        given = self.reach.get("serve")
+        local = Address(host=resolve(self.invitation.host), port=self.invitation.port)
+        serve = local if given is None else read_host_port(given, what="serve")
         words = [
             sys.executable, "-m", "thinwire.cli.processes", "coordinator", str(self.folder), "0", str(secret_file),
-            resolve(self.invitation.host), str(self.invitation.port),
+            serve.host, str(serve.port),
         ]  # fmt: skip
         with (self.folder / LOG_FILE).open("ab") as log:
             code = subprocess.run(
@@ -322,8 +376,8 @@ class ElasticOptimizer(DistributedOptimizer):
         secret = self._place.ready(self._new_job)
         try:
             return ElasticStay(
-                self._place.invitation, secret=secret, read_job=self._read_job, address=None, report=_log.info,
-                on_silence=self._on_silence,
+                self._place.near, secret=secret, read_job=self._read_job, listen=self._place.listen(),
+                report=_log.info, on_silence=self._on_silence,
             )  # fmt: skip
         except ConnectError as error:
             if not self._place.is_here:

@@ -207,7 +207,7 @@ class _Stay:
     def _join(self) -> ElasticStay[ElasticJob]:
         self._stay = ElasticStay(
             read_invitation(self._settings.invitation), secret=self._secret, read_job=ElasticJob.from_json,
-            address=self._settings.address, report=self._report,
+            listen=self._settings.listen(), report=self._report,
         )  # fmt: skip
         with suppress(OSError):  # a full disk must not end a replica; only restarts on request need the file
             write_pid(Path(self._settings.out), self._stay.membership.replica)

@@ -23,6 +23,7 @@ from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.elastic.local_snapshot import HeldState, LocalSnapshot
 from thinwire.training.elastic.loop import StepThroughput
 from thinwire.training.elastic.states import CheckpointPolicy, IncomingState, StateKeeper, take_in
+from thinwire.transport.addresses import ListenConfig
 from thinwire.transport.secret import Secret
 
 _JOIN_S = 60.0
@@ -67,7 +68,7 @@ class ElasticStay(Generic[_Terms]):
         invitation: Where the coordinator is.
         secret: Secret of the job.
         read_job: Decodes and checks the coordinator's description of the job.
-        address: This host's address that the others reach; None for the one from which the coordinator is reached.
+        listen: Where this replica listens; None for the address from which the coordinator is reached.
         report: Takes the messages for the user.
         on_silence: Called while the coordinator is silent; `report` by default.
 
@@ -83,7 +84,7 @@ class ElasticStay(Generic[_Terms]):
 
     def __init__(
         self, invitation: Invitation, *, secret: Secret, read_job: Callable[[Mapping[str, Any]], _Terms],
-        address: str | None, report: Callable[[str], None], on_silence: Callable[[str], None] | None = None,
+        listen: ListenConfig | None, report: Callable[[str], None], on_silence: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         def plan_of(values: Mapping[str, Any]) -> JoinPlan:
             job = read_job(values)
@@ -96,7 +97,7 @@ class ElasticStay(Generic[_Terms]):
             invitation,
             secret=secret,
             plan_of=plan_of,
-            address=address,
+            listen=listen,
             deadline_s=_JOIN_S,
             warn=on_silence or report,
         )
