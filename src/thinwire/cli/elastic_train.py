@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from thinwire.training.elastic.launch import Role
 from thinwire.training.elastic.replica_ranks import check_ranks
 from thinwire.training.elastic.states import checkpoints_of, newest_state
 from thinwire.training.worker import make_run_folder
-from thinwire.transport.addresses import ANY_LOOPBACK, ListenConfig, listen_config
+from thinwire.transport.addresses import ANY_LOOPBACK, ListenConfig, free_port, listen_config
 from thinwire.transport.secret import Secret, make_secret, need_pyzmq, read_secret
 
 SECRET_FILE = "secret"
@@ -194,7 +193,7 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
     # the replicas wait for the coordinator by themselves, but must know where it will be
     listen = begun.local.listen()
     assert listen is not None
-    port = listen.ports[0] if listen.ports else config.elastic.port or _free_port(address)
+    port = listen.ports[0] if listen.ports else config.elastic.port or free_port(address)
     shown = listen.advertised(port)
     invitation = Invitation(host=shown.host, port=shown.port, secret=secret)
     # this host's own processes need no way through the outside
@@ -254,12 +253,6 @@ def _listen(config: TrainConfig) -> ListenConfig:
         address=config.run.address, interface=config.run.interface, advertise=config.run.advertise,
         port_range=config.run.port_range,
     )  # fmt: skip
-
-
-def _free_port(address: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as trial:
-        trial.bind((address, 0))
-        return int(trial.getsockname()[1])
 
 
 def _secret(config: TrainConfig, *, is_new: bool) -> tuple[Secret, Path]:

@@ -393,6 +393,12 @@ def is_own(host: str) -> bool:
     return own.is_loopback or str(own) in held
 
 
+def free_port(address: str = "") -> int:
+    """Return a port that is free now on an address, by default on all."""
+    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as trial:
+        return int(trial.getsockname()[1])
+
+
 def listen(address: str, *, backlog: int) -> socket.socket:
     """Listen on a free port of an address; the kernel completes connections without an accept."""
     try:

@@ -121,12 +121,20 @@ def join(
         >>> optimizer.steps_done
         4
     """
+    place = RunPlace.find(uri, secret=secret, folder=folder, reach=reach)
+    return join_at(place, model, inner, method=method, steps=steps, replicas=replicas)
+
+
+def join_at(
+    place: RunPlace, model: nn.Module, inner: torch.optim.Optimizer, *, method: Method | str, steps: int | None,
+    replicas: int,
+) -> ElasticOptimizer:  # fmt: skip
+    """Join an elastic run whose place is known; see `join`."""
     need_pyzmq()
     method = method_of(method)
     for name, value in (("steps", steps), ("replicas", replicas)):
         if value is not None and value < 1:
             raise refusal(f"{name} is too low", got=value, allowed="at least 1", remedy=f"{name}=1")
-    place = RunPlace.find(uri, secret=secret, folder=folder, reach=reach)
     setup = _setup_of(model, method)
 
     def new_job() -> LoopJob:
@@ -146,6 +154,7 @@ class RunPlace:
         secret_file: File of the secret; None where the URI holds it.
         is_here: Whether the coordinator's host is this one.
         reach: How the others reach this process.
+        begin: Has the coordinator started elsewhere, given the job's description; None for this host or none.
     """
 
     invitation: Invitation
@@ -153,6 +162,7 @@ class RunPlace:
     secret_file: Path | None
     is_here: bool
     reach: JoinReachOptions
+    begin: Callable[[dict[str, Any]], None] | None = None
 
     @classmethod
     def find(
@@ -209,6 +219,8 @@ class RunPlace:
             RunOver: The run in the folder has ended.
             ThinwireError: The coordinator cannot be started.
         """
+        if self.begin is not None:
+            self.begin(new_job().to_json())
         if not self.is_here:
             return self._secret()
         self.folder.mkdir(parents=True, exist_ok=True)
