@@ -16,6 +16,9 @@ import thinwire
 from thinwire.elastic.coordinator_client import send_command
 from thinwire.elastic.invitation import read_invitation
 from thinwire.errors import Refused, RunOver
+from thinwire.monitor.runlog.run_identity import new_identity
+from thinwire.training.elastic.job import LoopJob
+from thinwire.training.elastic.own_loop import RunPlace
 from thinwire.training.summary import parameters_sha256
 from thinwire.transport.secret import read_secret
 
@@ -44,6 +47,7 @@ def train(folder: str, port: int, seed: int) -> dict[str, Any]:
     waits, rounds, first_step = [0.0], 0, None
     with thinwire.join(uri, model, inner, method=METHOD, steps=STEPS, replicas=3, folder=folder) as optimizer:
         assert isinstance(optimizer, torch.optim.Optimizer)
+        first_number = optimizer.transport.replica
         while not optimizer.is_finished:
             before = optimizer.statistics.stalled_s, optimizer.statistics.rounds_applied
             inputs = torch.randn(8, 4, generator=data)
@@ -53,20 +57,27 @@ def train(folder: str, port: int, seed: int) -> dict[str, Any]:
             first_step = first_step or optimizer.steps_done
             if killed.exists() and not back.exists():
                 waits.append(optimizer.statistics.stalled_s - before[0])
-                rounds += optimizer.statistics.rounds_applied - before[1]
+                rounds += max(0, optimizer.statistics.rounds_applied - before[1])  # counted from 0 after joining again
             if refused:
                 back.touch()
             announce(f"past {optimizer.steps_done // 10 * 10}")  # single steps may be passed over
             time.sleep(SLOW_S if optimizer.steps_done >= SLOW_STEP and not back.exists() else STEP_S)
     sha256 = parameters_sha256(model)
-    return {"sha256": sha256, "waited_s": max(waits), "rounds": rounds, "first_step": first_step, "refused": refused}
+    return {
+        "sha256": sha256, "waited_s": max(waits), "rounds": rounds, "first_step": first_step, "refused": refused,
+        "joined_again": optimizer.transport.replica != first_number,
+    }  # fmt: skip
+
+
+def coordinators(folder: Path) -> list[psutil.Process]:
+    found = psutil.process_iter(["cmdline"])
+    return [one for one in found if str(folder) in (words := one.info["cmdline"] or ()) and "coordinator" in words]
 
 
 def end_coordinator(folder: Path) -> None:
     """Kill the coordinator of a run in a folder of this test, where a failure has left one."""
-    for process in psutil.process_iter(["cmdline"]):
-        if str(folder) in (process.info["cmdline"] or ()) and "coordinator" in process.info["cmdline"]:
-            process.kill()
+    for process in coordinators(folder):
+        process.kill()
 
 
 def test_own_loops_go_on_without_a_killed_one_and_it_comes_back_to_the_same_model(tmp_path: Path) -> None:
@@ -85,6 +96,8 @@ def test_own_loops_go_on_without_a_killed_one_and_it_comes_back_to_the_same_mode
             second.wait_for(f"past {SLOW_STEP}", rank=1)
             invitation, secret = read_invitation(f"127.0.0.1:{port}"), read_secret(tmp_path / "secret")
             status = send_command(invitation, secret=secret, deadline_s=30, verb="status", target="")["status"]
+            survivor = str(status["members"][0]["replica"])
+            assert send_command(invitation, secret=secret, deadline_s=30, verb="expel", target=survivor)["ok"]
             with start([3]) as again:
                 outcomes = values([*second.join(), *third.join(), *again.join()])
     finally:
@@ -93,6 +106,7 @@ def test_own_loops_go_on_without_a_killed_one_and_it_comes_back_to_the_same_mode
     for one in survivors:
         assert one["rounds"] >= 2
         assert one["waited_s"] <= status["grace_s"] + status["vote_s"] < status["silence_s"]
+    assert sorted(one["joined_again"] for one in outcomes) == [False, False, True]  # the expelled one, by itself
     assert returned["first_step"] > 20 and len({one["sha256"] for one in outcomes}) == 1
     assert "the run trains a model of other parameters" in returned["refused"]
     journal = [json.loads(line) for line in (tmp_path / "coordinator.jsonl").read_text().splitlines()]
@@ -100,3 +114,28 @@ def test_own_loops_go_on_without_a_killed_one_and_it_comes_back_to_the_same_mode
     model = small_model(0)
     with pytest.raises(RunOver, match="has ended; begin another one with folder=NEW-FOLDER"):
         thinwire.join(f"127.0.0.1:{port}", model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+
+
+def test_a_killed_coordinator_is_started_again_with_the_same_run(tmp_path: Path) -> None:
+    place = RunPlace.find(f"127.0.0.1:{free_port()}", secret=None, folder=tmp_path, reach={})
+
+    def new_job() -> LoopJob:
+        identity = new_identity(config_digest=32 * "0")
+        return LoopJob.of(METHOD, setup={}, num_replicas=1, last_step=0, identity=identity)
+
+    def run_and_process() -> tuple[str, int]:
+        secret = place.ready(new_job)
+        found = send_command(place.near, secret=secret, deadline_s=60, verb="status", target="")["status"]
+        [process] = coordinators(tmp_path)
+        return found["identity"]["run"], process.pid
+
+    try:
+        first = run_and_process()
+        assert run_and_process() == first  # a second process of this host takes the coordinator that runs
+        [process] = coordinators(tmp_path)
+        process.kill()
+        process.wait(timeout=60)
+        again = run_and_process()
+    finally:
+        end_coordinator(tmp_path)
+    assert again[0] == first[0] and again[1] != first[1]
