@@ -432,6 +432,7 @@ class ElasticOptimizer(DistributedOptimizer):
 
     def _join_again(self, why: Expelled) -> None:
         """Leave the present stay, and begin another one under a new number."""
+        self.abandon()  # what this stay did not send counts as no missing step
         if isinstance(why, DroppedNonFinite):
             self.inner.state.clear()
         pause_s = _AGAIN_S
