@@ -310,10 +310,14 @@ class ElasticOptimizer(DistributedOptimizer):
                 model, inner, method=stay.elastic_method(method), transport=stay.membership.transport,
                 catch_up=stay.driver,
             )  # fmt: skip
-            self._begin(stay)
+            try:
+                self._begin(stay)
+            except Expelled as expelled:  # such as those that fetched the state of a replica that died meanwhile
+                _log.warning("%s", expelled)
+                self._join_again(expelled)
         except BaseException:
-            stay.stop_states()
-            stay.close(why="could not begin")
+            self._stay.stop_states()
+            self._stay.close(why="could not begin")
             raise
 
     @property
