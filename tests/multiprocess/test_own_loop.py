@@ -92,7 +92,8 @@ def test_own_loops_go_on_without_a_killed_one_and_it_comes_back_to_the_same_mode
 
     try:
         with start([0]) as first, start([1]) as second, start([2]) as third:
-            first.wait_for(f"past {FIRST_STEP}", rank=0)  # it may have created the run
+            for rank, processes in enumerate((first, second, third)):  # any of them may have created the run
+                processes.wait_for(f"past {FIRST_STEP}", rank=rank)
             first.kill(0)
             (tmp_path / "killed").touch()
             second.wait_for(f"past {SLOW_STEP}", rank=1)
