@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from thinwire.sync.method import Method
     from thinwire.sync.multi_optimizer import MultiOptimizer
     from thinwire.sync.optimizer import DistributedOptimizer
+    from thinwire.training.elastic.own_loop import ElasticOptimizer, join
     from thinwire.transport.connect import connect
     from thinwire.transport.faulty import FaultyTransport
     from thinwire.transport.loopback import LoopbackTransport, LoopbackWorld, run_replicas
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DistributedOptimizer": "thinwire.sync.optimizer",
+    "ElasticOptimizer": "thinwire.training.elastic.own_loop",
     "FaultyTransport": "thinwire.transport.faulty",
     "MultiOptimizer": "thinwire.sync.multi_optimizer",
     "LoopbackTransport": "thinwire.transport.loopback",
@@ -48,6 +50,7 @@ _HOMES = {
     "RecordingTransport": "thinwire.transport.recording",
     "ThinwireError": "thinwire.errors",
     "connect": "thinwire.transport.connect",
+    "join": "thinwire.training.elastic.own_loop",
     "metrics": "thinwire.integrations.tracking",
     "run_replicas": "thinwire.transport.loopback",
     "watch": "thinwire.monitor.record.torch_recorder",
@@ -56,6 +59,7 @@ _MODULES = ("codecs", "lab", "methods")
 
 __all__ = [
     "DistributedOptimizer",
+    "ElasticOptimizer",
     "FaultyTransport",
     "LoopbackTransport",
     "LoopbackWorld",
@@ -66,6 +70,7 @@ __all__ = [
     "__version__",
     "codecs",
     "connect",
+    "join",
     "lab",
     "methods",
     "metrics",
@@ -78,7 +83,7 @@ def __getattr__(name: str) -> Any:
     """Load a public name from its module."""
     if name in _MODULES:
         return importlib.import_module(f"thinwire.{name}")
-    if name == "DistributedOptimizer":
+    if name in ("DistributedOptimizer", "join"):
         importlib.import_module("thinwire.methods")  # registers the names that its `method` may be
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -142,7 +142,8 @@ def _loops() -> Iterator[tuple[str, str]]:
 def test_every_loop_ends_with_the_final_exchange() -> None:
     found = [(where, code) for where, code in _loops() if re.search(r"optimizer\.step\(\)\s|\.step\(optimizer\)", code)]
     assert len(found) >= 9
-    open_ended = [f"{where}:\n{code}" for where, code in found if not re.search(r"close\(final_|with optimizer:", code)]
+    ends = r"close\(final_|(with|as) optimizer:"
+    open_ended = [f"{where}:\n{code}" for where, code in found if not re.search(ends, code)]
     assert not open_ended, "\n".join(open_ended)
 
 

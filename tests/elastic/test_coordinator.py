@@ -67,6 +67,25 @@ class Desk:
             self.hear(token, "vote", round=0, step=10, has=[0, 1], hash=0)
 
 
+def test_replicas_with_other_first_values_wait_for_the_state_of_those_that_begin() -> None:
+    desk = Desk(planned=3)
+    for token, values in ((b"a", "a"), (b"b", "b"), (b"c", "a")):
+        desk.hear(token, "join", version=VERSION, thinwire=__version__, host="h")
+        where = {"address": "127.0.0.1", "port": 1, "corpus": "", "windows": 1, "held": 0, "era": 0, "disk": 0}
+        desk.hear(token, "here", **where, first_values=64 * values)
+    for now in (desk, desk.again()):
+        now.coordinator.tick(1.0)
+        assert now.coordinator.state.first_values == 64 * "a"
+        assert [*now.words(b"b", "state")] == []
+    roots = {token: [one["root"] for one in desk.words(token, "state")] for token in (b"a", b"b", b"c")}
+    assert roots == {b"a": ["seed"], b"b": [], b"c": ["seed"]}
+    desk.hear(b"a", "active", step=0)
+    assert desk.words(b"a", "capture") and desk.coordinator.state.snapshots.of(1) is not None
+    for token in (b"a", b"c"):
+        desk.hear(token, "leave", why="")
+    assert [one["root"] for one in desk.words(b"b", "state")] == ["seed"]  # nobody holds the others any more
+
+
 def test_a_lost_call_is_said_again_to_who_launches_again() -> None:
     desk = Desk().begun()
     for token in (b"a", b"b"):

@@ -25,7 +25,8 @@ class StatusOptions:
     """Address that the first host printed, - to read it from stdin, HOST:PORT with --secret, or the run's folder.
     Default: the environment's THINWIRE_JOIN."""
     secret: Path | None = None
-    """File of the job's secret, if the address does not contain it."""
+    """File of the job's secret, if the address does not contain it. Default: the environment's
+    THINWIRE_SECRET_FILE."""
     json: bool = False
     """Print one JSON object on stdout."""
 
@@ -92,7 +93,7 @@ def _send_to_replicas(verb: str, arguments: Sequence[str]) -> int:
 
 
 def _send(verb: str, options: StatusOptions, *, target: str) -> int:
-    from thinwire.cli.secret import check_secret, read_address
+    from thinwire.cli.secret import check_secret, read_address, secret_file
     from thinwire.elastic.invitation import read_invitation
     from thinwire.transport.secret import need_pyzmq, read_secret
 
@@ -101,6 +102,7 @@ def _send(verb: str, options: StatusOptions, *, target: str) -> int:
     if Path(address).is_dir():
         address, path = _address_of_run(Path(address), path)
     invitation = read_invitation(address)
+    path = secret_file(path, in_address=invitation.secret)
     check_secret(invitation.secret, path)
     secret = invitation.secret or read_secret(path or Path())
     from thinwire.cli.elastic_run import show_status

@@ -37,8 +37,14 @@ class DoctorOptions:
     address: str | None = None
     """Address of this host that other hosts can reach."""
 
+    advertise: str | None = None
+    """HOST:PORT that other hosts dial; the check sees whether it leads to this host."""
+
+    port_range: str | None = None
+    """FIRST-LAST: the ports that this host listens on."""
+
     secret: Path | None = None
-    """File of the job's secret, which is checked too."""
+    """File of the job's secret, which is checked too. Default: the environment's THINWIRE_SECRET_FILE."""
 
     out: Path = Path("runs")
     """Folder of the runs."""
@@ -62,10 +68,14 @@ def main(arguments: Sequence[str]) -> int:
     """
     basic = ("secret", "out", "json")
     options = parse_options(DoctorOptions, arguments, prog="thinwire doctor", basic=basic)
+    from thinwire.cli.secret import secret_file
+
+    options = dataclasses.replace(options, secret=secret_file(options.secret))
     from thinwire.monitor.doctor.doctor import DoctorConfig, has_passed, run_checks
 
     config = DoctorConfig(
         target=options.target, interface=options.interface, address=options.address,
+        advertise=options.advertise, port_range=options.port_range,
         gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME"), secret=options.secret, out=options.out,
         cache=options.cache_dir, deadline_s=parse_seconds(options.deadline),
     )  # fmt: skip
@@ -85,6 +95,7 @@ def _ask_of(options: DoctorOptions) -> Ask | None:
     """Return how to ask a job's coordinator about itself, None where its secret is not known."""
     from thinwire.elastic.invitation import Invitation, read_invitation
     from thinwire.monitor.doctor.peer import Info
+    from thinwire.transport.addresses import Address as Endpoint
     from thinwire.transport.secret import read_secret
 
     try:
@@ -101,7 +112,12 @@ def _ask_of(options: DoctorOptions) -> Ask | None:
     def ask(address: Address) -> Info:
         invitation = Invitation(host=address.host, port=address.port)
         answer = send_command(invitation, secret=secret, deadline_s=deadline_s, verb="status", target="")
-        return Info(version=str(answer["status"]["thinwire"]), unix_s=float(answer["status"]["unix_s"]))
+        status = answer["status"]
+        replicas = tuple(
+            (f"replica {one['replica']} on {one['host']}", Endpoint(host=str(one["address"]), port=int(one["port"])))
+            for one in status["members"] if one["port"]
+        )  # fmt: skip
+        return Info(version=str(status["thinwire"]), unix_s=float(status["unix_s"]), replicas=replicas)
 
     return ask
 

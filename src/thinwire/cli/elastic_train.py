@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from thinwire.training.elastic.launch import Role
 from thinwire.training.elastic.replica_ranks import check_ranks
 from thinwire.training.elastic.states import checkpoints_of, newest_state
 from thinwire.training.worker import make_run_folder
-from thinwire.transport.addresses import own_address
+from thinwire.transport.addresses import ANY_LOOPBACK, ListenConfig, free_port, listen_config
 from thinwire.transport.secret import Secret, make_secret, need_pyzmq, read_secret
 
 SECRET_FILE = "secret"
@@ -111,8 +110,9 @@ def prepare(config: TrainConfig) -> Begun:
     local = LocalSettings(
         invitation="", secret="", out=str(config.run_dir.resolve()), cache_dir=str(config.data.cache_dir),
         threads=config.model.threads or 1, device=config.model.device, data=config.data.source,
-        address=own_address(address=config.run.address, interface=config.run.interface),
+        address=_listen(config).address,
         ranks_per_replica=config.elastic.ranks_per_replica, replicas=config.num_replicas,
+        advertise=config.run.advertise, port_range=config.run.port_range,
     )  # fmt: skip
     if config.output.resume is None:
         identity = new_identity(config_digest=config.digest())
@@ -128,7 +128,8 @@ def prepare(config: TrainConfig) -> Begun:
     if was is not None:
         address = was.address if config.run.address is None and config.run.interface is None else local.address
         local = dataclasses.replace(
-            local, data=was.data, batch_size=was.batch_size, replicas=was.replicas, address=address
+            local, data=was.data, batch_size=was.batch_size, replicas=was.replicas, address=address,
+            advertise=local.advertise or was.advertise, port_range=local.port_range or was.port_range,
         )  # fmt: skip
     is_taken_over = was is not None and was.is_joined
     state, is_kept = newest_state(config, run=identity, report=log)
@@ -190,9 +191,14 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
     for name in (PORT_FILE, JOURNAL_FILE, ALONE_FILE):
         (run_dir / name).unlink(missing_ok=True)
     # the replicas wait for the coordinator by themselves, but must know where it will be
-    port = config.elastic.port or _free_port(address)
-    invitation = Invitation(host=address, port=port, secret=secret)
-    place = dataclasses.replace(invitation, secret=None).text()
+    listen = begun.local.listen()
+    assert listen is not None
+    port = listen.ports[0] if listen.ports else config.elastic.port or free_port(address)
+    shown = listen.advertised(port)
+    invitation = Invitation(host=shown.host, port=shown.port, secret=secret)
+    # this host's own processes need no way through the outside
+    near = Invitation(host=ANY_LOOPBACK.get(address, address), port=port)
+    place = near.text()
     dataclasses.replace(begun.local, invitation=place, secret=str(secret_path)).save()
     if config.output.resume is not None and config.elastic.begin_with is None:
         config = config.replace(begin_with=begun.local.replicas)
@@ -205,7 +211,7 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
         if config.output.resume is not None:
             new_host = ", with this host as its first host and a new secret" if begun.is_taken_over else ""
             log(f"going on with run {begun.identity.run} from step {step}{new_host}")
-        where = " (this host has no address that others reach)" if address == "127.0.0.1" else ""
+        where = " (this host has no address that others reach)" if shown.host == "127.0.0.1" else ""
         log(f"others join with: thinwire join - <<< {invitation.text()}{where}")
     coordinator = Role(
         name="coordinator", module=COORDINATOR, is_needed=False,
@@ -214,7 +220,7 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
     roles = [coordinator, *replica_roles(begun.local.replicas)]
     code = run_here(
         roles,
-        host=ElasticHost(run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=config.output.quiet),
+        host=ElasticHost(run_dir=run_dir, invitation=near, secret=secret, is_quiet=config.output.quiet),
         part=(run_dir / ALONE_FILE).touch, on_finding=config.run.on_finding, is_dry_run=config.run.on_finding_dry_run,
         batch_size=config.data.batch_size or 1,
     )  # fmt: skip
@@ -242,10 +248,11 @@ def _begin_journal(begun: Begun) -> None:
     journal.close()
 
 
-def _free_port(address: str) -> int:
-    with socket.socket() as trial:
-        trial.bind((address, 0))
-        return int(trial.getsockname()[1])
+def _listen(config: TrainConfig) -> ListenConfig:
+    return listen_config(
+        address=config.run.address, interface=config.run.interface, advertise=config.run.advertise,
+        port_range=config.run.port_range,
+    )  # fmt: skip
 
 
 def _secret(config: TrainConfig, *, is_new: bool) -> tuple[Secret, Path]:

@@ -35,7 +35,8 @@ class JoinOptions:
     """Address that the first host printed, - to read it from stdin, or HOST:PORT with --secret. Default: the
     environment's THINWIRE_JOIN."""
     secret: Path | None = None
-    """File of the job's secret, if the address does not contain it."""
+    """File of the job's secret, if the address does not contain it. Default: the environment's
+    THINWIRE_SECRET_FILE."""
     replicas: int = 1
     """Replicas to add on this host."""
     spare: bool = False
@@ -56,7 +57,11 @@ class JoinOptions:
     interface: str | None = None
     """Network interface that other hosts can reach, such as eth0."""
     own_address: str | None = None
-    """Address of this host that other hosts can reach."""
+    """Address of this host that other hosts can reach, IPv4 or IPv6."""
+    advertise: str | None = None
+    """HOST:PORT that other hosts dial, such as a port forward; leads to the first port of --port-range."""
+    port_range: str | None = None
+    """FIRST-LAST: the only ports to listen on, at least one per replica."""
     cache_dir: Path | None = None
     """Folder of tokenizers and token files. Default: ~/.cache/thinwire."""
     quiet: bool = False
@@ -70,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, 1 for an error while running, 2 for wrong options, 128 + N for signal N.
     """
-    from thinwire.cli.secret import check_secret, read_address
+    from thinwire.cli.secret import check_secret, read_address, secret_file
     from thinwire.elastic.invitation import read_invitation
     from thinwire.transport.secret import need_pyzmq, read_secret
 
@@ -88,6 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     invitation = read_invitation(read_address(options.address, command="thinwire join"))
     if options.secret is not None and invitation.secret is not None:
         raise excluded("--secret", "this address", why="it holds the secret already", remedy="to leave --secret out")
+    options = dataclasses.replace(options, secret=secret_file(options.secret, in_address=invitation.secret))
     check_secret(invitation.secret, options.secret)
     secret = invitation.secret or read_secret(options.secret or Path())
     # torch, which takes seconds: what shows without it has been refused by now
@@ -107,17 +113,21 @@ def _join_from(run_dir: Path, invitation: Invitation, options: JoinOptions) -> i
     from thinwire.cli.output import log
     from thinwire.training.elastic.coordinator_process import ALONE_FILE, JOURNAL_FILE, PORT_FILE
     from thinwire.training.elastic.job import LocalSettings
-    from thinwire.transport.addresses import own_address
+    from thinwire.transport.addresses import listen_config
 
     secret, secret_path = job_secret(invitation.secret, options.secret, run_dir=run_dir)
     for name in (PORT_FILE, JOURNAL_FILE, ALONE_FILE):  # from a time as the run's first host
         (run_dir / name).unlink(missing_ok=True)
-    own = own_address(address=options.own_address, interface=options.interface, towards=invitation.host)
+    listen = listen_config(
+        address=options.own_address, interface=options.interface, towards=invitation.host,
+        advertise=options.advertise, port_range=options.port_range,
+    )  # fmt: skip
     threads = options.threads or max(1, (os.cpu_count() or 1) // (options.replicas * options.ranks_per_replica))
     LocalSettings(
         invitation=dataclasses.replace(invitation, secret=None).text(), secret=str(secret_path),
         out=str(run_dir.resolve()), cache_dir=str(options.cache_dir or Path.home() / ".cache" / "thinwire"),
-        threads=threads, device=options.device, batch_size=options.batch_size, data=options.data, address=own,
+        threads=threads, device=options.device, batch_size=options.batch_size, data=options.data,
+        address=listen.address, advertise=options.advertise, port_range=options.port_range,
         ranks_per_replica=options.ranks_per_replica, replicas=options.replicas, is_joined=True,
     ).save()  # fmt: skip
     if options.spare:

@@ -184,7 +184,8 @@ def coordinator(arguments: Sequence[str]) -> int:
     """Run the coordinator of an elastic run.
 
     Args:
-        arguments: The run's folder, the launcher's process id, the secret's file, the address and the port.
+        arguments: The run's folder, the launcher's process id, the secret's file, the address and the port. Without
+            a launcher, 0, the process goes on in the background after whoever started it has ended.
 
     Returns:
         The exit code.
@@ -194,7 +195,10 @@ def coordinator(arguments: Sequence[str]) -> int:
     until = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: until.set())
-    exit_with_parent(launcher)
+    if launcher:
+        exit_with_parent(launcher)
+    elif os.fork():
+        os._exit(0)
     from thinwire.errors import ThinwireError
     from thinwire.training.elastic.coordinator_process import coordinate
     from thinwire.training.elastic.launch import REFUSED

@@ -14,9 +14,8 @@ import tyro
 
 from thinwire.cli.argument_parsing import command, parse_options
 from thinwire.errors import refusal
-from thinwire.transport.secret import Secret, make_secret
+from thinwire.transport.secret import JOIN_VARIABLE, SECRET_VARIABLE, Secret, make_secret
 
-ADDRESS_VARIABLE = "THINWIRE_JOIN"
 _MAX_CHARACTERS = 4096
 
 
@@ -59,7 +58,7 @@ def read_address(given: str, *, command: str) -> str:
         ValueError: There is none.
     """
     # not for the processes that this one starts: they read the secret from its file
-    inherited = os.environ.pop(ADDRESS_VARIABLE, "")
+    inherited = os.environ.pop(JOIN_VARIABLE, "")
     if given == "-":
         prompt = "address that the first host printed (not shown): "
         line = getpass.getpass(prompt) if sys.stdin.isatty() else sys.stdin.readline(_MAX_CHARACTERS)
@@ -69,10 +68,16 @@ def read_address(given: str, *, command: str) -> str:
         return line.strip()
     if not (given or inherited):
         raise refusal(
-            "the address is missing", got="nothing", allowed=f"an argument, - for stdin, or {ADDRESS_VARIABLE}",
+            "the address is missing", got="nothing", allowed=f"an argument, - for stdin, or {JOIN_VARIABLE}",
             remedy=f"{command} - <<< ADDRESS, with the address that the first host printed",
         )  # fmt: skip
     return given or inherited.strip()
+
+
+def secret_file(given: Path | None, *, in_address: Secret | None = None) -> Path | None:
+    """Return the file of the secret: the option's, else the environment's where the address holds no secret."""
+    inherited = os.environ.get(SECRET_VARIABLE)
+    return Path(inherited) if given is None and in_address is None and inherited else given
 
 
 def check_secret(in_address: Secret | None, path: Path | None) -> None:

@@ -14,6 +14,7 @@ import tyro
 
 from thinwire.cli.argument_parsing import parse_options
 from thinwire.cli.help_text import OptionHelp, format_help, options_of_dataclass
+from thinwire.cli.secret import secret_file
 from thinwire.errors import excluded, refusal, unknown_name
 from thinwire.training.config import FREE, OPTIONS, SECTIONS, TrainConfig, flag, read_config, resolve
 from thinwire.training.method_catalog import method_entry
@@ -132,9 +133,8 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     """
     also = [flag(name) for name in sorted(_method_only(arguments))]
     shown: Any = parse_options(_as_shown(), arguments, prog="thinwire train", also=also)
-    return TrainConfig.of(
-        **{name: getattr(getattr(shown, section), field) for name, (section, field) in OPTIONS.items()}
-    )
+    values = {name: getattr(getattr(shown, section), field) for name, (section, field) in OPTIONS.items()}
+    return TrainConfig.of(**{**values, "secret": secret_file(values["secret"])})
 
 
 def train_help() -> str:

@@ -177,7 +177,7 @@ class Coordinator:
             self._remove(member, why="reads another corpus", is_told=False, is_lost=was_called)
             return
         member.address, member.port = message["address"], message["port"]
-        member.disk_step = message["disk"]
+        member.disk_step, member.first_values = message["disk"], message["first_values"]
         member.own_step, member.own_era = message["held"], message["era"]
         member.state = MemberState.LOADING
         if state.can_resume(member.own_step, era=member.own_era):
@@ -501,9 +501,7 @@ class Coordinator:
         """Begin with no active replica: from the seed before any training, else from the newest checkpoint on disk."""
         state = self.state
         if not state.is_from_disk and not state.rounds.decisions and state.rounds.step == 0:
-            for joiner in state.snapshots.waiting:
-                self._offer_unshown(joiner, "seed")
-                state.snapshots.loaded(joiner)
+            self._begin_from_first_values()
             return
         is_loading = state.reviver is not None and state.roster.get(state.reviver) is not None
         if is_loading or state.roster.in_state(MemberState.DONE):
@@ -528,6 +526,20 @@ class Coordinator:
         self._record("revived", state.restart_line(0, is_begun=False))
         self._send_all("anew", {})
         self._offer_unshown(reviver, "disk", step=state.resumed_step)
+
+    def _begin_from_first_values(self) -> None:
+        """Let those begin whose models hold the same first values; the others wait for a state of these."""
+        state = self.state
+        if all(member.first_values != state.first_values for member in state.roster):  # none holds them any more
+            first = state.roster.get(min(state.snapshots.waiting))
+            state.first_values = "" if first is None else first.first_values
+            if state.first_values:
+                self._record("first_values", {"first_values": state.first_values})
+        for joiner in sorted(state.snapshots.waiting):
+            member = state.roster.get(joiner)
+            if member is not None and member.first_values == state.first_values:
+                self._offer_unshown(joiner, "seed")
+                state.snapshots.loaded(joiner)
 
     def _finish_when_done(self, present: tuple[int, ...]) -> None:
         state = self.state

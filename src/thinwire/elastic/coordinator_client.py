@@ -21,6 +21,7 @@ from thinwire.elastic.coordinator_server import (
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.protocol import Message, decode, encode
 from thinwire.errors import ConnectError, PayloadError
+from thinwire.transport.addresses import host_port, needs_ipv6
 from thinwire.transport.secret import Secret
 
 _REDIAL_MS, _LONGEST_REDIAL_MS = 200, 2000
@@ -57,7 +58,8 @@ class CoordinatorConnection:
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _REDIAL_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_REDIAL_MS)
-        self._socket.connect(f"tcp://{invitation.host}:{invitation.port}")
+        self._socket.setsockopt(zmq.IPV6, needs_ipv6(invitation.host))
+        self._socket.connect(f"tcp://{host_port(invitation.host, invitation.port)}")
         self._wake, self._woken = (self._context.socket(zmq.PAIR) for _ in range(2))
         self._woken.bind("inproc://wake")
         self._wake.connect("inproc://wake")

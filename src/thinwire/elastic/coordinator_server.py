@@ -63,7 +63,7 @@ class CoordinatorServer:
 
     Args:
         secret: The job's.
-        address: The IPv4 address to listen on.
+        address: The IP address to listen on; `::` is all of IPv6 and IPv4.
         port: The port; 0 takes a free one.
         say: Reports connections that were refused.
 
@@ -86,7 +86,7 @@ class CoordinatorServer:
         callers = {client_keys(secret).public_bytes: 0}
         try:
             self._door = Listener(
-                self._context, address=address, port=port, keys=coordinator_keys(secret), callers=callers,
+                self._context, address=address, ports=(port,), keys=coordinator_keys(secret), callers=callers,
                 decide=lambda replica: ACCEPTED, prepare=_set_server_options,
             )  # fmt: skip
         except BaseException:

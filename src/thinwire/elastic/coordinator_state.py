@@ -41,6 +41,7 @@ class CoordinatorConfig:
         allows_overdue: Whether training goes on where a round's result is overdue.
         start_timeout_s: Wait for initial replicas that are late.
         resumed_step: Step of the checkpoint that the run resumes from, 0 where it begins from the seed.
+        last_step: The run's last inner step, 0 where it has none.
     """
 
     job: Mapping[str, Any]
@@ -52,6 +53,7 @@ class CoordinatorConfig:
     allows_overdue: bool = False
     start_timeout_s: float = 60.0
     resumed_step: int = 0
+    last_step: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -74,6 +76,7 @@ class CoordinatorState:
     # by decision: the first step whose state holds it, its round, and the data account before it was counted
     accounts: deque[tuple[int, int, dict[str, Any]]] = field(default_factory=deque)
     notes: dict[int, dict[str, Any]] = field(default_factory=dict)  # by replica, at the end of the run
+    first_values: str | None = None  # hash of the values that the run began with, once they are chosen
     era: int = 0  # restarts from a checkpoint after all replicas were lost
     restart: dict[str, Any] | None = None  # the latest journal line about such a restart
     is_from_disk: bool = field(init=False)  # the next state comes from a checkpoint
@@ -102,7 +105,7 @@ class CoordinatorState:
         self.rounds = ElasticRounds(
             sync_interval=config.sync_interval, overlap_steps=config.overlap_steps,
             allows_overdue=config.allows_overdue,
-            last_step=config.job.get("config", {}).get("run", {}).get("steps") or math.inf,
+            last_step=config.last_step or math.inf,
         )  # fmt: skip
         self.leases = DataLeases(shard_windows=config.shard_windows)
         self.resumed_step = config.resumed_step
@@ -217,6 +220,7 @@ class CoordinatorState:
         self.member_lines[member.replica] = {
             **member.describe(), "token": member.token.hex(), "held_step": member.held_step,
             "begin_step": member.begin_step, "disk_step": member.disk_step,
+            "first_values": member.first_values,
         }  # fmt: skip
         return self.member_lines[member.replica]
 
@@ -293,6 +297,8 @@ class CoordinatorState:
                 self.resumed_step = 0 if line["is_begun"] else self.resumed_step
                 self.era = line["era"]
                 self.restart_line(line["step"], is_begun=line["is_begun"])
+            case "first_values":
+                self.first_values = line["first_values"]
             case "corpus":
                 self.corpus = line["corpus"], line["windows"]
             case "note":
@@ -308,7 +314,7 @@ class CoordinatorState:
             replica=line["replica"], token=bytes.fromhex(line["token"]), host=line["host"], heard_s=now_s,
             address=line["address"], port=line["port"], state=MemberState(line["state"]), step=line["step"],
             is_awaited=True, held_step=line["held_step"], begin_step=line["begin_step"],
-            disk_step=line["disk_step"], has_counted=has_counted,
+            disk_step=line["disk_step"], has_counted=has_counted, first_values=line.get("first_values", ""),
         ))  # fmt: skip
 
     def journal_lines(self) -> list[dict[str, Any]]:
@@ -322,6 +328,8 @@ class CoordinatorState:
         lines += [{"what": "gone", "replica": one} for one in replicas if self.roster.get(one) is None]
         if self.restart is not None:  # before the decisions, since it forgets all of them
             lines.append({"what": "revived", **self.restart})
+        if self.first_values is not None:
+            lines.append({"what": "first_values", "first_values": self.first_values})
         if self.corpus is not None:
             lines.append({"what": "corpus", "corpus": self.corpus[0], "windows": self.corpus[1]})
         lines += [{"what": "started"}] if self.has_started else []

@@ -8,10 +8,14 @@ import re
 from dataclasses import dataclass, field
 
 from thinwire.errors import refusal
+from thinwire.transport.addresses import host_port
 from thinwire.transport.secret import SECRET_BYTES, Secret
 
 _SCHEME = "thinwire://"
-_TEXT = re.compile(r"(?:thinwire://)?(?P<host>[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})(?:/(?P<key>[A-Za-z2-7]+))?/?")
+_TEXT = re.compile(
+    r"(?:thinwire://)?(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})"
+    r"(?:/(?P<key>[A-Za-z2-7]+))?/?"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +39,7 @@ class Invitation:
 
     def text(self) -> str:
         """Return the URI; any host that has one with the secret can join and decrypt the traffic."""
-        place = f"{_SCHEME}{self.host}:{self.port}"
+        place = f"{_SCHEME}{host_port(self.host, self.port)}"
         if self.secret is None:
             return place
         return f"{place}/{base64.b32encode(self.secret.key).decode().rstrip('=').lower()}"
@@ -60,7 +64,7 @@ def read_invitation(text: str) -> Invitation:
     secret = None
     if found["key"] is not None:
         secret = Secret(key=_key(found["key"]))
-    return Invitation(host=found["host"], port=port, secret=secret)
+    return Invitation(host=found["host"].strip("[]"), port=port, secret=secret)
 
 
 def _key(word: str) -> bytes:

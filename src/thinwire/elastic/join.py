@@ -17,7 +17,7 @@ from thinwire.elastic.protocol import RUN_OVER, VERSION, Message
 from thinwire.elastic.round_driver import ReplicaRounds
 from thinwire.errors import ConnectError, Refused, RunOver
 from thinwire.events import Transfer
-from thinwire.transport.addresses import Address, address_towards
+from thinwire.transport.addresses import Address, ListenConfig, address_towards
 from thinwire.transport.blob_store import BlobStore
 from thinwire.transport.recording import RecordingRequestTransport
 from thinwire.transport.secret import Secret
@@ -53,23 +53,23 @@ class Membership:
         return self.session.replica
 
     def announce(
-        self, *, corpus: str, num_windows: int, address: str, port: int, held_step: int = 0, era: int = 0,
-        disk_step: int = 0,
+        self, *, corpus: str, num_windows: int, address: Address, held_step: int = 0, era: int = 0,
+        disk_step: int = 0, first_values: str = "",
     ) -> None:  # fmt: skip
         """Report this replica's address, its corpus, and the states that it holds.
 
         Args:
             corpus: SHA-256 of the corpus.
             num_windows: Windows of the corpus.
-            address: Address that the others reach.
-            port: Its port.
+            address: Where the others reach it.
             held_step: Step of a state of its own, 0 for none.
             era: Era of that state.
             disk_step: Step of the checkpoint that it can read, 0 for none.
+            first_values: Hash of its model's values; empty where all replicas begin with the same.
         """
         self.session.send_reliably(
-            "here", address=address, port=port, corpus=corpus, windows=num_windows, held=held_step, era=era,
-            disk=disk_step,
+            "here", address=address.host, port=address.port, corpus=corpus, windows=num_windows, held=held_step,
+            era=era, disk=disk_step, first_values=first_values,
         )  # fmt: skip
 
     def close(self, *, why: str = "") -> None:
@@ -133,7 +133,8 @@ class _Handshake:
 
 def join(
     invitation: Invitation, *, secret: Secret, plan_of: Callable[[Mapping[str, Any]], JoinPlan],
-    address: str | None = None, deadline_s: float = _NOT_THERE_S, warn: Callable[[str], None] = lambda text: None,
+    listen: ListenConfig | None = None, deadline_s: float = _NOT_THERE_S,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[Membership, Address]:  # fmt: skip
     """Join a job.
 
@@ -141,19 +142,19 @@ def join(
         invitation: Where its coordinator is.
         secret: Secret of the job.
         plan_of: Reads what the session needs from the job.
-        address: This host's address that the others reach; None for the one from which the coordinator is reached.
+        listen: Where this replica listens; None for the address from which the coordinator is reached.
         deadline_s: Seconds to wait for the coordinator.
         warn: Called later while the coordinator is silent.
 
     Returns:
-        The membership, and the address of this replica.
+        The membership, and the address that others dial.
 
     Raises:
         ConnectError: The coordinator did not answer; with the remedy.
         Refused: It takes no replica of this kind; with the remedy.
         RunOver: The run has ended.
     """
-    own_address = address_towards(invitation.host) if address is None else address
+    listen = listen or ListenConfig(address=address_towards(invitation.host))
     handshake = _Handshake()
     connection = CoordinatorConnection(invitation, secret=secret, on_message=handshake.receive, on_tick=handshake.tick)
     try:
@@ -161,7 +162,12 @@ def join(
         replica, job = welcome["replica"], welcome["job"]
         plan = plan_of(job)
         wire = WireTransport(
-            replica=replica, num_replicas=plan.num_replicas, secret=secret, address=own_address, is_open=True
+            replica=replica,
+            num_replicas=plan.num_replicas,
+            secret=secret,
+            address=listen.address,
+            ports=listen.candidates,
+            is_open=True,
         )
     except BaseException:
         connection.close()
@@ -181,7 +187,7 @@ def join(
     membership = Membership(
         job=job, session=session, transport=transport, library=library, rounds=rounds, connection=connection
     )
-    return membership, Address(host=own_address, port=wire.port)
+    return membership, listen.advertised(wire.port)
 
 
 def _request_join(

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from thinwire.errors import PayloadError
 
-VERSION = 5
+VERSION = 6
 # Bytes of a message to a replica, and to the coordinator, which receives no large ones.
 MOST_BYTES, MOST_BYTES_HERE = 1 << 20, 1 << 16
 _MAX_DEPTH = 16
@@ -34,10 +34,12 @@ _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Number = Annotated[float, Meta(ge=0, lt=1 << 63)]
 _Text = Annotated[str, Meta(max_length=1 << 16)]
 _ReplicaNumber = Annotated[int, Meta(ge=0, lt=1 << 32)]
-# A host name or an IPv4 address.
-_Address = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,253}\Z")]
+# A host name or an IP address.
+_Address = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,253}\Z")]
 _Port = Annotated[int, Meta(gt=0, lt=1 << 16)]
 _Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+# A hash, or empty where there is none; the field may be left out.
+_MaybeSha256 = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 # By shard, how many of its windows were used; and by replica, bytes a second.
 _Windows = Annotated[dict[Annotated[int, Meta(ge=0, lt=10**18)], _Count], Meta(max_length=64)]
 _Rates = Annotated[dict[Annotated[int, Meta(ge=0, lt=10**10)], _Count], Meta(max_length=1024)]
@@ -46,7 +48,7 @@ _TO_COORDINATOR: dict[str, dict[str, Any]] = {
     "join": {"version": _Count, "thinwire": _Text, "host": _Text},
     "here": {
         "address": _Address, "port": _Port, "corpus": _Text, "windows": _Count, "held": _Count, "era": _Count,
-        "disk": _Count,
+        "disk": _Count, "first_values": (_MaybeSha256, ""),
     },
     "active": {"step": _Count},
     "beat": {"step": _Count, "step_s": _Number, "roster": _Count},
@@ -95,10 +97,10 @@ _TO_MEMBER: dict[str, dict[str, Any]] = {
 
 
 def _decoder(schemas: Mapping[str, Mapping[str, Any]]) -> msgspec.json.Decoder[Any]:
-    kinds = tuple(
-        msgspec.defstruct(kind, fields.items(), tag=kind, tag_field="kind", forbid_unknown_fields=True)
-        for kind, fields in schemas.items()
-    )
+    kinds = []
+    for kind, fields in schemas.items():
+        given = [(name, *(field if isinstance(field, tuple) else (field,))) for name, field in fields.items()]
+        kinds.append(msgspec.defstruct(kind, given, tag=kind, tag_field="kind", forbid_unknown_fields=True))
     return msgspec.json.Decoder(functools.reduce(operator.or_, kinds))
 
 

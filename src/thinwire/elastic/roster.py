@@ -54,6 +54,7 @@ class RosterMember:
     disk_step: int = 0  # step of the checkpoint that it can read, 0 for none
     own_step: int = 0  # step of its own state that it reported, 0 for none
     own_era: int = 0  # era of that state
+    first_values: str = ""  # hash of the values that its model began with; empty where all begin with the same
     has_counted: bool = False  # a part of it has been in a mean
     # by replica that found several of its parts in a row to hold NaN or infinity, the first's round
     rejected_by: dict[int, int] = field(default_factory=dict)

@@ -8,6 +8,7 @@
 | `thinwire.integrations.dcp` | torch.distributed.checkpoint |
 | `thinwire.integrations.data` | shares of data sets |
 | `thinwire.integrations.tracking` | numbers for experiment trackers |
+| `thinwire.integrations.ray` | elastic replicas as Ray actors |
 """
 
 from __future__ import annotations

@@ -198,8 +198,14 @@ class DistributedOptimizer(EagerOptimizer):
         self._share_state()
         self._is_ready = True
         self._model = model
-        self.transport = single() if transport is None else transport
         self._deadlines = Deadlines(minimum_s=minimum_deadline_s)
+        self._seed, self._pace = seed, pace
+        self._connect(method, single() if transport is None else transport, catch_up)
+
+    def _connect(self, method: Method, transport: Transport, catch_up: CatchUp | None) -> None:
+        """Begin from the model's present values among the replicas of a transport."""
+        model = self._model
+        self.transport = transport
         description = method.describe(num_replicas=self.transport.num_replicas)
         num_bytes = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
         deadline_s = self._deadlines.deadline_s(steps=1, num_bytes=num_bytes * (self.transport.num_replicas - 1))
@@ -210,8 +216,8 @@ class DistributedOptimizer(EagerOptimizer):
             self._shared_collectives = SharedCollectives(self.transport)
             handshake(model, description=description, transport=self.transport, deadline_s=deadline_s)
         self._engine = RoundEngine(
-            model, method=method, transport=self.transport, deadlines=self._deadlines, inner=inner, catch_up=catch_up,
-            seed=seed, pace=pace,
+            model, method=method, transport=self.transport, deadlines=self._deadlines, inner=self.inner,
+            catch_up=catch_up, seed=self._seed, pace=self._pace,
         )  # fmt: skip
         self.next_stop: int | None = None
         self._steps_done = 0

@@ -19,11 +19,13 @@ import msgspec
 from thinwire.errors import CheckpointError, excluded, refusal, unknown_name
 from thinwire.monitor.remediation import ON_FINDING
 from thinwire.training.method_catalog import MethodEntry, check_codec, check_method_option, method_entry
+from thinwire.transport.addresses import listen_config
 from thinwire.version import __version__
 
 # Options that do not change what is computed: a resumed run may change them, and hosts may differ in them.
 FREE = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret",
+    "advertise", "port_range",
     "join_deadline_s", "samples", "port", "begin_with", "checkpoint_to", "keep_checkpoints", "log_every",
     "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan", "config",
     "expected_step_s", "ranks_per_replica", "on_finding", "on_finding_dry_run", "checkpoint_auto",
@@ -162,9 +164,14 @@ class RunConfig:
     interface: str | None = None
     """Network interface that other hosts can reach, such as eth0."""
     address: str | None = None
-    """Address of this host that other hosts can reach."""
+    """Address of this host that other hosts can reach, IPv4 or IPv6."""
+    advertise: str | None = None
+    """HOST:PORT that other hosts dial, such as a port forward; leads to the first port of --port-range."""
+    port_range: str | None = None
+    """FIRST-LAST: the only ports to listen on; needs --elastic or --secret."""
     secret: Path | None = None
-    """File of the job's secret (`thinwire secret FILE`): replicas authenticate each other and encrypt traffic."""
+    """File of the job's secret (`thinwire secret FILE`): replicas authenticate each other and encrypt traffic.
+    Default: the environment's THINWIRE_SECRET_FILE."""
     join_deadline_s: float = 300.0
     """Longest wait for the other replicas at the start, in seconds."""
     config: Path | None = None
@@ -456,12 +463,29 @@ def _bad_overlaps(config: TrainConfig, entry: MethodEntry, overlaps: int | tuple
     return [str(text)]
 
 
+def _bad_reach(config: TrainConfig) -> list[ValueError]:
+    """Check the options by which a host is reached; what needs the network is checked later."""
+    if config.run.advertise is None and config.run.port_range is None:
+        return []
+    name = "--port-range" if config.run.advertise is None else "--advertise"
+    if not config.elastic.is_enabled and config.run.secret is None:
+        return [refusal(f"{name} needs connections of thinwire's own, and gloo listens on any port", got="no --secret",
+                        allowed="--secret FILE or --elastic", remedy="--secret FILE, of thinwire secret")]  # fmt: skip
+    try:
+        reach = {"advertise": config.run.advertise, "port_range": config.run.port_range}
+        listen_config(address="127.0.0.1", **reach)
+    except ValueError as error:
+        return [error]
+    return []
+
+
 def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
     on_finding = config.run.on_finding
     problems = _bad_elastic_model(config)
     if config.run.interface is not None and config.run.address is not None:
         why = "each of them says how the other hosts reach this one"
         problems.append(excluded("--interface", "--address", why=why, remedy="--interface alone"))
+    problems += _bad_reach(config)
     if config.elastic.is_enabled:
         if config.output.checkpoint_auto:
             why = "an elastic run returns to a checkpoint only if all replicas are lost at once"

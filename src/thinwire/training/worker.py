@@ -143,7 +143,7 @@ def run_replica(
     corpus = open_data(config)
     transport = connect(
         interface=config.run.interface, address=config.run.address, secret=config.run.secret,
-        deadline_s=config.run.join_deadline_s,
+        deadline_s=config.run.join_deadline_s, advertise=config.run.advertise, port_range=config.run.port_range,
     )  # fmt: skip
     try:
         replica = _Replica(config, place=place, corpus=corpus, transport=transport)

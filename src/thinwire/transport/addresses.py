@@ -2,23 +2,24 @@
 
 The classic failure of a first run on two machines is a host that advertises 127.0.0.1 (its own name in `/etc/hosts`):
 gloo then hangs until its time-out and says nothing of use. These functions find the address, prove it before gloo
-starts, and name both ends when it does not work. IPv4 only, but for the wires of jobs that are watched.
+starts, and name both ends when it does not work. gloo listens on IPv4 only; thinwire's own connections take IPv6 too.
 """
 
 from __future__ import annotations
 
 import errno
 import ipaddress
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import msgspec
 import psutil
 
-from thinwire.errors import ConnectError
+from thinwire.errors import ConnectError, refusal
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
@@ -27,6 +28,10 @@ _MAX_TEXT = 4096
 # Environment variable: names the file in which ranks of one host meet, in place of MASTER_ADDR and MASTER_PORT.
 RENDEZVOUS_FILE = "THINWIRE_RENDEZVOUS_FILE"
 _MAX_REASON = 200
+_HOST_PORT = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
+# Where a process of this host reaches one that listens on all addresses.
+ANY_LOOPBACK = {"::": "::1", "0.0.0.0": "127.0.0.1"}
 # RFC 5737: never assigned, so packets to it would leave by the default route
 ANYWHERE = "192.0.2.1"
 
@@ -36,12 +41,129 @@ class Address:
     """Address and port at which a replica is dialled.
 
     Attributes:
-        host: Its IPv4 address.
+        host: Its IP address, or a name.
         port: Its TCP port.
     """
 
     host: str
     port: int
+
+
+def host_port(host: str, port: int | str) -> str:
+    """Return an address and a port as one text; an IPv6 address stands in brackets.
+
+    Example:
+        >>> host_port("10.0.0.1", 29400), host_port("fd00::1", 29400)
+        ('10.0.0.1:29400', '[fd00::1]:29400')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def read_host_port(text: str, *, what: str) -> Address:
+    """Read what `host_port` returned.
+
+    Args:
+        text: `HOST:PORT` or `[IPV6]:PORT`.
+        what: Names the argument in the error.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    found = _HOST_PORT.fullmatch(text.strip())
+    if found is None or not 0 < int(found["port"]) < 1 << 16:
+        raise refusal(f"{what} cannot be read", got=repr(text[:60]), allowed="HOST:PORT or [IPV6]:PORT",
+                      remedy="203.0.113.5:29400")  # fmt: skip
+    return Address(host=found["host"].strip("[]"), port=int(found["port"]))
+
+
+class ReachOptions(TypedDict, total=False):
+    """Options of `connect` and `join` for a host behind a port forward or a firewall.
+
+    Attributes:
+        advertise: `HOST:PORT` that the others dial, which need not be an address of this host. With a port range, it
+            stands for the range's first port, and the ports after it for those after that.
+        port_range: `FIRST-LAST`: the only ports that this host listens on.
+    """
+
+    advertise: str | None
+    port_range: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenConfig:
+    """Where this host listens, and what the others dial.
+
+    Attributes:
+        address: The IP address to listen on.
+        advertise: What the others dial; None for the address itself.
+        ports: First and last port to listen on; None for any.
+
+    Example:
+        >>> listen = ListenConfig(address="10.0.0.1", advertise=Address(host="203.0.113.5", port=5000), ports=(40, 49))
+        >>> listen.advertised(42)
+        Address(host='203.0.113.5', port=5002)
+    """
+
+    address: str
+    advertise: Address | None = None
+    ports: tuple[int, int] | None = None
+
+    @property
+    def candidates(self) -> Sequence[int]:
+        """Ports to try one after the other; 0 stands for a free one."""
+        return (0,) if self.ports is None else range(self.ports[0], self.ports[1] + 1)
+
+    def advertised(self, port: int) -> Address:
+        """Return what the others dial to reach a port of this host."""
+        if self.advertise is None:
+            return Address(host=self.address, port=port)
+        shift = 0 if self.ports is None else port - self.ports[0]
+        return Address(host=self.advertise.host, port=self.advertise.port + shift)
+
+
+def listen_config(
+    *, address: str | None, interface: str | None = None, towards: str | None = None, advertise: str | None = None,
+    port_range: str | None = None,
+) -> ListenConfig:  # fmt: skip
+    """Read the options by which a host is reached; see `own_address` and `ReachOptions`.
+
+    Raises:
+        ValueError: One cannot be read, or is not this host's.
+        ConnectError: There is no route to `towards`.
+    """
+    shown = None if advertise is None else read_host_port(advertise, what="--advertise")
+    ports = None if port_range is None else read_port_range(port_range)
+    if shown is not None and ports is None:
+        raise refusal("--advertise needs the port that this host listens on", got=advertise,
+                      allowed="--advertise with --port-range",
+                      remedy=f"--port-range {shown.port}-{shown.port}")  # fmt: skip
+    if address in ("::", "0.0.0.0"):
+        if shown is None:
+            raise refusal(f"{address} stands for all addresses of this host, and none that others dial", got=address,
+                          allowed="an address of this host, or --advertise HOST:PORT",
+                          remedy="--advertise HOST:PORT too")  # fmt: skip
+        own = address
+    else:
+        own = own_address(address=address, interface=interface, towards=towards)
+    return ListenConfig(address=own, advertise=shown, ports=ports)
+
+
+def read_port_range(text: str) -> tuple[int, int]:
+    """Read `FIRST-LAST`.
+
+    Raises:
+        ValueError: It is no range of ports.
+
+    Example:
+        >>> read_port_range("40000-40010")
+        (40000, 40010)
+    """
+    found = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", text.strip())
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 0 < first <= last < 1 << 16:
+        raise refusal("--port-range is no range of ports", got=repr(text[:40]), allowed="FIRST-LAST, 1 to 65535",
+                      remedy="--port-range 40000-40010")  # fmt: skip
+    return first, last
 
 
 class RankEndpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,7 +174,7 @@ class RankEndpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         replica: The replica it belongs to.
         hostname: For people.
         host: Equal for two ranks that share a kernel and a network namespace, and so reach each other's loopback.
-        address: The IPv4 address it advertises.
+        address: The IP address it advertises, or a name.
         port: A port on which it listens while the addresses are checked, or as long as it lives.
         secret: Fingerprint of the job's secret, empty where there is none.
     """
@@ -80,7 +202,8 @@ class RankEndpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if len(text) > _MAX_TEXT:
                 raise ValueError(f"{len(text)} characters")
             found = msgspec.json.decode(text, type=cls)
-            ipaddress.IPv4Address(found.address)
+            if not _NAME.fullmatch(found.address):
+                ipaddress.IPv6Address(found.address)
             # names are shown in errors: a terminal must not obey them
             if not all(name.isprintable() for name in (found.hostname, found.host, found.secret)):
                 raise ValueError("a field cannot be printed")
@@ -145,14 +268,17 @@ def _is_inner(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 def address_of(interface: str) -> str:
-    """Return the IPv4 address of an interface.
+    """Return the first IPv4 address of an interface, or of IPv6 where it has no other.
 
     Raises:
-        ValueError: There is no such interface, or it has no IPv4 address.
+        ValueError: There is no such interface, or it has no address.
     """
     found = local_addresses()
     if interface in found:
         return found[interface][0]
+    for entry in psutil.net_if_addrs().get(interface, ()):
+        if entry.family == socket.AF_INET6 and not ipaddress.ip_address(entry.address).is_link_local:
+            return str(entry.address)
     if interface in psutil.net_if_addrs():
         raise ValueError(f"interface {interface!r} has no IPv4 address; those that have one: {_listing(found)}")
     raise ValueError(f"there is no interface {interface!r} on this host; those that exist: {_listing(found)}")
@@ -177,16 +303,25 @@ def interface_of(address: str) -> str:
 
 
 def resolve(host: str) -> str:
-    """Return the first IPv4 address of a host's name (or of an address written as text).
+    """Return the first IPv4 address of a host's name, or of IPv6 where it has no other; of an address, the address.
 
     Raises:
         ValueError: The name has none.
     """
     try:
-        found = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ValueError(f"{host!r} cannot be resolved to an IPv4 address: {error}; use the address itself") from None
+        raise ValueError(f"{host!r} cannot be resolved to an address: {error}; use the address itself") from None
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return str(found[0][4][0])
+
+
+def needs_ipv6(host: str) -> bool:
+    """Return whether a host is reached over IPv6: it has no IPv4 address, or cannot be resolved yet."""
+    try:
+        return ":" in resolve(host)
+    except ValueError:
+        return False
 
 
 def address_towards(host: str) -> str:
@@ -197,7 +332,7 @@ def address_towards(host: str) -> str:
         ConnectError: There is no route to it.
     """
     target = resolve(host)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Connecting a datagram socket sends nothing; the kernel only chooses the route.
             probe.connect((target, 9))
@@ -212,7 +347,7 @@ def address_towards(host: str) -> str:
 
 
 def own_address(*, address: str | None, interface: str | None, towards: str | None = None) -> str:
-    """Return the IPv4 address that this host shows to the others.
+    """Return the address that this host shows to the others.
 
     Args:
         address: The one that the user named, by number or name.
@@ -226,7 +361,10 @@ def own_address(*, address: str | None, interface: str | None, towards: str | No
     """
     if address is not None:
         own = resolve(address)
-        interface_of(own)
+        if ":" not in own:
+            interface_of(own)
+        elif not is_own(own):
+            raise ValueError(f"no interface of this host has the address {address!r}; see: ip -6 address")
         return own
     if interface is not None:
         return address_of(interface)
@@ -243,6 +381,22 @@ def own_address(*, address: str | None, interface: str | None, towards: str | No
                 f"by --address or --interface"
             ) from None
         return outer[0] if outer else "127.0.0.1"
+
+
+def is_own(host: str) -> bool:
+    """Return whether a host's name or address is one of this host; a name that cannot be resolved is not."""
+    try:
+        own = ipaddress.ip_address(resolve(host))
+    except ValueError:
+        return False
+    held = {entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries}
+    return own.is_loopback or str(own) in held
+
+
+def free_port(address: str = "") -> int:
+    """Return a port that is free now on an address, by default on all."""
+    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as trial:
+        return int(trial.getsockname()[1])
 
 
 def listen(address: str, *, backlog: int) -> socket.socket:
@@ -267,7 +421,7 @@ def first_unreachable(own: RankEndpoint, endpoints: Sequence[RankEndpoint], *, d
     for endpoint in endpoints:
         if endpoint.host == own.host:
             continue
-        if ipaddress.IPv4Address(endpoint.address).is_loopback:
+        if _is_loopback(endpoint.address):
             return (
                 f"{endpoint.describe()} advertises {endpoint.address}, which host {own.hostname} cannot reach: it is a "
                 f"loopback address; pass interface=... or address=... there (--interface, --address), "
@@ -283,11 +437,19 @@ def first_unreachable(own: RankEndpoint, endpoints: Sequence[RankEndpoint], *, d
     return ""
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
 def firewall_hint() -> str:
     """Say which ports a firewall between the hosts has to leave open."""
     low, high = _PORT_RANGE.read_text().split() if _PORT_RANGE.exists() else ("32768", "60999")
     return (
-        f"replicas listen on ephemeral TCP ports ({low} to {high} here), which a firewall must let pass between hosts"
+        f"replicas listen on ephemeral TCP ports ({low} to {high} here), which a firewall must let pass between hosts "
+        f"(--port-range names others)"
     )
 
 

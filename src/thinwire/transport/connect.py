@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,18 @@ import torch.distributed as dist
 from thinwire.errors import ConnectError, refusal
 from thinwire.events import TransferLog
 from thinwire.transport.addresses import (
+    ANY_LOOPBACK,
     Address,
+    ListenConfig,
     RankEndpoint,
+    ReachOptions,
     address_of,
     firewall_hint,
     first_unreachable,
     host_identity,
     interface_of,
     listen,
+    listen_config,
     own_address,
     resolve,
 )
@@ -38,7 +42,7 @@ from thinwire.transport.job_environment import JobPlace, ReplicaWorld, hide_job,
 from thinwire.transport.process_group import ProcessGroupTransport
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.rendezvous import POLL_S, Rendezvous, open_file_store, open_store, prefixed
-from thinwire.transport.secret import SECRET_BYTES, Secret, need_pyzmq, read_secret
+from thinwire.transport.secret import JOIN_VARIABLE, SECRET_BYTES, SECRET_VARIABLE, Secret, need_pyzmq, read_secret
 from thinwire.transport.tcp_stats import LocalSockets
 
 if TYPE_CHECKING:
@@ -49,6 +53,17 @@ NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 REACH_S = 5.0
 # Results of an active test travel over the rendezvous of a partial job.
 MAX_PARTIAL_TEXT_BYTES = 1 << 20
+
+
+def given_join_uri() -> str:
+    """Return the environment's address of an elastic run, empty where there is none."""
+    return os.environ.get(JOIN_VARIABLE, "").strip()
+
+
+def given_secret_file(path: Path | str | None) -> Path | None:
+    """Return the file of the secret: the one given, else the environment's; None where there is none."""
+    found = path if path is not None else os.environ.get(SECRET_VARIABLE)
+    return None if not found else Path(found).resolve()
 
 
 class _Stores:
@@ -87,6 +102,7 @@ def connect(
     log: TransferLog | None = None,
     secret: Path | None = None,
     solo: bool = False,
+    **reach: Unpack[ReachOptions],
 ) -> RecordingTransport:
     """Join the replicas of this run and return the transport between them.
 
@@ -108,15 +124,16 @@ def connect(
 
     Args:
         ranks_per_replica: Ranks that hold one replica together; consecutive ranks form a replica.
-        interface: Network interface whose IPv4 address the others shall use, such as `"eth0"`.
-        address: IPv4 address (or name) of this host that the others shall use. By default the address from which
-            MASTER_ADDR is reached, unless the variable GLOO_SOCKET_IFNAME names an interface.
+        interface: Network interface whose address the others shall use, such as `"eth0"`.
+        address: Address (or name) of this host that the others shall use; IPv6 with a secret only. By default the
+            address from which MASTER_ADDR is reached, unless the variable GLOO_SOCKET_IFNAME names an interface.
         deadline_s: Seconds that ranks may come one after another; also the time-out of torch's own collectives in the
             groups made here.
         log: Where transfers are recorded, a new log by default.
         secret: The job's secret, the same file on all hosts; `thinwire secret FILE` makes one.
         solo: Hide the other replicas from the libraries of this process. Call it before anything uses CUDA or makes a
             process group, and give it again when the process joins again.
+        reach: See `ReachOptions`; with a secret only, since gloo listens on any port.
 
     Returns:
         A transport; its `close()` ends the groups made here.
@@ -149,9 +166,17 @@ def connect(
 
         return RecordingTransport(LoopbackWorld(1).transports[0], log=log)
     _check_divides(ranks_per_replica, world_size=place.world_size)
-    own_address = address_at(place, interface=interface, address=address)
+    own_address = address if address in ANY_LOOPBACK else address_at(place, interface=interface, address=address)
     if job is not None:
-        return RecordingTransport(_join_by_wire(place, own_address, job, deadline_s=deadline_s, solo=solo), log=log)
+        listen = listen_config(address=own_address, **reach)
+        return RecordingTransport(_join_by_wire(place, listen, job, deadline_s=deadline_s, solo=solo), log=log)
+    if any(reach.values()):
+        raise refusal("advertise and port_range need a secret: gloo listens on any port", got="no secret",
+                      allowed="connect(secret=FILE)", remedy="thinwire secret FILE")  # fmt: skip
+    assert own_address is not None
+    if ":" in own_address:
+        raise refusal("without a secret, gloo joins the ranks, over IPv4 alone", got=own_address,
+                      allowed="an IPv4 address, or connect(secret=FILE)", remedy="thinwire secret FILE")  # fmt: skip
     transport = _join(place, own_address, ranks_per_replica=ranks_per_replica, deadline_s=deadline_s, solo=solo)
     return RecordingTransport(transport, log=log)
 
@@ -289,15 +314,21 @@ def _pin(place: JobPlace, world: ReplicaWorld) -> None:
         pin_gpus(range(first, first + world.local_size))
 
 
-def _join_by_wire(place: JobPlace, address: str, secret: Secret, *, deadline_s: float, solo: bool) -> WireTransport:
+def _join_by_wire(
+    place: JobPlace, listen: ListenConfig, secret: Secret, *, deadline_s: float, solo: bool
+) -> WireTransport:
     """Meet as for gloo; from there on, nothing that was read in the store is believed but where to try."""
     from thinwire.transport.wire.wire_transport import WireTransport
 
     end = time.monotonic() + deadline_s
     rendezvous, _, _ = _meet(place, ranks_per_replica=1, deadline_s=deadline_s)
-    transport = WireTransport(replica=place.rank, num_replicas=place.world_size, secret=secret, address=address)
+    transport = WireTransport(
+        replica=place.rank, num_replicas=place.world_size, secret=secret, address=listen.address,
+        ports=listen.candidates,
+    )  # fmt: skip
     try:
-        own = _endpoint(place, address, port=transport.port, ranks_per_replica=1, secret=secret.fingerprint)
+        shown = listen.advertised(transport.port)
+        own = _endpoint(place, shown.host, port=shown.port, ranks_per_replica=1, secret=secret.fingerprint)
         endpoints = _exchange_endpoints(own, rendezvous, ranks_per_replica=1)
         below = {s.rank: Address(host=s.address, port=s.port) for s in endpoints if s.rank < place.rank}
         try:

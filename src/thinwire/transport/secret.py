@@ -19,6 +19,8 @@ from pathlib import Path
 from thinwire.errors import MissingExtra, refusal
 
 SECRET_BYTES = 32
+# Environment variables: address of an elastic run, and file of a job's secret.
+JOIN_VARIABLE, SECRET_VARIABLE = "THINWIRE_JOIN", "THINWIRE_SECRET_FILE"
 _WORD = "thinwire-secret-v1"
 _LINE = re.compile(rf"{_WORD} ([0-9a-f]{{{2 * SECRET_BYTES}}})\n?")
 _MAX_FILE_BYTES = 1024

@@ -10,10 +10,10 @@ from contextlib import closing
 import pytest
 
 from thinwire.errors import ConnectError
-from thinwire.monitor.doctor import peer
+from thinwire.monitor.doctor import checks, peer
 from thinwire.monitor.doctor.checks import Verdict
 from thinwire.monitor.doctor.peer import Attempt, Failure, Info, PathSize
-from thinwire.transport.addresses import Address
+from thinwire.transport.addresses import Address, listen_config
 from thinwire.version import __version__
 
 THERE = Address(host="10.77.0.2", port=29_400)
@@ -54,8 +54,8 @@ def test_a_name_that_cannot_be_resolved_is_wrong() -> None:
     check, found = peer.check_name("host-b", find=unknown)
     assert check.verdict is Verdict.WRONG and found is None
     assert "host-b cannot be resolved" in check.found and "DNS" in check.remedy
-    check, found = peer.check_name("fe80::1", find=unknown)
-    assert found is None and "IPv6 is not used" in check.remedy
+    check, found = peer.check_name("::1")
+    assert check.verdict is Verdict.WARNING and found == "::1"
 
 
 @pytest.mark.parametrize(
@@ -209,3 +209,33 @@ def test_who_does_not_answer_is_skipped_with_the_reason(error: Exception, said: 
         assert check.verdict is Verdict.SKIPPED and said in check.found
     for check in peer.check_info(THERE, ask=None):
         assert check.verdict is Verdict.SKIPPED and "only a job" in check.found
+
+
+def test_an_advertised_address_is_dialled_and_one_that_leads_elsewhere_is_wrong() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere, socket.create_server(("127.0.0.1", 0)) as free:
+        own, other = free.getsockname()[1], elsewhere.getsockname()[1]
+        free.close()
+
+        def check(shown: int) -> checks.Check:
+            listen = listen_config(
+                address="127.0.0.1", advertise=f"127.0.0.1:{shown}", port_range=f"{own}-{own}"
+            )  # fmt: skip
+            return peer.check_advertised(listen, deadline_s=0.3)
+
+        assert check(own).verdict is Verdict.OK and "leads here" in check(own).found
+        wrong = check(other)
+    assert wrong.verdict is Verdict.WRONG and f"127.0.0.1:{other} for port {own} of 127.0.0.1" in wrong.found
+    assert f"forward 127.0.0.1:{other} to 127.0.0.1:{own}, or correct --advertise" in wrong.remedy
+
+
+def test_a_replica_that_advertises_a_wrong_address_is_named() -> None:
+    replicas = (("replica 0 on a", THERE), ("replica 1 on b", Address(host="fd00::9", port=4100)))
+    info = peer.Info(version="0", unix_s=0.0, replicas=replicas)
+
+    def attempt(address: Address) -> peer.Attempt:
+        return peer.Attempt(seconds=0.1, failure=peer.Failure.TIMED_OUT if ":" in address.host else None, reason="r")
+
+    check = peer.check_replicas(info, attempt=attempt)
+    assert check.verdict is Verdict.WRONG and "--advertise" in check.remedy
+    assert check.found == "replica 1 on b advertises [fd00::9]:4100: timed out (r)"
+    assert peer.check_replicas(peer.Info(version="0", unix_s=0.0), attempt=attempt).verdict is Verdict.SKIPPED

@@ -182,7 +182,7 @@ def test_a_station_survives_its_note() -> None:
         json.dumps({**json.loads(OTHER.to_json()), "port": "4711"}),
         json.dumps({**json.loads(OTHER.to_json()), "port": 0}),
         json.dumps({**json.loads(OTHER.to_json()), "rank": 2}),
-        json.dumps({**json.loads(OTHER.to_json()), "address": "bob"}),
+        json.dumps({**json.loads(OTHER.to_json()), "address": "bob:1"}),
         json.dumps({**json.loads(OTHER.to_json()), "host": 5}),
         json.dumps({**json.loads(OTHER.to_json()), "more": 5}),
         OTHER.to_json() + " " * 5000,
@@ -194,3 +194,39 @@ def test_a_station_survives_its_note() -> None:
 def test_a_foreign_note_is_refused_with_its_rank(note: str) -> None:
     with pytest.raises(ConnectError, match="rank 3 introduced itself in a way"):
         RankEndpoint.from_json(note, rank=3)
+
+
+@pytest.mark.parametrize("text", ["10.77.0.1:29400", "host-a:1", "[fd00::7]:65535"])
+def test_an_address_with_its_port_is_read_and_written(text: str) -> None:
+    found = addresses.read_host_port(text, what="--advertise")
+    assert addresses.host_port(found.host, found.port) == text
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"advertise": "fd00::1:80", "port_range": "1-2"}, "--advertise cannot be read; got 'fd00::1:80'; allowed"),
+        ({"advertise": "host:0", "port_range": "1-2"}, "--advertise cannot be read"),
+        ({"advertise": "host:80"}, "got host:80; allowed --advertise with --port-range; try --port-range 80-80"),
+        ({"port_range": "9-8"}, "--port-range is no range of ports; got '9-8'; allowed FIRST-LAST, 1 to 65535"),
+        ({"port_range": "80"}, "--port-range is no range of ports"),
+        ({"address": "::"}, ":: stands for all addresses of this host, and none that others dial"),
+        ({"address": "fd00::dead"}, "no interface of this host has the address 'fd00::dead'"),
+    ],
+)
+def test_an_option_by_which_a_host_is_reached_is_refused_with_the_remedy(options: dict[str, str], told: str) -> None:
+    with pytest.raises(ValueError) as error:
+        addresses.listen_config(**{"address": "127.0.0.1", **options})  # type: ignore[arg-type]
+    assert told in str(error.value)
+
+
+def test_all_addresses_are_listened_on_where_another_is_advertised() -> None:
+    listen = addresses.listen_config(address="::", advertise="[fd00::9]:50000", port_range="40000-40003")
+    assert (listen.address, [*listen.candidates]) == ("::", [40000, 40001, 40002, 40003])
+    assert listen.advertised(40002) == addresses.Address(host="fd00::9", port=50002)
+
+
+def test_addresses_of_ipv6_are_found_like_those_of_ipv4() -> None:
+    assert addresses.resolve("::1") == addresses.address_towards("::1") == "::1"
+    assert addresses.is_own("::1") and addresses.needs_ipv6("::1") and not addresses.needs_ipv6("127.0.0.1")
+    assert addresses.own_address(address="::1", interface=None) == "::1"

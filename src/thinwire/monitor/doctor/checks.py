@@ -366,17 +366,18 @@ class Chosen:
     is_asked: bool
 
 
-def ipv4_addresses(name: str) -> list[str]:
-    """Return the IPv4 addresses of a name.
+def addresses_of_name(name: str) -> list[str]:
+    """Return the addresses of a name, those of IPv4 first.
 
     Raises:
         OSError: It has none.
     """
-    found = socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def check_own_name(hostname: str, *, find: FindAddresses = ipv4_addresses) -> Check:
+def check_own_name(hostname: str, *, find: FindAddresses = addresses_of_name) -> Check:
     """See what this host's own name resolves to; programs that go by it advertise that.
 
     Args:
@@ -416,12 +417,19 @@ def choose(
             own = address_towards(target or ANYWHERE)
             why = f"packets to {target} leave from it" if target else "the default route leaves from it"
         return Chosen(
-            address=own, interface=interface_of(own), why=why, is_asked=bool(address or named or target)
+            address=own, interface=_interface_with(own), why=why, is_asked=bool(address or named or target)
         )  # fmt: skip
     except ConnectError:
         return _no_route(target, local_addresses())
     except ValueError as error:
         return wrong_by("own address", error)
+
+
+def _interface_with(address: str) -> str:
+    if ":" not in address:
+        return interface_of(address)
+    held = psutil.net_if_addrs().items()
+    return next((name for name, entries in held if any(address == entry.address for entry in entries)), "?")
 
 
 def _no_route(target: str | None, addresses: Mapping[str, Sequence[str]]) -> Check:
@@ -443,13 +451,13 @@ def check_own_address(chosen: Chosen, *, target: str | None) -> Check:
 
     Args:
         chosen: What was chosen.
-        target: The IPv4 address that is to be reached, if there is one.
+        target: The address that is to be reached, if there is one.
     """
     found = f"{chosen.address} on {chosen.interface}: {chosen.why}"
-    address = ipaddress.IPv4Address(chosen.address)
+    address = ipaddress.ip_address(chosen.address)
     remedy = "name an interface or address that the others reach: --interface, --address"
     if address.is_loopback:
-        if target is not None and ipaddress.IPv4Address(target).is_loopback:
+        if target is not None and ipaddress.ip_address(target).is_loopback:
             return ok("own address", f"{found}; it serves replicas on this host only")
         return wrong("own address", f"{found}; other hosts do not reach a loopback address", remedy=remedy)
     if address.is_link_local:

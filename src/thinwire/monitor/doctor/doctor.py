@@ -12,7 +12,7 @@ import psutil
 from thinwire.monitor.doctor import checks, peer
 from thinwire.monitor.doctor.checks import Check, Chosen, Verdict, skipped
 from thinwire.monitor.doctor.peer import Ask, Attempt
-from thinwire.transport.addresses import Address
+from thinwire.transport.addresses import Address, listen_config
 
 _WHEN_UNKNOWN_BYTES = 1500
 _STORE_ANSWER_S = 2.0  # other servers wait for more and answer nothing
@@ -27,6 +27,8 @@ class DoctorConfig:
         target: HOST:PORT, or the string to join a run by; None for this host alone.
         interface: That of `--interface`.
         address: That of `--address`.
+        advertise: That of `--advertise`.
+        port_range: That of `--port-range`.
         gloo_interface: The variable GLOO_SOCKET_IFNAME.
         secret: The secret's file.
         out: Where runs go.
@@ -37,6 +39,8 @@ class DoctorConfig:
     target: str | None = None
     interface: str | None = None
     address: str | None = None
+    advertise: str | None = None
+    port_range: str | None = None
     gloo_interface: str | None = None
     secret: Path | None = None
     out: Path = Path("runs")
@@ -65,6 +69,7 @@ def run_checks(config: DoctorConfig, *, ask: Ask | None = None) -> Iterator[Chec
         raise ValueError(f"give --interface or --address, not both, got {config.interface!r} and {config.address!r}")
     if not config.deadline_s > 0:
         raise ValueError(f"the deadline of a connection must be above 0 s, got {config.deadline_s:g}; 5 s is usual")
+    listen_config(address="127.0.0.1", advertise=config.advertise, port_range=config.port_range)  # refused now
     goal = None if config.target is None else peer.parse_target(config.target)
     return _all_checks(config, goal, ask=ask)
 
@@ -87,6 +92,9 @@ def _all_checks(config: DoctorConfig, goal: tuple[str, int] | None, *, ask: Ask 
         target=None if target is None else target.host,
     )  # fmt: skip
     yield from _own_network(chosen, target)
+    if config.advertise is not None and isinstance(chosen, Chosen):
+        listen = listen_config(address=chosen.address, advertise=config.advertise, port_range=config.port_range)
+        yield peer.check_advertised(listen, deadline_s=config.deadline_s)
     if target is not None:
         yield from _way_to(target, chosen, config, ask=ask)
 
@@ -137,4 +145,4 @@ def _way_to(target: Address, chosen: Chosen | Check, config: DoctorConfig, *, as
     status = psutil.net_if_stats().get(chosen.interface)
     mtu = _WHEN_UNKNOWN_BYTES if status is None else min(int(status.mtu), _MOST_PACKET_BYTES)
     yield peer.check_path(peer.measure_path(target.host, mtu=mtu), mtu=mtu, interface=chosen.interface)
-    yield from peer.check_info(target, ask=ask)
+    yield from peer.check_info(target, ask=ask, attempt=attempt)

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import ipaddress
 import re
+import secrets
 import socket
 import statistics
 import struct
@@ -20,14 +21,24 @@ from enum import StrEnum
 from urllib.parse import urlsplit
 
 from thinwire.errors import ThinwireError
-from thinwire.monitor.doctor.checks import LEAST_MTU, Check, FindAddresses, ipv4_addresses, ok, skipped, warning, wrong
-from thinwire.transport.addresses import Address, firewall_hint
+from thinwire.monitor.doctor.checks import (
+    LEAST_MTU,
+    Check,
+    FindAddresses,
+    addresses_of_name,
+    ok,
+    skipped,
+    warning,
+    wrong,
+)
+from thinwire.transport.addresses import Address, ListenConfig, firewall_hint, host_port
 from thinwire.units import format_seconds
 from thinwire.version import __version__
 
 ATTEMPTS = 5
 MOST_SKEW_S = 1.0
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*://")
+_TOKEN_BYTES = 16
 _HEADERS_BYTES = 28  # IPv4 and UDP
 _SMALL_BYTES, _TRIES, _ECHO_S = 100, 3, 1.0
 # What a client of torch's TCPStore sends first: the query VALIDATE with its magic number, then PING with a nonce that
@@ -71,10 +82,12 @@ class Info:
     Attributes:
         version: Its thinwire.
         unix_s: Its clock, in seconds since 1970 (UTC).
+        replicas: What its replicas advertise: a name for each, and where it is dialled.
     """
 
     version: str
     unix_s: float
+    replicas: tuple[tuple[str, Address], ...] = ()
 
 
 Ask = Callable[[Address], Info]
@@ -101,11 +114,11 @@ def parse_target(text: str) -> tuple[str, int]:
     return host, port
 
 
-def check_name(host: str, *, find: FindAddresses = ipv4_addresses) -> tuple[Check, str | None]:
+def check_name(host: str, *, find: FindAddresses = addresses_of_name) -> tuple[Check, str | None]:
     """Resolve the other host's name.
 
     Args:
-        host: A name, or an IPv4 address.
+        host: A name, or an IP address.
         find: Looks it up.
 
     Returns:
@@ -115,17 +128,15 @@ def check_name(host: str, *, find: FindAddresses = ipv4_addresses) -> tuple[Chec
     try:
         addresses = find(host)
     except OSError as error:
-        remedy = "check its spelling and this host's DNS (/etc/resolv.conf), or use the IPv4 address itself"
-        if ":" in host:
-            remedy = "use an IPv4 address; IPv6 is not used"
-        return wrong(name, f"{host} cannot be resolved to an IPv4 address: {error}", remedy=remedy), None
+        remedy = "check its spelling and this host's DNS (/etc/resolv.conf), or use the address itself"
+        return wrong(name, f"{host} cannot be resolved to an address: {error}", remedy=remedy), None
     found = f"{host} is {', '.join(addresses)}"
-    if ipaddress.IPv4Address(addresses[0]).is_loopback:
+    if ipaddress.ip_address(addresses[0]).is_loopback:
         return warning(
             name, f"{found}: that is this host itself",
             remedy="to reach another host, use an address that it shows to the others; see /etc/hosts",
         ), addresses[0]  # fmt: skip
-    if ipaddress.IPv4Address(addresses[0]).is_unspecified:
+    if ipaddress.ip_address(addresses[0]).is_unspecified:
         remedy = "use the address that the other host shows to this one"
         return wrong(name, f"{found}: that is nobody's address, only a word for all of one's own", remedy=remedy), None
     return ok(name, found), addresses[0]
@@ -137,7 +148,7 @@ def try_connection(address: Address, *, deadline_s: float, source: str | None = 
     Args:
         address: Where.
         deadline_s: Seconds at most.
-        source: The IPv4 address of this host to come from; the kernel's choice by default.
+        source: The address of this host to come from; the kernel's choice by default.
     """
     began_s = time.perf_counter()
     failure, reason = None, ""
@@ -263,10 +274,10 @@ def measure_path(address: str, *, mtu: int) -> PathSize:
     """Send packets that may not be cut to pieces to an unused UDP port; the other host's kernel says that they came.
 
     Args:
-        address: IPv4.
+        address: IPv4; for IPv6 nothing is measured.
         mtu: Size of the large packet in bytes, the interface's MTU.
     """
-    if not sys.platform.startswith("linux"):
+    if not sys.platform.startswith("linux") or ":" in address:
         return PathSize(path_bytes=None)
     small, _ = _echo(address, _SMALL_BYTES)
     large, path_bytes = _echo(address, mtu)
@@ -332,13 +343,83 @@ def check_path(found: PathSize, *, mtu: int, interface: str) -> Check:
     return ok(name, f"packets of {mtu:,} bytes arrive whole")
 
 
-def check_info(address: Address, *, ask: Ask | None, clock: Callable[[], float] = time.time) -> list[Check]:
-    """Compare the other host's version and clock with ours.
+def check_advertised(listen: ListenConfig, *, deadline_s: float) -> Check:
+    """Listen on the first port of a host, and dial what the others would dial for it.
+
+    Args:
+        listen: Where it listens, and what it advertises.
+        deadline_s: Seconds that the connection may take.
+    """
+    name = "advertised address"
+    try:
+        listener = socket.create_server(
+            (listen.address, listen.candidates[0]), family=socket.AF_INET6 if ":" in listen.address else socket.AF_INET
+        )
+    except OSError as error:
+        port = listen.candidates[0]
+        return warning(
+            name, f"port {port} of {listen.address} cannot be opened for the test: {error.strerror}",
+            remedy="where a run uses it, look with thinwire doctor HOST:PORT from another host",
+        )  # fmt: skip
+    with listener:
+        port = int(listener.getsockname()[1])
+        shown = listen.advertised(port)
+        where = f"{host_port(shown.host, shown.port)} for port {port} of {listen.address}"
+        try:
+            with socket.create_connection((shown.host, shown.port), timeout=deadline_s) as connection:
+                token = secrets.token_bytes(_TOKEN_BYTES)
+                connection.sendall(token)
+                listener.settimeout(deadline_s)
+                with listener.accept()[0] as accepted:
+                    accepted.settimeout(deadline_s)
+                    is_own = accepted.recv(_TOKEN_BYTES, socket.MSG_WAITALL) == token
+        except OSError as error:
+            why = "timed out" if isinstance(error, TimeoutError) else error.strerror or str(error)
+            return wrong(
+                name, f"{where} does not lead to this host: {why}",
+                remedy=f"forward {host_port(shown.host, shown.port)} to {host_port(listen.address, port)}, or correct "
+                f"--advertise; a router may not loop back, then look with thinwire doctor from another host",
+            )  # fmt: skip
+    return (
+        ok(name, f"{where} leads here")
+        if is_own
+        else wrong(name, f"{where} leads to another program", remedy="correct --advertise or the forward")
+    )
+
+
+def check_replicas(info: Info, *, attempt: Try) -> Check:
+    """Dial each replica of a run at the address that it advertises.
+
+    Args:
+        info: What the coordinator says.
+        attempt: Tries once to connect.
+    """
+    name = "advertised addresses"
+    tried = {whose: (address, attempt(address)) for whose, address in info.replicas}
+    lost = [
+        f"{whose} advertises {host_port(address.host, address.port)}: {found.failure} ({found.reason})"
+        for whose, (address, found) in tried.items() if found.failure is not None
+    ]  # fmt: skip
+    if not tried:
+        return skipped(name, "the run has no replicas yet")
+    if lost:
+        return wrong(
+            name, "; ".join(lost[:5]),
+            remedy="correct --advertise there (or --address), the port forward, or the firewall of that host",
+        )  # fmt: skip
+    return ok(name, f"all {len(tried)} replicas answer where they say")
+
+
+def check_info(
+    address: Address, *, ask: Ask | None, clock: Callable[[], float] = time.time, attempt: Try | None = None
+) -> list[Check]:
+    """Compare the other host's version and clock with ours, and dial its replicas.
 
     Args:
         address: Who is asked.
         ask: Asks; None where nobody can be asked.
         clock: Ours, in seconds since 1970.
+        attempt: Tries to connect to a replica; None leaves that out.
     """
     if ask is None:
         reason = "only a job's coordinator tells them, to those with its secret: give the words to join by, or --secret"
@@ -353,7 +434,8 @@ def check_info(address: Address, *, ask: Ask | None, clock: Callable[[], float] 
     ended_s = clock()
     if info is None:
         return [skipped("other version", problem), skipped("clock", problem)]
-    return [_check_version(info), _check_clock(info, began_s=began_s, ended_s=ended_s)]
+    checks = [_check_version(info), _check_clock(info, began_s=began_s, ended_s=ended_s)]
+    return checks if attempt is None else [*checks, check_replicas(info, attempt=attempt)]
 
 
 def _check_version(info: Info) -> Check:

@@ -65,17 +65,17 @@ def coordinate(
         write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": server.port}) + "\n")
     held = HeldMessages(journal, send=server.send)
     config = CoordinatorConfig(
-        job=job, initial_replicas=job["config"]["elastic"]["begin_with"] or job["config"]["run"]["replicas"],
+        job=job, initial_replicas=job["begin_with"], last_step=job["last_step"],
         sync_interval=job["sync_interval"], overlap_steps=job["overlap_steps"], shard_windows=job["shard_windows"],
-        part_share=job.get("part_share", 0.0), allows_overdue=job.get("bears", False),
-        start_timeout_s=job["config"]["run"]["join_deadline_s"], resumed_step=job["resumed_step"],
+        part_share=job.get("part_share", 0.0), allows_overdue=job.get("allows_overdue", False),
+        start_timeout_s=job["start_timeout_s"], resumed_step=job["resumed_step"],
     )  # fmt: skip
     records = TakenRecords(run_dir, say=say)
     coordinator = Coordinator(
         config, send=held.send, record=journal.write, generation=server.generation, keep_records=records.take
     )
     coordinator.replay(journal.lines(), now_s=time.monotonic())
-    end = _EndOfRun(coordinator.state, until, alone=run_dir / ALONE_FILE)
+    end = _EndOfRun(coordinator.state, until, alone=run_dir / ALONE_FILE, idle_s=job.get("idle_s"))
     disk = _DiskCheck(run_dir, journal=journal, report=coordinator.report)
 
     def turn() -> None:
@@ -151,17 +151,32 @@ def _check_journal(journal: Journal, identity: Mapping[str, Any], *, path: Path)
 
 
 class _EndOfRun:
-    """Whether the coordinator has nothing left to do."""
+    """Whether the coordinator has nothing left to do.
 
-    def __init__(self, state: CoordinatorState, until: threading.Event, *, alone: Path) -> None:
+    Args:
+        state: The coordinator's.
+        until: Ends it earlier.
+        alone: A file that exists once this host has no replicas any more.
+        idle_s: Seconds without any replica after which it ends; None for no limit.
+    """
+
+    def __init__(
+        self, state: CoordinatorState, until: threading.Event, *, alone: Path, idle_s: float | None = None
+    ) -> None:
         self._state = state
         self._until = until
         self._alone = alone
+        self._idle_s = math.inf if idle_s is None else idle_s
         self._finished_s: float | None = None
+        self._idle_since_s = time.monotonic()
 
     def has_come(self) -> bool:
         """Return whether to end."""
         if self._until.is_set():
+            return True
+        if len(self._state.roster):
+            self._idle_since_s = time.monotonic()
+        if time.monotonic() - self._idle_since_s > self._idle_s:
             return True
         is_over = self._state.has_finished or bool(self._state.failure)
         if not is_over and (len(self._state.roster) or not self._alone.exists()):

@@ -13,17 +13,22 @@ from thinwire.errors import CheckpointError, ConnectError
 from thinwire.files import write_whole
 from thinwire.monitor.runlog.run_identity import RunIdentity, identity_from_json
 from thinwire.training.config import TrainConfig, from_json, to_json, validate
+from thinwire.transport.addresses import ListenConfig, listen_config
 from thinwire.version import __version__
 
 if TYPE_CHECKING:
     from thinwire.sync.method import Method
 
+# Seconds without any replica after which the coordinator of a run of `thinwire.join` ends.
+_IDLE_S = 600.0
+# Seconds that the first replica of such a run waits for those that begin with it.
+_START_S = 300.0
 # Batches per data lease, at least; else a quarter of an interval, so that uncounted work is a few shards at most.
 _BATCHES_A_SHARD = 16
 # Options of the first host that other hosts do not use.
 _LOCAL = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret", "plan",
-    "config", "ranks_per_replica", "on_finding", "on_finding_dry_run",
+    "config", "advertise", "port_range", "ranks_per_replica", "on_finding", "on_finding_dry_run",
 )  # fmt: skip
 LOCAL_FILE = "elastic.json"
 # A state holds each parameter and its momentum, 4 bytes each.
@@ -42,8 +47,8 @@ class ElasticJob:
         overlap_steps: tau.
         shard_windows: Windows of a data lease.
         part_share: Bytes of the parts that a replica sends in an interval, over those of the state.
-        bears: Whether training goes on where a round's result is overdue: where it would be given up for the result (at
-            blend 0), it does not.
+        allows_overdue: Whether training goes on where a round's result is overdue: where it would be given up for the
+            result (at blend 0), it does not.
         identity: The run's id, and the incarnations of its coordinator.
         resumed_step: Step of the state that this incarnation goes on from; 0 where it begins from the seed.
         resumed_sha256: Hash of that state's tensors, in hexadecimal: who holds the same need not fetch them.
@@ -54,7 +59,7 @@ class ElasticJob:
     overlap_steps: int
     shard_windows: int
     part_share: float
-    bears: bool
+    allows_overdue: bool
     identity: RunIdentity
     resumed_step: int = 0
     resumed_sha256: str = ""
@@ -68,14 +73,21 @@ class ElasticJob:
         from thinwire.training.build import make_method  # imports torch, which readers of a job do not need
 
         method = make_method(config)
-        overlap = getattr(method.schedule, "overlap_steps", 0)
         return cls(
-            config=config, sync_interval=method.schedule.sync_interval,
-            overlap_steps=max(overlap) if isinstance(overlap, tuple) else overlap,
-            shard_windows=max(_BATCHES_A_SHARD, -(-method.schedule.sync_interval // 4)) * config.data.batch_size,
-            part_share=_part_share(method), bears=getattr(method.update(2), "blend", 0.0) > 0,
-            identity=identity, resumed_step=resumed_step, resumed_sha256=resumed_sha256,
+            config=config, shard_windows=max(_BATCHES_A_SHARD, -(-method.schedule.sync_interval // 4)) *
+            config.data.batch_size, identity=identity, resumed_step=resumed_step, resumed_sha256=resumed_sha256,
+            **_terms_of(method),
         )  # fmt: skip
+
+    @property
+    def num_replicas(self) -> int:
+        """Planned replicas."""
+        return self.config.num_replicas
+
+    @property
+    def last_step(self) -> int:
+        """The run's last inner step."""
+        return self.config.run.steps
 
     def to_json(self) -> dict[str, Any]:
         """Return the coordinator's description of the job."""
@@ -83,8 +95,10 @@ class ElasticJob:
             "thinwire": __version__, "config": to_json(self.config, without=_LOCAL),
             "sync_interval": self.sync_interval,
             "overlap_steps": self.overlap_steps, "shard_windows": self.shard_windows, "part_share": self.part_share,
-            "bears": self.bears, "identity": self.identity.to_json(), "resumed_step": self.resumed_step,
-            "resumed_sha256": self.resumed_sha256,
+            "allows_overdue": self.allows_overdue, "identity": self.identity.to_json(),
+            "resumed_step": self.resumed_step, "resumed_sha256": self.resumed_sha256,
+            "begin_with": self.config.elastic.begin_with or self.config.num_replicas, "last_step": self.last_step,
+            "start_timeout_s": self.config.run.join_deadline_s,
         }  # fmt: skip
 
     @classmethod
@@ -94,16 +108,13 @@ class ElasticJob:
         Raises:
             ConnectError: It is malformed, or of another version.
         """
+        if "setup" in values:
+            raise ConnectError(
+                "the replicas of this run have training loops of their own; start the same script here, with "
+                "thinwire.join"
+            )
         try:
-            names = ("sync_interval", "overlap_steps", "shard_windows", "resumed_step")
-            numbers = {name: values[name] for name in names}
-            if not all(type(value) is int and 0 <= value < 1 << 32 for value in numbers.values()):
-                raise ValueError(f"got {numbers}")
-            share, bears = values["part_share"], values["bears"]
-            if not isinstance(share, float) or not 0 <= share <= _MOST_SHARE:
-                raise ValueError(f"got part_share {share!r}")
-            if not isinstance(bears, bool):
-                raise ValueError(f"got bears {bears!r}")
+            terms = _read_terms(values, more=("shard_windows", "resumed_step"))
             config = from_json(values["config"])
             validate(config)
             if config.run.replicas is None or config.data.batch_size is None or config.model.seq_len is None:
@@ -112,13 +123,105 @@ class ElasticJob:
             if not isinstance(sha256, str) or len(sha256) > _MOST_DIGITS:
                 raise ValueError(f"got resumed_sha256 {str(sha256)[:80]!r}")
             identity = identity_from_json(values["identity"])
-            return cls(
-                config=config, part_share=share, bears=bears, identity=identity, resumed_sha256=sha256, **numbers
-            )  # fmt: skip
+            return cls(config=config, identity=identity, resumed_sha256=sha256, **terms)
         except (KeyError, TypeError, ValueError) as error:
+            raise _no_job(error) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopJob:
+    """Description of a run whose replicas have training loops of their own (`thinwire.join`).
+
+    Attributes:
+        sync_interval: See `ElasticJob`.
+        overlap_steps: See `ElasticJob`.
+        part_share: See `ElasticJob`.
+        allows_overdue: See `ElasticJob`.
+        setup: What all replicas must have alike: hash of the parameters' names, shapes and dtypes, and the method.
+        num_replicas: Replicas that begin together.
+        last_step: The run's last inner step, 0 where it has none.
+        identity: The run's id.
+    """
+
+    sync_interval: int
+    overlap_steps: int
+    part_share: float
+    allows_overdue: bool
+    setup: Mapping[str, str]
+    num_replicas: int
+    last_step: int
+    identity: RunIdentity
+
+    @classmethod
+    def of(
+        cls, method: Method, *, setup: Mapping[str, str], num_replicas: int, last_step: int, identity: RunIdentity
+    ) -> LoopJob:
+        """Return the job of a method and a model."""
+        return cls(setup=setup, num_replicas=num_replicas, last_step=last_step, identity=identity, **_terms_of(method))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the coordinator's description of the job."""
+        return {
+            "thinwire": __version__, "setup": dict(self.setup), "sync_interval": self.sync_interval,
+            "overlap_steps": self.overlap_steps, "part_share": self.part_share, "allows_overdue": self.allows_overdue,
+            "begin_with": self.num_replicas, "last_step": self.last_step, "identity": self.identity.to_json(),
+            "shard_windows": 1, "resumed_step": 0, "start_timeout_s": _START_S, "idle_s": _IDLE_S,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> LoopJob:
+        """Decode and check the result of `to_json` from the network.
+
+        Raises:
+            ConnectError: It is malformed, or of another kind of run.
+        """
+        if "config" in values:
             raise ConnectError(
-                f"the coordinator describes no job of this thinwire ({error}); install the same version on all hosts"
-            ) from None
+                "this run is one of thinwire train --elastic; add a replica with: thinwire join - <<< ADDRESS"
+            )
+        try:
+            terms = _read_terms(values, more=("begin_with", "last_step"))
+            setup = values["setup"]
+            if not isinstance(setup, Mapping) or not all(isinstance(text, str) for text in setup.values()):
+                raise ValueError(f"got setup {str(setup)[:80]!r}")
+            identity = identity_from_json(values["identity"])
+            return cls(setup=dict(setup), num_replicas=terms.pop("begin_with"), identity=identity, **terms)
+        except (KeyError, TypeError, ValueError) as error:
+            raise _no_job(error) from None
+
+
+def _terms_of(method: Method) -> dict[str, Any]:
+    """Return what the coordinator and a session must know of a method."""
+    overlap = getattr(method.schedule, "overlap_steps", 0)
+    return {
+        "sync_interval": method.schedule.sync_interval,
+        "overlap_steps": max(overlap) if isinstance(overlap, tuple) else overlap,
+        "part_share": _part_share(method), "allows_overdue": getattr(method.update(2), "blend", 0.0) > 0,
+    }  # fmt: skip
+
+
+def _read_terms(values: Mapping[str, Any], *, more: tuple[str, ...]) -> dict[str, Any]:
+    """Read what `_terms_of` returned, and more counts, from the network.
+
+    Raises:
+        KeyError: One is missing.
+        ValueError: One is out of its range.
+    """
+    counts = {name: values[name] for name in ("sync_interval", "overlap_steps", *more)}
+    if not all(type(value) is int and 0 <= value < 1 << 32 for value in counts.values()):
+        raise ValueError(f"got {counts}")
+    share, allows_overdue = values["part_share"], values["allows_overdue"]
+    if not isinstance(share, float) or not 0 <= share <= _MOST_SHARE:
+        raise ValueError(f"got part_share {share!r}")
+    if not isinstance(allows_overdue, bool):
+        raise ValueError(f"got allows_overdue {allows_overdue!r}")
+    return {**counts, "part_share": share, "allows_overdue": allows_overdue}
+
+
+def _no_job(error: Exception) -> ConnectError:
+    return ConnectError(
+        f"the coordinator describes no job of this thinwire ({error}); install the same version on all hosts"
+    )
 
 
 def _part_share(method: Method, *, numel: int = 1 << 20) -> float:
@@ -144,6 +247,8 @@ class LocalSettings:
         ranks_per_replica: Ranks that hold each of this host's replicas together.
         replicas: Replicas of this host.
         is_joined: Whether this host joined a coordinator of another one.
+        advertise: HOST:PORT that the others dial, see `ReachOptions`.
+        port_range: The only ports to listen on.
     """
 
     invitation: str
@@ -158,6 +263,14 @@ class LocalSettings:
     ranks_per_replica: int = 1
     replicas: int = 1
     is_joined: bool = False
+    advertise: str | None = None
+    port_range: str | None = None
+
+    def listen(self) -> ListenConfig | None:
+        """Return where this host's replicas listen; None to find it."""
+        if self.address is None:
+            return None
+        return listen_config(address=self.address, advertise=self.advertise, port_range=self.port_range)
 
     def save(self) -> None:
         """Write them into the run's folder."""

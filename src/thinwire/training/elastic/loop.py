@@ -81,19 +81,20 @@ class ElasticPolicy:
         optimizer: The wrapped optimizer.
         throughput: Records this replica's steps.
         tokens_per_step: Tokens of this replica's batch.
-        ramp_steps: Own steps over which the learning rate rises to the schedule's.
+        step: Inner steps that the run has done already.
+        is_fresh: Whether the inner optimizer has no state yet: in a running job, the learning rate then rises slowly.
     """
 
     def __init__(
         self, membership: Membership, *, optimizer: DistributedOptimizer, throughput: StepThroughput,
-        tokens_per_step: int, ramp_steps: int = 0,
+        tokens_per_step: int, step: int, is_fresh: bool,
     ) -> None:  # fmt: skip
         self._membership = membership
         self._session = membership.session
         self._optimizer = optimizer
         self._throughput = throughput
         self._tokens_per_step = tokens_per_step
-        self._ramp_steps = ramp_steps
+        self._ramp_steps = min(_MOST_RAMP_STEPS, optimizer.method.schedule.sync_interval) if step and is_fresh else 0
         self._own_steps = 0
 
     def before_step(self) -> None:
@@ -110,10 +111,10 @@ class ElasticPolicy:
             self._optimizer.engine.flush()
             raise Left(f"replica {self._membership.replica} {session.view.leave_why}")
 
-    def after_step(self, step: int, *, took_s: float) -> None:
-        """Record a step."""
+    def after_step(self, step: int, *, took_s: float, num_tokens: int = 0) -> None:
+        """Record a step, of `tokens_per_step` where it counted no tokens itself."""
         self._own_steps += 1
-        self._throughput.add_step(took_s=took_s, step=step, tokens=self._tokens_per_step)
+        self._throughput.add_step(took_s=took_s, step=step, tokens=num_tokens or self._tokens_per_step)
 
     def after_report(self, loss: float) -> None:
         """Report the loss; 0 stands for none."""
@@ -149,11 +150,8 @@ def elastic_training(
     """
     config, optimizer = setup.config, setup.optimizer
     assert config.data.batch_size is not None and config.model.seq_len is not None
-    if not step:
-        membership.session.pace.start(now_s=time.monotonic())
-    ramp_steps = min(_MOST_RAMP_STEPS, optimizer.method.schedule.sync_interval) if step and is_fresh else 0
     policy = ElasticPolicy(
         membership, optimizer=optimizer, throughput=throughput,
-        tokens_per_step=config.data.batch_size * config.model.seq_len, ramp_steps=ramp_steps,
+        tokens_per_step=config.data.batch_size * config.model.seq_len, step=step, is_fresh=is_fresh,
     )  # fmt: skip
     return Training(setup, policy=policy, passes=rank0, step=step)

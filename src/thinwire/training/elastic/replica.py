@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,12 @@ import torch
 
 from thinwire.data import Corpus
 from thinwire.data.sampler import ShardBatches
-from thinwire.elastic.adaptive_local_steps import AdaptiveLocalSteps
-from thinwire.elastic.coordinator_session import CoordinatorView, RoundLimits
-from thinwire.elastic.elastic_method import elastic
-from thinwire.elastic.engine_driver import ElasticDriver
+from thinwire.elastic.coordinator_session import StateOffer
 from thinwire.elastic.global_state import tensors_sha256
 from thinwire.elastic.invitation import read_invitation
-from thinwire.elastic.join import JoinPlan, Membership, join
+from thinwire.elastic.join import Membership
 from thinwire.elastic.replica_state import global_tensors
-from thinwire.elastic.rounds import grace_steps, max_overdue_steps
-from thinwire.errors import CheckpointError, DroppedNonFinite, Expelled, Refused, RunOver
+from thinwire.errors import CheckpointError, DroppedNonFinite, Expelled, RunOver
 from thinwire.files import write_whole
 from thinwire.monitor.record.metrics import Meter, open_loggers
 from thinwire.monitor.record.recorder import Recorder, own_fault
@@ -38,10 +33,11 @@ from thinwire.training.drift import step_monitor_of
 from thinwire.training.elastic.coordinator_process import read_port
 from thinwire.training.elastic.job import ElasticJob, LocalSettings
 from thinwire.training.elastic.local_snapshot import RESUMED_ERA, HeldState, LocalSnapshot, snapshot_path
-from thinwire.training.elastic.loop import Left, StepThroughput, elastic_training
+from thinwire.training.elastic.loop import Left, elastic_training
 from thinwire.training.elastic.remediation import write_pid
 from thinwire.training.elastic.replica_ranks import Rank0Driver, check_ranks, whole_model
-from thinwire.training.elastic.states import CheckpointPolicy, IncomingState, StateKeeper, checkpoints_of, take_in
+from thinwire.training.elastic.states import CheckpointPolicy, checkpoints_of
+from thinwire.training.elastic.stay import ElasticStay
 from thinwire.training.loop import LoopSetup, Training
 from thinwire.training.samples import begin_samples, finish_samples
 from thinwire.training.summary import (
@@ -53,13 +49,11 @@ from thinwire.training.summary import (
     write_summary,
 )
 from thinwire.training.worker import held_out_batches, open_data
-from thinwire.transport.addresses import Address
 from thinwire.transport.secret import Secret, read_secret
 
 # Seconds between two attempts to join; doubled up to the second while they fail at once.
 _AGAIN_S, _LONGEST_AGAIN_S = 0.5, 10.0
 _SHORT_LIFE_S = 30.0
-_JOIN_S = 60.0
 # Seconds that a snapshot waits for the coordinator's account of the data; less than a launcher waits for the end.
 _ACCOUNT_S = 10.0
 # Intervals that a replica waits if dropped for NaN again before any part of it counted; doubled each time up to the
@@ -133,9 +127,7 @@ class _Assembly:
     device: torch.device
     model: torch.nn.Module
     optimizer: DistributedOptimizer
-    driver: ElasticDriver
     batches: ShardBatches
-    throughput: StepThroughput
 
 
 class _Stay:
@@ -152,21 +144,19 @@ class _Stay:
         self._report = report
         self._device_index = device_index
         self._rank0 = rank0
-        self._membership: Membership | None = None
-        self._keeper: StateKeeper | None = None
+        self._stay: ElasticStay[ElasticJob] | None = None
         self._meter: Meter | None = None
         self._round_log: RoundLog | None = None
         self._recorder: Recorder | None = None
         self._kept: LocalSnapshot | None = None
         self._held: HeldState | None = None
         self._is_from_held = self._has_moments = False
-        self._coming: IncomingState | None = None
         self.why = "left"
         self.fault = ""
 
     def doubt(self) -> None:
         """Begin from no own state again that this stay began from and did not get far with."""
-        if self._kept is not None and self._is_from_held and not (self._keeper is not None and self._keeper.has_kept):
+        if self._kept is not None and self._is_from_held and not (self._stay is not None and self._stay.has_kept):
             self._kept.discard()
 
     def discard(self) -> None:
@@ -183,21 +173,21 @@ class _Stay:
 
     def interval_s(self) -> float:
         """Return how long a sync interval takes, as far as it was heard; one second else."""
-        if self._membership is None:
+        if self._stay is None:
             return 1.0
-        session = self._membership.session
+        session = self._stay.membership.session
         return session.interval_steps * (session.pace.step_s or session.step_s) or 1.0
 
     def live(self) -> bool:
         """Join, train, and see the run to its end."""
-        membership, address = self._join()
-        self._wait(membership)
-        parts = self._assemble(membership)
-        self._arrive(membership, parts, address)
-        step = self._begin(membership, parts)
-        training = self._training(membership, parts, step=step)
+        stay = self._join()
+        self._wait(stay.membership)
+        parts = self._assemble(stay)
+        offer = self._arrive(stay, parts)
+        step = self._begin(stay, parts, offer)
+        training = self._training(stay, parts, step=step)
         training.run()
-        return self._end(membership, parts, training)
+        return self._end(stay, parts, training)
 
     def close(self) -> None:
         """Leave, and give everything back."""
@@ -205,34 +195,23 @@ class _Stay:
             self._optimizer.abandon()
         if self._recorder is not None:
             self._recorder.close(error=self.fault)
-        if self._coming is not None:
-            self._coming.close()
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._stay is not None:
+            self._stay.stop_states()
         if self._meter is not None:
             self._meter.close()
         if self._round_log is not None:
             self._round_log.close()
-        if self._membership is not None:
-            self._membership.close(why=self.why if self._rank0 is None else self._rank0.problem or self.why)
+        if self._stay is not None:
+            self._stay.close(why=self.why if self._rank0 is None else self._rank0.problem or self.why)
 
-    def _join(self) -> tuple[Membership, Address]:
-        invitation = read_invitation(self._settings.invitation)
-
-        def plan_of(values: Mapping[str, Any]) -> JoinPlan:
-            job = ElasticJob.from_json(values)
-            overdue_steps = max_overdue_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
-            limits = RoundLimits(overdue_steps=overdue_steps if job.bears else 0.0, last_step=job.config.run.steps)
-            return JoinPlan(num_replicas=job.config.num_replicas, interval_steps=job.sync_interval, limits=limits)
-
-        membership, address = join(
-            invitation, secret=self._secret, plan_of=plan_of, address=self._settings.address,
-            deadline_s=_JOIN_S, warn=self._report,
+    def _join(self) -> ElasticStay[ElasticJob]:
+        self._stay = ElasticStay(
+            read_invitation(self._settings.invitation), secret=self._secret, read_job=ElasticJob.from_json,
+            listen=self._settings.listen(), report=self._report,
         )  # fmt: skip
-        self._membership = membership
         with suppress(OSError):  # a full disk must not end a replica; only restarts on request need the file
-            write_pid(Path(self._settings.out), membership.replica)
-        return membership, address
+            write_pid(Path(self._settings.out), self._stay.membership.replica)
+        return self._stay
 
     def _wait(self, membership: Membership) -> None:
         """Wait before taking part, as a member that the coordinator can reach: the run may end meanwhile."""
@@ -247,8 +226,8 @@ class _Stay:
                 raise Left(f"replica {membership.replica} {membership.session.view.leave_why}")
             time.sleep(min(_LOOK_S, left_s))
 
-    def _assemble(self, membership: Membership) -> _Assembly:
-        job = ElasticJob.from_json(membership.job)
+    def _assemble(self, stay: ElasticStay[ElasticJob]) -> _Assembly:
+        job, membership = stay.job, stay.membership
         config = self._settings.apply(job.config)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         self._keep_job(job, config)
@@ -258,21 +237,11 @@ class _Stay:
             save_tokenizer(config.run_dir, tokenizer_files=corpus.tokenizer.files())
         if membership.replica == 0 and self._rank0 is None and config.output.samples:
             begin_samples(config.run_dir, model, corpus, warn=self._report)
-        method = elastic(
-            make_method(config), session=membership.rounds, preserve_norm=config.elastic.preserve_norm,
-            find=lambda text: membership.session.send("note", level="warning", text=text), pieces=self._rank0,
-        )  # fmt: skip
-        throughput = StepThroughput(membership.session, interval_steps=job.sync_interval)
-        patience_steps = grace_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
-        own_pace = partial(
-            AdaptiveLocalSteps, peers=membership.session.pace, own_s=lambda: throughput.steps_s,
-            interval_steps=job.sync_interval, slack_steps=job.overlap_steps / 4,
-        )  # fmt: skip
-        driver = ElasticDriver(
-            membership.rounds.known_step, grace_steps=patience_steps, tolerates_overdue=job.bears, own_pace=own_pace
+        method = stay.elastic_method(
+            make_method(config), preserve_norm=config.elastic.preserve_norm, pieces=self._rank0
         )
         optimizer = DistributedOptimizer(
-            model, inner, method=method, transport=membership.transport, catch_up=driver, seed=config.run.seed
+            model, inner, method=method, transport=membership.transport, catch_up=stay.driver, seed=config.run.seed
         )
         self._optimizer = optimizer
         assert config.data.batch_size is not None and config.model.seq_len is not None
@@ -282,9 +251,8 @@ class _Stay:
         )  # fmt: skip
         membership.session.track_windows(batches.used)
         return _Assembly(
-            config=config, job=job, corpus=corpus, device=device, model=model, optimizer=optimizer, batches=batches,
-            driver=driver, throughput=throughput,
-        )  # fmt: skip
+            config=config, job=job, corpus=corpus, device=device, model=model, optimizer=optimizer, batches=batches
+        )
 
     def _keep_job(self, job: ElasticJob, config: TrainConfig) -> None:
         """Check that the folder is of this run, and keep what this host needs to go on with the run alone.
@@ -317,26 +285,18 @@ class _Stay:
         model = make_model(config, vocab_size=vocab_size, device=device)
         return model, make_inner_optimizer(config, model), device
 
-    def _arrive(self, membership: Membership, parts: _Assembly, address: Address) -> None:
+    def _arrive(self, stay: ElasticStay[ElasticJob], parts: _Assembly) -> StateOffer:
         path = snapshot_path(parts.config.run_dir, self._device_index)
         if self._rank0 is None:  # what an inner optimizer remembers lies in shards where there are several ranks
             self._kept = LocalSnapshot(
                 path, run=parts.job.identity, warn=self._report,
-                account=lambda step: membership.session.account(step, deadline_s=_ACCOUNT_S),
+                account=lambda step: stay.membership.session.account(step, deadline_s=_ACCOUNT_S),
             )  # fmt: skip
             self._held = self._kept.read() or self._resumed(parts)
-        membership.announce(
-            corpus=parts.corpus.sha256, num_windows=parts.batches.num_windows, address=address.host, port=address.port,
-            held_step=0 if self._held is None else self._held.step, era=0 if self._held is None else self._held.era,
+        return stay.announce(
+            corpus=parts.corpus.sha256, num_windows=parts.batches.num_windows, held=self._held,
             disk_step=self._disk_step(parts),
         )  # fmt: skip
-
-        def has_news(view: CoordinatorView) -> object:
-            if view.refused_why:
-                raise Refused(f"the job refuses this replica: {view.refused_why}")
-            return view.has_started and view.offer
-
-        membership.session.wait_for(has_news, deadline_s=None, why="")
 
     def _resumed(self, parts: _Assembly) -> HeldState | None:
         """Return the state that the run was resumed from, where this host holds the same bits."""
@@ -365,45 +325,32 @@ class _Stay:
             self._report(f"{error}; this replica begins from the others' state")
             return 0
 
-    def _begin(self, membership: Membership, parts: _Assembly) -> int:
+    def _begin(self, stay: ElasticStay[ElasticJob], parts: _Assembly, offer: StateOffer) -> int:
         """Take a state in and become active; return the step to go on from."""
-        session, config = membership.session, parts.config
+        config, membership = parts.config, stay.membership
         checkpoints = checkpoints_of(config, run=parts.job.identity, warn=self._report)
         policy = CheckpointPolicy(
             checkpoints=checkpoints if self._device_index == 0 else None, every=config.output.checkpoint_every,
             last_step=config.run.steps, is_shared=config.elastic.checkpoint_to is not None,
         )  # fmt: skip
-        self._keeper = StateKeeper(
-            membership, model=parts.model, optimizer=parts.optimizer, policy=policy, warn=self._report, kept=self._kept
-        )
-        parts.driver.observers.append(self._keeper)
-        offer = session.view.offer
-        assert offer is not None
         self._is_from_held = offer.root == "own"
         is_own = self._held is not None and offer.root in ("own", "disk") and offer.step == self._held.step
         self._has_moments = is_own and self._held is not None and self._held.has_inner
-        step, self._coming = take_in(
-            offer, membership=membership, model=parts.model, optimizer=parts.optimizer, checkpoints=checkpoints,
-            held=self._held, report=self._report, may_begin_early=parts.job.bears and self._rank0 is None,
+        step = stay.begin(
+            offer, model=parts.model, optimizer=parts.optimizer, policy=policy, checkpoints=checkpoints,
+            kept=self._kept, held=self._held, may_begin_early=parts.job.allows_overdue and self._rank0 is None,
         )  # fmt: skip
         self._held = None
-        if self._coming is not None:
-            parts.driver.await_state(self._coming)
-        session.reach(step)
-        session.send_reliably("active", step=step)
-        session.wait_for(lambda view: _is_active(view, membership.replica), deadline_s=None, why="")
-        session.stop_resending("active")
-        self._report(f"replica {membership.replica} takes part from step {step}")
         is_with_coordinator = read_port(config.run_dir) is not None
-        forward = None if is_with_coordinator else RecordForward(session)
+        forward = None if is_with_coordinator else RecordForward(membership.session)
         self._recorder = Recorder(config.run_dir, rank=membership.replica, warn=self._report, forward=forward)
         self._recorder.follow(membership.transport, parts.optimizer.engine)
         if step:
-            parts.driver.begin_at(parts.optimizer, step)
+            stay.driver.begin_at(parts.optimizer, step)
         return step
 
-    def _training(self, membership: Membership, parts: _Assembly, *, step: int) -> Training:
-        config = parts.config
+    def _training(self, stay: ElasticStay[ElasticJob], parts: _Assembly, *, step: int) -> Training:
+        config, membership = parts.config, stay.membership
         loggers = open_loggers(
             config.run_dir,
             tensorboard=config.output.tensorboard,
@@ -426,19 +373,15 @@ class _Stay:
             watch=step_monitor_of(config, parts.optimizer, log=membership.transport.log),
         )  # fmt: skip
         return elastic_training(
-            setup, membership=membership, throughput=parts.throughput, step=step, is_fresh=not self._has_moments,
+            setup, membership=membership, throughput=stay.throughput, step=step, is_fresh=not self._has_moments,
             rank0=self._rank0,
         )  # fmt: skip
 
-    def _end(self, membership: Membership, parts: _Assembly, training: Training) -> bool:
+    def _end(self, stay: ElasticStay[ElasticJob], parts: _Assembly, training: Training) -> bool:
         with self._global_model(parts) as model:
             sha256 = parameters_sha256(model)
-        note = replica_note(training.reading(), sha256=sha256)
-        session = membership.session
-        session.send_reliably("done", note=note)
-        finish = session.wait_for(lambda view: view.finish, deadline_s=None, why="")
-        session.stop_resending("done")
-        if finish["writer"] == membership.replica:
+        finish = stay.finish(replica_note(training.reading(), sha256=sha256))
+        if finish["writer"] == stay.membership.replica:
             self._write(parts, training, finish)
         self.why = "has come to the end"
         return True
@@ -473,8 +416,3 @@ class _Stay:
             "replicas_ever": finish["note"]["next_replica"],
         }
         write_summary(config.run_dir, summary)
-
-
-def _is_active(view: CoordinatorView, replica: int) -> bool:
-    own = view.neighbours.get(replica)
-    return own is not None and own.is_active

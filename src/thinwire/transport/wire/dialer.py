@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from thinwire.transport.addresses import host_port, needs_ipv6
 from thinwire.transport.tcp_stats import ConnectionStats
 from thinwire.transport.wire.connection import HANDSHAKE_S, KernelConnection, KeyPair, set_socket_options
 from thinwire.transport.wire.framing import Frame, write
@@ -76,7 +77,8 @@ class DialedConnection:
         # A name of our own: pyzmq names the monitor by the descriptor, which may be that of a socket closed just now,
         # whose monitor libzmq has not removed yet.
         self.monitor = self.plug.get_monitor_socket(_EVENTS, f"inproc://dial-{next(_NUMBERS)}")
-        self.plug.connect(f"tcp://{address}:{port}")
+        self.plug.setsockopt(zmq.IPV6, needs_ipv6(address))
+        self.plug.connect(f"tcp://{host_port(address, port)}")
         # a connection that was refused at once has no room
         if not self.send(write(hello)):
             self.problem = _REFUSED

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 
@@ -37,7 +37,8 @@ class IoLoop:
         replica: This replica.
         num_replicas: Number of replicas, None for an open set.
         secret: The job's.
-        address: The IPv4 address to listen on.
+        address: The IP address to listen on.
+        ports: Ports to try; 0 stands for a free one.
         on_request: Called in the completion thread with a replica and its request or cancellation, or with None when
             its connection ended.
 
@@ -54,6 +55,7 @@ class IoLoop:
         num_replicas: int | None,
         secret: Secret,
         address: str,
+        ports: Sequence[int],
         on_request: Callable[[int, RequestFrame | CancelFrame | None], None],
     ) -> None:
         self._replica = replica
@@ -81,7 +83,7 @@ class IoLoop:
         self._wake_lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self.listener = self._open_listener(address)
+            self.listener = self._open_listener(address, ports)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -99,9 +101,11 @@ class IoLoop:
         for plug in (self._woken, self.listener.monitor, self.listener.plug, self.listener.decider):
             self._poller.register(plug, zmq.POLLIN)
 
-    def _open_listener(self, address: str) -> Listener:
+    def _open_listener(self, address: str, ports: Sequence[int]) -> Listener:
         keys = key_pair(self._secret, replica=self._replica, role="door")
-        return Listener(self._context, address=address, keys=keys, callers=self._known_keys, decide=self._decide)
+        return Listener(
+            self._context, address=address, ports=ports, keys=keys, callers=self._known_keys, decide=self._decide
+        )
 
     def _add_peer(self, peer: int) -> None:
         self.peers[peer] = Peer(peer=peer, own=self._own, is_open=self._is_open, on_request=self._on_request)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from thinwire.errors import ConnectError
+from thinwire.transport.addresses import host_port
 from thinwire.transport.admission import PendingConnections
 from thinwire.transport.tcp_stats import ConnectionStats
 from thinwire.transport.wire.connection import HANDSHAKE_S, KernelConnection, KeyPair, set_socket_options
@@ -77,11 +78,11 @@ class Listener:
 
     Args:
         context: Its ZAP handler becomes this listener.
-        address: The IPv4 address to listen on.
+        address: The IP address to listen on; `::` is all of IPv6 and IPv4.
         keys: This replica's.
         callers: Replicas by the public keys with which they may dial.
         decide: Returns `ACCEPTED`, `TAKEN` or `UNKNOWN` for a replica that proved its key.
-        port: The port, 0 for a free one.
+        ports: Ports to try one after the other; 0 stands for a free one.
         prepare: Sets the socket's bounds and time-outs.
 
     Raises:
@@ -96,7 +97,7 @@ class Listener:
         keys: KeyPair,
         callers: Mapping[bytes, int],
         decide: Callable[[int], bytes],
-        port: int = 0,
+        ports: Sequence[int] = (0,),
         prepare: Callable[[zmq.Socket[bytes]], None] = set_socket_options,
     ) -> None:
         self._callers = callers
@@ -115,13 +116,22 @@ class Listener:
         self.plug.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
         self.plug.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         self.monitor = self.plug.get_monitor_socket(_EVENTS)
-        try:
-            self.plug.bind(f"tcp://{address}:{port or '*'}")
-        except zmq.ZMQError as error:
-            self.close()
-            where = f"{address}, port {port}" if port else address
-            raise ConnectError(f"this host cannot listen on its address {where}: {error.strerror}") from None
+        self._bind(address, ports)
         self.port = int(self.plug.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+    def _bind(self, address: str, ports: Sequence[int]) -> None:
+        self.plug.setsockopt(zmq.IPV6, ":" in address)
+        for port in ports:
+            try:
+                self.plug.bind(f"tcp://{host_port(address, port or '*')}")
+                return
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EADDRINUSE and port != ports[-1]:
+                    continue
+                self.close()
+                where = f"{address}, port {port}" if port else address
+                where += f", nor on any of {len(ports)} ports before it" if len(ports) > 1 else ""
+                raise ConnectError(f"this host cannot listen on its address {where}: {error.strerror}") from None
 
     def decisions(self) -> None:
         """Answer libzmq's ZAP requests about connections that have just proven a key."""

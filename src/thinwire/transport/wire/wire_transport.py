@@ -36,7 +36,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -69,7 +69,8 @@ class WireTransport:
         replica: This replica.
         num_replicas: Number of replicas.
         secret: The job's.
-        address: The IPv4 address to listen on; a free port is taken.
+        address: The IP address to listen on.
+        ports: Ports to try one after the other; 0 stands for a free one.
         is_open: Whether the set is open. Then `num_replicas` is only the planned number, a replica's number may be any
             below `MOST_REPLICAS`, there are no others until they are added, and a message for one that is not in the
             set is a `PeerLost`.
@@ -101,7 +102,10 @@ class WireTransport:
 
     runs_in_background = True
 
-    def __init__(self, *, replica: int, num_replicas: int, secret: Secret, address: str, is_open: bool = False) -> None:
+    def __init__(
+        self, *, replica: int, num_replicas: int, secret: Secret, address: str, ports: Sequence[int] = (0,),
+        is_open: bool = False,
+    ) -> None:  # fmt: skip
         self._most_replicas = MOST_REPLICAS if is_open else num_replicas
         if not 0 <= replica < self._most_replicas:
             raise ValueError(f"replica must be in 0..{self._most_replicas - 1}, got {replica}")
@@ -122,6 +126,7 @@ class WireTransport:
             num_replicas=None if is_open else num_replicas,
             secret=secret,
             address=address,
+            ports=ports,
             on_request=self._on_request,
         )
         # libzmq's threads must end before the interpreter does

@@ -1,0 +1,214 @@
+"""Stay of a replica in an elastic run under one number: the part that `thinwire train` and `thinwire.join` share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import nn
+
+from thinwire.elastic.adaptive_local_steps import AdaptiveLocalSteps
+from thinwire.elastic.coordinator_session import CoordinatorView, RoundLimits, StateOffer
+from thinwire.elastic.elastic_method import ReplicaShards, elastic
+from thinwire.elastic.engine_driver import ElasticDriver
+from thinwire.elastic.invitation import Invitation
+from thinwire.elastic.join import JoinPlan, join
+from thinwire.elastic.rounds import grace_steps, max_overdue_steps
+from thinwire.errors import Refused
+from thinwire.sync.method import Method
+from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
+from thinwire.training.elastic.local_snapshot import HeldState, LocalSnapshot
+from thinwire.training.elastic.loop import StepThroughput
+from thinwire.training.elastic.states import CheckpointPolicy, IncomingState, StateKeeper, take_in
+from thinwire.transport.addresses import ListenConfig
+from thinwire.transport.secret import Secret
+
+_JOIN_S = 60.0
+
+
+class JobTerms(Protocol):
+    """What a stay must know of a job; see `ElasticJob` and `LoopJob`."""
+
+    @property
+    def sync_interval(self) -> int:
+        """H, inner steps."""
+        ...
+
+    @property
+    def overlap_steps(self) -> int:
+        """Inner steps between the launch of a round and its result."""
+        ...
+
+    @property
+    def allows_overdue(self) -> bool:
+        """Whether training goes on where a round's result is overdue."""
+        ...
+
+    @property
+    def num_replicas(self) -> int:
+        """Planned replicas."""
+        ...
+
+    @property
+    def last_step(self) -> int:
+        """The run's last inner step, 0 where it has none."""
+        ...
+
+
+_Terms = TypeVar("_Terms", bound=JobTerms)
+
+
+class ElasticStay(Generic[_Terms]):
+    """Stay in a run, from the first message to the coordinator to the last.
+
+    Args:
+        invitation: Where the coordinator is.
+        secret: Secret of the job.
+        read_job: Decodes and checks the coordinator's description of the job.
+        listen: Where this replica listens; None for the address from which the coordinator is reached.
+        report: Takes the messages for the user.
+        on_silence: Called while the coordinator is silent; `report` by default.
+
+    Attributes:
+        membership: Connections and session of this replica.
+        job: The job.
+        throughput: Records this replica's steps.
+        driver: Catch-up policy of its optimizer.
+
+    Raises:
+        ThinwireError: The job cannot be joined.
+    """
+
+    def __init__(
+        self, invitation: Invitation, *, secret: Secret, read_job: Callable[[Mapping[str, Any]], _Terms],
+        listen: ListenConfig | None, report: Callable[[str], None], on_silence: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
+        def plan_of(values: Mapping[str, Any]) -> JoinPlan:
+            job = read_job(values)
+            overdue_steps = max_overdue_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
+            last_step = float(job.last_step) or float("inf")
+            limits = RoundLimits(overdue_steps=overdue_steps if job.allows_overdue else 0.0, last_step=last_step)
+            return JoinPlan(num_replicas=job.num_replicas, interval_steps=job.sync_interval, limits=limits)
+
+        self.membership, self._address = join(
+            invitation,
+            secret=secret,
+            plan_of=plan_of,
+            listen=listen,
+            deadline_s=_JOIN_S,
+            warn=on_silence or report,
+        )
+        self.job = job = read_job(self.membership.job)
+        self._report = report
+        self._keeper: StateKeeper | None = None
+        self._coming: IncomingState | None = None
+        self.throughput = StepThroughput(self.membership.session, interval_steps=job.sync_interval)
+        own_pace = partial(
+            AdaptiveLocalSteps, peers=self.membership.session.pace, own_s=lambda: self.throughput.steps_s,
+            interval_steps=job.sync_interval, slack_steps=job.overlap_steps / 4,
+        )  # fmt: skip
+        self.driver = ElasticDriver(
+            self.membership.rounds.known_step, tolerates_overdue=job.allows_overdue, own_pace=own_pace,
+            grace_steps=grace_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps),
+        )  # fmt: skip
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether this replica has begun to write a state of its own."""
+        return self._keeper is not None and self._keeper.has_kept
+
+    def elastic_method(
+        self, method: Method, *, preserve_norm: bool = False, pieces: ReplicaShards | None = None
+    ) -> Method:
+        """Return a method's variant for this stay; see `elastic`."""
+        return elastic(
+            method, session=self.membership.rounds, preserve_norm=preserve_norm, pieces=pieces,
+            find=lambda text: self.membership.session.send("note", level="warning", text=text),
+        )  # fmt: skip
+
+    def announce(
+        self, *, corpus: str, num_windows: int, held: HeldState | None = None, disk_step: int = 0,
+        first_values: str = "",
+    ) -> StateOffer:  # fmt: skip
+        """Report what this replica holds; return the state that the coordinator offers it. See `Membership.announce`.
+
+        Raises:
+            Refused: The job refuses this replica.
+        """
+        self.membership.announce(
+            corpus=corpus, num_windows=num_windows, address=self._address, disk_step=disk_step,
+            held_step=0 if held is None else held.step, era=0 if held is None else held.era, first_values=first_values,
+        )  # fmt: skip
+
+        def offer_of(view: CoordinatorView) -> StateOffer | None:
+            if view.refused_why:
+                raise Refused(f"the job refuses this replica: {view.refused_why}")
+            return view.offer if view.has_started else None
+
+        offer: StateOffer = self.membership.session.wait_for(offer_of, deadline_s=None, why="")
+        return offer
+
+    def begin(
+        self, offer: StateOffer, *, model: nn.Module, optimizer: DistributedOptimizer, policy: CheckpointPolicy,
+        checkpoints: GlobalCheckpoints | None = None, kept: LocalSnapshot | None = None,
+        held: HeldState | None = None, may_begin_early: bool,
+    ) -> int:  # fmt: skip
+        """Take the offered state in and become active; return the step to go on from.
+
+        Args:
+            offer: What `announce` returned.
+            model: The model, with its first values.
+            optimizer: Over it.
+            policy: Where and when states are written.
+            checkpoints: Where a checkpoint is read.
+            kept: Takes this replica's own state, once an interval.
+            held: The state that this replica announced.
+            may_begin_early: See `take_in`.
+        """
+        membership = self.membership
+        self._keeper = StateKeeper(
+            membership, model=model, optimizer=optimizer, policy=policy, warn=self._report, kept=kept
+        )
+        self.driver.observers.append(self._keeper)
+        step, self._coming = take_in(
+            offer, membership=membership, model=model, optimizer=optimizer, checkpoints=checkpoints, held=held,
+            report=self._report, may_begin_early=may_begin_early,
+        )  # fmt: skip
+        if self._coming is not None:
+            self.driver.await_state(self._coming)
+        session = membership.session
+        if not step:
+            session.pace.start(now_s=time.monotonic())
+        session.reach(step)
+        session.send_reliably("active", step=step)
+        session.wait_for(lambda view: _is_active(view, membership.replica), deadline_s=None, why="")
+        session.stop_resending("active")
+        self._report(f"replica {membership.replica} takes part from step {step}")
+        return step
+
+    def finish(self, note: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Report the end of this replica's training; wait for that of the run, and return its last message."""
+        session = self.membership.session
+        session.send_reliably("done", note=dict(note))
+        finish: Mapping[str, Any] = session.wait_for(lambda view: view.finish, deadline_s=None, why="")
+        session.stop_resending("done")
+        return finish
+
+    def stop_states(self) -> None:
+        """Stop fetching and finish publishing states."""
+        if self._coming is not None:
+            self._coming.close()
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def close(self, *, why: str = "") -> None:
+        """Leave the run, and close connections and threads."""
+        self.membership.close(why=why)
+
+
+def _is_active(view: CoordinatorView, replica: int) -> bool:
+    own = view.neighbours.get(replica)
+    return own is not None and own.is_active
