@@ -25,7 +25,7 @@ TRIED_VERSIONS = {"lightning": "2.6"}
 _LOCAL = "thinwire_local_parameters"
 
 
-class DiLoCoStrategy(SingleDeviceStrategy):  # type: ignore[misc]
+class DiLoCoStrategy(SingleDeviceStrategy):
     """Strategy of one replica on one device: pass it as `lightning.Trainer(strategy=...)`.
 
     The optimizer of `configure_optimizers` is wrapped in a `DistributedOptimizer`. The end of training does the final
