@@ -303,9 +303,10 @@ def _show(plan: Plan, more: Sequence[str]) -> None:
 def _memory(plan: Plan, workload: Workload, cluster: Cluster, *, source: str) -> str:
     """Compare what a replica of the best candidate needs with what the smallest of its machines has."""
     best = plan.best.candidate
-    needed = workload.memory_bytes(micro_batch=best.micro_batch or best.batch_size)
+    needed = workload.memory_bytes(micro_batch=best.micro_batch or best.batch_size, recompute=best.recompute)
     least = min(cluster.machine(name).memory_bytes or math.inf for name in best.replicas)
     at_once = "" if best.micro_batch is None else f", {best.micro_batch} of {best.batch_size} sequences at a time"
+    at_once += ", activations computed again in the backward pass" if best.recompute else ""
     return f"memory: a replica needs about {format_bytes(needed)} of {format_bytes(least)} ({source}){at_once}"
 
 

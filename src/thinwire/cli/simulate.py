@@ -176,18 +176,20 @@ def _check(options: SimulateOptions, names: Sequence[str], cluster: Cluster) -> 
 def _check_memory(model: nn.Module, cluster: Cluster, *, name: str, seq_len: int) -> None:
     """Check that each machine that states its memory holds a replica, with one sequence in a forward pass.
 
+    Activations may be computed again in the backward pass (`thinwire train --recompute`).
+
     Raises:
         ValueError: Names the machine, the need and its memory.
     """
     from thinwire.planning.workload import BYTES_PER_PARAMETER, activation_bytes
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    needed = BYTES_PER_PARAMETER * parameters + activation_bytes(model, tokens=seq_len)
+    needed = BYTES_PER_PARAMETER * parameters + activation_bytes(model, tokens=seq_len, recompute=True)
     for machine in cluster.machines:
         if machine.memory_bytes is not None and needed > machine.memory_bytes:
             raise refusal(
                 f"--model {name} does not fit the memory of {machine.name}",
-                got=f"about {format_bytes(needed)}, with one sequence in a forward pass",
+                got=f"about {format_bytes(needed)}, with one sequence in a forward pass and --recompute",
                 allowed=f"{format_bytes(machine.memory_bytes)} or less",
                 remedy="a smaller --model or --seq-len, or more --memory",
             )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 # What a plan says whatever the method.
-_OF_ANY_METHOD = ("model", "replicas", "seq_len", "steps", "batch_size", "micro_batch")
+_OF_ANY_METHOD = ("model", "replicas", "seq_len", "steps", "batch_size", "micro_batch", "recompute")
 # Less than `thinwire probe` takes, since training is waiting for it.
 _WIRES_S, _STEPS_S = 20.0, 3.0
 

@@ -46,6 +46,24 @@ class HuggingFaceModel(nn.Module):
         # GPT-2's name for it is n_positions, which its config also answers under this name.
         return int(getattr(_text_config(self.model), "max_position_embeddings", None) or 2**31 - 1)
 
+    @property
+    def recompute(self) -> bool:
+        """Whether the backward pass computes a block's activations again in place of keeping them."""
+        return bool(getattr(self.model, "is_gradient_checkpointing", False))
+
+    @recompute.setter
+    def recompute(self, wanted: bool) -> None:
+        if wanted == self.recompute:
+            return
+        model: Any = self.model
+        # older transformers have the other name alone
+        kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        if wanted:
+            enable = getattr(model, f"{kind}_checkpointing_enable")
+            enable(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
+        else:
+            getattr(model, f"{kind}_checkpointing_disable")()
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits (batch, seq, vocab_size) for tokens (batch, seq) int64."""
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits

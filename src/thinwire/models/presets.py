@@ -44,7 +44,13 @@ PRESETS: Mapping[str, TransformerConfig] = MappingProxyType(
 
 
 class LanguageModel(Protocol):
-    """Interface of a model to the training loop; it is a `torch.nn.Module` too."""
+    """Interface of a model to the training loop; it is a `torch.nn.Module` too.
+
+    Attributes:
+        recompute: Whether the backward pass computes a block's activations again in place of keeping them.
+    """
+
+    recompute: bool
 
     @property
     def vocab_size(self) -> int:

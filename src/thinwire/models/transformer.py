@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from thinwire.shared_random import derive_seed
 
@@ -285,11 +286,13 @@ class Transformer(nn.Module):
     Attributes:
         config: Its shape.
         blocks: The repeated layers.
+        recompute: Whether the backward pass computes a block's activations again in place of keeping them.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
+        self.recompute = False
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RmsNorm(config.dim)
@@ -358,7 +361,10 @@ class Transformer(nn.Module):
         stream = self.embedding(tokens)
         rotation = (self.cosines[begin:end].to(stream.dtype), self.sines[begin:end].to(stream.dtype))
         for number, block in enumerate(self.blocks):
-            stream = block(stream, rotation, None if cache is None else (cache, number))
+            if self.recompute and cache is None and torch.is_grad_enabled():
+                stream = checkpoint(block, stream, rotation, None, use_reentrant=False)
+            else:
+                stream = block(stream, rotation, None if cache is None else (cache, number))
         head = self.embedding.weight if self.head is None else self.head.weight
         return F.linear(self.norm(stream), head)
 

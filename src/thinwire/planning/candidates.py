@@ -13,7 +13,15 @@ import torch
 
 from thinwire import codecs, methods, simulate
 from thinwire.planning.cluster import Cluster
-from thinwire.planning.predict import MAX_EXTENSION, Prediction, alone, inner_step_s, interval_coding_s, predict
+from thinwire.planning.predict import (
+    MAX_EXTENSION,
+    RECOMPUTE_FACTOR,
+    Prediction,
+    alone,
+    inner_step_s,
+    interval_coding_s,
+    predict,
+)
 from thinwire.planning.simulator_adapter import Traffic, condensed, faster, simulated_cluster, stages_of, traffic_of
 from thinwire.planning.workload import Workload
 from thinwire.sync.method import Method
@@ -45,6 +53,7 @@ class Candidate:
         exchange: How payloads travel; None for the cheaper one.
         layers_per_fragment: None where the model is exchanged whole.
         micro_batch: Sequences in a forward pass; None for the whole batch.
+        recompute: Whether activations are computed again in the backward pass, since they do not fit the memory.
     """
 
     method: str
@@ -56,6 +65,7 @@ class Candidate:
     exchange: str | None = None
     layers_per_fragment: int | None = None
     micro_batch: int | None = None
+    recompute: bool = False
 
     @property
     def num_replicas(self) -> int:
@@ -65,7 +75,8 @@ class Candidate:
     def settings(self) -> dict[str, Any]:
         """Return the options of `thinwire train` beside the method, by their names."""
         found = {name: getattr(self, name) for name in (*_CHOSEN, "micro_batch")}
-        return {name: value for name, value in found.items() if value is not None} | {"batch_size": self.batch_size}
+        found |= {"batch_size": self.batch_size, "recompute": self.recompute or None}
+        return {name: value for name, value in found.items() if value is not None}
 
     def make(self) -> Method:
         """Return the method.
@@ -341,10 +352,11 @@ class CandidateTimes:
         names = candidate.replicas
         if names not in self._steps:
             self._steps[names] = step_times(self.cluster, self.workload, names, num_replicas=len(names))
+        steps = [step_s * RECOMPUTE_FACTOR if candidate.recompute else step_s for step_s in self._steps[names]]
         if candidate.num_replicas == 1:
-            return self._steps[names]
+            return steps
         interval = self.method(candidate).schedule.sync_interval
-        return [a + b / interval for a, b in zip(self._steps[names], self._interval_coding(candidate), strict=True)]
+        return [a + b / interval for a, b in zip(steps, self._interval_coding(candidate), strict=True)]
 
     def _interval_coding(self, candidate: Candidate) -> list[float]:
         key = _among(candidate)

@@ -9,7 +9,7 @@ from thinwire import simulate
 from thinwire.planning.cluster import Cluster
 from thinwire.planning.loss_penalty import compute_worth, optimal_batch_tokens
 from thinwire.planning.plan import Outlook, Plan
-from thinwire.planning.predict import FLOPS_PER_PARAMETER, coding_s, inner_step_s
+from thinwire.planning.predict import FLOPS_PER_PARAMETER, RECOMPUTE_FACTOR, coding_s, inner_step_s
 from thinwire.planning.simulator_adapter import simulated_cluster, stages_of, traffic_of
 from thinwire.planning.workload import BYTES_PER_PARAMETER, Workload
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
@@ -30,8 +30,12 @@ def _steps(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
     tokens = workload.step_tokens(chosen.num_replicas)
     slowest = min((cluster.machine(name) for name in chosen.replicas), key=lambda m: m.flops_per_s or inf)
     step_s = inner_step_s(slowest, num_parameters=workload.num_parameters, tokens=tokens)
+    flops, again = FLOPS_PER_PARAMETER, ""
+    if chosen.recompute:
+        step_s, flops = step_s * RECOMPUTE_FACTOR, round(flops * RECOMPUTE_FACTOR)
+        again = ", computed again in the backward pass"
     at_once = chosen.micro_batch or chosen.batch_size
-    needed = workload.memory_bytes(micro_batch=at_once)
+    needed = workload.memory_bytes(micro_batch=at_once, recompute=chosen.recompute)
     activations = needed - BYTES_PER_PARAMETER * workload.num_parameters
     together = chosen.num_replicas * tokens
     best_tokens = optimal_batch_tokens(num_parameters=workload.num_parameters, num_replicas=chosen.num_replicas)
@@ -40,10 +44,11 @@ def _steps(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
         f"sequences x {workload.seq_len} tokens) = {best.prediction.num_steps:,}",
         f"batch: {format_count(together)} tokens a step of all together; the best for this size and these replicas is "
         f"about {format_count(best_tokens)} (arXiv 2503.09799, table 10); the loss below is that of such a batch",
-        f"computing: {FLOPS_PER_PARAMETER} x {format_count(workload.num_parameters)} parameters x {tokens:,} tokens / "
+        f"computing: {flops} x {format_count(workload.num_parameters)} parameters x {tokens:,} tokens / "
         f"{slowest.flops_per_s:.3g} FLOP/s of {slowest.name}, the slowest = {format_seconds(step_s)} a step",
         f"memory: {BYTES_PER_PARAMETER} bytes a parameter (itself, gradient, Adam's moments) and about "
-        f"{format_bytes(activations)} of activations, {at_once} sequences at a time = {format_bytes(needed)} a replica",
+        f"{format_bytes(activations)} of activations{again}, {at_once} sequences at a time = "
+        f"{format_bytes(needed)} a replica",
     ]
 
 

@@ -182,7 +182,7 @@ def load_plan(path: Path) -> PlannedRun:
 _SETTINGS: Mapping[str, type] = {
     "model": str, "method": str, "replicas": int, "seq_len": int, "steps": int, "batch_size": int,
     "sync_interval": int, "overlap_steps": str, "codec": str, "exchange": str, "layers_per_fragment": int,
-    "micro_batch": int,
+    "micro_batch": int, "recompute": bool,
 }  # fmt: skip
 _NEEDED = ("model", "method", "replicas", "seq_len", "steps", "batch_size")
 

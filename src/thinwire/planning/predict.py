@@ -14,6 +14,8 @@ from thinwire.sync.schedule import Schedule
 
 # Operations of a step a parameter and token: two forward, four backward.
 FLOPS_PER_PARAMETER = 6
+# Of a step whose backward pass repeats the forward pass.
+RECOMPUTE_FACTOR = 4 / 3
 # At the end of a run, so many intervals are looked at; before them it has come to rest. Where it has not, so many times
 # as many are simulated, and so many times as many at most.
 _INTERVALS, _FEWEST_STEPS = 2, 8

@@ -159,21 +159,27 @@ class _Search:
             self.workload, sets, names=constraints.methods, intervals=constraints.intervals,
             overlaps=constraints.overlaps, layers=constraints.layers, codec_names=constraints.codecs,
         )  # fmt: skip
-        return [dataclasses.replace(one, micro_batch=self._micro_batch(one)) for one in found]
+        return [self._fitted(one) for one in found]
 
-    def _micro_batch(self, candidate: Candidate) -> int | None:
-        """Return the sequences of a forward pass that fit all its machines, None where that is the whole batch."""
+    def _fitted(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with the sequences of a forward pass that fit all its machines.
+
+        Activations are computed again only where not even one sequence fits otherwise.
+        """
         known = [self._machines[name].memory_bytes for name in candidate.replicas]
         least = min((memory for memory in known if memory is not None), default=float("inf"))
         found = self._micro_batches.get((candidate.num_replicas, least))
         if found is None:
             found = self.workload.micro_batch(candidate.num_replicas, memory_bytes=least)
             self._micro_batches[candidate.num_replicas, least] = found
-        return found if found < candidate.batch_size else None
+        return dataclasses.replace(
+            candidate, micro_batch=found if found < candidate.batch_size else None,
+            recompute=self.workload.must_recompute(memory_bytes=least),
+        )  # fmt: skip
 
     def _able_machines(self) -> list[str]:
-        """Return the machines whose memory the model fits into, with one sequence in a forward pass."""
-        needed = self.workload.memory_bytes(micro_batch=1)
+        """Return the machines whose memory the model fits into, with one sequence in a forward pass and recompute."""
+        needed = self.workload.memory_bytes(micro_batch=1, recompute=True)
         able = []
         for machine in self.cluster.machines:
             if machine.memory_bytes is not None and machine.memory_bytes < needed:

@@ -85,7 +85,7 @@ class Workload:
         """Return the inner steps that so many replicas need for all tokens."""
         return max(1, -(-round(self.tokens) // (num_replicas * self.step_tokens(num_replicas))))
 
-    def memory_bytes(self, *, micro_batch: int) -> float:
+    def memory_bytes(self, *, micro_batch: int, recompute: bool = False) -> float:
         """Return about how much memory of its device a replica needs.
 
         Parameters, gradients and Adam's moments in float32, and an estimate of the activations of one forward pass.
@@ -93,34 +93,43 @@ class Workload:
 
         Args:
             micro_batch: Sequences in a forward pass.
+            recompute: Whether the backward pass computes a block's activations again.
         """
-        activations = activation_bytes(self.model, tokens=micro_batch * self.seq_len)
+        activations = activation_bytes(self.model, tokens=micro_batch * self.seq_len, recompute=recompute)
         return BYTES_PER_PARAMETER * self.num_parameters + activations
+
+    def must_recompute(self, *, memory_bytes: float) -> bool:
+        """Return whether not even one sequence fits a device's memory while its activations are kept."""
+        return self.memory_bytes(micro_batch=1) > memory_bytes
 
     def micro_batch(self, num_replicas: int, *, memory_bytes: float) -> int:
         """Return how many sequences of a step fit into one forward pass: all, or as often halved as needed.
+
+        Activations are computed again where one sequence would not fit otherwise; see `must_recompute`.
 
         Args:
             num_replicas: How many share a global batch.
             memory_bytes: Of the device; what does not even fit with one sequence is not refused here.
         """
-        sequences = self.sequences(num_replicas)
-        while sequences > 1 and self.memory_bytes(micro_batch=sequences) > memory_bytes:
+        sequences, recompute = self.sequences(num_replicas), self.must_recompute(memory_bytes=memory_bytes)
+        while sequences > 1 and self.memory_bytes(micro_batch=sequences, recompute=recompute) > memory_bytes:
             sequences = -(-sequences // 2)
         return sequences
 
 
-def activation_bytes(model: nn.Module, *, tokens: int, bytes_per_value: int = 4) -> float:
+def activation_bytes(model: nn.Module, *, tokens: int, bytes_per_value: int = 4, recompute: bool = False) -> float:
     """Estimate the memory of what a forward pass keeps for the backward pass, and of the logits.
 
     Args:
         model: A language model; shapes alone are enough.
         tokens: In one forward pass.
         bytes_per_value: 4 for float32, 2 under autocast; logits are float32 either way.
+        recompute: Whether each block keeps its input alone, and the rest is there for one block at a time.
     """
     blocks, width = _shape(model)
+    units = blocks + _UNITS_PER_TOKEN if recompute else blocks * _UNITS_PER_TOKEN
     logits = tokens * getattr(cast(_Language, model), "vocab_size", 0) * _BYTES_PER_LOGIT
-    return _UNITS_PER_TOKEN * bytes_per_value * tokens * blocks * width + logits
+    return units * bytes_per_value * tokens * width + logits
 
 
 def _shape(model: nn.Module) -> tuple[int, int]:

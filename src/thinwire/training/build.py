@@ -16,7 +16,7 @@ from thinwire import codecs, methods
 from thinwire.compat import eager
 from thinwire.data.tokenizers import Tokenizer
 from thinwire.errors import CheckpointError, MissingExtra, excluded, refusal
-from thinwire.models import PRESETS, HuggingFaceModel, build_model
+from thinwire.models import PRESETS, HuggingFaceModel, LanguageModel, build_model
 from thinwire.models.hf import has_weights, load_hf_tokenizer, load_saved_tokenizer
 from thinwire.models.lora import with_adapters
 from thinwire.models.presets import check_vocabulary, load_weights
@@ -83,6 +83,7 @@ def make_model(config: TrainConfig, *, vocab_size: int | None, device: torch.dev
     model = build_model(
         config.model.name, vocab_size=vocab_size, max_seq_len=config.model.seq_len, seed=seed, device=device
     )
+    cast(LanguageModel, model).recompute = config.model.recompute
     if isinstance(model, HuggingFaceModel):  # an earlier run's is read as a folder of transformers
         return model if config.model.lora is None else with_adapters(model, rank=config.model.lora, seed=seed)
     if run is not None and torch.device(device).type != "meta":

@@ -55,6 +55,8 @@ class ModelConfig:
     """Dtype of the forward pass: none or bf16."""
     compile: bool = False
     """Compile the model with torch.compile."""
+    recompute: bool = False
+    """Compute activations again in the backward pass: less memory, a third more work, the same bits."""
     threads: int | None = None
     """Threads of torch per replica. Default: the host's cores divided by its replicas."""
 

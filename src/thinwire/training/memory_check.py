@@ -52,8 +52,9 @@ def estimate_memory(config: TrainConfig, model: nn.Module, method: Method) -> Me
     per_element = 4 + _OPTIMIZER_BYTES.get(config.optimizer.inner_optimizer or "adamw", 8)
     sequences = min(config.data.micro_batch or config.data.batch_size, config.data.batch_size)
     activations = activation_bytes(
-        model, tokens=sequences * config.model.seq_len, bytes_per_value=2 if config.model.autocast == "bf16" else 4
-    )
+        model, tokens=sequences * config.model.seq_len, bytes_per_value=2 if config.model.autocast == "bf16" else 4,
+        recompute=config.model.recompute,
+    )  # fmt: skip
     has_copies = method.view.moment == "after_inner_step"
     return MemoryEstimate(
         states=stored + trained * per_element, activations=activations,
@@ -93,7 +94,7 @@ def check_memory(
         raise refusal(
             f"--model {config.model.name} does not fit the memory of {where}",
             got=f"about {format_bytes(needed)} for {what} ({parts})", allowed=f"{format_bytes(limit)} or less",
-            remedy="a smaller --micro-batch, --seq-len or --model, or fewer --replicas here",
+            remedy="--recompute, a smaller --micro-batch, --seq-len or --model, or fewer --replicas here",
         )  # fmt: skip
 
 

@@ -61,6 +61,17 @@ def test_a_local_configuration_trains_as_a_model_of_ours(write: object, tmp_path
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def test_recomputed_activations_change_no_bit(tmp_path: Path) -> None:
+    gradients = {}
+    for recompute in (False, True):
+        model = build_model(f"hf:{write_llama(tmp_path)}", max_seq_len=24, seed=1)
+        model.recompute = recompute
+        assert model.recompute is recompute
+        model.train().loss(random_tokens(2, 24), random_tokens(2, 24, seed=1))[0].backward()
+        gradients[recompute] = [parameter.grad for parameter in model.parameters()]
+    assert all(torch.equal(kept, again) for kept, again in zip(gradients[False], gradients[True], strict=True))
+
+
 def test_a_configuration_without_weights_starts_from_the_seed(tmp_path: Path) -> None:
     write_llama(tmp_path)
     torch.manual_seed(5)

@@ -308,6 +308,26 @@ def test_compiling_changes_neither_loss_nor_gradients() -> None:
     torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
 
 
+def test_recomputed_activations_change_no_bit_and_are_not_kept() -> None:
+    kept: dict[bool, int] = {}
+    gradients = {}
+    for recompute in (False, True):
+        model = build_transformer(TINY)
+        model.recompute = recompute
+        sizes: list[int] = []
+
+        def note(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss, _ = model.loss(random_tokens(2, 12), random_tokens(2, 12, seed=1))
+        loss.backward()
+        kept[recompute], gradients[recompute] = sum(sizes), [p.grad for p in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(gradients[False], gradients[True], strict=True))
+    assert kept[True] < kept[False] / 2
+
+
 def test_a_few_steps_learn_a_repeated_sequence() -> None:
     model = build_transformer(TINY)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

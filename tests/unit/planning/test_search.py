@@ -167,6 +167,18 @@ def test_a_share_of_a_global_batch_that_does_not_fit_is_computed_in_micro_batche
     assert work.memory_bytes(micro_batch=found[1].micro_batch) <= memory_bytes
 
 
+def test_activations_are_computed_again_only_where_one_sequence_does_not_fit_otherwise() -> None:
+    work = workload(batch_size=2)
+    kept, again = (work.memory_bytes(micro_batch=1, recompute=recompute) for recompute in (False, True))
+    plans = {has: make_plan(work, Cluster(machines=machines(0.1, 0.1, memory_bytes=has)), FEW) for has in (kept, again)}
+    assert plans[kept].best.candidate.micro_batch == 1 and "recompute" not in plans[kept].settings()
+    assert plans[again].settings()["recompute"] is True and plans[again].settings()["micro_batch"] == 1
+    slower = plans[again].best.prediction.compute_s / plans[kept].best.prediction.compute_s
+    assert slower == pytest.approx(4 / 3, rel=1e-3)
+    with pytest.raises(ValueError, match="no machine has the memory"):
+        make_plan(work, Cluster(machines=machines(0.1, memory_bytes=again - 1)), FEW)
+
+
 def test_what_costs_too_much_loss_is_left_out_with_the_limit_and_how_many_there_were() -> None:
     wishes = dataclasses.replace(FEW, max_penalty=0.0)
     plan = make_plan(workload(), Cluster(machines=machines(0.1, 0.1)), wishes)
