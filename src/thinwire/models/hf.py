@@ -34,6 +34,7 @@ class HuggingFaceModel(nn.Module):
         super().__init__()
         self.model = model
         self.z_loss = z_loss
+        self._recompute = False
 
     @property
     def vocab_size(self) -> int:
@@ -49,12 +50,13 @@ class HuggingFaceModel(nn.Module):
     @property
     def recompute(self) -> bool:
         """Whether the backward pass computes a block's activations again in place of keeping them."""
-        return bool(getattr(self.model, "is_gradient_checkpointing", False))
+        return self._recompute
 
     @recompute.setter
     def recompute(self, wanted: bool) -> None:
-        if wanted == self.recompute:
+        if wanted == self._recompute:
             return
+        self._recompute = wanted
         model: Any = self.model
         # older transformers have the other name alone
         kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
