@@ -296,7 +296,7 @@ class SitePlacement:
         ])  # fmt: skip
 
     def stage_links(self, message_bits: float) -> tuple[tuple[StageLink, ...], ...]:
-        """Return the links between the stages of each different pipeline, for a message of one device to the next stage."""
+        """Return the links between the stages of each different pipeline, for a message of each device."""
         d, nodes, matrix = self.degrees, self.nodes, self.site.link_matrix
         per_stage = d.num_blocks // d.pp
         pipelines: list[list[StageLink]] = [[] for _ in range(d.dp_replicate * d.dp_shard)]

@@ -64,7 +64,7 @@ def interleaved(*, num_stages: int, num_micro_batches: int, interleave: int) -> 
         nearest = max(1, round(num_micro_batches / num_stages)) * num_stages
         raise refusal(
             "an interleaved pipeline needs a multiple of its stages", got=f"{num_micro_batches} micro-batches",
-            allowed=f"multiples of {num_stages}", remedy=nearest,
+            allowed=f"multiples of {num_stages}", remedy=str(nearest),
         )  # fmt: skip
     total, group = interleave * num_micro_batches, interleave * num_stages
 
