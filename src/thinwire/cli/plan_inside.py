@@ -178,7 +178,8 @@ def _explanation(plan: SitePlan) -> Iterator[str]:
     """Yield the calculation: memory of each kind of stage, time by cause, places of the ranks, and refusals."""
     layout = plan.best.layout
     yield ""
-    yield f"timed {plan.num_simulated} of {plan.num_layouts} layouts that fit; no bound of another one is lower"
+    left = f"{plan.num_left} more pipelines may be as fast" if plan.num_left else "no other one can be faster"
+    yield f"timed {plan.num_simulated} of {plan.num_layouts} layouts that fit; {left}"
     kinds = Counter(device_memory(plan.model, layout, stage=stage) for stage in range(layout.degrees.pp))
     for memory, count in kinds.items():
         yield (

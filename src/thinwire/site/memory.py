@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.errors import refusal
@@ -122,20 +121,3 @@ class DeviceMemory:
 def gathered_bytes(layer_parameters: float, *, zero_stage: int) -> float:
     """Return what ZeRO-3 holds of whole layers: weights and gradients of the layer at work and of the next one."""
     return _GATHERED_LAYERS * (WEIGHT_BYTES + GRADIENT_BYTES) * layer_parameters if zero_stage == 3 else 0.0
-
-
-def fewest_recomputed(peaks: Sequence[float], *, limit_bytes: float) -> int | None:
-    """Return the fewest recomputed layers with which a device fits.
-
-    Args:
-        peaks: Peak bytes with 0, 1, 2 ... recomputed layers.
-        limit_bytes: Of the device.
-
-    Returns:
-        None if no number of layers is enough.
-
-    Example:
-        >>> fewest_recomputed([100, 90, 70, 50], limit_bytes=80), fewest_recomputed([100, 90], limit_bytes=80)
-        (2, None)
-    """
-    return next((layers for layers, peak in enumerate(peaks) if peak <= limit_bytes), None)

@@ -109,11 +109,12 @@ class StageTimes:
 
     def seconds(self, operation: PipelineOp, *, num_micro_batches: int) -> float:
         """Return the duration of one operation of this stage."""
+        usual, special = self.backward_s, self.last_backward_s
+        is_special = operation.micro_batch == num_micro_batches - 1
         if operation.is_forward:
-            is_special = operation.micro_batch == 0 and self.first_forward_s is not None
-            return self.first_forward_s if is_special and self.first_forward_s is not None else self.forward_s
-        is_last = operation.micro_batch == num_micro_batches - 1
-        return self.last_backward_s if is_last and self.last_backward_s is not None else self.backward_s
+            usual, special = self.forward_s, self.first_forward_s
+            is_special = operation.micro_batch == 0
+        return usual if special is None or not is_special else special
 
     def total_s(self, num_micro_batches: int) -> float:
         """Return the seconds of a whole step of this stage."""

@@ -56,8 +56,9 @@ class SitePlan:
         runners_up: The fastest layouts of other grids.
         refused: Grids that were left out.
         num_layouts: Layouts that fit.
-        num_simulated: Of these, those whose step was timed; the others cannot be faster, unless too many pipelines were
-            left.
+        num_simulated: Of these, those whose step was timed.
+        num_left: Pipelines beyond the limit of simulations, whose lower bound does not rule them out. No other layout
+            can be faster.
     """
 
     site: Site
@@ -67,6 +68,7 @@ class SitePlan:
     refused: tuple[LayoutRefusal, ...]
     num_layouts: int
     num_simulated: int
+    num_left: int
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
@@ -97,6 +99,7 @@ class SitePlan:
             ],
             "refused": [{"what": one.what, "reason": one.reason, "grids": one.grids} for one in self.refused],
             "num_layouts": self.num_layouts, "num_simulated": self.num_simulated,
+            "num_left": self.num_left,
         }  # fmt: skip
 
 
@@ -128,14 +131,14 @@ def plan_site(
     steps = sorted(
         (fastest_start(site, model, layout, known) for layout in layouts), key=lambda step: step.lower_bound_s
     )
-    timed = _timed(steps, most_simulated=most_simulated)
+    timed, num_left = _timed(steps, most_simulated=most_simulated)
     timed.sort(key=lambda step: step.step_s)
     placed = [min(place(step), step, key=lambda one: one.step_s) for step in timed[:most_placed]]
     timed = [*placed, *timed[most_placed:]]
     best = simplest(timed)
     return SitePlan(
         site=site, model=model, best=best, runners_up=_runners_up(best, timed, steps), refused=tuple(refused),
-        num_layouts=len(layouts), num_simulated=len(timed),
+        num_layouts=len(layouts), num_simulated=len(timed), num_left=num_left,
     )  # fmt: skip
 
 
@@ -289,20 +292,24 @@ def simplest(steps: Sequence[StepCost]) -> StepCost:
     return min((step for step in steps if step.step_s <= limit), key=_rank)
 
 
-def _timed(steps: Sequence[StepCost], *, most_simulated: int) -> list[StepCost]:
-    """Return the layouts that may be the best, or as good: by rising bounds, until these are above the best time."""
+def _timed(steps: Sequence[StepCost], *, most_simulated: int) -> tuple[list[StepCost], int]:
+    """Time the layouts that may be the best, or as good: by rising bounds, until these are above the best time.
+
+    Returns:
+        The layouts, and how many pipelines were left since enough were simulated.
+    """
     found: list[StepCost] = []
     best, pipelines = float("inf"), 0
     for step in steps:
         if step.lower_bound_s > best * (1 + TIE):
             break
         is_pipeline = step.layout.degrees.pp > 1
-        if is_pipeline and pipelines == most_simulated:
-            continue
         pipelines += is_pipeline
+        if is_pipeline and pipelines > most_simulated:
+            continue
         best = min(best, step.step_s)
         found.append(step)
-    return found
+    return found, max(0, pipelines - most_simulated)
 
 
 # Parts of a step, as people call them.

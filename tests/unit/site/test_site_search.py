@@ -55,6 +55,8 @@ def exhaustive(site: Site, model: ModelShape, *, global_batch: int) -> list[Step
 
 
 SITES = [(nodes(1, n), SMALL) for n in (1, 2, 3, 4, 6, 8)] + [
+    (nodes(1, 5), replace(SMALL, layers=5)),
+    (nodes(1, 7), replace(SMALL, layers=7)),
     (nodes(2, 2, flops=1e13, bandwidth=1e11), SMALL),
     (nodes(2, 4, memory=1.5e9, flops=1e15), replace(SMALL, layers=8, width=1024, layer_parameters=12 * 1024**2)),
     (nodes(4, 2, flops=1e12, bandwidth=5e9), SMALL),
@@ -70,7 +72,7 @@ def test_the_plan_is_that_of_an_exhaustive_search(site: Site, model: ModelShape)
     assert plan.best.step_s <= min(step.step_s for step in every) * (1 + TIE)
     placed = plan_site(site, model, global_batch=24)
     assert placed.best.step_s <= plan.best.step_s * (1 + TIE)
-    assert plan.num_simulated <= plan.num_layouts and max(plan.peak_bytes) <= site.memory_bytes
+    assert plan.num_simulated <= plan.num_layouts and plan.num_left == 0 and max(plan.peak_bytes) <= site.memory_bytes
 
 
 def test_one_device_has_all_degrees_1() -> None:
