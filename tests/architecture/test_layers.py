@@ -10,7 +10,7 @@ from source_tree import ROOT, module_of, sources
 PURE = (
     "errors", "events", "shared_random", "units", "sync.schedule", "averaging.message_pattern", "averaging.mixing",
     "averaging.topology", "monitor.detect", "monitor.findings", "monitor.flight_recorder", "monitor.nccl",
-    "monitor.runlog", "simulate", "traffic",
+    "monitor.runlog", "simulate", "site", "traffic",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from thinwire.cli.argument_parsing import FAILED, check_least, command, parse_options
 from thinwire.cli.output import log, print_error
+from thinwire.cli.plan_inside import plan_inside
 from thinwire.cli.tables import plain, print_wide
 from thinwire.errors import excluded, refusal
 from thinwire.lab.settings import parse_access
@@ -110,10 +111,16 @@ class PlanOptions(ClusterOptions):
 
     Describe the machines with a cluster file (`thinwire probe` writes one), or as equal machines: --hosts 2 --rate
     100mbit --latency 20ms --flops 4e13. `thinwire train --plan plan.json` runs the plan.
+
+    With --inside it plans one replica on the devices of one site instead: degrees of pipeline, data, context and tensor
+    parallelism. `thinwire train` does not run such a plan yet.
     """
 
     model: str = "nano"
     """nano, 35m, 150m, 400m, 1b, a size such as 7b, or hf:PATH."""
+
+    inside: Path | None = None
+    """Site file: plan one replica on its devices."""
 
     tokens: float = 1e9
     """Training tokens of all replicas together, such as 25e9."""
@@ -165,8 +172,10 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, 1 where no plan meets the limits or a file cannot be read or written, 2 for wrong options.
     """
-    basic = ("cluster", "hosts", "rate", "latency", "flops", "memory", "model", "tokens", "out")
+    basic = ("cluster", "hosts", "rate", "latency", "flops", "memory", "model", "inside", "tokens", "out")
     options = parse_options(PlanOptions, arguments, prog="thinwire plan", basic=basic)
+    if options.inside is not None:
+        return plan_inside(options)
     cluster, source = with_memory(cluster_of(options), options)
     check_options(options)
     # torch, which takes seconds: what shows without it has been refused by now

@@ -1,0 +1,196 @@
+"""`thinwire plan --inside`: degrees of parallelism for one replica on the devices of a site."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.cli.argument_parsing import check_least
+from thinwire.cli.output import log
+from thinwire.cli.tables import plain, print_wide
+from thinwire.errors import excluded, refusal
+from thinwire.planning.json_files import write_json
+from thinwire.site.cost_model import ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
+from thinwire.site.memory import FRAGMENTATION
+from thinwire.site.search import CAUSES, SitePlan, plan_site, why_slower
+from thinwire.site.site_file import Site, load_site
+from thinwire.training.config import BATCH_SIZE, check_model, default_seq_len
+from thinwire.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from thinwire.cli.plan import PlanOptions
+
+# Options of a plan between sites.
+_BETWEEN = (
+    "cluster", "hosts", "rate", "latency", "flops", "memory", "method", "interval", "codec", "min_utilisation",
+    "max_penalty", "min_replicas", "figure",
+)  # fmt: skip
+_HEAD = (
+    "pp", "dp_replicate", "dp_shard", "cp", "tp", "schedule", "micro-batch", "accumulation", "ZeRO", "recompute",
+    "peak", "step", "beside the best",
+)  # fmt: skip
+_TEXT_COLUMNS = ("schedule", "beside the best")
+_SHOWN_RUNNERS_UP = 4
+
+
+def plan_inside(options: PlanOptions) -> int:
+    """Plan inside a site, print the plan and write it.
+
+    Raises:
+        ValueError: An option does not go with the others, or no layout fits.
+        DataError: The file is no site.
+    """
+    assert options.inside is not None
+    check_inside_options(options)
+    site = load_site(options.inside)
+    seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
+    sequences = _sequences(options, seq_len)
+    plan = plan_site(site, _shape(options.model, seq_len=seq_len), global_batch=sequences)
+    if options.json:
+        print(json.dumps(plan.to_json()))
+    else:
+        _show(plan, options)
+    write_json(options.out, plan.to_json())
+    log(f"written to {options.out}; thinwire train does not run such a plan yet", command="plan")
+    return 0
+
+
+def check_inside_options(options: PlanOptions) -> None:
+    """Check the options, as far as it shows without torch and without the site.
+
+    Raises:
+        ValueError: An option belongs to plans between sites, or a value is out of its range.
+    """
+    usual = {field.name: field.default for field in dataclasses.fields(options)}
+    given = [f"--{name.replace('_', '-')}" for name in _BETWEEN if getattr(options, name) != usual[name]]
+    if given:
+        raise excluded(
+            "--inside", ", ".join(given), why="it plans one replica inside a site, not several between sites",
+            remedy=f"to leave {', '.join(given)} out",
+        )  # fmt: skip
+    check_model(options.model)
+    if options.model.startswith("hf:"):
+        raise refusal("--inside takes no transformers model yet", got=options.model,
+                      allowed="a preset or a size", remedy="--model 7b")  # fmt: skip
+    if options.batch_size is not None and options.global_batch is not None:
+        why = "one is in sequences, the other in tokens"
+        raise excluded("--batch-size", "--global-batch", why=why, remedy="--global-batch alone")
+    check_least(options, tokens=1, seq_len=1, batch_size=1, global_batch=1)
+
+
+def _sequences(options: PlanOptions, seq_len: int) -> int:
+    if options.global_batch is None:
+        return BATCH_SIZE if options.batch_size is None else options.batch_size
+    if options.global_batch % seq_len:
+        nearest = max(1, round(options.global_batch / seq_len)) * seq_len
+        raise refusal(
+            "--global-batch holds no whole number of sequences", got=f"{options.global_batch:g} tokens",
+            allowed=f"multiples of {seq_len} tokens", remedy=f"--global-batch {nearest}",
+        )  # fmt: skip
+    return int(options.global_batch / seq_len)
+
+
+def _shape(name: str, *, seq_len: int) -> ModelShape:
+    # torch, which takes seconds: what shows without it has been refused by now
+    from thinwire.models import preset
+
+    config = preset(name, max_seq_len=seq_len)
+    shape = decoder_shape(
+        layers=config.layers, width=config.dim, heads=config.heads, vocab_size=config.vocab_size, seq_len=seq_len,
+        is_head_tied=config.tied_head,
+    )  # fmt: skip
+    # exact, with norms and an MLP of another width
+    outside = shape.embedding_parameters + (0 if config.tied_head else shape.head_parameters)
+    return dataclasses.replace(shape, layer_parameters=(config.num_parameters - outside) / config.layers)
+
+
+def _show(plan: SitePlan, options: PlanOptions) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+
+    def line(text: str = "") -> None:
+        console.print(plain(text))
+
+    best, model = plan.best, plan.model
+    layout = best.layout
+    line(
+        f"{options.model}, {format_count(model.num_parameters)} parameters, {layout.global_batch} sequences of "
+        f"{model.seq_len} tokens a step, {_devices(plan.site)}"
+    )
+    line()
+    print_wide(_table(plan))
+    line()
+    line(f"best: {layout.describe()}")
+    parts = [
+        f"{part / best.step_s:.1%} {CAUSES[name]}" for name, part in best.parts_s.items() if part > 5e-4 * best.step_s
+    ]
+    line(f"time: {format_seconds(best.step_s)} a step: {', '.join(parts)}")
+    line(
+        f"memory: at most {format_bytes(max(plan.peak_bytes))} of {format_bytes(plan.site.memory_bytes)} a device, "
+        f"with {FRAGMENTATION:.0%} for fragmentation"
+    )
+    step_tokens = layout.global_batch * model.seq_len
+    line(
+        f"{format_count(options.tokens)} tokens take {format_seconds(options.tokens / step_tokens * best.step_s)} at "
+        f"{format_count(step_tokens / best.step_s)} tokens a second"
+    )
+    left_out = sum(one.grids for one in plan.refused)
+    if left_out and not options.explain:
+        line(f"refused: {left_out} grids, by rules or memory; --explain lists them")
+    for text in _explanation(plan) if options.explain else ():
+        line(text)
+
+
+def _devices(site: Site) -> str:
+    count = site.num_devices
+    if count == 1:
+        return "1 device"
+    return f"{count} devices" + (f" on {len(site.nodes)} nodes" if len(site.nodes) > 1 else "")
+
+
+def _table(plan: SitePlan) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in _HEAD:
+        table.add_column(name, justify="left" if name in _TEXT_COLUMNS else "right", no_wrap=True)
+    table.add_row(*map(plain, _cells(plan.best, "best")))
+    for step in plan.runners_up[:_SHOWN_RUNNERS_UP]:
+        table.add_row(*map(plain, _cells(step, why_slower(step, plan.best))))
+    return table
+
+
+def _cells(step: StepCost, reason: str) -> tuple[str, ...]:
+    layout, degrees = step.layout, step.layout.degrees
+    schedule = layout.schedule + (f" x{layout.interleave}" if layout.interleave > 1 else "")
+    return (
+        str(degrees.pp), str(degrees.dp_replicate), str(degrees.dp_shard), str(degrees.cp), str(degrees.tp), schedule,
+        str(layout.micro_batch), str(layout.num_micro_batches), str(layout.zero_stage),
+        str(layout.recomputed_layers * degrees.pp), format_bytes(max(peak_bytes(step.model, layout))),
+        format_seconds(step.step_s), reason,
+    )  # fmt: skip
+
+
+def _explanation(plan: SitePlan) -> Iterator[str]:
+    """Yield the calculation: memory of each kind of stage, time by cause, places of the ranks, and refusals."""
+    layout = plan.best.layout
+    yield ""
+    left = f"{plan.num_left} more pipelines may be as fast" if plan.num_left else "no other one can be faster"
+    yield f"timed {plan.num_simulated} of {plan.num_layouts} layouts that fit; {left}"
+    kinds = Counter(device_memory(plan.model, layout, stage=stage) for stage in range(layout.degrees.pp))
+    for memory, count in kinds.items():
+        yield (
+            f"memory on {count} of {layout.degrees.pp} stages: {format_bytes(memory.states_bytes)} states + "
+            f"{format_bytes(memory.gathered_bytes)} gathered layers + {format_bytes(memory.activations_bytes)} "
+            f"activations + {format_bytes(memory.logits_bytes)} logits, and {FRAGMENTATION:.0%}: "
+            f"{format_bytes(memory.peak_bytes)}"
+        )
+    parts = plan.best.parts_s
+    yield "time: " + " + ".join(f"{format_seconds(part)} {CAUSES[name]}" for name, part in parts.items() if part)
+    ranks = plan.best.placement.rank_order
+    yield f"rank order (pp, dp_replicate, dp_shard, cp, tp): {' '.join(ranks)}"
+    for one in plan.refused:
+        yield f"refused: {one.what}{f' ({one.grids} grids)' if one.grids > 1 else ''}: {one.reason}"

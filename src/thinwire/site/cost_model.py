@@ -1,0 +1,514 @@
+"""Cost model inside a site: memory of each device and time of a step, for one layout on one placement.
+
+A layout cuts a decoder and its batch by five degrees of parallelism. Devices with the same place in the pipeline run
+the same chunk of layers; the time of its passes is computing and collectives, in closed form on the real links. The
+pipeline between them is simulated.
+
+Assumptions:
+    - Tensor-parallel all-reduces and the ring of context parallelism are not hidden behind computing.
+    - Data-parallel messages of a layer overlap with the work of the next one, and not with those of other layers.
+    - Messages that leave a node at once share its network card; collectives are rings that visit node after node.
+    - Attention is causal and keeps no matrix. The optimizer's own update takes no time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+
+from thinwire.site import memory
+from thinwire.site.closed_forms import pipette_s
+from thinwire.site.pipeline import StageLink, StageTimes, lower_bound_s, step_s
+from thinwire.site.site_file import Site
+
+# Activations, weights and gradients are sent in 16 bits.
+_MESSAGE_BITS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Numbers of a decoder that its cost follows from.
+
+    Attributes:
+        layers: Equal blocks.
+        width: Of the residual stream.
+        heads: Attention heads.
+        vocab_size: Different tokens.
+        seq_len: Tokens of a sequence.
+        layer_parameters: Of one block.
+        embedding_parameters: Of the first stage, besides its blocks.
+        head_parameters: Of the last stage, besides its blocks.
+        is_head_tied: Whether one device that holds both ends holds these weights once.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    vocab_size: int
+    seq_len: int
+    layer_parameters: float
+    embedding_parameters: float
+    head_parameters: float
+    is_head_tied: bool = False
+
+    @property
+    def num_parameters(self) -> float:
+        """Parameters of the whole model."""
+        head = 0.0 if self.is_head_tied else self.head_parameters
+        return self.layers * self.layer_parameters + self.embedding_parameters + head
+
+
+def decoder_shape(
+    *, layers: int, width: int, heads: int, vocab_size: int, seq_len: int, is_head_tied: bool = False
+) -> ModelShape:
+    """Return the shape of a decoder with blocks of 12 h^2 weights and a head as large as its embedding.
+
+    Example:
+        >>> round(decoder_shape(layers=96, width=12288, heads=96, vocab_size=51200, seq_len=2048,
+        ...                     is_head_tied=True).num_parameters / 1e9, 1)
+        174.6
+    """
+    return ModelShape(
+        layers=layers, width=width, heads=heads, vocab_size=vocab_size, seq_len=seq_len,
+        layer_parameters=12 * width**2, embedding_parameters=vocab_size * width, head_parameters=vocab_size * width,
+        is_head_tied=is_head_tied,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Degrees:
+    """Degrees of parallelism; their product is the number of devices.
+
+    Attributes:
+        pp: Pipeline stages.
+        dp_replicate: Copies of the sharded states.
+        dp_shard: Shards of the states among data-parallel devices.
+        cp: Devices that share each sequence; they share the states' shards too.
+        tp: Devices that share each layer.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """Product of all."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def shards(self) -> int:
+        """Devices that share optimizer states, gradients or weights."""
+        return self.dp_shard * self.cp
+
+    @property
+    def num_blocks(self) -> int:
+        """Tensor-parallel groups, which stay together in a node."""
+        return self.num_devices // self.tp
+
+    def block(self, stage: int, replica: int, shard: int, part: int) -> int:
+        """Return the number of the block at a place of the grid."""
+        return ((stage * self.dp_replicate + replica) * self.dp_shard + shard) * self.cp + part
+
+    def describe(self) -> str:
+        """Return all degrees in a line."""
+        return f"pp {self.pp}, dp_replicate {self.dp_replicate}, dp_shard {self.dp_shard}, cp {self.cp}, tp {self.tp}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a model and its batch are cut.
+
+    Attributes:
+        degrees: Of parallelism.
+        global_batch: Sequences of a step of the whole site.
+        micro_batch: Sequences of one pass of a data-parallel replica.
+        zero_stage: ZeRO's stage of the shards: 0 where there is one.
+        interleave: Chunks of layers on each pipeline rank.
+        recomputed_layers: Of each pipeline rank.
+    """
+
+    degrees: Degrees
+    global_batch: int
+    micro_batch: int = 1
+    zero_stage: int = 0
+    interleave: int = 1
+    recomputed_layers: int = 0
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Passes of a step: accumulation, or the micro-batches of a pipeline."""
+        return self.global_batch // (self.degrees.dp_replicate * self.degrees.dp_shard * self.micro_batch)
+
+    @property
+    def schedule(self) -> str:
+        """Name of the pipeline's schedule."""
+        if self.degrees.pp == 1:
+            return "none"
+        return "1f1b" if self.interleave == 1 else "interleaved-1f1b"
+
+    def describe(self) -> str:
+        """Return the layout in a line."""
+        rest = [f"micro-batch {self.micro_batch}", f"ZeRO-{self.zero_stage}"]
+        if self.interleave > 1:
+            rest.append(f"interleave {self.interleave}")
+        if self.recomputed_layers:
+            rest.append(f"recompute {self.recomputed_layers * self.degrees.pp} layers")
+        return f"{self.degrees.describe()}, {', '.join(rest)}"
+
+
+def device_memory(model: ModelShape, layout: Layout, *, stage: int) -> memory.DeviceMemory:
+    """Return the memory of a device of one pipeline rank.
+
+    Args:
+        model: The model.
+        layout: How it is cut.
+        stage: The pipeline rank.
+    """
+    degrees = layout.degrees
+    own_layers = model.layers // degrees.pp
+    parameters = (own_layers * model.layer_parameters + _outer_parameters(model, stage, degrees.pp)) / degrees.tp
+    about = {"num_stages": degrees.pp, "num_micro_batches": layout.num_micro_batches}
+    if layout.interleave == 1:
+        in_flight = float(memory.one_f_one_b_in_flight(stage, **about))
+    else:
+        in_flight = memory.interleaved_in_flight(stage, interleave=layout.interleave, **about) / layout.interleave
+    tokens = layout.micro_batch * model.seq_len
+
+    def layer_bytes(*, is_recomputed: bool) -> float:
+        return memory.layer_activation_bytes(
+            tokens=tokens, seq_len=model.seq_len, width=model.width, heads=model.heads, tensor_parallel=degrees.tp,
+            context_parallel=degrees.cp, is_recomputed=is_recomputed,
+        )  # fmt: skip
+
+    recomputed = layout.recomputed_layers
+    kept = (own_layers - recomputed) * layer_bytes(is_recomputed=False) + recomputed * layer_bytes(is_recomputed=True)
+    # the layer that is being recomputed holds all of its values once
+    again = layer_bytes(is_recomputed=False) if recomputed else 0.0
+    logits = 0.0
+    if stage == degrees.pp - 1:
+        logits = memory.logit_bytes(
+            tokens=tokens, vocab_size=model.vocab_size, tensor_parallel=degrees.tp, context_parallel=degrees.cp
+        )
+    return memory.DeviceMemory(
+        states_bytes=memory.state_bytes(parameters, zero_stage=layout.zero_stage, shards=degrees.shards),
+        gathered_bytes=memory.gathered_bytes(model.layer_parameters / degrees.tp, zero_stage=layout.zero_stage),
+        activations_bytes=in_flight * kept + again, logits_bytes=logits,
+    )  # fmt: skip
+
+
+def peak_bytes(model: ModelShape, layout: Layout) -> tuple[float, ...]:
+    """Return the peak memory of a device of each pipeline rank."""
+    return tuple(device_memory(model, layout, stage=stage).peak_bytes for stage in range(layout.degrees.pp))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingLinks:
+    """Slowest link and longest latency of the rings that run at once.
+
+    Attributes:
+        size: Members of each ring.
+        bandwidth_bits_per_s: Of the slowest link, shared by the rings that cross it.
+        latency_s: Of the slowest link.
+    """
+
+    size: int = 1
+    bandwidth_bits_per_s: float = inf
+    latency_s: float = 0.0
+
+    def scatter_s(self, bits: float) -> float:
+        """Return the time of a reduce-scatter or all-gather of so many bits."""
+        if self.size == 1:
+            return 0.0
+        return (self.size - 1) * (bits / self.size / self.bandwidth_bits_per_s + self.latency_s)
+
+    def all_reduce_s(self, bits: float) -> float:
+        """Return the time of an all-reduce of so many bits."""
+        return 2 * self.scatter_s(bits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SitePlacement:
+    """Grid of a layout on the devices of a site.
+
+    Attributes:
+        site: The devices and links.
+        degrees: Of the grid.
+        slots: For each block of the grid the block of devices that runs it; block n holds devices n tp to (n + 1) tp.
+    """
+
+    site: Site
+    degrees: Degrees
+    slots: tuple[int, ...]
+
+    @cached_property
+    def nodes(self) -> tuple[int, ...]:
+        """Node of each block of the grid."""
+        node_of, tp = self.site.node_of, self.degrees.tp
+        return tuple(node_of[slot * tp] for slot in self.slots)
+
+    @property
+    def rank_order(self) -> tuple[str, ...]:
+        """Name of the device of each rank: pp outermost, then dp_replicate, dp_shard, cp and tp."""
+        names, tp = self.site.device_names, self.degrees.tp
+        return tuple(names[slot * tp + lane] for slot in self.slots for lane in range(tp))
+
+    @cached_property
+    def tensor_links(self) -> RingLinks:
+        """Links of the tensor-parallel groups, each inside its node."""
+        used = [self.site.nodes[number] for number in set(self.nodes)]
+        return RingLinks(
+            size=self.degrees.tp, bandwidth_bits_per_s=min(node.bandwidth_bits_per_s for node in used),
+            latency_s=max(node.latency_s for node in used),
+        )  # fmt: skip
+
+    @cached_property
+    def shard_links(self) -> RingLinks:
+        """Links of the groups that share states."""
+        d = self.degrees
+        return self._rings([
+            [d.block(stage, replica, shard, part) for shard in range(d.dp_shard) for part in range(d.cp)]
+            for stage in range(d.pp) for replica in range(d.dp_replicate)
+        ])  # fmt: skip
+
+    @cached_property
+    def replicate_links(self) -> RingLinks:
+        """Links of the groups that hold copies of the same shard."""
+        d = self.degrees
+        return self._rings([
+            [d.block(stage, replica, shard, part) for replica in range(d.dp_replicate)]
+            for stage in range(d.pp) for shard in range(d.dp_shard) for part in range(d.cp)
+        ])  # fmt: skip
+
+    @cached_property
+    def context_links(self) -> RingLinks:
+        """Links of the groups that share a sequence."""
+        d = self.degrees
+        return self._rings([
+            [d.block(stage, replica, shard, part) for part in range(d.cp)]
+            for stage in range(d.pp) for replica in range(d.dp_replicate) for shard in range(d.dp_shard)
+        ])  # fmt: skip
+
+    def stage_links(self, message_bits: float) -> tuple[tuple[StageLink, ...], ...]:
+        """Return the links between the stages of each different pipeline, for a message of each device."""
+        d, nodes, matrix = self.degrees, self.nodes, self.site.link_matrix
+        per_stage = d.num_blocks // d.pp
+        pipelines: list[list[StageLink]] = [[] for _ in range(d.dp_replicate * d.dp_shard)]
+        for stage in range(d.pp):
+            start, following = stage * per_stage, (stage + 1) % d.pp * per_stage
+            edges = [(nodes[start + place], nodes[following + place]) for place in range(per_stage)]
+            shares = _CardShares(edges, self.degrees.tp)
+            for number, stage_links in enumerate(pipelines):
+                own = edges[number * d.cp : (number + 1) * d.cp]
+                links = [(shares(edge), matrix[edge[0]][edge[1]]) for edge in own]
+                slowest = max(message_bits * share / link.bandwidth_bits_per_s for share, link in links)
+                latency_s = max(link.latency_s for _, link in links)
+                stage_links.append(StageLink(message_s=slowest, latency_s=latency_s))
+        return tuple(dict.fromkeys(map(tuple, pipelines)))
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """FLOP/s of the slowest device of each pipeline rank."""
+        per_stage = self.degrees.num_blocks // self.degrees.pp
+        ranks = [set(self.nodes[start : start + per_stage]) for start in range(0, self.degrees.num_blocks, per_stage)]
+        return tuple(min(self.site.nodes[number].flops_per_s for number in used) for used in ranks)
+
+    def _rings(self, groups: Sequence[Sequence[int]]) -> RingLinks:
+        if len(groups[0]) == 1:
+            return RingLinks()
+        edges: list[tuple[int, int]] = []
+        for group in groups:
+            members = sorted(self.nodes[block] for block in group)
+            edges += [*pairwise(members), (members[-1], members[0])]
+        shares, matrix = _CardShares(edges, self.degrees.tp), self.site.link_matrix
+        return RingLinks(
+            size=len(groups[0]),
+            bandwidth_bits_per_s=min(matrix[a][b].bandwidth_bits_per_s / shares((a, b)) for a, b in set(edges)),
+            latency_s=max(matrix[a][b].latency_s for a, b in set(edges)),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """Time of a step of one layout on one placement.
+
+    Attributes:
+        model: The model.
+        layout: How it is cut.
+        placement: The devices of its grid.
+    """
+
+    model: ModelShape
+    layout: Layout
+    placement: SitePlacement
+
+    @cached_property
+    def stages(self) -> tuple[StageTimes, ...]:
+        """Times of each chunk, in the order in which a micro-batch passes them."""
+        pp = self.layout.degrees.pp
+        count = pp * self.layout.interleave
+        # chunks between the ends are alike on devices that are alike
+        known: dict[tuple[bool, bool, float], StageTimes] = {}
+        found = []
+        for chunk in range(count):
+            key = chunk == 0, chunk == count - 1, self.placement.speeds[chunk % pp]
+            if key not in known:
+                known[key] = self._stage_times(chunk)
+            found.append(known[key])
+        return tuple(found)
+
+    @cached_property
+    def stage_links(self) -> tuple[tuple[StageLink, ...], ...]:
+        """Links between the stages of each different pipeline."""
+        degrees = self.layout.degrees
+        if degrees.pp == 1:
+            return ((StageLink(),),)
+        bits = self._tokens * self.model.width * _MESSAGE_BITS
+        return self.placement.stage_links(bits / (degrees.cp * degrees.tp))
+
+    @cached_property
+    def step_s(self) -> float:
+        """Seconds of a step, simulated; that of the slowest pipeline."""
+        return max(step_s(self.stages, stage_links, **self._about) for stage_links in self.stage_links)
+
+    @cached_property
+    def lower_bound_s(self) -> float:
+        """Seconds that no simulation of this layout on this placement can go below."""
+        return max(lower_bound_s(self.stages, stage_links, **self._about) for stage_links in self.stage_links)
+
+    @cached_property
+    def pipette_s(self) -> float:
+        """Seconds of a step after Pipette's formula, on the real links: the objective of the placement."""
+        slowest = max(self.stages, key=lambda stage: stage.forward_s + stage.backward_s)
+        count, interleave = self.layout.num_micro_batches, self.layout.interleave
+        extra = max(stage.total_s(count) - count * (stage.forward_s + stage.backward_s) for stage in self.stages)
+        return extra + max(
+            pipette_s(
+                forward_s=slowest.forward_s * interleave, backward_s=slowest.backward_s * interleave,
+                links_s=[stage_link.total_s for stage_link in stage_links[:-1]], num_micro_batches=count,
+            )
+            for stage_links in self.stage_links
+        )  # fmt: skip
+
+    @cached_property
+    def parts_s(self) -> dict[str, float]:
+        """Seconds of a step by cause, of the pipeline rank that works longest; "waiting" is bubbles and messages."""
+        degrees, count = self.layout.degrees, self.layout.num_micro_batches
+
+        def work(rank: int) -> float:
+            return sum(stage.total_s(count) for stage in self.stages[rank :: degrees.pp])
+
+        rank = max(range(degrees.pp), key=work)
+        chunks = range(rank, len(self.stages), degrees.pp)
+        compute = count * sum(3 * self._compute_s(chunk) for chunk in chunks)
+        share = self.layout.recomputed_layers / (self.model.layers // degrees.pp)
+        own_layers = self.model.layers // degrees.pp
+        tensor, context = self._tensor_s * own_layers * count, self._context_s * own_layers * count
+        found = {
+            "compute": compute,
+            "recompute": share * (count * sum(self._layers_s(chunk) for chunk in chunks) + tensor + context),
+            "tensor": 2 * tensor, "context": 3 * context,
+        }  # fmt: skip
+        found["data"] = max(0.0, work(rank) - sum(found.values()))
+        found["waiting"] = max(0.0, self.step_s - sum(found.values()))
+        return found
+
+    @property
+    def _about(self) -> dict[str, int]:
+        return {"num_micro_batches": self.layout.num_micro_batches, "interleave": self.layout.interleave}
+
+    @property
+    def _tokens(self) -> int:
+        return self.layout.micro_batch * self.model.seq_len
+
+    @property
+    def _chunk_layers(self) -> int:
+        return self.model.layers // (self.layout.degrees.pp * self.layout.interleave)
+
+    def _layers_s(self, chunk: int) -> float:
+        """Return the seconds that the blocks of a chunk compute in a forward pass."""
+        model, degrees = self.model, self.layout.degrees
+        # 2 a parameter and token; scores and values of causal attention are 4 s h a token, half of it masked
+        per_token = 2 * model.layer_parameters + 2 * model.seq_len * model.width
+        speed = self.placement.speeds[chunk % degrees.pp] * degrees.cp * degrees.tp
+        return self._chunk_layers * per_token * self._tokens / speed
+
+    def _compute_s(self, chunk: int) -> float:
+        """Return the seconds of computing of a forward pass, with the head in the last chunk."""
+        degrees = self.layout.degrees
+        if chunk < degrees.pp * self.layout.interleave - 1:
+            return self._layers_s(chunk)
+        speed = self.placement.speeds[-1] * degrees.cp * degrees.tp
+        return self._layers_s(chunk) + 2 * self.model.vocab_size * self.model.width * self._tokens / speed
+
+    @cached_property
+    def _tensor_s(self) -> float:
+        """Seconds of the two all-reduces of a layer's forward pass; its backward pass has two more."""
+        bits = self._tokens / self.layout.degrees.cp * self.model.width * _MESSAGE_BITS
+        return 2 * self.placement.tensor_links.all_reduce_s(bits)
+
+    @cached_property
+    def _context_s(self) -> float:
+        """Seconds in which keys and values go round in a layer's forward pass; backward twice, with their gradients."""
+        bits = 2 * self._tokens * self.model.width * _MESSAGE_BITS / self.layout.degrees.tp
+        return self.placement.context_links.scatter_s(bits)
+
+    def _stage_times(self, chunk: int) -> StageTimes:
+        layers, layout = self._chunk_layers, self.layout
+        compute = self._compute_s(chunk)
+        forward = compute + layers * (self._tensor_s + self._context_s)
+        share = layout.recomputed_layers / (self.model.layers // layout.degrees.pp)
+        again = share * (self._layers_s(chunk) + layers * (self._tensor_s + self._context_s))
+        backward = 2 * compute + layers * (self._tensor_s + 2 * self._context_s) + again
+        bits = self._chunk_parameters(chunk) * _MESSAGE_BITS
+        shard = self.placement.shard_links.scatter_s(bits / layers) * layers
+        replicate = self.placement.replicate_links.all_reduce_s(bits / layers / layout.degrees.shards) * layers
+        # what each pass sends besides: weights are gathered before a layer, gradients reduced after it
+        gathers = layout.zero_stage == 3
+        reduces = shard if layout.zero_stage >= 2 else 0.0
+        last = (2 if layout.zero_stage == 0 else 1) * shard + replicate
+        every_backward = _overlapped(backward, (shard if gathers else 0.0) + reduces, layers)
+        return StageTimes(
+            forward_s=_overlapped(forward, shard if gathers else 0.0, layers), backward_s=every_backward,
+            first_forward_s=_overlapped(forward, shard if layout.zero_stage else 0.0, layers),
+            last_backward_s=_overlapped(backward, (shard if gathers else 0.0) + last, layers),
+        )  # fmt: skip
+
+    def _chunk_parameters(self, chunk: int) -> float:
+        stages = self.layout.degrees.pp * self.layout.interleave
+        own = self._chunk_layers * self.model.layer_parameters + _outer_parameters(self.model, chunk, stages)
+        return own / self.layout.degrees.tp
+
+
+def _outer_parameters(model: ModelShape, stage: int, num_stages: int) -> float:
+    """Return the parameters of the embedding and the head that a stage holds; tied ones are in both end stages."""
+    if num_stages == 1:
+        return model.embedding_parameters + (0.0 if model.is_head_tied else model.head_parameters)
+    if stage == 0:
+        return model.embedding_parameters
+    return model.head_parameters if stage == num_stages - 1 else 0.0
+
+
+def _overlapped(work_s: float, messages_s: float, layers: int) -> float:
+    """Return the time of equal layers whose messages overlap with the work of their neighbours."""
+    return (work_s + messages_s + (layers - 1) * max(work_s, messages_s)) / layers
+
+
+class _CardShares:
+    """How many messages share the network card of the busier end of an edge between two nodes."""
+
+    def __init__(self, edges: Sequence[tuple[int, int]], lanes: int) -> None:
+        crossing = [edge for edge in edges if edge[0] != edge[1]]
+        self.leaving, self.entering = Counter(a for a, _ in crossing), Counter(b for _, b in crossing)
+        self.lanes = lanes
+
+    def __call__(self, edge: tuple[int, int]) -> int:
+        if edge[0] == edge[1]:
+            return 1
+        return self.lanes * max(self.leaving[edge[0]], self.entering[edge[1]])

@@ -1,0 +1,414 @@
+"""Search for the fastest layout of a model on a site: enumerate, prune, bound, simulate, place.
+
+All grids of five degrees are enumerated. Rules and memory leave some out, each with its reason; for the others the
+fewest recomputed layers that fit are taken. A closed-form lower bound ranks what is left, the best are simulated until
+no bound is below the best time, and the placement of the fastest ones is annealed. Of layouts within 0.5 % of the best
+time the simplest is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+from thinwire.errors import refusal
+from thinwire.site import memory
+from thinwire.site.cost_model import Degrees, Layout, ModelShape, SitePlacement, StepCost, peak_bytes
+from thinwire.site.placement import place
+from thinwire.site.site_file import Site
+
+FORMAT, VERSION = "thinwire-site-plan", 1
+# Pipelines that are simulated at most (other layouts have a closed form), layouts whose placement is annealed, and
+# runners-up that are kept.
+_SIMULATED, _PLACED, _RUNNERS_UP = 50, 4, 8
+# Layouts whose times differ by a smaller share are equally fast: the one with the fewest degrees above 1 wins.
+TIE = 0.005
+# Largest micro-batch and number of chunks that are tried; both are powers of two.
+_MOST_MICRO_BATCH, _MOST_INTERLEAVE = 64, 8
+_MOST_REMEDIES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutRefusal:
+    """Grids that were left out.
+
+    Attributes:
+        what: The grid, or what several of them share.
+        reason: The number, the limit and, where there is one, the remedy.
+        grids: How many grids.
+    """
+
+    what: str
+    reason: str
+    grids: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SitePlan:
+    """The fastest layout, and what it was compared with.
+
+    Attributes:
+        site: The devices.
+        model: The model.
+        best: The fastest layout on its placement.
+        runners_up: The fastest layouts of other grids.
+        refused: Grids that were left out.
+        num_layouts: Layouts that fit.
+        num_simulated: Of these, those whose step was timed.
+        num_left: Pipelines beyond the limit of simulations, whose lower bound does not rule them out. No other layout
+            can be faster.
+    """
+
+    site: Site
+    model: ModelShape
+    best: StepCost
+    runners_up: tuple[StepCost, ...]
+    refused: tuple[LayoutRefusal, ...]
+    num_layouts: int
+    num_simulated: int
+    num_left: int
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Peak memory of a device of each pipeline rank."""
+        return peak_bytes(self.model, self.best.layout)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan file's content."""
+        layout = self.best.layout
+        return {
+            "format": FORMAT, "version": VERSION,
+            "degrees": _degrees_entry(layout.degrees),
+            "schedule": layout.schedule, "interleave": layout.interleave,
+            "micro_batch": layout.micro_batch, "accumulation": layout.num_micro_batches,
+            "global_batch": layout.global_batch, "seq_len": self.model.seq_len,
+            "zero_stage": layout.zero_stage, "recomputed_layers_per_stage": layout.recomputed_layers,
+            "rank_order": list(self.best.placement.rank_order),
+            "peak_bytes": max(self.peak_bytes), "peak_bytes_per_stage": list(self.peak_bytes),
+            "memory_bytes": self.site.memory_bytes,
+            "step_s": self.best.step_s, "step_parts_s": self.best.parts_s,
+            "runners_up": [
+                {
+                    "degrees": _degrees_entry(step.layout.degrees), "layout": step.layout.describe(),
+                    "step_s": step.step_s, "peak_bytes": max(peak_bytes(self.model, step.layout)),
+                    "reason": why_slower(step, self.best),
+                }
+                for step in self.runners_up
+            ],
+            "refused": [{"what": one.what, "reason": one.reason, "grids": one.grids} for one in self.refused],
+            "num_layouts": self.num_layouts, "num_simulated": self.num_simulated,
+            "num_left": self.num_left,
+        }  # fmt: skip
+
+
+def plan_site(
+    site: Site, model: ModelShape, *, global_batch: int, most_simulated: int = _SIMULATED, most_placed: int = _PLACED
+) -> SitePlan:
+    """Find the fastest layout of a model on all devices of a site.
+
+    Args:
+        site: Devices and links.
+        model: The model.
+        global_batch: Sequences of a step of the whole site.
+        most_simulated: Pipelines that are simulated at most.
+        most_placed: Of these, those whose placement is annealed.
+
+    Raises:
+        ValueError: No layout fits; names the nearest one, the number, the limit and the remedy.
+    """
+    grids, refused = allowed_grids(site, model, global_batch=global_batch)
+    layouts: list[Layout] = []
+    for degrees in grids:
+        plain = smallest_layout(degrees, global_batch=global_batch)
+        layouts += fitting_layouts(site, model, degrees, global_batch=global_batch)
+        if max(peak_bytes(model, plain)) > site.memory_bytes:
+            refused.append(LayoutRefusal(what=plain.describe(), reason=memory_reason(site, model, plain, grids=grids)))
+    if not layouts:
+        raise _nothing_fits(site, model, refused, grids=grids, global_batch=global_batch)
+    known: dict[Degrees, list[SitePlacement]] = {}
+    steps = sorted(
+        (fastest_start(site, model, layout, known) for layout in layouts), key=lambda step: step.lower_bound_s
+    )
+    timed, num_left = _timed(steps, most_simulated=most_simulated)
+    timed.sort(key=lambda step: step.step_s)
+    placed = [min(place(step), step, key=lambda one: one.step_s) for step in timed[:most_placed]]
+    timed = [*placed, *timed[most_placed:]]
+    best = simplest(timed)
+    return SitePlan(
+        site=site, model=model, best=best, runners_up=_runners_up(best, timed, steps), refused=tuple(refused),
+        num_layouts=len(layouts), num_simulated=len(timed), num_left=num_left,
+    )  # fmt: skip
+
+
+def all_grids(num_devices: int) -> Iterator[Degrees]:
+    """Yield every grid of five degrees whose product is the number of devices.
+
+    Example:
+        >>> len(list(all_grids(1))), len(list(all_grids(8))), len(list(all_grids(6)))
+        (1, 35, 25)
+    """
+    for pp in _divisors(num_devices):
+        for tp in _divisors(num_devices // pp):
+            for cp in _divisors(num_devices // (pp * tp)):
+                rest = num_devices // (pp * tp * cp)
+                for dp_shard in _divisors(rest):
+                    yield Degrees(pp=pp, dp_replicate=rest // dp_shard, dp_shard=dp_shard, cp=cp, tp=tp)
+
+
+def allowed_grids(site: Site, model: ModelShape, *, global_batch: int) -> tuple[list[Degrees], list[LayoutRefusal]]:
+    """Return the grids that the rules allow, and those that they leave out, one entry a reason."""
+    allowed: list[Degrees] = []
+    broken: dict[tuple[str, str], int] = {}
+    for degrees in all_grids(site.num_devices):
+        rule = broken_rule(site, model, degrees, global_batch=global_batch)
+        if rule is None:
+            allowed.append(degrees)
+        else:
+            broken[rule] = broken.get(rule, 0) + 1
+    return allowed, [LayoutRefusal(what=what, reason=why, grids=grids) for (what, why), grids in broken.items()]
+
+
+def broken_rule(site: Site, model: ModelShape, degrees: Degrees, *, global_batch: int) -> tuple[str, str] | None:
+    """Return the first rule that a grid breaks: what breaks it and why, or None."""
+    tp, cp, pp = degrees.tp, degrees.cp, degrees.pp
+    fewest = min(node.devices for node in site.nodes)
+    if any(node.devices % tp for node in site.nodes):
+        return f"tp {tp}", f"tensor parallel stays inside a node; got {tp}, allowed divisors of {fewest} devices"
+    if model.heads % tp:
+        return f"tp {tp}", f"every device has whole heads; got {tp}, allowed divisors of {model.heads} heads"
+    if model.seq_len % (2 * cp):
+        return f"cp {cp}", f"a sequence is cut into 2 cp equal parts; got {2 * cp} parts of {model.seq_len} tokens"
+    if model.layers % pp:
+        return f"pp {pp}", f"stages have equally many layers; got {pp}, allowed divisors of {model.layers} layers"
+    replicas = degrees.dp_replicate * degrees.dp_shard
+    if global_batch % replicas:
+        return (
+            f"dp_replicate x dp_shard {replicas}",
+            f"replicas have equally many sequences; got {replicas}, allowed divisors of {global_batch} sequences",
+        )
+    return None
+
+
+def smallest_layout(degrees: Degrees, *, global_batch: int) -> Layout:
+    """Return the layout of a grid with the least memory before anything is recomputed."""
+    zero_stage = 3 if degrees.shards > 1 else 0
+    return Layout(degrees=degrees, global_batch=global_batch, micro_batch=1, zero_stage=zero_stage)
+
+
+def fitting_layouts(site: Site, model: ModelShape, degrees: Degrees, *, global_batch: int) -> Iterator[Layout]:
+    """Yield the layouts of a grid that fit, each with the fewest recomputed layers."""
+    sequences = global_batch // (degrees.dp_replicate * degrees.dp_shard)
+    for micro_batch in _powers_of_two(_MOST_MICRO_BATCH):
+        if sequences % micro_batch:
+            break
+        for interleave in _powers_of_two(_MOST_INTERLEAVE):
+            if interleave > 1 and not _may_interleave(model, degrees, interleave, sequences // micro_batch):
+                break
+            for zero_stage in (1, 2, 3) if degrees.shards > 1 else (0,):
+                layout = Layout(
+                    degrees=degrees, global_batch=global_batch, micro_batch=micro_batch, zero_stage=zero_stage,
+                    interleave=interleave,
+                )  # fmt: skip
+                recomputed = fewest_recomputed(site, model, layout)
+                if recomputed is not None:
+                    yield replace(layout, recomputed_layers=recomputed)
+
+
+def fewest_recomputed(site: Site, model: ModelShape, layout: Layout) -> int | None:
+    """Return the fewest recomputed layers of each pipeline rank with which every device fits, or None."""
+    limit, own_layers = site.memory_bytes, model.layers // layout.degrees.pp
+    if max(peak_bytes(model, layout)) <= limit:
+        return 0
+    one, whole = (peak_bytes(model, replace(layout, recomputed_layers=layers)) for layers in (1, own_layers))
+    if max(whole) > limit:
+        return None
+    # from the first recomputed layer on memory falls by the same amount a layer
+    needed = 1
+    for with_one, with_all in zip(one, whole, strict=True):
+        if with_one > limit:
+            needed = max(needed, 1 + ceil((with_one - limit) / ((with_one - with_all) / (own_layers - 1)) - 1e-9))
+    return min(needed, own_layers)
+
+
+def memory_reason(site: Site, model: ModelShape, layout: Layout, *, grids: Sequence[Degrees]) -> str:
+    """Return why a layout does not fit: the number, the limit, and what would help.
+
+    Args:
+        site: Whose memory is the limit.
+        model: The model.
+        layout: That needs more.
+        grids: That the rules allow, of which some may help.
+    """
+    found = f"needs {_gigabytes(max(peak_bytes(model, layout)))} a device, has {_gigabytes(site.memory_bytes)}"
+    remedies = []
+    recomputed = fewest_recomputed(site, model, layout)
+    if recomputed:
+        remedies.append(f"recompute {recomputed * layout.degrees.pp} layers")
+    for name in ("tp", "pp", "dp_shard"):
+        larger = [
+            getattr(degrees, name) for degrees in grids
+            if getattr(degrees, name) > getattr(layout.degrees, name) and _differs_once(degrees, layout.degrees, name)
+            and max(peak_bytes(model, smallest_layout(degrees, global_batch=layout.global_batch))) <= site.memory_bytes
+        ]  # fmt: skip
+        if larger:
+            remedies.append(f"{name} {min(larger)}")
+    return f"{found}: {' or '.join(remedies[:_MOST_REMEDIES])}" if remedies else found
+
+
+def starts(site: Site, degrees: Degrees) -> list[SitePlacement]:
+    """Return the placements to begin with: pipeline stages far apart, and pipeline stages close together."""
+    per_stage = degrees.num_blocks // degrees.pp
+    far = tuple(range(degrees.num_blocks))
+    near = tuple(place * degrees.pp + stage for stage in range(degrees.pp) for place in range(per_stage))
+    orders = (far,) if len(site.nodes) == 1 or near == far else (far, near)
+    return [SitePlacement(site=site, degrees=degrees, slots=slots) for slots in orders]
+
+
+def fastest_start(
+    site: Site, model: ModelShape, layout: Layout, known: dict[Degrees, list[SitePlacement]] | None = None
+) -> StepCost:
+    """Return a layout on the better of the placements to begin with, by Pipette's formula.
+
+    Args:
+        site: Devices and links.
+        model: The model.
+        layout: How it is cut.
+        known: Placements of grids, which are added to; links of a placement are worked out once.
+    """
+    placements = None if known is None else known.get(layout.degrees)
+    if placements is None:
+        placements = starts(site, layout.degrees)
+        if known is not None:
+            known[layout.degrees] = placements
+    steps = [StepCost(model=model, layout=layout, placement=placement) for placement in placements]
+    return steps[0] if len(steps) == 1 else min(steps, key=lambda step: step.pipette_s)
+
+
+def simplest(steps: Sequence[StepCost]) -> StepCost:
+    """Return the layout with the fewest degrees above 1 of those that are equally fast, then the fastest."""
+    limit = min(step.step_s for step in steps) * (1 + TIE)
+    return min((step for step in steps if step.step_s <= limit), key=_rank)
+
+
+def _timed(steps: Sequence[StepCost], *, most_simulated: int) -> tuple[list[StepCost], int]:
+    """Time the layouts that may be the best, or as good: by rising bounds, until these are above the best time.
+
+    Returns:
+        The layouts, and how many pipelines were left since enough were simulated.
+    """
+    found: list[StepCost] = []
+    best, pipelines = float("inf"), 0
+    for step in steps:
+        if step.lower_bound_s > best * (1 + TIE):
+            break
+        is_pipeline = step.layout.degrees.pp > 1
+        pipelines += is_pipeline
+        if is_pipeline and pipelines > most_simulated:
+            continue
+        best = min(best, step.step_s)
+        found.append(step)
+    return found, max(0, pipelines - most_simulated)
+
+
+# Parts of a step, as people call them.
+CAUSES = {
+    "compute": "computing", "recompute": "recomputing", "tensor": "tensor-parallel messages",
+    "context": "context-parallel messages", "data": "data-parallel messages", "waiting": "bubbles and stage messages",
+}  # fmt: skip
+
+
+def why_slower(step: StepCost, best: StepCost) -> str:
+    """Return the cause that costs a layout most beside the best one."""
+    own, others = step.parts_s, best.parts_s
+    cause = max(CAUSES, key=lambda name: own[name] - others[name])
+    if step.step_s <= best.step_s * (1 + TIE):
+        more = _num_cuts(step.layout.degrees) - _num_cuts(best.layout.degrees)
+        return f"as fast within {TIE:.1%}, {'with more degrees above 1' if more > 0 else 'not faster'}"
+    share = step.step_s / best.step_s - 1
+    return (
+        f"{share:.1%} slower: {CAUSES[cause]} take {_percent(own[cause], step.step_s)} of its step, "
+        f"{_percent(others[cause], best.step_s)} of the best one's"
+    )
+
+
+def _rank(step: StepCost) -> tuple[int, float, float, Degrees]:
+    """Return a key: degrees above 1, then time, then memory. Times that differ by rounding are one time."""
+    degrees = step.layout.degrees
+    return _num_cuts(degrees), float(f"{step.step_s:.9g}"), max(peak_bytes(step.model, step.layout)), degrees
+
+
+def _num_cuts(degrees: Degrees) -> int:
+    return sum(degree > 1 for degree in _degrees_entry(degrees).values())
+
+
+def _runners_up(best: StepCost, timed: Sequence[StepCost], steps: Sequence[StepCost]) -> tuple[StepCost, ...]:
+    """Return the fastest layout of each of the next grids; where few were timed, by their bounds."""
+    found: dict[Degrees, StepCost] = {}
+    for step in (*sorted(timed, key=lambda step: step.step_s), *steps):
+        degrees = step.layout.degrees
+        if degrees != best.layout.degrees and degrees not in found:
+            found[degrees] = step
+        if len(found) == _RUNNERS_UP:
+            break
+    return tuple(sorted(found.values(), key=lambda step: step.step_s))
+
+
+def _nothing_fits(
+    site: Site, model: ModelShape, refused: Sequence[LayoutRefusal], *, grids: Sequence[Degrees], global_batch: int
+) -> ValueError:
+    if not grids:
+        one = refused[0]
+        return refusal(
+            f"no grid of {site.num_devices} devices keeps the rules, the first: {one.reason}", got=one.what,
+            allowed="a batch, heads, layers and sequences that the degrees divide",
+            remedy=f"--global-batch {site.num_devices * model.seq_len}",
+        )  # fmt: skip
+
+    def peak(degrees: Degrees) -> float:
+        layout = smallest_layout(degrees, global_batch=global_batch)
+        return max(peak_bytes(model, replace(layout, recomputed_layers=model.layers // degrees.pp)))
+
+    nearest = min(grids, key=peak)
+    whole = memory.state_bytes(model.num_parameters, zero_stage=0, shards=1) * (1 + memory.FRAGMENTATION)
+    needed = max(site.num_devices + 1, ceil(whole / site.memory_bytes))
+    return refusal(
+        f"the model does not fit: {nearest.describe()} with every layer recomputed needs {_gigabytes(peak(nearest))} a "
+        f"device, has {_gigabytes(site.memory_bytes)}", got=f"{site.num_devices} devices",
+        allowed=f"about {needed} or more of this memory", remedy="more devices, a smaller model or shorter sequences",
+    )  # fmt: skip
+
+
+def _may_interleave(model: ModelShape, degrees: Degrees, interleave: int, num_micro_batches: int) -> bool:
+    has_stages = degrees.pp > 1 and num_micro_batches % degrees.pp == 0
+    return has_stages and model.layers % (degrees.pp * interleave) == 0
+
+
+def _differs_once(one: Degrees, other: Degrees, name: str) -> bool:
+    """Return whether a grid differs in a degree and in one other that gives devices to it."""
+    own, others = _degrees_entry(one), _degrees_entry(other)
+    return sum(own[each] != others[each] for each in own if each != name) == 1
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _powers_of_two(most: int) -> Iterator[int]:
+    power = 1
+    while power <= most:
+        yield power
+        power *= 2
+
+
+def _degrees_entry(degrees: Degrees) -> dict[str, int]:
+    return {name: getattr(degrees, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+
+
+def _gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}"

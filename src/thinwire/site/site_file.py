@@ -1,0 +1,243 @@
+"""Nodes, devices and links of a site, and their file `site.json`, which people write.
+
+```json
+{
+  "format": "thinwire-site",
+  "version": 1,
+  "nodes": [
+    {"name": "box-0", "devices": 8, "memory_bytes": "80 GB", "flops_per_s": 1.4e14,
+     "bandwidth_bits_per_s": "2400gbit", "latency_s": "5us"},
+    {"name": "box-1", "devices": 8, "memory_bytes": "80 GB", "flops_per_s": 1.4e14,
+     "bandwidth_bits_per_s": "2400gbit", "latency_s": "5us"}
+  ],
+  "between_nodes": {"bandwidth_bits_per_s": "25gbit", "latency_s": "30us"},
+  "links": [{"source": "box-0", "destination": "box-1", "bandwidth_bits_per_s": "20gbit"}]
+}
+```
+
+Inside a node every pair of devices has its node's bandwidth in each direction. Between nodes a bandwidth is that of the
+node's network card: messages of its devices to other nodes share it. `links` replaces `between_nodes` for a pair of
+nodes; a link without its reverse counts for both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import DataError
+from thinwire.planning.json_files import MOST, read_json, short
+from thinwire.units import parse_bytes, parse_rate, parse_seconds
+
+FORMAT, VERSION = "thinwire-site", 1
+# A file of more is a mistake, or an attack.
+_MOST_NODES, _MOST_DEVICES, _MOST_BYTES = 1_000, 8_192, 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteNode:
+    """A machine with one or several equal devices.
+
+    Attributes:
+        name: As links name it.
+        devices: How many.
+        memory_bytes: Of each device.
+        flops_per_s: FLOP/s that training reaches on each device (6 a parameter and token).
+        bandwidth_bits_per_s: Between two devices of the node, in each direction.
+        latency_s: One way between two devices of the node.
+    """
+
+    name: str
+    devices: int
+    memory_bytes: float
+    flops_per_s: float
+    bandwidth_bits_per_s: float = inf
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLink:
+    """Link from one node to another.
+
+    Attributes:
+        source: The sender's name; empty for any.
+        destination: The receiver's name; empty for any.
+        bandwidth_bits_per_s: For all devices of the node together.
+        latency_s: One way.
+    """
+
+    source: str = ""
+    destination: str = ""
+    bandwidth_bits_per_s: float
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Nodes and the links between them.
+
+    Attributes:
+        nodes: In the order of the devices' numbers.
+        between_nodes: Link of every pair of nodes that has none of its own.
+        links: Pairs of nodes with numbers of their own.
+
+    Raises:
+        ValueError: There is no node, a name is there twice or unknown, or a pair of nodes has no link.
+
+    Example:
+        >>> box = SiteNode(name="box", devices=2, memory_bytes=8e9, flops_per_s=1e13)
+        >>> Site(nodes=(box,)).device_names
+        ('box/0', 'box/1')
+    """
+
+    nodes: tuple[SiteNode, ...]
+    between_nodes: NodeLink | None = None
+    links: tuple[NodeLink, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check names and that every pair of nodes has a link."""
+        names = [node.name for node in self.nodes]
+        if not names:
+            raise ValueError("nodes must name at least one node, got none")
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"every node needs a name of its own, got {twice!r} twice; rename one")
+        if sum(node.devices for node in self.nodes) > _MOST_DEVICES:
+            raise ValueError(f"a site has at most {_MOST_DEVICES} devices, got {self.num_devices}; plan a part of it")
+        for link in self.links:
+            for name in (link.source, link.destination):
+                if name not in names:
+                    raise ValueError(f"a link names {name!r}, which is no node; there are {', '.join(names[:8])}")
+        pairs = {(link.source, link.destination) for link in self.links}
+        for source in names if self.between_nodes is None else ():
+            for destination in names:
+                if source != destination and not {(source, destination), (destination, source)} & pairs:
+                    raise ValueError(
+                        f"nothing states how fast {source!r} reaches {destination!r}; give between_nodes or that link"
+                    )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return sum(node.devices for node in self.nodes)
+
+    @cached_property
+    def node_of(self) -> tuple[int, ...]:
+        """Number of the node of each device."""
+        return tuple(number for number, node in enumerate(self.nodes) for _ in range(node.devices))
+
+    @cached_property
+    def device_names(self) -> tuple[str, ...]:
+        """Name of each device: its node and its number there."""
+        return tuple(f"{node.name}/{number}" for node in self.nodes for number in range(node.devices))
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of the smallest device, which all must do with."""
+        return min(node.memory_bytes for node in self.nodes)
+
+    @cached_property
+    def link_matrix(self) -> tuple[tuple[NodeLink, ...], ...]:
+        """Link of each pair of nodes, and on the diagonal that between two devices of a node."""
+        given = {(link.source, link.destination): link for link in self.links}
+
+        def link(source: SiteNode, destination: SiteNode) -> NodeLink:
+            if source is destination:
+                return NodeLink(bandwidth_bits_per_s=source.bandwidth_bits_per_s, latency_s=source.latency_s)
+            one, other = source.name, destination.name
+            found = given.get((one, other)) or given.get((other, one)) or self.between_nodes
+            assert found is not None, "checked when the site was made"
+            return found
+
+        return tuple(tuple(link(source, destination) for destination in self.nodes) for source in self.nodes)
+
+
+def load_site(path: Path) -> Site:
+    """Read `site.json`.
+
+    Raises:
+        DataError: There is no such file, or it is no site; names the place, the value and the remedy.
+    """
+    content = read_json(path, most_bytes=_MOST_BYTES, command="a text editor; see docs/plan-inside.md")
+    try:
+        return site_from_json(content)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def site_from_json(content: object) -> Site:
+    """Check a file's content and return the site.
+
+    Raises:
+        DataError: It is no site; names the place, the value and the remedy.
+    """
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DataError(f'this is no site: it must be an object with "format": "{FORMAT}"')
+    if content.get("version") != VERSION or isinstance(content["version"], bool):
+        raise DataError(f"the site has version {short(content.get('version'))}; this thinwire reads {VERSION}")
+    _check_keys(content, allowed=("format", "version", "nodes", "between_nodes", "links", "note"), where="the site")
+    nodes = [SiteNode(**_values(entry, SiteNode, f"nodes[{n}]")) for n, entry in _entries(content, "nodes")]
+    links = [NodeLink(**_values(entry, NodeLink, f"links[{n}]")) for n, entry in _entries(content, "links")]
+    between = content.get("between_nodes")
+    default = None if between is None else NodeLink(**_values(between, NodeLink, "between_nodes"))
+    try:
+        return Site(nodes=tuple(nodes), between_nodes=default, links=tuple(links))
+    except ValueError as error:
+        raise DataError(str(error)) from error
+
+
+_READ: Mapping[str, Callable[[str], float]] = {
+    "bandwidth_bits_per_s": parse_rate, "memory_bytes": parse_bytes, "latency_s": parse_seconds,
+}  # fmt: skip
+
+
+def _entries(content: Mapping[str, Any], key: str) -> list[tuple[int, Any]]:
+    found = content.get(key, [])
+    most = _MOST_NODES if key == "nodes" else _MOST_NODES**2
+    if not isinstance(found, list) or len(found) > most:
+        raise DataError(f'"{key}" must be a list of at most {most} entries, got {short(found)}')
+    return list(enumerate(found))
+
+
+def _values(entry: object, kind: type[SiteNode | NodeLink], where: str) -> dict[str, Any]:
+    if not isinstance(entry, dict):
+        raise DataError(f"{where} must be an object, got {short(entry)}")
+    _check_keys(entry, allowed=[field.name for field in fields(kind)], where=where)
+    needed = ("name", "devices", "memory_bytes", "flops_per_s") if kind is SiteNode else ("bandwidth_bits_per_s",)
+    if where.startswith("links"):
+        needed = ("source", "destination", *needed)
+    if missing := [name for name in needed if name not in entry]:
+        raise DataError(f"{where} lacks {missing[0]!r}")
+    return {name: _value(found, name, where) for name, found in entry.items()}
+
+
+def _value(found: object, name: str, where: str) -> str | int | float:
+    if name in ("name", "source", "destination"):
+        if not isinstance(found, str) or not found or len(found) > 200:
+            raise DataError(f"{where}.{name} must be a text of 1 to 200 characters, got {short(found)}")
+        return found
+    value: object = found
+    if isinstance(found, str) and name in _READ:
+        try:
+            value = _READ[name](found)
+        except ValueError as error:
+            raise DataError(f"{where}.{name}: {error}") from error
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST or not isfinite(value):
+        raise DataError(f"{where}.{name} must be a number of at least 0, got {short(found)}")
+    if name == "devices":
+        if value != int(value) or not 1 <= value <= _MOST_DEVICES:
+            raise DataError(f"{where}.devices must be a whole number of 1 to {_MOST_DEVICES}, got {short(found)}")
+        return int(value)
+    if value == 0 and name != "latency_s":
+        raise DataError(f"{where}.{name} must be above 0, got {short(found)}")
+    return float(value)
+
+
+def _check_keys(entry: Mapping[str, Any], *, allowed: Sequence[str], where: str) -> None:
+    for key in entry:
+        if key not in allowed:
+            raise DataError(f"{where} has {short(key)}, which means nothing here; there are {', '.join(allowed)}")

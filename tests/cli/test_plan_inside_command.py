@@ -1,0 +1,115 @@
+"""`thinwire plan --inside` on the command line, and the text of its page."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli import plan as plan_command
+from thinwire.models import preset
+from thinwire.site.site_file import load_site
+
+ROOT = Path(__file__).parents[2]
+SITES = ROOT / "examples" / "sites"
+PAGE = ROOT / "docs" / "plan-inside.md"
+LAPTOP = ["--inside", str(SITES / "laptop.json")]
+
+
+def test_the_example_of_the_page_runs_as_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = PAGE.read_text()
+    (line,) = re.findall(r"^thinwire plan (--inside .*)$", page.replace("\\\n", " "), flags=re.MULTILINE)
+    out = tmp_path / "plan.json"
+    assert plan_command.main([*shlex.split(line), "--out", str(out)]) == 0
+    told = capsys.readouterr()
+    quoted = re.findall(r"^(?:7b, |best: |time: |memory: |1\.00 G tokens).*$", page, flags=re.MULTILINE)
+    assert len(quoted) == 5
+    for text in quoted:
+        assert text in told.out
+    assert "thinwire train does not run such a plan yet" in told.err
+    plan = json.loads(out.read_text())
+    keys = re.findall(r"`(\w+)`", "\n".join(row for row in page.splitlines() if re.match(r"\| `\w+`.*\|", row)))
+    assert {"degrees", "rank_order", "refused", "step_parts_s"} <= set(keys)
+    assert set(keys) - {
+        "flops_per_s",
+        "bandwidth_bits_per_s",
+        "between_nodes",
+        "links",
+        "source",
+        "destination",
+    } <= set(plan)
+    assert plan["degrees"]["tp"] <= 8 and len(plan["rank_order"]) == 16
+
+
+def test_json_prints_what_the_file_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    assert plan_command.main([*LAPTOP, "--model", "150m", "--json", "--out", str(out)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads(out.read_text())
+    assert set(printed["degrees"].values()) == {1}
+    assert printed["micro_batch"] * printed["accumulation"] == 8
+    computed = preset("150m").num_parameters
+    assert printed["peak_bytes"] > 16 * computed
+
+
+def test_the_explanation_adds_up_and_names_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--inside",
+        str(SITES / "eight-80gb-nvlink.json"),
+        "--model",
+        "13b",
+        "--global-batch",
+        "524288",
+        "--explain",
+    ]
+    assert plan_command.main([*words, "--out", str(tmp_path / "plan.json")]) == 0
+    text = capsys.readouterr().out
+    states, activations, logits = re.search(
+        r"([\d.]+) GB states \+ 0 B gathered layers \+ ([\d.]+) GB activations \+ ([\d.]+) MB logits", text
+    ).groups()  # type: ignore[union-attr]
+    peak = re.search(r"memory: at most ([\d.]+) GB of 80.0 GB", text)
+    assert peak is not None
+    assert 1.1 * (float(states) + float(activations) + float(logits) / 1e3) == pytest.approx(float(peak[1]), abs=0.1)
+    quoted = re.search(r"^needs .*$", PAGE.read_text(), flags=re.MULTILINE)
+    assert quoted is not None and quoted[0] in text
+    assert "stages have equally many layers; got 2, allowed divisors of 41 layers" in text
+
+
+@pytest.mark.parametrize("path", sorted(SITES.glob("*.json")), ids=lambda path: path.stem)
+def test_every_example_of_a_site_is_read(path: Path) -> None:
+    assert load_site(path).num_devices in (1, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--hosts", "2"], "--inside does not go with --hosts"),
+        (["--model", "hf:gpt2"], "--inside takes no transformers model yet"),
+        (["--model", "7c"], "unknown --model"),
+        (["--global-batch", "1000"], "got 1000 tokens; allowed multiples of 128 tokens; try --global-batch 1024"),
+        (["--global-batch", "1024", "--batch-size", "2"], "--batch-size does not go with --global-batch"),
+        (["--model", "7b"], "has 16.0 GB; got 1 devices"),
+        (["--batch-size", "0"], "--batch-size is too small"),
+    ],
+)
+def test_a_wrong_option_is_refused_in_a_line(
+    words: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    assert plan_command.main([*LAPTOP, *words, "--out", str(out)]) == 2
+    told = capsys.readouterr()
+    assert text in told.err and len(told.err.splitlines()) == 1
+    assert not out.exists()
+
+
+def test_a_file_that_is_no_site_is_refused_with_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "site.json"
+    path.write_text('{"format": "thinwire-cluster"}')
+    assert plan_command.main(["--inside", str(path)]) == 1
+    assert f"{path}: this is no site" in capsys.readouterr().err
