@@ -194,7 +194,8 @@ def read_plan(content: object) -> PlannedRun:
         DataError: It is no plan; names the place, the value and the limit.
     """
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DataError(f'this is no plan: it must be an object with "format": "{FORMAT}"')
+        found = content.get("format") if isinstance(content, dict) else content
+        raise DataError(f'this is no plan between sites: it must have "format": "{FORMAT}", got {short(found)}')
     if content.get("version") != VERSION or isinstance(content["version"], bool):
         raise DataError(f"the plan has version {short(content.get('version'))}; this thinwire reads {VERSION}")
     settings = _checked_settings(content.get("train"))
