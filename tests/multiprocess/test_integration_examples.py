@@ -168,7 +168,8 @@ def need(name: str) -> None:
 
 
 def test_every_file_is_run_here() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == set(NEEDS)
+    in_a_test_of_their_own = {"ray_elastic"}  # test_ray.py
+    assert {path.stem for path in FOLDER.glob("*.py")} == set(NEEDS) | in_a_test_of_their_own
 
 
 @pytest.mark.parametrize("name", NEEDS)
