@@ -123,7 +123,7 @@ class Degrees:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a model and its batch are cut.
+    """Cut of a model and its batch.
 
     Attributes:
         degrees: Of parallelism.
@@ -501,7 +501,7 @@ def _overlapped(work_s: float, messages_s: float, layers: int) -> float:
 
 
 class _CardShares:
-    """How many messages share the network card of the busier end of an edge between two nodes."""
+    """Number of messages that share the network card of the busier end of an edge between two nodes."""
 
     def __init__(self, edges: Sequence[tuple[int, int]], lanes: int) -> None:
         crossing = [edge for edge in edges if edge[0] != edge[1]]

@@ -91,7 +91,7 @@ class ReachOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenConfig:
-    """Where this host listens, and what the others dial.
+    """Addresses at which this host listens, and that the others dial.
 
     Attributes:
         address: The IP address to listen on.

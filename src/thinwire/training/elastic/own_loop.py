@@ -146,7 +146,7 @@ def join_at(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlace:
-    """Where a run's coordinator is, and how it is started.
+    """Place of a run's coordinator, and how it is started.
 
     Attributes:
         invitation: Address of the coordinator.

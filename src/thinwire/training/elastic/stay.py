@@ -30,7 +30,7 @@ _JOIN_S = 60.0
 
 
 class JobTerms(Protocol):
-    """What a stay must know of a job; see `ElasticJob` and `LoopJob`."""
+    """Facts of a job that a stay needs; see `ElasticJob` and `LoopJob`."""
 
     @property
     def sync_interval(self) -> int:
