@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -22,6 +23,15 @@ def up_rates(lab: Lab, *, seconds: float) -> list[float]:
     return [(after[0, spine][0] - before[0, spine][0]) * 8 / elapsed_s / RATE for spine in range(SHAPE.spines)]
 
 
+def until_rates(lab: Lab, are_enough: Callable[[list[float]], bool]) -> list[float]:
+    """Return the first rates that are enough, or the third ones: on a busy machine a sender may stand for a while."""
+    for _ in range(3):
+        shares = up_rates(lab, seconds=2.0)
+        if are_enough(shares):
+            break
+    return shares
+
+
 def test_planned_source_ports_fill_all_spines_and_a_cut_cable_loses_nothing() -> None:
     with Lab.of(LabSettings.alike(4, Access(), fabric=SHAPE)) as lab:
         transfers = Transfers(lab)
@@ -34,13 +44,13 @@ def test_planned_source_ports_fill_all_spines_and_a_cut_cable_loses_nothing() ->
                     break
             assert found[port] == number, "60 ports that all miss one of four spines"
             planned.append(PortTransfer(source=source, destination=destination, port=port))
-        running = [transfers.send(transfer, seconds=9.0) for transfer in planned]
+        running = [transfers.send(transfer, seconds=20.0) for transfer in planned]  # longer than what is measured
         time.sleep(1.5)
-        shares = up_rates(lab, seconds=2.0)
+        shares = until_rates(lab, lambda shares: sum(shares) >= 0.95 * 4)
         assert sum(shares) >= 0.95 * 4, shares
         lab.cut_cable(0, 1)
         time.sleep(2.0)
-        left = up_rates(lab, seconds=2.0)
+        left = until_rates(lab, lambda left: left[1] < 0.01 and sum(left) >= 0.9 * 3)
         assert left[1] < 0.01 and sum(left) >= 0.9 * 3, left
         sent = {}
         for transfer, (process, path) in zip(planned, running, strict=True):

@@ -44,7 +44,7 @@ class RayRun:
     coordinator: Any
 
     def join(
-        self, model: nn.Module, inner: torch.optim.Optimizer, *, method: Method | str = "streaming-diloco",
+        self, model: nn.Module, inner: torch.optim.Optimizer, *, method: Method | str = "iso-loco",
         steps: int | None = None,
     ) -> ElasticOptimizer:  # fmt: skip
         """Join the run; see `thinwire.join`."""

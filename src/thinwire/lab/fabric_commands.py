@@ -79,10 +79,7 @@ def router_lines(settings: LabSettings) -> list[str]:
             f"route replace {address_of(host)}/32 dev {port} table {_LEAF_TABLE + leaf}",
         ]
         for spine in range(fabric.spines):
-            lines.append(
-                f"route replace {address_of(host)}/32 via {_leaf_address(leaf)} dev {cable_interfaces(leaf, spine)[1]} "
-                f"onlink table {_SPINE_TABLE + spine}"
-            )
+            lines.append(_way_down(host, leaf=leaf, spine=spine))
     return lines
 
 
@@ -113,10 +110,7 @@ def route_lines(settings: LabSettings) -> list[str]:
         if (leaf, spine) not in fabric.cut:
             for host in range(settings.num_hosts):
                 if leaf_of(settings, host) == leaf:
-                    lines.append(
-                        f"route replace {address_of(host)}/32 via {_leaf_address(leaf)} "
-                        f"dev {cable_interfaces(leaf, spine)[1]} onlink table {_SPINE_TABLE + spine}"
-                    )
+                    lines.append(_way_down(host, leaf=leaf, spine=spine))
     return lines
 
 
@@ -148,6 +142,13 @@ def _cables(fabric: FabricShape) -> Iterator[tuple[int, int]]:
 
 def _address(leaf: int, spine: int, *, is_leaf: bool) -> str:
     return f"02:74:79:{int(is_leaf):02x}:{leaf:02x}:{spine:02x}"
+
+
+def _way_down(host: int, *, leaf: int, spine: int) -> str:
+    return (
+        f"route replace {address_of(host)}/32 via {_leaf_address(leaf)} dev {cable_interfaces(leaf, spine)[1]} "
+        f"onlink table {_SPINE_TABLE + spine}"
+    )
 
 
 def _spine_address(spine: int) -> str:

@@ -1,5 +1,6 @@
 """Refusals of `thinwire.join` before any process is started."""
 
+import fcntl
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import thinwire
-from thinwire.errors import ConnectError
+from thinwire.errors import ConnectError, ThinwireError
 from thinwire.monitor.runlog.run_identity import new_identity
 from thinwire.sync.method import method_of
 from thinwire.training.elastic.job import ElasticJob, LoopJob
@@ -50,6 +51,16 @@ def test_address_and_secret_come_from_the_environment(monkeypatch: pytest.Monkey
     assert (place.invitation.host, place.invitation.port, place.is_here) == ("192.0.2.7", 29400, False)
     assert place.secret_file == tmp_path / "job.secret"
     assert RunPlace.find("127.0.0.1:1", secret=tmp_path / "x", folder=tmp_path, reach={}).secret_file == tmp_path / "x"
+
+
+def test_a_start_that_another_process_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("thinwire.training.elastic.own_loop._START_S", 0.05)
+    with (tmp_path / "start.lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        model = nn.Linear(2, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ThinwireError, match="another process has held .*start.lock"):
+            thinwire.join("127.0.0.1:29399", model, inner, folder=tmp_path)
 
 
 def test_a_run_of_own_loops_and_one_of_the_command_refuse_each_others_replicas() -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import IO, Any, Unpack
 
 import torch
 from torch import nn
@@ -77,7 +77,7 @@ class JoinReachOptions(ReachOptions, total=False):
 
 
 def join(
-    uri: str | None, model: nn.Module, inner: torch.optim.Optimizer, *, method: Method | str = "streaming-diloco",
+    uri: str | None, model: nn.Module, inner: torch.optim.Optimizer, *, method: Method | str = "iso-loco",
     steps: int | None = None, replicas: int = 1, secret: Path | str | None = None, folder: Path | str | None = None,
     **reach: Unpack[JoinReachOptions],
 ) -> ElasticOptimizer:  # fmt: skip
@@ -91,7 +91,7 @@ def join(
             THINWIRE_JOIN. A process on that host starts the coordinator where none runs.
         model: The replica's model, of the same shapes on all replicas; its values may differ.
         inner: Any optimizer over the model's parameters.
-        method: One that tolerates changing replicas, such as `"streaming-diloco"`, or its name.
+        method: One that tolerates changing replicas, such as `"iso-loco"`, or its name.
         steps: The run's last inner step. None for a run without an end.
         replicas: Replicas that begin together; the first one waits for them for five minutes.
         secret: File of the job's secret, by default that of the variable THINWIRE_SECRET_FILE. Without one, the first
@@ -226,7 +226,7 @@ class RunPlace:
         self.folder.mkdir(parents=True, exist_ok=True)
         # one process of this host at a time
         with (self.folder / _START_LOCK_FILE).open("a") as turn, (self.folder / _LOCK_FILE).open("a") as lock:
-            fcntl.flock(turn, fcntl.LOCK_EX)
+            _await_turn(turn)
             secret = self._secret()
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -273,13 +273,38 @@ class RunPlace:
             serve.host, str(serve.port),
         ]  # fmt: skip
         with (self.folder / LOG_FILE).open("ab") as log:
-            code = subprocess.run(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,), start_new_session=True,
-                timeout=_START_S, check=False,
-            ).returncode  # fmt: skip
+            try:
+                code = subprocess.run(
+                    words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,), start_new_session=True,
+                    timeout=_START_S, check=False,
+                ).returncode  # fmt: skip
+            except subprocess.TimeoutExpired:
+                raise ThinwireError(
+                    f"the coordinator has not started within {_START_S:g} s; see {self.folder / LOG_FILE}"
+                ) from None
         if code:
             raise ThinwireError(f"the coordinator could not be started (code {code}); see {self.folder / LOG_FILE}")
         _log.info("started the coordinator of %s, port %d", self.invitation.host, self.invitation.port)
+
+
+def _await_turn(turn: IO[str]) -> None:
+    """Wait until no other process of this host starts the coordinator; one that does ends within `_START_S`.
+
+    Raises:
+        ThinwireError: One holds the lock for twice as long, such as a process that is stopped.
+    """
+    until_s = time.monotonic() + 2 * _START_S
+    while True:
+        try:
+            fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until_s:
+                raise ThinwireError(
+                    f"another process has held {turn.name} for {2 * _START_S:g} s to start the coordinator; end or "
+                    f"continue that process"
+                ) from None
+            time.sleep(0.05)
 
 
 class ElasticOptimizer(DistributedOptimizer):
