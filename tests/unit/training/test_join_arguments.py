@@ -59,7 +59,7 @@ def test_a_start_that_another_process_never_ends_is_an_error(monkeypatch: pytest
         fcntl.flock(held, fcntl.LOCK_EX)
         model = nn.Linear(2, 1)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ThinwireError, match="another process has held .*start.lock"):
+        with pytest.raises(ThinwireError, match=r"another process has held .*start\.lock"):
             thinwire.join("127.0.0.1:29399", model, inner, folder=tmp_path)
 
 
