@@ -80,6 +80,7 @@ def end_coordinator(folder: Path) -> None:
     """Kill the coordinator of a run in a folder of this test, where a failure has left one."""
     for process in coordinators(folder):
         process.kill()
+        process.wait(timeout=30)  # it holds the lock of the run until it is gone
 
 
 def test_own_loops_go_on_without_a_killed_one_and_it_comes_back_to_the_same_model(tmp_path: Path) -> None:
