@@ -55,4 +55,5 @@ def test_a_probe_with_a_secret_finds_the_rates_and_latencies_of_uneven_wires(tmp
     assert len(set().union(*map(within_bounds, clusters))) == 4, [cluster.wires for cluster in clusters]
     machine = cluster.machines[0]
     assert machine.step_s is not None and machine.flops_per_s is not None and machine.encode_bytes_per_s is not None
+    assert machine.float64_flops_per_s is not None
     assert results[0].stdout.strip().startswith('{"format": "thinwire-cluster"') and not results[1].stdout.strip()

@@ -20,6 +20,7 @@ from thinwire.planning.predict import (
     alone,
     inner_step_s,
     interval_coding_s,
+    interval_outer_s,
     predict,
 )
 from thinwire.planning.simulator_adapter import Traffic, condensed, faster, simulated_cluster, stages_of, traffic_of
@@ -348,7 +349,7 @@ class CandidateTimes:
         return predict(schedule, traffic, links=links, replicas=replicas, num_steps=num_steps, patience=patience)
 
     def _computing(self, candidate: Candidate) -> Sequence[float]:
-        """Return the seconds in which each replica computes a step and codes its share of a round."""
+        """Return the seconds of each replica's step, with its share of coding and of outer steps."""
         names = candidate.replicas
         if names not in self._steps:
             self._steps[names] = step_times(self.cluster, self.workload, names, num_replicas=len(names))
@@ -362,7 +363,8 @@ class CandidateTimes:
         key = _among(candidate)
         if key not in self._coding:
             traffic = self._sent(candidate)
-            self._coding[key] = [interval_coding_s(self._machines[name], traffic) for name in candidate.replicas]
+            machines = [self._machines[name] for name in candidate.replicas]
+            self._coding[key] = [interval_coding_s(one, traffic) + interval_outer_s(one, traffic) for one in machines]
         return self._coding[key]
 
     def _alone_s(self, candidate: Candidate) -> list[float]:

@@ -50,6 +50,7 @@ class Machine:
             or the accelerator's peak times the share that is usual; None if unknown.
         memory_bytes: Memory for parameters, optimizer and activations; None if unknown.
         encode_bytes_per_s: Bytes of float32 that it codes or decodes a second in E3M0; None if unknown.
+        float64_flops_per_s: Operations a second of the outer step's matrix products (IsoLoCo); None if unknown.
         up_bits_per_s: What it sends at most, to all others together; None for no limit of its own.
         down_bits_per_s: What it receives at most, from all others together; None for no limit of its own.
         latency_s: One way from it to the middle of the net, for pairs without a link of their own.
@@ -61,6 +62,7 @@ class Machine:
     flops_per_s: float | None = None
     memory_bytes: float | None = None
     encode_bytes_per_s: float | None = None
+    float64_flops_per_s: float | None = None
     up_bits_per_s: float | None = None
     down_bits_per_s: float | None = None
     latency_s: float = 0.0

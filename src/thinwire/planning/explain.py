@@ -9,7 +9,7 @@ from thinwire import simulate
 from thinwire.planning.cluster import Cluster
 from thinwire.planning.loss_penalty import compute_worth, optimal_batch_tokens
 from thinwire.planning.plan import Outlook, Plan
-from thinwire.planning.predict import FLOPS_PER_PARAMETER, RECOMPUTE_FACTOR, coding_s, inner_step_s
+from thinwire.planning.predict import FLOPS_PER_PARAMETER, RECOMPUTE_FACTOR, coding_s, inner_step_s, interval_outer_s
 from thinwire.planning.simulator_adapter import simulated_cluster, stages_of, traffic_of
 from thinwire.planning.workload import BYTES_PER_PARAMETER, Workload
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
@@ -95,6 +95,9 @@ def _rounds(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
     coding = [coding_s(cluster.machine(name), method.schedule, traffic) for name in chosen.replicas]
     if max(coding):
         lines.append(f"coding: {format_seconds(max(coding))} a step at the slowest, in the computing time")
+    outer = [interval_outer_s(cluster.machine(name), traffic) / interval for name in chosen.replicas]
+    if max(outer):
+        lines.append(f"outer steps: {format_seconds(max(outer))} a step at the slowest, in the computing time")
     return lines
 
 

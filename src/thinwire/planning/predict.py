@@ -25,6 +25,9 @@ _SAME = 1e-9
 # Of a schedule that does not repeat itself all steps are simulated; so many pairs of steps are compared to tell.
 _MOST_STEPS, _LOOKS = 20_000, 200
 _FLOAT_BYTES = 4
+# Of the operations a second of training, what float64 products reach where nobody has measured them: a sixth on an H100
+# by its data sheet, a half on a CPU.
+_FLOAT64_SHARE = 1 / 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,17 @@ def interval_coding_s(machine: Machine, traffic: Traffic) -> float:
     if machine.encode_bytes_per_s is None:
         return 0.0
     return _FLOAT_BYTES * traffic.coded_elements / machine.encode_bytes_per_s
+
+
+def interval_outer_s(machine: Machine, traffic: Traffic) -> float:
+    """Return the seconds of a whole interval in which a replica computes outer steps that multiply matrices.
+
+    Args:
+        machine: Whose `float64_flops_per_s` counts; where it is unknown, a sixth of its `flops_per_s`.
+        traffic: Whose outer steps' operations count.
+    """
+    rate = machine.float64_flops_per_s or _FLOAT64_SHARE * (machine.flops_per_s or inf)
+    return traffic.outer_operations / rate
 
 
 def predict(

@@ -18,6 +18,8 @@ from thinwire.averaging.mixing import Neighbours
 from thinwire.averaging.topology import AllReplicas
 from thinwire.planning.cluster import Cluster
 from thinwire.sync.method import Method
+from thinwire.sync.outer_optimizer import NeedsMatrices
+from thinwire.sync.updates import OuterStep
 from thinwire.sync.views import BoundView
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.process_group import OPENING_BYTES
@@ -40,12 +42,15 @@ class Traffic:
         coded: Elements that a replica encodes and decodes in a round, in multiples of 2 (one of each), by fragment and
             channel; 0 where payloads are whole numbers of bytes an element.
         exchange: How rounds cross the links.
+        outer_operations: Float64 operations of all fragments' outer steps, once each; see
+            `thinwire.sync.outer_optimizer.NeedsMatrices`.
     """
 
     payload_bytes: tuple[tuple[float, ...], ...]
     times_sent: float
     coded: tuple[tuple[float, ...], ...]
     exchange: simulate.ExchangeModel
+    outer_operations: float = 0.0
 
     @property
     def num_fragments(self) -> int:
@@ -225,7 +230,16 @@ def traffic_of(
         times_sent=times_sent,
         coded=tuple(tuple(map(coded, *pair)) for pair in zip(rounds, shapes, strict=True)),
         exchange=common,
+        outer_operations=_outer_operations(method, view, num_replicas=num_replicas),
     )
+
+
+def _outer_operations(method: Method, view: BoundView, *, num_replicas: int) -> float:
+    update = method.update(num_replicas)
+    if not isinstance(update, OuterStep) or not isinstance(update.optimizer, NeedsMatrices):
+        return 0.0
+    fragments = range(len(view.parameters.fragments))
+    return sum(update.optimizer.matrix_operations(view.parameters.hidden_matrices(number)) for number in fragments)
 
 
 def _round_traffic(exchange: Exchange, shapes: Shapes, *, num_members: int) -> RoundTraffic:

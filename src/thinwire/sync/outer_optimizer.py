@@ -38,6 +38,10 @@ class NeedsMatrices(Protocol):
         """Return the optimizer of one fragment, which holds these matrices."""
         ...
 
+    def matrix_operations(self, matrices: Sequence[MatrixSpan]) -> float:
+        """Return the float64 operations of the matrix products of a step on these matrices."""
+        ...
+
 
 @runtime_checkable
 class ChangesByStep(Protocol):
@@ -132,6 +136,10 @@ class Restarted:
         """See `NeedsMatrices.with_matrices`."""
         inside = self.optimizer
         return replace(self, optimizer=inside.with_matrices(matrices)) if isinstance(inside, NeedsMatrices) else self
+
+    def matrix_operations(self, matrices: Sequence[MatrixSpan]) -> float:
+        """See `NeedsMatrices.matrix_operations`."""
+        return self.optimizer.matrix_operations(matrices) if isinstance(self.optimizer, NeedsMatrices) else 0.0
 
     def at_step(self, launch_step: int) -> OuterOptimizer:
         """See `ChangesByStep.at_step`."""

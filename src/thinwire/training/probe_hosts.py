@@ -13,9 +13,12 @@ import torch
 
 from thinwire.codecs import e3m0
 from thinwire.errors import DataError, PayloadError
+from thinwire.methods.iso_loco import Isotropic, flatten_spectrum
 from thinwire.planning.cluster import Cluster, Machine, read_machine
 from thinwire.planning.predict import FLOPS_PER_PARAMETER
 from thinwire.planning.probe import ProbeBudget, WireMeasurements, probe_wires
+from thinwire.sync.global_parameters import MatrixSpan
+from thinwire.sync.outer_optimizer import PlainSGD
 from thinwire.training.build import make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig
 from thinwire.transport.all_gather_json import all_gather_json
@@ -24,7 +27,7 @@ from thinwire.transport.connect import connect
 from thinwire.transport.secret import need_pyzmq, read_secret
 
 # Enough to drown what a call costs.
-_CODED_ELEMENTS = 2**20
+_CODED_ELEMENTS, _OUTER_SIDE = 2**20, 512
 _LEAST_STEPS, _LEAST_CODINGS = 3, 3
 
 
@@ -67,6 +70,7 @@ def measure_machine(config: TrainConfig, *, name: str, seconds: float = 5.0) -> 
         name=name, step_s=step_s, step_tokens=step_tokens,
         flops_per_s=FLOPS_PER_PARAMETER * num_parameters * step_tokens / step_s,
         memory_bytes=float(free_bytes), encode_bytes_per_s=coding_bytes_per_s(device),
+        float64_flops_per_s=outer_flops_per_s(device),
     )  # fmt: skip
 
 
@@ -80,6 +84,20 @@ def coding_bytes_per_s(device: torch.device) -> float:
             torch.cuda.synchronize()
 
     return 4 * _CODED_ELEMENTS / _median_s(code, seconds=0.2, at_least=_LEAST_CODINGS)
+
+
+def outer_flops_per_s(device: torch.device) -> float:
+    """Return the float64 operations a second of IsoLoCo's outer step on a square matrix, by the way it takes there."""
+    matrix = torch.randn(_OUTER_SIDE, _OUTER_SIDE, device=device)
+    spans = [MatrixSpan(start=0, shape=matrix.shape, parameter=matrix)]
+
+    def flatten() -> None:
+        flatten_spectrum(matrix)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    step = Isotropic(hidden=PlainSGD(), rest=PlainSGD())
+    return step.matrix_operations(spans) / _median_s(flatten, seconds=0.2, at_least=_LEAST_CODINGS)
 
 
 def _median_s(action: Callable[[], None], *, seconds: float, at_least: int) -> float:

@@ -23,7 +23,8 @@ from thinwire.planning.workload import Workload
 def small_plan() -> Plan:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
-    machines = tuple(Machine(name=n, flops_per_s=1e9, up_bits_per_s=1e6, down_bits_per_s=1e6) for n in "ab")
+    rates = {"flops_per_s": 1e9, "float64_flops_per_s": 1e12, "up_bits_per_s": 1e6, "down_bits_per_s": 1e6}
+    machines = tuple(Machine(name=name, **rates) for name in "ab")
     workload = Workload(name="nano", model=model, tokens=1e6, seq_len=64, batch_size=4)
     wishes = PlanConstraints(intervals=(10, 30), overlaps=(1,), layers=(1,), min_replicas=2)
     return make_plan(workload, Cluster(machines=machines), wishes)

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.laws.test_schedule_laws import staggered
 from thinwire import simulate
-from thinwire.methods import recipe
+from thinwire.methods import iso_loco, recipe, streaming_diloco
 from thinwire.methods.eager import OwnFirst
 from thinwire.planning import predict as predict_module
 from thinwire.planning.cluster import Machine
-from thinwire.planning.predict import Prediction, alone, coding_s, inner_step_s, predict
-from thinwire.planning.simulator_adapter import Traffic
+from thinwire.planning.predict import Prediction, alone, coding_s, inner_step_s, interval_outer_s, predict
+from thinwire.planning.simulator_adapter import Traffic, traffic_of
 from thinwire.sync.schedule import EveryStep, Prefetched, RandomRefresh, Staggered, WarmUp
 
 
@@ -189,6 +190,19 @@ def test_coding_takes_its_share_of_every_step_where_somebody_measured_it() -> No
     assert coding_s(machine, Staggered(sync_interval=10), sent) == pytest.approx(4 * 6e6 / 2.4e6 / 10)
     assert coding_s(machine, EveryStep(), sent) == pytest.approx(10.0)
     assert coding_s(Machine(name="b"), EveryStep(), sent) == 0.0
+
+
+def test_an_outer_step_that_multiplies_matrices_takes_its_share_of_an_interval() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(100, 10, bias=False, device="meta") for _ in range(4)))
+    sent = traffic_of(iso_loco(), model, num_replicas=2)
+    assert sent.outer_operations == 4 * 9 * (4 * 10**2 * 100 + 2 * 10**3)
+    measured = Machine(name="a", flops_per_s=6e9, float64_flops_per_s=3e9)
+    assert interval_outer_s(measured, sent) == pytest.approx(sent.outer_operations / 3e9)
+    assert interval_outer_s(Machine(name="b", flops_per_s=6e9), sent) == pytest.approx(sent.outer_operations / 1e9)
+    assert interval_outer_s(Machine(name="c"), sent) == 0.0
+    restarting = traffic_of(iso_loco(restart_every=3), model, num_replicas=2)
+    assert restarting.outer_operations == sent.outer_operations
+    assert traffic_of(streaming_diloco(), model, num_replicas=2).outer_operations == 0.0
 
 
 def test_after_a_warm_up_the_last_channel_s_coding_counts() -> None:

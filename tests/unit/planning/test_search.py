@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from thinwire import simulate
+from thinwire.methods import iso_loco
 from thinwire.planning import candidates as candidates_module
 from thinwire.planning.candidates import Candidate, candidates, machine_sets, step_times
 from thinwire.planning.cluster import Cluster, Machine, Wire
 from thinwire.planning.loss_penalty import compute_worth, loss_penalty
-from thinwire.planning.predict import Prediction, alone, coding_s, predict
+from thinwire.planning.predict import Prediction, alone, interval_coding_s, interval_outer_s, predict
 from thinwire.planning.search import PlanConstraints, make_plan
 from thinwire.planning.simulator_adapter import Traffic, simulated_cluster, traffic_of
 from thinwire.planning.workload import Workload
@@ -86,10 +87,10 @@ def equal_loss_s(candidate: Candidate, work: Workload, cluster: Cluster) -> floa
         return alone(num_steps, step_s=times[0]).total_s * compute_worth(penalty.share)
     method = candidate.make()
     sent = traffic_of(method, work.model, num_replicas=count)
-    replicas = [
-        simulate.SimReplica(step_s=time_s + coding_s(cluster.machine(name), method.schedule, sent))
-        for time_s, name in zip(times, names, strict=True)
-    ]
+    interval = method.schedule.sync_interval
+    machines = [cluster.machine(name) for name in names]
+    rounds_s = [(interval_coding_s(one, sent) + interval_outer_s(one, sent)) / interval for one in machines]
+    replicas = [simulate.SimReplica(step_s=sum(both)) for both in zip(times, rounds_s, strict=True)]
     links = simulated_cluster(cluster, names=names)
     found = predict(method.schedule, sent, links=links, replicas=replicas, num_steps=num_steps)
     return found.total_s * compute_worth(penalty.share)
@@ -266,6 +267,16 @@ def test_coding_counts_as_computing_where_it_was_measured() -> None:
     plan = make_plan(workload(), Cluster(machines=tuple(slow)), wishes)
     # encoded once and decoded twice: one and a half times 4 bytes of each of 98,304 elements, in ten steps
     assert plan.best.prediction.compute_s == pytest.approx(0.1 + 1.5 * 4 * 98_304 / 1e6 / 10, rel=1e-3)
+
+
+def test_an_outer_step_counts_as_computing() -> None:
+    some = Cluster(machines=machines(0.1, 0.1, rate=1e9))
+    wishes = PlanConstraints(methods=("iso-loco",), intervals=(10,), codecs=("e3m0",), min_replicas=2)
+    plan = make_plan(workload(), some, wishes)
+    operations = traffic_of(iso_loco(), workload().model, num_replicas=2).outer_operations
+    assert operations > 0 and some.machines[0].flops_per_s is not None
+    extra_s = operations / (some.machines[0].flops_per_s / 6) / 10
+    assert plan.best.prediction.compute_s == pytest.approx(0.1 + extra_s, rel=1e-6)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[int]:
