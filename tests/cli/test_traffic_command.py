@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.cli.main import main
-from thinwire.cli.traffic import TrafficCompareOptions, TrafficPlanOptions
+from thinwire.cli.traffic import TrafficCompareOptions, TrafficPlanOptions, TrafficProbeOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = [
@@ -23,7 +23,11 @@ EXAMPLE = [
 def test_the_options_are_those_that_were_agreed_on() -> None:
     options = [
         f"{command} --{field.name.replace('_', '-')}"
-        for command, kind in (("plan", TrafficPlanOptions), ("compare", TrafficCompareOptions))
+        for command, kind in (
+            ("plan", TrafficPlanOptions),
+            ("compare", TrafficCompareOptions),
+            ("probe", TrafficProbeOptions),
+        )
         for field in dataclasses.fields(kind)
     ]
     frozen = Path(__file__).with_name("options_of_traffic.txt").read_text().splitlines()
@@ -38,7 +42,9 @@ def test_a_plan_is_one_json_object_and_a_file(tmp_path: Path, capsys: pytest.Cap
     assert (found["method"], found["max_congestion"], found["bound"], found["pieces"]) == ("ethereal", 1.0, 1.0, 4)
     assert found["completion_s"] == pytest.approx(10.0)
     assert sorted(piece["spine"] for flow in found["assignment"] for piece in flow["pieces"]) == [0, 1, 2, 3]
-    assert set(found["assignment"][0]["pieces"][0]) == {"share", "spine", "rail", "destination_rail", "source_port"}
+    fields = {"share", "spine", "rail", "destination_rail", "source_port", "spare_source_ports", "destination_port"}
+    assert set(found["assignment"][0]["pieces"][0]) == fields
+    assert found["assignment"][0]["pieces"][0]["source_port"] is None, "no probe was given"
     assert found["settings"]["nccl_is_tried"] is False
 
 
@@ -54,6 +60,48 @@ def test_the_commands_of_the_page_print_what_the_page_shows(
         assert main(shlex.split(command.replace("\\\n", " "))) == 0
         assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == output.splitlines()
     assert json.loads((tmp_path / "plan.json").read_text())["format"] == "thinwire-traffic-plan"
+
+
+def test_a_probe_puts_source_ports_into_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    routers = {str(20_000 + n): f"10.80.0.{n % 4 + 1}" for n in range(16)}
+    for source in ("host-2", "host-3"):
+        probe = {"format": "thinwire-path-probe", "version": 1, "source": source, "destination_port": 29_600}
+        (tmp_path / f"{source}.json").write_text(
+            json.dumps({**probe, "routers": {"host-0": routers, "host-1": routers}})
+        )
+    flows = ["--flows", str(ROOT / "examples/traffic/connections-4.json")]
+    assert main(["traffic", "plan", *EXAMPLE[:2], *flows, "--probe", str(tmp_path), "--json"]) == 0
+    pieces = [piece for flow in json.loads(capsys.readouterr().out)["assignment"] for piece in flow["pieces"]]
+    assert sorted(piece["spine"] for piece in pieces) == [0, 1, 2, 3]
+    for piece in pieces:
+        ports = [piece["source_port"], *piece["spare_source_ports"]]
+        assert [routers[str(port)] for port in ports] == [f"10.80.0.{piece['spine'] + 1}"] * 4
+    assert main(["traffic", "plan", *EXAMPLE[:2], *flows, "--probe", str(tmp_path)]) == 0
+    assert "port" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "--fabric is missing"),
+        ([*EXAMPLE[:2], "--source", "host-9"], "host-9"),
+        ([*EXAMPLE[:2], "--source", "host-2", "--to", "host-2"], "host-2"),
+        ([*EXAMPLE[:2], "--source", "host-2", "--source-ports", "7"], "--source-ports"),
+        ([*EXAMPLE[:2], "--source", "host-2", "--port", "0"], "--port"),
+    ],
+)
+def test_a_wrong_probe_is_refused_before_anything_is_sent(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["traffic", "probe", *words]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_path_without_answering_routers_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--source", "host-2", "--to", "host-0=127.0.0.1", "--timeout", "50ms", "--out", str(tmp_path)]
+    assert main(["traffic", "probe", *EXAMPLE[:2], *words]) == 1
+    assert "no router answered at hop 2 on the way to host-0" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_table_states_the_result_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Callable
 
 import pytest
 
 from thinwire.lab import Access, FabricShape, Lab, LabSettings
-from thinwire.lab.path_probe import PortTransfer, Transfers, probe_paths
+from thinwire.lab.fabric_commands import router_address
+from thinwire.lab.path_probe import SINK_PORT, PortTransfer, Transfers, probe_paths
 
 RATE = 10e6
 SHAPE = FabricShape(leaves=2, spines=4, uplink_bits_per_s=RATE)
@@ -58,6 +61,28 @@ def test_planned_source_ports_fill_all_spines_and_a_cut_cable_loses_nothing() ->
             sent[transfer.port] = int(path.read_text())
         received = transfers.received_bytes(2) | transfers.received_bytes(3)
         assert {port: received[port] for port in sent} == sent
+
+
+PROBE = """
+import json, sys
+from thinwire.traffic.source_ports import probe_source_ports
+print(json.dumps(probe_source_ports(sys.argv[1], int(sys.argv[2]), source_ports=range(*map(int, sys.argv[3:5])))))
+"""
+
+
+def test_the_spines_that_answer_a_probe_are_those_that_the_bytes_cross() -> None:
+    ports = range(41_000, 41_008)
+    with Lab.of(LabSettings.alike(4, Access(), fabric=SHAPE)) as lab:
+        transfers = Transfers(lab)
+        words = [lab.address(0), str(SINK_PORT), str(ports.start), str(ports.stop)]
+        output = lab.folder / "probe.json"
+        with output.open("wb") as file:
+            process = lab.start([sys.executable, "-c", PROBE, *words], host=2, stdout=file, stderr=file)
+            assert process.wait(deadline_s=60) == 0, output.read_text()
+        answered = json.loads(output.read_text())
+        crossed = probe_paths(lab, transfers, source=2, destination=0, ports=ports)
+    spine_of = {router_address(spine, is_leaf=False): spine for spine in range(SHAPE.spines)}
+    assert {int(port): spine_of[router] for port, router in answered.items()} == crossed
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +16,30 @@ from rich.table import Table
 from thinwire.cli.argument_parsing import USAGE, check_least, command, parse_options
 from thinwire.cli.output import log
 from thinwire.cli.tables import plain, print_wide
-from thinwire.errors import excluded, refusal, unknown_name
+from thinwire.errors import ConnectError, excluded, refusal, unknown_name
 from thinwire.files import write_whole
 from thinwire.traffic import METHODS, Fabric, FabricFlow, TrafficPlan, plan_traffic, read_fabric, read_flows
 from thinwire.traffic.comparison import TrafficRow, compare_methods, failure_chart, write_failure_figure
 from thinwire.traffic.recorded_flows import flows_of_run
-from thinwire.units import format_seconds
+from thinwire.traffic.source_ports import (
+    DEFAULT_PORTS,
+    SPINE_HOP,
+    PathProbe,
+    probe_source_ports,
+    read_probes,
+    with_source_ports,
+)
+from thinwire.transport.addresses import read_port_range
+from thinwire.units import format_seconds, parse_seconds
 
 _HELP = """\
-usage: thinwire traffic plan|compare [OPTIONS]
+usage: thinwire traffic plan|compare|probe [OPTIONS]
 
 Plan the paths of flows over a leaf/spine fabric.
 
   plan       choose the path of each flow by one method
   compare    compare all methods on the same flows
+  probe      find the path of each source port from this host
 
 thinwire traffic plan --help lists the options of plan.
 
@@ -71,6 +84,9 @@ class TrafficPlanOptions(FabricOptions):
     seed: int = 0
     """Random seed of the hashes of ecmp and k-ecmp."""
 
+    probe: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """File or folder of `thinwire traffic probe`; the plan then names source ports. Repeatable."""
+
     out: Path | None = None
     """File of the plan, as JSON. Default: none."""
 
@@ -89,6 +105,41 @@ class TrafficCompareOptions(FabricOptions):
     """SVG file: completion time over the number of dead uplinks of leaf-0."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrafficProbeOptions:
+    """Find the spine that each source port takes from this host to others; run it on every host that dials.
+
+    A rank dials those before it. Linux only; the spines must answer packets whose time to live ends (ICMP).
+    """
+
+    fabric: Path | None = None
+    """Fabric: leaves, spines, hosts, ports and rates; see examples/traffic/fabric-2x4.json."""
+
+    source: str | None = None
+    """This host's name in the fabric. Default: its host name."""
+
+    to: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Other host, as NAME or NAME=ADDRESS. Default: the hosts of other leaves before it. Repeatable."""
+
+    port: int = 29_600
+    """Port at which the others will listen (`--port-range 29600-29600`)."""
+
+    source_ports: str = f"{DEFAULT_PORTS[0]}-{DEFAULT_PORTS[-1]}"
+    """FIRST-LAST: source ports to try."""
+
+    hop: int = SPINE_HOP
+    """Router that is the spine, counted from this host; the leaf is 1."""
+
+    timeout: str = "1s"
+    """Longest wait for an answer."""
+
+    out: Path = Path("probe")
+    """Folder for the probe file, which is named after this host."""
+
+    json: bool = False
+    """Print one JSON object on stdout instead of a table."""
+
+
 @command("traffic", remedy="give another place with --out or --figure")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; see `thinwire traffic --help`.
@@ -99,7 +150,9 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0 if arguments else USAGE
-    actions: dict[str, Callable[[Sequence[str]], None]] = {"plan": _plan, "compare": _compare}
+    actions: dict[str, Callable[[Sequence[str]], None]] = {
+        "plan": _plan, "compare": _compare, "probe": _probe,
+    }  # fmt: skip
     if arguments[0] not in actions:
         raise unknown_name("traffic command", arguments[0], actions)
     actions[arguments[0]](arguments[1:])
@@ -107,11 +160,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan(arguments: Sequence[str]) -> None:
-    basic = ("fabric", "flows", "run", "method", "out", "json")
+    basic = ("fabric", "flows", "run", "method", "probe", "out", "json")
     options = parse_options(TrafficPlanOptions, arguments, prog="thinwire traffic plan", basic=basic)
     fabric, flows = _read(options)
     check_least(options, k=1)
     plan = plan_traffic(fabric, flows, method=options.method, failed=options.failed, k=options.k, seed=options.seed)
+    if options.probe:
+        plan = with_source_ports(plan, read_probes(options.probe))
     found = plan.to_json()
     if options.out is not None:
         write_whole(options.out, json.dumps(found, indent=2) + "\n")
@@ -148,10 +203,71 @@ def _compare(arguments: Sequence[str]) -> None:
         _show_rows(rows)
 
 
+def _probe(arguments: Sequence[str]) -> None:
+    options = parse_options(TrafficProbeOptions, arguments, prog="thinwire traffic probe")
+    if options.fabric is None:
+        raise _no_fabric()
+    check_least(options, port=1, hop=1)
+    first, last = read_port_range(options.source_ports, what="--source-ports")
+    timeout_s = parse_seconds(options.timeout)
+    fabric = read_fabric(options.fabric)
+    source = options.source or socket.gethostname()
+    if source not in fabric.hosts:
+        raise unknown_name("--source", source, list(fabric.hosts)[:20])
+    destinations = _destinations(options.to, source, fabric)
+    if not destinations:
+        log(f"{source} dials no host of another leaf; nothing to probe", command="traffic")
+        return
+    found: dict[str, dict[str, str]] = {}
+    for name, address in destinations.items():
+        try:
+            ports = probe_source_ports(
+                socket.gethostbyname(address), options.port, source_ports=range(first, last + 1), hop=options.hop,
+                timeout_s=timeout_s,
+            )  # fmt: skip
+        except OSError as error:
+            raise ConnectError(f"cannot probe {name} at {address}: {error}; give --to {name}=ADDRESS") from error
+        if not ports:
+            raise ConnectError(
+                f"no router answered at hop {options.hop} on the way to {name} at {address}; give another --hop, or "
+                "let the spines answer packets whose time to live ends (ICMP time exceeded)"
+            )
+        found[name] = {str(port): router for port, router in ports.items()}
+    probe = PathProbe(source=source, destination_port=options.port, routers=found)
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"{source}.json"
+    write_whole(path, json.dumps(probe.to_json(), indent=2) + "\n")
+    log(f"wrote {path}", command="traffic")
+    if options.json:
+        print(json.dumps(probe.to_json()))
+        return
+    for name, routers in found.items():
+        counts = Counter(routers.values())
+        print(f"{source} to {name}: {len(routers)} source ports over {len(counts)} paths")
+        for router, count in sorted(counts.items()):
+            print(f"  {router}  {count} ports")
+
+
+def _destinations(given: Sequence[str], source: str, fabric: Fabric) -> dict[str, str]:
+    """Return the addresses, or else the names, of the hosts to probe."""
+    named = dict(one.partition("=")[::2] for one in given)
+    if not given:
+        before = itertools.takewhile(lambda name: name != source, fabric.hosts)
+        named = {name: "" for name in before if set(fabric.hosts[name]).isdisjoint(fabric.hosts[source])}
+    for name in named:
+        if name not in fabric.hosts or name == source:
+            raise unknown_name("--to", name, [other for other in fabric.hosts if other != source][:20])
+    return {name: address or name for name, address in named.items()}
+
+
+def _no_fabric() -> ValueError:
+    return refusal("--fabric is missing", got="nothing", allowed="a fabric file",
+                   remedy="--fabric examples/traffic/fabric-2x4.json")  # fmt: skip
+
+
 def _read(options: FabricOptions) -> tuple[Fabric, list[FabricFlow]]:
     if options.fabric is None:
-        raise refusal("--fabric is missing", got="nothing", allowed="a fabric file",
-                      remedy="--fabric examples/traffic/fabric-2x4.json")  # fmt: skip
+        raise _no_fabric()
     if options.flows is not None and options.run is not None:
         raise excluded("--flows", "--run", why="both give the flows", remedy="to leave --run out")
     fabric = read_fabric(options.fabric)
@@ -171,13 +287,14 @@ def _show_plan(plan: TrafficPlan) -> None:
         f"{plan.num_pieces} connections for {len(plan.flows)} flows\n"
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("flow", "from", "to", "share", "rail", "to rail", "spine"):
+    has_ports = any(piece.source_ports for pieces in plan.pieces for piece in pieces)
+    for name in ("flow", "from", "to", "share", "rail", "to rail", "spine", *(["port"] if has_ports else [])):
         table.add_column(name, justify="left" if name in ("from", "to") else "right", no_wrap=True)
     for number, (flow, pieces) in enumerate(zip(plan.flows, plan.pieces, strict=True)):
         for piece in pieces:
             cells = (
                 number, flow.source, flow.destination, piece.share, piece.rail, piece.destination_rail,
-                "-" if piece.spine is None else piece.spine,
+                "-" if piece.spine is None else piece.spine, *piece.source_ports[:1],
             )  # fmt: skip
             table.add_row(*map(plain, cells))
     print_wide(table)

@@ -26,6 +26,9 @@ KERNEL_SETTINGS = {
     "ip_forward": "1", "fib_multipath_hash_fields": "55", "fib_multipath_hash_policy": "3",
     "conf/all/rp_filter": "0", "conf/default/rp_filter": "0",
     "conf/all/send_redirects": "0", "conf/default/send_redirects": "0",
+    # a packet whose time to live ends is answered by the router at which it arrived, however many end there
+    "icmp_errors_use_inbound_ifaddr": "1", "icmp_ratelimit": "0", "icmp_msgs_per_sec": "100000",
+    "icmp_msgs_burst": "10000",
 }  # fmt: skip
 _LEAF_TABLE, _SPINE_TABLE = 1_000, 2_000
 
@@ -51,6 +54,11 @@ def port_hardware_address_of(host: int) -> str:
     return f"02:74:78:00:{host >> 8:02x}:{host & 255:02x}"
 
 
+def router_address(number: int, *, is_leaf: bool) -> str:
+    """Return the address under which a leaf or a spine answers."""
+    return f"10.{81 if is_leaf else 80}.0.{number + 1}"
+
+
 def router_lines(settings: LabSettings) -> list[str]:
     """Return what `ip -batch` makes the cables, rules and fixed routes from, once the hosts' ports exist."""
     fabric = settings.fabric
@@ -63,6 +71,8 @@ def router_lines(settings: LabSettings) -> list[str]:
             f"peer name {spine_end} address {_address(leaf, spine, is_leaf=False)}",
             f"link set {leaf_end} up",
             f"link set {spine_end} up",
+            f"address add {router_address(leaf, is_leaf=True)}/32 dev {leaf_end}",
+            f"address add {router_address(spine, is_leaf=False)}/32 dev {spine_end}",
             f"neighbour replace {_spine_address(spine)} lladdr {_address(leaf, spine, is_leaf=False)} dev {leaf_end} "
             "nud permanent",
             f"neighbour replace {_leaf_address(leaf)} lladdr {_address(leaf, spine, is_leaf=True)} dev {spine_end} "
@@ -75,6 +85,8 @@ def router_lines(settings: LabSettings) -> list[str]:
         lines += [
             f"link set {port} address {port_hardware_address_of(host)}",
             f"neighbour replace {address_of(host)} lladdr {hardware_address_of(host)} dev {port} nud permanent",
+            f"address add {router_address(leaf, is_leaf=True)}/32 dev {port}",
+            f"route add {address_of(host)}/32 dev {port}",  # for what the routers themselves send
             f"rule add iif {port} lookup {_LEAF_TABLE + leaf}",
             f"route replace {address_of(host)}/32 dev {port} table {_LEAF_TABLE + leaf}",
         ]

@@ -50,6 +50,7 @@ _MOST_SPINES, _MOST_LEAVES, _MOST_FLOWS = 1024, 4096, 1_000_000
 _Rate = Annotated[float, Meta(gt=0, le=1e18)]
 _Leaf = Annotated[int, Meta(ge=0, lt=_MOST_LEAVES)]
 _Name = Annotated[str, Meta(min_length=1, max_length=200)]
+_Address = Annotated[str, Meta(min_length=2, max_length=64)]
 _Parsed = TypeVar("_Parsed", bound=msgspec.Struct)
 
 
@@ -62,6 +63,7 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         port_bits_per_s: Rate of each port of a host, in each direction.
         hosts: The leaf of each port of a host; the port's place in the list is its rail.
         rates: Cables of another rate, by name, such as `leaf-1/spine-2`.
+        spine_addresses: IP addresses under which each spine answers probes, if known.
 
     Example:
         >>> hosts = {"a": (0,), "b": (1,)}
@@ -74,6 +76,7 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     port_bits_per_s: _Rate
     hosts: dict[_Name, Annotated[tuple[_Leaf, ...], Meta(min_length=1, max_length=64)]]
     rates: dict[str, _Rate] = {}
+    spine_addresses: Annotated[tuple[tuple[_Address, ...], ...], Meta(max_length=_MOST_SPINES)] = ()
 
     @property
     def num_leaves(self) -> int:
@@ -201,7 +204,7 @@ def read_fabric(path: Path) -> Fabric:
     Raises:
         DataError: It cannot be read, or is no fabric; names the file and the field.
     """
-    fields = _read(path, FABRIC_FORMAT)
+    fields = read_fields(path, FABRIC_FORMAT)
     for name in ("uplink_bits_per_s", "port_bits_per_s"):
         fields[name] = _number(path, fields.get(name), parse_rate)
     if isinstance(rates := fields.get("rates"), dict):
@@ -211,6 +214,12 @@ def read_fabric(path: Path) -> Fabric:
         fabric.cables(fabric.rates)
     except ValueError as error:
         raise DataError(f"{path}: rates: {error}") from error
+    addresses = [address for spine in fabric.spine_addresses for address in spine]
+    if len(fabric.spine_addresses) not in (0, fabric.spines) or len(set(addresses)) < len(addresses):
+        raise DataError(
+            f"{path}: spine_addresses: {len(fabric.spine_addresses)} lists with {len(set(addresses))} different "
+            f"addresses of {len(addresses)}; expected one list for each of {fabric.spines} spines, no address twice"
+        )
     return fabric
 
 
@@ -220,7 +229,7 @@ def read_flows(path: Path) -> list[FabricFlow]:
     Raises:
         DataError: It cannot be read, or holds no flows; names the file and the field.
     """
-    fields = _read(path, FLOWS_FORMAT)
+    fields = read_fields(path, FLOWS_FORMAT)
     listed = fields.get("flows")
     for flow in listed if isinstance(listed, list) else ():
         if isinstance(flow, dict):
@@ -244,7 +253,12 @@ def check_hosts(fabric: Fabric, flows: Sequence[FabricFlow]) -> None:
                           remedy="to leave it out")  # fmt: skip
 
 
-def _read(path: Path, kind: str) -> dict[str, Any]:
+def read_fields(path: Path, kind: str) -> dict[str, Any]:
+    """Read a JSON file of a kind; return its fields but format and version.
+
+    Raises:
+        DataError: It cannot be read, or is of another kind.
+    """
     try:
         if (size := path.stat().st_size) > _MOST_FILE_BYTES:
             raise DataError(f"{path} has {size} bytes, more than {_MOST_FILE_BYTES}; is it a {kind} file?")

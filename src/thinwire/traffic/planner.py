@@ -47,12 +47,16 @@ class PathPiece:
         rail: Port of the sending host.
         destination_rail: Port of the receiving host.
         spine: The spine; None between ports of one leaf.
+        source_ports: Source ports that take this path, the best first; empty if not probed.
+        destination_port: Port for which this holds.
     """
 
     share: Fraction
     rail: int
     destination_rail: int
     spine: int | None
+    source_ports: tuple[int, ...] = ()
+    destination_port: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,14 +124,17 @@ class TrafficPlan:
             "format": "thinwire-traffic-plan", "version": 1, "method": self.method,
             "max_congestion": float(self.max_congestion), "bound": float(self.bound),
             "completion_s": max(self.completion_s.values()), "pieces": self.num_pieces,
-            "jobs": self.completion_s,
+            "jobs": self.completion_s, "hosts": list(self.paths.fabric.hosts),
             "failed": [f"leaf-{leaf}/spine-{spine}" for leaf, spine in sorted(self.paths.failed)],
             "assignment": [
                 {
                     "flow": number, "source": flow.source, "destination": flow.destination, "job": flow.job,
                     "pieces": [
                         {"share": float(piece.share), "spine": piece.spine, "rail": piece.rail,
-                         "destination_rail": piece.destination_rail, "source_port": None}
+                         "destination_rail": piece.destination_rail,
+                         "source_port": next(iter(piece.source_ports), None),
+                         "spare_source_ports": list(piece.source_ports[1:]),
+                         "destination_port": piece.destination_port}
                         for piece in pieces
                     ],
                 }

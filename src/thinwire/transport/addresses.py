@@ -148,8 +148,8 @@ def listen_config(
     return ListenConfig(address=own, advertise=shown, ports=ports)
 
 
-def read_port_range(text: str) -> tuple[int, int]:
-    """Read `FIRST-LAST`.
+def read_port_range(text: str, *, what: str = "--port-range") -> tuple[int, int]:
+    """Read `FIRST-LAST`, the value of an option.
 
     Raises:
         ValueError: It is no range of ports.
@@ -161,8 +161,8 @@ def read_port_range(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", text.strip())
     first, last = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 0 < first <= last < 1 << 16:
-        raise refusal("--port-range is no range of ports", got=repr(text[:40]), allowed="FIRST-LAST, 1 to 65535",
-                      remedy="--port-range 40000-40010")  # fmt: skip
+        raise refusal(f"{what} is no range of ports", got=repr(text[:40]), allowed="FIRST-LAST, 1 to 65535",
+                      remedy=f"{what} 40000-40010")  # fmt: skip
     return first, last
 
 

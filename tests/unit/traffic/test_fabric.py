@@ -29,6 +29,8 @@ def test_the_examples_are_read() -> None:
         ({"hosts": {"a": [-1]}}, "hosts"),
         ({"rates": {"leaf-7/spine-0": 1e6}}, "leaf-7/spine-0"),
         ({"colour": "red"}, "colour"),
+        ({"spine_addresses": [["10.80.0.1"]]}, "spine_addresses"),
+        ({"spine_addresses": [["10.80.0.1"]] * 4}, "spine_addresses"),
         ({"version": 2}, "version"),
         ({"format": "thinwire-flows"}, "thinwire-fabric"),
     ],
