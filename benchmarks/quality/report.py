@@ -234,6 +234,32 @@ def write_figures(rung: Rung, lines: Lines, folder: Path, *, replicas: int) -> N
         print(path)
 
 
+def write_pareto_figure(rung: Rung, found: Sequence[Row], folder: Path, *, replicas: int) -> None:
+    """Write the loss of all tuned rows with some replicas against their bytes, and the line that nothing beats."""
+    sending = [x for x in found if x.method == BASELINE or (x.replicas == replicas and x.windows == rung.windows)]
+    points = {x.method: (x.bytes_per_replica / 1e6, x.loss) for x in sending if x.bytes_per_replica and x.is_tuned}
+    front = [point for point in points.values() if not any(_beats(other, point) for other in points.values())]
+    chart = Chart(
+        title=f"Validation loss on rung {rung.name} against MB sent, {replicas} replicas",
+        x=Axis(label="MB sent by a replica", scale="log"),
+        y=Axis(label="validation loss, nats", write="{:.2f}".format),
+        series=(
+            ChartSeries(name="nothing has fewer bytes and less loss", points=tuple(sorted(front)), is_main=True),
+            *(
+                ChartSeries(name=name, label=name, colour=number, has_dots=True, points=(point,))
+                for number, (name, point) in enumerate(points.items())
+            ),
+        ),
+    )
+    path = folder / f"quality-{rung.name}-pareto.svg"
+    path.write_text(image_file(line_chart(chart)))
+    print(path)
+
+
+def _beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one != other and one[0] <= other[0] and one[1] <= other[1]
+
+
 def _step_s(side: Side, line: Mapping[str, Any], *, replicas: int) -> float:
     """Return the simulated seconds of a step on thin links, computing as fast as the stored run's core."""
     options = {k: by_name(v) if k == "codec" else v for k, v in side.entry.options.items()}
@@ -274,6 +300,7 @@ def main() -> None:
         elif options.figures:
             if found:
                 write_figures(rung, lines, options.figures, replicas=options.replicas)
+                write_pareto_figure(rung, found, options.figures, replicas=options.replicas)
         else:
             print_rung(found, rung, lines)
             print()

@@ -24,7 +24,7 @@ from thinwire.training.memory_check import check_memory
 from thinwire.units import parse_bytes
 
 ALIKE = ["--hosts", "2", "--rate", "20mbit", "--latency", "10ms"]
-HOME = [*ALIKE, "--flops", "4e10", "--tokens", "1e7", "--interval", "10", "--interval", "30"]
+HOME = [*ALIKE, "--flops", "4e10", "--batch-size", "8", "--tokens", "1e7", "--interval", "10", "--interval", "30"]
 HOUSE = {
     "format": "thinwire-cluster",
     "version": 1,

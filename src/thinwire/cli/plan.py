@@ -129,10 +129,10 @@ class PlanOptions(ClusterOptions):
     """Tokens per sequence. Default: 128 for nano, else 1024."""
 
     batch_size: int | None = None
-    """Sequences per step and replica. Default: 8."""
+    """Sequences per step and replica. Default: by --global-batch."""
 
     global_batch: float | None = None
-    """Tokens per step of all replicas together, instead of --batch-size."""
+    """Tokens per step of all replicas together. Default: the best published one for the model's size."""
 
     method: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Candidate method. Default: all-reduce, diloco, iso-loco. Repeatable."""
@@ -259,13 +259,12 @@ def workload_of(options: PlanOptions) -> Workload:
     """
     from thinwire.models import build_model
     from thinwire.planning.workload import Workload
-    from thinwire.training.config import BATCH_SIZE, default_seq_len
+    from thinwire.training.config import default_seq_len
 
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
-    batch_size = BATCH_SIZE if options.batch_size is None and options.global_batch is None else options.batch_size
     model = build_model(options.model, max_seq_len=seq_len, device="meta")
     return Workload(
-        name=options.model, model=model, tokens=options.tokens, seq_len=seq_len, batch_size=batch_size,
+        name=options.model, model=model, tokens=options.tokens, seq_len=seq_len, batch_size=options.batch_size,
         global_batch=options.global_batch,
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from typing import Protocol, cast
 
 from torch import nn
 
+from thinwire.planning.loss_penalty import optimal_batch_tokens
 from thinwire.sync.fragments import find_blocks
 
 # Bytes of a parameter on the device: itself, its gradient and Adam's two moments, in float32.
@@ -33,11 +34,12 @@ class Workload:
         model: On the meta device: shapes alone.
         tokens: The budget, of all replicas together.
         seq_len: Tokens of a sequence.
-        batch_size: Sequences of a step of one replica; None where the replicas share `global_batch`.
-        global_batch: Tokens of a step of all replicas together; None where `batch_size` says it.
+        batch_size: Sequences of a step of one replica; None where `global_batch` says it.
+        global_batch: Tokens of a step of all replicas together. Without both, it is the best published one for the size
+            and the number of replicas; see `optimal_batch_tokens`.
 
     Raises:
-        ValueError: A number is below 1, or both batches are given, or none.
+        ValueError: A number is below 1, or both batches are given.
     """
 
     name: str
@@ -53,7 +55,7 @@ class Workload:
             value = getattr(self, name)
             if value is not None and not 1 <= value < float("inf"):
                 raise ValueError(f"{name} must be at least 1 and finite, got {value}")
-        if (self.batch_size is None) == (self.global_batch is None):
+        if self.batch_size is not None and self.global_batch is not None:
             raise ValueError(
                 f"give batch_size (sequences a replica) or global_batch (tokens of all together), got "
                 f"{self.batch_size} and {self.global_batch}"
@@ -74,8 +76,10 @@ class Workload:
         """
         if self.batch_size is not None:
             return self.batch_size
-        assert self.global_batch is not None
-        return max(1, round(self.global_batch / num_replicas / self.seq_len))
+        together = self.global_batch or optimal_batch_tokens(
+            num_parameters=self.num_parameters, num_replicas=num_replicas
+        )
+        return max(1, round(together / num_replicas / self.seq_len))
 
     def step_tokens(self, num_replicas: int) -> int:
         """Return the tokens of a step of each of so many replicas."""
