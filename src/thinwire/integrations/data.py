@@ -1,14 +1,19 @@
-"""Shares of data sets: each replica reads its own part, none twice, and goes on from a checkpoint where it was."""
+"""Shares of data sets: each replica reads its own part, none twice, and goes on from a checkpoint where it was.
+
+`LengthBalancedSampler` shares the sequences of a step among the ranks of a replica by their lengths.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from thinwire.data.sampler import shuffled
 from thinwire.errors import CheckpointError, MissingExtra, refusal
+from thinwire.site.lengths import SequenceCost, assign_sequences, pack
 from thinwire.transport.base import Transport
 
 
@@ -116,16 +121,7 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
         Raises:
             CheckpointError: It is of another data set, replica or option, or is no state.
         """
-        other = [name for name, value in self._identity.items() if state.get(name) != value]
-        if other:
-            said = ", ".join(f"{name} {state.get(name)} instead of {self._identity[name]}" for name in other)
-            raise CheckpointError(
-                f"the sampler's state is of another run: {said}; resume with the same data and options"
-            )
-        epoch, position = state.get("epoch"), state.get("position")
-        if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= len(self):
-            raise CheckpointError(f"the sampler's state is corrupt: epoch {epoch}, position {position} of {len(self)}")
-        self.epoch, self.position = epoch, position
+        self.epoch, self.position = _position(state, identity=self._identity, size=len(self))
 
     def _indices(self) -> list[int]:
         count, replicas = self._identity["num_examples"], self._identity["num_replicas"]
@@ -135,3 +131,132 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):
             else list(range(count))
         )
         return order[self._identity["replica"] :: replicas][: len(self)]
+
+
+def _position(state: dict[str, Any], *, identity: dict[str, int], size: int) -> tuple[int, int]:
+    """Return the epoch and position of a state, after a check."""
+    other = [name for name, value in identity.items() if state.get(name) != value]
+    if other:
+        said = ", ".join(f"{name} {state.get(name)} instead of {identity[name]}" for name in other)
+        raise CheckpointError(f"the sampler's state is of another run: {said}; resume with the same data and options")
+    epoch, position = state.get("epoch"), state.get("position")
+    if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= size:
+        raise CheckpointError(f"the sampler's state is corrupt: epoch {epoch}, position {position} of {size}")
+    return epoch, position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShare:
+    """A rank's part of one step.
+
+    Attributes:
+        passes: Indices of the sequences of each forward and backward pass; every rank has at least one.
+        num_tokens: Of the whole step, on all ranks.
+        num_ranks: Ranks whose gradients are averaged.
+    """
+
+    passes: tuple[tuple[int, ...], ...]
+    num_tokens: int
+    num_ranks: int
+
+    def loss(self, token_losses: torch.Tensor) -> torch.Tensor:
+        """Return what a pass calls `backward` on.
+
+        Summed over the passes and averaged over the ranks, its gradient is that of the mean over all tokens of the step
+        in one process.
+
+        Args:
+            token_losses: Of the pass, any shape, zero at padding.
+        """
+        return token_losses.sum() * (self.num_ranks / self.num_tokens)
+
+
+class LengthBalancedSampler:
+    """Steps over sequences of unlike lengths, shared among the ranks of a replica so that all finish together.
+
+    Every rank computes the same assignment from the lengths alone (`thinwire.site.lengths.assign_sequences`), and sends
+    nothing. Ranks can have unlike numbers of passes in a step, so average gradients once a step, after the last pass.
+    Iterating gives the rest of an epoch; each epoch has an order of its own, and leaves out what does not fill a step.
+
+    Args:
+        lengths: Tokens of each sequence that this replica reads.
+        rank: This rank's number within the replica.
+        num_ranks: Ranks that share a step.
+        sequences_per_step: Sequences of a step on all ranks, at least one for each.
+        max_tokens: Most tokens of a pass; a longer sequence is refused.
+        cost: Time of a sequence; by default its tokens alone count.
+        seed: Base of the orders, the same on all ranks.
+
+    Attributes:
+        epoch: The epoch that is read, from 0.
+        position: Steps of it that were taken.
+
+    Raises:
+        ValueError: A number is out of its range, or a sequence is too long; names the value, the limit and the remedy.
+
+    Example:
+        >>> lengths = [9, 1, 1, 1, 8, 2, 3, 3]
+        >>> ranks = [
+        ...     LengthBalancedSampler(lengths, rank=n, num_ranks=2, sequences_per_step=8, max_tokens=9) for n in (0, 1)
+        ... ]
+        >>> [sum(lengths[i] for one in next(iter(rank)).passes for i in one) for rank in ranks]
+        [14, 14]
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], *, rank: int, num_ranks: int, sequences_per_step: int, max_tokens: int,
+        cost: SequenceCost | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        if not 0 <= rank < num_ranks:
+            raise refusal("rank is no rank of the replica", got=rank, allowed=f"0 to {num_ranks - 1}", remedy="rank=0")
+        if not num_ranks <= sequences_per_step <= len(lengths):
+            raise refusal(
+                "sequences_per_step does not fit the ranks and the data", got=sequences_per_step,
+                allowed=f"{num_ranks} ranks to {len(lengths)} sequences", remedy=f"sequences_per_step={num_ranks}",
+            )  # fmt: skip
+        self._cost = cost or SequenceCost(seconds_per_token=1.0)
+        # said before training, not when the longest one comes
+        assign_sequences(lengths, num_devices=1, cost=self._cost, max_tokens=max_tokens, may_share=False)
+        self._lengths = list(lengths)
+        self._rank = rank
+        self._identity = {
+            "num_sequences": len(lengths), "num_tokens": sum(lengths), "num_ranks": num_ranks,
+            "sequences_per_step": sequences_per_step, "max_tokens": max_tokens, "seed": seed,
+        }  # fmt: skip
+        self.epoch = self.position = 0
+
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch."""
+        return self._identity["num_sequences"] // self._identity["sequences_per_step"]
+
+    def __iter__(self) -> Iterator[StepShare]:
+        """Yield the rest of this epoch."""
+        order = shuffled(len(self._lengths), seed=self._identity["seed"], epoch=self.epoch).tolist()
+        size = self._identity["sequences_per_step"]
+        while self.position < len(self):
+            self.position += 1
+            yield self._share(order[(self.position - 1) * size : self.position * size])
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def _share(self, chosen: Sequence[int]) -> StepShare:
+        lengths = [self._lengths[index] for index in chosen]
+        ranks, max_tokens = self._identity["num_ranks"], self._identity["max_tokens"]
+        found = assign_sequences(lengths, num_devices=ranks, cost=self._cost, max_tokens=max_tokens, may_share=False)
+        own = found.of_device(self._rank)
+        passes = pack([lengths[place] for place in own], max_tokens=max_tokens)
+        return StepShare(
+            passes=tuple(tuple(chosen[own[place]] for place in one) for one in passes),
+            num_tokens=found.num_tokens, num_ranks=ranks,
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position and what it refers to; the same on all ranks."""
+        return {**self._identity, "epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a state was taken.
+
+        Raises:
+            CheckpointError: It is of other data or options, or is no state.
+        """
+        self.epoch, self.position = _position(state, identity=self._identity, size=len(self))

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import chain, islice
+from typing import Any
 
 import datasets
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import CheckpointError
-from thinwire.integrations.data import ReplicaSampler, split_dataset
+from thinwire.integrations.data import LengthBalancedSampler, ReplicaSampler, split_dataset
 from thinwire.transport.loopback import LoopbackTransport, LoopbackWorld
 
 
@@ -97,3 +98,46 @@ def test_hugging_face_data_sets_are_split_whole_or_in_equal_shares(count: int) -
     assert [len(split_dataset(whole, transport, equal=True)) for transport in transports] == [count // 2, count // 2]
     with pytest.raises(ValueError, match="equal shares need a known length; got a stream"):
         split_dataset(whole.to_iterable_dataset(), transports[0], equal=True)
+
+
+def balanced(rank: int = 0, **changes: Any) -> LengthBalancedSampler:
+    given = {"num_ranks": 2, "sequences_per_step": 4, "max_tokens": 50, "seed": 3, **changes}
+    return LengthBalancedSampler(list(range(1, 20)), rank=rank, **given)
+
+
+def test_the_steps_of_an_epoch_hold_every_sequence_once_and_the_next_epoch_has_another_order() -> None:
+    ranks = [balanced(rank) for rank in (0, 1)]
+    epochs = []
+    for _ in range(2):
+        steps = list(zip(*ranks, strict=True))
+        taken = [i for step in steps for share in step for one in share.passes for i in one]
+        assert len(taken) == len(set(taken)) == 16 and len(steps) == len(ranks[0]) == 4
+        assert all(share.num_tokens == step[0].num_tokens for step in steps for share in step)
+        epochs.append(taken)
+    assert epochs[0] != epochs[1] and ranks[0].epoch == 2
+
+
+def test_a_balanced_sampler_goes_on_where_it_was_saved() -> None:
+    first, second = balanced(), balanced()
+    steps = iter(first)
+    next(steps)
+    second.load_state_dict(first.state_dict())
+    assert list(second) == list(steps)
+    with pytest.raises(CheckpointError, match="max_tokens 50 instead of 40"):
+        balanced(max_tokens=40).load_state_dict(first.state_dict())
+    with pytest.raises(CheckpointError, match="corrupt"):
+        first.load_state_dict({**first.state_dict(), "position": 9})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rank": 2}, "rank is no rank"),
+        ({"sequences_per_step": 1}, "2 ranks to 19 sequences"),
+        ({"sequences_per_step": 20}, "2 ranks to 19 sequences"),
+        ({"max_tokens": 18}, "got 19 tokens; allowed at most 18"),
+    ],
+)
+def test_a_balanced_sampler_refuses_what_cannot_be_shared(changes: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        balanced(**changes)
