@@ -26,6 +26,7 @@ LONGEST = (
     "tests/cli/test_recipes.py",
     "tests/multiprocess/test_training_options.py",
     "tests/multiprocess/test_training.py",
+    "tests/multiprocess/test_parallel_replica.py",
     "tests/cli/test_demo.py",
     "tests/multiprocess/test_killed_checkpoints.py",
     "tests/multiprocess/test_listeners.py",

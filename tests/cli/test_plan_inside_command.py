@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from thinwire.cli import plan as plan_command
+from thinwire.cli.train_options import parse
+from thinwire.cli.train_plan import planned
+from thinwire.errors import DataError
 from thinwire.models import preset
 from thinwire.site.site_file import load_site
 
@@ -32,7 +35,7 @@ def test_the_example_of_the_page_runs_as_printed(
     assert len(quoted) == 5
     for text in quoted:
         assert text in told.out
-    assert "thinwire train does not run such a plan yet" in told.err
+    assert f"thinwire train --plan {out}" in told.err
     plan = json.loads(out.read_text())
     keys = re.findall(r"`(\w+)`", "\n".join(row for row in page.splitlines() if re.match(r"\| `\w+`.*\|", row)))
     assert {"degrees", "rank_order", "refused", "step_parts_s"} <= set(keys)
@@ -43,6 +46,7 @@ def test_the_example_of_the_page_runs_as_printed(
         "links",
         "source",
         "destination",
+        *plan["degrees"],
     } <= set(plan)
     assert plan["degrees"]["tp"] <= 8 and len(plan["rank_order"]) == 16
 
@@ -113,3 +117,43 @@ def test_a_file_that_is_no_site_is_refused_with_its_name(tmp_path: Path, capsys:
     path.write_text('{"format": "thinwire-cluster"}')
     assert plan_command.main(["--inside", str(path)]) == 1
     assert f"{path}: this is no site" in capsys.readouterr().err
+
+
+def _plan_file(folder: Path, **changes: object) -> Path:
+    out = folder / "plan.json"
+    assert plan_command.main([*LAPTOP, "--model", "nano", "--json", "--out", str(out)]) == 0
+    out.write_text(json.dumps({**json.loads(out.read_text()), **changes}))
+    return out
+
+
+def test_a_plan_of_a_site_gives_its_options_to_a_run_and_the_command_line_overrides_them(tmp_path: Path) -> None:
+    degrees = {"pp": 1, "dp_replicate": 2, "dp_shard": 4, "cp": 1, "tp": 1}
+    plan = _plan_file(tmp_path, degrees=degrees, zero_stage=3, rank_order=[f"box/{n}" for n in range(8)])
+    told: list[str] = []
+    words = ["--plan", str(plan), "--zero-stage", "1"]
+    config, _ = planned(parse(words), words, say=told.append)
+    own = config.parallel
+    assert (own.dp_replicate, own.dp_shard, own.tp, own.zero_stage, own.ranks) == (2, 4, 1, 1, 8)
+    assert (config.model.name, config.model.seq_len, config.data.batch_size) == ("nano", 128, 8)
+    assert told == [f"each replica has 8 ranks, for the devices {' '.join(f'box/{n}' for n in range(8))}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"version": 2}, "version 2"),
+        ({"model": 7}, "model must be a text"),
+        ({"degrees": {"pp": 1}}, "degrees must hold pp, dp_replicate, dp_shard, cp, tp"),
+        ({"degrees": {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "cp": 1, "tp": 1}}, "degrees.dp_shard must be"),
+        ({"micro_batch": True}, "micro_batch must be a whole number of 1 to 65536"),
+        ({"rank_order": []}, "rank_order must name 1 devices"),
+    ],
+)
+def test_a_damaged_plan_of_a_site_is_refused_by_the_place(
+    changes: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    plan = _plan_file(tmp_path, **changes)
+    words = ["--plan", str(plan)]
+    with pytest.raises(DataError, match=re.escape(reason)) as caught:
+        planned(parse(words), words, say=lambda text: None)
+    assert str(plan) in str(caught.value)

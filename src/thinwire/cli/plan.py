@@ -113,7 +113,7 @@ class PlanOptions(ClusterOptions):
     100mbit --latency 20ms --flops 4e13. `thinwire train --plan plan.json` runs the plan.
 
     With --inside it plans one replica on the devices of one site instead: degrees of pipeline, data, context and tensor
-    parallelism. `thinwire train` does not run such a plan yet.
+    parallelism; `thinwire train --plan plan.json` runs it inside each replica.
     """
 
     model: str = "nano"

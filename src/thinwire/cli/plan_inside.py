@@ -52,12 +52,13 @@ def plan_inside(options: PlanOptions) -> int:
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     sequences = _sequences(options, seq_len)
     plan = plan_site(site, _shape(options.model, seq_len=seq_len), global_batch=sequences)
+    content = {**plan.to_json(), "model": options.model}
     if options.json:
-        print(json.dumps(plan.to_json()))
+        print(json.dumps(content))
     else:
         _show(plan, options)
-    write_json(options.out, plan.to_json())
-    log(f"written to {options.out}; thinwire train does not run such a plan yet", command="plan")
+    write_json(options.out, content)
+    log(f"written to {options.out}; thinwire train --plan {options.out}", command="plan")
     return 0
 
 

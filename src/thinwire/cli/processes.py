@@ -71,12 +71,16 @@ def replica(arguments: Sequence[str]) -> int:
     from thinwire.training.launch import write_failure_report
     from thinwire.training.worker import ReplicaStart, run_replica
 
+    rank = int(os.environ["RANK"])  # ranks that share a replica get others as they join
+    ranks = 1
     try:
+        config = read_config(run_dir)
+        ranks = config.parallel.ranks
         place = ReplicaStart(local_rank=int(os.environ["LOCAL_RANK"]), is_prepared=True, is_resumed=mode == "resume")
-        run_replica(read_config(run_dir), place=place)
+        run_replica(config, place=place)
     except Exception as error:
         traceback.print_exc()
-        write_failure_report(run_dir, int(os.environ["RANK"]), error)
+        write_failure_report(run_dir, rank, error, ranks=ranks)
         return 1
     return 0
 

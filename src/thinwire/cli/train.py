@@ -186,7 +186,7 @@ def _train_elastic(config: TrainConfig) -> int:
 def _prepare(config: TrainConfig) -> tuple[int, int]:
     """Read the data and make the run's folder; return an exit code, 0 to go on, and the step to go on from."""
     from thinwire.monitor.runlog.run_identity import new_identity, read_identity
-    from thinwire.training.launch import step_to_resume
+    from thinwire.training.launch import rank_folder, step_to_resume
     from thinwire.training.worker import check_data, has_run, make_run_folder, occupied, open_data
 
     is_resumed = config.output.resume is not None
@@ -204,7 +204,10 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
     if is_resumed and not config.output.quiet:
         _log(f"going on from step {step}")
     run = read_identity(config.run_dir) if is_resumed else new_identity(config_digest=config.digest())
-    make_run_folder(config.replace(resume=None, overwrite=False), run=run, is_resumed=is_resumed)
+    plain = config.replace(resume=None, overwrite=False)
+    for rank in range(config.parallel.ranks):
+        own = plain.replace(out=rank_folder(config.run_dir, rank))
+        make_run_folder(own, run=run, is_resumed=is_resumed)
     return 0, step
 
 
@@ -231,7 +234,8 @@ def _train_under_torchrun(config: TrainConfig, plan: Plan | None = None) -> int:
     is_resumed = config.output.resume is not None
     place = ReplicaStart(local_rank=int(os.environ.get("LOCAL_RANK", "0")), is_resumed=is_resumed)
     plain = config.replace(resume=None)
-    replicas = 1 if os.environ["RANK"] == "0" else 0
+    is_first = os.environ["RANK"] == "0"  # ranks that share a replica get other numbers as they join
+    replicas = 1 if is_first else 0
     # until the hosts agree on a step, all that is there is of an earlier part of the run
     with (
         watchdog_process(config),
@@ -241,7 +245,7 @@ def _train_under_torchrun(config: TrainConfig, plan: Plan | None = None) -> int:
         def go_on(step: int) -> None:
             if view is not None and is_resumed:
                 view.after_step = step
-            if plan is not None and os.environ["RANK"] == "0":
+            if plan is not None and is_first:
                 save_plan(plan, config.run_dir / "plan.json")
 
         summary = run_replica(plain, place=place, warn=lambda text: _log(f"warning: {text}"), on_start=go_on)

@@ -27,7 +27,7 @@ BASIC = (
     "lr", "secret", "elastic", "config", "out", "resume",
 )  # fmt: skip
 
-_HEADINGS = {"sync": "Exchange", "elastic": "Elastic run"}
+_HEADINGS = {"sync": "Exchange", "elastic": "Elastic run", "parallel": "Ranks of a replica"}
 
 
 def expand_method_options(arguments: Sequence[str]) -> list[str]:
@@ -172,9 +172,11 @@ def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
     if given.output.overwrite or (given.output.out is not None and given.output.out != given.output.resume):
         why = "a run goes on in its own folder"
         raise excluded("--resume", "--out or --overwrite", why=why, remedy="to leave the latter out")
-    if ranks not in (None, saved.run.replicas):
-        raise refusal(f"torchrun starts another number of ranks than {given.output.resume} has replicas", got=ranks,
-                      allowed=saved.run.replicas, remedy=f"torchrun with {saved.run.replicas} ranks")  # fmt: skip
+    wanted = (saved.run.replicas or 1) * saved.parallel.ranks
+    if ranks not in (None, wanted):
+        each = "replicas" if saved.parallel.ranks == 1 else "ranks of replicas"
+        raise refusal(f"torchrun starts another number of ranks than {given.output.resume} has {each}", got=ranks,
+                      allowed=wanted, remedy=f"torchrun with {wanted} ranks")  # fmt: skip
     own = {name: given.option(name) for name in named & set(FREE)}
     fresh: dict[str, Any] = {
         "quiet": given.output.quiet, "json": given.output.json, "overwrite": False, "out": given.output.resume,
@@ -212,7 +214,8 @@ def local_replicas(config: TrainConfig) -> int:
     if world_size() is None:
         return config.num_replicas
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return int(text) if text.isdecimal() and int(text) else 1
+    ranks = int(text) if text.isdecimal() and int(text) else 1
+    return max(1, ranks // config.parallel.ranks)
 
 
 def _as_shown() -> Any:

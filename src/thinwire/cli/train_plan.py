@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.train_options import is_named, world_size
-from thinwire.errors import excluded, refusal
+from thinwire.errors import DataError, excluded, refusal
 from thinwire.training.config import TrainConfig, resolve
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ AUTO = "auto"
 _OF_ANY_METHOD = ("model", "replicas", "seq_len", "steps", "batch_size", "micro_batch", "recompute")
 # Less than `thinwire probe` takes, since training is waiting for it.
 _WIRES_S, _STEPS_S = 20.0, 3.0
+_SHOWN_NAMES = 8
 
 
 def planned(
@@ -48,6 +49,8 @@ def planned(
     if given.run.plan is not None:
         from thinwire.planning.plan import load_plan
 
+        if (inside := _site_settings(given.run.plan, say=say)) is not None:
+            return given.replace(**{name: v for name, v in inside.items() if not is_named(name, arguments)}), None
         read = load_plan(given.run.plan)
         say(f"the plan is for {', '.join(map(repr, read.hosts))}, in the order of their ranks")
         found = dict(read.settings)
@@ -64,6 +67,30 @@ def planned(
     found = {name: value for name, value in plan.settings().items() if name not in ("steps", "replicas", "model")}
     plain = given.replace(method=found["method"])
     return _filled(plain, found, arguments, step_s=plan.best.prediction.step_s), plan
+
+
+def _site_settings(path: Path, *, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """Return the options that a plan inside a site decides, None of a plan between sites.
+
+    Raises:
+        DataError: The file cannot be read, or is a damaged plan of a site.
+    """
+    from thinwire.planning.json_files import MOST_PLAN_BYTES, read_json
+    from thinwire.site.search import FORMAT, read_site_plan
+
+    content = read_json(path, most_bytes=MOST_PLAN_BYTES, command="thinwire plan")
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        return None
+    try:
+        read = read_site_plan(content)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    say(f"each replica has {len(read.rank_order)} ranks, for the devices {_few(read.rank_order)}")
+    return dict(read.settings)
+
+
+def _few(names: Sequence[str]) -> str:
+    return " ".join(names) if len(names) <= _SHOWN_NAMES else f"{' '.join(names[:_SHOWN_NAMES])} ..."
 
 
 def _key(method: str) -> str:

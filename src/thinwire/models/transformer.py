@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from thinwire.errors import refusal
 from thinwire.shared_random import derive_seed
 
 RMS_EPSILON = 1e-6
@@ -59,17 +60,17 @@ def next_token_loss(logits: Tensor, targets: Tensor, *, z_loss: float) -> tuple[
     The z-loss holds the normaliser log Z near zero, so that logits do not drift in long runs.
 
     Args:
-        logits: (..., vocab_size), any floating dtype; computed in float32.
+        logits: (..., vocab_size), any floating dtype; computed in float32, or in float64 where they are.
         targets: (...), int64, each in [0, vocab_size).
         z_loss: Weight of the second term, 1e-4 in the papers.
 
     Returns:
-        Two float32 scalars; only the first carries a gradient.
+        Two scalars in that dtype; only the first carries a gradient.
 
     Reference:
         arXiv 2309.14322, section 3.1.2; weight as in arXiv 2501.18512, section 3.
     """
-    flat = logits.reshape(-1, logits.shape[-1]).float()
+    flat = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
     if torch.compiler.is_compiling():
         log_z = flat.logsumexp(-1)
         nll = (log_z - flat.gather(1, targets.reshape(-1, 1)).squeeze(1)).mean()
@@ -246,7 +247,7 @@ class Attention(nn.Module):
             rotation: Cosines and sines, (seq, 1, 1, head_dim / 2) each.
             cache: Earlier tokens, and the number of this block there.
         """
-        batch, seq, dim = stream.shape
+        batch, seq, _ = stream.shape
         mixed = self.query_key_value(stream).view(batch, seq, 3, self.heads, -1)
         # Split, not indexed: the gradient of an index is a full tensor of zeros with a part written in.
         query_key, value = mixed.split((2, 1), dim=2)
@@ -256,7 +257,7 @@ class Attention(nn.Module):
             key, value = cache[0].extend(cache[1], key, value)
         # a single new token may attend to all earlier ones, so it needs no mask
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=key.shape[2] == seq)
-        merged: Tensor = self.out(attended.transpose(1, 2).reshape(batch, seq, dim))
+        merged: Tensor = self.out(attended.transpose(1, 2).reshape(batch, seq, -1))
         return merged
 
 
@@ -287,12 +288,14 @@ class Transformer(nn.Module):
         config: Its shape.
         blocks: The repeated layers.
         recompute: Whether the backward pass computes a block's activations again in place of keeping them.
+        recomputed_blocks: How many blocks, from the first on, are computed again where not all are.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
         self.recompute = False
+        self.recomputed_blocks = 0
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RmsNorm(config.dim)
@@ -361,7 +364,8 @@ class Transformer(nn.Module):
         stream = self.embedding(tokens)
         rotation = (self.cosines[begin:end].to(stream.dtype), self.sines[begin:end].to(stream.dtype))
         for number, block in enumerate(self.blocks):
-            if self.recompute and cache is None and torch.is_grad_enabled():
+            is_again = self.recompute or number < self.recomputed_blocks
+            if is_again and cache is None and torch.is_grad_enabled():
                 stream = checkpoint(block, stream, rotation, None, use_reentrant=False)
             else:
                 stream = block(stream, rotation, None if cache is None else (cache, number))
@@ -385,6 +389,51 @@ class Transformer(nn.Module):
         angles = torch.outer(torch.arange(self.config.max_seq_len, device=device, dtype=torch.float32), rates)
         self.cosines = angles.cos()[:, None, None, :]
         self.sines = angles.sin()[:, None, None, :]
+
+
+def split_heads(model: Transformer, parts: int) -> None:
+    """Prepare each layer for tensor parallelism: a rank's rows of the first product become those of its own heads.
+
+    The rows of queries, keys and values are sorted by part, so that each part of `query_key_value.weight` is what a
+    layer with so many heads fewer has. `join_heads` sorts them back.
+
+    Args:
+        model: Whole, before it is cut; afterwards its layers work only on their part.
+        parts: Ranks that share each layer.
+
+    Raises:
+        ValueError: The heads are not divided by the parts.
+    """
+    config = model.config
+    if config.heads % parts or config.mlp_dim % parts:
+        raise refusal(
+            "heads or MLP of the model are not divided by --tp", got=f"tp {parts}",
+            allowed=f"divisors of {math.gcd(config.heads, config.mlp_dim)}", remedy=f"--tp {math.gcd(config.heads, 2)}",
+        )  # fmt: skip
+    for block in model.blocks:
+        attention = block.attention
+        attention.heads = config.heads // parts  # type: ignore[union-attr]
+        weight: Any = attention.query_key_value.weight  # type: ignore[union-attr]
+        with torch.no_grad():
+            weight.copy_(_sorted_rows(weight, 3, parts).clone())
+
+
+def join_heads(name: str, weight: Tensor, *, parts: int) -> Tensor:
+    """Return a parameter as an unsplit model has it; see `split_heads`.
+
+    Args:
+        name: Of the parameter.
+        weight: Whole.
+        parts: As for `split_heads`.
+    """
+    return _sorted_rows(weight, parts, 3) if name.endswith("query_key_value.weight") else weight
+
+
+def _sorted_rows(weight: Tensor, outer: int, inner: int) -> Tensor:
+    """Exchange the two slowest of three indices of the rows."""
+    rows = weight.shape[0]
+    cut = weight.reshape(outer, inner, rows // (outer * inner), -1)
+    return cut.transpose(0, 1).reshape(weight.shape)
 
 
 def rotate(values: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

@@ -8,12 +8,13 @@ time the simplest is taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from thinwire.errors import refusal
+from thinwire.errors import DataError, refusal
+from thinwire.planning.json_files import short
 from thinwire.site import memory
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, SitePlacement, StepCost, peak_bytes
 from thinwire.site.placement import place
@@ -28,6 +29,7 @@ TIE = 0.005
 # Largest micro-batch and number of chunks that are tried; both are powers of two.
 _MOST_MICRO_BATCH, _MOST_INTERLEAVE = 64, 8
 _MOST_REMEDIES = 3
+_LONGEST_NAME = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,60 @@ class SitePlan:
             "num_layouts": self.num_layouts, "num_simulated": self.num_simulated,
             "num_left": self.num_left,
         }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteRun:
+    """Contents of a site's plan file that a run uses.
+
+    Attributes:
+        settings: Options of `thinwire train`, by their names.
+        rank_order: Name of the device of each rank.
+    """
+
+    settings: Mapping[str, Any]
+    rank_order: tuple[str, ...]
+
+
+_MOST_RANKS = 1 << 16
+# Options of `thinwire train` that the plan decides, by the file's keys.
+_RUN_OPTIONS = {
+    "global_batch": "batch_size", "micro_batch": "micro_batch", "seq_len": "seq_len", "zero_stage": "zero_stage",
+    "recomputed_layers_per_stage": "recompute_layers", "interleave": "interleave",
+}  # fmt: skip
+
+
+def read_site_plan(content: Mapping[str, Any]) -> SiteRun:
+    """Check the content of a site's plan file, as `SitePlan.to_json` gives it with the model's name added.
+
+    Raises:
+        DataError: It is no such plan; names the place, the value and the limit.
+    """
+    if content.get("version") != VERSION or isinstance(content["version"], bool):
+        raise DataError(f"the plan has version {short(content.get('version'))}; this thinwire reads {VERSION}")
+    model, degrees, order = content.get("model"), content.get("degrees"), content.get("rank_order")
+    if not isinstance(model, str) or not 0 < len(model) <= _LONGEST_NAME:
+        raise DataError(f"model must be a text, got {short(model)}; plan again with thinwire plan --inside")
+    names = tuple(_degrees_entry(Degrees()))
+    if not isinstance(degrees, dict) or set(degrees) != set(names):
+        raise DataError(f"degrees must hold {', '.join(names)}, got {short(degrees)}")
+    settings: dict[str, Any] = {"model": model}
+    for name in names:
+        settings[name] = _count(degrees[name], f"degrees.{name}", least=1)
+    for key, name in _RUN_OPTIONS.items():
+        settings[name] = _count(content.get(key), key, least=0 if name in ("zero_stage", "recompute_layers") else 1)
+    num_ranks = Degrees(**{name: settings[name] for name in names}).num_devices
+    if not isinstance(order, list) or len(order) != num_ranks or not all(isinstance(name, str) for name in order):
+        raise DataError(f"rank_order must name {num_ranks} devices, got {short(order)}")
+    if settings["zero_stage"] == 0:  # there is one shard
+        del settings["zero_stage"]
+    return SiteRun(settings=settings, rank_order=tuple(order))
+
+
+def _count(found: object, where: str, *, least: int) -> int:
+    if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= _MOST_RANKS:
+        raise DataError(f"{where} must be a whole number of {least} to {_MOST_RANKS}, got {short(found)}")
+    return found
 
 
 def plan_site(

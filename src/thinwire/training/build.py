@@ -129,13 +129,18 @@ def _make_muon(config: TrainConfig, model: nn.Module, *, lr: float) -> torch.opt
 
 
 def _groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:
-    """Sort what is trained into what decays and what does not; a group of nothing is left out."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    """Sort what is trained into what decays and what does not; a group of nothing is left out.
+
+    Tensors of different device meshes get groups of their own: one operator takes those of one mesh alone.
+    """
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            groups.setdefault((parameter.ndim < 2, getattr(parameter, "device_mesh", None)), []).append(parameter)
+    ordered = sorted(groups.items(), key=lambda item: item[0][0])
+    return [
+        {"params": members, "weight_decay": 0.0 if is_vector else weight_decay} for (is_vector, _), members in ordered
     ]
-    return [group for group in groups if group["params"]]
 
 
 def _block_matrices(config: TrainConfig, model: nn.Module) -> list[nn.Parameter]:

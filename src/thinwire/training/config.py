@@ -19,6 +19,7 @@ import msgspec
 from thinwire.errors import CheckpointError, excluded, refusal, unknown_name
 from thinwire.monitor.remediation import ON_FINDING
 from thinwire.training.method_catalog import MethodEntry, check_codec, check_method_option, method_entry
+from thinwire.training.parallel_config import ONE_RANK, ParallelConfig, parallel_problems
 from thinwire.transport.addresses import listen_config
 from thinwire.version import __version__
 
@@ -256,6 +257,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     output: OutputConfig = OutputConfig()
     elastic: ElasticConfig = ElasticConfig()
+    parallel: ParallelConfig = ONE_RANK
 
     @classmethod
     def of(cls, **options: Any) -> TrainConfig:
@@ -319,7 +321,8 @@ _LEAST = {
     "steps": 1, "replicas": 1, "batch_size": 1, "seq_len": 1, "warmup_steps": 0, "weight_decay": 0, "clip_norm": 0,
     "threads": 1, "eval_every": 0, "eval_batches": 1, "final_eval_batches": 1, "log_every": 1, "checkpoint_every": 0,
     "vocab_size": 1, "port": 0, "keep_checkpoints": 1, "ranks_per_replica": 1, "sync_interval": 1,
-    "layers_per_fragment": 1, "num_fragments": 1, "lora": 1, "micro_batch": 1,
+    "layers_per_fragment": 1, "num_fragments": 1, "lora": 1, "micro_batch": 1, "dp_replicate": 1, "dp_shard": 1,
+    "cp": 1, "tp": 1, "pp": 1, "interleave": 1, "zero_stage": 1, "recompute_layers": 0,
 }  # fmt: skip
 _POSITIVE = {"lr": "1e-3", "expected_step_s": "0.5", "join_deadline_s": "300"}
 # Least value, limit, whether the limit itself is allowed, and a usual value.
@@ -488,6 +491,7 @@ def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
         why = "each of them says how the other hosts reach this one"
         problems.append(excluded("--interface", "--address", why=why, remedy="--interface alone"))
     problems += _bad_reach(config)
+    problems += parallel_problems(config)
     if config.elastic.is_enabled:
         if config.output.checkpoint_auto:
             why = "an elastic run returns to a checkpoint only if all replicas are lost at once"
@@ -555,12 +559,20 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
     """
     if config.model.init_from is not None:
         config = _started_from(config, config.model.init_from)
-    if world_size is not None and config.run.replicas not in (None, world_size):
+    ranks = config.parallel.ranks
+    if world_size is not None and world_size % ranks:
+        raise refusal(
+            "torchrun starts no whole number of replicas", got=f"{world_size} ranks, {ranks} a replica",
+            allowed=f"multiples of {ranks} ranks", remedy=f"torchrun with {max(1, world_size // ranks) * ranks} ranks",
+        )  # fmt: skip
+    started = None if world_size is None else world_size // ranks
+    if started is not None and config.run.replicas not in (None, started):
+        a_replica = "one a replica" if ranks == 1 else f"{ranks} a replica"
         raise refusal(
             "--replicas is not what torchrun starts", got=config.run.replicas,
-            allowed=f"torchrun's {world_size} ranks, one a replica", remedy="to leave --replicas out",
+            allowed=f"torchrun's {world_size} ranks, {a_replica}", remedy="to leave --replicas out",
         )  # fmt: skip
-    replicas = world_size if world_size is not None else (2 if config.run.replicas is None else config.run.replicas)
+    replicas = started if started is not None else (2 if config.run.replicas is None else config.run.replicas)
     model, method, steps = config.model.name, config.sync.method, config.run.steps
     card = method_entry(method)
     inner = config.optimizer.inner_optimizer or card.inner_optimizer
@@ -569,7 +581,7 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
         "lr": card.lr or _LR_OF_SGD.get(inner) or _LR.get(model, 3e-4), "inner_optimizer": inner,
         "warmup_steps": min(1000, steps // 10), "eval_every": max(1, math.ceil(steps / 6)),
         "checkpoint_every": 100 if model == "nano" else 500,
-        "threads": max(1, cores // max(1, replicas * config.elastic.ranks_per_replica)),
+        "threads": max(1, cores // max(1, replicas * config.elastic.ranks_per_replica * ranks)),
         "cache_dir": home / ".cache" / "thinwire",
         "out": Path("runs") / f"{method}-{model.rsplit('/', 1)[-1].replace(':', '-')}-seed{config.run.seed}",
     }  # fmt: skip
@@ -616,8 +628,14 @@ def command_line(config: TrainConfig) -> str:
 
 
 def meaning(config: TrainConfig) -> dict[str, Any]:
-    """Return the options that change what is computed, by name, as JSON values."""
-    return {name: _json_value(config.option(name)) for name in OPTIONS if name not in FREE}
+    """Return the options that change what is computed, by name, as JSON values.
+
+    Degrees of parallelism count where they differ from those of one rank a replica.
+    """
+    return {
+        name: _json_value(config.option(name)) for name, (section, _) in OPTIONS.items()
+        if name not in FREE and (section != "parallel" or config.option(name) != _DEFAULTS.option(name))
+    }  # fmt: skip
 
 
 def to_json(config: TrainConfig, *, without: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:

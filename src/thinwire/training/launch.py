@@ -26,6 +26,8 @@ from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaC
 from thinwire.training.config import TrainConfig
 from thinwire.transport.addresses import RENDEZVOUS_FILE
 
+# Folders of the ranks of replicas that do not lead: each holds what a run of its own would, for the same shard.
+RANKS = "ranks"
 _POLL_S = 0.1
 # Seconds from SIGTERM to SIGKILL for replicas that the launcher stops.
 _STOP_S = 10.0
@@ -59,9 +61,9 @@ def launch(config: TrainConfig, *, module: str, is_resumed: bool) -> dict[str, A
         WorkerFailed: A replica ended; names it and the reason. The others have ended too.
         Stopped: A signal came.
     """
-    run_dir = config.run_dir
-    for replica in range(config.num_replicas):
-        _failure_path(run_dir, replica).unlink(missing_ok=True)
+    run_dir, ranks = config.run_dir, config.parallel.ranks
+    for rank in range(config.num_replicas * ranks):
+        _failure_path(run_dir, rank, ranks=ranks).unlink(missing_ok=True)
     command = [sys.executable, "-m", *module.split(), str(run_dir.resolve()), str(os.getpid())]
     command.append("resume" if is_resumed else "start")
     # the folder's mode is 0700: no other user can leave notes for the replicas, and no port is opened for them
@@ -70,8 +72,9 @@ def launch(config: TrainConfig, *, module: str, is_resumed: bool) -> dict[str, A
         _noted_signals() as signals,
     ):
         replicas = _Replicas(run_dir / "logs")
+        names = [process_name(rank, ranks=ranks) for rank in range(config.num_replicas * ranks)]
         try:
-            replicas.start(command, num_replicas=config.num_replicas, rendezvous=Path(folder) / "store")
+            replicas.start(command, names=names, rendezvous=Path(folder) / "store")
             failures = replicas.wait(signals)
         finally:
             replicas.stop(signals[0] if signals else signal.SIGTERM)
@@ -79,8 +82,8 @@ def launch(config: TrainConfig, *, module: str, is_resumed: bool) -> dict[str, A
         raise Stopped(signals[0])
     if failures:
         failures |= replicas.later_failures(failures)
-        _report_killed(failures, run_dir=run_dir)
-        raise WorkerFailed(explain(failures, run_dir=run_dir))
+        _report_killed(failures, run_dir=run_dir, ranks=ranks)
+        raise WorkerFailed(explain(failures, run_dir=run_dir, ranks=ranks))
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     return summary
 
@@ -100,11 +103,33 @@ def step_to_resume(config: TrainConfig) -> tuple[int, list[str]]:
         identity = Identity(
             run=run, replica=replica, num_replicas=config.num_replicas, config_digest=config.digest()
         )  # fmt: skip
-        found.append(verify_all(ReplicaCheckpoints(config.run_dir, identity=identity)))
+        for rank in range(config.parallel.ranks):
+            folder = rank_folder(config.run_dir, rank)
+            found.append(verify_all(ReplicaCheckpoints(folder, identity=identity)))
     return choose_step(found)
 
 
-def explain(failures: Mapping[int, ProcessFailure], *, run_dir: Path) -> str:
+def rank_folder(run_dir: Path, rank: int) -> Path:
+    """Return the folder in which a rank of a replica keeps its files; that of the run for its first rank."""
+    return run_dir / RANKS / str(rank) if rank else run_dir
+
+
+def process_name(rank: int, *, ranks: int) -> str:
+    """Return how messages name a process of a run.
+
+    Args:
+        rank: Among the processes of all replicas.
+        ranks: Of each replica.
+
+    Example:
+        >>> process_name(1, ranks=1), process_name(2, ranks=2), process_name(3, ranks=2)
+        ('replica 1', 'replica 1', 'replica 1 rank 1')
+    """
+    replica, place = divmod(rank, ranks)
+    return f"replica {replica} rank {place}" if place else f"replica {replica}"
+
+
+def explain(failures: Mapping[int, ProcessFailure], *, run_dir: Path, ranks: int = 1) -> str:
     """Describe in one line which replica failed first and why; the others failed because of it.
 
     A replica that the launcher stopped is named only where it was silent before, as one that is paused is.
@@ -112,10 +137,11 @@ def explain(failures: Mapping[int, ProcessFailure], *, run_dir: Path) -> str:
     Args:
         failures: By rank, in the order in which the launcher saw them.
         run_dir: Holds the replicas' last words and records.
+        ranks: Of each replica.
     """
-    words = {replica: _read_failure(run_dir, replica) for replica in failures}
+    words = {replica: _read_failure(run_dir, replica, ranks=ranks) for replica in failures}
     own = [replica for replica, said in words.items() if said and not said["is_consequence"]]
-    silent = _silent_before_stop(failures, run_dir=run_dir)
+    silent = _silent_before_stop(failures, run_dir=run_dir, ranks=ranks)
     killed = [
         replica
         for replica, failure in failures.items()
@@ -123,28 +149,32 @@ def explain(failures: Mapping[int, ProcessFailure], *, run_dir: Path) -> str:
     ]
     others = [replica for replica, failure in failures.items() if not failure.was_stopped]
     replica = next(iter([*own, *killed, *silent, *others, *failures]))
-    failure, said = failures[replica], words[replica]
-    log_path = run_dir / "logs" / f"replica-{replica}.err"
+    failure, said, name = failures[replica], words[replica], process_name(replica, ranks=ranks)
+    log_path = _log_path(run_dir / "logs", name, ".err")
     if said:
         log = "" if said["is_expected"] else f"; see {log_path}"
-        return f"replica {replica}: {said['message']}{log}"
+        return f"{name}: {said['message']}{log}"
     if replica in silent:
-        heard = next((f"; replica {other}: {said['message']}" for other in others if (said := words[other])), "")
-        return f"replica {replica} {_silence_text(silent[replica])}{heard}"
+        heard = ((process_name(other, ranks=ranks), words[other]) for other in others)
+        more = next((f"; {other}: {said['message']}" for other, said in heard if said), "")
+        return f"{name} {_silence_text(silent[replica])}{more}"
     if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        hint = " (by hand, or because the system ran out of memory)" if name == "SIGKILL" else ""
-        return f"replica {replica} was ended by {name}{hint}; the other replicas were stopped"
-    return f"replica {replica} ended with exit code {failure.exitcode}; see {log_path}"
+        signal_name = signal.Signals(-failure.exitcode).name
+        hint = " (by hand, or because the system ran out of memory)" if signal_name == "SIGKILL" else ""
+        return f"{name} was ended by {signal_name}{hint}; the other replicas were stopped"
+    return f"{name} ended with exit code {failure.exitcode}; see {log_path}"
 
 
-def _silent_before_stop(failures: Mapping[int, ProcessFailure], *, run_dir: Path) -> dict[int, float]:
+def _silent_before_stop(
+    failures: Mapping[int, ProcessFailure], *, run_dir: Path, ranks: int
+) -> dict[int, float]:  # fmt: skip
     """Return the replicas that the launcher had to kill and that were silent before, with the seconds of silence."""
     found = {}
     for rank, failure in failures.items():
         if not failure.was_stopped or -failure.exitcode != signal.SIGKILL:
             continue
-        last_s = last_beat_s(run_dir, rank=rank)
+        replica, place = divmod(rank, ranks)
+        last_s = last_beat_s(rank_folder(run_dir, place), rank=replica)
         if last_s is not None and time.monotonic() - last_s > _STOP_S + HANGS.silence_s:
             found[rank] = time.monotonic() - last_s
     return dict(sorted(found.items(), key=lambda one: -one[1]))
@@ -154,27 +184,34 @@ def _silence_text(silent_s: float) -> str:
     return f"was silent for {silent_s:.0f} s; stopped by the launcher"
 
 
-def _report_killed(failures: Mapping[int, ProcessFailure], *, run_dir: Path) -> None:
+def _report_killed(failures: Mapping[int, ProcessFailure], *, run_dir: Path, ranks: int) -> None:
     """Add the last record of each replica that could not write it: killed, silent, or stopped by the launcher.
 
     One that the launcher stopped, and that was not silent before, ends without a fault of its own.
     """
-    silent = _silent_before_stop(failures, run_dir=run_dir)
-    for replica, failure in failures.items():
+    silent = _silent_before_stop(failures, run_dir=run_dir, ranks=ranks)
+    for rank, failure in failures.items():
         is_killed = failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM
-        if replica in silent:
-            error = _silence_text(silent[replica])
+        if rank in silent:
+            error = _silence_text(silent[rank])
         elif failure.was_stopped:
             error = ""
         elif is_killed:
             error = f"was ended by {signal.Signals(-failure.exitcode).name}"
         else:
             continue
-        write_obituary(run_dir, rank=replica, at_s=time.monotonic(), error=error)
+        replica, place = divmod(rank, ranks)
+        write_obituary(rank_folder(run_dir, place), rank=replica, at_s=time.monotonic(), error=error)
+
+
+def _log_path(logs: Path, name: str, suffix: str) -> Path:
+    return logs / (name.replace(" ", "-") + suffix)
 
 
 class _Replicas:
     """The processes of all replicas, each with a session and log files (`replica-N.out`, `replica-N.err`) of its own.
+
+    Where a replica has several ranks, those of its rank K are named `replica-N-rank-K`.
 
     Args:
         logs: Folder of the log files.
@@ -185,21 +222,21 @@ class _Replicas:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._killed: set[int] = set()
 
-    def start(self, command: Sequence[str], *, num_replicas: int, rendezvous: Path) -> None:
+    def start(self, command: Sequence[str], *, names: Sequence[str], rendezvous: Path) -> None:
         """Start all replicas.
 
         Args:
             command: The same for each; ranks are in the environment, as torchrun would set them.
-            num_replicas: Number of processes.
+            names: Of the processes, by rank.
             rendezvous: File that they meet in.
         """
         self._logs.mkdir(parents=True, exist_ok=True)
-        size = str(num_replicas)
-        for replica in range(num_replicas):
-            ranks = {"RANK": str(replica), "LOCAL_RANK": str(replica), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-            log = self._logs / f"replica-{replica}"
-            with log.with_suffix(".out").open("wb") as out, log.with_suffix(".err").open("wb") as err:
-                self._processes[replica] = subprocess.Popen(
+        size = str(len(names))
+        for rank, name in enumerate(names):
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            out_path, err_path = (_log_path(self._logs, name, suffix) for suffix in (".out", ".err"))
+            with out_path.open("wb") as out, err_path.open("wb") as err:
+                self._processes[rank] = subprocess.Popen(
                     command, env={**os.environ, **ranks, RENDEZVOUS_FILE: str(rendezvous)}, stdin=subprocess.DEVNULL,
                     stdout=out, stderr=err, start_new_session=True,
                 )  # fmt: skip
@@ -261,8 +298,15 @@ def _noted_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def write_failure_report(run_dir: Path, replica: int, error: Exception) -> None:
-    """Write down why a replica of a local run ends, for `launch` to report."""
+def write_failure_report(run_dir: Path, rank: int, error: Exception, *, ranks: int = 1) -> None:
+    """Write down why a process of a local run ends, for `launch` to report.
+
+    Args:
+        run_dir: The run's folder.
+        rank: Among the processes of all replicas.
+        error: Why.
+        ranks: Of each replica.
+    """
     if isinstance(error, OSError):
         text = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
     elif isinstance(error, ThinwireError | ValueError):
@@ -276,16 +320,16 @@ def write_failure_report(run_dir: Path, replica: int, error: Exception) -> None:
     }
     # on a full disk even this may fail; the replica's log has the reason then
     with contextlib.suppress(OSError):
-        write_whole(_failure_path(run_dir, replica), json.dumps(record))
+        write_whole(_failure_path(run_dir, rank, ranks=ranks), json.dumps(record))
 
 
-def _failure_path(run_dir: Path, replica: int) -> Path:
-    return run_dir / "logs" / f"replica-{replica}.error.json"
+def _failure_path(run_dir: Path, rank: int, *, ranks: int) -> Path:
+    return _log_path(run_dir / "logs", process_name(rank, ranks=ranks), ".error.json")
 
 
-def _read_failure(run_dir: Path, replica: int) -> dict[str, Any] | None:
+def _read_failure(run_dir: Path, rank: int, *, ranks: int) -> dict[str, Any] | None:
     try:
-        said: dict[str, Any] = json.loads(_failure_path(run_dir, replica).read_text())
+        said: dict[str, Any] = json.loads(_failure_path(run_dir, rank, ranks=ranks).read_text())
     except (OSError, ValueError):
         return None
     return said

@@ -24,6 +24,7 @@ from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.drift import StepMonitor
 from thinwire.training.summary import tensors_sha256
+from thinwire.transport.shards import as_shard, local_shard
 
 
 class Passes:
@@ -384,7 +385,7 @@ class Training:
                     raise ValueError("the frozen weights are not those it was trained beside; restore their folder")
                 _copy_all(state["model"], _trained(self._model))
                 _copy_all(state["buffers"], dict(self._model.named_buffers()))
-            self._optimizer.load_state_dict(state["optimizer"])
+            self._optimizer.load_state_dict(_in_shards(state["optimizer"], self._optimizer))
             self._batches.load_state_dict(state["batches"])
             self._meter.load_state_dict(state["meter"])
             _set_random_state(state["random"], self._device)
@@ -520,10 +521,24 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def _in_shards(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's saved state with DTensors where its parameters are; a checkpoint holds their shards."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    moments = {
+        number: {
+            name: as_shard(value, like=parameters[number]) if isinstance(value, Tensor) and value.ndim else value
+            for name, value in of_parameter.items()
+        }
+        for number, of_parameter in state["state"].items()
+    }
+    return {**state, "state": moments}
+
+
 def _copy_all(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
     if set(saved) != set(own):
         raise ValueError(f"it has {len(saved)} tensors, the model {len(own)}")
-    for name, tensor in own.items():
+    for name, parameter in own.items():
+        tensor = local_shard(parameter)
         if saved[name].shape != tensor.shape:
             raise ValueError(f"{name} has the shape {tuple(saved[name].shape)}, the model's {tuple(tensor.shape)}")
         tensor.copy_(saved[name])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from thinwire.data import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.errors import DesyncError, ThinwireError
@@ -35,7 +36,8 @@ from thinwire.training.checkpoints.replica_checkpoints import (
 from thinwire.training.config import TrainConfig, config_text, meaning
 from thinwire.training.cost_check import complain
 from thinwire.training.drift import step_monitor_of
-from thinwire.training.loop import Batch, LoopSetup, Training
+from thinwire.training.launch import RANKS, rank_folder
+from thinwire.training.loop import Batch, LoopSetup, ModelPasses, Training
 from thinwire.training.samples import begin_samples, finish_samples
 from thinwire.training.summary import (
     parameters_sha256,
@@ -48,6 +50,8 @@ from thinwire.training.summary import (
 from thinwire.transport.all_gather_json import all_gather_json
 from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.replica_mesh import ReplicaMesh
+from thinwire.untested import warn_untested
 
 _OPENING, _READY, _CLOSING, _PROBING = range(4)
 # Known by other names on other hosts; what they stand for is compared by content.
@@ -57,7 +61,7 @@ _OUTPUTS = (
     "records-rank-*", "findings.jsonl", "actions.jsonl", "downtime.json", "parts.jsonl", "checkpoint-cost.json",
     "samples.json",
 )  # fmt: skip
-_OUTPUT_FOLDERS = ("adapters", "checkpoints", "model", "logs", "tensorboard", "wandb")
+_OUTPUT_FOLDERS = ("adapters", "checkpoints", "model", "logs", "tensorboard", "wandb", RANKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +69,7 @@ class ReplicaStart:
     """Circumstances in which a replica's process starts.
 
     Attributes:
-        local_rank: Its number on this host; also its GPU.
+        local_rank: Number of this process on its host; also its GPU.
         is_prepared: Whether the launcher has made the run's folder; else the first rank of each host does.
         is_resumed: Whether the run resumes from a checkpoint.
     """
@@ -141,28 +145,53 @@ def run_replica(
     """
     torch.set_num_threads(config.model.threads or 1)
     corpus = open_data(config)
+    ranks = config.parallel.ranks
     transport = connect(
         interface=config.run.interface, address=config.run.address, secret=config.run.secret,
         deadline_s=config.run.join_deadline_s, advertise=config.run.advertise, port_range=config.run.port_range,
+        ranks_per_replica=ranks, solo=ranks > 1,
     )  # fmt: skip
+    mesh: ReplicaMesh | None = None
     try:
-        replica = _Replica(config, place=place, corpus=corpus, transport=transport)
+        if ranks > 1:
+            mesh = _join_ranks(config, place)
+            config = config.replace(out=rank_folder(config.run_dir, mesh.rank))
+        replica = _Replica(config, place=place, corpus=corpus, transport=transport, mesh=mesh)
         return replica.run(loggers, warn, on_start)
     finally:
+        if mesh is not None:
+            mesh.close()
         transport.close()
+
+
+def _join_ranks(config: TrainConfig, place: ReplicaStart) -> ReplicaMesh:
+    from thinwire.training.parallel_passes import make_mesh  # imports device meshes, which takes a second
+
+    device = torch.device("cpu")
+    if config.model.device == "cuda":
+        warn_untested("gpu ranks")
+        # connect() left this replica's GPUs visible alone
+        device = torch.device("cuda", place.local_rank % config.parallel.ranks)
+        torch.cuda.set_device(device)
+    return make_mesh(config, device=device)
 
 
 class _Replica:
     def __init__(
-        self, config: TrainConfig, *, place: ReplicaStart, corpus: Corpus, transport: RecordingTransport
-    ) -> None:
+        self, config: TrainConfig, *, place: ReplicaStart, corpus: Corpus, transport: RecordingTransport,
+        mesh: ReplicaMesh | None = None,
+    ) -> None:  # fmt: skip
         self._config = config
+        self._mesh = mesh
+        self._num_notes = 0
         self._place = place
         self._corpus = corpus
         self._transport = transport
         is_begun = place.is_prepared or place.is_resumed
         # where hosts begin a run under torchrun, that of replica 0 is the run's
         self._run = read_identity(config.run_dir) if is_begun else new_identity(config_digest=config.digest())
+        if not is_begun:
+            self._run = identity_from_json(self._of_all_ranks({"run": self._run.to_json()})[0]["run"])
         self._checkpoints = self._checkpoints_of(self._run)
 
     def run(
@@ -171,8 +200,9 @@ class _Replica:
         config = self._config
         step = self._open(warn)
         on_start(step)
+        leads = self._leads
         own = open_loggers(
-            config.run_dir, tensorboard=config.output.tensorboard, wandb=config.output.wandb,
+            config.run_dir, tensorboard=config.output.tensorboard and leads, wandb=config.output.wandb and leads,
             replica=self._transport.replica, after_step=step,
         )  # fmt: skip
         meter = Meter(
@@ -213,6 +243,9 @@ class _Replica:
     def _open(self, warn: Callable[[str], None]) -> int:
         """Compare options and data, choose the first step, and make the run's folder."""
         found = verify_all(self._checkpoints) if self._place.is_resumed else Found(good=(), bad={})
+        of_ranks = self._of_all_ranks({"good": found.good[-32:]})
+        common = set(found.good).intersection(*(one["good"] for one in of_ranks))
+        found = Found(good=tuple(sorted(common)), bad=found.bad)
         note = {
             "options": _comparable(self._config), "corpus": self._corpus.sha256, "run": self._run.to_json(),
             "has_run": has_run(self._config.run_dir), "is_resumed": self._place.is_resumed, "good": found.good[-32:],
@@ -224,11 +257,14 @@ class _Replica:
         self._agree_on_run(notes)
         reports = [Found(good=tuple(n["good"]), bad={int(s): str(p) for s, p in n["bad"]}) for n in notes]
         step, warnings = choose_step(reports)
-        if self._transport.replica == 0:
+        if self._transport.replica == 0 and self._leads:
             for warning in warnings:
                 warn(warning)
-        if not self._place.is_prepared and self._place.local_rank == 0:
-            make_run_folder(self._config, run=self._run, is_resumed=self._place.is_resumed)
+        makes = not self._place.is_prepared and self._place.local_rank < self._config.parallel.ranks
+        for is_turn in (self._leads, not self._leads):  # the folder of the first rank holds those of the others
+            if makes and is_turn:
+                make_run_folder(self._config, run=self._run, is_resumed=self._place.is_resumed)
+            self._of_all_ranks({})
         self._all_gather({}, number=_READY, deadline_s=self._config.run.join_deadline_s)
         return step
 
@@ -255,14 +291,23 @@ class _Replica:
 
     def _assemble(self, meter: Meter, recorder: Recorder, warn: Callable[[str], None]) -> Training:
         config, corpus, transport = self._config, self._corpus, self._transport
+        mesh = self._mesh
         device = torch.device("cuda", self._place.local_rank) if config.model.device == "cuda" else torch.device("cpu")
+        if mesh is not None:
+            device = mesh.device
         check_data(config, corpus)  # a host of its own may hold other files
         torch.manual_seed(config.run.seed)
         model = make_model(config, vocab_size=corpus.tokenizer.vocab_size, device=device)
         if self._place.local_rank == 0:
             save_tokenizer(config.run_dir, tokenizer_files=corpus.tokenizer.files())
-        if transport.replica == 0 and config.output.samples:
+        if transport.replica == 0 and self._leads and config.output.samples:
             begin_samples(config.run_dir, model, corpus, warn=warn)
+        passes: ModelPasses | None = None
+        if mesh is not None:
+            from thinwire.training.parallel_passes import ParallelPasses, cut_model
+
+            model = cut_model(model, config, mesh)
+            passes = ParallelPasses(config, model, mesh)
         optimizer = DistributedOptimizer(
             model, make_inner_optimizer(config, model), method=make_method(config), transport=transport,
             seed=config.run.seed, pace=config.sync.pace,
@@ -274,7 +319,33 @@ class _Replica:
             held_out=lambda num_batches: held_out_batches(config, corpus, num_batches=num_batches),
             watch=step_monitor_of(config, optimizer, log=transport.log),
         )  # fmt: skip
-        return Training(setup, checkpoints=self._checkpoints)
+        return Training(setup, checkpoints=self._checkpoints, passes=passes)
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this is the first rank of its replica."""
+        return self._mesh is None or self._mesh.rank == 0
+
+    def _of_all_ranks(self, note: dict[str, Any]) -> list[dict[str, Any]]:
+        """Exchange a note with the other ranks of this replica."""
+        if self._mesh is None:
+            return [note]
+        self._num_notes += 1
+        deadline_s = self._config.run.join_deadline_s
+        return all_gather_json(note, transport=self._mesh.peers, number=self._num_notes, deadline_s=deadline_s)
+
+    def _whole_model(self) -> nn.Module:
+        """Return the model with the values that are in place now, uncut; all ranks of the replica call it."""
+        if self._mesh is None:
+            return self._model
+        from thinwire.training.parallel_passes import whole_parameters
+
+        values = whole_parameters(self._model, self._mesh)
+        model = make_model(self._config, vocab_size=self._corpus.tokenizer.vocab_size, device="cpu")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(values[name])
+        return model
 
     def _check_code(self) -> str:
         """Return the warning about a method whose codec costs more time than it saves on this link."""
@@ -297,21 +368,33 @@ class _Replica:
         """Compare the replicas' results; replica 0 evaluates and writes the run's."""
         reading = training.reading()
         with self._optimizer.global_parameters(may_lag=True):
-            sha256 = parameters_sha256(self._model)
-        notes = self._all_gather(replica_note(reading, sha256=sha256), number=_CLOSING, deadline_s=training.deadline_s)
+            sha256 = parameters_sha256(self._whole_model())
+        notes = self._all_gather(
+            self._note_of_replica(replica_note(reading, sha256=sha256)), number=_CLOSING,
+            deadline_s=training.deadline_s,
+        )  # fmt: skip
         if self._transport.replica != 0:
             return None
         val_loss = training.evaluate_at_end()
-        # before the model is saved, which merges adapters
-        parameters = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
         with self._optimizer.global_parameters(may_lag=True):
-            save_model(self._config.run_dir, self._model, tokenizer_files=self._corpus.tokenizer.files())
-            finish_samples(self._config.run_dir, self._model, self._corpus.tokenizer, warn=warn)
+            model = self._whole_model()
+            if not self._leads:
+                return None
+            # before the model is saved, which merges adapters
+            parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            save_model(self._config.run_dir, model, tokenizer_files=self._corpus.tokenizer.files())
+            finish_samples(self._config.run_dir, model, self._corpus.tokenizer, warn=warn)
         summary = summarise(
             self._config, notes, val_loss=val_loss, parameters=parameters, num_fragments=self._optimizer.num_fragments
         )
         write_summary(self._config.run_dir, summary)
         return summary
+
+    def _note_of_replica(self, note: dict[str, Any]) -> dict[str, Any]:
+        """Add up what the ranks of this replica sent; the rest of the note is the same on all of them."""
+        notes = self._of_all_ranks(note)
+        counted = ("payload_bytes", "wire_bytes_sent", "wire_bytes_received", "peak_bits_per_s")
+        return {**note, **{name: sum(one[name] for one in notes) for name in counted}}
 
     def _all_gather(self, note: dict[str, Any], *, number: int, deadline_s: float) -> list[dict[str, Any]]:
         return all_gather_json(note, transport=self._transport, number=number, deadline_s=deadline_s)

@@ -43,10 +43,28 @@ def gather_over_shards(number: torch.Tensor, *, parameter: torch.Tensor) -> torc
     mesh: Any = sharded.device_mesh  # type: ignore[attr-defined]
     placements: Any = sharded.placements  # type: ignore[attr-defined]
     for axis, placement in enumerate(placements):
-        if placement.is_shard():
+        if not placement.is_replicate():  # a shard of a shard is no `Shard`
             parts = [torch.empty_like(found) for _ in range(mesh.size(axis))]
             dist.all_gather(parts, found, group=mesh.get_group(axis))
             found = torch.cat(parts)
+    return found
+
+
+def as_shard(part: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor as the DTensor of which it is this rank's part; itself where the other one is plain.
+
+    Args:
+        part: Of the local shape of the other one, else it is returned as it is.
+        like: A plain tensor or a DTensor.
+    """
+    if not is_a("torch.distributed.tensor", "DTensor", like) or part.shape != local_shard(like).shape:
+        return part
+    from torch.distributed.tensor import DTensor
+
+    sharded: Any = like
+    found: torch.Tensor = DTensor.from_local(
+        part, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+    )
     return found
 
 
@@ -60,13 +78,7 @@ def whole_tensor(shard: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
     Returns:
         The whole tensor, in the shard's dtype.
     """
-    from torch.distributed.tensor import DTensor
-
-    sharded: Any = like
-    placed: Any = DTensor.from_local(
-        shard.contiguous(), sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape,
-        stride=sharded.stride(),
-    )  # fmt: skip
+    placed: Any = as_shard(shard.contiguous(), like=like)
     whole: torch.Tensor = placed.full_tensor()
     return whole
 

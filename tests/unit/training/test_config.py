@@ -44,6 +44,19 @@ def test_threads_are_at_least_one_where_replicas_outnumber_cores() -> None:
     assert resolved(replicas=7).model.threads == 1
 
 
+def test_ranks_of_a_replica_divide_the_ranks_that_torchrun_starts() -> None:
+    config = TrainConfig.of(dp_shard=2, tp=2)
+    assert resolve(config, world_size=12, cores=4, home=Path("/")).num_replicas == 3
+    with pytest.raises(ValueError, match=r"10 ranks, 4 a replica; allowed multiples of 4 ranks; try torchrun with 8"):
+        resolve(config, world_size=10, cores=4, home=Path("/"))
+
+
+def test_degrees_of_one_rank_leave_the_hash_of_the_options_as_it_was_before_there_were_any() -> None:
+    assert not {"dp_shard", "tp", "zero_stage"} & set(meaning(resolved()))
+    assert meaning(resolved(dp_shard=2))["dp_shard"] == 2
+    assert resolved(dp_shard=2).digest() != resolved().digest()
+
+
 def test_world_size_of_torchrun_gives_the_replicas_and_contradicts_another_number() -> None:
     found = resolve(TrainConfig(), world_size=3, cores=4, home=Path("/"))
     assert found.num_replicas == 3

@@ -17,6 +17,7 @@ import torch
 
 from thinwire.errors import CheckpointError
 from thinwire.training.checkpoints.checkpoint_files import CheckpointFiles, LocalStorage, Storage
+from thinwire.transport.shards import local_shard
 
 _KEPT = 2
 _JSON_FILE = re.compile(r"replica-(\d{1,9})\.json", re.ASCII)
@@ -191,7 +192,8 @@ def flatten_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
     """Separate the tensors of a nested state from its shape.
 
     Returns:
-        The tensors by number (on the CPU), and a value for JSON that holds the place of each.
+        The tensors by number (on the CPU, of a DTensor this rank's shard), and a value for JSON that holds the place
+        of each.
 
     Raises:
         ValueError: Something in it is neither a container, a tensor, a text, a number, a bool nor None.
@@ -206,7 +208,7 @@ def flatten_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
     def visit(node: Any, where: str) -> Any:
         if isinstance(node, torch.Tensor):
             name = str(len(tensors))
-            tensors[name] = node.detach().cpu()
+            tensors[name] = local_shard(node).cpu()
             return {"tensor": name}
         if isinstance(node, Mapping):
             if not all(isinstance(key, str | int) and not isinstance(key, bool) for key in node):

@@ -1,0 +1,104 @@
+"""Degrees of parallelism inside a replica: their options, and what does not go with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from thinwire.errors import excluded, refusal
+
+if TYPE_CHECKING:
+    from thinwire.training.config import TrainConfig
+
+# Default of --batch-size, which is filled in later.
+_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Ranks of each replica; the product of the five degrees is their number. `--plan` of a site sets them."""
+
+    dp_replicate: int = 1
+    """Copies of the sharded states inside each replica."""
+    dp_shard: int = 1
+    """Shards of the states inside each replica (FSDP2)."""
+    cp: int = 1
+    """Ranks that share each sequence; only 1 runs here."""
+    tp: int = 1
+    """Ranks that share each layer (tensor parallelism)."""
+    pp: int = 1
+    """Pipeline stages of each replica; only 1 runs here."""
+    interleave: int = 1
+    """Chunks of layers on each pipeline stage; above 1 the schedule is interleaved 1F1B."""
+    zero_stage: int = 2
+    """ZeRO stage of the shards: 1, 2 (gradients in shards too) or 3 (parameters too)."""
+    recompute_layers: int = 0
+    """Layers of each pipeline stage whose activations are computed again in the backward pass."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one replica."""
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks of one replica that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+
+ONE_RANK = ParallelConfig()
+# Options that a replica of several ranks cannot have, and why.
+_NOT_PARALLEL = {
+    "elastic": "its replicas have --ranks-per-replica", "secret": "with a secret a replica is one rank",
+    "lora": "adapters were not tried with sharded models", "compile": "it was not tried with sharded models",
+}  # fmt: skip
+
+
+def parallel_problems(config: TrainConfig) -> list[ValueError]:
+    """Return what is wrong with the degrees; what the model's shape decides is checked with the model."""
+    own = config.parallel
+    problems: list[ValueError] = []
+    if min(own.dp_replicate, own.dp_shard, own.cp, own.tp, own.pp) < 1 or (config.data.micro_batch or 1) < 1:
+        return problems  # refused as too small
+    if own.cp > 1:
+        problems.append(
+            refusal("--cp does not run here: torch's context parallelism has no operator for the CPU", got=own.cp,
+                    allowed="1", remedy=f"--cp 1 --dp-shard {own.dp_shard * own.cp}, or a program that has it")
+        )  # fmt: skip
+    if own.pp > 1:
+        problems.append(
+            refusal("--pp does not run here yet", got=own.pp, allowed="1",
+                    remedy=f"--pp 1 --dp-shard {own.dp_shard * own.pp}, or a program that has it")
+        )  # fmt: skip
+    if own.zero_stage > 3:
+        problems.append(refusal("--zero-stage is too large", got=own.zero_stage, allowed="1 to 3",
+                                remedy="--zero-stage 3"))  # fmt: skip
+    return problems if own.ranks == 1 else [*problems, *_bad_with_ranks(config)]
+
+
+def _bad_with_ranks(config: TrainConfig) -> list[ValueError]:
+    """Check what else is given where a replica has several ranks."""
+    own = config.parallel
+    problems: list[ValueError] = []
+    which = next(_flag(name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+                 if config.option(name) > 1)  # fmt: skip
+    for name, why in _NOT_PARALLEL.items():
+        if config.option(name):
+            problems.append(excluded(_flag(name), which, why=why, remedy=f"to leave {_flag(name)} out"))
+    if config.model.name.startswith("hf:"):
+        problems.append(excluded(which, f"--model {config.model.name}", why="it shards thinwire's own models",
+                                 remedy="a preset or a size, such as --model 35m"))  # fmt: skip
+    if config.optimizer.inner_optimizer == "muon":
+        problems.append(excluded("--inner-optimizer muon", which, why="it needs whole matrices",
+                                 remedy="--inner-optimizer adamw"))  # fmt: skip
+    batch, per_pass = config.data.batch_size or _BATCH_SIZE, (config.data.micro_batch or 1) * own.data_ranks
+    if batch % per_pass:
+        problems.append(
+            refusal("--batch-size is not divided by the sequences of a pass of all ranks", got=batch,
+                    allowed=f"multiples of {per_pass}", remedy=f"--batch-size {-(-batch // per_pass) * per_pass}")
+        )  # fmt: skip
+    return problems
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,161 @@
+"""Device mesh of a replica's ranks: FSDP2 and tensor parallelism inside the replica, over torch's default group.
+
+The axes are those of a plan inside a site: pp outermost, then dp_replicate, dp_shard and tp. The default group holds
+the replica's ranks alone (`connect(solo=True, ranks_per_replica=N)`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from thinwire.errors import TransportError
+from thinwire.transport.process_group import ProcessGroupTransport
+from thinwire.transport.shards import is_a
+
+_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+
+
+class ReplicaMesh:
+    """Place of this rank among those of its replica, and the collectives between them.
+
+    Args:
+        device: This rank's device.
+        pp: Pipeline stages.
+        dp_replicate: Copies of the sharded states.
+        dp_shard: Shards of the states.
+        tp: Ranks that share each layer.
+
+    Attributes:
+        rank: Place in the replica; 0 leads.
+        size: Ranks of the replica.
+        data_rank: Place among the ranks that read different sequences.
+        data_ranks: How many these are.
+        peers: Transport between the replica's own ranks, for notes.
+    """
+
+    def __init__(
+        self, *, device: torch.device, pp: int = 1, dp_replicate: int = 1, dp_shard: int = 1, tp: int = 1
+    ) -> None:
+        from torch.distributed.device_mesh import init_device_mesh  # takes a second to import, as FSDP below
+
+        self.device = device
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._mesh = init_device_mesh(device.type, (pp, dp_replicate, dp_shard, tp), mesh_dim_names=_AXES)
+        self._sizes = dict(zip(_AXES, (pp, dp_replicate, dp_shard, tp), strict=True))
+        place = {name: self._mesh.get_local_rank(name) for name in _AXES}
+        self.data_rank = place["dp_replicate"] * dp_shard + place["dp_shard"]
+        self.data_ranks = dp_replicate * dp_shard
+        self._data_group = self._group_of("dp_replicate", "dp_shard")
+        # notes travel over gloo, whatever the device
+        self.peers = ProcessGroupTransport(dist.new_group(backend="gloo"))
+
+    def size_of(self, axis: str) -> int:
+        """Return the ranks along an axis."""
+        return self._sizes[axis]
+
+    def split_layers(self, modules: Sequence[nn.Module], *, columns: Sequence[str], rows: Sequence[str]) -> None:
+        """Share linear layers over the ranks of the axis tp, which all hold them whole and alike before.
+
+        Args:
+            modules: That hold the layers.
+            columns: Paths of layers whose output features are shared; their inputs are whole.
+            rows: Paths of layers whose input features are shared; their outputs are summed.
+
+        Reference:
+            arXiv 1909.08053, section 3.
+        """
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        styles = {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}
+        for module in modules:
+            parallelize_module(module, self._mesh["tp"], styles)
+
+    def shard(self, model: nn.Module, *, blocks: Sequence[nn.Module], is_freed_after_forward: bool) -> None:
+        """Leave each rank its shard of the parameters (FSDP2), and average gradients over the data-parallel ranks.
+
+        Args:
+            model: On this rank's device, alike on all ranks with the same place along pp and tp.
+            blocks: Modules whose parameters are brought together and freed for themselves.
+            is_freed_after_forward: Whether the backward pass brings a block's parameters together again (ZeRO-3).
+        """
+        if self.data_ranks == 1:
+            return
+        from torch.distributed.fsdp import fully_shard
+
+        axes: Any = "dp_shard" if self._sizes["dp_replicate"] == 1 else ("dp_replicate", "dp_shard")
+        for module in (*blocks, model):
+            fully_shard(module, mesh=self._mesh[axes], reshard_after_forward=is_freed_after_forward)
+
+    def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over the ranks that read different sequences, in place."""
+        with named_failures():
+            dist.all_reduce(tensor, group=self._data_group)
+        return tensor
+
+    def sum_over_tp(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over the ranks that share each layer, in place."""
+        with named_failures():
+            dist.all_reduce(tensor, group=self._mesh.get_group("tp"))
+        return tensor
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all ranks of the replica, in place."""
+        with named_failures():
+            dist.all_reduce(tensor)
+        return tensor
+
+    def num_copies(self, parameter: torch.Tensor) -> int:
+        """Return how many ranks of the replica hold the same part of a parameter."""
+        sharded: Any = parameter
+        distinct = 1
+        if is_a("torch.distributed.tensor", "DTensor", parameter):
+            for axis, placement in enumerate(sharded.placements):
+                distinct *= 1 if placement.is_replicate() else sharded.device_mesh.size(axis)
+        return self.size // (self._sizes["pp"] * distinct)
+
+    def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Gather parameters on every rank, on the CPU; all ranks call it with the same names."""
+        found = {}
+        with named_failures(), torch.no_grad():
+            for name, tensor in tensors.items():
+                sharded: Any = tensor
+                is_sharded = is_a("torch.distributed.tensor", "DTensor", tensor)
+                found[name] = (sharded.full_tensor() if is_sharded else tensor).detach().cpu().clone()
+        return found
+
+    def close(self) -> None:
+        """End the transport of notes; the groups end with the default group."""
+        self.peers.close()
+
+    def _group_of(self, *axes: str) -> Any:
+        """Make the group of the ranks that differ along the axes alone; all ranks call it."""
+        ranks = self._mesh.mesh
+        order = [place for place, name in enumerate(_AXES) if name not in axes]
+        order += [_AXES.index(name) for name in axes]
+        rows = ranks.permute(order).reshape(-1, self._sizes[axes[0]] * self._sizes[axes[1]]).tolist()
+        groups = [dist.new_group(row) for row in rows]
+        return next(group for group, row in zip(groups, rows, strict=True) if self.rank in row)
+
+
+@contextmanager
+def named_failures() -> Iterator[None]:
+    """Raise the failure of a collective inside the replica as one of thinwire's.
+
+    Raises:
+        TransportError: A rank of this replica is gone or hangs.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, TransportError) or not any(word in str(error).lower() for word in ("gloo", "nccl")):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise TransportError(
+            f"a rank of this replica is gone or hangs ({reason}); see the logs of its ranks"
+        ) from error

@@ -1,0 +1,151 @@
+"""Replica of several ranks with fixed replicas: every cut of a model trains as one process does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run, values
+from training_runs import DOCUMENTS, OPTIONS, Started, finish, result
+
+from thinwire.cli import plan as plan_command
+from thinwire.models.transformer import TransformerConfig, build_transformer
+from thinwire.training.build import make_inner_optimizer
+from thinwire.training.config import TrainConfig
+from thinwire.training.loop import LocalPasses
+
+SHAPE = TransformerConfig(vocab_size=16, dim=16, layers=4, heads=4, max_seq_len=8)
+STEPS, BATCH = 3, 8
+# Every degree that runs, alone and together; all with four ranks, so that one group of processes serves all.
+CUTS: dict[str, dict[str, Any]] = {
+    "ZeRO-1": {"dp_shard": 4, "zero_stage": 1, "micro_batch": 1},
+    "ZeRO-2 with recompute": {"dp_shard": 4, "zero_stage": 2, "micro_batch": 1, "recompute_layers": 3},
+    "ZeRO-3": {"dp_shard": 4, "zero_stage": 3, "micro_batch": 2},
+    "copies of shards": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3, "micro_batch": 1},
+    "copies alone": {"dp_replicate": 4, "micro_batch": 2},
+    "tensor parallel": {"tp": 4, "micro_batch": 4},
+    "tensor parallel in shards": {"dp_shard": 2, "tp": 2, "zero_stage": 3, "micro_batch": 2, "recompute_layers": 1},
+    "tensor parallel in copies": {"dp_replicate": 2, "tp": 2, "micro_batch": 4},
+}
+
+
+def options(**more: Any) -> TrainConfig:
+    return TrainConfig.of(
+        model="nano", batch_size=BATCH, lr=1e-2, inner_optimizer="adamw", clip_norm=0.05, steps=STEPS, **more
+    )
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    made = [torch.randint(16, (BATCH, 9), generator=generator) for _ in range(STEPS)]
+    return [(tokens[:, :-1], tokens[:, 1:]) for tokens in made]
+
+
+def train(config: TrainConfig, model: Any, passes: Any) -> list[float]:
+    inner = make_inner_optimizer(config, model)
+    losses = []
+    for tokens, targets in batches():
+        losses.append(float(passes.backward(tokens, targets, factor=1.0)[0]))
+        passes.clip()
+        inner.step()
+        inner.zero_grad(set_to_none=True)
+    # six rows on four ranks: one of them has none of its own
+    losses.append(float(passes.held_out(*(part[:6] for part in batches()[0]))))
+    return losses
+
+
+def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    from thinwire.training.parallel_passes import ParallelPasses, cut_model, make_mesh, whole_parameters
+    from thinwire.transport.connect import connect
+    from thinwire.transport.shards import local_shard
+
+    torch.set_num_threads(1)
+    transport = connect(solo=True, ranks_per_replica=4)
+    found = {}
+    for name, cut in cuts.items():
+        config = options(**cut)
+        mesh = make_mesh(config, device=torch.device("cpu"))
+        model = cut_model(build_transformer(SHAPE, seed=3).double(), config, mesh)
+        held = sum(local_shard(parameter).numel() for parameter in model.parameters())
+        losses = train(config, model, ParallelPasses(config, model, mesh))
+        whole = whole_parameters(model, mesh)
+        found[name] = {"losses": losses, "held": held, "whole": {n: t.flatten().tolist() for n, t in whole.items()}}
+        mesh.close()
+    transport.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def cut_runs() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = values(run(rank, num_ranks=4, arguments={"cuts": CUTS}, deadline_s=240))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[list[float], dict[str, torch.Tensor]]:
+    config = options()
+    model = build_transformer(SHAPE, seed=3).double()
+    losses = train(config, model, LocalPasses(config, model, device=torch.device("cpu")))
+    return losses, {name: parameter.detach().flatten() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_cut_model_trains_as_one_process(name: str, cut_runs: list[dict[str, Any]], alone: Any) -> None:
+    losses, parameters = alone
+    for found in cut_runs:
+        # losses are reported in float32
+        assert found[name]["losses"] == pytest.approx(losses, abs=1e-6)
+        assert found[name]["whole"].keys() == parameters.keys()
+        for parameter, value in parameters.items():
+            error = (torch.tensor(found[name]["whole"][parameter], dtype=torch.float64) - value).abs().max()
+            assert error < 1e-9, parameter
+
+
+@pytest.mark.parametrize(
+    ("name", "copies"), [("ZeRO-1", 1), ("ZeRO-2 with recompute", 1), ("ZeRO-3", 1), ("copies of shards", 2),
+                         ("copies alone", 4)],
+)  # fmt: skip
+def test_the_ranks_hold_as_many_copies_of_the_parameters_as_planned(
+    name: str, copies: int, cut_runs: list[dict[str, Any]]
+) -> None:
+    assert sum(found[name]["held"] for found in cut_runs) == copies * SHAPE.num_parameters
+
+
+TWO_DEVICES = {
+    "format": "thinwire-site", "version": 1,
+    "nodes": [
+        {"name": "box", "devices": 2, "memory_bytes": "16 GB", "flops_per_s": 1e11, "bandwidth_bits_per_s": "10gbit",
+         "latency_s": "50us"},
+    ],
+}  # fmt: skip
+
+
+def test_train_runs_the_plan_of_a_site_as_one_rank_would_and_resumes_it(tmp_path: Path) -> None:
+    site, plan, texts = tmp_path / "site.json", tmp_path / "plan.json", tmp_path / "texts"
+    site.write_text(json.dumps(TWO_DEVICES))
+    texts.mkdir()
+    for number, text in enumerate(DOCUMENTS):
+        (texts / f"{number}.txt").write_text(text)
+    words = ["--inside", str(site), "--model", "nano", "--seq-len", "16", "--global-batch", "64", "--out", str(plan)]
+    assert plan_command.main(words) == 0
+    planned = json.loads(plan.read_text())
+    assert planned["degrees"]["dp_shard"] == 2 and planned["zero_stage"] == 2
+    more = ["--steps", "8", "--data", str(texts), "--cache-dir", str(texts / ".cache"), "--method", "streaming-diloco",
+            "--codec", "float32", "--no-samples", *OPTIONS]  # fmt: skip
+    more = [word for place, word in enumerate(more) if "--batch-size" not in more[max(0, place - 1) : place + 1]]
+    out, alone = tmp_path / "run", tmp_path / "alone"
+    cut = finish(Started(["--plan", str(plan), "--out", str(out), *more]))
+    whole = finish(Started(["--batch-size", "4", "--out", str(alone), *more]))
+    assert result(cut)["val_loss"] == pytest.approx(result(whole)["val_loss"], abs=1e-3)
+    assert result(cut)["tokens"] == result(whole)["tokens"] == 2 * 8 * 4 * 16
+    # shard by shard, each parameter crosses once, as it does whole; only headers and paddings differ
+    assert result(cut)["payload_bytes"] == pytest.approx(result(whole)["payload_bytes"], rel=1e-3)
+    for folder in (out, out / "ranks" / "1"):
+        shutil.rmtree(folder / "checkpoints" / "step-00000008")
+    (out / "summary.json").unlink()
+    resumed = finish(Started(["--resume", str(out), "--quiet", "--json"]))
+    assert result(resumed)["global_parameters_sha256"] == result(cut)["global_parameters_sha256"]
