@@ -299,7 +299,7 @@ def _show(plan: Plan, more: Sequence[str]) -> None:
             line(f"~ {note}")
     line()
     line(_verdict(plan))
-    for text in [*_alone(plan), *_needs(plan.needs, plan.best)]:
+    for text in [*_alone(plan), *_needs(plan.needs, plan.best), *_uneven(plan)]:
         line(text)
     for rejection in plan.rejections:
         others = f" and {rejection.count - 1} more" if rejection.count > 1 else ""
@@ -367,6 +367,18 @@ def _alone(plan: Plan) -> list[str]:
     if math.isinf(plan.best.equal_loss_s):
         return [alone]
     return [f"{alone}; all together are {times:.3g} times as fast to equal loss"]
+
+
+def _uneven(plan: Plan) -> list[str]:
+    if plan.uneven is None:
+        return []
+    names = list(plan.uneven.sequences)
+    batches = ", ".join(f"{name} {plan.uneven.sequences[name]}" for name in names[:_NAMED])
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return [
+        f"unequal machines: batches by speed ({batches}{more}) compute {plan.uneven.speedup:.3g} times as many "
+        f"tokens a second; elastic runs take them: thinwire train --elastic, thinwire join --batch-size"
+    ]
 
 
 def _needs(needs: Needs | None, best: Outlook) -> list[str]:

@@ -78,6 +78,19 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnevenBatches:
+    """Batches by the speed of unequal machines, which end a step together. Elastic runs take them.
+
+    Attributes:
+        sequences: Of a step of each machine.
+        speedup: Tokens computed a second, in those of the plan's equal batches.
+    """
+
+    sequences: Mapping[str, int]
+    speedup: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Chosen candidate and all that was considered.
 
@@ -91,6 +104,7 @@ class Plan:
         alone: The fastest machine without any wire, for comparison with the others; None where it cannot.
         rejections: What was left out, and why.
         needs: What it would take.
+        uneven: Batches by speed, where they compute clearly more than the plan's equal ones.
     """
 
     model: str
@@ -102,6 +116,7 @@ class Plan:
     alone: Outlook | None
     rejections: tuple[Rejection, ...]
     needs: Needs | None = None
+    uneven: UnevenBatches | None = None
 
     @property
     def best(self) -> Outlook:
@@ -138,6 +153,7 @@ class Plan:
             "simulated": [_entry(outlook) for outlook in self.outlooks],
             "left_out": [asdict(rejection) for rejection in self.rejections],
             "what_it_would_take": None if self.needs is None else asdict(self.needs),
+            "uneven_batches": None if self.uneven is None else asdict(self.uneven),
         }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from thinwire.planning.candidates import (
 )
 from thinwire.planning.cluster import Cluster
 from thinwire.planning.loss_penalty import LossPenalty, compute_worth, loss_penalty
-from thinwire.planning.plan import Needs, Outlook, Plan, Rejection
+from thinwire.planning.plan import Needs, Outlook, Plan, Rejection, UnevenBatches
 from thinwire.planning.predict import MAX_EXTENSION
 from thinwire.planning.workload import Workload
 from thinwire.units import format_bytes
@@ -40,6 +40,8 @@ _LONGER = (1000, 2000)
 _STEP = 1.02
 # Times to equal loss that differ by less are the same: published losses of the same settings differ by as much.
 _SAME = 0.005
+# Batches by speed are proposed from such a gain on: below it, measured speeds differ by as much.
+_LEAST_GAIN = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +146,21 @@ class _Search:
             min_utilisation=self.constraints.min_utilisation, outlooks=tuple(outlooks),
             alone=next((one for one in outlooks if one.candidate.num_replicas == 1), None),
             rejections=tuple(Rejection(what=what, reason=why, count=n) for why, (what, n) in self._reasons.items()),
-            needs=self._needs(outlooks[0]),
+            needs=self._needs(outlooks[0]), uneven=self._uneven(outlooks[0].candidate, names),
         )  # fmt: skip
+
+    def _uneven(self, best: Candidate, names: Sequence[str]) -> UnevenBatches | None:
+        """Return batches by speed of all machines that can train the model, where they gain."""
+        count = len(names)
+        speeds = {name: self._machines[name].flops_per_s or 0.0 for name in names}
+        if count == 1:
+            return None
+        together = count * self.workload.sequences(count)
+        sequences = {name: max(1, round(together * speed / sum(speeds.values()))) for name, speed in speeds.items()}
+        # sequences a second: all wait for the machine that ends last
+        uneven = sum(sequences.values()) / max(sequences[name] / speeds[name] for name in names)
+        equal = best.num_replicas * min(speeds[name] for name in best.replicas)
+        return UnevenBatches(sequences=sequences, speedup=uneven / equal) if uneven > _LEAST_GAIN * equal else None
 
     def _rank(self, outlook: Outlook) -> tuple[bool, float, float]:
         """Put first what computes for long enough, then what has a published loss, then what is fast."""

@@ -279,6 +279,17 @@ def test_an_outer_step_counts_as_computing() -> None:
     assert plan.best.prediction.compute_s == pytest.approx(0.1 + extra_s, rel=1e-6)
 
 
+def test_unequal_machines_get_uneven_batches_by_their_speed() -> None:
+    work = workload(batch_size=32)
+    plan = make_plan(work, Cluster(machines=machines(0.1, 0.1, 0.4, rate=1e9)), FEW)
+    assert plan.uneven is not None and plan.best.candidate.num_replicas == 2
+    assert plan.uneven.sequences == {"a": 43, "b": 43, "c": 11}
+    # 97 sequences in the time of the slowest, 11 on a machine of a quarter of the speed, against twice the full speed
+    assert plan.uneven.speedup == pytest.approx(97 / (4 * 11) / 2)
+    assert make_plan(work, Cluster(machines=machines(0.1, 0.1, 0.105, rate=1e9)), FEW).uneven is None
+    assert make_plan(work, Cluster(machines=machines(0.1)), FEW).uneven is None
+
+
 def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[int]:
     calls: list[int] = []
     real = getattr(module, name)
