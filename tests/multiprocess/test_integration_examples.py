@@ -168,7 +168,7 @@ def need(name: str) -> None:
 
 
 def test_every_file_is_run_here() -> None:
-    in_a_test_of_their_own = {"ray_elastic"}  # test_ray.py
+    in_a_test_of_their_own = {"ray_elastic", "transformers_elastic"}  # test_ray.py, test_hf_elastic.py
     assert {path.stem for path in FOLDER.glob("*.py")} == set(NEEDS) | in_a_test_of_their_own
 
 

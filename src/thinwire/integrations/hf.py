@@ -1,25 +1,34 @@
 """Hugging Face Trainers over thin wires: a mixin for transformers' `Trainer` and its subclasses, such as TRL's.
 
 The trainer sees one process, since `thinwire.connect(solo=True)` hides the launcher's variables: it wraps the model in
-nothing, gathers nothing, and saves on every replica. Only thinwire's own messages travel.
+nothing, gathers nothing, and saves on every replica. Only thinwire's own messages travel. Without a launcher, trainers
+join an elastic run: they come and go while the others train.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from thinwire.errors import CheckpointError, DesyncError, MissingExtra, refusal
+import thinwire.methods  # noqa: F401 - registers the names that `method` may be
+from thinwire.errors import CheckpointError, DesyncError, MissingExtra, excluded, refusal
 from thinwire.integrations.tracking import metrics
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer, average_tensors
 from thinwire.transport.base import Transport
+from thinwire.transport.connect import given_join_uri
+from thinwire.transport.secret import JOIN_VARIABLE, need_pyzmq
+
+if TYPE_CHECKING:
+    from thinwire.training.elastic.own_loop import ElasticOptimizer
 
 try:
     from transformers import TrainerCallback
@@ -42,15 +51,21 @@ class DiLoCoTrainerMixin:
     the global parameters, so every replica saves the same model. Each replica writes its own checkpoints, to
     `output_dir/replica-N` if there are several.
 
+    In an elastic run, `max_steps` is the last step of the run, and `state.global_step` the step that the run has
+    reached: a trainer that comes late begins there, and so does its learning-rate schedule. Checkpoints hold the model
+    alone, since the others have the state of the run.
+
     Args:
         *args: For the trainer.
         method: The method, or its name: see `thinwire.methods`.
-        transport: Joins the replicas: `thinwire.connect(solo=True)`, called before `TrainingArguments` is made.
-        options: Further arguments of `DistributedOptimizer`, by name.
+        transport: Joins the replicas: `thinwire.connect(solo=True)`, called before `TrainingArguments` is made. None
+            for an elastic run.
+        uri: Address of the elastic run, see `thinwire.join`; None for the variable THINWIRE_JOIN.
+        options: Further arguments by name: of `DistributedOptimizer`, or of `thinwire.join`.
         **kwargs: For the trainer.
 
     Raises:
-        ValueError: The trainer sees several processes or several GPUs.
+        ValueError: The trainer sees several processes or several GPUs, or has neither transport nor address.
 
     Example:
         ```python
@@ -61,6 +76,9 @@ class DiLoCoTrainerMixin:
         transport = thinwire.connect(solo=True)
         trainer = Trainer(model=model, args=args, train_dataset=own_share, method="iso-loco", transport=transport)
         trainer.train()
+
+        # elastic: no launcher; the first process creates the run
+        trainer = Trainer(model=model, args=args, train_dataset=data, method="iso-loco", uri="127.0.0.1:29410")
         ```
     """
 
@@ -68,22 +86,32 @@ class DiLoCoTrainerMixin:
     args: Any
     optimizer: Any
     state: Any
+    lr_scheduler: Any
     is_fsdp_enabled: bool
 
     def __init__(
-        self, *args: Any, method: Method | str, transport: Transport, options: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, *args: Any, method: Method | str, transport: Transport | None = None, uri: str | None = None,
+        options: dict[str, Any] | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
+        if transport is not None and uri is not None:
+            raise excluded("uri", "transport", why="an elastic run makes its own", remedy="one of the two")
+        if transport is None and not (uri or given_join_uri()):
+            raise refusal(
+                "nothing joins this trainer to the others", got="neither transport nor uri",
+                allowed=f"one of them, or the variable {JOIN_VARIABLE}",
+                remedy="transport=thinwire.connect(solo=True), or for an elastic run uri='HOST:PORT'",
+            )  # fmt: skip
         self.transport = transport
         self.diloco: DistributedOptimizer | None = None
-        self._method, self._options = method, dict(options or {})
+        self._method, self._uri, self._options = method, uri, dict(options or {})
         self._is_finished = False
         super().__init__(*args, **kwargs)
         self._check_is_alone()
-        if transport.num_replicas > 1:
-            self.args = copy.copy(self.args)
-            self.args.output_dir = str(Path(self.args.output_dir) / f"replica-{transport.replica}")
-        self.add_callback(_FinalExchange(self))  # type: ignore[attr-defined]
+        self.args = copy.copy(self.args)
+        self._output_dir = Path(self.args.output_dir)
+        if transport is not None and transport.num_replicas > 1:
+            self._write_as(transport.replica)
+        self.add_callback(_FinalExchange(self) if transport is not None else _ElasticSteps(self))  # type: ignore[attr-defined]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Wrap the trainer's optimizer; once a training."""
@@ -91,19 +119,27 @@ class DiLoCoTrainerMixin:
             self.diloco = self.optimizer = None
         inner = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if self.diloco is None:
-            self.diloco = self.optimizer = DistributedOptimizer(
-                self.model, inner, method=self._method, transport=self.transport, **self._options
-            )
+            self.diloco = self.optimizer = self._wrap(inner)
             self._is_finished = False
         return self.diloco
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, and end with the final exchange; after an exception, without any exchange."""
+        """Train, and end with the final exchange; after an exception, without any exchange.
+
+        Raises:
+            ValueError: A checkpoint to resume from is given for an elastic run.
+        """
+        checkpoint = kwargs.get("resume_from_checkpoint") or next(iter(args), None)
+        if self.transport is None and checkpoint:
+            raise excluded(
+                "resume_from_checkpoint", "an elastic run", why="a trainer goes on from the state of the others",
+                remedy="to load the model of a checkpoint by from_pretrained() for a new run",
+            )  # fmt: skip
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
-        except BaseException:
+        except BaseException as error:
             if self.diloco is not None:
-                self.diloco.abandon()
+                self.diloco.__exit__(type(error), error, error.__traceback__)
             raise
 
     def finish(self) -> None:
@@ -111,7 +147,7 @@ class DiLoCoTrainerMixin:
         if self.diloco is None or self._is_finished:
             return
         self.diloco.close(final_exchange=True)
-        with self.diloco.global_parameters():
+        with self.diloco.global_parameters(may_lag=self.transport is None):  # an elastic run may be left before its end
             kept = {name: p.detach().clone() for name, p in self._trained()}
         with torch.no_grad():
             for name, parameter in self._trained():
@@ -140,7 +176,7 @@ class DiLoCoTrainerMixin:
         Raises:
             DesyncError: Another replica plans another number.
         """
-        if self.transport.num_replicas == 1:
+        if self.transport is None or self.transport.num_replicas == 1:
             return
         number = torch.tensor([own := float(self.state.max_steps)])
         average_tensors([number], transport=self.transport, number=_NUMBER_OF_STEPS_CHECK, deadline_s=300.0)
@@ -151,11 +187,43 @@ class DiLoCoTrainerMixin:
                 f"(thinwire.integrations.data.split_dataset)"
             )
 
+    def _wrap(self, inner: torch.optim.Optimizer) -> DistributedOptimizer:
+        """Wrap an optimizer; in an elastic run, join it now.
+
+        Raises:
+            ValueError: `max_steps` is missing in an elastic run.
+            DesyncError: The run ends at another step.
+        """
+        if self.transport is not None:
+            return DistributedOptimizer(
+                self.model, inner, method=self._method, transport=self.transport, **self._options
+            )
+        max_steps = self.args.max_steps
+        if max_steps < 1:
+            raise refusal("an elastic run counts steps, not epochs", got=f"max_steps={max_steps}",
+                          allowed="at least 1", remedy="max_steps=1000 in TrainingArguments")  # fmt: skip
+        need_pyzmq()
+        from thinwire.training.elastic.own_loop import join  # needs pyzmq, which other trainers do without
+
+        found = join(self._uri, self.model, inner, method=self._method, steps=max_steps, **self._options)
+        if found.next_stop != max_steps:
+            found.__exit__(DesyncError, None, None)
+            raise DesyncError(
+                f"the run ends at step {found.next_stop}, and this trainer at {max_steps}; give it the same max_steps"
+            )
+        self._write_as(found.transport.replica)
+        return found
+
+    def _write_as(self, replica: int) -> None:
+        self.args.output_dir = str(self._output_dir / f"replica-{replica}")
+
     def _load_best_model(self) -> None:
         self.finish()  # what is loaded next must not be averaged with the last steps
         super()._load_best_model()  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.transport is None:
+            return  # no trainer resumes from it: it would lack the state of the run
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         if not self._is_finished:
             local = {name: parameter.detach().contiguous() for name, parameter in self._trained()}
@@ -189,10 +257,11 @@ class DiLoCoTrainerMixin:
     def _check_is_alone(self) -> None:
         ranks = getattr(getattr(self.transport, "inner", self.transport), "ranks_per_replica", 1)
         if self.args.world_size != ranks:
+            start = "to start each process by itself, without torchrun"
             raise refusal(
                 "the Trainer sees ranks of other replicas, so it would average gradients at every step",
                 allowed=f"the {ranks} of this replica", got=self.args.world_size,
-                remedy="thinwire.connect(solo=True) before TrainingArguments is made",
+                remedy="thinwire.connect(solo=True) before TrainingArguments is made" if self.transport else start,
             )  # fmt: skip
         if self.is_fsdp_enabled:
             raise refusal(
@@ -225,3 +294,50 @@ class _FinalExchange(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Finish a training that was stopped early."""
         self._trainer.finish()
+
+
+class _ElasticSteps(TrainerCallback):
+    """Counts the steps of an elastic run where the trainer counts its own, and ends the training with the run."""
+
+    def __init__(self, trainer: DiLoCoTrainerMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin at the step that the run has reached."""
+        self._move_to(self._optimizer.steps_done, state)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Pass over the steps that the optimizer has passed over; the trainer counts one more itself."""
+        self._move_to(self._optimizer.steps_done - 1, state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Finish after the last step, or when this replica was asked to leave."""
+        if self._optimizer.is_finished:
+            self._trainer.finish()
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the run where the training was stopped early."""
+        self._trainer.finish()
+
+    @property
+    def _optimizer(self) -> ElasticOptimizer:
+        found: Any = self._trainer.diloco
+        return found  # type: ignore[no-any-return]
+
+    def _move_to(self, step: int, state: Any) -> None:
+        trainer: Any = self._trainer
+        passed = step - state.global_step
+        if not passed:
+            return
+        state.global_step = step
+        # the trainer divides sums over its own steps by differences of these
+        trainer._globalstep_last_logged += passed
+        trainer._initial_global_step += passed
+        schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+        if not isinstance(schedule, LRScheduler) or isinstance(schedule, ReduceLROnPlateau):
+            return  # it follows a metric, not the steps
+        with warnings.catch_warnings():  # torch warns of a schedule that moves before the optimizer's first step
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+            while schedule.last_epoch < step:
+                schedule.step()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import thinwire.methods  # noqa: F401 - registers the names that `method` may be
 from thinwire.errors import CheckpointError, MissingExtra, refusal
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer

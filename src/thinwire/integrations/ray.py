@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import thinwire.methods  # noqa: F401 - registers the names that `method` may be
 from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.errors import MissingExtra, RunOver, refusal
 from thinwire.sync.method import Method

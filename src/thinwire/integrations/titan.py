@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+import thinwire.methods  # noqa: F401 - registers the names that `method` may be
 from thinwire.errors import CheckpointError, MissingExtra, refusal
 from thinwire.sync.multi_optimizer import MultiOptimizer
 from thinwire.sync.optimizer import DistributedOptimizer

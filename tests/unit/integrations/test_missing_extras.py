@@ -1,9 +1,11 @@
-"""Integrations without their libraries: the error is the command that installs them."""
+"""Integrations as imported: a missing library is named with its command, and methods are known by name."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
+import subprocess
 import sys
 
 import pytest
@@ -25,3 +27,16 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(
     command = re.escape(f"{package} is not installed; install it with: pip install 'thinwire[{extra}]'")
     with pytest.raises(MissingExtra, match=command):
         importlib.import_module(name)
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("hf", "transformers"), ("lightning", "lightning"), ("titan", "torchtitan"), ("ray", "zmq")]
+)
+def test_a_method_may_be_given_by_its_name_where_nothing_else_of_thinwire_is_imported(
+    module: str, package: str
+) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    code = f"import thinwire.integrations.{module}; from thinwire.sync.method import method_of; method_of('iso-loco')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

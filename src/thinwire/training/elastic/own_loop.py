@@ -387,6 +387,15 @@ class ElasticOptimizer(DistributedOptimizer):
         self._policy.after_step(self.steps_done, took_s=took_s, num_tokens=num_tokens)
         return result
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state alone: the state of the run lives in its replicas."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; global values and rounds in flight stay those of the run."""
+        self.inner.load_state_dict(state_dict)
+        self._share_state()
+
     def close(self, *, final_exchange: bool = False) -> None:
         """Leave the run; after its last step, do the final exchange and wait for the other replicas first.
 
