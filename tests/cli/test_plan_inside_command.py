@@ -62,6 +62,25 @@ def test_json_prints_what_the_file_holds(tmp_path: Path, capsys: pytest.CaptureF
     assert printed["peak_bytes"] > 16 * computed
 
 
+def test_lengths_are_timed_and_equal_ones_leave_nothing_to_gain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--inside", str(SITES / "two-by-eight-ethernet.json"), "--model", "7b", "--global-batch", "524288"]
+    words += ["--out", str(tmp_path / "p.json"), "--lengths"]
+    assert plan_command.main([*words, str(ROOT / "examples" / "lengths" / "documents.json")]) == 0
+    told, page = capsys.readouterr().out, PAGE.read_text()
+    (quoted,) = re.findall(r"^lengths: [^`]*", page, flags=re.MULTILINE)
+    assert " ".join(quoted.split()) in " ".join(told.split())
+    found = json.loads((tmp_path / "p.json").read_text())["lengths"]
+    assert found["step_s"] < found["in_turn_s"] < found["padded_s"] and found["largest_group"] > 1
+    equal = tmp_path / "equal.json"
+    equal.write_text('{"format": "thinwire-lengths", "version": 1, "counts": {"1024": 7}}')
+    assert plan_command.main([*words, str(equal), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["lengths"]
+    times = found["step_s"], found["in_turn_s"], found["padded_s"]
+    assert max(times) == pytest.approx(min(times)) and found["largest_group"] == 1
+
+
 def test_the_explanation_adds_up_and_names_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--inside",

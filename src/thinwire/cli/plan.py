@@ -122,6 +122,9 @@ class PlanOptions(ClusterOptions):
     inside: Path | None = None
     """Site file: plan one replica on its devices."""
 
+    lengths: Path | None = None
+    """With --inside: histogram of sequence lengths; the output says what sharing them by length saves."""
+
     tokens: float = 1e9
     """Training tokens of all replicas together, such as 25e9."""
 
@@ -176,6 +179,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_options(PlanOptions, arguments, prog="thinwire plan", basic=basic)
     if options.inside is not None:
         return plan_inside(options)
+    if options.lengths is not None:
+        raise refusal("--lengths belongs to --inside", got=options.lengths, allowed="a site file with it",
+                      remedy=f"--inside site.json --lengths {options.lengths}")  # fmt: skip
     cluster, source = with_memory(cluster_of(options), options)
     check_options(options)
     # torch, which takes seconds: what shows without it has been refused by now

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -16,7 +16,8 @@ from thinwire.cli.output import log
 from thinwire.cli.tables import plain, print_wide
 from thinwire.errors import excluded, refusal
 from thinwire.planning.json_files import write_json
-from thinwire.site.cost_model import ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
+from thinwire.site.cost_model import Layout, ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
+from thinwire.site.lengths import LengthsOutlook, cost_of, length_outlook, load_lengths
 from thinwire.site.memory import FRAGMENTATION
 from thinwire.site.search import CAUSES, SitePlan, plan_site, why_slower
 from thinwire.site.site_file import Site, load_site
@@ -37,6 +38,7 @@ _HEAD = (
 )  # fmt: skip
 _TEXT_COLUMNS = ("schedule", "beside the best")
 _SHOWN_RUNNERS_UP = 4
+_MOST_TIMES = 1 << 20
 
 
 def plan_inside(options: PlanOptions) -> int:
@@ -51,12 +53,16 @@ def plan_inside(options: PlanOptions) -> int:
     site = load_site(options.inside)
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     sequences = _sequences(options, seq_len)
+    counts = None if options.lengths is None else load_lengths(options.lengths)
     plan = plan_site(site, _shape(options.model, seq_len=seq_len), global_batch=sequences)
     content = {**plan.to_json(), "model": options.model}
+    lengths = None if counts is None else _lengths_outlook(plan, counts)
+    if lengths is not None:
+        content["lengths"] = dataclasses.asdict(lengths)
     if options.json:
         print(json.dumps(content))
     else:
-        _show(plan, options)
+        _show(plan, options, lengths)
     write_json(options.out, content)
     log(f"written to {options.out}; thinwire train --plan {options.out}", command="plan")
     return 0
@@ -111,7 +117,52 @@ def _shape(name: str, *, seq_len: int) -> ModelShape:
     return dataclasses.replace(shape, layer_parameters=(config.num_parameters - outside) / config.layers)
 
 
-def _show(plan: SitePlan, options: PlanOptions) -> None:
+def _lengths_outlook(plan: SitePlan, counts: Mapping[int, int]) -> LengthsOutlook:
+    """Return the steps of the plan's data-parallel and context ranks; each computes with all devices of its stages."""
+    degrees, best = plan.best.layout.degrees, plan.best
+    ring = best.placement.context_links if degrees.cp > 1 else best.placement.shard_links
+    per_rank = degrees.tp * degrees.pp
+    cost = cost_of(
+        plan.model, flops_per_s=min(best.placement.speeds) * per_rank,
+        bandwidth_bits_per_s=ring.bandwidth_bits_per_s * per_rank, latency_s=ring.latency_s,
+    )  # fmt: skip
+    return length_outlook(
+        counts, num_devices=degrees.num_devices // per_rank, cost=cost,
+        max_tokens=_tokens_that_fit(plan),
+        step_tokens=best.layout.global_batch * plan.model.seq_len,
+    )  # fmt: skip
+
+
+def _tokens_that_fit(plan: SitePlan) -> int:
+    """Return the tokens of a pass that the memory of a rank of the plan holds: the plan's own, as often doubled."""
+    layout, most = plan.best.layout, plan.site.memory_bytes
+
+    def times(factor: int) -> Layout:
+        return dataclasses.replace(
+            layout, micro_batch=factor * layout.micro_batch, global_batch=factor * layout.global_batch
+        )
+
+    factor = 1
+    while factor < _MOST_TIMES and max(peak_bytes(plan.model, times(2 * factor))) <= most:
+        factor *= 2
+    return factor * layout.micro_batch * plan.model.seq_len // layout.degrees.cp
+
+
+def _lengths_lines(lengths: LengthsOutlook) -> Iterator[str]:
+    yield (
+        f"lengths: {lengths.sequences} sequences a step of {lengths.mean_tokens:,.0f} tokens on average, the longest "
+        f"{lengths.longest:,}"
+    )
+    groups = ""
+    if lengths.largest_group > 1:
+        groups = f"; {lengths.shared_percent:.1f}% are shared by up to {lengths.largest_group} ranks"
+    yield (
+        f"a step of them takes {format_seconds(lengths.step_s)} if each goes to the rank that is free first, "
+        f"{format_seconds(lengths.in_turn_s)} in turn, {format_seconds(lengths.padded_s)} padded{groups}"
+    )
+
+
+def _show(plan: SitePlan, options: PlanOptions, lengths: LengthsOutlook | None) -> None:
     console = Console(highlight=False, soft_wrap=True)
 
     def line(text: str = "") -> None:
@@ -140,6 +191,8 @@ def _show(plan: SitePlan, options: PlanOptions) -> None:
         f"{format_count(options.tokens)} tokens take {format_seconds(options.tokens / step_tokens * best.step_s)} at "
         f"{format_count(step_tokens / best.step_s)} tokens a second"
     )
+    for text in _lengths_lines(lengths) if lengths is not None else ():
+        line(text)
     left_out = sum(one.grids for one in plan.refused)
     if left_out and not options.explain:
         line(f"refused: {left_out} grids, by rules or memory; --explain lists them")

@@ -11,16 +11,19 @@ With the loss of a step divided by the tokens of the whole step, the gradient do
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil, inf, prod
 from pathlib import Path
+from statistics import fmean
 
 from thinwire.errors import DataError, refusal
 from thinwire.planning.json_files import read_json, short
 from thinwire.site.cost_model import ModelShape
 
 FORMAT, VERSION = "thinwire-lengths", 1
+_DRAWN_STEPS = 20
 _MOST_LENGTHS, _MOST_TOKENS, _MOST_BYTES = 100_000, 2**31, 16 * 2**20
 
 
@@ -214,6 +217,67 @@ def pack(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
         passes[number].append(place)
         room[number] -= lengths[place]
     return passes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthsOutlook:
+    """Mean step of sequences drawn from a histogram, by the way in which devices share them.
+
+    Attributes:
+        sequences: Of a step.
+        mean_tokens: Of a sequence.
+        longest: Tokens of the longest sequence.
+        step_s: Seconds where every sequence goes to the device that is free first; see `assign_sequences`.
+        in_turn_s: Seconds where each device takes as many sequences.
+        padded_s: Seconds where each device takes as many sequences, all padded to the longest of the step.
+        shared_percent: Of the sequences, how many a group of devices shares.
+        largest_group: Devices of the largest group.
+    """
+
+    sequences: int
+    mean_tokens: float
+    longest: int
+    step_s: float
+    in_turn_s: float
+    padded_s: float
+    shared_percent: float
+    largest_group: int
+
+
+def length_outlook(
+    counts: Mapping[int, int], *, num_devices: int, cost: SequenceCost, max_tokens: int, step_tokens: int
+) -> LengthsOutlook:
+    """Draw steps from a histogram and time them.
+
+    Args:
+        counts: Sequences of each length.
+        num_devices: Devices that share a step.
+        cost: Of a sequence.
+        max_tokens: Most tokens of a sequence that a device can hold.
+        step_tokens: Tokens of a step, about.
+
+    Raises:
+        ValueError: The longest sequence does not fit all devices together.
+    """
+    draw = random.Random(0)
+    lengths, weights = list(counts), list(counts.values())
+    mean = sum(map(prod, counts.items())) / sum(weights)
+    size = max(num_devices, round(step_tokens / mean))
+    assign_sequences(
+        [max(lengths)], num_devices=num_devices, cost=cost, max_tokens=max_tokens
+    )  # refused here if too long
+    steps = [draw.choices(lengths, weights, k=size) for _ in range(_DRAWN_STEPS)]
+    found = [assign_sequences(step, num_devices=num_devices, cost=cost, max_tokens=max_tokens) for step in steps]
+    groups = [len(one.devices) for step in found for one in step.sequences]
+    each = -(-size // num_devices)
+    return LengthsOutlook(
+        sequences=size, mean_tokens=mean, longest=max(lengths), step_s=fmean(one.step_s for one in found),
+        in_turn_s=fmean(
+            max(sum(map(cost.alone_s, step[device::num_devices])) for device in range(num_devices)) for step in steps
+        ),
+        padded_s=fmean(each * cost.alone_s(max(step)) for step in steps),
+        shared_percent=100 * sum(count > 1 for count in groups) / len(groups), largest_group=max(groups),
+    )  # fmt: skip
 
 
 def load_lengths(path: Path) -> Mapping[int, int]:
