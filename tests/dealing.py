@@ -48,6 +48,7 @@ LONGEST = (
     "tests/docs/test_examples.py",
     "tests/multiprocess/test_replica_ranks.py",
     "tests/lab/test_elastic_hosts.py",
+    "tests/lab/test_planned_wire.py",
     "tests/multiprocess/test_one_bit_methods.py",
     "tests/multiprocess/test_training_by_closure.py",
     "tests/lab/test_exchange.py",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from thinwire.errors import PayloadError, ThinwireError
-from thinwire.transport.addresses import Address
+from thinwire.transport.addresses import Address, DialPaths
 from thinwire.transport.base import Envelope, Kind, Transport
 from thinwire.transport.loopback import run_replicas
 from thinwire.transport.message import HEADER_BYTES
@@ -30,7 +32,18 @@ def in_loopback(num_replicas: int, replica_main: Main) -> list[Any]:
     return list(run_replicas(num_replicas, replica_main))
 
 
-def on_wires(num_replicas: int, replica_main: Main) -> list[Any]:
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in taken]
+
+
+def on_paths(num_replicas: int, replica_main: Main) -> list[Any]:
+    """Do the same over three connections from chosen source ports, some spare, between any two replicas."""
+    return on_wires(num_replicas, replica_main, num_paths=3)
+
+
+def on_wires(num_replicas: int, replica_main: Main, *, num_paths: int = 0) -> list[Any]:
     """Give each replica a thread and a transport, joined by real sockets."""
     transports = [
         WireTransport(replica=replica, num_replicas=num_replicas, secret=SECRET, address="127.0.0.1")
@@ -42,7 +55,14 @@ def on_wires(num_replicas: int, replica_main: Main) -> list[Any]:
     def body(replica: int) -> None:
         try:
             below = {peer: Address(host="127.0.0.1", port=transports[peer].port) for peer in range(replica)}
-            transports[replica].dial(below, deadline_s=SOON_S)
+            paths = {
+                peer: DialPaths(
+                    source_ports=tuple(tuple(free_ports(4)) for _ in range(num_paths)), port=at.port,
+                    shares=(1 / num_paths,) * num_paths,
+                )
+                for peer, at in below.items() if num_paths
+            }  # fmt: skip
+            transports[replica].dial(below, deadline_s=SOON_S, paths=paths)
             everybody_is_there.wait(SOON_S)
             results[replica] = replica_main(transports[replica])
         except BaseException as failure:
@@ -61,7 +81,7 @@ def on_wires(num_replicas: int, replica_main: Main) -> list[Any]:
     return results
 
 
-RUNS = {"loopback": in_loopback, "wire": on_wires}
+RUNS = {"loopback": in_loopback, "wire": on_wires, "paths": on_paths}
 law = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 
 

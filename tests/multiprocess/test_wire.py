@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 from messages import HANGS_S, SOON_S, content, envelope_of, failure_of
 from namespaces import ADDRESSES, CABLE, Hosts
-from processes import Processes, announce, run, values
+from processes import Processes, announce, free_port, run, values
 
 from thinwire.codecs import float32
 from thinwire.methods import streaming_diloco
@@ -35,8 +37,12 @@ def secret(tmp_path: Path) -> str:
     return str(tmp_path / "job.secret")
 
 
-def join(secret: str | None) -> RecordingTransport:
-    return connect(deadline_s=60, secret=None if secret is None else Path(secret))
+def join(secret: str | None, plan: str | None = None, ports: Sequence[int] = ()) -> RecordingTransport:
+    own = [str(ports[int(os.environ["RANK"])])] * 2 if ports else []
+    return connect(
+        deadline_s=60, secret=None if secret is None else Path(secret), port_range="-".join(own) or None,
+        traffic_plan=None if plan is None else Path(plan),
+    )  # fmt: skip
 
 
 def bare(transport: Any) -> WireTransport:
@@ -56,9 +62,9 @@ def exchange(transport: RecordingTransport, peer: int, size: int, round_id: int)
     return received is not None and torch.equal(received.payload, content(size, sender=peer, round_id=round_id))
 
 
-def train(secret: str | None) -> dict[str, Any]:
+def train(secret: str | None, plan: str | None = None, ports: Sequence[int] = ()) -> dict[str, Any]:
     torch.manual_seed(0)
-    transport = join(secret)
+    transport = join(secret, plan, ports)
     model = torch.nn.Sequential(torch.nn.Linear(300, 301), torch.nn.Tanh(), torch.nn.Linear(301, 307))
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     method = streaming_diloco(sync_interval=4, overlap_steps=1, codec=float32())
@@ -80,6 +86,30 @@ def test_training_comes_to_the_same_bits_and_bytes_as_over_a_process_group_and_m
     by_wire = values(run(train, num_ranks=3, arguments={"secret": secret}))
     assert by_wire == by_gloo
     assert by_wire[0]["groups"] is False and by_wire[0]["sent"][0] > 500_000
+
+
+def test_training_over_several_planned_paths_comes_to_the_same_bits_and_bytes(secret: str, tmp_path: Path) -> None:
+    ports = [free_port() for _ in range(3)]
+    pieces = [
+        [
+            {"share": 0.5, "source_port": free_port(), "spare_source_ports": [free_port()], "destination_port": port},
+            {"share": 0.5, "source_port": free_port(), "destination_port": port},
+        ]
+        for port in (ports[0], ports[0], ports[1])
+    ]
+    pairs = [("b", "a"), ("c", "a"), ("c", "b")]
+    plan = {
+        "format": "thinwire-traffic-plan", "version": 1, "hosts": ["a", "b", "c"],
+        "assignment": [
+            {"source": source, "destination": destination, "pieces": row}
+            for (source, destination), row in zip(pairs, pieces, strict=True)
+        ],
+    }  # fmt: skip
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    by_gloo = values(run(train, num_ranks=3, arguments={"secret": None}))
+    arguments = {"secret": secret, "plan": str(path), "ports": ports}
+    assert values(run(train, num_ranks=3, arguments=arguments)) == by_gloo
 
 
 def count_bytes(secret: str) -> dict[str, Any]:

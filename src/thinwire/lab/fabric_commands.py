@@ -126,17 +126,24 @@ def route_lines(settings: LabSettings) -> list[str]:
     return lines
 
 
-def cable_bucket_lines(settings: LabSettings) -> list[str]:
-    """Return what `tc -batch` limits the cables by, each end apart."""
+def cable_bucket_lines(settings: LabSettings, *, before: LabSettings | None = None) -> list[str]:
+    """Return what `tc -batch` limits the cables by, each end apart; after a change, only where something changed."""
     fabric = settings.fabric
     assert fabric is not None
-    if fabric.uplink_bits_per_s is None:
-        return []
-    return [
-        bucket_line(end, fabric.uplink_bits_per_s)
-        for leaf, spine in _cables(fabric)
-        for end in cable_interfaces(leaf, spine)
-    ]
+    lines = []
+    for cable in _cables(fabric):
+        is_silent = cable in fabric.silent
+        if before is not None and before.fabric is not None and (cable in before.fabric.silent) == is_silent:
+            continue
+        for end in cable_interfaces(*cable):
+            if before is not None:
+                # without --force the first error would end it, and there may be nothing to remove
+                lines += [f"qdisc replace dev {end} root pfifo", f"qdisc del dev {end} root"]
+            if is_silent:
+                lines.append(f"qdisc add dev {end} root blackhole")
+            elif fabric.uplink_bits_per_s is not None:
+                lines.append(bucket_line(end, fabric.uplink_bits_per_s))
+    return lines
 
 
 def neighbour_lines(settings: LabSettings, host: int) -> list[str]:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -382,22 +382,33 @@ class Lab:
         """End every process of a host (SIGKILL); the host stays, and can start others."""
         return self._signal_host(host, signal.SIGKILL)
 
-    def cut_cable(self, leaf: int, spine: int) -> None:
-        """Pull a cable of the fabric, while commands run; routes then leave it out."""
-        self._set_cables(lambda cut: cut | {(leaf, spine)})
+    def cut_cable(self, leaf: int, spine: int, *, silently: bool = False) -> None:
+        """Pull a cable of the fabric, while commands run; routes then leave it out.
+
+        Args:
+            leaf: Its leaf.
+            spine: Its spine.
+            silently: Lose its packets instead, while routes still lead there, as a faulty switch does.
+        """
+        cable = frozenset({(leaf, spine)})
+        self._set_cables(cut=frozenset() if silently else cable, silent=cable if silently else frozenset())
 
     def join_cable(self, leaf: int, spine: int) -> None:
         """Plug a cable of the fabric in again."""
-        self._set_cables(lambda cut: cut - {(leaf, spine)})
+        self._set_cables(joined=frozenset({(leaf, spine)}))
 
     def cable_bytes(self) -> dict[Pair, tuple[int, int]]:
         """Return the bytes that the kernel counted on each cable, by (leaf, spine): sent up, and sent down."""
         return {(leaf, spine): (up, down) for leaf, spine, up, down in self._daemon.ask("cables", {})["cables"]}
 
-    def _set_cables(self, change: Callable[[frozenset[Pair]], frozenset[Pair]]) -> None:
-        if self.settings.fabric is None:
+    def _set_cables(
+        self, *, cut: frozenset[Pair] = frozenset(), silent: frozenset[Pair] = frozenset(),
+        joined: frozenset[Pair] = frozenset(),
+    ) -> None:  # fmt: skip
+        fabric = self.settings.fabric
+        if fabric is None:
             raise ValueError("this lab has one switch and no cables; make it with Lab.of(LabSettings(fabric=...))")
-        fabric = replace(self.settings.fabric, cut=change(self.settings.fabric.cut))
+        fabric = replace(fabric, cut=(fabric.cut | cut) - joined, silent=(fabric.silent | silent) - joined)
         self.shape(replace(self.settings, fabric=fabric))
 
     def counters(self) -> list[Counters]:

@@ -218,7 +218,7 @@ class LabNetwork:
         Raises:
             LabError: One of the tools refused.
         """
-        self._settings = settings
+        before, self._settings = self._settings, settings
         for host, host_namespaces in enumerate(self.hosts):
             for place, (tool, make, on_host) in enumerate(self._shapes()):
                 wanted = lines = make(settings, host)
@@ -233,6 +233,7 @@ class LabNetwork:
                 self._done[host, place] = wanted  # what was refused is tried again at the next change
         if settings.fabric is not None:
             run("ip", fabric_commands.route_lines(settings))
+            run("tc", fabric_commands.cable_bucket_lines(settings, before=before))
         self._configure_relay()
 
     def _make_fabric(self, settings: LabSettings) -> None:

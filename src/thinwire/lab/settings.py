@@ -90,12 +90,14 @@ class FabricShape:
         spines: Number of spines, each with a cable to each leaf.
         uplink_bits_per_s: Rate of each cable, each way; None is no limit.
         cut: Cables that are pulled, as pairs of leaf and spine.
+        silent: Cables that lose every packet while routes still lead there, as a faulty switch does.
     """
 
     leaves: int
     spines: int
     uplink_bits_per_s: float | None = None
     cut: frozenset[Pair] = frozenset()
+    silent: frozenset[Pair] = frozenset()
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -103,7 +105,7 @@ class FabricShape:
             raise refusal("the fabric is out of range", got=f"{self.leaves}x{self.spines}",
                           allowed=f"1x1 to {MAX_SWITCHES}x{MAX_SWITCHES}", remedy="2x4")  # fmt: skip
         _check_rate(self.uplink_bits_per_s)
-        for leaf, spine in self.cut:
+        for leaf, spine in self.cut | self.silent:
             if not (0 <= leaf < self.leaves and 0 <= spine < self.spines):
                 raise refusal("this fabric has no such cable", got=f"leaf {leaf}, spine {spine}",
                               allowed=f"leaf below {self.leaves}, spine below {self.spines}",
@@ -199,7 +201,13 @@ class LabSettings:
             "link": _fields(self.link),
             "links": [[*pair, _fields(link)] for pair, link in sorted(self.links.items())],
             "seed": self.seed,
-            "fabric": None if self.fabric is None else {**_fields(self.fabric), "cut": sorted(self.fabric.cut)},
+            "fabric": None
+            if self.fabric is None
+            else {
+                **_fields(self.fabric),
+                "cut": sorted(self.fabric.cut),
+                "silent": sorted(self.fabric.silent),
+            },
         }
 
     @classmethod
@@ -324,7 +332,8 @@ def parse_fabric(text: str, *, uplink_bits_per_s: float | None) -> FabricShape:
 def _fabric(values: Mapping[str, Any] | None) -> FabricShape | None:
     if values is None:
         return None
-    return FabricShape(**{**values, "cut": frozenset((leaf, spine) for leaf, spine in values["cut"])})
+    cables = {name: frozenset((leaf, spine) for leaf, spine in values[name]) for name in ("cut", "silent")}
+    return FabricShape(**{**values, **cables})
 
 
 def _fields(value: Access | Link | FabricShape) -> dict[str, Any]:

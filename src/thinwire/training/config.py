@@ -26,7 +26,7 @@ from thinwire.version import __version__
 # Options that do not change what is computed: a resumed run may change them, and hosts may differ in them.
 FREE = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret",
-    "advertise", "port_range",
+    "advertise", "port_range", "traffic_plan",
     "join_deadline_s", "samples", "port", "begin_with", "checkpoint_to", "keep_checkpoints", "log_every",
     "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan", "config",
     "expected_step_s", "ranks_per_replica", "on_finding", "on_finding_dry_run", "checkpoint_auto",
@@ -175,6 +175,9 @@ class RunConfig:
     secret: Path | None = None
     """File of the job's secret (`thinwire secret FILE`): replicas authenticate each other and encrypt traffic.
     Default: the environment's THINWIRE_SECRET_FILE."""
+    traffic_plan: Path | None = None
+    """Plan of `thinwire traffic plan --probe`: connections take planned paths; needs --secret and --port-range.
+    Default: the environment's THINWIRE_TRAFFIC_PLAN."""
     join_deadline_s: float = 300.0
     """Longest wait for the other replicas at the start, in seconds."""
     config: Path | None = None
@@ -470,6 +473,10 @@ def _bad_overlaps(config: TrainConfig, entry: MethodEntry, overlaps: int | tuple
 
 def _bad_reach(config: TrainConfig) -> list[ValueError]:
     """Check the options by which a host is reached; what needs the network is checked later."""
+    if config.run.traffic_plan is not None and (config.elastic.is_enabled or config.run.secret is None):
+        return [refusal("--traffic-plan needs the fixed replicas and connections of a secret", got="no --secret, or "
+                        "--elastic", allowed="--secret FILE without --elastic",
+                        remedy="--secret FILE, of thinwire secret")]  # fmt: skip
     if config.run.advertise is None and config.run.port_range is None:
         return []
     name = "--port-range" if config.run.advertise is None else "--advertise"

@@ -150,6 +150,7 @@ def run_replica(
         interface=config.run.interface, address=config.run.address, secret=config.run.secret,
         deadline_s=config.run.join_deadline_s, advertise=config.run.advertise, port_range=config.run.port_range,
         ranks_per_replica=ranks, solo=ranks > 1,
+        traffic_plan=config.run.traffic_plan,
     )  # fmt: skip
     mesh: ReplicaMesh | None = None
     try:

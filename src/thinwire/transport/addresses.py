@@ -11,7 +11,7 @@ import errno
 import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypedDict
@@ -19,7 +19,7 @@ from typing import Annotated, TypedDict
 import msgspec
 import psutil
 
-from thinwire.errors import ConnectError, refusal
+from thinwire.errors import ConnectError, DataError, refusal
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
@@ -47,6 +47,113 @@ class Address:
 
     host: str
     port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialPaths:
+    """Planned connections to one replica, each over a path of its own.
+
+    Attributes:
+        source_ports: For each connection, the ports that take its path, the best first.
+        shares: Each connection's part of the bytes.
+        port: Port of the replica for which this holds; switches hash it too.
+    """
+
+    source_ports: tuple[tuple[int, ...], ...]
+    shares: tuple[float, ...]
+    port: int
+
+
+_TRAFFIC_PLAN, _MOST_PLAN_BYTES, _MOST_DIAL_PATHS = "thinwire-traffic-plan", 64 * 2**20, 16
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+
+
+class _PlannedPiece(msgspec.Struct):
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)]
+    source_port: _Port | None = None
+    spare_source_ports: Annotated[tuple[_Port, ...], msgspec.Meta(max_length=64)] = ()
+    destination_port: _Port | None = None
+
+
+class _PlannedFlow(msgspec.Struct):
+    source: str
+    destination: str
+    pieces: list[_PlannedPiece]
+
+
+class _TrafficPlanFile(msgspec.Struct):
+    format: str
+    version: int
+    hosts: list[str]
+    assignment: list[_PlannedFlow]
+
+
+def read_dial_paths(path: Path, *, rank: int, world_size: int) -> dict[int, DialPaths]:
+    """Read the connections that a rank dials from a traffic plan (`thinwire traffic plan --probe`).
+
+    Args:
+        path: The plan. Rank n runs on its n-th host, and dials the ranks below it.
+        rank: This rank.
+        world_size: Number of ranks.
+
+    Returns:
+        By rank; a rank whose flow has no source ports is missing.
+
+    Raises:
+        DataError: It cannot be read, or is no such plan; names the file and the field.
+    """
+    try:
+        if (size := path.stat().st_size) > _MOST_PLAN_BYTES:
+            raise DataError(f"{path} has {size} bytes, more than {_MOST_PLAN_BYTES}; is it a traffic plan?")
+        plan = msgspec.json.decode(path.read_bytes(), type=_TrafficPlanFile)
+    except OSError as error:
+        raise DataError(f"cannot read the traffic plan {path}: {error.strerror}; {_MAKE_PLAN}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DataError(f"{path} is no traffic plan: {error}; {_MAKE_PLAN}") from error
+    if (plan.format, plan.version) != (_TRAFFIC_PLAN, 1):
+        raise DataError(f"{path} is a {plan.format[:40]!r} of version {plan.version}, no traffic plan; {_MAKE_PLAN}")
+    if len(plan.hosts) < world_size:
+        raise DataError(f"{path}: hosts: {len(plan.hosts)} of them for {world_size} ranks; plan for one host a rank")
+    rank_of = {host: number for number, host in enumerate(plan.hosts)}
+    pieces: dict[int, list[_PlannedPiece]] = {}
+    for flow in plan.assignment:
+        if flow.source == plan.hosts[rank] and (peer := rank_of.get(flow.destination, rank)) < rank:
+            pieces.setdefault(peer, []).extend(piece for piece in flow.pieces if piece.source_port)
+    found = {peer: _dial_paths(path, plan.hosts[peer], planned) for peer, planned in pieces.items() if planned}
+    if not any(piece.source_port for flow in plan.assignment for piece in flow.pieces):
+        raise DataError(f"{path} names no source ports; {_MAKE_PLAN}")
+    return found
+
+
+_MAKE_PLAN = "write one with thinwire traffic plan --probe"
+
+
+def _dial_paths(path: Path, host: str, pieces: Sequence[_PlannedPiece]) -> DialPaths:
+    ports = {piece.destination_port for piece in pieces}
+    port = next(iter(ports))
+    if len(ports) > 1 or port is None:
+        raise DataError(f"{path}: the pieces to {host} name {len(ports)} destination ports, expected one; {_MAKE_PLAN}")
+    if len(pieces) > _MOST_DIAL_PATHS:
+        raise DataError(
+            f"{path}: {len(pieces)} connections to {host}, expected at most {_MOST_DIAL_PATHS}; plan fewer connections"
+        )
+    source_ports = tuple((piece.source_port or 0, *piece.spare_source_ports) for piece in pieces)
+    total = sum(piece.share for piece in pieces)
+    return DialPaths(source_ports=source_ports, shares=tuple(piece.share / total for piece in pieces), port=port)
+
+
+def check_dial_paths(paths: Mapping[int, DialPaths], addresses: Mapping[int, Address]) -> None:
+    """Check that planned connections lead to the ports that they were probed for.
+
+    Raises:
+        ConnectError: Names the replica and both ports.
+    """
+    for peer, planned in paths.items():
+        if peer in addresses and addresses[peer].port != planned.port:
+            raise ConnectError(
+                f"the traffic plan holds for port {planned.port} of replica {peer}, which listens on port "
+                f"{addresses[peer].port}; start all with --port-range {planned.port}-{planned.port}"
+            )
 
 
 def host_port(host: str, port: int | str) -> str:

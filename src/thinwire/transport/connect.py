@@ -25,6 +25,7 @@ from thinwire.events import TransferLog
 from thinwire.transport.addresses import (
     ANY_LOOPBACK,
     Address,
+    DialPaths,
     ListenConfig,
     RankEndpoint,
     ReachOptions,
@@ -36,6 +37,7 @@ from thinwire.transport.addresses import (
     listen,
     listen_config,
     own_address,
+    read_dial_paths,
     resolve,
 )
 from thinwire.transport.job_environment import JobPlace, ReplicaWorld, hide_job, is_hidden, job_place, pin_gpus
@@ -63,6 +65,15 @@ def given_join_uri() -> str:
 def given_secret_file(path: Path | str | None) -> Path | None:
     """Return the file of the secret: the one given, else the environment's; None where there is none."""
     found = path if path is not None else os.environ.get(SECRET_VARIABLE)
+    return None if not found else Path(found).resolve()
+
+
+TRAFFIC_PLAN_VARIABLE = "THINWIRE_TRAFFIC_PLAN"
+
+
+def given_traffic_plan(path: Path | str | None) -> Path | None:
+    """Return the file of the traffic plan: the one given, else the environment's; None where there is none."""
+    found = path if path is not None else os.environ.get(TRAFFIC_PLAN_VARIABLE)
     return None if not found else Path(found).resolve()
 
 
@@ -102,6 +113,7 @@ def connect(
     log: TransferLog | None = None,
     secret: Path | None = None,
     solo: bool = False,
+    traffic_plan: Path | None = None,
     **reach: Unpack[ReachOptions],
 ) -> RecordingTransport:
     """Join the replicas of this run and return the transport between them.
@@ -133,6 +145,8 @@ def connect(
         secret: The job's secret, the same file on all hosts; `thinwire secret FILE` makes one.
         solo: Hide the other replicas from the libraries of this process. Call it before anything uses CUDA or makes a
             process group, and give it again when the process joins again.
+        traffic_plan: Plan of `thinwire traffic plan --probe`, with a secret only: connections then take planned paths.
+            Rank n runs on the plan's n-th host. By default that of the variable THINWIRE_TRAFFIC_PLAN.
         reach: See `ReachOptions`; with a secret only, since gloo listens on any port.
 
     Returns:
@@ -141,6 +155,7 @@ def connect(
     Raises:
         MissingExtra: A secret is given, and pyzmq is not installed.
         ValueError: A bad argument, an incomplete environment, or an interface or address that this host does not have.
+        DataError: The traffic plan cannot be read.
         ConnectError: A rank did not come, a host cannot be reached, or the port is taken.
 
     Example:
@@ -165,11 +180,17 @@ def connect(
         from thinwire.transport.loopback import LoopbackWorld
 
         return RecordingTransport(LoopbackWorld(1).transports[0], log=log)
+    plan = given_traffic_plan(traffic_plan)
     _check_divides(ranks_per_replica, world_size=place.world_size)
     own_address = address if address in ANY_LOOPBACK else address_at(place, interface=interface, address=address)
     if job is not None:
         listen = listen_config(address=own_address, **reach)
-        return RecordingTransport(_join_by_wire(place, listen, job, deadline_s=deadline_s, solo=solo), log=log)
+        paths = {} if plan is None else read_dial_paths(plan, rank=place.rank, world_size=place.world_size)
+        wire = _join_by_wire(place, listen, job, deadline_s=deadline_s, solo=solo, paths=paths)
+        return RecordingTransport(wire, log=log)
+    if plan is not None:
+        raise refusal("a traffic plan needs a secret: gloo takes any source port", got=f"no secret and {plan}",
+                      allowed="connect(secret=FILE)", remedy="thinwire secret FILE")  # fmt: skip
     if any(reach.values()):
         raise refusal("advertise and port_range need a secret: gloo listens on any port", got="no secret",
                       allowed="connect(secret=FILE)", remedy="thinwire secret FILE")  # fmt: skip
@@ -315,7 +336,13 @@ def _pin(place: JobPlace, world: ReplicaWorld) -> None:
 
 
 def _join_by_wire(
-    place: JobPlace, listen: ListenConfig, secret: Secret, *, deadline_s: float, solo: bool
+    place: JobPlace,
+    listen: ListenConfig,
+    secret: Secret,
+    *,
+    deadline_s: float,
+    solo: bool,
+    paths: Mapping[int, DialPaths],
 ) -> WireTransport:
     """Meet as for gloo; from there on, nothing that was read in the store is believed but where to try."""
     from thinwire.transport.wire.wire_transport import WireTransport
@@ -332,7 +359,7 @@ def _join_by_wire(
         endpoints = _exchange_endpoints(own, rendezvous, ranks_per_replica=1)
         below = {s.rank: Address(host=s.address, port=s.port) for s in endpoints if s.rank < place.rank}
         try:
-            transport.dial(below, deadline_s=max(0.0, end - time.monotonic()))
+            transport.dial(below, deadline_s=max(0.0, end - time.monotonic()), paths=paths)
         except ConnectError as error:
             rendezvous.fail(str(error))
         rendezvous.post(f"joined/{place.rank}", "")

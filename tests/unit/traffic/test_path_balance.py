@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from thinwire.traffic import Fabric, FabricFlow, plan_traffic
-from thinwire.traffic.path_balance import BalanceRules, PathBalancer, after_failure, balanced_rounds
+from thinwire.traffic.path_balance import after_failure, balanced_rounds
+from thinwire.transport.wire.path_balance import BalanceRules, PathBalancer
 
 
 def test_shares_stay_while_the_gain_is_below_ten_per_cent() -> None:

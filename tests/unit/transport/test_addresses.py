@@ -6,15 +6,16 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from msgspec.structs import replace
 
-from thinwire.errors import ConnectError
+from thinwire.errors import ConnectError, DataError
 from thinwire.transport import addresses
-from thinwire.transport.addresses import RankEndpoint
+from thinwire.transport.addresses import DialPaths, RankEndpoint, read_dial_paths
 
 OWN = RankEndpoint(rank=0, replica=0, hostname="ada", host="boot-a/1", address="127.0.0.1", port=1)
 OTHER = RankEndpoint(rank=3, replica=1, hostname="bob", host="boot-b/1", address="192.0.2.7", port=4711)
@@ -230,3 +231,53 @@ def test_addresses_of_ipv6_are_found_like_those_of_ipv4() -> None:
     assert addresses.resolve("::1") == addresses.address_towards("::1") == "::1"
     assert addresses.is_own("::1") and addresses.needs_ipv6("::1") and not addresses.needs_ipv6("127.0.0.1")
     assert addresses.own_address(address="::1", interface=None) == "::1"
+
+
+PIECE = {"share": 0.5, "source_port": 20_001, "spare_source_ports": [20_006], "destination_port": 29_600}
+PLAN = {
+    "format": "thinwire-traffic-plan", "version": 1, "hosts": ["a", "b", "c"],
+    "assignment": [
+        {"source": "c", "destination": "a", "pieces": [PIECE, {**PIECE, "share": 0.25, "source_port": 20_002}]},
+        {"source": "a", "destination": "c", "pieces": [{**PIECE, "source_port": 20_009}]},
+        {"source": "c", "destination": "b", "pieces": [{"share": 1.0, "source_port": None}]},
+    ],
+}  # fmt: skip
+
+
+def test_a_rank_dials_those_below_it_from_the_ports_of_the_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(PLAN))
+    found = read_dial_paths(path, rank=2, world_size=3)
+    ports = ((20_001, 20_006), (20_002, 20_006))
+    assert found == {0: DialPaths(source_ports=ports, shares=(2 / 3, 1 / 3), port=29_600)}
+    assert read_dial_paths(path, rank=0, world_size=3) == {}, "the rank below listens"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"format": "thinwire-flows"}, "no traffic plan"),
+        ({"version": 2}, "version 2"),
+        ({"hosts": ["a", "c"]}, "2 of them for 3 ranks"),
+        ({"assignment": []}, "no source ports"),
+        ({"assignment": [{"source": "c", "destination": "a", "pieces": [{**PIECE, "source_port": 0}]}]}, "source_port"),
+        ({"assignment": [{"source": "c", "destination": "a", "pieces": [{**PIECE, "share": 0}]}]}, "share"),
+        (
+            {"assignment": [{"source": "c", "destination": "a", "pieces": [{**PIECE, "destination_port": None}]}]},
+            "destination ports",
+        ),
+        ({"assignment": [{"source": "c", "destination": "a", "pieces": [PIECE] * 17}]}, "at most 16"),
+        ({"assignment": 7}, "assignment"),
+    ],
+)
+def test_what_is_no_plan_is_one_error_with_the_file(tmp_path: Path, change: dict, problem: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**PLAN, **change}))
+    with pytest.raises(DataError, match=problem) as found:
+        read_dial_paths(path, rank=2, world_size=3)
+    assert str(path) in str(found.value)
+
+
+def test_a_plan_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot read the traffic plan .*missing\.json"):
+        read_dial_paths(tmp_path / "missing.json", rank=0, world_size=2)

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 
 import pytest
 
-from thinwire.errors import ConnectError
+from thinwire.errors import ConnectError, DataError
 from thinwire.events import TransferLog
 from thinwire.transport.addresses import RENDEZVOUS_FILE
 from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.connect import (
     GLOO_INTERFACE,
     NCCL_INTERFACE,
+    TRAFFIC_PLAN_VARIABLE,
     address_at,
     connect,
     keep_nccl_on_loopback,
 )
 from thinwire.transport.job_environment import REQUIRED, job_place
 from thinwire.transport.process_group import tag_of
+from thinwire.transport.secret import make_secret
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*REQUIRED, GLOO_INTERFACE):
+    for name in (*REQUIRED, GLOO_INTERFACE, TRAFFIC_PLAN_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -144,3 +147,20 @@ def test_tags_repeat_only_after_16384_rounds() -> None:
 def test_a_fragment_or_phase_beyond_its_bits_is_refused(field: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{field} must be in .* got {value}"):
         tag_of(Envelope(kind=Kind.ROUND, round_id=0, **{field: value}))
+
+
+def test_a_traffic_plan_without_a_secret_is_refused(
+    torchrun: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="a traffic plan needs a secret"):
+        connect(traffic_plan=tmp_path / "plan.json")
+    monkeypatch.setenv(TRAFFIC_PLAN_VARIABLE, str(tmp_path / "plan.json"))
+    with pytest.raises(ValueError, match="a traffic plan needs a secret"):
+        connect()
+
+
+def test_a_traffic_plan_that_is_none_ends_the_start_at_once(torchrun: None, tmp_path: Path) -> None:
+    make_secret(tmp_path / "secret")
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(DataError, match=r"plan\.json is no traffic plan"):
+        connect(secret=tmp_path / "secret", traffic_plan=tmp_path / "plan.json", address="127.0.0.1")

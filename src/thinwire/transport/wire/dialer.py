@@ -38,11 +38,13 @@ class DialedConnection:
         own: This replica's keys.
         other: The other's public key, which it must prove.
         hello: The first frame.
+        source_port: This end's port, which picks the path; None for any.
 
     Attributes:
         since_s: Time of the attempt.
         problem: Reason why there is no connection, empty as long as there may be one.
         is_mistrusted: Whether the handshake failed, so that a retry will hardly help.
+        source_port: As given.
     """
 
     def __init__(
@@ -54,11 +56,12 @@ class DialedConnection:
         own: KeyPair,
         other: bytes,
         hello: Frame,
+        source_port: int | None = None,
     ) -> None:
         self.since_s = time.monotonic()
         self.problem = ""
         self.is_mistrusted = False
-        self._where = f"{address}:{port}"
+        self.source_port = source_port
         self._tap: KernelConnection | None = None
         self.plug = context.socket(zmq.DEALER)
         try:
@@ -78,10 +81,13 @@ class DialedConnection:
         # whose monitor libzmq has not removed yet.
         self.monitor = self.plug.get_monitor_socket(_EVENTS, f"inproc://dial-{next(_NUMBERS)}")
         self.plug.setsockopt(zmq.IPV6, needs_ipv6(address))
-        self.plug.connect(f"tcp://{host_port(address, port)}")
+        any_own = (
+            "" if self.source_port is None else host_port("::" if needs_ipv6(address) else "0.0.0.0", self.source_port)
+        )
+        self.plug.connect(f"tcp://{any_own}{';' if any_own else ''}{host_port(address, port)}")
         # a connection that was refused at once has no room
         if not self.send(write(hello)):
-            self.problem = _REFUSED
+            self.problem = self._refused
 
     def read_events(self) -> None:
         """Read the monitor's events."""
@@ -120,6 +126,10 @@ class DialedConnection:
         """Return whether the kernel has no such connection any more."""
         return self._tap is not None and self._tap.is_closed()
 
+    @property
+    def _refused(self) -> str:
+        return _REFUSED if self.source_port is None else f"{_REFUSED}, or source port {self.source_port} is in use"
+
     def _on_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:
             self._tap = KernelConnection(value)
@@ -139,6 +149,6 @@ class DialedConnection:
             )
         elif not self.problem:
             if event & _NO_CONNECTION:
-                self.problem = _REFUSED
+                self.problem = self._refused
             elif event == zmq.EVENT_DISCONNECTED:
                 self.problem = "it closed the connection"

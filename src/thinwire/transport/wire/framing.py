@@ -14,9 +14,13 @@ Little endian. Every frame starts with the magic `tw`, the version and its kind,
 | 8 goodbye | | nothing follows |
 | 9 request | number u64; name, 1 to 64 bytes | asks for a blob; answered by a message of kind 5, round `number` |
 | 10 cancel | number u64 | the response to this request is not wanted; answer that it is gone |
+| 11 path hello | as hello; session 16 bytes, path u8, paths u8 | first on each of several connections of one peer |
+| 12 numbered | number u64; a frame of the kinds 2 to 10 | a frame over one of several connections |
+| 13 arrived | count u64 | so many numbered frames have arrived over this connection |
 
 Numbers count the messages that one side sent on this connection, from 0. Those of requests and cancels belong to the
 requesting side, and are never used twice. A frame that breaks a rule is a `FrameError`; its sender is disconnected.
+The kinds 11 to 13 are for peers with several connections, see `thinwire.transport.wire.multipath`.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ PART_BYTES = 1 << 15
 MOST_MESSAGE_BYTES = 1 << 48
 MOST_NAME_BYTES = 64
 INCARNATION_BYTES = 16
+SESSION_BYTES = 16
+MOST_PATHS = 16
 # Largest receive window of a peer: bytes in flight to this replica.
 MAX_WINDOW_BYTES = 1 << 24
 # Bounds of unexpected messages (no receive posted yet) that a receiver keeps for each peer; the sender knows them too.
@@ -42,12 +48,14 @@ MAX_REQUESTS = 4096
 _PREFIX = struct.Struct("<2sBB")
 _MAGIC = b"tw"
 _HELLO = struct.Struct(f"<II{INCARNATION_BYTES}s")
+_PATH_HELLO = struct.Struct(f"<II{INCARNATION_BYTES}s{SESSION_BYTES}sBB")
 _OPENING = struct.Struct("<QBBHIQQ")
 _ASK = struct.Struct("<QQ")
 _PART = struct.Struct("<QQ")
 _GOT = struct.Struct("<QB")
 _NUMBER = struct.Struct("<Q")
-MOST_FRAME_BYTES = _PREFIX.size + _OPENING.size + OPENING_BYTES
+# of a numbered frame around a message's start
+MOST_FRAME_BYTES = _PREFIX.size + _NUMBER.size + _PREFIX.size + _OPENING.size + OPENING_BYTES
 Key = tuple[int, int, int, int]
 
 
@@ -146,6 +154,38 @@ class CancelFrame:
     number: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathHello:
+    """Identity of a replica on one of several connections.
+
+    Attributes:
+        hello: Its identity.
+        session: Random bytes; the connections of one session belong together.
+        path: Number of this connection.
+        num_paths: Number of connections that there will be.
+    """
+
+    hello: Hello
+    session: bytes
+    path: int
+    num_paths: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberedFrame:
+    """A frame over one of several connections; numbers count from 0 in the order of sending."""
+
+    number: int
+    frame: memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FramesArrived:
+    """Number of numbered frames that have arrived over this connection."""
+
+    count: int
+
+
 Frame = (
     Hello
     | MessageStart
@@ -157,6 +197,9 @@ Frame = (
     | Goodbye
     | RequestFrame
     | CancelFrame
+    | PathHello
+    | NumberedFrame
+    | FramesArrived
 )
 _KINDS: tuple[type, ...] = (
     Hello,
@@ -169,6 +212,9 @@ _KINDS: tuple[type, ...] = (
     Goodbye,
     RequestFrame,
     CancelFrame,
+    PathHello,
+    NumberedFrame,
+    FramesArrived,
 )
 _NUMBERED: tuple[type[ReceivePosted | MessageRefused | CancelFrame], ...] = (ReceivePosted, MessageRefused, CancelFrame)
 
@@ -197,6 +243,8 @@ def write(frame: Frame) -> bytearray:
         fields = _NUMBER.pack(frame.number) + frame.name
     elif isinstance(frame, Goodbye):
         fields = b""
+    elif isinstance(frame, PathHello | NumberedFrame | FramesArrived):
+        fields, body = _path_fields(frame)
     else:
         fields = _NUMBER.pack(frame.number)
     written = bytearray(_PREFIX.pack(_MAGIC, VERSION, 1 + _KINDS.index(type(frame))))
@@ -225,6 +273,12 @@ def read(raw: memoryview) -> Frame:
 
 
 def _read_fields(kind: type, rest: memoryview) -> Frame:
+    if kind in (PathHello, NumberedFrame, FramesArrived):
+        return _read_path_frame(kind, rest)
+    return _read_plain(kind, rest)
+
+
+def _read_plain(kind: type, rest: memoryview) -> Frame:
     if kind is Hello:
         replica, num_replicas, incarnation = _exactly(_HELLO, rest)
         return Hello(replica=replica, num_replicas=num_replicas, incarnation=incarnation)
@@ -248,6 +302,31 @@ def _read_fields(kind: type, rest: memoryview) -> Frame:
             raise FrameError(f"a goodbye with {len(rest)} bytes, expected none")
         return Goodbye()
     return _read_number(kind, rest)
+
+
+def _path_fields(frame: PathHello | NumberedFrame | FramesArrived) -> tuple[bytes, memoryview | None]:
+    if isinstance(frame, NumberedFrame):
+        return _NUMBER.pack(frame.number), frame.frame
+    if isinstance(frame, FramesArrived):
+        return _NUMBER.pack(frame.count), None
+    hello = frame.hello
+    return _PATH_HELLO.pack(
+        hello.replica, hello.num_replicas, hello.incarnation, frame.session, frame.path, frame.num_paths
+    ), None
+
+
+def _read_path_frame(kind: type, rest: memoryview) -> PathHello | NumberedFrame | FramesArrived:
+    if kind is NumberedFrame:
+        (number,) = _at_least(_NUMBER, rest)
+        return NumberedFrame(number=number, frame=rest[_NUMBER.size :])
+    if kind is FramesArrived:
+        (count,) = _exactly(_NUMBER, rest)
+        return FramesArrived(count=count)
+    replica, num_replicas, incarnation, session, path, num_paths = _exactly(_PATH_HELLO, rest)
+    if not path < num_paths <= MOST_PATHS:
+        raise FrameError(f"a hello of path {path} of {num_paths}, expected at most {MOST_PATHS}")
+    hello = Hello(replica=replica, num_replicas=num_replicas, incarnation=incarnation)
+    return PathHello(hello=hello, session=session, path=path, num_paths=num_paths)
 
 
 def _read_number(kind: type, rest: memoryview) -> Frame:

@@ -7,18 +7,29 @@ import math
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 
-from thinwire.transport.addresses import Address
+from thinwire.transport.addresses import Address, DialPaths
 from thinwire.transport.base import MOST_REPLICAS
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire.connection import HANDSHAKE_S, HEARTBEAT_S, key_pair
+from thinwire.transport.wire.connection import HANDSHAKE_S, HEARTBEAT_S, Connection, key_pair
 from thinwire.transport.wire.dialer import DialedConnection
-from thinwire.transport.wire.framing import INCARNATION_BYTES, CancelFrame, FrameError, Hello, RequestFrame, read, write
+from thinwire.transport.wire.framing import (
+    INCARNATION_BYTES,
+    SESSION_BYTES,
+    CancelFrame,
+    FrameError,
+    Hello,
+    PathHello,
+    RequestFrame,
+    read,
+    write,
+)
 from thinwire.transport.wire.listener import ACCEPTED, TAKEN, UNKNOWN, AcceptedConnection, Listener, ReceivedFrame
+from thinwire.transport.wire.multipath import TICK_S, MultipathConnection
 from thinwire.transport.wire.peer import Peer
 from thinwire.transport.wire.transfer import CompletionThread
 
@@ -28,6 +39,29 @@ _LINGER_MS = 200
 _RETRY_S = 0.005
 # Bursts that are read of a connection that ended: libzmq holds no more than this.
 _LAST_BURSTS = 16
+# Until one of several connections is dialled again.
+_PATH_REDIAL_S = 1.0
+
+
+def _is_in_use(state: Peer, connection: Connection) -> bool:
+    """Return whether a connection is that of a replica, or one of its several."""
+    bundle = state.connection
+    return bundle is connection or (isinstance(bundle, MultipathConnection) and bundle.path_of(connection) is not None)
+
+
+def _is_of_session(bundle: Connection, first: Hello | PathHello) -> bool:
+    if not isinstance(bundle, MultipathConnection) or not isinstance(first, PathHello):
+        return False
+    return (first.session, first.num_paths) == (bundle.session, bundle.num_paths)
+
+
+def _deliver(state: Peer, connection: Connection, raw: memoryview | None) -> None:
+    bundle = state.connection
+    if isinstance(bundle, MultipathConnection):
+        for frame in bundle.take(connection, raw):
+            state.take(frame)
+    else:
+        state.take(raw)
 
 
 class IoLoop:
@@ -75,7 +109,13 @@ class IoLoop:
         self.changed = threading.Condition()
         self.problems: dict[int, tuple[str, bool]] = {}
         self._addresses: dict[int, Address] = {}
-        self._dialed: dict[int, DialedConnection] = {}
+        self._dial_paths: dict[int, DialPaths] = {}
+        # by replica and path; a replica without planned paths has path 0 alone
+        self._dialed: dict[tuple[int, int], DialedConnection] = {}
+        self._attempts: Counter[tuple[int, int]] = Counter()
+        self._path_redial_s: dict[tuple[int, int], float] = {}
+        self._bundles: dict[int, MultipathConnection] = {}
+        self._next_tick_s = 0.0
         self._accepted: dict[bytes, tuple[Peer, AcceptedConnection]] = {}
         self._until_s: float | None = None
         self._is_busy = False
@@ -126,10 +166,11 @@ class IoLoop:
                     self._wake.send(b"", zmq.DONTWAIT)
             return True
 
-    def dial(self, addresses: Mapping[int, Address]) -> None:
-        """Dial replicas, and again whenever a connection breaks."""
+    def dial(self, addresses: Mapping[int, Address], *, paths: Mapping[int, DialPaths] | None = None) -> None:
+        """Dial replicas, and again whenever a connection breaks; from chosen source ports where paths are given."""
 
         def begin() -> None:
+            self._dial_paths.update(paths or {})
             self._addresses.update(addresses)
             self._redial()
 
@@ -154,8 +195,7 @@ class IoLoop:
             self._addresses.pop(peer, None)
             if peer > self._replica and peer in self.peers:
                 del self._known_keys[key_pair(self._secret, replica=peer, role="dialler").public_bytes]
-            if peer in self._dialed:
-                self._close_dialed(peer, reason="was removed", for_good=True)
+            self._forget_dialed(peer)
             if peer in self.peers:
                 self.peers.pop(peer).drop("was removed", for_good=True)
             self.problems.pop(peer, None)
@@ -192,13 +232,19 @@ class IoLoop:
         for caller in leaving:
             self._on_disconnect(caller)
         self.listener.decisions()
-        for peer in list(self._dialed):
-            self._poll_dialed(peer)
-        for state in self.peers.values():
-            self._is_busy = state.flush() or self._is_busy
+        for key in list(self._dialed):
+            self._poll_dialed(key)
+        self._tick_paths()
+        self._flush()
         if time.monotonic() >= self._next_heartbeat_s:
             self._next_heartbeat_s = time.monotonic() + HEARTBEAT_S
             self._on_heartbeat()
+
+    def _flush(self) -> None:
+        for state in self.peers.values():
+            if isinstance(state.connection, MultipathConnection):
+                state.connection.flush()
+            self._is_busy = state.flush() or self._is_busy
 
     def _pause_ms(self) -> int:
         """Return the milliseconds until the next timer is due."""
@@ -208,6 +254,8 @@ class IoLoop:
         now_s = time.monotonic()
         pause_s = self._next_heartbeat_s - now_s
         for state in self.peers.values():
+            if isinstance(state.connection, MultipathConnection):
+                pause_s = min(pause_s, max(0.0, self._next_tick_s - now_s))
             if state.is_held:
                 pause_s = min(pause_s, _RETRY_S)
             elif (due_s := state.due_s()) is not None:
@@ -224,7 +272,9 @@ class IoLoop:
         state = self.peers.get(replica)
         if state is None or state.is_over:
             return UNKNOWN
-        return ACCEPTED if state.connection is None else TAKEN
+        # which of several connections it is, and of which session, says its hello
+        is_free = state.connection is None or isinstance(state.connection, MultipathConnection)
+        return ACCEPTED if is_free else TAKEN
 
     def _identities_on(self, fd: int) -> list[bytes]:
         return [caller for caller, (_, connection) in self._accepted.items() if connection.tap.fd == fd]
@@ -238,8 +288,14 @@ class IoLoop:
 
     def _on_disconnect(self, caller: bytes) -> None:
         state, connection = self._accepted.pop(caller)
-        if state.connection is connection:
-            state.drop("closed its connection")
+        bundle = state.connection
+        if isinstance(bundle, MultipathConnection) and bundle.path_of(connection) is not None:
+            bundle.detach(connection)
+            if not bundle.is_empty:
+                return
+        elif bundle is not connection:
+            return
+        state.drop("closed its connection")
 
     def _on_received(self, found: ReceivedFrame) -> None:
         known = self._accepted.get(found.caller)
@@ -247,9 +303,9 @@ class IoLoop:
             self._admit(found)
             return
         state, connection = known
-        if state.connection is connection:
+        if _is_in_use(state, connection):
             try:
-                state.take(found.frame)
+                _deliver(state, connection, found.frame)
             except FrameError as error:
                 state.drop(f"sent {error} and was disconnected", for_good=True)
 
@@ -258,78 +314,153 @@ class IoLoop:
         try:
             if state is None:  # it was removed between its handshake and its hello
                 raise FrameError("a hello of one who has left")
-            if found.frame is None or not isinstance(hello := read(found.frame), Hello):
+            if found.frame is None or not isinstance(first := read(found.frame), Hello | PathHello):
                 raise FrameError("something else before its hello")
+            hello = first.hello if isinstance(first, PathHello) else first
             state.check_hello(hello)
-            if self._decide(found.replica) != ACCEPTED:
+            bundle = state.connection
+            if state.is_over or not (bundle is None or _is_of_session(bundle, first)):
                 raise FrameError("a hello while it is connected")
         except FrameError:
             self.listener.turn_away(found)
             return
         connection = self.listener.admit(found)
         self._accepted[found.caller] = (state, connection)
-        state.open(connection, hello)
-        connection.send(write(self._own))
+        if isinstance(first, Hello):
+            state.open(connection, hello)
+        else:
+            if not isinstance(bundle, MultipathConnection):
+                bundle = MultipathConnection(session=first.session, num_paths=first.num_paths)
+                state.open(bundle, hello)
+            bundle.attach(first.path, connection)
+        connection.send(write(self._own))  # before anything else goes over it
         self._notify()
 
-    def _poll_dialed(self, peer: int) -> None:
-        dial, state = self._dialed[peer], self.peers[peer]
+    def _poll_dialed(self, key: tuple[int, int]) -> None:
+        if key not in self._dialed:
+            return  # closed with another connection of this replica
+        dial, state = self._dialed[key], self.peers[key[0]]
         dial.read_events()
         try:
             for _ in range(_LAST_BURSTS if dial.problem else 1):
-                if not self._read_dialed(dial, state):
+                if not self._read_dialed(key, dial, state):
                     break
         except FrameError as error:
-            self._close_dialed(peer, reason=f"sent {error} and was disconnected", for_good=True)
+            self._forget_dialed(key[0])
+            state.drop(f"sent {error} and was disconnected", for_good=True)
+            self._notify()
             return
         if dial.problem:
-            self._close_dialed(peer, reason="closed its connection", for_good=False)
-        elif state.connection is not dial and time.monotonic() - dial.since_s > 2 * HANDSHAKE_S:
-            self._close_dialed(peer, reason="it shook hands and then said nothing", for_good=False)
+            self._close_dialed(key, reason="closed its connection")
+        elif not _is_in_use(state, dial) and time.monotonic() - dial.since_s > 2 * HANDSHAKE_S:
+            self._close_dialed(key, reason="it shook hands and then said nothing")
 
-    def _read_dialed(self, dial: DialedConnection, state: Peer) -> bool:
+    def _read_dialed(self, key: tuple[int, int], dial: DialedConnection, state: Peer) -> bool:
         has_heard = False
         for raw in dial.delivered():
             has_heard = True
-            if state.connection is dial:
-                state.take(raw)
+            if _is_in_use(state, dial):
+                _deliver(state, dial, raw)
                 continue
             if raw is None or not isinstance(hello := read(raw), Hello):
                 raise FrameError("something else before its hello")
             state.check_hello(hello)
-            state.open(dial, hello)
+            peer, path = key
+            bundle = self._bundles.get(peer)
+            if bundle is None:
+                state.open(dial, hello)
+            else:
+                if state.connection is not bundle:
+                    state.open(bundle, hello)
+                bundle.attach(path, dial)
+            self._attempts[key] = 0
             self._notify()
         return has_heard
 
-    def _close_dialed(self, peer: int, *, reason: str, for_good: bool) -> None:
-        dial, state = self._dialed.pop(peer), self.peers[peer]
-        for plug in (dial.plug, dial.monitor):
-            self._poller.unregister(plug)
+    def _close_dialed(self, key: tuple[int, int], *, reason: str) -> None:
+        """Close a connection; with the last one of a replica, its transfers fail."""
+        dial, (peer, _) = self._unplug(key), key
+        state, bundle = self.peers[peer], self._bundles.get(peer)
+        was_in_use = _is_in_use(state, dial)
+        if bundle is not None:
+            bundle.detach(dial)
+            self._path_redial_s[key] = time.monotonic() + _PATH_REDIAL_S
         dial.close()
-        if state.connection is dial or for_good:
-            state.drop(reason, for_good=for_good)
+        if bundle is not None and not bundle.is_empty:
+            return  # the others go on
+        if was_in_use:
+            self._forget_dialed(peer)
+            state.drop(reason)
         else:
             state.back_off()
             self.problems[peer] = (dial.problem or reason, dial.is_mistrusted)
         self._notify()
 
+    def _unplug(self, key: tuple[int, int]) -> DialedConnection:
+        dial = self._dialed.pop(key)
+        for plug in (dial.plug, dial.monitor):
+            self._poller.unregister(plug)
+        return dial
+
+    def _forget_dialed(self, peer: int) -> None:
+        """Close all connections that were dialled to a replica."""
+        for key in [key for key in self._dialed if key[0] == peer]:
+            self._unplug(key).close()
+        self._bundles.pop(peer, None)
+
     def _redial(self) -> None:
         now_s = time.monotonic()
         for peer, address in self._addresses.items():
             state = self.peers[peer]
-            if peer in self._dialed or state.is_over or now_s < state.redial_s or self._until_s is not None:
+            if state.is_over or now_s < state.redial_s or self._until_s is not None:
                 continue
-            dial = DialedConnection(
-                self._context,
-                address=address.host,
-                port=address.port,
-                own=key_pair(self._secret, replica=self._replica, role="dialler"),
-                other=key_pair(self._secret, replica=peer, role="door").public,
-                hello=self._own,
-            )
-            self._dialed[peer] = dial
-            for plug in (dial.plug, dial.monitor):
-                self._poller.register(plug, zmq.POLLIN)
+            planned = self._dial_paths.get(peer)
+            num_paths = 1 if planned is None else len(planned.source_ports)
+            if num_paths > 1 and peer not in self._bundles:
+                assert planned is not None
+                self._bundles[peer] = MultipathConnection(
+                    session=secrets.token_bytes(SESSION_BYTES), num_paths=num_paths, shares=planned.shares
+                )
+            for path in range(num_paths):
+                if (peer, path) not in self._dialed and now_s >= self._path_redial_s.get((peer, path), 0.0):
+                    self._dial_path(peer, path, address)
+
+    def _dial_path(self, peer: int, path: int, address: Address) -> None:
+        planned, bundle, key = self._dial_paths.get(peer), self._bundles.get(peer), (peer, path)
+        hello: Hello | PathHello = self._own
+        if bundle is not None:
+            hello = PathHello(hello=self._own, session=bundle.session, path=path, num_paths=bundle.num_paths)
+        # the port of a connection that ended a minute ago may be refused, so the spare ones take turns
+        ports = (None,) if planned is None else planned.source_ports[path]
+        source_port = ports[self._attempts[key] % len(ports)]
+        self._attempts[key] += 1
+        dial = DialedConnection(
+            self._context,
+            address=address.host,
+            port=address.port,
+            own=key_pair(self._secret, replica=self._replica, role="dialler"),
+            other=key_pair(self._secret, replica=peer, role="door").public,
+            hello=hello,
+            source_port=source_port,
+        )
+        self._dialed[key] = dial
+        for plug in (dial.plug, dial.monitor):
+            self._poller.register(plug, zmq.POLLIN)
+
+    def _tick_paths(self) -> None:
+        """Let the replicas with several connections pass over those that do not deliver."""
+        now_s = time.monotonic()
+        if now_s < self._next_tick_s:
+            return
+        self._next_tick_s = now_s + TICK_S
+        for state in list(self.peers.values()):
+            if isinstance(state.connection, MultipathConnection):
+                for silent in state.connection.tick():
+                    key = next((key for key, dial in self._dialed.items() if dial is silent), None)
+                    if key is None:
+                        silent.close()
+                    else:
+                        self._close_dialed(key, reason="was silent")
 
     def _on_heartbeat(self) -> None:
         self._redial()
@@ -337,10 +468,9 @@ class IoLoop:
         for peer, state in self.peers.items():
             problem = state.check()
             if problem:
-                if peer in self._dialed:
-                    self._close_dialed(peer, reason=problem, for_good=False)
-                else:
-                    state.drop(problem)
+                self._forget_dialed(peer)
+                state.drop(problem)
+                self._notify()
 
     def _start_closing(self) -> None:
         if self._until_s is None:

@@ -7,7 +7,8 @@ forward secrecy against a secret that leaks while connections last, and sizes an
 
 **Mechanism.**
 
-- One TCP connection joins two replicas; the one with the higher number dials. One thread owns all sockets.
+- One TCP connection joins two replicas; the one with the higher number dials. One thread owns all sockets. With a
+  traffic plan there may be several, each from a source port that takes a path of its own, see `multipath`.
 - A message's start of up to 64 KiB may arrive unexpected, up to `MAX_UNEXPECTED` of them and `MAX_UNEXPECTED_BYTES`;
   the sender holds more back. The rest follows in parts after the receiver has checked the start against its posted
   receive, at most a window at a time, which grows as long as that raises the rate. So neither side's queue grows, and a
@@ -41,7 +42,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import torch
 
 from thinwire.errors import ConnectError, TransportError
-from thinwire.transport.addresses import Address
+from thinwire.transport.addresses import Address, DialPaths, check_dial_paths
 from thinwire.transport.base import MOST_REPLICAS, Envelope, Pending, check_peer
 from thinwire.transport.message import header_of, pack
 from thinwire.transport.secret import Secret
@@ -49,6 +50,7 @@ from thinwire.transport.tcp_stats import ConnectionStats
 from thinwire.transport.wire.flow_control import key_of
 from thinwire.transport.wire.framing import MOST_NAME_BYTES, CancelFrame, RequestFrame
 from thinwire.transport.wire.io_loop import IoLoop
+from thinwire.transport.wire.multipath import MultipathConnection, PathStats
 from thinwire.transport.wire.peer import Peer, not_a_member
 from thinwire.transport.wire.transfer import RequestTransfer, ResponseTransfer, WireTransfer
 
@@ -147,12 +149,15 @@ class WireTransport:
         """The TCP port on which this replica is dialled."""
         return self._loop.listener.port
 
-    def dial(self, addresses: Mapping[int, Address], *, deadline_s: float) -> None:
+    def dial(
+        self, addresses: Mapping[int, Address], *, deadline_s: float, paths: Mapping[int, DialPaths] | None = None
+    ) -> None:
         """Connect to replicas with lower numbers and wait until all of them have answered.
 
         Args:
             addresses: By replica.
             deadline_s: Seconds to wait.
+            paths: Planned connections, by replica: from their source ports, and several where there are several.
 
         Raises:
             ValueError: A replica's number is not lower, or the set is open.
@@ -163,7 +168,8 @@ class WireTransport:
         for peer in addresses:
             if not 0 <= peer < self._replica:
                 raise ValueError(f"replica {self._replica} dials those with lower numbers, got {peer}")
-        self._loop.dial(addresses)
+        check_dial_paths(paths or {}, addresses)
+        self._loop.dial(addresses, paths=paths)
         _wait_for_all(self._loop, addresses, replica=self._replica, deadline_s=deadline_s)
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
@@ -347,6 +353,29 @@ class WireTransport:
         """Return the kernel's statistics of the connection to each replica that has one."""
         found = {peer: self.reading(peer) for peer in list(self._loop.peers)}
         return {peer: one for peer, one in found.items() if one is not None}
+
+    def paths(self, peer: int) -> list[PathStats]:
+        """Return the state of each path to a replica; nothing where one connection leads there."""
+        state = self._loop.peers.get(peer)
+        bundle = None if state is None else state.connection
+        return bundle.stats() if isinstance(bundle, MultipathConnection) else []
+
+    def limit_path(self, peer: int, path: int, weight: float) -> None:
+        """Use a path to a replica for at most this part of the rate that is measured on it; see `MultipathConnection`.
+
+        Raises:
+            ValueError: The weight is not in (0, 1].
+        """
+        if not 0 < weight <= 1:
+            raise ValueError(f"weight must be in (0, 1], got {weight}")
+
+        def apply() -> None:
+            state = self._loop.peers.get(peer)
+            bundle = None if state is None else state.connection
+            if isinstance(bundle, MultipathConnection) and 0 <= path < bundle.num_paths:
+                bundle.limit(path, weight)
+
+        self._loop.call_soon(apply)
 
     def _transfer(self, peer: int, envelope: Envelope, *, verb: str) -> WireTransfer:
         check_peer(peer, replica=self._replica, num_replicas=self._most_replicas)

@@ -10,16 +10,21 @@ from thinwire.transport.wire.framing import (
     INCARNATION_BYTES,
     MOST_FRAME_BYTES,
     MOST_NAME_BYTES,
+    MOST_PATHS,
     OPENING_BYTES,
     PART_BYTES,
+    SESSION_BYTES,
     CancelFrame,
     Credit,
     FrameError,
+    FramesArrived,
     Goodbye,
     Hello,
     MessagePart,
     MessageRefused,
     MessageStart,
+    NumberedFrame,
+    PathHello,
     Receipt,
     ReceivePosted,
     RequestFrame,
@@ -38,6 +43,14 @@ FRAMES = st.one_of(
     st.builds(MessageRefused, number=NUMBERS),
     st.builds(Goodbye),
     st.builds(CancelFrame, number=NUMBERS),
+    st.builds(FramesArrived, count=NUMBERS),
+    st.builds(
+        PathHello,
+        hello=st.builds(Hello, replica=SMALL, num_replicas=SMALL, incarnation=st.binary(min_size=16, max_size=16)),
+        session=st.binary(min_size=SESSION_BYTES, max_size=SESSION_BYTES),
+        path=st.just(3),
+        num_paths=st.integers(4, MOST_PATHS),
+    ),
 )
 
 
@@ -61,6 +74,22 @@ def test_an_opening_brings_its_body(size, key, number):
 def test_a_want_brings_its_name(number, name):
     want = RequestFrame(number=number, name=name)
     assert read(memoryview(write(want))) == want
+
+
+def test_a_numbered_frame_holds_the_largest_frame():
+    inner = write(MessageStart(number=1, key=(1, 2, 3, 4), message_bytes=2**40, body=memoryview(bytes(OPENING_BYTES))))
+    raw = write(NumberedFrame(number=7, frame=memoryview(inner)))
+    assert len(raw) == MOST_FRAME_BYTES
+    found = read(memoryview(raw))
+    assert isinstance(found, NumberedFrame) and found.number == 7 and bytes(found.frame) == bytes(inner)
+
+
+@pytest.mark.parametrize(("path", "num_paths"), [(0, 0), (4, 4), (0, MOST_PATHS + 1)])
+def test_a_path_out_of_its_range_is_refused(path, num_paths):
+    hello = Hello(replica=0, num_replicas=2, incarnation=bytes(16))
+    raw = write(PathHello(hello=hello, session=bytes(SESSION_BYTES), path=path, num_paths=num_paths))
+    with pytest.raises(FrameError, match="path"):
+        read(memoryview(raw))
 
 
 @pytest.mark.parametrize("size", [1, PART_BYTES - 1, PART_BYTES])
