@@ -49,7 +49,11 @@ CASES: dict[str, list[str]] = {
     "train --overlap-steps 30": ["--overlap-steps is not below --sync-interval, which is 30; got 30"],
     "train --overlap-steps 1;2": ["--overlap-steps is no number; got '1;2'"],
     "train --cp 2": ["--cp does not run here", "got 2; allowed 1; try --cp 1 --dp-shard 2"],
-    "train --pp 4": ["--pp does not run here yet; got 4; allowed 1; try --pp 1 --dp-shard 4"],
+    "train --interleave 2": ["--interleave is for pipelines; got 2; allowed 1 where --pp is 1"],
+    "train --pp 2 --autocast bf16": ["--autocast", "--pp", "try"],
+    "train --pp 2 --interleave 3 --batch-size 3 --micro-batch 1": [
+        "--interleave needs as many micro-batches as --pp, or a multiple; got 3; allowed multiples of 2"
+    ],
     "train --zero-stage 4 --dp-shard 2": ["--zero-stage is too large; got 4; allowed 1 to 3; try --zero-stage 3"],
     "train --dp-shard 3": ["--batch-size is not divided", "got 8; allowed multiples of 3; try --batch-size 9"],
     "train --tp 2 --elastic": ["--elastic", "--tp", "try"],

@@ -30,6 +30,10 @@ CUTS: dict[str, dict[str, Any]] = {
     "tensor parallel": {"tp": 4, "micro_batch": 4},
     "tensor parallel in shards": {"dp_shard": 2, "tp": 2, "zero_stage": 3, "micro_batch": 2, "recompute_layers": 1},
     "tensor parallel in copies": {"dp_replicate": 2, "tp": 2, "micro_batch": 4},
+    "pipeline": {"pp": 4, "micro_batch": 1, "recompute_layers": 1},
+    "pipeline of shards": {"pp": 2, "dp_shard": 2, "zero_stage": 1, "micro_batch": 1},
+    "interleaved pipeline of tensor parallel ranks": {"pp": 2, "tp": 2, "interleave": 2, "micro_batch": 2},
+    "interleaved pipeline of copies": {"pp": 2, "dp_replicate": 2, "interleave": 2, "micro_batch": 1},
 }
 
 

@@ -391,6 +391,55 @@ class Transformer(nn.Module):
         self.sines = angles.sin()[:, None, None, :]
 
 
+class TransformerStage(nn.Module):
+    """Neighbouring layers of a decoder, as a chunk of a pipeline; parameters keep the names that they have there.
+
+    Args:
+        model: The whole decoder; the chunk shares its modules.
+        layers: Numbers of the blocks of this chunk. The first block brings the embedding, the last one norm and head.
+        num_recomputed: How many blocks, from the chunk's first on, are computed again in the backward pass.
+
+    Attributes:
+        tied_weight: In the last chunk of a decoder with a tied head, the embedding of the first chunk, which is no
+            parameter here; its gradient belongs to the embedding.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+
+    def __init__(self, model: Transformer, layers: range, *, num_recomputed: int = 0) -> None:
+        super().__init__()
+        is_first, is_last = layers.start == 0, layers.stop == model.config.layers
+        self.num_recomputed = num_recomputed
+        self.embedding = model.embedding if is_first else None
+        self.blocks = nn.ModuleDict({str(number): model.blocks[number] for number in layers})
+        self.norm = model.norm if is_last else None
+        self.head = model.head if is_last else None
+        self.tied_weight: Tensor | None = None
+        self.register_buffer("cosines", model.cosines, persistent=False)
+        self.register_buffer("sines", model.sines, persistent=False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return what the next chunk takes, (batch, seq, dim), or the logits.
+
+        Args:
+            values: (batch, seq) int64 tokens in the first chunk, else (batch, seq, dim).
+        """
+        seq = values.shape[1]
+        stream = values if self.embedding is None else self.embedding(values)
+        rotation = (self.cosines[:seq].to(stream.dtype), self.sines[:seq].to(stream.dtype))
+        for number, block in enumerate(self.blocks.values()):
+            if number < self.num_recomputed and torch.is_grad_enabled():
+                stream = checkpoint(block, stream, rotation, None, use_reentrant=False)
+            else:
+                stream = block(stream, rotation, None)
+        if self.norm is None:
+            return stream
+        head = self.tied_weight if self.head is None else self.head.weight
+        assert head is not None, "the embedding comes before a pass"
+        return F.linear(self.norm(stream), head)
+
+
 def split_heads(model: Transformer, parts: int) -> None:
     """Prepare each layer for tensor parallelism: a rank's rows of the first product become those of its own heads.
 

@@ -27,7 +27,7 @@ class ParallelConfig:
     tp: int = 1
     """Ranks that share each layer (tensor parallelism)."""
     pp: int = 1
-    """Pipeline stages of each replica; only 1 runs here."""
+    """Pipeline stages of each replica (1F1B)."""
     interleave: int = 1
     """Chunks of layers on each pipeline stage; above 1 the schedule is interleaved 1F1B."""
     zero_stage: int = 2
@@ -65,11 +65,9 @@ def parallel_problems(config: TrainConfig) -> list[ValueError]:
             refusal("--cp does not run here: torch's context parallelism has no operator for the CPU", got=own.cp,
                     allowed="1", remedy=f"--cp 1 --dp-shard {own.dp_shard * own.cp}, or a program that has it")
         )  # fmt: skip
-    if own.pp > 1:
-        problems.append(
-            refusal("--pp does not run here yet", got=own.pp, allowed="1",
-                    remedy=f"--pp 1 --dp-shard {own.dp_shard * own.pp}, or a program that has it")
-        )  # fmt: skip
+    if own.pp == 1 and own.interleave > 1:
+        problems.append(refusal("--interleave is for pipelines", got=own.interleave, allowed="1 where --pp is 1",
+                                remedy="--interleave 1"))  # fmt: skip
     if own.zero_stage > 3:
         problems.append(refusal("--zero-stage is too large", got=own.zero_stage, allowed="1 to 3",
                                 remedy="--zero-stage 3"))  # fmt: skip
@@ -91,11 +89,21 @@ def _bad_with_ranks(config: TrainConfig) -> list[ValueError]:
     if config.optimizer.inner_optimizer == "muon":
         problems.append(excluded("--inner-optimizer muon", which, why="it needs whole matrices",
                                  remedy="--inner-optimizer adamw"))  # fmt: skip
+    if own.pp > 1 and config.model.autocast != "none":
+        problems.append(excluded("--autocast", "--pp", why="its schedule runs both passes in one call",
+                                 remedy="to leave --autocast out"))  # fmt: skip
     batch, per_pass = config.data.batch_size or _BATCH_SIZE, (config.data.micro_batch or 1) * own.data_ranks
     if batch % per_pass:
         problems.append(
             refusal("--batch-size is not divided by the sequences of a pass of all ranks", got=batch,
                     allowed=f"multiples of {per_pass}", remedy=f"--batch-size {-(-batch // per_pass) * per_pass}")
+        )  # fmt: skip
+        return problems
+    num_passes = 1 if config.data.micro_batch is None else batch // per_pass
+    if own.interleave > 1 and num_passes % own.pp:
+        problems.append(
+            refusal("--interleave needs as many micro-batches as --pp, or a multiple", got=num_passes,
+                    allowed=f"multiples of {own.pp}", remedy="--micro-batch 1, or --interleave 1")
         )  # fmt: skip
     return problems
 

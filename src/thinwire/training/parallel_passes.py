@@ -6,19 +6,27 @@ All ranks run the same loop on the same batches, and each takes its own rows. Ot
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.errors import refusal
-from thinwire.models.transformer import Transformer, join_heads, split_heads
+from thinwire.models.transformer import (
+    Transformer,
+    TransformerConfig,
+    TransformerStage,
+    build_transformer,
+    join_heads,
+    next_token_loss,
+    split_heads,
+)
 from thinwire.shared_random import derive_seed
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import Passes
 from thinwire.transport.replica_mesh import ReplicaMesh, named_failures
-from thinwire.transport.shards import local_shard
+from thinwire.transport.shards import local_shard, own_part
 
 # Layers of a block whose output or input features the ranks of tp share.
 _COLUMNS, _ROWS = ("attention.query_key_value", "up"), ("attention.out", "down")
@@ -32,6 +40,28 @@ def make_mesh(config: TrainConfig, *, device: torch.device) -> ReplicaMesh:
     return ReplicaMesh(device=device, dp_replicate=own.dp_replicate, dp_shard=own.dp_shard, tp=own.tp, pp=own.pp)
 
 
+class PipelineChunks(nn.Module):
+    """Chunks of a model that one rank of a pipeline holds.
+
+    Args:
+        chunks: In the order in which a micro-batch passes them.
+        config: Shape of the whole model.
+    """
+
+    def __init__(self, chunks: Sequence[TransformerStage], config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_chunks = len(chunks)
+        # no ModuleList: the blocks in the chunks are what repeats
+        for number, chunk in enumerate(chunks):
+            self.add_module(f"chunk_{number}", chunk)
+
+    @property
+    def chunks(self) -> list[TransformerStage]:
+        """The chunks, in order."""
+        return [cast(TransformerStage, self.get_submodule(f"chunk_{n}")) for n in range(self.num_chunks)]
+
+
 def cut_model(model: nn.Module, config: TrainConfig, mesh: ReplicaMesh) -> nn.Module:
     """Leave each rank its part of a model that all ranks hold whole and alike before.
 
@@ -40,30 +70,73 @@ def cut_model(model: nn.Module, config: TrainConfig, mesh: ReplicaMesh) -> nn.Mo
         config: Resolved options.
         mesh: The replica's ranks.
 
+    Returns:
+        The model, or this rank's chunks of it where there is a pipeline.
+
     Raises:
         ValueError: The model's shape is not divided by a degree.
     """
     if not isinstance(model, Transformer):
         raise refusal("replicas of several ranks shard thinwire's own models", got=type(model).__name__,
                       allowed="a preset or a size", remedy="--model 35m")  # fmt: skip
-    own = config.parallel
-    if own.recompute_layers > model.config.layers // own.pp:
+    own, layers = config.parallel, model.config.layers
+    if layers % (own.pp * own.interleave):
+        raise refusal(
+            "the model's layers are not divided by the chunks of the pipeline", got=f"{own.pp} x {own.interleave}",
+            allowed=f"divisors of {layers} layers", remedy="--interleave 1, or another --pp",
+        )  # fmt: skip
+    if own.recompute_layers > layers // own.pp:
         raise refusal("--recompute-layers is more than the layers of a stage", got=own.recompute_layers,
-                      allowed=f"0 to {model.config.layers // own.pp}", remedy="--recompute")  # fmt: skip
-    model.recomputed_blocks = own.recompute_layers
+                      allowed=f"0 to {layers // own.pp}", remedy="--recompute")  # fmt: skip
     if own.tp > 1:
         split_heads(model, own.tp)
         mesh.split_layers(list(model.blocks), columns=_COLUMNS, rows=_ROWS)
-    mesh.shard(model, blocks=list(model.blocks), is_freed_after_forward=own.zero_stage == 3)
+    is_freed = own.zero_stage == 3
+    if own.pp == 1:
+        model.recomputed_blocks = own.recompute_layers
+        mesh.shard(model, blocks=list(model.blocks), is_freed_after_forward=is_freed)
+        found: nn.Module = model
+    else:
+        chunks = _chunks(model, config, stage=mesh.stage)
+        for chunk in chunks:
+            mesh.shard(chunk, blocks=list(chunk.blocks.values()), is_freed_after_forward=is_freed)
+        found = PipelineChunks(chunks, model.config)
     if mesh.data_rank:  # ranks see other rows, and drop out other numbers
         torch.manual_seed(derive_seed(config.run.seed, "rank", mesh.data_rank))
-    return model
+    return found
+
+
+def _chunks(model: Transformer, config: TrainConfig, *, stage: int) -> list[TransformerStage]:
+    own = config.parallel
+    size = model.config.layers // (own.pp * own.interleave)
+    left = size * own.interleave if config.model.recompute else own.recompute_layers
+    found = []
+    for number in range(own.interleave):
+        first = (stage + number * own.pp) * size
+        found.append(TransformerStage(model, range(first, first + size), num_recomputed=min(left, size)))
+        left -= min(left, size)
+    return found
 
 
 def whole_parameters(model: nn.Module, mesh: ReplicaMesh) -> dict[str, Tensor]:
     """Return all parameters as an uncut model has them, on the CPU of every rank; all ranks call it."""
     found = mesh.whole(dict(model.named_parameters()))
+    if isinstance(model, PipelineChunks):
+        found = _of_all_stages({name.partition(".")[2]: tensor for name, tensor in found.items()}, model, mesh)
     return {name: join_heads(name, tensor, parts=mesh.size_of("tp")) for name, tensor in found.items()}
+
+
+def _of_all_stages(own: dict[str, Tensor], model: PipelineChunks, mesh: ReplicaMesh) -> dict[str, Tensor]:
+    dtype = next(iter(own.values())).dtype
+    pp, num_chunks = mesh.size_of("pp"), mesh.size_of("pp") * model.num_chunks
+    per_chunk = model.config.layers // num_chunks
+    found = {}
+    for name, sketch in build_transformer(model.config, device="meta").named_parameters():
+        parts = name.split(".")
+        chunk = int(parts[1]) // per_chunk if parts[0] == "blocks" else 0 if parts[0] == "embedding" else num_chunks - 1
+        value = own[name] if name in own else torch.empty(sketch.shape, dtype=dtype)
+        found[name] = mesh.broadcast_from_stage(value.to(mesh.device), chunk % pp).cpu()
+    return found
 
 
 class ParallelPasses:
@@ -79,22 +152,26 @@ class ParallelPasses:
         self.timing = Passes(mesh.device)
         self._config, self._mesh = config, mesh
         self._model: Any = model
+        self._pipeline = _Pipeline(config, model, mesh) if isinstance(model, PipelineChunks) else None
 
     def backward(self, tokens: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
         """See `ModelPasses`; every rank gets the whole batch, and the mean over it."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         passes = list(self._own_passes(tokens, targets))
         with named_failures():
-            for number, (rows, row_targets, share) in enumerate(passes):
-                self._prepare_pass(is_last=number == len(passes) - 1)
-                with self.timing.forward(), self._autocast():
-                    loss, nll = self._model.loss(rows, row_targets)
-                # FSDP2 averages over the data-parallel ranks, so each weighs its own by its share of the batch
-                with self.timing.backward():
-                    (loss * (share * self._mesh.data_ranks)).backward()
-                sums += share * torch.stack([loss.detach(), nll.detach()])
+            if self._pipeline is None:
+                for number, (rows, row_targets, share) in enumerate(passes):
+                    self._prepare_pass(is_last=number == len(passes) - 1)
+                    with self.timing.forward(), self._autocast():
+                        loss, nll = self._model.loss(rows, row_targets)
+                    # FSDP2 averages over the data-parallel ranks, so each weighs its own by its share of the batch
+                    with self.timing.backward():
+                        (loss * (share * self._mesh.data_ranks)).backward()
+                    sums += share * torch.stack([loss.detach(), nll.detach()])
+            else:
+                sums = self._pipeline.backward(passes, share=passes[0][2])
         self._sum_gains()
-        loss, nll = self._mesh.sum_over_data(sums).float()
+        loss, nll = self._of_batch(sums)
         return loss, nll
 
     def clip(self) -> None:
@@ -117,10 +194,20 @@ class ParallelPasses:
         """See `ModelPasses`; a batch of any number of rows."""
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         with named_failures():
+            if self._pipeline is not None:
+                self._pipeline.fetch_embedding()
             for rows, row_targets, share in self._own_passes(tokens, targets):
                 with self._autocast():
-                    total += share * self._model.loss(rows, row_targets)[1]
-        return self._mesh.sum_over_data(total).float()
+                    if self._pipeline is None:
+                        total += share * self._model.loss(rows, row_targets)[1]
+                    else:
+                        total += share * self._pipeline.nll(rows, row_targets)
+        return self._of_batch(total)
+
+    def _of_batch(self, own: Tensor) -> Tensor:
+        """Return the sum of what the ranks add up for their rows, from the last stage of a pipeline."""
+        summed = self._mesh.sum_over_data(own)
+        return self._mesh.broadcast_from_stage(summed, self._mesh.size_of("pp") - 1).float()
 
     def _own_passes(self, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Yield this rank's parts of a batch, equally many on all ranks, each with its share of the batch.
@@ -156,3 +243,115 @@ class ParallelPasses:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         enabled = self._config.model.autocast == "bf16"
         return torch.autocast(self._mesh.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+class _Pipeline:
+    """Passes of the chunks of this rank; a tied head works on a copy of the embedding, fetched at every step.
+
+    Args:
+        config: Resolved options.
+        model: This rank's chunks.
+        mesh: The replica's ranks.
+    """
+
+    def __init__(self, config: TrainConfig, model: PipelineChunks, mesh: ReplicaMesh) -> None:
+        self._mesh, self._shape = mesh, model.config
+        self._chunks = model.chunks
+        self._last_stage = config.parallel.pp - 1
+        self._schedule: Any = None
+        self._key: tuple[int, ...] = ()
+        self._share = 0.0
+        self._losses: list[Tensor] = []
+
+    def backward(self, passes: Sequence[tuple[Tensor, Tensor, float]], *, share: float) -> Tensor:
+        """Put the gradients of a step into this rank's chunks.
+
+        Args:
+            passes: Rows of each micro-batch, all alike.
+            share: Of the replica's batch in each of them.
+
+        Returns:
+            Loss and nll, (2,), this rank's part of the batch; zero before the last stage.
+        """
+        self.fetch_embedding()
+        key = (len(passes), *passes[0][0].shape)
+        if key != self._key:  # torch's stages keep the shapes of their first step
+            self._schedule = self._mesh.pipeline(self._chunks, num_micro_batches=len(passes), loss=self._loss)
+            self._key = key
+        self._share = share
+        self._losses.clear()
+        tokens, targets = (torch.cat([one[place] for one in passes]) for place in (0, 1))  # type: ignore[misc]
+        arguments = (tokens,) if self._mesh.stage == 0 else ()
+        if self._mesh.stage == self._last_stage:
+            self._schedule.step(*arguments, target=targets, losses=[])
+        else:
+            self._schedule.step(*arguments)
+        self._return_gradient()
+        # torch's first step asks for the shape of a loss as well
+        losses = self._losses[-len(passes) :]
+        zero = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        return share * torch.stack([zero, *losses]).sum(0)
+
+    def nll(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean nll of rows at the last stage, zero at the others; chunk after chunk."""
+        pp = self._last_stage + 1
+        values = tokens
+        for number in range(pp * len(self._chunks)):
+            stage = number % pp
+            if stage == self._mesh.stage:
+                if number:
+                    like = self._stream(tokens)
+                    values = self._mesh.receive_from_stage(like, (stage - 1) % pp)
+                values = self._chunks[number // pp](values)
+                if number < pp * len(self._chunks) - 1:
+                    self._mesh.send_to_stage(values, (stage + 1) % pp)
+        if self._mesh.stage != self._last_stage:
+            return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        return next_token_loss(values, targets, z_loss=0.0)[1].double()
+
+    def fetch_embedding(self) -> None:
+        """Give the last stage the embedding that its tied head works with."""
+        if not self._shape.tied_head:
+            return
+        if self._mesh.stage == 0:
+            whole = self._mesh.whole({"": self._embedding})[""].to(self._mesh.device)
+            self._mesh.send_to_stage(whole, self._last_stage)
+        elif self._mesh.stage == self._last_stage:
+            weight = torch.empty(
+                self._shape.vocab_size, self._shape.dim, dtype=self._dtype, device=self._mesh.device
+            )  # fmt: skip
+            self._chunks[-1].tied_weight = self._mesh.receive_from_stage(weight, 0).requires_grad_()
+
+    def _return_gradient(self) -> None:
+        """Add the gradient of a tied head to that of the embedding."""
+        if not self._shape.tied_head:
+            return
+        if self._mesh.stage == self._last_stage:
+            weight = self._chunks[-1].tied_weight
+            assert weight is not None and weight.grad is not None
+            # as FSDP2 does with the gradients of parameters
+            self._mesh.send_to_stage(self._mesh.sum_over_data(weight.grad) / self._mesh.data_ranks, 0)
+        elif self._mesh.stage == 0:
+            gradient: Any = self._embedding.grad
+            part = torch.empty(self._embedding.shape, dtype=self._dtype, device=self._mesh.device)
+            self._mesh.receive_from_stage(part, self._last_stage)
+            is_sharded = hasattr(self._embedding, "placements")
+            local_shard(gradient).add_(own_part(part, like=self._embedding) if is_sharded else part)
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        loss, nll = next_token_loss(logits, targets, z_loss=self._shape.z_loss)
+        self._losses.append(torch.stack([loss.detach(), nll.detach()]).double())
+        return loss * (self._share * self._mesh.data_ranks)
+
+    @property
+    def _embedding(self) -> nn.Parameter:
+        embedding = self._chunks[0].embedding
+        assert embedding is not None
+        return cast(nn.Parameter, embedding.weight)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self._chunks[0].parameters()).dtype
+
+    def _stream(self, tokens: Tensor) -> Tensor:
+        return torch.empty(*tokens.shape, self._shape.dim, dtype=self._dtype, device=self._mesh.device)

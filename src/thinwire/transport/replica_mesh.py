@@ -6,7 +6,7 @@ the replica's ranks alone (`connect(solo=True, ranks_per_replica=N)`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,7 @@ class ReplicaMesh:
         size: Ranks of the replica.
         data_rank: Place among the ranks that read different sequences.
         data_ranks: How many these are.
+        stage: Place along the pipeline.
         peers: Transport between the replica's own ranks, for notes.
     """
 
@@ -51,6 +52,8 @@ class ReplicaMesh:
         place = {name: self._mesh.get_local_rank(name) for name in _AXES}
         self.data_rank = place["dp_replicate"] * dp_shard + place["dp_shard"]
         self.data_ranks = dp_replicate * dp_shard
+        self.stage = place["pp"]
+        self._pipe_group = self._mesh.get_group("pp")
         self._data_group = self._group_of("dp_replicate", "dp_shard")
         # notes travel over gloo, whatever the device
         self.peers = ProcessGroupTransport(dist.new_group(backend="gloo"))
@@ -108,6 +111,45 @@ class ReplicaMesh:
         """Sum a tensor over all ranks of the replica, in place."""
         with named_failures():
             dist.all_reduce(tensor)
+        return tensor
+
+    def pipeline(
+        self, chunks: Sequence[nn.Module], *, num_micro_batches: int, loss: Callable[[Any, Any], torch.Tensor]
+    ) -> Any:
+        """Return a schedule of torch's that runs this rank's chunks: 1F1B, interleaved where there are several.
+
+        Args:
+            chunks: Of this rank: chunk `stage + n * pp` of the model each.
+            num_micro_batches: Of a step.
+            loss: Of the last chunk's output and the targets of one micro-batch.
+        """
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+        pp = self._sizes["pp"]
+        stages: list[Any] = [
+            PipelineStage(chunk, self.stage + number * pp, pp * len(chunks), self.device, group=self._pipe_group)
+            for number, chunk in enumerate(chunks)
+        ]
+        if len(stages) == 1:
+            return Schedule1F1B(stages[0], num_micro_batches, loss_fn=loss, scale_grads=False)
+        return ScheduleInterleaved1F1B(stages, num_micro_batches, loss_fn=loss, scale_grads=False)
+
+    def send_to_stage(self, tensor: torch.Tensor, stage: int) -> None:
+        """Send a tensor to the rank at another place along the pipeline."""
+        with named_failures():
+            dist.send(tensor.contiguous(), group=self._pipe_group, group_dst=stage)
+
+    def receive_from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
+        """Fill a tensor with what a rank at another place along the pipeline sends."""
+        with named_failures():
+            dist.recv(tensor, group=self._pipe_group, group_src=stage)
+        return tensor
+
+    def broadcast_from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
+        """Fill a tensor with that of the rank at a place along the pipeline, in place."""
+        if self._sizes["pp"] > 1:
+            with named_failures():
+                dist.broadcast(tensor, group=self._pipe_group, group_src=stage)
         return tensor
 
     def num_copies(self, parameter: torch.Tensor) -> int:
