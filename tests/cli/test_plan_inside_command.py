@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,39 @@ def test_a_damaged_plan_of_a_site_is_refused_by_the_place(
     with pytest.raises(DataError, match=re.escape(reason)) as caught:
         planned(parse(words), words, say=lambda text: None)
     assert str(plan) in str(caught.value)
+
+
+def test_torchtitan_gets_the_degrees_the_batch_and_the_schedule(tmp_path: Path) -> None:
+    out, titan = tmp_path / "plan.json", tmp_path / "titan.toml"
+    words = ["--inside", str(SITES / "two-by-eight-ethernet.json"), "--model", "7b", "--global-batch", "524288"]
+    assert plan_command.main([*words, "--json", "--out", str(out), "--torchtitan", str(titan)]) == 0
+    plan, written = json.loads(out.read_text()), tomllib.loads(titan.read_text())
+    degrees = plan["degrees"]
+    assert written["parallelism"] == {
+        "data_parallel_replicate_degree": degrees["dp_replicate"],
+        "data_parallel_shard_degree": degrees["dp_shard"],
+        "tensor_parallel_degree": degrees["tp"],
+        "context_parallel_degree": degrees["cp"],
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": "Interleaved1F1B",
+        "pipeline_parallel_layers_per_stage": preset("7b").layers // (2 * plan["interleave"]),
+        "pipeline_parallel_first_stage_less_layers": 0,
+        "pipeline_parallel_last_stage_less_layers": 0,
+        "pipeline_parallel_microbatch_size": plan["micro_batch"],
+        "fsdp_reshard_after_forward": "never",
+    }
+    training = written["training"]
+    assert training == {"local_batch_size": 512 // 8, "global_batch_size": 512, "seq_len": 1024}
+    assert training["local_batch_size"] == plan["micro_batch"] * plan["accumulation"]
+    assert written["activation_checkpoint"] == {"mode": "none"}
+    # without a pipeline, a pass is a local batch, and torchtitan accumulates up to the global one
+    assert plan_command.main([*LAPTOP, "--json", "--out", str(out), "--torchtitan", str(titan)]) == 0
+    plan, written = json.loads(out.read_text()), tomllib.loads(titan.read_text())
+    assert written["training"]["local_batch_size"] == plan["micro_batch"]
+    assert "pipeline_parallel_schedule" not in written["parallelism"]
+
+
+def test_torchtitan_is_refused_for_a_plan_between_sites(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--hosts", "2", "--rate", "20mbit", "--flops", "1e12", "--torchtitan", "titan.toml"]
+    assert plan_command.main(words) == 2
+    assert "--torchtitan writes a plan inside a site; got no --inside" in capsys.readouterr().err

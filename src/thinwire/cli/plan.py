@@ -164,6 +164,9 @@ class PlanOptions(ClusterOptions):
     figure: Path | None = None
     """Also write a figure of time against loss of all candidates, as SVG."""
 
+    torchtitan: Path | None = None
+    """Also write the plan inside a site as sections of torchtitan's configuration, as TOML."""
+
     json: bool = False
     """Print the plan as JSON on stdout instead of tables."""
 
@@ -222,6 +225,9 @@ def check_options(options: PlanOptions) -> None:
         ValueError: There is no such model, method or codec, or a number is out of its range.
     """
     check_model(options.model)
+    if options.torchtitan is not None:
+        raise refusal("--torchtitan writes a plan inside a site", got="no --inside", allowed="both, or neither",
+                      remedy="--inside site.json")  # fmt: skip
     for name in options.method:
         method_entry(name)
     for name in options.codec:

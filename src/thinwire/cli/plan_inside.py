@@ -15,11 +15,12 @@ from thinwire.cli.argument_parsing import check_least
 from thinwire.cli.output import log
 from thinwire.cli.tables import plain, print_wide
 from thinwire.errors import excluded, refusal
+from thinwire.files import write_whole
 from thinwire.planning.json_files import write_json
 from thinwire.site.cost_model import Layout, ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
 from thinwire.site.lengths import LengthsOutlook, cost_of, length_outlook, load_lengths
 from thinwire.site.memory import FRAGMENTATION
-from thinwire.site.search import CAUSES, SitePlan, plan_site, why_slower
+from thinwire.site.search import CAUSES, SitePlan, plan_site, torchtitan_toml, why_slower
 from thinwire.site.site_file import Site, load_site
 from thinwire.training.config import BATCH_SIZE, check_model, default_seq_len
 from thinwire.units import format_bytes, format_count, format_seconds
@@ -64,6 +65,8 @@ def plan_inside(options: PlanOptions) -> int:
     else:
         _show(plan, options, lengths)
     write_json(options.out, content)
+    if options.torchtitan is not None:
+        write_whole(options.torchtitan, torchtitan_toml(plan))
     log(f"written to {options.out}; thinwire train --plan {options.out}", command="plan")
     return 0
 

@@ -8,6 +8,7 @@ time the simplest is taken.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -103,6 +104,44 @@ class SitePlan:
             "num_layouts": self.num_layouts, "num_simulated": self.num_simulated,
             "num_left": self.num_left,
         }  # fmt: skip
+
+
+def torchtitan_toml(plan: SitePlan) -> str:
+    """Return a layout as sections of torchtitan's configuration.
+
+    torchtitan 0.2 reads them as a file; in 0.3 the fields of `Trainer.Config` have the same names. It recomputes all
+    layers or none, so a plan that recomputes some gets all: less memory and more work than planned.
+    """
+    layout, model = plan.best.layout, plan.model
+    degrees, has_stages = layout.degrees, layout.degrees.pp > 1
+    local = layout.micro_batch * (layout.num_micro_batches if has_stages else 1)
+    parallelism: dict[str, int | str] = {
+        "data_parallel_replicate_degree": degrees.dp_replicate, "data_parallel_shard_degree": degrees.dp_shard,
+        "fsdp_reshard_after_forward": "always" if layout.zero_stage == 3 else "never",
+        "tensor_parallel_degree": degrees.tp, "context_parallel_degree": degrees.cp,
+        "pipeline_parallel_degree": degrees.pp,
+    }  # fmt: skip
+    if has_stages:
+        parallelism |= {
+            "pipeline_parallel_schedule": "1F1B" if layout.interleave == 1 else "Interleaved1F1B",
+            "pipeline_parallel_layers_per_stage": model.layers // (degrees.pp * layout.interleave),
+            "pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0,
+            "pipeline_parallel_microbatch_size": layout.micro_batch,
+        }  # fmt: skip
+    recomputed = layout.recomputed_layers * degrees.pp
+    sections: dict[str, dict[str, int | str]] = {
+        "training": {
+            "local_batch_size": local, "global_batch_size": layout.global_batch, "seq_len": model.seq_len,
+        },
+        "parallelism": parallelism, "activation_checkpoint": {"mode": "full" if recomputed else "none"},
+    }  # fmt: skip
+    lines = [f"# thinwire plan --inside: {layout.describe()}"]
+    if 0 < recomputed < model.layers:
+        lines.append(f"# planned: {recomputed} of {model.layers} layers recomputed")
+    for section, values in sections.items():
+        lines += ["", f"[{section}]"]
+        lines += [f"{name} = {json.dumps(value)}" for name, value in values.items()]
+    return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
