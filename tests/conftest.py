@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Generator
 from pathlib import Path
 
+import nursery
 import pytest
 from hypothesis import settings
 from xdist.remote import Producer
@@ -18,6 +20,9 @@ from tests.dealing import Dealing
 UNTRACED = str(Path(__file__).parent / "untraced")
 if UNTRACED not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (UNTRACED, os.environ.get("PYTHONPATH"))))
+
+# What tests start of thinwire is forked from a process that has torch in its memory already, and so are its children.
+subprocess.Popen = nursery.Popen  # type: ignore[misc]
 
 # Threads that wait for each other spin by default, and on busy cores take minutes of them from whom they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -2,6 +2,9 @@
 
 A child is a real process with a session, an environment and files of its own; its interpreter ends as any other does,
 with everything that runs at its end. The nursery has one thread and no process group, so nothing half-done is copied.
+
+`Popen` here stands for `subprocess.Popen` in the tests: `python -m thinwire...` is a child of the nursery, and forks
+what it starts of thinwire itself. Every other command line, such as `thinwire ...`, is a start as a user makes it.
 """
 
 from __future__ import annotations
@@ -18,29 +21,34 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+import forked_starts
 import namespaces
 
 # The last is what torch imports at the first optimizer: seconds in each child, where it is not here.
-_IMPORTS = ("torch.distributed.fsdp", "torch.distributed.tensor", "thinwire", "thinwire.methods", "torch._dynamo")
+_IMPORTS = (
+    "torch.distributed.fsdp", "torch.distributed.tensor", "thinwire", "thinwire.methods", "thinwire.cli.train",
+    "thinwire.training.worker", "thinwire.training.elastic.replica", "thinwire.training.elastic.coordinator_process",
+    "thinwire.monitor.live_diagnosis", "torch._dynamo",
+)  # fmt: skip
 
 
 class Child:
     """A forked process, with what a test needs of `subprocess.Popen`."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
+    def __init__(self, nursery: Nursery, pid: int, number: int) -> None:
         self._nursery = nursery
+        self._number = number
         self.pid = pid
-
-    @property
-    def returncode(self) -> int | None:
+        self.returncode: int | None = None
         """How it ended, as far as was noted; negative for a signal."""
-        return self._nursery.ended.get(self.pid)
 
     def poll(self) -> int | None:
-        """Return how it ended, or None while it runs."""
-        self._nursery.listen(0.0)
+        """Return how it ended, or None while it runs; until then its process id is not another's."""
+        if self.returncode is None:
+            self.returncode = self._nursery.reap(self._number)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -62,28 +70,51 @@ class Nursery:
     """The test's end of a nursery; the process starts with the first child and ends with the test run."""
 
     def __init__(self) -> None:
-        self.ended: dict[int, int] = {}
-        self._pids: list[int] = []
+        self.ended: dict[int, int] = {}  # by the number of the child: the kernel gives process ids out again
+        self._pids: dict[int, int] = {}
+        self._num_children = 0
         self._lock = threading.RLock()
         self._connection: socket.socket | None = None
 
     def start(
-        self, *, arguments: Sequence[str], environment: Mapping[str, str], place: tuple[str, str] | None, out: str,
-        err: str, imports: Sequence[str] = (),
+        self, *, arguments: Sequence[str], environment: Mapping[str, str], files: Sequence[int],
+        place: tuple[str, str] | None = None, imports: Sequence[str] = (), folder: str = "", words: Sequence[str] = (),
     ) -> Child:  # fmt: skip
-        """Fork a child that runs `processes._main(*arguments)`, on this machine or on a host of `namespaces`."""
+        """Fork a child on this machine or on a host of `namespaces`.
+
+        Args:
+            arguments: What `processes._main` gets, where there are no words.
+            environment: All variables of the child.
+            files: Its stdin, stdout and stderr.
+            place: The host.
+            imports: Modules that the nursery loads before.
+            folder: The child's working directory, the nursery's by default.
+            words: `[python, "-m", module, ...]`: what the child runs.
+        """
         with self._lock:
             if self._connection is None:
                 self._connection = self._open()
+            self._num_children += 1
+            number = self._num_children
             order = {
-                "arguments": list(arguments), "environment": dict(environment), "place": place, "out": out, "err": err,
-                "imports": list(imports),
+                "number": number, "arguments": list(arguments), "environment": dict(environment), "place": place,
+                "imports": list(imports), "folder": folder or str(Path.cwd()), "words": list(words),
             }  # fmt: skip
-            self._connection.send(json.dumps(order).encode())
-            while not self._pids:
+            socket.send_fds(self._connection, [json.dumps(order).encode()], list(files))
+            while number not in self._pids:
                 assert select.select([self._connection], [], [], 60.0)[0], "the nursery forks within a minute"
                 self.listen(0.0)
-            return Child(self, self._pids.pop())
+            return Child(self, self._pids.pop(number), number)
+
+    def reap(self, number: int) -> int | None:
+        """Return how a child ended, and let the nursery forget it; None while it runs."""
+        assert self._connection is not None
+        with self._lock:
+            self.listen(0.0)
+            code = self.ended.pop(number, None)
+            if code is not None:
+                self._connection.send(json.dumps({"reap": number}).encode())
+            return code
 
     def listen(self, timeout_s: float) -> None:
         """Note what the nursery tells within a time."""
@@ -94,10 +125,9 @@ class Nursery:
                 assert said, "the nursery has ended"
                 told = json.loads(said)
                 if "code" in told:
-                    self.ended[told["pid"]] = told["code"]
+                    self.ended[told["number"]] = told["code"]
                 else:
-                    self.ended.pop(told["pid"], None)  # of an earlier child: the kernel gives numbers out again
-                    self._pids.append(told["pid"])
+                    self._pids[told["number"]] = told["pid"]
                 timeout_s = 0.0
 
     def _open(self) -> socket.socket:
@@ -108,6 +138,45 @@ class Nursery:
                 stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
             )  # fmt: skip
         return ours
+
+
+NURSERY = Nursery()
+
+
+class Popen(subprocess.Popen):  # type: ignore[type-arg]
+    """`subprocess.Popen`, whose `python -m thinwire...` is a child of the nursery."""
+
+    _child: Child | None = None
+
+    def _execute_child(self, *arguments: Any) -> None:
+        start = forked_starts.Start((self, *arguments))
+        # an internal process of thinwire watches its parent, which is the nursery here
+        if not start.can_fork or start.words[2] == "thinwire.cli.processes":
+            super()._execute_child(*arguments)  # type: ignore[misc]
+            return
+        files = [own if file == -1 else file for own, file in enumerate(start.files)]
+        self._child = NURSERY.start(
+            arguments=(), environment=start.environment, files=files, folder=start.folder, words=start.words
+        )
+        self.pid, self._child_created = self._child.pid, True
+        self._close_pipe_fds(*start.pipes)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, *arguments: Any, **more: Any) -> int | None:
+        if self._child is None:
+            return super()._internal_poll(*arguments, **more)  # type: ignore[misc]
+        if self.returncode is None:
+            self.returncode = self._child.poll()
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        if self._child is None:
+            return super()._wait(timeout)  # type: ignore[misc]
+        if self.returncode is None:
+            try:
+                self.returncode = self._child.wait(float("inf") if timeout is None else timeout)
+            except subprocess.TimeoutExpired:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0) from None
+        return self.returncode
 
 
 def _serve(connection: socket.socket) -> Callable[[], int]:
@@ -121,52 +190,71 @@ def _serve(connection: socket.socket) -> Callable[[], int]:
         end.setblocking(False)
     signal.set_wakeup_fd(woken.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    pids: dict[int, int] = {}  # of children, by number
+    told: set[int] = set()  # numbers of children that have ended, and are zombies until the test has seen it
     while True:
         ready = select.select([connection, wake_up], [], [])[0]
         if wake_up in ready:
             wake_up.recv(4096)
-            _tell_of_the_dead(connection)
+            _tell_of_the_dead(connection, pids, told)
         if connection in ready:
-            said = connection.recv(1 << 20)
+            said, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
             if not said:
                 sys.exit(0)
             order = json.loads(said)
-            for name in order["imports"]:
-                with contextlib.suppress(ImportError):  # the child reports it
-                    __import__(name)
-            if os.fork() == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _settle(**{name: order[name] for name in ("environment", "place", "out", "err")})
-                # only now: whoever knows the number may signal the session and read the files
-                connection.send(json.dumps({"pid": os.getpid()}).encode())
-                for end in (connection, wake_up, woken):
-                    end.close()
-                return lambda: _live(order["arguments"])
+            if "reap" in order:
+                os.waitpid(pids.pop(order["reap"]), 0)
+                continue
+            _import_early(order["imports"])
+            pid = os.fork()
+            if pid == 0:
+                _settle(order, files)
+                # only now: whoever knows the process id may signal the session and read the files
+                connection.send(json.dumps({"number": order["number"], "pid": os.getpid()}).encode())
+                _close(connection.detach(), wake_up.detach(), woken.detach())
+                return lambda: _live(order["arguments"], order["words"])
+            pids[order["number"]] = pid
+            _close(*files)
 
 
-def _tell_of_the_dead(connection: socket.socket) -> None:
-    with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            connection.send(json.dumps({"pid": found[0], "code": os.waitstatus_to_exitcode(found[1])}).encode())
-
-
-def _settle(*, environment: Mapping[str, str], place: Sequence[str] | None, out: str, err: str) -> None:
-    os.setsid()
-    if place is not None:
-        namespaces.move_to(*place)
-    os.environ.clear()
-    os.environ.update(environment)
-    # torch asks for the compiler when it is imported, which was before there was this environment
-    sys.modules["torch"]._inductor.config.cpp.cxx = (None, environment.get("CXX", "g++"))
-    sys.path += [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    for path, number in ((out, 1), (err, 2)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, number)
+def _close(*files: int) -> None:
+    for file in files:
         os.close(file)
 
 
-def _live(arguments: Sequence[Any]) -> int:
+def _import_early(names: Sequence[str]) -> None:
+    for name in names:
+        with contextlib.suppress(ImportError):  # the child reports it
+            __import__(name)
+
+
+def _tell_of_the_dead(connection: socket.socket, pids: Mapping[int, int], told: set[int]) -> None:
+    for number, pid in pids.items():
+        found = None if number in told else os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is not None:
+            told.add(number)
+            code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            connection.send(json.dumps({"number": number, "code": code}).encode())
+
+
+def _settle(order: Mapping[str, Any], files: Sequence[int]) -> None:
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    if order["place"] is not None:
+        namespaces.move_to(*order["place"])
+    forked_starts.become(
+        order["words"] or [sys.executable, *sys.argv], environment=order["environment"], folder=order["folder"],
+        is_new_session=True,
+    )  # fmt: skip
+    if not order["words"]:
+        sys.path += [path for path in order["environment"].get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def _live(arguments: Sequence[Any], words: Sequence[str]) -> int:
+    if words:
+        forked_starts.run_module(words)
+        return 0
     from processes import _main
 
     return _main(*arguments)

@@ -32,10 +32,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nursery import Child, Nursery
+from nursery import NURSERY, Child
 
 POLL_S = 0.02
-_NURSERY = Nursery()
 _NOT_LENT = (10_000, 29_000)
 ENVIRONMENT_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -110,10 +109,15 @@ class Processes:
             wanted = {**os.environ, **torchrun, **(environment or {})}
             words = [file, function.__name__, json.dumps(dict(arguments or {})), str(self._file(rank, "json"))]
             present = {name: value for name, value in wanted.items() if value is not None}
-            paths = {name: str(self._file(rank, name)) for name in ("out", "err")}
-            self._processes[rank] = _NURSERY.start(
-                arguments=words, environment=present, place=place(rank), imports=imports, **paths
-            )
+            with (
+                Path(os.devnull).open("rb") as nothing,
+                self._file(rank, "out").open("wb") as out,
+                self._file(rank, "err").open("wb") as err,
+            ):
+                self._processes[rank] = NURSERY.start(
+                    arguments=words, environment=present, files=[each.fileno() for each in (nothing, out, err)],
+                    place=place(rank), imports=imports,
+                )  # fmt: skip
 
     def __enter__(self) -> Processes:
         return self

@@ -17,9 +17,11 @@ import psutil
 import pytest
 from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, with_slow_steps
 
+from tests.untraced.tiny_model import with_tiny
 from thinwire.elastic.coordinator_client import send_command
 from thinwire.elastic.invitation import read_invitation
 from thinwire.inference.trained_model import load_trained
+from thinwire.models import presets
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.elastic.job import LocalSettings
 from thinwire.training.summary import parameters_sha256
@@ -41,8 +43,7 @@ def runs() -> Iterator[list[Started]]:
     started: list[Started] = []
     yield started
     for run in started:
-        for process in run.family():
-            process.kill()
+        run.kill_family()
 
 
 def start(
@@ -51,7 +52,7 @@ def start(
 ) -> Started:  # fmt: skip
     words = ["--elastic", "--replicas", str(replicas), "--steps", str(steps), "--data", str(texts), "--out", str(run)]
     options = [*OPTIONS]
-    options[options.index("--checkpoint-every") + 1] = "20"  # a state is 24 MB here
+    options[options.index("--checkpoint-every") + 1] = "20"
     started = Started(
         [*words, "--port", "0", "--cache-dir", str(texts / ".cache"), "--address", "127.0.0.1", *options, *more],
         environment={**with_slow_steps(STEP_S, slower_while=slower_file(run)), **(environment or {})}, output=output,
@@ -104,7 +105,9 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
-def test_killed_replicas_and_a_killed_coordinator_stop_nobody(texts: Path, tmp_path: Path, runs: list[Started]) -> None:
+def test_killed_replicas_and_a_killed_coordinator_stop_nobody(
+    texts: Path, tmp_path: Path, runs: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     started = start(runs, texts, run, steps=150)
     wait_until(run, lambda found: len(active(found)) == 2 and found["step"] > 5, started)
@@ -122,6 +125,7 @@ def test_killed_replicas_and_a_killed_coordinator_stop_nobody(texts: Path, tmp_p
     assert latest is not None and latest.step == 150
     assert latest.note["data"]["counted"] > 0
     assert all(sample["before"] and sample["after"] for sample in json.loads((run / "samples.json").read_text()))
+    monkeypatch.setattr(presets, "PRESETS", with_tiny(presets.PRESETS))
     assert parameters_sha256(load_trained(run).model) == summary["global_parameters_sha256"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -57,7 +58,8 @@ class Host:
         """Kill every process of the host at once, as a loss of power does."""
         self.process.kill()
         for process in self.family():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended with its launcher
+                process.kill()
         self.process.wait(timeout=DEADLINE_S)
 
     def said(self) -> str:

@@ -282,7 +282,7 @@ def test_a_disk_without_room_stops_the_run_with_the_folders_name_and_keeps_what_
         str(tmp_path / "run"),
     ]
     # a limit on the size of a file stands in for the disk: the write fails half way, as on a full one
-    limited = ["bash", "-c", 'ulimit -f 20000; exec "$@"', "bash", sys.executable, "-m", "thinwire.cli.main"]
+    limited = ["bash", "-c", 'ulimit -f 4000; exec "$@"', "bash", sys.executable, "-m", "thinwire.cli.main"]
     done = subprocess.run(
         [*limited, *words, "--cache-dir", str(texts / ".cache")], capture_output=True, text=True, timeout=DEADLINE_S
     )

@@ -37,8 +37,7 @@ def ranks(tmp_path: Path) -> Iterator[list[Started]]:
     ]  # fmt: skip
     yield started
     for one in started:
-        for process in one.family():
-            process.kill()
+        one.kill_family()
         one.process.communicate()
 
 

@@ -19,7 +19,7 @@ import psutil
 
 COMMAND = [sys.executable, "-m", "thinwire.cli.main", "train"]
 OPTIONS = (  # noqa: SIM905 - the words as a user types them
-    "--tokenizer bytes --batch-size 1 --seq-len 16 --sync-interval 6 --overlap-steps 2 --eval-every 0 "
+    "--model tiny --tokenizer bytes --batch-size 1 --seq-len 16 --sync-interval 6 --overlap-steps 2 --eval-every 0 "
     "--final-eval-batches 2 --checkpoint-every 4 --log-every 4 --threads 1 --quiet --json"
 ).split()
 DEADLINE_S = 240
@@ -66,6 +66,12 @@ class Started:
     def family(self) -> list[psutil.Process]:
         """Return all that runs now and was started by this command, also what has lost its parent."""
         return [process for process in psutil.process_iter() if _environment(process).get(MARK) == self.mark]
+
+    def kill_family(self) -> None:
+        """Kill all of it, as far as it has not just ended with its launcher."""
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def workers(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)

@@ -18,6 +18,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from tiny_model import WithTiny
+
 LARGE = frozenset(
     {"datasets", "numpy", "pyarrow", "rich", "scipy", "tensorboard", "torch", "torchft", "transformers", "tyro"}
 )
@@ -78,4 +80,4 @@ def _delayed(decorate: Callable[..., Any], *, is_step: bool) -> Callable[..., An
     return decorator
 
 
-sys.meta_path.insert(0, Untraced())
+sys.meta_path[:0] = [Untraced(), WithTiny()]

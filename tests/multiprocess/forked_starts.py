@@ -1,0 +1,208 @@
+"""Starts of `python -m thinwire...` by fork: interpreter and torch are there already, which an exec loads for seconds.
+
+A child is what exec would make of it: a process of its own parent, with the arguments, environment, folder, open files,
+signal handlers and exit code that it asked for; `/proc` shows them too. Only its memory begins as a copy.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import inspect
+import logging
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+_EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_PARAMETERS = list(inspect.signature(_EXECUTE).parameters)
+# What a fork here does not imitate: whoever asks for any of it gets an exec.
+_PLAIN = {
+    "executable": None, "preexec_fn": None, "close_fds": True, "shell": False, "gid": None, "gids": None, "uid": None,
+    "umask": -1, "process_group": -1,
+}  # fmt: skip
+_FIRST_FREE = 3
+
+_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
+_shown: list[Any] = []  # the kernel reads these buffers as long as the process lives
+
+
+class Start:
+    """What a call of `subprocess.Popen` asked for.
+
+    Attributes:
+        words: The command line.
+        files: stdin, stdout and stderr of the child; -1 for its parent's.
+        environment: All variables of the child.
+        folder: Its working directory.
+        is_new_session: Whether it leads a session of its own.
+    """
+
+    def __init__(self, self_and_arguments: Sequence[Any]) -> None:
+        given = dict(zip(_PARAMETERS, self_and_arguments, strict=True))
+        line = given["args"]
+        self.words = [] if isinstance(line, str | bytes | os.PathLike) else list(map(os.fsdecode, line))
+        is_plain = all(given.get(name, value) == value for name, value in _PLAIN.items()) and not given["pass_fds"]
+        # an interpreter's own start is what `python -m thinwire...` is not about; any other command line is
+        is_thinwire = self.words[:2] == [sys.executable, "-m"] and "".join(self.words[2:3]).startswith("thinwire.")
+        self.can_fork = is_plain and is_thinwire
+        self.files = (given["p2cread"], given["c2pwrite"], given["errwrite"])
+        self.pipes = [given[f"{pipe}{end}"] for pipe in ("p2c", "c2p", "err") for end in ("read", "write")]
+        self.environment = dict(os.environ if given["env"] is None else given["env"])
+        self.folder = os.path.realpath(given["cwd"] or ".")
+        self.is_new_session = bool(given["start_new_session"])
+
+
+class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """`subprocess.Popen` in a process that has imported torch: what it starts of thinwire is forked from itself."""
+
+    def _execute_child(self, *arguments: Any) -> None:
+        start = Start((self, *arguments))
+        if not start.can_fork:
+            _EXECUTE(self, *arguments)
+            return
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        became, becomes = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _live_as(start)
+        self._child_created = True
+        os.close(becomes)
+        os.read(became, 1)  # whoever looks at the child from here on sees what it is to be
+        os.close(became)
+        self._close_pipe_fds(*start.pipes)  # type: ignore[attr-defined]
+
+
+def become(words: Sequence[str], *, environment: Mapping[str, str], folder: str, is_new_session: bool) -> None:
+    """Take over what a new process has of its own, besides its open files.
+
+    Args:
+        words: The command line, `[python, "-m", module, ...]`.
+        environment: All its variables.
+        folder: Its working directory.
+        is_new_session: Whether it leads a session of its own.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if is_new_session:
+        os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    if not _show(words, environment):
+        os.execvpe(words[0], list(words), dict(environment))  # where the kernel does not let it: slower, and the same
+    # torch asks for the compiler when it is imported, which was before there was this environment
+    if "torch._inductor" in sys.modules:
+        sys.modules["torch"]._inductor.config.cpp.cxx = (None, environment.get("CXX", "g++"))
+
+
+def run_module(words: Sequence[str]) -> None:
+    """Run `[python, "-m", module, ...]` as Python does; raises SystemExit where it does."""
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.orig_argv[:] = words
+    sys.path[:] = [str(Path.cwd()), *paths, *(path for path in sys.path[1:] if path not in paths)]
+    first = next((file for path in paths if (file := Path(path, "sitecustomize.py")).is_file()), None)
+    loaded = getattr(sys.modules.get("sitecustomize"), "__file__", None)
+    if first is not None and str(first) != loaded:
+        runpy.run_path(str(first))
+    sys.argv[:] = words[2:]
+    sys.modules.pop(words[2], None)
+    runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+
+
+def _live_as(start: Start) -> NoReturn:
+    code: Any = 1
+    try:
+        gc.freeze()  # objects of the parent own numbers of files that belong to others soon
+        atexit._clear()
+        getattr(threading, "_threading_atexits", []).clear()
+        copies = [os.dup(own if file == -1 else file) for own, file in enumerate(start.files)]
+        for number, copy in enumerate(_moved(copies)):
+            os.dup2(copy, number)
+        _open_streams()
+        become(start.words, environment=start.environment, folder=start.folder, is_new_session=start.is_new_session)
+        os.closerange(_FIRST_FREE, os.sysconf("SC_OPEN_MAX"))
+        try:
+            run_module(start.words)
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def _moved(files: Sequence[int]) -> list[int]:
+    """Return copies with numbers above those of stdin, stdout and stderr."""
+    return [file if file >= _FIRST_FREE else _moved([os.dup(file)])[0] for file in files]
+
+
+def _open_streams() -> None:
+    for root in logging.root.handlers[:]:
+        logging.root.removeHandler(root)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        is_error = name == "stderr"
+        stream = open(  # noqa: SIM115 - open to the end, and no path
+            number, "w" if number else "r", encoding="utf-8", closefd=False,
+            buffering=1 if is_error else -1, errors="backslashreplace" if is_error else "strict",
+        )  # fmt: skip
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+class _Map(ctypes.Structure):
+    """`struct prctl_mm_map` of linux/prctl.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in (
+            "start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack", "arg_start",
+            "arg_end", "env_start", "env_end", "auxv",
+        )),
+        ("auxv_size", ctypes.c_uint32), ("exe_fd", ctypes.c_uint32),
+    ]  # fmt: skip
+
+
+def _show(words: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Let `/proc` show a command line and an environment; return whether the kernel allows it."""
+    libc = ctypes.CDLL(None)
+    libc.sbrk.restype = ctypes.c_void_p
+    # numbers as in proc(5), which counts from 1; the second field may hold blanks
+    fields = [0, 0, 0, *Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()]
+    texts = [
+        os.fsencode("\0".join(lines)) for lines in (words, [f"{name}={environment[name]}" for name in environment])
+    ]
+    buffers = [ctypes.create_string_buffer(text) for text in texts]  # each ends with a zero
+    places = [(ctypes.addressof(buffer), ctypes.addressof(buffer) + len(buffer)) for buffer in buffers]
+    code, data = (int(fields[26]), int(fields[27])), (int(fields[45]), int(fields[46]))
+    wanted = _Map(
+        *code, *data, int(fields[47]), libc.sbrk(0), int(fields[28]), *places[0], *places[1], 0, 0, 0xFFFFFFFF
+    )
+    _shown[:] = buffers
+    return libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(wanted), ctypes.sizeof(wanted), 0) == 0
