@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -30,6 +31,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Machines that run tests are shared and slow now and then: that a single example took long says nothing.
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage among what is imported and collected, now or later: it stays to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
