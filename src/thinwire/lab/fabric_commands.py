@@ -73,10 +73,6 @@ def router_lines(settings: LabSettings) -> list[str]:
             f"link set {spine_end} up",
             f"address add {router_address(leaf, is_leaf=True)}/32 dev {leaf_end}",
             f"address add {router_address(spine, is_leaf=False)}/32 dev {spine_end}",
-            f"neighbour replace {_spine_address(spine)} lladdr {_address(leaf, spine, is_leaf=False)} dev {leaf_end} "
-            "nud permanent",
-            f"neighbour replace {_leaf_address(leaf)} lladdr {_address(leaf, spine, is_leaf=True)} dev {spine_end} "
-            "nud permanent",
             f"rule add iif {leaf_end} lookup {_LEAF_TABLE + leaf}",
             f"rule add iif {spine_end} lookup {_SPINE_TABLE + spine}",
         ]
@@ -101,8 +97,16 @@ def route_lines(settings: LabSettings) -> list[str]:
     assert fabric is not None
     lines = []
     for leaf, spine in _cables(fabric):
-        state = "down" if (leaf, spine) in fabric.cut else "up"
-        lines.append(f"link set {cable_interfaces(leaf, spine)[0]} {state}")
+        leaf_end, spine_end = cable_interfaces(leaf, spine)
+        is_cut = (leaf, spine) in fabric.cut
+        lines.append(f"link set {leaf_end} {'down' if is_cut else 'up'}")
+        if not is_cut:  # an interface that went down has lost its neighbours
+            lines += [
+                f"neighbour replace {_spine_address(spine)} lladdr {_address(leaf, spine, is_leaf=False)} "
+                f"dev {leaf_end} nud permanent",
+                f"neighbour replace {_leaf_address(leaf)} lladdr {_address(leaf, spine, is_leaf=True)} "
+                f"dev {spine_end} nud permanent",
+            ]
     for leaf in range(fabric.leaves):
         for host in range(settings.num_hosts):
             if (other := leaf_of(settings, host)) == leaf:
