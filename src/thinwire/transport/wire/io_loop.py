@@ -330,7 +330,9 @@ class IoLoop:
             state.open(connection, hello)
         else:
             if not isinstance(bundle, MultipathConnection):
-                bundle = MultipathConnection(session=first.session, num_paths=first.num_paths)
+                bundle = MultipathConnection(
+                    session=first.session, num_paths=first.num_paths, peer_name=f"replica {found.replica}"
+                )
                 state.open(bundle, hello)
             bundle.attach(first.path, connection)
         connection.send(write(self._own))  # before anything else goes over it
@@ -419,8 +421,9 @@ class IoLoop:
             if num_paths > 1 and peer not in self._bundles:
                 assert planned is not None
                 self._bundles[peer] = MultipathConnection(
-                    session=secrets.token_bytes(SESSION_BYTES), num_paths=num_paths, shares=planned.shares
-                )
+                    session=secrets.token_bytes(SESSION_BYTES), num_paths=num_paths, shares=planned.shares,
+                    peer_name=f"replica {peer}",
+                )  # fmt: skip
             for path in range(num_paths):
                 if (peer, path) not in self._dialed and now_s >= self._path_redial_s.get((peer, path), 0.0):
                     self._dial_path(peer, path, address)

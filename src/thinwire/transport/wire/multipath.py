@@ -15,6 +15,7 @@ Each side does so for what it sends. A connection that was closed is dialled aga
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ _ROUND_S, _LEAST_ROUND_BYTES = 1.0, 1 << 17
 # replicas on the same paths must not chase each other.
 _RULES = BalanceRules(weight=0.3, num_in_row=4)
 TICK_S = 0.25
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,7 @@ class MultipathConnection:
         session: Random bytes that the connections have in common.
         num_paths: How many there will be.
         shares: The first share of each; even by default.
+        peer_name: Names the replica in the log.
         now: Returns monotonic time in seconds.
 
     Attributes:
@@ -98,10 +101,11 @@ class MultipathConnection:
 
     def __init__(
         self, *, session: bytes, num_paths: int, shares: Sequence[float] | None = None,
-        now: Callable[[], float] = time.monotonic,
+        peer_name: str = "the replica", now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.session = session
         self.num_paths = num_paths
+        self._peer_name = peer_name
         self._now = now
         self._balancer = PathBalancer(num_paths, rules=_RULES, shares=shares)
         self._paths: dict[int, _Path] = {}
@@ -202,10 +206,14 @@ class MultipathConnection:
         """
         now_s = self._now()
         silent = [one.connection for one in self._paths.values() if self._is_silent(one)]
-        for one in self._paths.values():
+        for path, one in self._paths.items():
             if one.sent and not one.is_stalled and now_s - one.sent[0][2] > one.stall_s and self._has_other(one):
                 one.is_stalled = True
                 self._hand_over(one)
+                _log.warning(
+                    "path %d to %s has delivered nothing for %.1f s; the other paths send its messages again",
+                    path, self._peer_name, now_s - one.sent[0][2],
+                )  # fmt: skip
         self._send_again()
         if now_s - self._round_since_s >= _ROUND_S:
             self._end_round(now_s)
@@ -314,7 +322,9 @@ class MultipathConnection:
             self._unreported.pop(number, None)
             one.latency_s += _LATENCY_WEIGHT * (now_s - sent_s - one.latency_s) if one.latency_s else now_s - sent_s
         one.num_reported = count
-        one.is_stalled = False
+        if one.is_stalled:
+            one.is_stalled = False
+            _log.info("path %d to %s delivers again", path, self._peer_name)
         self._count_busy(path, now_s)
 
     def _count_busy(self, path: int, now_s: float) -> None:

@@ -105,7 +105,9 @@ def test_frames_arrive_once_and_in_order_however_the_paths_race_and_end(num_path
     assert pair.arrived[1] == [bytes(raw) for raw in frames(count)] and not pair.arrived[0]
 
 
-def test_a_path_that_stalls_gives_its_frames_to_the_others_and_is_used_again_when_it_delivers() -> None:
+def test_a_path_that_stalls_gives_its_frames_to_the_others_and_is_used_again_when_it_delivers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pair = Pair(2)
     sent = frames(20)
     for raw in sent[:10]:
@@ -115,6 +117,9 @@ def test_a_path_that_stalls_gives_its_frames_to_the_others_and_is_used_again_whe
     pair.now_s += 1.5
     assert pair.ends[0].tick() == []
     assert [one.is_stalled for one in pair.ends[0].stats()] == [False, True]
+    assert [record.getMessage() for record in caplog.records] == [
+        "path 1 to the replica has delivered nothing for 1.5 s; the other paths send its messages again"
+    ]
     pair.deliver_all([0])
     assert pair.arrived[1] == [bytes(raw) for raw in sent[:10]]
     for raw in sent[10:]:
@@ -268,6 +273,14 @@ def test_the_last_path_takes_the_messages_in_flight_with_it() -> None:
         with pytest.raises(PeerLost, match="replica 0 closed its connection"):
             receive.wait(deadline_s=60)
         until(lambda: high.is_connected(0))  # a session of its own
+
+
+def test_a_weight_given_from_outside_reaches_the_path() -> None:
+    with joined(2) as (_, high, _):
+        high.limit_path(0, 1, 0.25)
+        until(lambda: high._loop._bundles[0]._limits == [1.0, 0.25])
+        with pytest.raises(ValueError, match="weight"):
+            high.limit_path(0, 1, 2.0)
 
 
 def test_one_planned_port_is_one_plain_connection_from_it() -> None:
