@@ -85,7 +85,9 @@ class _Path:
 
 
 class MultipathConnection:
-    """Connections to one replica that act as one; see `Connection`. Used only from the thread that owns the sockets.
+    """Connections to one replica that act as one; see `Connection`.
+
+    Used only from the thread that owns the sockets, but for `stats` and `reading`.
 
     Args:
         session: Random bytes that the connections have in common.
@@ -121,7 +123,10 @@ class MultipathConnection:
         self._busy_s = [0.0] * num_paths
         self._round_since_s = now()
         self._overhead_bytes = 0
-        self._ended = ConnectionStats(silence_s=0.0, rtt_s=0.0, sent_bytes=0, received_bytes=0)
+        # totals of the connections that ended, and those there are; replaced whole, since other threads read it
+        self._counted: tuple[ConnectionStats, tuple[Connection, ...]] = (
+            ConnectionStats(silence_s=0.0, rtt_s=0.0, sent_bytes=0, received_bytes=0), (),
+        )  # fmt: skip
 
     @property
     def is_empty(self) -> bool:
@@ -139,6 +144,8 @@ class MultipathConnection:
             self.detach(earlier)
             earlier.close()
         self._paths[path] = _Path(connection=connection)
+        ended, others = self._counted
+        self._counted = ended, (*others, connection)
 
     def detach(self, connection: Connection) -> None:
         """Forget a connection that ended; the others send its frames again."""
@@ -146,7 +153,7 @@ class MultipathConnection:
         if path is None:
             return
         self._hand_over(self._paths[path])
-        self._keep_totals(self._paths.pop(path))
+        self._keep_totals(self._paths.pop(path).connection)
 
     def take(self, connection: Connection, raw: memoryview | None) -> list[memoryview]:
         """Return the frames that are next in order, after one that arrived over a connection.
@@ -233,19 +240,20 @@ class MultipathConnection:
 
     def stats(self) -> list[PathStats]:
         """Return each path's state."""
+        paths = [self._paths.get(path) for path in range(self.num_paths)]
         return [
             PathStats(
-                path=path, is_connected=path in self._paths, share=self._balancer.shares[path],
-                is_stalled=path in self._paths and self._paths[path].is_stalled,
-                sent_bytes=self._completed_bytes[path], bytes_per_s=self._rates[path],
+                path=path, is_connected=one is not None, is_stalled=one is not None and one.is_stalled,
+                share=self._balancer.shares[path], sent_bytes=self._completed_bytes[path],
+                bytes_per_s=self._rates[path],
             )
-            for path in range(self.num_paths)
+            for path, one in enumerate(paths)
         ]  # fmt: skip
 
     def close(self) -> None:
         """Close all connections at once."""
         for one in list(self._paths.values()):
-            self._keep_totals(one)
+            self._keep_totals(one.connection)
             one.connection.close()
         self._paths.clear()
 
@@ -255,14 +263,17 @@ class MultipathConnection:
 
     def reading(self) -> ConnectionStats | None:
         """Return the kernel's statistics of all connections together; bytes are those of frames, each counted once."""
-        found = [stats for one in self._paths.values() if (stats := one.connection.reading()) is not None]
+        ended, connections = self._counted
+        found = [stats for one in connections if (stats := one.reading()) is not None]
         if not found:
             return None
-        return _sum([self._ended, *found], overhead_bytes=self._overhead_bytes, current=found)
+        return _sum([ended, *found], overhead_bytes=self._overhead_bytes, current=found)
 
-    def _keep_totals(self, one: _Path) -> None:
-        if (last := one.connection.reading()) is not None:
-            self._ended = _sum([self._ended, last], overhead_bytes=0, current=[last])
+    def _keep_totals(self, connection: Connection) -> None:
+        ended, connections = self._counted
+        if (last := connection.reading()) is not None:
+            ended = _sum([ended, last], overhead_bytes=0, current=[last])
+        self._counted = ended, tuple(one for one in connections if one is not connection)
 
     def _is_silent(self, one: _Path) -> bool:
         stats = one.connection.reading()
