@@ -78,7 +78,8 @@ class Watch:
 
 def words(tmp_path: Path) -> list[str]:
     return [
-        "--replicas", "1", "--data", str(tmp_path / "text"), "--tokenizer", "bytes", "--steps", str(STEPS),
+        "--replicas", "1", "--data", str(tmp_path / "text"), "--model", "tiny", "--tokenizer", "bytes", "--steps",
+        str(STEPS),
         "--batch-size", "1", "--seq-len", "32", "--sync-interval", "9", "--overlap-steps", "2", "--threads", "1",
         "--eval-every", "0", "--final-eval-batches", "2", "--cache-dir", str(tmp_path / "cache"),
     ]  # fmt: skip

@@ -40,7 +40,8 @@ class Start:
     """What a call of `subprocess.Popen` asked for.
 
     Attributes:
-        words: The command line.
+        words: The command line, without what enters a network namespace.
+        namespace: Name of the network namespace that `ip netns exec` was to enter; "" for none.
         files: stdin, stdout and stderr of the child; -1 for its parent's.
         environment: All variables of the child.
         folder: Its working directory.
@@ -51,6 +52,9 @@ class Start:
         given = dict(zip(_PARAMETERS, self_and_arguments, strict=True))
         line = given["args"]
         self.words = [] if isinstance(line, str | bytes | os.PathLike) else list(map(os.fsdecode, line))
+        is_elsewhere = self.words[:3] == ["ip", "netns", "exec"]
+        self.namespace = "".join(self.words[3:4]) if is_elsewhere else ""
+        self.words = self.words[4:] if is_elsewhere else self.words
         is_plain = all(given.get(name, value) == value for name, value in _PLAIN.items()) and not given["pass_fds"]
         # an interpreter's own start is what `python -m thinwire...` is not about; any other command line is
         is_thinwire = self.words[:2] == [sys.executable, "-m"] and "".join(self.words[2:3]).startswith("thinwire.")
@@ -67,7 +71,7 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
 
     def _execute_child(self, *arguments: Any) -> None:
         start = Start((self, *arguments))
-        if not start.can_fork:
+        if not start.can_fork or start.namespace:
             _EXECUTE(self, *arguments)
             return
         for stream in (sys.stdout, sys.stderr):

@@ -155,9 +155,11 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
         files = [own if file == -1 else file for own, file in enumerate(start.files)]
+        place = (f"/var/run/netns/{start.namespace}", socket.gethostname()) if start.namespace else None
         self._child = NURSERY.start(
-            arguments=(), environment=start.environment, files=files, folder=start.folder, words=start.words
-        )
+            arguments=(), environment=start.environment, files=files, place=place, folder=start.folder,
+            words=start.words,
+        )  # fmt: skip
         self.pid, self._child_created = self._child.pid, True
         self._close_pipe_fds(*start.pipes)  # type: ignore[attr-defined]
 
