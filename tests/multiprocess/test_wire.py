@@ -315,7 +315,19 @@ def test_a_process_may_join_close_and_join_again(secret: str) -> None:
     assert values(run(join_twice, num_ranks=2, arguments={"secret": secret})) == [[True, True]] * 2
 
 
-def join_beside_a_group(secret: str) -> str:
+def join_by_the_environment() -> list[bool]:
+    transport = join(None)
+    found = [isinstance(transport.inner, WireTransport), exchange(transport, 1 - transport.replica, 70_001, 0)]
+    transport.close()
+    return [*found, dist.is_initialized()]
+
+
+def test_the_secret_may_be_that_of_the_environment(secret: str) -> None:
+    environment = {"THINWIRE_SECRET_FILE": secret}
+    assert values(run(join_by_the_environment, num_ranks=2, environment=environment)) == [[True, True, False]] * 2
+
+
+def join_beside_a_group(secret: str | None) -> str:
     dist.init_process_group("gloo")
     try:
         join(secret)
@@ -329,3 +341,6 @@ def join_beside_a_group(secret: str) -> str:
 def test_a_group_that_exists_is_not_used_with_a_secret(secret: str) -> None:
     (text,) = values(run(join_beside_a_group, num_ranks=1, arguments={"secret": secret}))
     assert "before init_process_group" in text
+    environment = {"THINWIRE_SECRET_FILE": secret}
+    (text,) = values(run(join_beside_a_group, num_ranks=1, arguments={"secret": None}, environment=environment))
+    assert "leave secret and THINWIRE_SECRET_FILE out" in text

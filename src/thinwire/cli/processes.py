@@ -283,6 +283,7 @@ def bench_host(arguments: Sequence[str]) -> int:
     from thinwire.lab.wire_benchmark.worker import WorkerOptions, run_worker
     from thinwire.transport.addresses import address_towards, interface_of
     from thinwire.transport.connect import GLOO_INTERFACE
+    from thinwire.transport.secret import SECRET_VARIABLE
 
     try:
         # one command line serves all hosts
@@ -291,6 +292,7 @@ def bench_host(arguments: Sequence[str]) -> int:
             given["address"] = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         # torchft makes a gloo group of its own, which reads from this variable where to listen
         os.environ[GLOO_INTERFACE] = interface_of(given["address"])
+        os.environ.pop(SECRET_VARIABLE, None)  # else thinwire would be measured over connections of its own
         run_worker(WorkerOptions(**given))
     except ValueError as error:
         sys.stderr.write(f"{given['contender']}: {error}\n")

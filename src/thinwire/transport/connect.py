@@ -142,7 +142,8 @@ def connect(
         deadline_s: Seconds that ranks may come one after another; also the time-out of torch's own collectives in the
             groups made here.
         log: Where transfers are recorded, a new log by default.
-        secret: The job's secret, the same file on all hosts; `thinwire secret FILE` makes one.
+        secret: The job's secret, the same file on all hosts; `thinwire secret FILE` makes one. By default that of the
+            variable THINWIRE_SECRET_FILE, if it is set.
         solo: Hide the other replicas from the libraries of this process. Call it before anything uses CUDA or makes a
             process group, and give it again when the process joins again.
         traffic_plan: Plan of `thinwire traffic plan --probe`, with a secret only: connections then take planned paths.
@@ -170,6 +171,7 @@ def connect(
     if ranks_per_replica < 1:
         raise ValueError(f"ranks_per_replica must be at least 1, got {ranks_per_replica}")
     _check_solo(solo)
+    secret = given_secret_file(secret)
     job = None if secret is None else _check_secret(secret, ranks_per_replica=ranks_per_replica)
     if job is None and dist.is_available() and dist.is_initialized():
         chosen = _chosen_interface(interface=interface, address=address)
@@ -217,13 +219,13 @@ def _check_solo(solo: bool) -> None:
 def _check_secret(path: Path, *, ranks_per_replica: int) -> Secret:
     if ranks_per_replica != 1:
         raise ValueError(
-            f"with a secret a replica is one rank, got ranks_per_replica={ranks_per_replica}; leave secret out, and "
-            f"put the hosts into one private network instead"
+            f"with a secret a replica is one rank, got ranks_per_replica={ranks_per_replica}; leave secret and "
+            f"{SECRET_VARIABLE} out, and put the hosts into one private network instead"
         )
     if dist.is_available() and dist.is_initialized():
         raise ValueError(
             "with a secret the replicas join without torch.distributed; call connect(secret=...) before "
-            "init_process_group, or leave secret out"
+            f"init_process_group, or leave secret and {SECRET_VARIABLE} out"
         )
     need_pyzmq()
     return read_secret(path)
