@@ -214,17 +214,28 @@ class Journal:
                 self._reserved = self._num_bytes + self._reserve_bytes
 
     def _read(self) -> list[dict[str, Any]]:
-        if not self._path.exists():
-            return []
-        raw = self._path.read_bytes()
+        raw = self._path.read_bytes() if self._path.exists() else b""
         self._is_torn = bool(raw) and not raw.endswith(b"\n")
-        found = []
-        for line in raw.split(b"\n"):
-            with contextlib.suppress(ValueError):
-                value = msgspec.json.decode(line)
-                if isinstance(value, dict) and isinstance(value.get("what"), str):
-                    found.append(value)
-        return found
+        return _decode(raw)
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a journal, without a last line that a crash cut off; none where there is no file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    return _decode(path.read_bytes() if path.exists() else b"")
+
+
+def _decode(raw: bytes) -> list[dict[str, Any]]:
+    found = []
+    for line in raw.split(b"\n"):
+        with contextlib.suppress(ValueError):
+            value = msgspec.json.decode(line)
+            if isinstance(value, dict) and isinstance(value.get("what"), str):
+                found.append(value)
+    return found
 
 
 class HeldMessages:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from thinwire.elastic.invitation import Invitation, read_invitation
+from thinwire.elastic.journal import read_journal
 from thinwire.errors import (
     ConnectError,
     DesyncError,
@@ -247,9 +248,7 @@ class RunPlace:
     def _prepare(self, new_job: Callable[[], LoopJob]) -> None:
         """Write the job of a new run; go on with one that was cut off."""
         if (self.folder / JOB_FILE).exists():
-            journal = self.folder / JOURNAL_FILE
-            ends = ('{"what":"finished"', '{"what":"failed"')
-            if journal.exists() and any(line.startswith(ends) for line in journal.read_text().splitlines()):
+            if any(line["what"] in ("finished", "failed") for line in read_journal(self.folder / JOURNAL_FILE)):
                 raise RunOver(
                     f"the run in {self.folder} has ended; begin another one with folder=NEW-FOLDER, or remove that one"
                 )
