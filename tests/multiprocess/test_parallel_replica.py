@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from training_runs import DOCUMENTS, OPTIONS, Started, finish, result
 
 from thinwire.cli import plan as plan_command
 from thinwire.models.transformer import TransformerConfig, build_transformer
+from thinwire.site.pipeline import StageLink, StageTimes, step_s
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import LocalPasses
@@ -35,6 +37,60 @@ CUTS: dict[str, dict[str, Any]] = {
     "interleaved pipeline of tensor parallel ranks": {"pp": 2, "tp": 2, "interleave": 2, "micro_batch": 2},
     "interleaved pipeline of copies": {"pp": 2, "dp_replicate": 2, "interleave": 2, "micro_batch": 1},
 }
+
+
+# Seconds of a micro-batch on each rank, and passes of a step, where stages sleep instead of computing.
+FORWARD_S, BACKWARD_S, PASSES = 0.15, 0.3, 8
+# A busy machine wakes a sleeping stage late: the best of so many steps is compared.
+ATTEMPTS, WITHIN = 4, 0.05
+
+
+class _Slept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        time.sleep(forward_s)
+        ctx.backward_s = backward_s
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return grad, None, None
+
+
+class SleepingStage(torch.nn.Module):
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        slept: torch.Tensor = _Slept.apply(values * self.weight, self.share * FORWARD_S, self.share * BACKWARD_S)
+        return slept
+
+
+def predicted_s(chunks: int) -> float:
+    stages = [StageTimes(forward_s=FORWARD_S / chunks, backward_s=BACKWARD_S / chunks)] * (4 * chunks)
+    return step_s(stages, [StageLink()] * 4, num_micro_batches=PASSES, interleave=chunks)
+
+
+def makespans(mesh: Any, *, chunks: int) -> list[float]:
+    """Return the times of steps of a pipeline of sleeping stages, until one is as long as predicted."""
+    stages = [SleepingStage(1 / chunks) for _ in range(chunks)]
+    schedule = mesh.pipeline(stages, num_micro_batches=PASSES, loss=lambda found, wanted: (found - wanted).sum())
+    rows, found = torch.zeros(PASSES, 2), []
+    for attempt in range(ATTEMPTS + 1):
+        mesh.sum(torch.zeros(1))  # a barrier
+        began_s = time.monotonic()
+        first = (rows,) if mesh.stage == 0 else ()
+        schedule.step(*first, **({"target": rows, "losses": []} if mesh.stage == 3 else {}))
+        mesh.sum(torch.zeros(1))
+        took_s = float(mesh.broadcast_from_stage(torch.tensor([time.monotonic() - began_s]), 0))
+        if attempt:  # the first step asks for shapes too
+            found.append(took_s)
+            if abs(took_s / predicted_s(chunks) - 1) <= WITHIN:
+                break
+    return found
 
 
 def options(**more: Any) -> TrainConfig:
@@ -79,6 +135,9 @@ def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
         whole = whole_parameters(model, mesh)
         found[name] = {"losses": losses, "held": held, "whole": {n: t.flatten().tolist() for n, t in whole.items()}}
         mesh.close()
+    mesh = make_mesh(options(pp=4), device=torch.device("cpu"))
+    found["makespans"] = {str(chunks): makespans(mesh, chunks=chunks) for chunks in (1, 2)}
+    mesh.close()
     transport.close()
     return found
 
@@ -107,6 +166,13 @@ def test_a_cut_model_trains_as_one_process(name: str, cut_runs: list[dict[str, A
         for parameter, value in parameters.items():
             error = (torch.tensor(found[name]["whole"][parameter], dtype=torch.float64) - value).abs().max()
             assert error < 1e-9, parameter
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_step_of_a_pipeline_takes_as_long_as_predicted(chunks: int, cut_runs: list[dict[str, Any]]) -> None:
+    measured = cut_runs[0]["makespans"][str(chunks)]
+    error = min(abs(took_s / predicted_s(chunks) - 1) for took_s in measured)
+    assert error <= WITHIN, f"predicted {predicted_s(chunks):.3f} s, measured {measured}"
 
 
 @pytest.mark.parametrize(
