@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import tomllib
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -213,3 +214,12 @@ def test_torchtitan_is_refused_for_a_plan_between_sites(capsys: pytest.CaptureFi
     words = ["--hosts", "2", "--rate", "20mbit", "--flops", "1e12", "--torchtitan", "titan.toml"]
     assert plan_command.main(words) == 2
     assert "--torchtitan writes a plan inside a site; got no --inside" in capsys.readouterr().err
+
+
+def test_the_figure_of_a_site_shows_the_plan_and_what_nothing_beats(tmp_path: Path) -> None:
+    figure = tmp_path / "plan.svg"
+    words = ["--inside", str(SITES / "eight-80gb-nvlink.json"), "--model", "1b", "--json"]
+    assert plan_command.main([*words, "--out", str(tmp_path / "plan.json"), "--figure", str(figure)]) == 0
+    text = figure.read_text()
+    assert ET.fromstring(text).tag.endswith("svg")
+    assert "the plan" in text and "memory against time of a step, 8 devices" in text

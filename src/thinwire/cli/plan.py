@@ -162,7 +162,7 @@ class PlanOptions(ClusterOptions):
     """File of the plan."""
 
     figure: Path | None = None
-    """Also write a figure of time against loss of all candidates, as SVG."""
+    """Also write a figure as SVG: time against loss of all candidates; with --inside, memory against time."""
 
     torchtitan: Path | None = None
     """Also write the plan inside a site as sections of torchtitan's configuration, as TOML."""

@@ -16,11 +16,12 @@ from thinwire.cli.output import log
 from thinwire.cli.tables import plain, print_wide
 from thinwire.errors import excluded, refusal
 from thinwire.files import write_whole
+from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
 from thinwire.planning.json_files import write_json
 from thinwire.site.cost_model import Layout, ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
 from thinwire.site.lengths import LengthsOutlook, cost_of, length_outlook, load_lengths
 from thinwire.site.memory import FRAGMENTATION
-from thinwire.site.search import CAUSES, SitePlan, plan_site, torchtitan_toml, why_slower
+from thinwire.site.search import CAUSES, SitePlan, memory_front, plan_site, torchtitan_toml, why_slower
 from thinwire.site.site_file import Site, load_site
 from thinwire.training.config import BATCH_SIZE, check_model, default_seq_len
 from thinwire.units import format_bytes, format_count, format_seconds
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 # Options of a plan between sites.
 _BETWEEN = (
     "cluster", "hosts", "rate", "latency", "flops", "memory", "method", "interval", "codec", "min_utilisation",
-    "max_penalty", "min_replicas", "figure",
+    "max_penalty", "min_replicas",
 )  # fmt: skip
 _HEAD = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp", "schedule", "micro-batch", "accumulation", "ZeRO", "recompute",
@@ -67,6 +68,9 @@ def plan_inside(options: PlanOptions) -> int:
     write_json(options.out, content)
     if options.torchtitan is not None:
         write_whole(options.torchtitan, torchtitan_toml(plan))
+    if options.figure is not None:
+        write_whole(options.figure, image_file(line_chart(memory_chart(plan, name=options.model))))
+        log(f"figure written to {options.figure}", command="plan")
     log(f"written to {options.out}; thinwire train --plan {options.out}", command="plan")
     return 0
 
@@ -163,6 +167,28 @@ def _lengths_lines(lengths: LengthsOutlook) -> Iterator[str]:
         f"a step of them takes {format_seconds(lengths.step_s)} if each goes to the rank that is free first, "
         f"{format_seconds(lengths.in_turn_s)} in turn, {format_seconds(lengths.padded_s)} padded{groups}"
     )
+
+
+def memory_chart(plan: SitePlan, *, name: str) -> Chart:
+    """Return memory of the fullest device against time of a step: what nothing beats in both, and the runners-up."""
+
+    def point(step: StepCost) -> Point:
+        return max(peak_bytes(step.model, step.layout)) / 1e9, step.step_s
+
+    front = memory_front(plan)
+    series = [ChartSeries(name="nothing is better in both", points=tuple(map(point, front)), colour=0)]
+    series += [
+        ChartSeries(name=step.layout.describe(), points=(point(step),), colour=2, has_dots=True)
+        for step in (*front, *plan.runners_up)
+    ]
+    series.append(
+        ChartSeries(name=plan.best.layout.describe(), points=(point(plan.best),), colour=1, label="the plan",
+                    has_dots=True)
+    )  # fmt: skip
+    return Chart(
+        title=f"{name}: memory against time of a step, {_devices(plan.site)}", x=Axis(label="GB of the fullest device"),
+        y=Axis(label="seconds of a step"), series=tuple(series),
+    )  # fmt: skip
 
 
 def _show(plan: SitePlan, options: PlanOptions, lengths: LengthsOutlook | None) -> None:

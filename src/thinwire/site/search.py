@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from thinwire.errors import DataError, refusal
@@ -62,6 +62,7 @@ class SitePlan:
         num_simulated: Of these, those whose step was timed.
         num_left: Pipelines beyond the limit of simulations, whose lower bound does not rule them out. No other layout
             can be faster.
+        steps: Layouts that fit, by rising lower bounds.
     """
 
     site: Site
@@ -72,6 +73,7 @@ class SitePlan:
     num_layouts: int
     num_simulated: int
     num_left: int
+    steps: tuple[StepCost, ...] = ()
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
@@ -233,8 +235,32 @@ def plan_site(
     best = simplest(timed)
     return SitePlan(
         site=site, model=model, best=best, runners_up=_runners_up(best, timed, steps), refused=tuple(refused),
-        num_layouts=len(layouts), num_simulated=len(timed), num_left=num_left,
+        num_layouts=len(layouts), num_simulated=len(timed), num_left=num_left, steps=tuple(steps),
     )  # fmt: skip
+
+
+def memory_front(plan: SitePlan) -> list[StepCost]:
+    """Return the layouts that no other one beats in both memory and time, the least memory first.
+
+    Every layout that fits is a candidate, and the same one with all layers recomputed. Ranks are where the search
+    begins, or where it ended for the best layout.
+    """
+    candidates = [plan.best]
+    for step in plan.steps:
+        own_layers = plan.model.layers // step.layout.degrees.pp
+        candidates.append(step)
+        if step.layout.recomputed_layers < own_layers:
+            candidates.append(replace(step, layout=replace(step.layout, recomputed_layers=own_layers)))
+    front: list[StepCost] = []
+    best_s = inf
+    # those that the bound rules out are not timed
+    for step in sorted(candidates, key=lambda one: (max(peak_bytes(one.model, one.layout)), one.lower_bound_s)):
+        if step.lower_bound_s < best_s and step.step_s < best_s:
+            if front and max(peak_bytes(step.model, step.layout)) <= max(peak_bytes(step.model, front[-1].layout)):
+                front.pop()
+            front.append(step)
+            best_s = step.step_s
+    return front
 
 
 def all_grids(num_devices: int) -> Iterator[Degrees]:

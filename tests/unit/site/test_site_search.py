@@ -19,6 +19,7 @@ from thinwire.site.search import (
     broken_rule,
     fewest_recomputed,
     fitting_layouts,
+    memory_front,
     memory_reason,
     plan_site,
     simplest,
@@ -222,3 +223,50 @@ def test_placement_keeps_stages_that_talk_most_on_the_fast_link() -> None:
     )
     found = place(first_step(site, Degrees(pp=1, dp_shard=2, dp_replicate=2))).placement.rank_order
     assert {frozenset(found[:2]), frozenset(found[2:])} == {frozenset({"a/0", "c/0"}), frozenset({"b/0", "d/0"})}
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_the_front_of_memory_and_time_is_that_of_all_layouts(devices: int) -> None:
+    site = nodes(1, devices)
+    plan = plan_site(site, SMALL, global_batch=8, most_placed=0)
+    layouts = [step.layout for step in exhaustive(site, SMALL, global_batch=8)]
+    layouts += [replace(each, recomputed_layers=SMALL.layers // each.degrees.pp) for each in layouts]
+    grid = {degrees: starts(site, degrees)[0] for degrees in {each.degrees for each in layouts}}
+    found = {
+        (max(peak_bytes(SMALL, each)), StepCost(model=SMALL, layout=each, placement=grid[each.degrees]).step_s)
+        for each in layouts
+    }
+    best = sorted(
+        (memory, step_s) for memory, step_s in found
+        if not any(m <= memory and s <= step_s and (m, s) != (memory, step_s) for m, s in found)
+    )  # fmt: skip
+    front = [(max(peak_bytes(SMALL, step.layout)), step.step_s) for step in memory_front(plan)]
+    assert [number for point in front for number in point] == pytest.approx([n for point in best for n in point])
+
+
+# Table 1 of arXiv 2104.04473: parameters in 1e9, heads, width, layers, tensor and pipeline degree, GPUs, batch.
+MEGATRON = [
+    (1.7, 24, 2304, 24, 1, 1, 32, 512), (3.6, 32, 3072, 30, 2, 1, 64, 512), (7.5, 32, 4096, 36, 4, 1, 128, 512),
+    (18.4, 48, 6144, 40, 8, 1, 256, 1024), (39.1, 64, 8192, 48, 8, 2, 512, 1536),
+    (76.1, 80, 10240, 60, 8, 4, 1024, 1792), (145.6, 96, 12288, 80, 8, 8, 1536, 2304),
+    (310.1, 128, 16384, 96, 8, 16, 1920, 2160), (529.6, 128, 20480, 105, 8, 35, 2520, 2520),
+    (1008.0, 160, 25600, 128, 8, 64, 3072, 3072),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", MEGATRON, ids=lambda row: f"{row[0]}B")
+def test_the_layouts_of_megatron_s_table_have_its_parameters_and_fit_its_devices(row: tuple[float, ...]) -> None:
+    billions, heads, width, layers, tp, pp, gpus, batch = row
+    shape = decoder_shape(
+        layers=int(layers), width=int(width), heads=int(heads), vocab_size=51_200, seq_len=2048, is_head_tied=True
+    )
+    # with the biases, norms and learned positions of that model (its equation 2)
+    beside = 13 * layers * width + 2048 * width
+    assert round((shape.num_parameters + beside) / 1e9, 1) == billions
+    copies = int(gpus / (tp * pp))
+    layout = Layout(
+        degrees=Degrees(pp=int(pp), dp_replicate=copies, tp=int(tp)), global_batch=int(batch),
+        recomputed_layers=int(layers / pp),
+    )  # fmt: skip
+    assert layout.num_micro_batches * copies == batch
+    assert max(peak_bytes(shape, layout)) < 80e9
