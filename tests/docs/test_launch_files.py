@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 LAUNCH = Path(__file__).resolve().parents[2] / "examples" / "launch"
-# Too large for the environment of all tests: 640 MB.
+# SkyPilot and dstack are too large for the environment of all tests: 500 MB.
 PACKAGES = {
     "kubernetes_validate": ("kubernetes-validate", "1.37.0"), "kubeflow_trainer_api": ("kubeflow-trainer-api", "2.3.0"),
     "sky": ("skypilot", "0.14.1"), "jsonschema": ("jsonschema", "4.26.0"), "dstack": ("dstack", "0.22.5"),
