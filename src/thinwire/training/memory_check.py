@@ -29,7 +29,7 @@ class MemoryEstimate:
 
     Attributes:
         states: Parameters, gradients and what the inner optimizer remembers.
-        activations: Of one forward pass, with the logits.
+        activations: Of one forward pass of one rank, with the logits.
         host_copies: Global values and momenta beside the model; always in the host's memory.
     """
 
@@ -50,11 +50,16 @@ def estimate_memory(config: TrainConfig, model: nn.Module, method: Method) -> Me
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     stored = sum(p.numel() * p.element_size() for p in model.parameters())
     per_element = 4 + _OPTIMIZER_BYTES.get(config.optimizer.inner_optimizer or "adamw", 8)
-    sequences = min(config.data.micro_batch or config.data.batch_size, config.data.batch_size)
-    activations = activation_bytes(
-        model, tokens=sequences * config.model.seq_len, bytes_per_value=2 if config.model.autocast == "bf16" else 4,
-        recompute=config.model.recompute,
-    )  # fmt: skip
+    of_rank = -(-config.data.batch_size // config.parallel.data_ranks)
+    sequences = min(config.data.micro_batch or of_rank, of_rank)
+    about = {
+        "tokens": sequences * config.model.seq_len, "bytes_per_value": 2 if config.model.autocast == "bf16" else 4,
+    }  # fmt: skip
+    activations = activation_bytes(model, recompute=config.model.recompute, **about)
+    if config.parallel.recompute_layers:
+        layers = getattr(getattr(model, "config", None), "layers", 0) or 1
+        share = min(1.0, config.parallel.recompute_layers * config.parallel.pp / layers)
+        activations += share * (activation_bytes(model, recompute=True, **about) - activations)
     has_copies = method.view.moment == "after_inner_step"
     return MemoryEstimate(
         states=stored + trained * per_element, activations=activations,
@@ -77,13 +82,16 @@ def check_memory(
     Raises:
         ValueError: Names the need, the limit and the remedy.
     """
-    found = estimate_memory(config, model, method)
+    found, own = estimate_memory(config, model, method), config.parallel
     parts = f"{format_bytes(found.states)} of parameters, gradients and optimizer, {format_bytes(found.activations)} of"
     if config.model.device == "cuda":
-        needed = (found.states + found.activations) / config.elastic.ranks_per_replica
+        # ranks of tp share activations, and those of a pipeline hold as many micro-batches as there are stages
+        shards = config.elastic.ranks_per_replica * own.ranks // own.dp_replicate
+        needed = found.states / shards + found.activations / (config.elastic.ranks_per_replica * own.tp)
         what, parts = "a GPU", f"{parts} activations"
     else:
-        needed = found.states + found.activations + found.host_copies
+        # all ranks of a replica on this machine
+        needed = own.dp_replicate * (found.states + found.host_copies) + own.data_ranks * found.activations
         parts = f"{parts} activations, {format_bytes(found.host_copies)} of global values"
         what = "one replica"
         if num_local > 1:

@@ -52,6 +52,36 @@ def test_smaller_passes_need_less() -> None:
     assert needed_bytes(batch_size=8, micro_batch=64) == whole
 
 
+def refused_at(**options: object) -> float:
+    """Return the least memory, in bytes, that lets a run on GPUs start."""
+    config = config_of(device="cuda", batch_size=8, **options)
+    model = make_model(config, vocab_size=None, device="meta")
+    low, high = 0.0, 1e12
+    for _ in range(60):
+        middle = (low + high) / 2
+        try:
+            check_memory(config, model, make_method(config), num_local=1, limit_bytes=middle)
+            high = middle
+        except ValueError:
+            low = middle
+    return high
+
+
+def test_the_ranks_of_a_replica_share_states_and_rows() -> None:
+    config = config_of(batch_size=8)
+    found = estimate_memory(config, make_model(config, vocab_size=None, device="meta"), make_method(config))
+    assert refused_at() == pytest.approx(found.states + found.activations)
+    # activations grow with the rows of a rank
+    assert refused_at(dp_shard=4) == pytest.approx((found.states + found.activations) / 4)
+    assert refused_at(dp_replicate=4) == pytest.approx(found.states + found.activations / 4)
+    assert refused_at(tp=2, pp=2) == pytest.approx(found.states / 4 + found.activations / 2)
+
+
+def test_recomputed_layers_need_less_down_to_all_of_them() -> None:
+    none, half, every = (refused_at(dp_shard=2, recompute_layers=layers) for layers in (0, 3, 6))
+    assert half == pytest.approx((none + every) / 2) and every == pytest.approx(refused_at(dp_shard=2, recompute=True))
+
+
 def test_what_cannot_fit_is_refused_with_the_need_the_limit_and_a_remedy() -> None:
     config = config_of()
     model = make_model(config, vocab_size=None, device="meta")
