@@ -46,6 +46,8 @@ CASES: dict[str, list[str]] = {
     "train --overlap-steps 40 --sync-interval 30": [
         "--overlap-steps is not below --sync-interval, which is 30; got 40; allowed 0 to 29"
     ],
+    "train --traffic-plan plan.json": ["--traffic-plan needs connections of thinwire's own", "got no --secret"],
+    "train --traffic-plan plan.json --elastic": ["--traffic-plan does not go with --elastic"],
     "train --overlap-steps 30": ["--overlap-steps is not below --sync-interval, which is 30; got 30"],
     "train --overlap-steps 1;2": ["--overlap-steps is no number; got '1;2'"],
     "train --cp 2": ["--cp does not run here", "got 2; allowed 1; try --cp 1 --dp-shard 2"],

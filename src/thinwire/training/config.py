@@ -473,9 +473,12 @@ def _bad_overlaps(config: TrainConfig, entry: MethodEntry, overlaps: int | tuple
 
 def _bad_reach(config: TrainConfig) -> list[ValueError]:
     """Check the options by which a host is reached; what needs the network is checked later."""
-    if config.run.traffic_plan is not None and (config.elastic.is_enabled or config.run.secret is None):
-        return [refusal("--traffic-plan needs the fixed replicas and connections of a secret", got="no --secret, or "
-                        "--elastic", allowed="--secret FILE without --elastic",
+    if config.run.traffic_plan is not None and config.elastic.is_enabled:
+        return [excluded("--traffic-plan", "--elastic", why="a plan is for fixed replicas",
+                         remedy="to leave --elastic out")]  # fmt: skip
+    if config.run.traffic_plan is not None and config.run.secret is None:
+        return [refusal("--traffic-plan needs connections of thinwire's own, and gloo takes any source port",
+                        got="no --secret", allowed="--secret FILE",
                         remedy="--secret FILE, of thinwire secret")]  # fmt: skip
     if config.run.advertise is None and config.run.port_range is None:
         return []
