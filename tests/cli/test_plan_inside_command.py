@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from thinwire.cli import plan as plan_command
+from thinwire.cli.plan_inside import how_to_run
 from thinwire.cli.train_options import parse
 from thinwire.cli.train_plan import planned
 from thinwire.errors import DataError
 from thinwire.models import preset
+from thinwire.site.cost_model import Degrees
 from thinwire.site.site_file import load_site
 
 ROOT = Path(__file__).parents[2]
@@ -223,3 +225,9 @@ def test_the_figure_of_a_site_shows_the_plan_and_what_nothing_beats(tmp_path: Pa
     text = figure.read_text()
     assert ET.fromstring(text).tag.endswith("svg")
     assert "the plan" in text and "memory against time of a step, 8 devices" in text
+
+
+def test_a_plan_with_context_parallelism_is_not_announced_as_one_that_runs() -> None:
+    path = Path("plan.json")
+    assert how_to_run(Degrees(pp=2, dp_replicate=2, dp_shard=2, tp=2), path) == "thinwire train --plan plan.json"
+    assert how_to_run(Degrees(cp=4), path).startswith("thinwire train does not run cp 4; --torchtitan FILE")

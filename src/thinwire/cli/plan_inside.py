@@ -18,7 +18,7 @@ from thinwire.errors import excluded, refusal
 from thinwire.files import write_whole
 from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
 from thinwire.planning.json_files import write_json
-from thinwire.site.cost_model import Layout, ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
+from thinwire.site.cost_model import Degrees, Layout, ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
 from thinwire.site.lengths import LengthsOutlook, cost_of, length_outlook, load_lengths
 from thinwire.site.memory import FRAGMENTATION
 from thinwire.site.search import CAUSES, SitePlan, memory_front, plan_site, torchtitan_toml, why_slower
@@ -27,6 +27,8 @@ from thinwire.training.config import BATCH_SIZE, check_model, default_seq_len
 from thinwire.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from thinwire.cli.plan import PlanOptions
 
 # Options of a plan between sites.
@@ -71,8 +73,15 @@ def plan_inside(options: PlanOptions) -> int:
     if options.figure is not None:
         write_whole(options.figure, image_file(line_chart(memory_chart(plan, name=options.model))))
         log(f"figure written to {options.figure}", command="plan")
-    log(f"written to {options.out}; thinwire train --plan {options.out}", command="plan")
+    log(f"written to {options.out}; {how_to_run(plan.best.layout.degrees, options.out)}", command="plan")
     return 0
+
+
+def how_to_run(degrees: Degrees, path: Path) -> str:
+    """Return the command that runs a plan, or why `thinwire train` does not."""
+    if degrees.cp == 1:
+        return f"thinwire train --plan {path}"
+    return f"thinwire train does not run cp {degrees.cp}; --torchtitan FILE writes the plan for torchtitan"
 
 
 def check_inside_options(options: PlanOptions) -> None:
