@@ -66,7 +66,9 @@ def exchange(lab: Lab, folder: Path, planned: Path, *, meanwhile: Callable[[], N
     for host, (process, output) in enumerate(zip(processes, outputs, strict=True)):
         assert process.wait(deadline_s=240) == 0, output.read_text()
         peers = (2, 3) if host < 2 else (0, 1)
-        assert json.loads(output.read_text())["peers"] == {str(peer): True for peer in peers}
+        # beside it are warnings about a path that delivers nothing
+        found = next(line for line in output.read_text().splitlines() if line.startswith("{"))
+        assert json.loads(found)["peers"] == {str(peer): True for peer in peers}
 
 
 @pytest.mark.parametrize("connections", [1, 4])
