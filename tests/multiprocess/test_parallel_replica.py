@@ -19,6 +19,7 @@ from thinwire.site.pipeline import StageLink, StageTimes, step_s
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import LocalPasses
+from thinwire.transport.all_gather_json import NOTE_BYTES
 
 SHAPE = TransformerConfig(vocab_size=16, dim=16, layers=4, heads=4, max_seq_len=8)
 STEPS, BATCH = 3, 8
@@ -212,8 +213,9 @@ def test_train_runs_the_plan_of_a_site_as_one_rank_would_and_resumes_it(tmp_path
     whole = finish(Started(["--batch-size", "4", "--out", str(alone), *more]))
     assert result(cut)["val_loss"] == pytest.approx(result(whole)["val_loss"], abs=1e-3)
     assert result(cut)["tokens"] == result(whole)["tokens"] == 2 * 8 * 4 * 16
-    # shard by shard, each parameter crosses once, as it does whole; only headers and paddings differ
-    assert result(cut)["payload_bytes"] == pytest.approx(result(whole)["payload_bytes"], rel=1e-3)
+    # shard by shard, each parameter crosses once, as it does whole; the second rank adds notes of its own
+    more_bytes = result(cut)["payload_bytes"] - result(whole)["payload_bytes"]
+    assert 0 <= more_bytes <= 4 * NOTE_BYTES
     for folder in (out, out / "ranks" / "1"):
         shutil.rmtree(folder / "checkpoints" / "step-00000008")
     (out / "summary.json").unlink()
