@@ -18,7 +18,10 @@ Results go to stdout, logs to stderr. The exit code is 0, 1 for an error while r
 
 
 # Commands below another one, listed by the help of that one.
-NESTED = {"diagnose": ("diagnose test",), "traffic": ("traffic plan", "traffic compare")}
+NESTED = {
+    "diagnose": ("diagnose test",), "bench": ("bench profile",),
+    "traffic": ("traffic plan", "traffic compare", "traffic probe"),
+}  # fmt: skip
 
 
 def help_of(command: str = "") -> str:

@@ -9,7 +9,7 @@ import pytest
 from thinwire.cli.main import COMMANDS, main
 
 NUM_OPTIONS_WITHOUT_GROUPS = 7
-HELPS = [*COMMANDS, "diagnose test", "bench wire", "traffic plan", "traffic compare"]
+HELPS = [*COMMANDS, "diagnose test", "bench wire", "bench profile", "traffic plan", "traffic compare", "traffic probe"]
 
 
 @pytest.fixture

@@ -1,4 +1,8 @@
-"""`thinwire bench wire`: methods of thinwire and of others on real sockets over thin wires, kernel byte counts."""
+"""`thinwire bench wire` and `thinwire bench profile`.
+
+The first compares methods of thinwire and of others on real sockets over thin wires, by kernel byte counts. The second
+says where the time and the memory of one machine's step go.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,18 @@ import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from thinwire.cli.argument_parsing import FAILED, command, parse_options
+from thinwire.cli.argument_parsing import FAILED, check_least, command, parse_options
 from thinwire.cli.output import log, print_error
 from thinwire.errors import DataError, ThinwireError, unknown_name
+from thinwire.training.config import TrainConfig, resolve, validate
+from thinwire.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from thinwire.training.step_profile import StepProfile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,16 +81,50 @@ class BenchWireOptions:
     """Run nothing; write table and figure of the runs in --out."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchProfileOptions:
+    """Profile an inner step on this machine: time by module and phase, memory by kind.
+
+    The last line gives the FLOP/s that training reaches, for thinwire plan --flops and the files of clusters and sites.
+    """
+
+    model: str = "nano"
+    """nano, 35m, 150m, 400m, 1b, a size such as 7b, or hf:PATH."""
+
+    batch_size: int | None = None
+    """Sequences per step. Default: 8."""
+
+    seq_len: int | None = None
+    """Tokens per sequence. Default: 128 for nano, else 1024."""
+
+    method: str = "iso-loco"
+    """Method whose coding and outer step count, for two replicas."""
+
+    device: str = "cpu"
+    """cpu or cuda."""
+
+    threads: int | None = None
+    """CPU threads. Default: all cores."""
+
+    steps: int = 5
+    """Timed steps."""
+
+    json: bool = False
+    """Print the numbers as JSON on stdout instead of tables."""
+
+
 @command("bench", remedy="give another folder with --out")
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire bench wire --help`.
+    """Run the command; see `thinwire bench wire --help` and `thinwire bench profile --help`.
 
     Returns:
         0, 1 where a run failed, 2 for wrong options.
     """
     name = arguments[0] if arguments else ""
+    if name == "profile":
+        return _profile(arguments[1:])
     if name not in ("wire", "-h", "--help"):
-        raise unknown_name("benchmark", name, ("wire",))
+        raise unknown_name("benchmark", name, ("wire", "profile"))
     basic = ("hosts", "rate", "contender", "repeats", "out")
     options = parse_options(BenchWireOptions, arguments[name == "wire" :], prog="thinwire bench wire", basic=basic)
     wanted = list(_cells(options))
@@ -93,6 +136,74 @@ def main(arguments: Sequence[str]) -> int:
         code = 130
     _write_report(options)
     return code
+
+
+def _profile(arguments: Sequence[str]) -> int:
+    basic = ("model", "batch_size", "method", "device", "steps")
+    options = parse_options(BenchProfileOptions, arguments, prog="thinwire bench profile", basic=basic)
+    check_least(options, steps=1)
+    cores = os.cpu_count() or 1
+    wanted = TrainConfig.of(
+        model=options.model, batch_size=options.batch_size, seq_len=options.seq_len, device=options.device,
+        threads=cores if options.threads is None else options.threads, method=options.method,
+    )  # fmt: skip
+    config = resolve(wanted, world_size=1, cores=cores, home=Path.home())
+    validate(config)
+    # torch, which takes seconds: what shows without it has been refused by now
+    from thinwire.training.build import check_device
+    from thinwire.training.step_profile import profile_step
+
+    check_device(config.model.device)
+    found = profile_step(config, steps=options.steps)
+    if options.json:
+        print(json.dumps(found.to_json()))
+    else:
+        _show_profile(found)
+    return 0
+
+
+def _show_profile(found: StepProfile) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from thinwire.cli.tables import plain
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        plain(
+            f"{found.model}, {format_count(found.num_parameters)} parameters, {found.tokens:,} tokens a step on "
+            f"{found.device} with {found.threads} threads, median of {found.steps} steps"
+        )
+    )
+    console.print()
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("module", "parameters", "forward", "backward", "both"):
+        table.add_column(name, justify="left" if name == "module" else "right")
+    whole_s = found.forward_s + found.backward_s
+
+    def row(name: str, parameters: str, forward_s: float, backward_s: float) -> None:
+        both = f"{(forward_s + backward_s) / whole_s:.1%}"
+        table.add_row(plain(name), parameters, format_seconds(forward_s), format_seconds(backward_s), both)
+
+    for one in found.modules:
+        row(one.name, format_count(one.parameters), one.forward_s, one.backward_s)
+    row("whole passes", format_count(found.num_parameters), found.forward_s, found.backward_s)
+    console.print(table)
+    console.print()
+    phases = {
+        "forward": found.forward_s, "backward": found.backward_s, "optimizer": found.optimizer_s,
+        f"coding and outer steps of {found.method}": found.exchange_s,
+    }  # fmt: skip
+    parts = ", ".join(f"{name} {seconds / found.step_s:.1%}" for name, seconds in phases.items())
+    console.print(plain(f"step: {format_seconds(found.step_s)}: {parts}"))
+    memory = {
+        "parameters": found.parameters_bytes, "gradients": found.gradients_bytes,
+        "optimizer": found.optimizer_bytes, "activations": found.activations_bytes,
+    }  # fmt: skip
+    console.print(plain("memory: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items())))
+    console.print(
+        plain(f"training reaches {found.flops_per_s:.2e} FLOP/s: thinwire plan --flops {found.flops_per_s:.2e}")
+    )
 
 
 def _cells(options: BenchWireOptions) -> Any:

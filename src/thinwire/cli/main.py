@@ -21,7 +21,7 @@ COMMANDS = {
     "checkpoints": "list a run's checkpoints, and verify them",
     "methods": "list the methods",
     "recipes": "list, show and copy complete configurations for common networks",
-    "bench": "compare methods on real sockets over thin wires",
+    "bench": "compare methods on real sockets over thin wires; profile a step",
     "probe": "measure the wires between hosts and each host's speed, as cluster.json",
     "simulate": "run methods in virtual time on machines and wires",
     "plan": "find the method and settings that fit these machines and wires",

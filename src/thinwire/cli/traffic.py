@@ -204,7 +204,8 @@ def _compare(arguments: Sequence[str]) -> None:
 
 
 def _probe(arguments: Sequence[str]) -> None:
-    options = parse_options(TrafficProbeOptions, arguments, prog="thinwire traffic probe")
+    basic = ("fabric", "to", "port", "out")
+    options = parse_options(TrafficProbeOptions, arguments, prog="thinwire traffic probe", basic=basic)
     if options.fabric is None:
         raise _no_fabric()
     check_least(options, port=1, hop=1)
