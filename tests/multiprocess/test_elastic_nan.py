@@ -78,6 +78,7 @@ def test_a_replica_with_nan_is_dropped_fetches_the_state_and_what_it_trained_on_
     wait_until(run, lambda found: log.read_text().count("was dropped") >= num_drops, started)
     (folder / pid).unlink()
     dropped = wait_until(run, lambda found: True, started)["step"]
+    has_counted = False
     if num_drops > 1:  # it waits longer before each attempt, so that the others are not kept busy
         second = lives(log)[1][0]  # on a busy machine its first part, before any step, may have counted
         has_counted = any(second in line["members"] for line in decisions(run))
@@ -92,8 +93,10 @@ def test_a_replica_with_nan_is_dropped_fetches_the_state_and_what_it_trained_on_
     said = log.read_text()
     assert "going on from its own state" not in said and "fetched the state of step" in said
     assert int((run / "logs" / "replica-process-2.pid").read_text()) == int(pid), "the same process came back"
-    (told,) = nan_findings(found)
-    assert f"replica {first} on" in told and "2 of its parts in a row hold NaN or infinity" in told
+    told = nan_findings(found)
+    assert len(told) == 1 or has_counted, told  # a good part ends a finding
+    of_first = [text for text in told if f"replica {first} on" in text]
+    assert of_first and "2 of its parts in a row hold NaN or infinity" in of_first[0]
     # no part of a bad life counted: between the drop and the first finite part there are none of its number
     own = [line for line in decisions(run) if number in line["members"]]
     assert own[0]["launch_step"] <= begin + INTERVAL
