@@ -40,6 +40,12 @@ Lines = Mapping[str, dict[str, Any]]
 # training on rung B, in percent, and the aim of the recipe; and the fit of arXiv 2503.09799, table 7, at its size.
 BARS = {2: (2.5, 0.0, -1.0, 1.4), 4: (5.0, 0.5, -0.5, 3.6), 8: (math.inf, 2.0, 1.0, 6.6)}
 THIN_LINK_BITS_PER_S = 20e6
+# Variants that the figure of all methods leaves out.
+_NOT_DRAWN = ("tau", "blend", "momentum 0.8")
+# Labels of figures have at most 16 characters.
+_SHORT = {
+    "streaming-sparse-loco": "sparse-loco", "streaming-diloco": "stream", "iso-loco": "iso", "data-parallel": "DP",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +155,7 @@ def _budgets(baseline: Side, lines: Lines) -> list[tuple[int, float]]:
 
 
 def _sent_bytes(side: Side, found: Sequence[Mapping[str, Any]]) -> int:
-    if side.entry.name != BASELINE:
+    if not side.entry.name.startswith(BASELINE):
         return int(statistics.median(line["sent_bytes"] for line in found))
     numel = int(found[0]["num_parameters"])
     exchange = recipe("all-reduce")().exchanges(2)[0]
@@ -236,17 +242,20 @@ def write_figures(rung: Rung, lines: Lines, folder: Path, *, replicas: int) -> N
 
 def write_pareto_figure(rung: Rung, found: Sequence[Row], folder: Path, *, replicas: int) -> None:
     """Write the loss of all tuned rows with some replicas against their bytes, and the line that nothing beats."""
-    sending = [x for x in found if x.method == BASELINE or (x.replicas == replicas and x.windows == rung.windows)]
+    sending = [
+        x for x in found if x.method.startswith(BASELINE) or (x.replicas == replicas and x.windows == rung.windows)
+    ]
+    sending = [x for x in sending if not any(word in x.method for word in _NOT_DRAWN)]
     points = {x.method: (x.bytes_per_replica / 1e6, x.loss) for x in sending if x.bytes_per_replica and x.is_tuned}
     front = [point for point in points.values() if not any(_beats(other, point) for other in points.values())]
     chart = Chart(
         title=f"Validation loss on rung {rung.name} against MB sent, {replicas} replicas",
         x=Axis(label="MB sent by a replica", scale="log"),
-        y=Axis(label="validation loss, nats", write="{:.2f}".format),
+        y=Axis(label="validation loss, nats", write="{:.3f}".format),
         series=(
             ChartSeries(name="nothing has fewer bytes and less loss", points=tuple(sorted(front)), is_main=True),
             *(
-                ChartSeries(name=name, label=name, colour=number, has_dots=True, points=(point,))
+                ChartSeries(name=name, label=_label(name), colour=number, has_dots=True, points=(point,))
                 for number, (name, point) in enumerate(points.items())
             ),
         ),
@@ -254,6 +263,12 @@ def write_pareto_figure(rung: Rung, found: Sequence[Row], folder: Path, *, repli
     path = folder / f"quality-{rung.name}-pareto.svg"
     path.write_text(image_file(line_chart(chart)))
     print(path)
+
+
+def _label(name: str) -> str:
+    for long, short in _SHORT.items():
+        name = name.replace(long, short)
+    return name
 
 
 def _beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
