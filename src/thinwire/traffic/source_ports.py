@@ -56,7 +56,7 @@ _Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 class PathProbe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one host found about its source ports.
+    """Result of one host about its source ports.
 
     Attributes:
         source: The host.

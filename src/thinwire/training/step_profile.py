@@ -52,7 +52,7 @@ class ModuleProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
-    """Where the time and the memory of a step go, medians over some steps.
+    """Time and memory of a step by what they are spent on, medians over some steps.
 
     Attributes:
         model: Its name; `method`, `device` and `threads` likewise.
