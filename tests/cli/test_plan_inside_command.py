@@ -35,7 +35,7 @@ def test_the_example_of_the_page_runs_as_printed(
     out = tmp_path / "plan.json"
     assert plan_command.main([*shlex.split(line), "--out", str(out)]) == 0
     told = capsys.readouterr()
-    quoted = re.findall(r"^(?:7b, |best: |time: |memory: |1\.00 G tokens).*$", page, flags=re.MULTILINE)
+    quoted = re.findall(r"^(?:7b, |best: |time: |memory: at |1\.00 G tokens).*$", page, flags=re.MULTILINE)
     assert len(quoted) == 5
     for text in quoted:
         assert text in told.out
