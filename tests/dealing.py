@@ -1,7 +1,7 @@
 """Which worker runs which test: those that compute beside those that wait, so that no core stands still.
 
 Tests that start processes mostly wait: for an import, a deadline, a thin wire. Tests that compute leave no core to
-others. So there are four workers where there are two cores, and every third of them computes first, while the others
+others. So there are five workers where there are two cores, and every third of them computes first, while the others
 begin with the files that wait; whoever has done its own kind goes on with what is left of the other.
 """
 

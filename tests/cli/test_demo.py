@@ -42,7 +42,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = [sys.executable, "-m", "hatchling", "build", "-d", folder, "-t"]
     _run(*build, "sdist", cwd=ROOT, path=folder)
     with tarfile.open(folder / f"thinwire-{__version__}.tar.gz") as packed:
-        packed.extractall(folder, filter="data")
+        packed.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from 3.11.4 on
     _run(*build, "wheel", cwd=folder / f"thinwire-{__version__}", path=folder)
     return folder / f"thinwire-{__version__}-py3-none-any.whl"
 

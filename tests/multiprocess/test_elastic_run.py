@@ -189,6 +189,7 @@ def test_a_killed_replica_goes_on_from_its_own_state_in_the_place_that_waits_for
     started = start(runs, texts, run, steps=100_000, more=("--sync-interval", "36"))
     kept, spare = run / "kept" / "replica-process-1.state", run / "logs" / "spare.err"
     wait_until(run, lambda found: kept.exists() and spare.exists() and found["step"] > 10, started)
+    wait_until(run, lambda found: bool(processes(started, "standby-replica")), started)
     pid = run / "logs" / "replica-process-1.pid"
     before = int(pid.read_text())
     spares = [process.pid for process in processes(started, "standby-replica")]
