@@ -324,6 +324,7 @@ def test_every_line_of_the_arithmetic_multiplies_out(tmp_path: Path, capsys: pyt
     text = capsys.readouterr().out
     step_s, train = best["predicted"]["step_s"], best["train"]
 
+    assert "float64 assumed at a sixth of the FLOP/s" in text
     payload = re.search(
         r"payload: ([\d.]+ .?B) for the whole model in (\d+) fragments.*: ([\d.]+) bits a parameter", text
     )

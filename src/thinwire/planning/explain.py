@@ -97,7 +97,9 @@ def _rounds(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
         lines.append(f"coding: {format_seconds(max(coding))} a step at the slowest, in the computing time")
     outer = [interval_outer_s(cluster.machine(name), traffic) / interval for name in chosen.replicas]
     if max(outer):
-        lines.append(f"outer steps: {format_seconds(max(outer))} a step at the slowest, in the computing time")
+        is_measured = all(cluster.machine(name).float64_flops_per_s for name in chosen.replicas)
+        how = "" if is_measured else "; float64 assumed at a sixth of the FLOP/s, thinwire probe measures it"
+        lines.append(f"outer steps: {format_seconds(max(outer))} a step at the slowest, in the computing time{how}")
     return lines
 
 
