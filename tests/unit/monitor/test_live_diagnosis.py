@@ -225,9 +225,9 @@ def test_a_disk_without_room_is_told_once_and_so_is_its_end(tmp_path: Path, monk
 # -- an elastic run
 
 
-def member(replica: int, *, step: int, standing: str = "active", host: str = "a", paused: bool = False) -> Any:
+def member(replica: int, *, step: int, state: str = "active", host: str = "a", paused: bool = False) -> Any:
     return {
-        "replica": replica, "host": host, "state": standing, "step": step, "step_s": 0.5, "paused": paused
+        "replica": replica, "host": host, "state": state, "step": step, "step_s": 0.5, "paused": paused
     }  # fmt: skip
 
 
@@ -263,7 +263,7 @@ def test_the_hands_of_an_elastic_run_ask_the_coordinator_and_order_the_launcher(
         said.append((verb, target))
         return "it was told"
 
-    now = status(member(0, step=5, paused=True), member(1, step=5), member(2, step=0, standing="loading"))
+    now = status(member(0, step=5, paused=True), member(1, step=5), member(2, step=0, state="loading"))
     hands = ElasticRemediation(tmp_path, status=lambda: now, send_command=tell)
     assert [hands.act(action(what)) for what in ("restart", "exclude")] == ["it was told"] * 2  # of another host
     assert said == [("restart", "1"), ("end", "1")] and hands.take_orders() == []

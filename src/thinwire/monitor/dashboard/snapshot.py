@@ -208,7 +208,7 @@ def replica_rows(sources: Sources, run: Mapping[str, Any], *, now: float) -> lis
         member = members.get(number)
         row: dict[str, Any] = own.to_json() if own is not None else {"replica": number, "error": ""}
         if member is not None:
-            row = {**row, "host": member["host"], "standing": member["standing"]}
+            row = {**row, "host": member["host"]}
             if own is None or own.last is None:
                 # the journal writes 0 for unknown values
                 row |= {name: member[name] or None for name in ("step", "loss", "tokens_per_s")}
@@ -222,9 +222,9 @@ def _state(number: int, sources: Sources, run: Mapping[str, Any], row: Mapping[s
     member = sources.journal.members.get(number)
     if row["error"]:
         return "failed"
-    if member is not None and member["standing"] == "gone":
+    if member is not None and member["state"] == "gone":
         return "gone"
-    if run["state"] == "finished" or (member is not None and member["standing"] == "done"):
+    if run["state"] == "finished" or (member is not None and member["state"] == "done"):
         return "finished"
     if member is not None and member["is_paused"]:
         return "paused"

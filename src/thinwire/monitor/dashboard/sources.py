@@ -181,13 +181,13 @@ class CoordinatorLog:
                 if entry.replica not in self.members and len(self.members) >= _MOST_MEMBERS:
                     self.members.pop(next(iter(self.members)))
                 self.members[entry.replica] = {
-                    "replica": entry.replica, "host": text(entry.host), "standing": text(entry.state),
+                    "replica": entry.replica, "host": text(entry.host), "state": text(entry.state),
                     "step": entry.step, "loss": entry.loss, "tokens_per_s": entry.tokens_s, "is_paused": entry.paused,
                 }  # fmt: skip
             case "gone":
                 own = self.members.get(converted(line, LeaveEntry).replica)
-                if own is not None and own["standing"] != "done":
-                    own["standing"] = "gone"
+                if own is not None and own["state"] != "done":
+                    own["state"] = "gone"
             case "finding":
                 self._messages.append(text(line.get("text")))
             case "finished":

@@ -201,21 +201,21 @@ class _Behind:
         return max(len(self.others), self.one.size - self.num)
 
 
-def find_behind(standing: RasHistory) -> list[Finding]:
+def find_behind(history: RasHistory) -> list[Finding]:
     """Return the lagging ranks, and those that call other collectives."""
     found: list[tuple[Finding, set[object], set[object]]] = []
-    for one in standing.latest.communicators:
+    for one in history.latest.communicators:
         behind = list(_behind(one))
         # lost or failed members explain why counts differ
-        if not behind or standing.has_trouble(one):
+        if not behind or history.has_trouble(one):
             continue
-        unchanged = standing.unchanged(one, lambda member: dict(member.counts))
+        unchanged = history.unchanged(one, lambda member: dict(member.counts))
         if (swapped := _swapped(behind)) is not None:
-            found.append((_desync(standing, *swapped), set(), set()))
+            found.append((_desync(history, *swapped), set(), set()))
         elif not unchanged.has_moved or unchanged.has_stood:
             first = max(behind, key=lambda own: own.highest - own.lowest)
             ranks, others = (_locations(one, own) for own in (first.ranks, first.others))
-            found.append((_not_come(standing, first, unchanged), ranks, others))
+            found.append((_not_come(history, first, unchanged), ranks, others))
     return [finding for finding, ranks, waiting in found if not _waits(ranks, waiting, found)]
 
 
@@ -261,37 +261,37 @@ def _swapped(behind: Sequence[_Behind]) -> tuple[_Behind, _Behind] | None:
     return None
 
 
-def _desync(standing: RasHistory, one: _Behind, other: _Behind) -> Finding:
+def _desync(history: RasHistory, one: _Behind, other: _Behind) -> Finding:
     few, many = sorted((one.ranks & other.others, other.ranks & one.others), key=len)
     # of two sides of equal size either may be wrong
     is_sure = len(few) < len(many)
     calls, lacks = (other, one) if few <= one.ranks else (one, other)
     ranks = few if is_sure else few | many
-    numbers = tuple(sorted(standing.number(one.one, rank) for rank in ranks))[: RAS.max_named]
+    numbers = tuple(sorted(history.number(one.one, rank) for rank in ranks))[: RAS.max_named]
     places = [numbers] if is_sure else [(number,) for number in numbers]
     return Finding(
         kind="desync",
         places=tuple(Place(kind="rank", ranks=own) for own in places),
-        since_s=standing.latest.at_s or 0.0, since_round=lacks.lowest + 1,
+        since_s=history.latest.at_s or 0.0, since_round=lacks.lowest + 1,
         evidence=RasDesyncEvidence(
             communicators=[one.one.communicator], ranks=list(numbers),
             launched=[f"{own.kind}: {own.lowest} to {own.highest}" for own in (one, other)],
-            locations=standing.locations([(one.one, rank) for rank in sorted(ranks)]),
+            locations=history.locations([(one.one, rank) for rank in sorted(ranks)]),
         ),
         text=f"{Place(kind='rank', ranks=numbers).title} of communicator {one.one.communicator}: more {calls.kind} and "
         f"fewer {lacks.kind} launched than by others, so they call different collectives.",
-        confidence=(0.8 if is_sure else 0.5) * standing.trust,
+        confidence=(0.8 if is_sure else 0.5) * history.trust,
         remedy="compare the code paths of these ranks: a branch on data, a rank number or an exception that was "
         "swallowed",
         probe="" if is_sure else "run with one more rank: the side with most ranks is right",
     )  # fmt: skip
 
 
-def _not_come(standing: RasHistory, behind: _Behind, unchanged: Unchanged) -> Finding:
+def _not_come(history: RasHistory, behind: _Behind, unchanged: Unchanged) -> Finding:
     one = behind.one
-    numbers = tuple(sorted(standing.number(one, rank) for rank in behind.ranks))
+    numbers = tuple(sorted(history.number(one, rank) for rank in behind.ranks))
     named = numbers[: RAS.max_named] if behind.ranks else ()
-    place = _place(standing, one, behind, named)
+    place = _place(history, one, behind, named)
     # a majority that lags may also mean that the others called once too often
     is_few = behind.num < behind.num_others
     stood = 0.9 if unchanged.is_long else 0.75
@@ -306,39 +306,39 @@ def _not_come(standing: RasHistory, behind: _Behind, unchanged: Unchanged) -> Fi
             communicators=[one.communicator], kind_of_collective=behind.kind, launched=behind.lowest,
             others_launched=behind.highest, num_behind=behind.num, ranks=list(named), num_others=behind.num_others,
             unchanged_s=unchanged.lasted, answers=unchanged.num,
-            locations=standing.locations([(one, rank) for rank in sorted(behind.ranks)]),
+            locations=history.locations([(one, rank) for rank in sorted(behind.ranks)]),
         ),
         text=f"{who} {verb} not come to {behind.kind} {behind.lowest + 1} of communicator {one.communicator}, which "
         f"others have launched up to {behind.highest}"
         + (f"; {unchanged.said}." if unchanged.has_stood else "; they may be on their way.")
         + ("" if is_few else " As these are most of them, the others may have called it once too often instead."),
-        confidence=(sure if named else min(sure, 0.5)) * standing.trust,
+        confidence=(sure if named else min(sure, 0.5)) * history.trust,
         remedy="take the stacks of these ranks (py-spy dump): they hang in their own code, or wait for somebody else"
         if unchanged.has_stood else _ASK_AGAIN,
         probe="" if named else "ask RAS for all ranks: ncclras -f json",
     )  # fmt: skip
 
 
-def _place(standing: RasHistory, one: CommunicatorState, behind: _Behind, numbers: tuple[int, ...]) -> Place:
+def _place(history: RasHistory, one: CommunicatorState, behind: _Behind, numbers: tuple[int, ...]) -> Place:
     """Return the host with exactly these ranks, if all hosts are known, or the ranks."""
     if not numbers:
         return Place(kind="communicator")
     hosts = {one.members[rank].host for rank in behind.ranks}
     (host, *others) = sorted(hosts)
     beside = [member for rank, member in one.members.items() if member.host == host and rank not in behind.ranks]
-    if host and len(behind.ranks) > 1 and not others and not beside and standing.latest.is_whole:
+    if host and len(behind.ranks) > 1 and not others and not beside and history.latest.is_whole:
         return Place(kind="host", hosts=(host,))
     return Place(kind="rank", ranks=numbers)
 
 
-def find_still(standing: RasHistory) -> list[Finding]:
+def find_still(history: RasHistory) -> list[Finding]:
     """Return that no communicator has moved for half a minute, if all ranks have equal counts.
 
     Only RAS's JSON tells counts of communicators that are well. It does not count messages (Send, Recv).
     """
-    counting = [one for one in standing.latest.communicators if any(_total(one))]
-    stood = [standing.unchanged(one, lambda member: dict(member.counts)) for one in counting]
-    if not counting or not standing.latest.is_whole or not all(one.is_long for one in stood):
+    counting = [one for one in history.latest.communicators if any(_total(one))]
+    stood = [history.unchanged(one, lambda member: dict(member.counts)) for one in counting]
+    if not counting or not history.latest.is_whole or not all(one.is_long for one in stood):
         return []
     least = min(stood, key=lambda one: one.apart_s)
     counts: Mapping[str, list[int]] = {one.communicator: [max(_total(one))] for one in counting[:16]}
@@ -350,7 +350,7 @@ def find_still(standing: RasHistory) -> list[Finding]:
         ),
         text=f"No rank has launched a collective in {least.apart_s:.0f} s, and all have launched as many: either all "
         "are in one that does not end, which is a wire or a GPU, or all do something else, such as a checkpoint.",
-        confidence=0.4 * standing.trust,
+        confidence=0.4 * history.trust,
         remedy="take the stacks of some ranks (py-spy dump): those in a wait of CUDA are in the collective",
         probe="run `thinwire diagnose test` on these hosts",
     )]  # fmt: skip
@@ -374,28 +374,28 @@ def find_in_snapshots(snapshots: Sequence[Snapshot], *, trust: float) -> list[Fi
     """
     if not snapshots:
         return []
-    standing = RasHistory(in_order(snapshots), trust)
-    gone = list(_find_lost(standing))
-    errors = list(_find_errors(standing, is_lost=bool(gone)))
-    states = list(_find_states(standing))
-    behind = find_behind(standing)
+    history = RasHistory(in_order(snapshots), trust)
+    gone = list(_find_lost(history))
+    errors = list(_find_errors(history, is_lost=bool(gone)))
+    states = list(_find_states(history))
+    behind = find_behind(history)
     found = [*gone, *errors, *behind, *states]
     told = {name for one in found if isinstance(one.evidence, RasEvidence)
             for name in one.evidence.communicators}  # fmt: skip
-    bare = [_bare(standing, one) for one in standing.latest.communicators if _is_bare(one, told)]
-    return [*found, *bare] or find_still(standing)
+    bare = [_bare(history, one) for one in history.latest.communicators if _is_bare(one, told)]
+    return [*found, *bare] or find_still(history)
 
 
-def _find_lost(standing: RasHistory) -> Iterator[Finding]:
+def _find_lost(history: RasHistory) -> Iterator[Finding]:
     """Yield processes that RAS cannot reach, those of a host together."""
-    processes, ranks = _lost(standing.latest)
+    processes, ranks = _lost(history.latest)
     for state in ("dead", "unresponsive"):
         hosts = sorted({one.host for one in processes[state]} | {member.host for _, member in ranks[state]})
         for host in hosts:
             own = sorted({(one.pid, one.gpus) for one in processes[state] if one.host == host})
             members = [(name, one) for name, one in ranks[state] if one.host == host]
             if own or members:
-                yield _gone(standing, state, host, own, members)
+                yield _gone(history, state, host, own, members)
 
 
 _ByState = dict[str, list[tuple[CommunicatorState, RankState]]]
@@ -422,13 +422,13 @@ def _lost(latest: Snapshot) -> tuple[dict[str, list[Process]], _ByState]:
 
 
 def _gone(
-    standing: RasHistory, state: str, host: str, processes: Sequence[tuple[int, str]],
+    history: RasHistory, state: str, host: str, processes: Sequence[tuple[int, str]],
     members: Sequence[tuple[CommunicatorState, RankState]],
 ) -> Finding:  # fmt: skip
-    numbers = sorted({standing.number(one, member.rank) for one, member in members})
-    everyone = {member.rank for one in standing.latest.communicators for member in one.members.values()
+    numbers = sorted({history.number(one, member.rank) for one, member in members})
+    everyone = {member.rank for one in history.latest.communicators for member in one.members.values()
                 if member.host == host and not member.lost}  # fmt: skip
-    is_host = len(numbers) > 1 and not everyone and standing.latest.is_whole
+    is_host = len(numbers) > 1 and not everyone and history.latest.is_whole
     place = Place(kind="host", hosts=(host,)) if is_host or not numbers else Place(kind="rank", ranks=tuple(numbers))
     pids = ", ".join(str(pid) for pid, _ in processes[:8])
     who = f"{place.title} (host {host}, process {pids})" if pids else place.title
@@ -437,14 +437,14 @@ def _gone(
     return Finding(
         kind="non-communication hang",
         places=(place,),
-        since_s=standing.first_s(lambda snapshot: _is_lost(snapshot, host, [pid for pid, _ in processes])),
+        since_s=history.first_s(lambda snapshot: _is_lost(snapshot, host, [pid for pid, _ in processes])),
         evidence=RasLostEvidence(
             state=state, host=host, processes=[f"{pid}, GPU {gpus}" for pid, gpus in processes][:16],
             ranks=numbers[:64], communicators=sorted({one.communicator for one, _ in members})[:16],
         ),
         text=f"{who} has been given up by RAS, which could not reach it for a minute: it is dead or cut off." if is_dead
         else f"{who} does not answer RAS: it is stopped, killed or cut off, or busy for some seconds.",
-        confidence=sure * standing.trust,
+        confidence=sure * history.trust,
         remedy="look at its own log and its host's: out of memory, an error of the GPU (dmesg, Xid), a crash; the "
         "others wait for it" if is_dead
         else f"look at the process and its host; {_ASK_AGAIN}: after a minute RAS gives it up",
@@ -456,10 +456,10 @@ def _is_lost(snapshot: Snapshot, host: str, pids: Sequence[int]) -> bool:
     return any(one.host == host and one.pid in pids for own in processes.values() for one in own)
 
 
-def _find_errors(standing: RasHistory, *, is_lost: bool) -> Iterator[Finding]:
+def _find_errors(history: RasHistory, *, is_lost: bool) -> Iterator[Finding]:
     """Yield the ranks' own errors; errors by the loss of others only if there is nothing else."""
     found: dict[tuple[str, str], list[tuple[CommunicatorState, int]]] = defaultdict(list)
-    for one in standing.latest.communicators:
+    for one in history.latest.communicators:
         for rank, member in one.members.items():
             for when, error in (("initialising", member.init_error), ("running", member.async_error)):
                 if error:
@@ -467,49 +467,49 @@ def _find_errors(standing: RasHistory, *, is_lost: bool) -> Iterator[Finding]:
     # a remote error follows from the loss of another process
     own = {key: ranks for key, ranks in found.items() if key[1] != REMOTE_ERROR}
     for (when, error), ranks in (own or ({} if is_lost else found)).items():
-        numbers = tuple(sorted({standing.number(one, rank) for one, rank in ranks}))
+        numbers = tuple(sorted({history.number(one, rank) for one, rank in ranks}))
         place = Place(kind="rank", ranks=numbers)
         is_wire = error in (REMOTE_ERROR, _SYSTEM_ERROR)
         names = sorted({one.communicator for one, _ in ranks})
         yield Finding(
             kind="communication hang" if is_wire else "non-communication hang",
-            places=(place,), since_s=standing.latest.at_s or 0.0,
+            places=(place,), since_s=history.latest.at_s or 0.0,
             evidence=RasErrorEvidence(
                 error=error, phase=when, ranks=list(numbers)[:64], communicators=names[:16],
-                locations=standing.locations(ranks),
+                locations=history.locations(ranks),
             ),
             text=f"{place.title} has failed while {when} communicator {names[0]}: {error}"
             + (", which says that another process or the wire to it is lost." if error == REMOTE_ERROR else "."),
-            confidence=(0.5 if error == REMOTE_ERROR else 0.85) * standing.trust,
+            confidence=(0.5 if error == REMOTE_ERROR else 0.85) * history.trust,
             remedy="read what its own log says with NCCL_DEBUG=WARN" + ("; find who was lost" if is_wire else ""),
             probe="run `thinwire diagnose test` on these hosts" if is_wire else "",
         )  # fmt: skip
 
 
-def _find_states(standing: RasHistory) -> Iterator[Finding]:
+def _find_states(history: RasHistory) -> Iterator[Finding]:
     """Yield the ranks that are in another state than the rest of their communicator."""
-    for one in standing.latest.communicators:
+    for one in history.latest.communicators:
         states: dict[str, list[int]] = defaultdict(list)
         for rank, member in one.members.items():
             if member.status:
                 states[member.status].append(rank)
-        if len(states) < 2 or standing.has_trouble(one):
+        if len(states) < 2 or history.has_trouble(one):
             continue
         ranks, said = _odd(states)
-        numbers = tuple(sorted(standing.number(one, rank) for rank in ranks))
+        numbers = tuple(sorted(history.number(one, rank) for rank in ranks))
         place = Place(kind="rank", ranks=numbers)
-        same = standing.unchanged(one, lambda member: member.status)
+        same = history.unchanged(one, lambda member: member.status)
         yield Finding(
             kind="non-communication hang",
             places=(place,), since_s=same.since_s,
             evidence=RasStateEvidence(
                 states=[f"{name}: {len(own)}" for name, own in sorted(states.items())], ranks=list(numbers)[:64],
                 communicators=[one.communicator], unchanged_s=same.lasted,
-                locations=standing.locations([(one, rank) for rank in ranks]),
+                locations=history.locations([(one, rank) for rank in ranks]),
             ),
             text=f"{place.title} {said} communicator {one.communicator}, and others are not so far"
             + (f": {same.said}." if same.has_stood else "; this may be on its way."),
-            confidence=(0.75 if same.has_stood else 0.3) * standing.trust,
+            confidence=(0.75 if same.has_stood else 0.3) * history.trust,
             remedy="take the stacks of these ranks (py-spy dump)" if same.has_stood else _ASK_AGAIN_STATES,
         )  # fmt: skip
 
@@ -531,11 +531,11 @@ def _is_bare(one: CommunicatorState, told: Iterable[str]) -> bool:
     return not one.members and not one.unlisted and one.errors not in ("", "OK") and one.communicator not in told
 
 
-def _bare(standing: RasHistory, one: CommunicatorState) -> Finding:
+def _bare(history: RasHistory, one: CommunicatorState) -> Finding:
     return Finding(
-        kind="non-communication hang", places=(Place(kind="communicator"),), since_s=standing.latest.at_s or 0.0,
+        kind="non-communication hang", places=(Place(kind="communicator"),), since_s=history.latest.at_s or 0.0,
         evidence=RasSuspectEvidence(communicators=[one.communicator], ras_says=one.errors, size=one.size),
         text=f"RAS calls a communicator {one.communicator} {one.errors}, and which ranks is not in what was read.",
-        confidence=0.3 * standing.trust,
+        confidence=0.3 * history.trust,
         remedy="ask RAS for all: ncclras -f json, or verbose status",
     )  # fmt: skip
