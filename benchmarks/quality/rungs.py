@@ -75,7 +75,8 @@ RUNGS: Mapping[str, Rung] = MappingProxyType(
         "A": Rung(
             name="A", dim=64, layers=2, heads=2, tokenizer="bytes", vocab_size=257, seq_len=64, windows=16, steps=2600,
             num_parameters=115_136,
-            lrs={"all": (3e-3, 6e-3, 1e-2), "local": (1.5e-3, 3e-3, 6e-3)},
+            lrs={"all": (3e-3, 6e-3, 1e-2), "local": (1.5e-3, 3e-3, 6e-3), "sgd": (0.05, 0.1, 0.2),
+                 "sign": (5e-4, 1e-3, 2e-3)},
         ),
         "B": Rung(
             name="B", dim=96, layers=4, heads=3, tokenizer="bpe", vocab_size=512, seq_len=128, windows=16, steps=4830,
@@ -103,7 +104,7 @@ class Entry:
         method: A method of thinwire.
         replicas: Numbers of replicas that it runs with.
         options: Arguments of the method; a codec by its name.
-        inner: `adamw` or `muon`.
+        inner: An inner optimizer of `thinwire train`: `adamw`, `muon` or `plain-sgd`.
         grid: Key of `Rung.lrs`.
         share_of: The replica trains alone, with the share of the batch that one of so many has.
         budgets: Shares of the rung's steps, with schedules of their own; more than 1 only for the baseline.
@@ -175,5 +176,37 @@ ENTRIES: tuple[Entry, ...] = (
     Entry(name="local-sgd", method="local-sgd", options=_AT_ONCE),
     Entry(name="streaming-sparse-loco", method="streaming-sparse-loco", options=_AT_ONCE | {"overlap_steps": 1},
           replicas=(2, 4)),
+    *(
+        Entry(name=f"iso-loco, {word}", method="iso-loco", replicas=(2,),
+              options=_ISO | {"error_feedback": 1.0} | options)
+        for word, options in (
+            ("E3M0 with error feedback", {}),
+            ("2 bits", {"codec": "block-2bit"}),
+            ("2 bits, H 120", {"codec": "block-2bit", "sync_interval": 120}),
+            ("1 bit", {"codec": "sign"}),
+            ("1 bit, H 60", {"codec": "sign", "sync_interval": 60}),
+        )
+    ),
+    Entry(name="iso-loco, outer rate 2.4", method="iso-loco", options=_ISO | {"outer_lr": 2.4}, replicas=(2, 4, 8),
+          rungs="A B"),
+    *(
+        Entry(name=method, method=method, replicas=(2,), options=options)
+        for method, options in (
+            ("decoupled-diloco", _AT_ONCE | {"overlap_steps": 3}), ("sparse-loco", _AT_ONCE), ("eager", _AT_ONCE),
+            ("slowmo", _AT_ONCE), ("co2", _AT_ONCE), ("noloco", _AT_ONCE),
+        )
+    ),
+    Entry(name="muloco", method="muloco", inner="muon", options=_AT_ONCE, replicas=(2,)),
+    *(
+        Entry(name=method, method=method, replicas=(2,), options=options, grid="all")
+        for method, options in (
+            ("power-sgd", {}), ("ef21", {"codec": "top-k"}), ("zero-one-adam", {}), ("robust", {}),
+            ("one-bit-adam", {"warmup_steps": 390}), ("one-bit-lamb", {"warmup_steps": 390}),
+        )
+    ),
+    # methods that carry momentum themselves; their rates are those of SGD
+    Entry(name="dgc", method="dgc", inner="plain-sgd", replicas=(2,), grid="sgd",
+          options={"density": 0.001, "warmup_steps": 520}),
+    Entry(name="demo", method="demo", inner="plain-sgd", replicas=(2,), grid="sign"),
     Entry(name="one replica alone", method="all-reduce", replicas=(1,), share_of=(2, 4, 8)),
 )  # fmt: skip

@@ -11,7 +11,7 @@ import thinwire
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.plain_replicas import Replica, adamw, assert_all_same, mean_of, train
 from tests.reference.small_models import build
-from thinwire.codecs import block_2bit, float32
+from thinwire.codecs import block_2bit, float32, sign
 from thinwire.elastic.elastic_method import elastic
 from thinwire.methods import iso_loco, muloco, pier, streaming_diloco
 from thinwire.sync.fragments import Pattern, find_blocks
@@ -105,9 +105,9 @@ def test_the_papers_normalised_momentum_is_nesterov_with_a_smaller_rate():
     torch.testing.assert_close(value, other)
 
 
-def reference_muloco(*, replicas, count, interval, num_fragments):
-    """Two bits with error feedback, one residual a fragment and replica; fragments take turns and none overlaps."""
-    everyone, codec = [Replica("transformer", number) for number in range(replicas)], block_2bit()
+def with_residuals(codec, *, replicas, count, interval, num_fragments, decay=1.0):
+    """Error feedback, one residual a fragment and replica; fragments take turns and none overlaps."""
+    everyone = [Replica("transformer", number) for number in range(replicas)]
     fragments = Pattern(num_fragments=num_fragments).partition(find_blocks(everyone[0].model))
     residuals = {}
     for step in range(1, count + 1):
@@ -120,7 +120,7 @@ def reference_muloco(*, replicas, count, interval, num_fragments):
             sent = []
             for replica in everyone:
                 delta = torch.cat([(replica.phi[n] - replica.theta[n].detach()).reshape(-1) for n in names])
-                total = delta + residuals.get((p, replica.number), 0)
+                total = delta + decay * residuals.get((p, replica.number), 0)
                 sent.append(codec.decode(codec.encode(total), numel=total.numel()))
                 residuals[p, replica.number] = total - sent[-1]
             mean = torch.zeros_like(sent[0])
@@ -139,11 +139,32 @@ def reference_muloco(*, replicas, count, interval, num_fragments):
 def test_muloco_with_fragments_is_its_equations_bit_for_bit(num_fragments):
     method = muloco(sync_interval=6, num_fragments=num_fragments, outer_lr=LR, outer_momentum=MU)
     found = train(method, kind="transformer", replicas=3, count=26)
-    assert_all_same(found, reference_muloco(replicas=3, count=26, interval=6, num_fragments=num_fragments))
+    assert_all_same(found, with_residuals(block_2bit(), replicas=3, count=26, interval=6, num_fragments=num_fragments))
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.75])
+def test_error_feedback_of_streaming_diloco_is_its_equations_bit_for_bit(decay):
+    method = streaming_diloco(
+        sync_interval=6, overlap_steps=0, num_fragments=3, codec=sign(), error_feedback=decay, outer_lr=LR,
+        outer_momentum=MU,
+    )  # fmt: skip
+    found = train(method, kind="transformer", replicas=3, count=24)
+    expected = with_residuals(sign(), replicas=3, count=24, interval=6, num_fragments=3, decay=decay)
+    assert_all_same(found, expected)
+
+
+def test_error_feedback_of_a_lossless_code_keeps_nothing():
+    plain, other = (at_once(error_feedback=share) for share in (None, 1.0))
+    assert plain.describe(num_replicas=3) == other.describe(num_replicas=3)
+    with pytest.raises(ValueError, match=r"decay must be in \(0, 1\], got 1.5"):
+        streaming_diloco(error_feedback=1.5)
+    with pytest.raises(ValueError, match="preserve_norm takes no error_feedback"):
+        streaming_diloco(error_feedback=1.0, preserve_norm=True)
 
 
 CANDIDATES = {
     "muloco": lambda: muloco(sync_interval=5, overlap_steps=2, num_fragments=None),
+    "residuals": lambda: iso_loco(sync_interval=5, codec=sign(), error_feedback=0.9, exchange="two-phase"),
     # saved in the middle of the lazy start
     "pier": lambda: pier(sync_interval=5, lazy_steps=15, total_steps=23, overlap_steps=2),
     "norm": lambda: streaming_diloco(sync_interval=5, overlap_steps=2, layers_per_fragment=1, preserve_norm=True),

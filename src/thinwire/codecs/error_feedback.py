@@ -132,7 +132,7 @@ class ErrorFeedback:
     def __post_init__(self) -> None:
         """Check the range."""
         if not 0 < self.decay <= 1:
-            raise ValueError(f"decay must be in (0, 1], got {self.decay}; 1 forgets nothing")
+            raise ValueError(f"error feedback's decay must be in (0, 1], got {self.decay}; 1 forgets nothing")
 
     def bind(self, numel: int) -> BoundSenderMemory:
         """See `SenderMemory.bind`."""

@@ -71,6 +71,7 @@ def iso_loco(
     overlap_steps: int | Sequence[int] = 1,
     blend: float = 0.0,
     codec: Codec | None = None,
+    error_feedback: float | None = None,
     exchange: Literal["auto", "all-gather", "two-phase"] = "auto",
     fragment_order: Literal["strided", "sequential"] = "strided",
     layers_per_fragment: int = 3,
@@ -89,6 +90,7 @@ def iso_loco(
         overlap_steps: tau: inner steps from launch to apply, 0 <= tau < H; one number, or one a replica.
         blend: alpha: weight of the local value at apply, in [0, 1).
         codec: The pseudo-gradients' code; E3M0 by default.
+        error_feedback: Share of what the code dropped that the next round adds, at most 1; None for no residual.
         exchange: How payloads travel; `"auto"` takes the cheaper one for the number of replicas.
         fragment_order: How blocks are dealt out.
         layers_per_fragment: Blocks a fragment.
@@ -109,9 +111,9 @@ def iso_loco(
         ('iso-loco', 0.0)
     """
     streaming = streaming_diloco(
-        sync_interval=sync_interval, overlap_steps=overlap_steps, blend=blend, codec=codec, exchange=exchange,
-        fragment_order=fragment_order, layers_per_fragment=layers_per_fragment, num_fragments=num_fragments,
-        preserve_norm=preserve_norm,
+        sync_interval=sync_interval, overlap_steps=overlap_steps, blend=blend, codec=codec,
+        error_feedback=error_feedback, exchange=exchange, fragment_order=fragment_order,
+        layers_per_fragment=layers_per_fragment, num_fragments=num_fragments, preserve_norm=preserve_norm,
     )  # fmt: skip
 
     def update(num_replicas: int) -> OuterStep:

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from thinwire.averaging.exchange import AllGather, Exchange, cheapest
+from thinwire.averaging.exchange import cheapest
 from thinwire.codecs import Codec, block_2bit, float32
-from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.methods.registry import About, register
 from thinwire.methods.streaming_diloco import streaming_diloco
 from thinwire.sync.method import Method
@@ -71,17 +70,10 @@ def muloco(
     """
     payload_codec = block_2bit() if codec is None else codec
     streaming = streaming_diloco(
-        sync_interval=sync_interval, overlap_steps=overlap_steps, blend=blend, num_fragments=num_fragments,
-        outer_lr=outer_lr, outer_momentum=outer_momentum,
+        sync_interval=sync_interval, overlap_steps=overlap_steps, blend=blend, codec=payload_codec,
+        error_feedback=decay, exchange="auto" if payload_codec.is_lossless_for_float32 else "all-gather",
+        num_fragments=num_fragments, outer_lr=outer_lr, outer_momentum=outer_momentum,
     )  # fmt: skip
-    feedback = AllGather(codec=payload_codec, memory=ErrorFeedback(decay=decay))
-
-    def exchange(num_replicas: int) -> Exchange:
-        if payload_codec.is_lossless_for_float32:
-            return cheapest(payload_codec, num_replicas=num_replicas)
-        return feedback
-
     return replace(
-        streaming, name="muloco", exchange=exchange,
-        last_exchange=lambda num_replicas: cheapest(float32(), num_replicas=num_replicas),
-    )  # fmt: skip
+        streaming, name="muloco", last_exchange=lambda num_replicas: cheapest(float32(), num_replicas=num_replicas)
+    )

@@ -13,6 +13,9 @@ rest. On each replica m of M, with interval H, overlap tau < H and the fragments
             theta_p(t) = OuterOpt(theta_p(t-tau-H), Delta_p)                 Nesterov, momentum 0.9
             theta_mp(t) = alpha theta_mp(t) + (1 - alpha) theta_p(t)         blend
 
+With `error_feedback` beta a fragment's residual e_mp is added before the code, and keeps what it drops (arXiv
+1901.09847): it makes codes of 2 bits and of 1 bit usable.
+
 What the paper leaves open, and what we do: a fragment is not launched before it has run H steps (the paper's example,
 not its formula); the pseudo-gradient refers to the pure global value theta_p, never to the blend; E3M0 payloads carry
 one power-of-two scale a block of 64 values; with more than 4 replicas a two-phase exchange keeps a replica's traffic
@@ -24,11 +27,13 @@ experiment with unequal workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from thinwire.averaging.exchange import AllGather, Exchange, NormPreservingAllGather, TwoPhase, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, e3m0
+from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.methods.diloco import default_outer_lr
 from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
@@ -54,6 +59,7 @@ def streaming_diloco(
     overlap_steps: int | Sequence[int] = 1,
     blend: float | None = None,
     codec: Codec | None = None,
+    error_feedback: float | None = None,
     exchange: Literal["auto", "all-gather", "two-phase"] = "auto",
     fragment_order: Literal["strided", "sequential"] = "strided",
     layers_per_fragment: int = 3,
@@ -71,6 +77,7 @@ def streaming_diloco(
         overlap_steps: tau: inner steps from launch to apply, 0 <= tau < H; one number, or one a replica.
         blend: alpha: weight of the local value at apply, in [0, 1); 0.5 by default, 0 where nothing overlaps.
         codec: The pseudo-gradients' code; E3M0 by default.
+        error_feedback: Share of what the code dropped that the next round adds, at most 1; None for no residual.
         exchange: How payloads travel; `"auto"` takes the cheaper one for the number of replicas.
         fragment_order: How blocks are dealt out.
         layers_per_fragment: Blocks a fragment.
@@ -101,13 +108,16 @@ def streaming_diloco(
         return OuterStep(optimizer=restarted(optimizer, every=restart_every, sync_interval=sync_interval), blend=alpha)
 
     update(1)  # a bad argument is refused here, not when training starts
+    payload_codec = e3m0() if codec is None else codec
+    exchanges = _exchange_for(exchange, codec=payload_codec, error_feedback=error_feedback, preserve_norm=preserve_norm)
     return Method(
         name="streaming-diloco",
         schedule=schedule,
         topology=AllReplicas(),
         view=PseudoGradient(fragments=pattern),
-        exchange=_exchange_for(exchange, codec=e3m0() if codec is None else codec, preserve_norm=preserve_norm),
+        exchange=exchanges,
         update=update,
+        last_exchange=None if error_feedback is None else _final_exchange(payload_codec),
     )
 
 
@@ -124,17 +134,38 @@ def restarted(optimizer: OuterOptimizer, *, every: int | None, sync_interval: in
     return optimizer if every is None else Restarted(optimizer=optimizer, every=every, sync_interval=sync_interval)
 
 
-def _exchange_for(name: str, *, codec: Codec, preserve_norm: bool) -> Callable[[int], Exchange]:
+def _exchange_for(
+    name: str, *, codec: Codec, error_feedback: float | None, preserve_norm: bool
+) -> Callable[[int], Exchange]:
     if preserve_norm and name == "two-phase":
         raise ValueError(
             "preserve_norm needs each replica's part as a whole, got exchange='two-phase', whose owners see one shard; "
             "take exchange='all-gather'"
         )
+    if preserve_norm and error_feedback is not None:
+        raise ValueError(
+            f"preserve_norm takes no error_feedback, got {error_feedback}: a residual is no direction of the replica; "
+            f"leave one of them out"
+        )
+    memory = None if error_feedback is None else ErrorFeedback(decay=error_feedback)
+    memory = None if codec.is_lossless_for_float32 else memory
     choices: dict[str, Callable[[int], Exchange]] = {
-        "auto": lambda num_replicas: cheapest(codec, num_replicas=num_replicas),
-        "all-gather": lambda num_replicas: AllGather(codec=codec),
-        "two-phase": lambda num_replicas: TwoPhase(codec=codec),
+        "auto": lambda num_replicas: _with_memory(cheapest(codec, num_replicas=num_replicas), memory),
+        "all-gather": lambda num_replicas: _with_memory(AllGather(codec=codec), memory),
+        "two-phase": lambda num_replicas: _with_memory(TwoPhase(codec=codec), memory),
     }
     if name not in choices:
         raise ValueError(f"exchange must be one of {', '.join(choices)}, got {name!r}")
     return (lambda num_replicas: NormPreservingAllGather(codec=codec)) if preserve_norm else choices[name]
+
+
+def _with_memory(exchange: AllGather | TwoPhase, memory: ErrorFeedback | None) -> AllGather | TwoPhase:
+    if isinstance(exchange, TwoPhase):
+        return replace(exchange, memory=memory, owner_memory=memory)
+    return replace(exchange, memory=memory)
+
+
+def _final_exchange(codec: Codec) -> Callable[[int], Exchange]:
+    # no later round would send the residual of a coarse code
+    last = codec if codec.is_lossless_for_float32 else e3m0()
+    return lambda num_replicas: cheapest(last, num_replicas=num_replicas)
