@@ -23,7 +23,7 @@ import torch.distributed as dist
 import zmq
 
 from thinwire.averaging.payloads import decode as decode_part
-from thinwire.averaging.quorum_messages import (
+from thinwire.averaging.quorum import (
     MeanHeader,
     PartHeader,
     read_mean_header,
@@ -32,7 +32,7 @@ from thinwire.averaging.quorum_messages import (
     with_part_header,
 )
 from thinwire.averaging.round_context import Progress
-from thinwire.codecs.registry import NAMES, by_name
+from thinwire.codecs import NAMES, by_name
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_session import CoordinatorSession
 from thinwire.elastic.coordinator_state import CoordinatorConfig
@@ -49,7 +49,7 @@ from thinwire.monitor.doctor.peer import parse_target
 from thinwire.monitor.record.connection_records import RankPlace
 from thinwire.planning import probe
 from thinwire.sync import consistency_check
-from thinwire.transport import all_gather_json as notes
+from thinwire.transport import base as notes
 from thinwire.transport import burst_probe as host_probes
 from thinwire.transport import connect as connect_module
 from thinwire.transport import message

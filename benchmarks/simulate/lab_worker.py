@@ -29,7 +29,7 @@ from torch import nn
 import thinwire
 from thinwire.codecs import by_name
 from thinwire.methods import recipe
-from thinwire.transport.all_gather_json import all_gather_json
+from thinwire.transport.base import all_gather_json
 
 DEADLINE_S = 120.0
 # Arguments that are codecs, by their names.

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from thinwire.integrations.tracking import metrics
     from thinwire.monitor.record.torch_recorder import watch
     from thinwire.sync.method import Method
-    from thinwire.sync.multi_optimizer import MultiOptimizer
-    from thinwire.sync.optimizer import DistributedOptimizer
+    from thinwire.sync.optimizer import DistributedOptimizer, MultiOptimizer
     from thinwire.training.elastic.own_loop import ElasticOptimizer, join
     from thinwire.transport.connect import connect
     from thinwire.transport.faulty import FaultyTransport
@@ -43,7 +42,7 @@ _HOMES = {
     "DistributedOptimizer": "thinwire.sync.optimizer",
     "ElasticOptimizer": "thinwire.training.elastic.own_loop",
     "FaultyTransport": "thinwire.transport.faulty",
-    "MultiOptimizer": "thinwire.sync.multi_optimizer",
+    "MultiOptimizer": "thinwire.sync.optimizer",
     "LoopbackTransport": "thinwire.transport.loopback",
     "LoopbackWorld": "thinwire.transport.loopback",
     "Method": "thinwire.sync.method",

@@ -15,7 +15,7 @@ from tests.trained_runs import train
 from thinwire.cli.main import main
 from thinwire.cli.model_commands import _origin as origin_of
 from thinwire.cli.tables import sample_lines
-from thinwire.inference.trained_model import evaluate, load_trained
+from thinwire.inference import evaluate, load_trained
 
 Output = pytest.CaptureFixture[str]
 

@@ -18,9 +18,8 @@ from thinwire.cli.simulate import SimulateOptions
 from thinwire.cli.train_options import parse, settle
 from thinwire.cli.train_plan import planned
 from thinwire.models import build_model
-from thinwire.training.build import make_method
+from thinwire.training.build import check_memory, make_method
 from thinwire.training.config import validate
-from thinwire.training.memory_check import check_memory
 from thinwire.units import parse_bytes
 
 ALIKE = ["--hosts", "2", "--rate", "20mbit", "--latency", "10ms"]

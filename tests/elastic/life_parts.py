@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass, field
 
-from thinwire.elastic.round_state_machine import RoundStateMachine
+from thinwire.elastic.round_driver import RoundStateMachine
 from thinwire.elastic.rounds import Decision
 
 # The round, and by member the hash of the global state that its part refers to.

@@ -11,8 +11,15 @@ from model import NoLock, meet
 
 from thinwire.elastic.coordinator_session import CoordinatorSession, CoordinatorView, StateOffer
 from thinwire.elastic.protocol import FROM_NOBODY, Message
-from thinwire.elastic.round_driver import ReplicaRounds, blob_name
-from thinwire.elastic.round_state_machine import CastVote, GiveUp, RequestPart, RoundInputs, RoundStateMachine
+from thinwire.elastic.round_driver import (
+    CastVote,
+    GiveUp,
+    ReplicaRounds,
+    RequestPart,
+    RoundInputs,
+    RoundStateMachine,
+    blob_name,
+)
 from thinwire.errors import Expelled, RunOver
 from thinwire.events import FIRST_LAST_ROUND
 from thinwire.training.elastic.states import held_offer

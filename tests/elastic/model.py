@@ -16,7 +16,7 @@ from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_session import CoordinatorSession
 from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.protocol import VERSION, decode, encode
-from thinwire.elastic.round_state_machine import CastVote, GiveUp, RequestPart, RoundInputs, RoundStateMachine
+from thinwire.elastic.round_driver import CastVote, GiveUp, RequestPart, RoundInputs, RoundStateMachine
 from thinwire.elastic.rounds import Decision
 from thinwire.version import __version__
 

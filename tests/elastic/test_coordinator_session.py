@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from thinwire.elastic.coordinator_session import CoordinatorSession
-from thinwire.elastic.round_state_machine import CastVote, GiveUp, RequestPart, RoundInputs, RoundStateMachine
+from thinwire.elastic.round_driver import CastVote, GiveUp, RequestPart, RoundInputs, RoundStateMachine
 from thinwire.elastic.rounds import Decision
 from thinwire.errors import Expelled
 

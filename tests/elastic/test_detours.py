@@ -11,8 +11,7 @@ from town import Resident, Town, live_together
 
 from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic.coordinator_session import CoordinatorSession
-from thinwire.elastic.round_driver import round_of_name
-from thinwire.elastic.round_state_machine import RequestPart, RoundInputs, RoundStateMachine
+from thinwire.elastic.round_driver import RequestPart, RoundInputs, RoundStateMachine, round_of_name
 from thinwire.elastic.rounds import Decision
 from thinwire.elastic.routing import (
     CLEARLY,

@@ -14,7 +14,7 @@ from town import Resident, Town
 
 import thinwire
 from thinwire.adaptive_timeout import AdaptiveTimeout
-from thinwire.averaging.quorum_messages import read_part_header
+from thinwire.averaging.quorum import read_part_header
 from thinwire.elastic.coordinator import MOST_BAD_PARTS
 from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.engine_driver import ElasticDriver

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_elastic_faults import FINAL, SOON_S, Street, are_alike, pause, street
 
-from thinwire.averaging.quorum_messages import read_part_header
+from thinwire.averaging.quorum import read_part_header
 from thinwire.elastic.round_driver import HEAD_BYTES, blob_name, round_of_name
 
 __all__ = ["street"]

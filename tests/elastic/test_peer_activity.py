@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from thinwire.elastic.peer_activity import SILENT_S, PeerActivity
-from thinwire.elastic.round_state_machine import CastVote, RoundInputs, RoundStateMachine
+from thinwire.elastic.join import SILENT_S, PeerActivity
+from thinwire.elastic.round_driver import CastVote, RoundInputs, RoundStateMachine
 
 
 @dataclass

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import thinwire
-from thinwire.monitor.record.round_log import RoundLog
+from thinwire.training.elastic.replica import RoundLog
 from thinwire.transport.loopback import run_replicas
 
 

@@ -11,8 +11,7 @@ from town import Resident, Town, live_together
 from thinwire.elastic.coordinator_session import CoordinatorSession
 from thinwire.elastic.join import note_rate
 from thinwire.elastic.protocol import decode, encode
-from thinwire.elastic.round_driver import round_of_name
-from thinwire.elastic.round_state_machine import Action, CastVote, RequestPart, RoundInputs, RoundStateMachine
+from thinwire.elastic.round_driver import Action, CastVote, RequestPart, RoundInputs, RoundStateMachine, round_of_name
 from thinwire.elastic.rounds import Decision
 from thinwire.elastic.routing import find_sites, relays, site_of
 from thinwire.errors import PayloadError

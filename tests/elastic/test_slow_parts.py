@@ -13,8 +13,7 @@ import torch
 from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic import round_driver as proposal_module
 from thinwire.elastic.coordinator_session import CoordinatorSession
-from thinwire.elastic.round_driver import HEAD_BYTES, RoundDriver
-from thinwire.elastic.round_state_machine import CastVote, RequestPart, RoundInputs, RoundStateMachine
+from thinwire.elastic.round_driver import HEAD_BYTES, CastVote, RequestPart, RoundDriver, RoundInputs, RoundStateMachine
 from thinwire.elastic.rounds import Decision, ElasticRounds, Vote
 from thinwire.events import FIRST_LAST_ROUND
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from thinwire.lab import Access, FabricShape, Lab, LabSettings
-from thinwire.lab.fabric_commands import router_address
+from thinwire.lab.network_commands import router_address
 from thinwire.lab.path_probe import SINK_PORT, PortTransfer, Transfers, probe_paths
 
 RATE = 10e6

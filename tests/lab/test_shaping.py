@@ -10,7 +10,7 @@ import pytest
 from traffic_flow import assert_measured, flowing, is_heard
 
 from thinwire.lab import Access, Lab, LabSettings, Link
-from thinwire.lab.traffic_probe import DelayMeasurement, measure_delays, measure_rate
+from thinwire.lab.doctor import DelayMeasurement, measure_delays, measure_rate
 from thinwire.units import parse_rate
 
 WITHIN = 0.05

@@ -60,7 +60,7 @@ class Flow:
 @contextlib.contextmanager
 def flowing(lab: Lab, source: int, destination: int, *, port: str = _PORT) -> Iterator[Flow]:
     """Send from one host to another until the block ends."""
-    words = [sys.executable, "-m", "thinwire.lab.traffic_probe"]
+    words = [sys.executable, "-m", "thinwire.lab.doctor"]
     receiver = lab.start([*words, "sink", port], host=destination)
     sender = lab.start([*words, "flood", lab.address(destination), port, "60"], host=source)
     flow = Flow(lab=lab, destination=destination, sender=sender, receiver=receiver)

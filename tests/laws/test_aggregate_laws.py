@@ -20,8 +20,8 @@ from thinwire.averaging.aggregation_rules import (
     WeightedMean,
     token_weight,
 )
+from thinwire.methods.robust import Krum, MultiKrum
 from thinwire.methods.robust.flag import FlagAggregator
-from thinwire.methods.robust.krum import Krum, MultiKrum
 
 # 4097 and 65537: just over a lane of the inner products and a block of the sums
 AWKWARD_SIZES = (0, 1, 2, 1009, 4097, 32771, 65537)

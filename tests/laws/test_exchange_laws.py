@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from thinwire.averaging.exchange import AllGather, TwoPhase, cheapest, shard_bounds
 from thinwire.averaging.round_context import RoundContext
-from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas, Participation, Peers
 from thinwire.codecs import NAMES, by_name, float32
+from thinwire.methods.masha import Star
 from thinwire.sync.in_flight import launch
 from thinwire.sync.schedule import Round
 from thinwire.transport.loopback import run_replicas

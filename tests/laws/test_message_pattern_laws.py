@@ -9,12 +9,12 @@ import torch
 
 import thinwire
 from thinwire.averaging.exchange import AllGather, DescribesTraffic, Exchange, NoExchange, TwoPhase
-from thinwire.averaging.low_rank import LowRank
 from thinwire.averaging.message_pattern import RingMessages, RoundTraffic, sent_payloads
 from thinwire.averaging.round_context import RoundContext
-from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import e3m0, float32
+from thinwire.methods.masha import Star
+from thinwire.methods.power_sgd import LowRank
 from thinwire.transport.loopback import LoopbackTransport
 from thinwire.transport.recording import RecordingTransport
 

@@ -20,7 +20,7 @@ from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, with_slow_ste
 from tests.untraced.tiny_model import with_tiny
 from thinwire.elastic.coordinator_client import send_command
 from thinwire.elastic.invitation import read_invitation
-from thinwire.inference.trained_model import load_trained
+from thinwire.inference import load_trained
 from thinwire.models import presets
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.elastic.job import LocalSettings

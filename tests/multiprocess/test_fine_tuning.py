@@ -15,8 +15,7 @@ from training_runs import DEADLINE_S, DOCUMENTS, as_rank, metrics
 
 from tests.pretrained_models import write_llama_with_weights, write_tokenizer
 from thinwire.codecs import by_name
-from thinwire.inference.export import export_model
-from thinwire.inference.trained_model import load_trained
+from thinwire.inference import export_model, load_trained
 from thinwire.sync.fragments import find_blocks
 from thinwire.training.build import make_method, make_model
 from thinwire.training.config import read_config

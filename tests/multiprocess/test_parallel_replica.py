@@ -19,7 +19,7 @@ from thinwire.site.pipeline import StageLink, StageTimes, step_s
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import LocalPasses
-from thinwire.transport.all_gather_json import NOTE_BYTES
+from thinwire.transport.base import NOTE_BYTES
 
 SHAPE = TransformerConfig(vocab_size=16, dim=16, layers=4, heads=4, max_seq_len=8)
 STEPS, BATCH = 3, 8

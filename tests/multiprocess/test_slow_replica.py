@@ -13,7 +13,7 @@ from processes import run, values
 
 import thinwire
 from tests.reference.small_models import build, loss_of
-from thinwire.averaging.quorum_messages import PART_HEADER_BYTES
+from thinwire.averaging.quorum import PART_HEADER_BYTES
 from thinwire.methods import decoupled_diloco
 
 pytestmark = pytest.mark.multiprocess

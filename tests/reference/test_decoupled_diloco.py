@@ -12,13 +12,12 @@ import thinwire
 from tests.reference.late_replicas import reference, train_late
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build
-from thinwire.averaging.quorum import Quorum
-from thinwire.averaging.quorum_messages import PART_HEADER_BYTES
+from thinwire.averaging.quorum import PART_HEADER_BYTES, Quorum
 from thinwire.averaging.round_context import Progress, RoundContext
-from thinwire.averaging.star import Star
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import block_int8, float32
 from thinwire.methods import decoupled_diloco, streaming_diloco
+from thinwire.methods.masha import Star
 from thinwire.sync.in_flight import launch
 from thinwire.sync.schedule import Round
 

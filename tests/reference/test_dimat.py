@@ -19,7 +19,7 @@ from tests.reference.small_models import build
 from thinwire.averaging.mixing import Edges, Exponential, Neighbours, OnePeerExponential, Ring
 from thinwire.errors import NonFiniteError
 from thinwire.methods import dimat, local_sgd
-from thinwire.methods.dimat.matched_merge import MatchedMerge, Parameters
+from thinwire.methods.dimat import MatchedMerge, Parameters
 from thinwire.methods.dimat.matching import permute
 from thinwire.methods.dimat.permutation_graph import find_permutations
 from thinwire.sync.method import Method

@@ -14,10 +14,10 @@ import thinwire
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build, loss_of
 from thinwire.averaging.aggregation_rules import MedianNormClip
-from thinwire.averaging.low_rank import orthonormal
 from thinwire.codecs import chunked_top_k, dct_top_k, top_k
 from thinwire.codecs.error_feedback import ErrorFeedback, MomentumCorrection
 from thinwire.methods import all_reduce, demo, dgc, power_sgd, sparse_loco
+from thinwire.methods.power_sgd import orthonormal
 from thinwire.sync.method import Method
 from thinwire.transport.loopback import LoopbackTransport
 

@@ -18,9 +18,9 @@ from thinwire.averaging.aggregation_rules import (
     WeightedMean,
     token_weight,
 )
+from thinwire.methods.robust import Krum, MultiKrum
 from thinwire.methods.robust.attacks import ATTACKS, Attack, attack
 from thinwire.methods.robust.flag import FlagAggregator
-from thinwire.methods.robust.krum import Krum, MultiKrum
 
 Rows = list[list[float]]
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from thinwire import untested
+from thinwire import errors
+from thinwire.errors import UntestedWarning, warn_untested
 from thinwire.monitor.nccl.inspector import read_inspector
 from thinwire.monitor.nccl.ras import read_ras
 from thinwire.monitor.record.torch_recorder import watch
 from thinwire.monitor.runlog.reader import Records
-from thinwire.untested import UntestedWarning, warn_untested
 
 
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(untested, "_warned", set())
+    monkeypatch.setattr(errors, "_warned", set())
 
 
 def test_each_path_is_warned_of_once() -> None:

@@ -18,7 +18,7 @@ from thinwire.errors import refusal, unknown_name
 from thinwire.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from thinwire.inference.trained_model import TrainedModel
+    from thinwire.inference import TrainedModel
 
 _Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 # Layout of a text; everything else that could steer the terminal is replaced.
@@ -119,7 +119,7 @@ def export(arguments: Sequence[str]) -> int:
     if options.to not in ("hf", "safetensors"):
         raise unknown_name("--to", options.to, ("hf", "safetensors"))
     trained = _load(options.run, step=options.step, device="cpu")
-    from thinwire.inference.export import export_model
+    from thinwire.inference import export_model
 
     export_model(trained, options.out, to=options.to)
     num_bytes = sum(path.stat().st_size for path in options.out.iterdir())
@@ -138,7 +138,7 @@ def eval(arguments: Sequence[str]) -> int:  # noqa: A001
     check_least(options, batch_size=1)
     max_bytes = int(parse_bytes(options.max_bytes)) or None
     trained = _load(options.run, step=options.step, device=options.device)
-    from thinwire.inference.trained_model import evaluate, read_texts
+    from thinwire.inference import evaluate, read_texts
 
     texts = read_texts(trained, data=options.data, max_bytes=max_bytes)
     found = evaluate(trained, texts, batch_size=options.batch_size)
@@ -172,7 +172,7 @@ def _load(run_dir: Path, *, step: int | None, device: str) -> TrainedModel:
     from thinwire.training.config import find_run
 
     find_run(run_dir)  # before torch is imported
-    from thinwire.inference.trained_model import load_trained
+    from thinwire.inference import load_trained
 
     return load_trained(run_dir, step=step, device=device)
 

@@ -15,9 +15,8 @@ from thinwire.cli.argument_parsing import check_least
 from thinwire.cli.output import log
 from thinwire.cli.tables import plain, print_wide
 from thinwire.errors import excluded, refusal
-from thinwire.files import write_whole
+from thinwire.files import write_json, write_whole
 from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
-from thinwire.planning.json_files import write_json
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
 from thinwire.site.lengths import LengthsOutlook, cost_of, length_outlook, load_lengths
 from thinwire.site.memory import FRAGMENTATION

@@ -27,7 +27,7 @@ from thinwire.cli.train_options import (
 from thinwire.cli.train_plan import planned
 from thinwire.data.sources import check_source
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed, refusal
-from thinwire.planning.json_files import MOST_PLAN_BYTES, read_json
+from thinwire.files import MOST_PLAN_BYTES, read_json
 from thinwire.training.config import TrainConfig, command_line, validate
 
 if TYPE_CHECKING:

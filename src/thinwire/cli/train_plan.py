@@ -75,7 +75,7 @@ def _site_settings(path: Path, *, say: Callable[[str], None]) -> dict[str, Any] 
     Raises:
         DataError: The file cannot be read, or is a damaged plan of a site.
     """
-    from thinwire.planning.json_files import MOST_PLAN_BYTES, read_json
+    from thinwire.files import MOST_PLAN_BYTES, read_json
     from thinwire.site.search import FORMAT, read_site_plan
 
     content = read_json(path, most_bytes=MOST_PLAN_BYTES, command="thinwire plan")

@@ -26,8 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs.bit_packing import NIBBLES_PER_BLOCK, pack_nibbles, unpack_nibbles
-from thinwire.codecs.block_codec import BlockCodec
-from thinwire.codecs.fusion import Fused
+from thinwire.codecs.block_codec import BlockCodec, Fused
 from thinwire.errors import NonFiniteError, PayloadError
 
 _SMALLEST_PEAK = 2.0**-100  # keeps the scale and its reciprocal normal numbers, which no device flushes to zero

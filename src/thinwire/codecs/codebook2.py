@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from thinwire.codecs import bit_packing
-from thinwire.codecs.ordered_sum import ordered_sum
+from thinwire.codecs.base import ordered_sum
 from thinwire.errors import NonFiniteError, PayloadError
 
 _MEANS_BYTES = 8

@@ -46,8 +46,7 @@ from typing import Literal
 import torch
 
 from thinwire.codecs.bit_packing import NIBBLE_BYTES, NIBBLES_PER_BLOCK, pack_nibbles, unpack_nibbles
-from thinwire.codecs.block_codec import BlockCodec
-from thinwire.codecs.fusion import Fused
+from thinwire.codecs.block_codec import BlockCodec, Fused
 from thinwire.errors import NonFiniteError, PayloadError
 from thinwire.shared_random import derive_seed
 

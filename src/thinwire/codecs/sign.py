@@ -22,8 +22,8 @@ from typing import Literal
 import torch
 
 from thinwire.codecs import bit_packing
+from thinwire.codecs.base import ordered_sum
 from thinwire.codecs.block_codec import check_payload, elements_at_once, flatten, num_rows
-from thinwire.codecs.ordered_sum import ordered_sum
 from thinwire.errors import NonFiniteError, PayloadError
 
 _SCALE_BYTES = 4

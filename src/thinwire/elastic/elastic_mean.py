@@ -25,7 +25,7 @@ from thinwire.averaging.exchange import (
     laid_out,
 )
 from thinwire.averaging.payloads import EncodeStage, ExchangeState, Ramp, decode
-from thinwire.averaging.quorum_messages import PART_HEADER_BYTES, PartHeader, read_part_header, with_part_header
+from thinwire.averaging.quorum import PART_HEADER_BYTES, PartHeader, read_part_header, with_part_header
 from thinwire.averaging.reductions import norms
 from thinwire.averaging.round_context import Average, Progress, RoundContext, Steps, Wait
 from thinwire.codecs.base import Codec

@@ -9,8 +9,7 @@ from torch import nn
 
 import thinwire.methods  # noqa: F401 - registers the names that `method` may be
 from thinwire.errors import CheckpointError, MissingExtra, refusal
-from thinwire.sync.multi_optimizer import MultiOptimizer
-from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.sync.optimizer import DistributedOptimizer, MultiOptimizer
 
 try:
     from torchtitan.components.optimizer import OptimizersContainer

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import LabError
-from thinwire.lab import fabric_commands
 from thinwire.lab import network_commands as commands
 from thinwire.lab.counters import CounterSampler, parse_devices
 from thinwire.lab.daemon_client import Channel
@@ -194,7 +193,7 @@ class LabNetwork:
         if settings.fabric is None:
             run("ip", commands.switch_lines())
         else:
-            for name, value in fabric_commands.KERNEL_SETTINGS.items():
+            for name, value in commands.KERNEL_SETTINGS.items():
                 Path("/proc/sys/net/ipv4", name).write_text(value)
             run("ip", ["link set lo up"])
         taps = (
@@ -232,16 +231,16 @@ class LabNetwork:
                 run(tool, lines, host_namespaces=host_namespaces if on_host else None)
                 self._done[host, place] = wanted  # what was refused is tried again at the next change
         if settings.fabric is not None:
-            run("ip", fabric_commands.route_lines(settings))
-            run("tc", fabric_commands.cable_bucket_lines(settings, before=before))
+            run("ip", commands.route_lines(settings))
+            run("tc", commands.cable_bucket_lines(settings, before=before))
         self._configure_relay()
 
     def _make_fabric(self, settings: LabSettings) -> None:
-        run("ip", fabric_commands.router_lines(settings))
-        run("ip", fabric_commands.route_lines(settings))
-        run("tc", fabric_commands.cable_bucket_lines(settings))
+        run("ip", commands.router_lines(settings))
+        run("ip", commands.route_lines(settings))
+        run("tc", commands.cable_bucket_lines(settings))
         for host, host_namespaces in enumerate(self.hosts):
-            run("ip", fabric_commands.neighbour_lines(settings, host), host_namespaces=host_namespaces)
+            run("ip", commands.neighbour_lines(settings, host), host_namespaces=host_namespaces)
 
     def cable_bytes(self) -> list[tuple[int, int, int, int]]:
         """Return leaf, spine, bytes sent up and bytes sent down of each cable."""
@@ -251,7 +250,7 @@ class LabNetwork:
         text = Path("/proc/net/dev").read_text()
         found = []
         for leaf, spine in product(range(fabric.leaves), range(fabric.spines)):
-            up, down = fabric_commands.cable_interfaces(leaf, spine)
+            up, down = commands.cable_interfaces(leaf, spine)
             up_bytes, down_bytes = (parse_devices(text, interface=end).sent_bytes for end in (up, down))
             found.append((leaf, spine, up_bytes, down_bytes))
         return found

@@ -37,8 +37,8 @@ from thinwire.averaging.exchange import TwoPhase, cheapest
 from thinwire.averaging.round_context import Average
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32, sign
+from thinwire.codecs.base import ordered_sum
 from thinwire.codecs.error_feedback import ErrorFeedback
-from thinwire.codecs.ordered_sum import ordered_sum
 from thinwire.errors import CheckpointError
 from thinwire.methods.registry import About, register
 from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, Slot, check_adam

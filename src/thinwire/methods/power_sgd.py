@@ -11,11 +11,21 @@ changed: the paper's optimizer is SGD with momentum after the mean; here it is w
 
 from __future__ import annotations
 
-from thinwire.averaging.exchange import cheapest
-from thinwire.averaging.low_rank import LowRank
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from thinwire.averaging.exchange import AllGather, BoundExchange, Shapes, TwoPhase, cheapest
+from thinwire.averaging.message_pattern import RoundTraffic, TwoPhaseMessages
+from thinwire.averaging.round_context import Average, RoundContext, Steps
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import float32
+from thinwire.errors import CheckpointError
 from thinwire.methods.registry import About, register
+from thinwire.shared_random import derive_seed
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import EveryStep
 from thinwire.sync.updates import InnerStep
@@ -54,3 +64,207 @@ def power_sgd(*, rank: int = 4, seed: int = 0) -> Method:
         exchange=lambda num_replicas: (factors, cheapest(float32(), num_replicas=num_replicas)),
         update=lambda num_replicas: InnerStep(),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """Average matrices as products of thin ones, with error feedback and a warm start.
+
+    Args:
+        rank: r, columns of the thin matrices, at least 1.
+        seed: Of the first Q.
+
+    Raises:
+        ValueError: The rank is below 1.
+    """
+
+    rank: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the rank."""
+        if self.rank < 1:
+            raise ValueError(f"rank must be at least 1, got {self.rank}; 1 to 4 is usual")
+
+    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
+        """See `Exchange.bind`."""
+        inner = cheapest(float32(), num_replicas=num_replicas)
+        return _BoundLowRank(self, shapes, inner=inner)
+
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        """Return the upper bound, the bytes of sending everything dense; the actual bytes depend on the shapes."""
+        return cheapest(float32(), num_replicas=num_replicas).sent_bytes(numel, num_replicas=num_replicas)
+
+    def sent_bytes_of(self, shapes: Shapes, *, num_replicas: int) -> int:
+        """Return the payload bytes that one replica sends for tensors of these shapes.
+
+        Example:
+            >>> LowRank(rank=2).sent_bytes_of([torch.Size([100, 50]), torch.Size([7])], num_replicas=2)
+            1228
+        """
+        inner = cheapest(float32(), num_replicas=num_replicas)
+        matrices = _matrices(shapes, rank=self.rank)
+        left = sum(m.num_rows * (self.rank if m.is_thin else m.num_columns) for m in matrices)
+        right = sum(m.num_columns * self.rank for m in _thin(matrices))
+        return sum(inner.sent_bytes(numel, num_replicas=num_replicas) for numel in (left, right))
+
+    def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
+        """See `DescribesTraffic.traffic`: both factors, each as the cheaper exchange sends it.
+
+        Among more than two replicas the factors take four stages; the pattern has two, so it leaves out two latencies.
+        """
+        inner = cheapest(float32(), num_replicas=num_members).traffic(shapes, num_members=num_members)
+        return RoundTraffic(
+            pattern=TwoPhaseMessages(),
+            sent_bytes=self.sent_bytes_of(shapes, num_replicas=num_members),
+            num_messages=2 * inner.num_messages,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Matrix:
+    """Position of one tensor in its vector, and its shape as a matrix."""
+
+    start: int
+    num_rows: int
+    num_columns: int
+    is_thin: bool
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as a matrix that shares the vector's memory."""
+        stop = self.start + self.num_rows * self.num_columns
+        return flat[self.start : stop].view(self.num_rows, self.num_columns)
+
+
+class _BoundLowRank:
+    def __init__(self, spec: LowRank, shapes: Sequence[Shapes], *, inner: AllGather | TwoPhase) -> None:
+        self._rank = spec.rank
+        self._inner = inner
+        self._matrices = [_matrices(tensors, rank=spec.rank) for tensors in shapes]
+        self._residuals = [torch.zeros(sum(shape.numel() for shape in tensors)) for tensors in shapes]
+        self._right = [
+            [
+                _random(matrix, rank=spec.rank, seed=derive_seed(spec.seed, "right", fragment, number))
+                for number, matrix in enumerate(_thin(matrices))
+            ]
+            for fragment, matrices in enumerate(self._matrices)
+        ]
+
+    @property
+    def has_memory(self) -> bool:
+        return True
+
+    def shared_hash(self, fragment: int) -> int:
+        found = 0  # Q is the same on all replicas: each starts the next round from it
+        for right in self._right[fragment]:
+            found = zlib.crc32(right.cpu().numpy().tobytes(), found)
+        return found
+
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        return self._inner.sent_bytes(numel, num_replicas=num_replicas)
+
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
+        matrices, right = self._matrices[context.fragment], self._right[context.fragment]
+        thin, dense = _thin(matrices), [matrix for matrix in matrices if not matrix.is_thin]
+        whole = self._residuals[context.fragment].to(tensor.device).add_(tensor)
+        # P = M Q of this replica; tensors that a product would not make smaller travel beside it, whole
+        own = [m.of(whole) @ q.to(whole.device) for m, q in zip(thin, right, strict=True)]
+        first = yield from self._inner.steps(_joined([*own, *(m.of(whole) for m in dense)], like=whole), context)
+        *left, last = _cut(first.mean, [part.shape for part in own])
+        # every replica orthonormalises the same mean, so P agrees without being sent again
+        left = [orthonormal(p) for p in left]
+        own = [m.of(whole).T @ p for m, p in zip(thin, left, strict=True)]
+        # phases 0 and 1 belong to the first exchange; the reference hash went with it
+        second = replace(context, first_phase=2, reference_hash=0, seed=derive_seed(context.seed, "second"))
+        found = yield from self._inner.steps(_joined(own, like=whole), second)
+        *right, _ = _cut(found.mean, [part.shape for part in own])
+        mean = torch.empty_like(whole)
+        for matrix, p, q in zip(thin, left, right, strict=True):
+            matrix.of(mean).copy_(p @ q.T)
+        for matrix, part in zip(dense, _cut(last, [m.of(whole).shape for m in dense]), strict=False):
+            matrix.of(mean).copy_(part)
+            matrix.of(whole).copy_(part)  # nothing was left behind
+        # warm start: the next power iteration begins with this Q; the residual is E = M - P Q^T (Algorithm 1)
+        self._right[context.fragment] = [q.clone() for q in right]
+        self._residuals[context.fragment] = whole.sub_(mean)
+        return Average(mean=mean, reference_hashes=first.reference_hashes)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            str(fragment): {"residual": residual, **{f"right {n}": q for n, q in enumerate(self._right[fragment])}}
+            for fragment, residual in enumerate(self._residuals)
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        own = self.state_dict()
+        sizes = {key: {name: vector.shape for name, vector in vectors.items()} for key, vectors in own.items()}
+        found = {key: {name: vector.shape for name, vector in vectors.items()} for key, vectors in state.items()}
+        if sizes != found:
+            raise CheckpointError("the checkpoint's thin matrices are of another rank or model; resume with its own")
+        for fragment, vectors in state.items():
+            self._residuals[int(fragment)] = vectors["residual"].clone()
+            self._right[int(fragment)] = [vectors[f"right {n}"].clone() for n in range(len(vectors) - 1)]
+
+    def adopt(self, state: Mapping[str, Any], *, is_own: bool) -> tuple[str, ...]:
+        """See `BoundExchange.adopt`: the thin matrices are the same on all; what was not sent is the sender's own."""
+        self.load_state_dict(state)
+        if is_own:
+            return ()
+        # another replica's residual is still in its own next round: taken over, it would count twice
+        for residual in self._residuals:
+            residual.zero_()
+        return tuple(f"fragment {fragment}: what was not sent yet" for fragment in range(len(self._residuals)))
+
+
+def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """Make a matrix's columns orthonormal, one after the other (modified Gram-Schmidt, in float64).
+
+    Args:
+        matrix: float32, `(rows, columns)`; a column without anything of its own becomes zero.
+
+    Example:
+        >>> orthonormal(torch.tensor([[3.0, 1.0], [4.0, 1.0]])).tolist()
+        [[0.6000000238418579, 0.800000011920929], [0.800000011920929, -0.6000000238418579]]
+    """
+    found = matrix.double()  # in float32, the columns of a nearly singular matrix would not come out orthogonal
+    for number in range(found.shape[1]):
+        column = found[:, number]
+        before = column.norm()
+        for earlier in range(number):
+            column -= (found[:, earlier] @ column) * found[:, earlier]
+        length = column.norm()
+        # what is left of a dependent column is rounding error, and normalising it would make noise a direction
+        is_own = bool(length > 1e-6 * before)
+        column.copy_(column / length if is_own else torch.zeros_like(column))
+    return found.float()
+
+
+def _matrices(shapes: Shapes, *, rank: int) -> list[_Matrix]:
+    found, start = [], 0
+    for shape in shapes:
+        num_rows = shape[0] if len(shape) else 1
+        num_columns = shape.numel() // num_rows if num_rows else 0
+        # elements of both factors against those of the matrix
+        is_thin = rank * (num_rows + num_columns) < num_rows * num_columns
+        found.append(_Matrix(start=start, num_rows=num_rows, num_columns=num_columns, is_thin=is_thin))
+        start += shape.numel()
+    return found
+
+
+def _thin(matrices: Sequence[_Matrix]) -> list[_Matrix]:
+    return [matrix for matrix in matrices if matrix.is_thin]
+
+
+def _random(matrix: _Matrix, *, rank: int, seed: int) -> torch.Tensor:
+    return torch.randn(matrix.num_columns, rank, generator=torch.Generator().manual_seed(seed))
+
+
+def _joined(parts: Sequence[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part.reshape(-1) for part in parts]) if parts else like.new_empty(0)
+
+
+def _cut(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Cut a vector into tensors of these shapes, and what is left."""
+    sizes = [shape.numel() for shape in shapes]
+    *parts, rest = torch.split(flat, [*sizes, flat.numel() - sum(sizes)])
+    return [*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)), rest]

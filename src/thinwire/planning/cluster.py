@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from thinwire.errors import DataError
-from thinwire.planning.json_files import MOST, read_json, short, write_json
+from thinwire.files import MOST, read_json, short, write_json
 from thinwire.units import parse_bytes, parse_rate, parse_seconds
 
 _Item = TypeVar("_Item", str, tuple[str, str])

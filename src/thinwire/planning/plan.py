@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import DataError
+from thinwire.files import MOST, MOST_PLAN_BYTES, read_json, short, write_json
 from thinwire.planning.candidates import Candidate
-from thinwire.planning.json_files import MOST, MOST_PLAN_BYTES, read_json, short, write_json
 from thinwire.planning.loss_penalty import LossPenalty, compute_worth
 from thinwire.planning.predict import Prediction
 

@@ -14,8 +14,7 @@ import torch
 
 from thinwire.errors import PayloadError
 from thinwire.planning.cluster import Cluster, Machine, Wire
-from thinwire.transport.all_gather_json import all_gather_json
-from thinwire.transport.base import Envelope, Kind, Transport
+from thinwire.transport.base import Envelope, Kind, Transport, all_gather_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 
 from thinwire.errors import DataError, refusal
-from thinwire.planning.json_files import read_json, short
+from thinwire.files import read_json, short
 from thinwire.site.cost_model import ModelShape
 
 FORMAT, VERSION = "thinwire-lengths", 1

@@ -15,7 +15,7 @@ from math import ceil, inf
 from typing import Any
 
 from thinwire.errors import DataError, refusal
-from thinwire.planning.json_files import short
+from thinwire.files import short
 from thinwire.site import memory
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, SitePlacement, StepCost, peak_bytes
 from thinwire.site.placement import place

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import DataError
-from thinwire.planning.json_files import MOST, read_json, short
+from thinwire.files import MOST, read_json, short
 from thinwire.units import parse_bytes, parse_rate, parse_seconds
 
 FORMAT, VERSION = "thinwire-site", 1

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from thinwire.codecs.ordered_sum import ordered_sum
+from thinwire.codecs.base import ordered_sum
 from thinwire.errors import CheckpointError
 from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.schedule import Round

@@ -79,7 +79,7 @@ class QuorumCatchUp:
 
     Example:
         >>> from types import SimpleNamespace
-        >>> from thinwire.sync.counters import UncountedWork
+        >>> from thinwire.sync.engine_state import UncountedWork
         >>> work, round = UncountedWork(num_fragments=1), Round(id=0, fragment=0, launch_step=10, apply_step=12)
         >>> others = QuorumCatchUp()
         >>> others.bind(SimpleNamespace(state=SimpleNamespace(work=work), drift_steps=60))

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: wraps the user's optimizer, the only seam between a training loop and thinwire."""
+"""`DistributedOptimizer` wraps the user's optimizer for a training loop; `MultiOptimizer` joins several into one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -25,16 +26,15 @@ from thinwire.errors import CheckpointError
 from thinwire.sync.catch_up import CatchUp
 from thinwire.sync.closure_methods import BoundProgram, drive, repeatable
 from thinwire.sync.consistency_check import handshake
-from thinwire.sync.counters import SyncStatistics, UncountedWork
-from thinwire.sync.engine_state import adopt_state, load_state, save_state
+from thinwire.sync.engine_state import SyncStatistics, UncountedWork, adopt_state, load_state, save_state
 from thinwire.sync.in_flight import launch
 from thinwire.sync.method import Method, method_of
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Kind, Transport
+from thinwire.transport.collective_hooks import SharedCollectives, refuse_shared_model
 from thinwire.transport.loopback import single
 from thinwire.transport.shards import drop_gathered, flatten, local_shard, unflatten_into
-from thinwire.transport.shared_collectives import SharedCollectives, refuse_shared_model
 
 STATE_VERSION = 1
 # In the first parameter group of a state, where torch's checkpoint functions keep what they do not know.
@@ -604,3 +604,78 @@ class DistributedOptimizer(EagerOptimizer):
 
     def _gradients_owners(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+
+class MultiOptimizer(EagerOptimizer):
+    """Optimizers of disjoint parameters behind the interface of one.
+
+    Schedulers, clipping, `state_dict` and `DistributedOptimizer` see all groups in the order of the parts, and one
+    state. The parts share both, so use them through this one only.
+
+    Args:
+        parts: The optimizers, at least one.
+
+    Raises:
+        ValueError: The parts hold no parameter, or one of them twice.
+
+    Example:
+        >>> w, b = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+        >>> joined = MultiOptimizer([torch.optim.SGD([w], lr=0.5), torch.optim.AdamW([b], lr=0.1)])
+        >>> (w.sum() + b.sum()).backward()
+        >>> joined.step()
+        >>> w[0].tolist(), [group["lr"] for group in joined.param_groups]
+        ([0.5, 0.5], [0.5, 0.1])
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = tuple(parts)
+        groups = [group for part in self.parts for group in part.param_groups]
+        held = [id(parameter) for group in groups for parameter in group["params"]]
+        if not held:
+            raise ValueError(f"{len(self.parts)} parts hold no parameter; give at least one optimizer that holds some")
+        if num_shared := sum(count > 1 for count in Counter(held).values()):
+            raise ValueError(
+                f"{num_shared} of {len(set(held))} parameters are given more than once, and would be stepped as often; "
+                f"leave each in one part alone, such as matrices in Muon's and all others in AdamW's"
+            )
+        super().__init__(groups, {})
+        for part in self.parts:
+            self.state.update(part.state)
+        self._share()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let each part step; a closure runs once, before the first.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: its owner would be undefined.
+
+        Raises:
+            ValueError: Always, once this is made.
+        """
+        if hasattr(self, "state") and self.state is getattr(self.parts[0], "state", None):
+            raise ValueError("a MultiOptimizer takes no more groups; add it to a part before it is built")
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Hand what was loaded to the parts."""
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        start = 0
+        for part in self.parts:
+            end = start + len(part.param_groups)
+            part.param_groups = self.param_groups[start:end]
+            part.state = self.state
+            start = end

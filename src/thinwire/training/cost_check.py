@@ -20,8 +20,7 @@ from thinwire.errors import PayloadError
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.sync.schedule import Schedule
-from thinwire.transport.all_gather_json import all_gather_json
-from thinwire.transport.base import Envelope, Kind, Transport
+from thinwire.transport.base import Envelope, Kind, Transport, all_gather_json
 
 # Bytes of the probes: few first, so that a slow link is not busy for long; more if that took too little time to be
 # distinguished from latency.

@@ -21,8 +21,7 @@ from thinwire.sync.global_parameters import MatrixSpan
 from thinwire.sync.outer_optimizer import PlainSGD
 from thinwire.training.build import make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig
-from thinwire.transport.all_gather_json import all_gather_json
-from thinwire.transport.base import Transport
+from thinwire.transport.base import Transport, all_gather_json
 from thinwire.transport.connect import connect
 from thinwire.transport.secret import need_pyzmq, read_secret
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from thinwire.data import Corpus, Sampler, open_corpus, validation_batches
-from thinwire.errors import DesyncError, ThinwireError
+from thinwire.errors import DesyncError, ThinwireError, warn_untested
 from thinwire.files import write_whole
 from thinwire.monitor.record.metrics import Logger, Meter, open_loggers
 from thinwire.monitor.record.recorder import Recorder, own_fault
@@ -38,8 +38,9 @@ from thinwire.training.cost_check import complain
 from thinwire.training.drift import step_monitor_of
 from thinwire.training.launch import RANKS, rank_folder
 from thinwire.training.loop import Batch, LoopSetup, ModelPasses, Training
-from thinwire.training.samples import begin_samples, finish_samples
 from thinwire.training.summary import (
+    begin_samples,
+    finish_samples,
     parameters_sha256,
     replica_note,
     save_model,
@@ -47,11 +48,10 @@ from thinwire.training.summary import (
     summarise,
     write_summary,
 )
-from thinwire.transport.all_gather_json import all_gather_json
+from thinwire.transport.base import all_gather_json
 from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.replica_mesh import ReplicaMesh
-from thinwire.untested import warn_untested
 
 _OPENING, _READY, _CLOSING, _PROBING = range(4)
 # Known by other names on other hosts; what they stand for is compared by content.

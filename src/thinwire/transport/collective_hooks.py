@@ -1,4 +1,4 @@
-"""Hooks on every call of this process's groups: kind, size, peers, start and end.
+"""Hooks on every call of this process's groups: kind, size, peers, start and end; and collectives beyond a replica.
 
 Behaviour of torch 2.13, and its consequences:
 
@@ -21,7 +21,9 @@ import atexit
 import itertools
 import threading
 import time
-from collections.abc import Callable, Hashable
+import warnings
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -29,10 +31,210 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from thinwire import compat
-from thinwire.errors import TransportError
-from thinwire.transport.gpu_completion import CallEnd, CudaEventMark, StreamMark, WorkPoller, is_capturing
+from thinwire.errors import TransportError, refusal
+from thinwire.transport.base import Transport
+from thinwire.transport.shards import is_a
+
+POLL_S = 0.005
+MOST_CALLS = 4096
+_IDLE_S = 60.0
+_JOIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallEnd:
+    """End of a call.
+
+    Attributes:
+        done_s: Time when the end was seen, never before the end itself.
+        error: Error, or an empty text.
+        duration_s: Time of the call on the GPU; None if torch does not time calls.
+    """
+
+    done_s: float
+    error: str = ""
+    duration_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    work: Any
+    group: int
+    on_end: Callable[[CallEnd], None]
+
+
+class WorkPoller:
+    """Polls each open `Work` or mark, in a thread that starts with the first one.
+
+    Args:
+        clock: Monotonic time in seconds.
+        poll_s: Polling interval while any call is open.
+        most: Number of open calls at most.
+    """
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, poll_s: float = POLL_S, most: int = MOST_CALLS
+    ) -> None:
+        self._clock = clock
+        self._poll_s = poll_s
+        self._most = most
+        self._queues: dict[Hashable, deque[_Asked]] = {}
+        self._untimed: set[tuple[int, type]] = set()
+        self._num = 0
+        self._lock = threading.Lock()
+        self._asking = threading.Lock()
+        self._is_held = False
+        self._is_wanted = threading.Event()
+        self._closes_s: float | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more call may be open."""
+        return self._num < self._most
+
+    def watch(
+        self, work: Any, on_end: Callable[[CallEnd], None], *, group: int, stream: Hashable | None = None
+    ) -> None:
+        """Poll a `Work`, or a mark behind a call, until it has ended.
+
+        Args:
+            work: The call's `Work` or mark.
+            on_end: Called once, in the polling thread.
+            group: Number of the call's group.
+            stream: Names the calls that end in the order in which they were made; None for a call without an order.
+        """
+        asked = _Asked(work, group, on_end)
+        with self._lock:
+            self._queues.setdefault(object() if stream is None else stream, deque()).append(asked)
+            self._num += 1
+            self._is_wanted.set()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._go_on, name="thinwire-watch-poll", daemon=True)
+                self._thread.start()
+
+    def hold(self) -> None:
+        """Stop polling until `release`; no query is running when this returns."""
+        with self._asking:
+            self._is_held = True
+
+    def release(self) -> None:
+        """Poll again."""
+        self._is_held = False
+
+    def close(self, *, wait_s: float = 0.0) -> None:
+        """End the thread once all calls have ended, at the latest after `wait_s`, and after one more round."""
+        self._is_held = False
+        self._closes_s = time.monotonic() + wait_s
+        with self._lock:
+            thread = self._thread
+            self._is_wanted.set()
+        if thread is not None:
+            thread.join(wait_s + _JOIN_S)
+
+    def _go_on(self) -> None:
+        while self._closes_s is None or (self._num and time.monotonic() < self._closes_s):
+            if self._is_wanted.wait(_IDLE_S):
+                self._poll_all()
+                time.sleep(self._poll_s)
+        self._poll_all()
+
+    def _poll_all(self) -> None:
+        with self._lock:
+            keys = list(self._queues)
+        for key in keys:
+            with self._asking:
+                if self._is_held:
+                    return
+                self._poll_queue(key)
+
+    def _poll_queue(self, key: Hashable) -> None:
+        """Poll the calls of one stream, oldest first, up to the first that has not ended."""
+        calls = self._queues[key]
+        while calls and (end := self._poll_one(calls[0])) is not None:
+            asked = calls.popleft()
+            asked.on_end(end)
+            with self._lock:
+                self._num -= 1
+                if not calls:
+                    del self._queues[key]
+                if not self._num and self._closes_s is None:
+                    self._is_wanted.clear()
+
+    def _poll_one(self, asked: _Asked) -> CallEnd | None:
+        """Return the end of a call, None while it lasts."""
+        try:
+            if not asked.work.is_completed():
+                return None
+        except Exception as error:  # after one CUDA error every query fails
+            return CallEnd(done_s=self._clock(), error=str(error) or type(error).__name__)
+        done_s = self._clock()
+        if failure := compat.failure_of(asked.work):
+            return CallEnd(done_s=done_s, error=failure)
+        return CallEnd(done_s=done_s, duration_s=self._duration_s(asked))
+
+    def _duration_s(self, asked: _Asked) -> float | None:
+        """Return the time of a call on the GPU; a group without timing is not queried again."""
+        kind = (asked.group, type(asked.work))  # a mark has no timing, even if its group times other calls
+        if kind in self._untimed:
+            return None
+        duration_s = compat.duration_s(asked.work)
+        if duration_s is None:
+            self._untimed.add(kind)
+        return duration_s
+
+
+class StreamMark(Protocol):
+    """An event on a stream, without an error or a duration of its own."""
+
+    @property
+    def stream(self) -> Hashable:
+        """Names the stream: marks of one stream complete in order."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Return whether all work before it has run, without waiting."""
+        ...
+
+
+class CudaEventMark:
+    """An event behind all work that this thread's current stream of a device holds now.
+
+    Args:
+        device: A GPU.
+
+    Raises:
+        RuntimeError: CUDA could not record the event.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            current = torch.cuda.current_stream(device)
+            self._event = torch.cuda.Event(enable_timing=False)  # type: ignore[no-untyped-call]
+            self._event.record(current)
+        # every device's default stream has the same handle
+        self.stream: Hashable = (current.device_index, current.cuda_stream)
+
+    def is_completed(self) -> bool:
+        """Return whether all work before it has run, without waiting."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph captures what is put on the device's current stream.
+
+    Example:
+        >>> is_capturing(torch.device("cpu"))
+        False
+    """
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
 
 _AT_ONCE = timedelta(milliseconds=1)
 _CLOSE_S = 2.0
@@ -447,3 +649,107 @@ def _text_device() -> torch.device:
     if "cpu" in str(dist.get_backend_config()):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+# One collective between two steps may be a barrier of a checkpoint; several steps in a row are a loop's own habit.
+_STEPS_IN_A_ROW = 3
+_WRAPPERS = (
+    ("torch.nn.parallel", "DistributedDataParallel"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+)
+_REMEDY = "transport = thinwire.connect(solo=True) first, so that libraries see one replica"
+
+
+class SharedCollectivesWarning(UserWarning):
+    """Collectives of all replicas between steps, as of a library that averages gradients beneath thinwire."""
+
+
+def innermost(transport: Transport) -> Any:
+    """Return the transport that the others wrap."""
+    found: Any = transport
+    while hasattr(found, "inner"):
+        found = found.inner
+    return found
+
+
+def refuse_shared_model(model: nn.Module, *, transport: Transport) -> None:
+    """Refuse a model whose gradients or shards are shared by the ranks of several replicas.
+
+    Args:
+        model: The replica's model.
+        transport: Joins the replicas.
+
+    Raises:
+        ValueError: DDP, FSDP or a DTensor spans replicas; names the wrapper and the remedy.
+    """
+    if transport.num_replicas == 1 or not dist.is_available() or not dist.is_initialized():
+        return
+    ranks_per_replica = getattr(innermost(transport), "ranks_per_replica", 1)
+    for name, module in model.named_modules():
+        kind = next((kind for place, kind in _WRAPPERS if is_a(place, kind, module)), "")
+        group: Any = getattr(module, "process_group", None)
+        if kind and group is not None and _spans(dist.get_process_group_ranks(group), ranks_per_replica):
+            raise _refusal(f"{name or 'the model'} is wrapped in {kind}", dist.get_process_group_ranks(group))
+    for name, parameter in model.named_parameters():
+        if is_a("torch.distributed.tensor", "DTensor", parameter):
+            ranks = parameter.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+            if _spans(ranks, ranks_per_replica):
+                raise _refusal(f"parameter {name} is a DTensor (FSDP2, tensor parallelism)", ranks)
+
+
+def _refusal(what: str, ranks: Iterable[int]) -> ValueError:
+    return refusal(
+        f"{what} over ranks of several replicas, so every step would average or gather over all of them",
+        got=f"ranks {', '.join(map(str, ranks))}",
+        allowed="a plain model, or one wrapped over the ranks of one replica",
+        remedy=f"the model without the wrapper; in a library: {_REMEDY}; for FSDP inside a replica, "
+        f"connect(solo=True, ranks_per_replica=N)",
+    )  # fmt: skip
+
+
+def _spans(ranks: Iterable[int], ranks_per_replica: int) -> bool:
+    # in a solo world the default group holds one replica's ranks, 0 to N - 1, so that none spans
+    return len({rank // ranks_per_replica for rank in ranks}) > 1
+
+
+class SharedCollectives:
+    """Counts collectives of a default group that spans replicas, and warns once.
+
+    Args:
+        transport: Joins the replicas.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._num_ranks = transport.num_replicas * getattr(innermost(transport), "ranks_per_replica", 1)
+        self._is_off = transport.num_replicas == 1 or not dist.is_available()
+        self._group: Any = None
+        self._last = 0
+        self._steps = 0
+        self._count = 0
+
+    def on_step(self) -> None:
+        """Compare the default group's number of calls with that of the last step.
+
+        Warns:
+            SharedCollectivesWarning: Calls between the last three steps and this one.
+        """
+        if self._is_off or (group := dist.group.WORLD) is None:
+            return
+        if group.size() != self._num_ranks:  # one replica's own world
+            return
+        if (number := compat.num_collectives(group)) is None:
+            self._is_off = True
+            return
+        if group is not self._group:  # the first step with this group
+            self._group, self._last, self._steps, self._count = group, number, 0, 0
+            return
+        calls, self._last = number - self._last, number
+        self._steps, self._count = (self._steps + 1, self._count + calls) if calls else (0, 0)
+        if self._steps == _STEPS_IN_A_ROW:
+            self._is_off = True
+            warnings.warn(
+                f"{self._count} collectives of torch's default group, which spans all replicas, ran in the last "
+                f"{self._steps} steps. A library beneath thinwire (DDP, accelerate, Lightning) averages or gathers at "
+                f"every step over the slow network; got {self._count}; allowed 0; try {_REMEDY}",
+                SharedCollectivesWarning, stacklevel=4,
+            )  # fmt: skip

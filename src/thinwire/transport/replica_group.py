@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from thinwire.errors import warn_untested
 from thinwire.transport.addresses import interface_of
 from thinwire.transport.connect import gloo_on, keep_nccl_on_loopback
 from thinwire.transport.shards import drop_gathered, flatten, local_shard, unflatten_into
-from thinwire.untested import warn_untested
 
 # First message of an order, with its length in the first eight bytes; longer orders continue in a second message.
 _ORDER_BYTES = 1024

@@ -13,14 +13,14 @@ from thinwire.averaging import cost
 from thinwire.averaging.cost import measure_exchange, most_members, sent_bytes_of
 from thinwire.averaging.exchange import AllGather, Exchange, TwoPhase, cheapest
 from thinwire.averaging.gossip import Gossip
-from thinwire.averaging.low_rank import LowRank
 from thinwire.averaging.mixing import Neighbours, RandomPairs, Ring
 from thinwire.averaging.payloads import Ramp
 from thinwire.averaging.round_context import Average, RoundContext, Steps, Wait
-from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas, Participation, Peers, Topology
 from thinwire.codecs import bfloat16, dct_top_k, e3m0, float32
 from thinwire.codecs.dense import Dense
+from thinwire.methods.masha import Star
+from thinwire.methods.power_sgd import LowRank
 from thinwire.sync.in_flight import launch
 from thinwire.sync.schedule import Round
 from thinwire.transport.loopback import LoopbackTransport

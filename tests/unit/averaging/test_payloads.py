@@ -11,11 +11,11 @@ import torch
 import thinwire
 from tests.reference.loops import steps, values, wrap
 from tests.reference.small_models import build
-from thinwire.averaging.star import Star
 from thinwire.codecs import float32, top_k
 from thinwire.codecs.error_feedback import Shift
 from thinwire.errors import CheckpointError, DesyncError, TransportError
 from thinwire.methods import ef21
+from thinwire.methods.masha import Star
 from thinwire.sync.views import Gradient
 
 CODEC = top_k(density=0.2)

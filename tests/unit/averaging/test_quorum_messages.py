@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import thinwire
 from tests.reference.late_replicas import train_late
-from thinwire.averaging.quorum_messages import (
+from thinwire.averaging.quorum import (
     PART_HEADER_BYTES,
     MeanHeader,
     PartHeader,

@@ -11,8 +11,8 @@ import torch
 
 from thinwire.codecs import bfloat16, block_int4, block_int8, by_name, e3m0, float16, float32
 from thinwire.codecs.base import Codec
+from thinwire.codecs.block_codec import Fused
 from thinwire.codecs.e3m0 import _nearest, _values
-from thinwire.codecs.fusion import Fused
 from thinwire.errors import NonFiniteError, PayloadError
 
 BLOCK = 64

@@ -10,7 +10,7 @@ import torch
 
 from thinwire.codecs import Codec, block_2bit, chunked_top_k, random_k, threshold, top_k
 from thinwire.codecs import codebook2 as two_bits
-from thinwire.codecs.ordered_sum import ordered_sum
+from thinwire.codecs.base import ordered_sum
 from thinwire.codecs.random_k import random_set
 from thinwire.codecs.selection import largest, largest_by_sample, largest_of_rows, magnitude_bits
 from thinwire.codecs.values import decode_values, encode_values

@@ -10,7 +10,7 @@ import torch
 
 from thinwire import methods
 from thinwire.averaging.exchange import AllGather, TwoPhase
-from thinwire.averaging.quorum_messages import PartHeader, with_part_header
+from thinwire.averaging.quorum import PartHeader, with_part_header
 from thinwire.averaging.round_context import RoundContext
 from thinwire.averaging.topology import Peers
 from thinwire.cli.elastic_run import _new

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from thinwire.elastic.coordinator import Coordinator
-from thinwire.elastic.coordinator_state import CoordinatorConfig
+from thinwire.elastic.coordinator_state import CoordinatorConfig, StandbyHosts
 from thinwire.elastic.protocol import VERSION, decode, encode
-from thinwire.elastic.standby_hosts import StandbyHosts
 from thinwire.monitor.detect.live import News
 from thinwire.monitor.findings import Finding, Place
 from thinwire.monitor.remediation import Action

@@ -13,8 +13,7 @@ from torch import nn
 
 from tests.trained_runs import TEXT, train
 from thinwire.data import BpeTokenizer, ByteTokenizer, Tokenizer
-from thinwire.inference.export import export_model
-from thinwire.inference.trained_model import TrainedModel, load_trained
+from thinwire.inference import TrainedModel, export_model, load_trained
 from thinwire.models import TransformerConfig, build_transformer, preset
 from thinwire.models.generation import Sampling, generate
 from thinwire.training.config import TrainConfig

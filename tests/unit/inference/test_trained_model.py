@@ -15,7 +15,7 @@ from thinwire.data.corpus import divide
 from thinwire.data.sources import Document
 from thinwire.elastic.global_state import GlobalState
 from thinwire.errors import CheckpointError, DataError
-from thinwire.inference.trained_model import evaluate, load_trained, read_texts
+from thinwire.inference import evaluate, load_trained, read_texts
 from thinwire.monitor.runlog.run_folder import read_run
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.config import TrainConfig, config_text, read_config

@@ -29,8 +29,7 @@ from thinwire.training import cost_check, worker
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.cost_check import CodeCost, complain, measure_codes, measure_rate
 from thinwire.training.worker import ReplicaStart
-from thinwire.transport.all_gather_json import all_gather_json
-from thinwire.transport.base import Transport
+from thinwire.transport.base import Transport, all_gather_json
 from thinwire.transport.loopback import LoopbackTransport
 from thinwire.transport.recording import RecordingTransport
 

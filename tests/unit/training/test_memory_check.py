@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.training import memory_check
-from thinwire.training.build import check, make_method, make_model
+from thinwire.training import build
+from thinwire.training.build import check, check_memory, device_memory_bytes, estimate_memory, make_method, make_model
 from thinwire.training.config import TrainConfig, resolve
-from thinwire.training.memory_check import check_memory, device_memory_bytes, estimate_memory
 
 
 def config_of(**options: object) -> TrainConfig:
@@ -98,7 +97,7 @@ def test_what_cannot_fit_is_refused_with_the_need_the_limit_and_a_remedy() -> No
 
 def test_check_compares_with_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     check(config_of(model="nano"))
-    monkeypatch.setattr(memory_check, "device_memory_bytes", lambda device: 1e6)
+    monkeypatch.setattr(build, "device_memory_bytes", lambda device: 1e6)
     with pytest.raises(
         ValueError, match=r"--model nano does not fit the memory of this machine; got .*; allowed 1\.00 MB"
     ):
@@ -112,6 +111,6 @@ def test_the_limit_of_a_container_counts(
     path = tmp_path / "memory.max"
     if limit is not None:
         path.write_text(limit)
-    monkeypatch.setattr(memory_check, "_LIMITS", (path,))
+    monkeypatch.setattr(build, "_LIMITS", (path,))
     found = device_memory_bytes("cpu")
     assert found == expected if expected else found > 1e8

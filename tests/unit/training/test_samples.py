@@ -14,7 +14,7 @@ from torch import nn
 from tests.scripted_model import Scripted
 from tests.trained_runs import TEXT, train
 from thinwire.data import ByteTokenizer
-from thinwire.training.samples import begin_samples, continue_briefly, find_prompts, finish_samples
+from thinwire.training.summary import begin_samples, continue_briefly, find_prompts, finish_samples
 
 
 def test_samples_end_in_time_and_leave_the_model_as_it_was() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from thinwire.transport import collective_hooks
-from thinwire.transport.gpu_completion import CallEnd, CudaEventMark, WorkPoller, is_capturing
+from thinwire.transport.collective_hooks import CallEnd, CudaEventMark, WorkPoller, is_capturing
 
 SOON_S = 120.0
 POLL_S = 0.002

@@ -45,7 +45,7 @@ from thinwire.lab.wire_benchmark.contenders import Trainer, TrainerSettings, che
 from thinwire.models import PRESETS, build_model
 from thinwire.models.presets import preset
 from thinwire.training.summary import describe_machine, parameters_sha256
-from thinwire.transport.all_gather_json import all_gather_json
+from thinwire.transport.base import all_gather_json
 from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
 from thinwire.version import __version__

@@ -25,17 +25,28 @@ for matching. The authors match on one loader that all agents share; here every 
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
 
 from thinwire.averaging.exchange import cheapest
 from thinwire.averaging.gossip import Gossip
 from thinwire.averaging.mixing import Complete, MixingGraph, Neighbours, Ring, Torus
+from thinwire.averaging.round_context import Average
 from thinwire.codecs import float32
-from thinwire.methods.dimat.matched_merge import Batches, MatchedMerge, Parameters
-from thinwire.methods.dimat.matching import MergeMethod
+from thinwire.errors import CheckpointError
+from thinwire.methods.dimat.matching import MergeMethod, assign, check_whole, match_and_merge, reset_statistics
+from thinwire.methods.dimat.permutation_graph import find_permutations
 from thinwire.methods.registry import About, register
+from thinwire.sync.fragments import Pattern, find_blocks
+from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.method import Method
-from thinwire.sync.schedule import Staggered
+from thinwire.sync.schedule import Round, Staggered
+from thinwire.sync.views import BoundView
+from thinwire.transport.shards import flatten, local_shard, unflatten_into
 
 _GRAPHS: dict[str, MixingGraph] = {"ring": Ring(), "torus": Torus(), "complete": Complete()}
 
@@ -95,3 +106,188 @@ def dimat(
         last_exchange=lambda num_replicas: cheapest(float32(), num_replicas=num_replicas),
         has_common_value=False,
     )
+
+
+Batches = Iterable[torch.Tensor] | Callable[[], Iterable[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """All trainable parameters and floating buffers as one fragment, as they are: no value is common to all replicas.
+
+    Of the buffers, those in the state dict count that are finite at the start, such as BatchNorm's statistics: a mask
+    of infinities is a constant and stays where it is.
+    """
+
+    @property
+    def moment(self) -> Literal["before_inner_step", "after_inner_step"]:
+        """After the inner step."""
+        return "after_inner_step"
+
+    def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundParameters:
+        """See `View.bind`."""
+        return BoundParameters(model)
+
+
+class BoundParameters:
+    """See `Parameters`.
+
+    Attributes:
+        model: The replica's model.
+        parameters: The fragment, without a global value.
+        tensors: What is exchanged, in its order: this rank's shards, to read and to write.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        names = Pattern(num_fragments=1).partition(find_blocks(model))[0]
+        self.model = model
+        self.parameters = GlobalParameters(model, [names], has_values=False)
+        saved = model.state_dict(keep_vars=True)
+        buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
+        self._sources = [*self.parameters.parameters[0], *(b for b in buffers if bool(torch.isfinite(b).all()))]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """See the attributes."""
+        return [local_shard(source) for source in self._sources]
+
+    def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
+        """See `BoundView.shapes`."""
+        return tuple(tensor.shape for tensor in self.tensors)
+
+    def read(self, round: Round) -> torch.Tensor:
+        """See `BoundView.read`."""
+        return flatten(self.tensors)
+
+    def read_last(self, fragment: int) -> torch.Tensor:
+        """Return the same as `read`: the mean of values is the same on all replicas."""
+        return flatten(self.tensors)
+
+    def reference_hash(self, round: Round) -> int:
+        """Return 0: replicas hold different values, and that is meant."""
+        return 0
+
+    def state_of(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the model's state dict with the values of a vector that another replica read.
+
+        Args:
+            vector: As `read` returns it.
+        """
+        values = dict(zip((id(source) for source in self._sources), _cut(vector, self.tensors), strict=True))
+        # a tensor with several names comes under all of them
+        own = self.model.state_dict(keep_vars=True)
+        return {name: values.get(id(tensor), tensor.detach()) for name, tensor in own.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchedMerge:
+    """Merge the model with those of the neighbours, by the weights of the exchange.
+
+    Args:
+        matching: What the neighbours' units are matched by before the average: see `match_and_merge`.
+        batches: Inputs for the forward passes: an iterable that can be gone through again and again, or a function that
+            returns an iterable for each merge. Without them BatchNorm's statistics are averaged, not measured again.
+
+    Raises:
+        ValueError: `matching` is unknown or needs batches, or the batches could be gone through only once.
+    """
+
+    matching: MergeMethod = "activations"
+    batches: Batches | None = field(default=None, repr=False, compare=False)  # each replica has its own
+
+    def __post_init__(self) -> None:
+        """Check that the parts go together."""
+        if self.matching not in get_args(MergeMethod):
+            raise ValueError(f"matching must be one of {', '.join(get_args(MergeMethod))}, got {self.matching!r}")
+        if self.matching != "none" and self.batches is None:
+            raise ValueError(
+                f"matching={self.matching!r} runs the models on data, but batches is None; give some tensors of "
+                f"inputs as batches in Python, or merge without matching ('none')"
+            )
+        if isinstance(self.batches, Iterator):
+            raise ValueError(
+                "batches is an iterator, which is used up after the first merge; give a list, or a function that "
+                "returns a new iterator"
+            )
+
+    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundMatchedMerge:
+        """See `Update.bind`; what cannot be matched is refused here rather than at the first merge."""
+        if not isinstance(view, BoundParameters):
+            raise ValueError("MatchedMerge() merges parameters, which only Parameters() reads; use that as the view")
+        bound = BoundMatchedMerge(self, view)
+        if self.matching != "none":
+            _check_matchable(view.model, sample=bound.calibration()[0])
+        return bound
+
+
+class BoundMatchedMerge:
+    """See `MatchedMerge`."""
+
+    def __init__(self, spec: MatchedMerge, view: BoundParameters) -> None:
+        self._spec = spec
+        self._view = view
+
+    @property
+    def replaces_inner_step(self) -> bool:
+        """Never: it comes after the inner steps."""
+        return False
+
+    def calibration(self) -> list[torch.Tensor]:
+        """Return the batches of one merge, on the model's device.
+
+        Raises:
+            ValueError: There is none, or one is no tensor.
+        """
+        source = self._spec.batches
+        if source is None:
+            return []
+        held = list(source() if callable(source) else source)
+        other = next((batch for batch in held if not isinstance(batch, torch.Tensor)), None)
+        if other is not None or not held:
+            found = "none" if other is None else f"a {type(other).__name__}"
+            raise ValueError(f"batches must hold tensors of inputs, got {found}; leave out the labels")
+        device = next((tensor.device for tensor in self._view.tensors), torch.device("cpu"))
+        return [batch.to(device) for batch in held]
+
+    def apply(self, round: Round, average: Average) -> None:
+        """See `BoundUpdate.apply`."""
+        if self._spec.matching == "none":
+            self.merge(round.fragment, average.mean)
+            return
+        neighbours = {replica: self._view.state_of(part) for replica, part in average.parts.items()}
+        batches = self.calibration()
+        match_and_merge(self._view.model, neighbours, average.weights, batches, method=self._spec.matching)
+
+    def merge(self, fragment: int, mean: torch.Tensor) -> None:
+        """Write a mean into the model, unit by unit as it is, and measure the statistics of BatchNorm again."""
+        unflatten_into(mean, self._view.tensors)
+        if self._spec.batches is not None:
+            reset_statistics(self._view.model, self.calibration())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return an empty state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `BoundUpdate.load_state_dict`."""
+        if state:
+            raise CheckpointError("the checkpoint holds what an update remembers, but this method's has no memory")
+
+
+def _check_matchable(model: nn.Module, *, sample: torch.Tensor) -> None:
+    check_whole(model)
+    frozen = next((name for name, parameter in model.named_parameters() if not parameter.requires_grad), None)
+    if frozen is not None:
+        raise ValueError(
+            f"{frozen} is frozen, but matching may move its units with those of the layers around it; train it too, or "
+            f"merge without matching ('none')"
+        )
+    find_permutations(model, sample=sample)
+    assign(torch.zeros(1, 1))  # a missing scipy is reported now, not after hours of training
+
+
+def _cut(vector: torch.Tensor, tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    start = 0
+    for tensor in tensors:
+        yield vector[start : start + tensor.numel()].view(tensor.shape).to(tensor.dtype)
+        start += tensor.numel()

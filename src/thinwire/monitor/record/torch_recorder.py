@@ -18,6 +18,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 
+from thinwire.errors import warn_untested
 from thinwire.monitor.record.connection_records import RankPlace, WatchedWires, own_place
 from thinwire.monitor.runlog.records import Beat, Communicator, Span, to_line
 from thinwire.monitor.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
@@ -32,7 +33,6 @@ from thinwire.transport.collective_hooks import (
     own_rank,
     store_port,
 )
-from thinwire.untested import warn_untested
 
 WRITE_S = 0.25
 BEAT_S = 0.5

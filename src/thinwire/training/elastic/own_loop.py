@@ -38,9 +38,8 @@ from thinwire.sync.method import Method, method_of
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.elastic.coordinator_process import JOB_FILE, JOURNAL_FILE
 from thinwire.training.elastic.job import LoopJob
-from thinwire.training.elastic.loop import ElasticPolicy, Left
 from thinwire.training.elastic.states import CheckpointPolicy
-from thinwire.training.elastic.stay import ElasticStay
+from thinwire.training.elastic.stay import ElasticPolicy, ElasticStay, Left
 from thinwire.training.summary import parameters_sha256
 from thinwire.transport.addresses import (
     ANY_LOOPBACK,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from thinwire.averaging.round_context import Average
 from thinwire.data import Corpus
 from thinwire.data.sampler import ShardBatches
 from thinwire.elastic.coordinator_session import StateOffer
@@ -19,13 +21,16 @@ from thinwire.elastic.invitation import read_invitation
 from thinwire.elastic.join import Membership
 from thinwire.elastic.replica_state import global_tensors
 from thinwire.errors import CheckpointError, DroppedNonFinite, Expelled, RunOver
+from thinwire.events import RoundMark
 from thinwire.files import write_whole
 from thinwire.monitor.record.metrics import Meter, open_loggers
 from thinwire.monitor.record.recorder import Recorder, own_fault
-from thinwire.monitor.record.round_log import RoundLog
 from thinwire.monitor.runlog.forwarding import RecordForward
 from thinwire.monitor.runlog.run_identity import check_folder, write_identity
+from thinwire.monitor.runlog.writer import JsonlWriter
 from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.sync.round_engine import RoundEngine
+from thinwire.sync.schedule import Round
 from thinwire.training.build import make_inner_optimizer, make_method, make_model
 from thinwire.training.checkpoints.checkpoint_files import ForeignCheckpoint
 from thinwire.training.config import TrainConfig, config_text
@@ -33,14 +38,14 @@ from thinwire.training.drift import step_monitor_of
 from thinwire.training.elastic.coordinator_process import read_port
 from thinwire.training.elastic.job import ElasticJob, LocalSettings
 from thinwire.training.elastic.local_snapshot import RESUMED_ERA, HeldState, LocalSnapshot, snapshot_path
-from thinwire.training.elastic.loop import Left, elastic_training
 from thinwire.training.elastic.remediation import write_pid
 from thinwire.training.elastic.replica_ranks import Rank0Driver, check_ranks, whole_model
 from thinwire.training.elastic.states import CheckpointPolicy, checkpoints_of
-from thinwire.training.elastic.stay import ElasticStay
+from thinwire.training.elastic.stay import ElasticStay, Left, elastic_training
 from thinwire.training.loop import LoopSetup, Training
-from thinwire.training.samples import begin_samples, finish_samples
 from thinwire.training.summary import (
+    begin_samples,
+    finish_samples,
     parameters_sha256,
     replica_note,
     save_model,
@@ -50,6 +55,47 @@ from thinwire.training.summary import (
 )
 from thinwire.training.worker import held_out_batches, open_data
 from thinwire.transport.secret import Secret, read_secret
+
+
+class RoundLog:
+    """Writes `rounds-replica-N.jsonl`, a line for each round as it is applied.
+
+    Args:
+        run_dir: The run's folder on this host.
+        replica: This replica.
+        engine: Whose rounds.
+        warn: Told where there is no room for the file.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, replica: int, engine: RoundEngine, warn: Callable[[str], None] = lambda text: None
+    ) -> None:
+        # a line at a time, so that a replica that is killed leaves whole lines
+        self._file = JsonlWriter(run_dir / f"rounds-replica-{replica}.jsonl", warn=warn)
+        self._engine = engine
+        engine.observers.append(self)
+
+    def close(self) -> None:
+        """Write no more."""
+        self._engine.observers.remove(self)
+        self._file.close()
+
+    def on_mark(self, mark: RoundMark) -> None:
+        """Ignore it: only applied rounds are logged."""
+
+    def on_applied(self, round: Round, average: Average) -> None:
+        """Write the line of a round."""
+        line = {
+            "round": round.id, "fragment": round.fragment, "launch_step": round.launch_step,
+            "members": list(average.members), "is_counted": average.is_counted,
+            "crc": self._engine.view.parameters.reference_hash(round.fragment), "at_s": _milliseconds(time.time()),
+        }  # fmt: skip
+        self._file.write(json.dumps(line, separators=(",", ":")), is_last=True)
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds, 3)
+
 
 # Seconds between two attempts to join; doubled up to the second while they fail at once.
 _AGAIN_S, _LONGEST_AGAIN_S = 0.5, 10.0
