@@ -26,7 +26,7 @@ Kind = Literal[
 ]
 
 PlaceKind = Literal[
-    "link", "link both ways", "sender", "receiver", "endpoint",
+    "link", "path", "link both ways", "sender", "receiver", "endpoint",
     "host link", "host link both ways", "host sender", "host receiver", "host",
     "rank", "communicator", "job",
 ]  # fmt: skip
@@ -38,8 +38,10 @@ class Place:
 
     Attributes:
         kind: Of the place.
-        ranks: The ranks of a link (from, to), a sender, a receiver, an endpoint (its wires both ways) or a rank.
+        ranks: The ranks of a link or a path (from, to), a sender, a receiver, an endpoint (its wires both ways) or a
+            rank.
         hosts: The same for places that are hosts.
+        path: Number of a path, -1 for other places.
 
     Example:
         >>> print(Place(kind="link", ranks=(0, 3)), "|", Place(kind="host", hosts=("b",)))
@@ -49,9 +51,12 @@ class Place:
     kind: PlaceKind
     ranks: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
+    path: int = -1
 
     def __str__(self) -> str:
         names = [str(rank) for rank in self.ranks] or list(self.hosts)
+        if self.kind == "path":
+            return f"path {self.path} of link {' -> '.join(names)}"
         if self.kind in ("link", "host link"):
             return f"{self.kind} {' -> '.join(names)}"
         if self.kind in ("link both ways", "host link both ways"):
@@ -193,6 +198,14 @@ class SlowBytesEvidence(SlowdownEvidence, frozen=True, kw_only=True):
     usual_mbit_a_second: float
     now_mbit_a_second: float
     links: Sequence[str]
+
+
+class SlowPathEvidence(SlowdownEvidence, frozen=True, kw_only=True):
+    """One of several planned paths whose bytes take longer, while the others' do not."""
+
+    source_port: int
+    usual_mbit_a_second: float
+    now_mbit_a_second: float
 
 
 class DesyncEvidence(Evidence, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from thinwire.monitor.detect.live import LiveDetector, News
 from thinwire.monitor.findings import Finding
+from thinwire.monitor.path_limits import PATH_LIMITS_FILE, PathLimit, limit_of, write_path_limits
 from thinwire.monitor.remediation import Action, Steering
 from thinwire.monitor.runlog.run_folder import MEMBERS_FILE
 from thinwire.monitor.runlog.tailer import RecordTailer
@@ -113,6 +114,7 @@ class LiveDiagnosis:
         self._noted: tuple[frozenset[int], frozenset[int]] | None = None
         self._is_full = False
         self._files: dict[str, JsonlWriter] = {}
+        self._limits: dict[int, PathLimit] = {}
         self.news: list[tuple[float, News]] = []
         self.actions: list[dict[str, Any]] = []
         self.num_looks = 0
@@ -127,7 +129,9 @@ class LiveDiagnosis:
         self.stop()
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread; limits of paths that an earlier part of the run has left are over."""
+        with contextlib.suppress(OSError):
+            (self._run_dir / PATH_LIMITS_FILE).unlink(missing_ok=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -149,7 +153,10 @@ class LiveDiagnosis:
             self.num_looks += 1
             for news in self._judge.update(without=self._without(members)):
                 self._report(news)
-                self._act(news, members)
+                if news.finding.places[0].kind == "path":
+                    self._limit_path(news)
+                else:
+                    self._act(news, members)
             for news in self._judge.open_findings() if self._steering.unsure else ():
                 if news.case in self._steering.unsure:
                     self._act(news, members)
@@ -226,6 +233,33 @@ class LiveDiagnosis:
             self._say(f"over: {finding.kind}: {finding.where}")
             return
         self._say(f"finding: {finding.kind}: {finding.where} (confidence {finding.confidence:.2f}). {finding.text}")
+
+    def _limit_path(self, news: News) -> None:
+        """Have a rank send less over a path while a finding names it: that loses nothing, so no option asks for it."""
+        place, why = news.finding.places[0], f"{news.finding.kind}: {news.finding.where}"
+        if news.state == "new":
+            self._limits[news.case] = limit_of(place, why=why)
+        elif self._limits.pop(news.case, None) is None:
+            return
+        if self._is_dry_run:
+            result = "nothing, since this is a dry run"
+        else:
+            try:
+                write_path_limits(self._run_dir, self._limits.values())
+                part = "the rate that is measured" if news.state == "over" else (
+                    f"{self._limits[news.case].limit:.0%} of the rate that is measured"
+                )  # fmt: skip
+                result = f"rank {place.ranks[0]} counts {part}"
+            except OSError as error:
+                result = f"failed: {error.strerror}"
+        verb = "limit path" if news.state == "new" else "lift limit"
+        line = {
+            "at": round(time.time(), 3), "action": verb, "target": str(place), "dry_run": self._is_dry_run,
+            "finding": why, "case": news.case, "why": news.finding.text, "result": result,
+        }  # fmt: skip
+        self.actions.append(line)
+        self._append(ACTIONS_FILE, line)
+        self._say(f"action: {verb}, {place}: {result}")
 
     def _act(self, news: News, members: Members | None) -> None:
         members = Members(present=self._judge.ranks()) if members is None else members

@@ -58,8 +58,8 @@ _OPENING, _READY, _CLOSING, _PROBING = range(4)
 _LOCAL_NAMES = ("data", "model", "init_from")
 _OUTPUTS = (
     "config.json", RUN_FILE, "summary.json", "report.html", "metrics-replica-*", "transfers-replica-*",
-    "records-rank-*", "findings.jsonl", "actions.jsonl", "downtime.json", "parts.jsonl", "checkpoint-cost.json",
-    "samples.json",
+    "records-rank-*", "findings.jsonl", "actions.jsonl", "path-limits.json", "downtime.json", "parts.jsonl",
+    "checkpoint-cost.json", "samples.json",
 )  # fmt: skip
 _OUTPUT_FOLDERS = ("adapters", "checkpoints", "model", "logs", "tensorboard", "wandb", RANKS)
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
@@ -15,6 +15,9 @@ from thinwire.events import Direction, Posted, Transfer, TransferLog
 from thinwire.transport.base import Envelope, Pending, Received, Request, RequestTransport, Response, Transport
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.tcp_stats import ConnectionStats
+
+if TYPE_CHECKING:  # needs pyzmq, an extra
+    from thinwire.transport.wire.multipath import PathStats
 
 
 @runtime_checkable
@@ -81,6 +84,18 @@ class RecordingTransport:
         read = getattr(self.inner, "connections", None)
         found: Mapping[Hashable, ConnectionStats] = {} if read is None else read()
         return found
+
+    def paths(self, peer: int) -> list[PathStats]:
+        """Return the state of each path to a replica; nothing where one connection leads there."""
+        read = getattr(self.inner, "paths", None)
+        found: list[PathStats] = [] if read is None else read(peer)
+        return found
+
+    def limit_path(self, peer: int, path: int, weight: float) -> None:
+        """Use a path to a replica for at most this part of its rate; see `WireTransport.limit_path`."""
+        limit = getattr(self.inner, "limit_path", None)
+        if limit is not None:
+            limit(peer, path, weight)
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
         """Start to send, see `Transport.send`."""

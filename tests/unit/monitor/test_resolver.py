@@ -32,6 +32,7 @@ from thinwire.monitor.findings import (
     SlowComputeEvidence,
     SlowLinkEvidence,
     SlowOperationEvidence,
+    SlowPathEvidence,
     SlowStepEvidence,
     SlowTransferEvidence,
     StallEvidence,
@@ -117,6 +118,11 @@ def step(*places: Place) -> Finding:
     return finding(evidence, *places, kind="non-communication slow")
 
 
+def slow_path(*ranks: int) -> Finding:
+    evidence = SlowPathEvidence(times_longer=5.0, source_port=9, usual_mbit_a_second=8.0, now_mbit_a_second=1.0)
+    return finding(evidence, Place(kind="path", ranks=ranks, path=1))
+
+
 def silent(rank: int = 1) -> Finding:
     evidence = SilentRankEvidence(last_sign_s=1.0, silent_s=20.0, longer_than_s=3.0, usual_between_s=0.5)
     return finding(evidence, place(rank), kind="non-communication hang")
@@ -164,6 +170,8 @@ EXPLAINED = [
     Case(10, operation(4.0), (slow_bytes(3.9),)),
     Case(11, silent(), (missing(),)), Case(11, silent(), (ras(1),)),
     Case(12, ended(1, 2), (ras(1), ras(2))), Case(12, NO_FILE, (ras(1, 2),)),
+    Case(13, slow_link(4.0, LINK), (slow_path(0, 1),)), Case(13, transfer(LINK), (slow_path(0, 1),)),
+    Case(13, slow_bytes(), (slow_path(0, 1),)),
 ]  # fmt: skip
 
 REPORTED = [
@@ -193,6 +201,7 @@ REPORTED = [
     Case(11, silent(2), (missing(1),)),
     Case(11, silent(), (step(),)),  # slow is not gone
     Case(12, ended(1, 2), (ras(1),)),
+    Case(13, slow_link(4.0, LINK), (slow_path(0, 2),)),
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from thinwire.errors import DataError
 from thinwire.monitor.dashboard.chart_data import delay_matrix, timeline
 from thinwire.monitor.dashboard.findings_reader import downtime_rows, finding_row, text
-from thinwire.monitor.dashboard.sources import MOST_RANKS, ObjectFile, Sources, link_table
+from thinwire.monitor.dashboard.sources import MOST_RANKS, ObjectFile, Sources, link_table, path_table
 from thinwire.monitor.dashboard.window import joined
 from thinwire.monitor.detect.clocks import SightingBook
 from thinwire.monitor.detect.diagnose import DetectorState, diagnose, findings_of
@@ -357,6 +357,7 @@ class RunFollower:
             "replicas": replicas,
             "curves": self._curves(),
             "links": link_table(sources.links),
+            "paths": path_table(sources.paths),
             "matrix": self._charts["matrix"],
             "timeline": self._charts["timeline"],
             "heat": self._charts["heat"],

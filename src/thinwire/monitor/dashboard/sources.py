@@ -19,7 +19,7 @@ from thinwire.monitor.dashboard.findings_reader import Actions, Findings, text
 from thinwire.monitor.dashboard.window import RankWindow, room_for
 from thinwire.monitor.run_numbers import RATE_WINDOW_S
 from thinwire.monitor.runlog.reader import check_header, converted, parse_line, parse_object
-from thinwire.monitor.runlog.records import Count, Direction, Rank, TransferEnd
+from thinwire.monitor.runlog.records import Count, Direction, PathReading, Rank, TransferEnd
 from thinwire.monitor.runlog.run_folder import (
     ErrorMetrics,
     EvaluationMetrics,
@@ -230,6 +230,8 @@ RECENT_S = 10.0
 _MOST_RECENT = 2000
 _MOST_LINKS = 4096
 _MOST_SHOWN = 200
+# Part of the time from which a path, or its receiver, counts as the limit.
+_BUSY_SHARE = 0.5
 Cell = tuple[int, int]
 
 
@@ -309,6 +311,72 @@ def _share_after(since_s: float, started_s: float, done_s: float) -> float:
     if done_s <= started_s:
         return float(done_s > since_s)
     return min(1.0, max(0.0, (done_s - since_s) / (done_s - started_s)))
+
+
+class PathTraffic:
+    """The latest readings of each planned path that one rank sends over.
+
+    Args:
+        rank: The rank that wrote them.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all readings."""
+        self._readings: dict[tuple[int, int], deque[PathReading]] = {}
+
+    def add(self, reading: PathReading) -> None:
+        """Add a reading.
+
+        Raises:
+            ValueError: More paths than any replica has.
+        """
+        way = (reading.peer, reading.path)
+        if way not in self._readings and len(self._readings) >= _MOST_LINKS:
+            raise ValueError(f"more than {_MOST_LINKS} paths of one replica")
+        known = self._readings.setdefault(way, deque(maxlen=_MOST_RECENT))
+        if known and known[-1].num_bytes > reading.num_bytes:  # another process counts from 0
+            known.clear()
+        known.append(reading)
+        while len(known) > 2 and known[1].at_s <= reading.at_s - RECENT_S:
+            known.popleft()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return each path's bytes, share and rate over the latest seconds, and what limits the rate."""
+        found = []
+        latest_s = max((known[-1].at_s for known in self._readings.values()), default=0.0)
+        for (peer, path), known in sorted(self._readings.items()):
+            first, last = known[0], known[-1]
+            seconds = max(latest_s - first.at_s, RATE_WINDOW_S)
+            busy_s, held_s = last.busy_s - first.busy_s, last.held_s - first.held_s
+            found.append({
+                "from": self.rank, "to": peer, "path": path, "source_port": last.source_port, "bytes": last.num_bytes,
+                "now_bits_per_s": round(8 * (last.num_bytes - first.num_bytes) / seconds, 1), "share": last.share,
+                "limit": last.limit, "is_up": last.is_up, "busy": round(min(1.0, busy_s / seconds), 3),
+                "limited_by": _limited_by(last, busy=busy_s / seconds, held=held_s / max(busy_s, 1e-9)),
+            })  # fmt: skip
+        return found
+
+
+def _limited_by(last: PathReading, *, busy: float, held: float) -> str:
+    if not last.is_up:
+        return "nothing arrives"
+    if last.limit < 1:
+        return "a finding"
+    if busy < _BUSY_SHARE:
+        return "what there is to send"
+    return "the receiver" if held > _BUSY_SHARE else "the path"
+
+
+def path_table(traffic: Mapping[int, PathTraffic]) -> dict[str, Any]:
+    """Join the paths of all ranks; of many, those with the most bytes."""
+    rows = [row for _, own in sorted(traffic.items()) for row in own.rows()]
+    busiest = sorted(rows, key=lambda row: -row["bytes"])[:_MOST_SHOWN]
+    shown = sorted(busiest, key=lambda row: (row["from"], row["to"], row["path"]))
+    return {"paths": shown, "num_left_out": len(rows) - len(shown), "recent_s": RECENT_S}
 
 
 def link_table(totals: Mapping[int, LinkTotals]) -> dict[str, Any]:
@@ -436,6 +504,7 @@ class Sources:
     Attributes:
         replicas: By number, from the metrics.
         links: By the rank that wrote them.
+        paths: Likewise.
         windows: The latest records, by rank.
         rounds: By replica, of elastic runs.
         journal: The coordinator's.
@@ -451,6 +520,7 @@ class Sources:
         self._files: dict[str, JsonlTailer] = {}
         self.replicas: dict[int, Replica] = {}
         self.links: dict[int, LinkTotals] = {}
+        self.paths: dict[int, PathTraffic] = {}
         self.windows: dict[int, RankWindow] = {}
         self.rounds: dict[int, AppliedRounds] = {}
         self.journal = CoordinatorLog()
@@ -556,6 +626,8 @@ class Sources:
             window.is_recorded = True
         record = parse_line(line)
         window.add(record, room=room_for(len(self.windows)))
+        if isinstance(record, PathReading):
+            self.paths.setdefault(rank, PathTraffic(rank)).add(record)
         if isinstance(record, TransferEnd) and f"transfers-replica-{rank}.jsonl" not in self._files:
             self._count(rank, record)
 

@@ -14,6 +14,7 @@ from thinwire.monitor.runlog.records import (
     Communicator,
     Flow,
     Operation,
+    PathReading,
     Probe,
     Record,
     Span,
@@ -53,6 +54,7 @@ class RankWindow:
         self._arrivals: dict[int, deque[Arrival]] = {}
         self._flows: dict[int, FirstAndLatest[Flow]] = {}
         self._probes: dict[int, FirstAndLatest[Probe]] = {}
+        self._paths: dict[tuple[int, int], FirstAndLatest[PathReading]] = {}
         self._parts: dict[tuple[int, int, str], int] = defaultdict(int)
 
     def add(self, record: Record, *, room: int) -> None:
@@ -72,6 +74,10 @@ class RankWindow:
             self._beat = record
         elif isinstance(record, Arrival | Flow | Probe):
             self._add_of_wires(record, room=room)
+        elif isinstance(record, PathReading):
+            if (record.peer, record.path) in self._paths or len(self._paths) < room:
+                kept = self._paths.setdefault((record.peer, record.path), FirstAndLatest(_MOST_FLOWS))
+                kept.put(record.at_s, record)
         elif isinstance(record, Operation):
             _keep(self._operations, (record.communicator, record.sequence), record, room=room)
         elif isinstance(record, Span):
@@ -126,6 +132,7 @@ class RankWindow:
             *(one for own in self._arrivals.values() for one in own),
             *(one for own in self._flows.values() for one in own.values()),
             *(one for own in self._probes.values() for one in own.values()),
+            *(one for own in self._paths.values() for one in own.values()),
         ]
         for record in found:
             records.num_lines += 1

@@ -19,6 +19,7 @@ from thinwire.monitor.detect.link_history import LinkHistory, LinkTimes, link_ti
 from thinwire.monitor.detect.resolver import resolve
 from thinwire.monitor.detect.slow_compute import WorkHistory, WorkTimes, find_slow_work, find_stalls, work_times
 from thinwire.monitor.detect.slow_links import find_slow_links
+from thinwire.monitor.detect.slow_paths import find_slow_paths
 from thinwire.monitor.detect.timeline import Job, Message, build
 from thinwire.monitor.findings import (
     ClockEvidence,
@@ -179,6 +180,7 @@ def findings_of(job: Job, history: DetectorState | None = None) -> list[Finding]
         *find_hangs(job),
         *find_losses(job),
         *find_slow_links(job, links),
+        *find_slow_paths(job),
         *find_slow_operations(job),
         *find_slow_flows(job),
         *find_slow_work(job, work),

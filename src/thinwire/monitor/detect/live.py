@@ -24,6 +24,7 @@ from thinwire.monitor.runlog.records import (
     Communicator,
     Flow,
     Operation,
+    PathReading,
     Probe,
     Record,
     Span,
@@ -112,6 +113,7 @@ class RecordWindow:
         self._arrivals: dict[tuple[int, int], deque[Arrival]] = {}
         self._flows: FirstAndLatest[Flow] = FirstAndLatest(LIVE.max_flows)
         self._probes: FirstAndLatest[Probe] = FirstAndLatest(LIVE.max_flows)
+        self._paths: FirstAndLatest[PathReading] = FirstAndLatest(LIVE.max_flows)
         self._writers: set[int] = set()
         self._ways: set[tuple[int, int, str]] = set()
 
@@ -122,12 +124,12 @@ class RecordWindow:
             self._communicators[record] = None
             if len(self._communicators) > LIVE.max_communicators:
                 self._communicators.popitem(last=False)
-        elif isinstance(record, Arrival | Flow | Probe):
+        elif isinstance(record, Arrival | Flow | Probe | PathReading):
             self._add_of_wires(record)
         elif isinstance(record, Operation):
             if record.rank not in self._writers and len(self._writers) < LIVE.max_ranks:
                 self._writers.add(record.rank)
-                for kept in (self._operations, self._spans, self._flows, self._probes):
+                for kept in (self._operations, self._spans, self._flows, self._probes, self._paths):
                     kept.hold(max(kept.most, _most_of(len(self._writers))))
             self._operations.put((record.communicator, record.rank, record.sequence), record)
         elif isinstance(record, TransferEnd):
@@ -142,11 +144,13 @@ class RecordWindow:
         else:
             _put_latest(self._beats, record.rank, record, most=LIVE.max_beats)
 
-    def _add_of_wires(self, record: Arrival | Flow | Probe) -> None:
+    def _add_of_wires(self, record: Arrival | Flow | Probe | PathReading) -> None:
         if isinstance(record, Flow):
             self._flows.put((record.rank, record.peer, record.at_s), record)
         elif isinstance(record, Probe):
             self._probes.put((record.rank, record.peer, record.at_s), record)
+        elif isinstance(record, PathReading):
+            self._paths.put((record.rank, record.peer, record.path, record.at_s), record)
         else:
             _put_latest(self._arrivals, (record.rank, record.peer), record, most=LIVE.max_arrivals)
 
@@ -183,6 +187,7 @@ class RecordWindow:
         found.arrivals = [one for own in kept_ways for one in own]
         found.flows = [flow for flow in self._flows.values() if flow.rank not in gone and flow.peer not in gone]
         found.probes = [one for one in self._probes.values() if one.rank not in gone and one.peer not in gone]
+        found.paths = [one for one in self._paths.values() if one.rank not in gone and one.peer not in gone]
         found.num_lines = found.num_records
         return found
 
@@ -372,6 +377,8 @@ def is_one_cause(one: Finding, other: Finding, *, hosts: Mapping[int, str]) -> b
         return False
     if set(one.places) & set(other.places):
         return True
+    if any(place.kind == "path" for place in (*one.places, *other.places)):
+        return False  # paths of one link fail one by one
     first, second = _ranks(one.places, hosts), _ranks(other.places, hosts)
     return bool(first) and bool(second) and (first <= second or second <= first)
 

@@ -32,6 +32,7 @@ from thinwire.monitor.findings import (
     SlowComputeEvidence,
     SlowLinkEvidence,
     SlowOperationEvidence,
+    SlowPathEvidence,
     SlowStepEvidence,
     SlowTransferEvidence,
     StallEvidence,
@@ -143,6 +144,10 @@ def _is_slow_enough(finding: Finding, cause: Finding, job: Job) -> bool:
     return is_at_once(finding, cause) and math.log(bytes_longer) >= COLLECTIVES.min_share * math.log(own)
 
 
+def _is_of_link(finding: Finding, cause: Finding, job: Job) -> bool:
+    return _is_slow(finding) and set(cause.places[0].ranks) <= ranks_of(finding, job)
+
+
 def _is_gone(finding: Finding, cause: Finding, job: Job) -> bool:
     return "hang" in cause.kind and cause.until_s is None and _shares_rank(finding, cause, job)
 
@@ -231,6 +236,12 @@ RULES: tuple[Rule, ...] = (
         by=(RasEvidence,),
         when=_are_lost,
         reason="A process that RAS cannot reach, or that hangs, writes no file.",
+    ),
+    Rule(
+        explained=(*_SLOW_LINKS, SlowBytesEvidence, SlowTransferEvidence),
+        by=(SlowPathEvidence,),
+        when=_any(_is_of_link),
+        reason="A link whose messages wait for one of its paths is slow because of that path.",
     ),
 )
 

@@ -12,7 +12,7 @@ from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.clocks import Alignment, Sighting, SightingBook, align
 from thinwire.monitor.nccl.values import NcclRecords
 from thinwire.monitor.runlog.reader import Records
-from thinwire.monitor.runlog.records import Beat, Communicator, Flow, Operation, Span, TransferEnd
+from thinwire.monitor.runlog.records import Beat, Communicator, Flow, Operation, PathReading, Span, TransferEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +118,7 @@ class Job:
         late_s: By how much the signs of life of ranks come late again and again, see `Lateness`.
         arrivals: When, and how many bytes had come from a source to a destination then, in order; while a message was
             open.
+        paths: When, and the state of each path then, by source, destination and path, in order.
         flows: When, and what the kernel of a source knew then of its connections to a destination's host, in order.
         probes: When a burst from a source to a destination's host began and ended, and the seconds a byte of it took.
         signalled: Sources and destinations whose connections have signs of life of their own.
@@ -145,6 +146,7 @@ class Job:
     late_s: dict[int, float] = field(default_factory=dict)
     arrivals: dict[tuple[int, int], list[tuple[float, int]]] = field(default_factory=dict)
     flows: dict[tuple[int, int], list[tuple[float, Flow]]] = field(default_factory=dict)
+    paths: dict[tuple[int, int, int], list[tuple[float, PathReading]]] = field(default_factory=dict)
     probes: dict[tuple[int, int], list[tuple[float, float, float]]] = field(default_factory=dict)
     signalled: set[tuple[int, int]] = field(default_factory=set)
     nccl: NcclRecords = field(default_factory=NcclRecords)
@@ -224,6 +226,11 @@ def _take_wires(job: Job, records: Records, shift: _Shift) -> None:
         assert at_s is not None
         job.flows.setdefault((flow.rank, flow.peer), []).append((at_s, flow))
         _see(job, flow.rank, flow.at_s)
+    for path in sorted(records.paths, key=lambda path: path.at_s):
+        at_s = shift(path.rank, path.at_s)
+        assert at_s is not None
+        job.paths.setdefault((path.rank, path.peer, path.path), []).append((at_s, path))
+        _see(job, path.rank, path.at_s)
     for probe in sorted(records.probes, key=lambda probe: probe.at_s):
         at_s = shift(probe.rank, probe.at_s)
         assert at_s is not None
@@ -281,8 +288,8 @@ def _places(job: Job, records: Records) -> dict[int, str]:
         {operation.rank for operation in records.operations}, {end.rank for end in records.transfers},
         {end.peer for end in records.transfers},
         {span.rank for span in records.spans}, {beat.rank for beat in records.beats},
-        *({one.rank for one in own} | {one.peer for one in own} for own in (records.arrivals, records.flows)),
-        {one.rank for one in records.probes} | {one.peer for one in records.probes},
+        *({one.rank for one in own} | {one.peer for one in own}
+          for own in (records.arrivals, records.flows, records.probes, records.paths)),
     ]  # fmt: skip
     for rank in sorted(set().union(*told)):
         job.host_of.setdefault(rank, f"rank-{rank}")

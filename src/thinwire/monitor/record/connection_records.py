@@ -9,10 +9,10 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from thinwire.monitor.runlog.records import Flow, Probe, to_line
+from thinwire.monitor.runlog.records import Flow, PathReading, Probe, to_line
 from thinwire.transport.addresses import clock_name, host_name, outer_addresses
 from thinwire.transport.burst_probe import BURST_BYTES, BurstProbe
 from thinwire.transport.collective_hooks import TEXT_BYTES
@@ -108,6 +108,40 @@ class FlowSource(Protocol):
         ...
 
 
+class PathSource(FlowSource, Protocol):
+    """State of one of several connections to a rank; see `thinwire.transport.wire.multipath.PathStats`."""
+
+    @property
+    def path(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def share(self) -> float:
+        """Its share of the bytes."""
+        ...
+
+    @property
+    def limit(self) -> float:
+        """Part of its measured rate that counts."""
+        ...
+
+    @property
+    def source_port(self) -> int:
+        """Port of the end that dialled; 0 if unknown."""
+        ...
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection."""
+        ...
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether it delivers nothing."""
+        ...
+
+
 class PeerFlows:
     """Polls the connections of a rank's own transport, and returns records of what is new.
 
@@ -120,6 +154,7 @@ class PeerFlows:
         self._rank, self._pace = rank, _Pace(timer)
         self._peers: set[int] = set()
         self._written: dict[int, int] = {}
+        self._paths: dict[tuple[int, int], PathReading] = {}
 
     def note_send(self, peer: int) -> None:
         """Note that something is sent to a rank; at most `_MOST_LINES` ranks are polled."""
@@ -148,6 +183,28 @@ class PeerFlows:
             )
             for peer, one in fresh.items()
         ]  # fmt: skip
+
+    def path_records(self, at_s: float, paths: Callable[[int], Sequence[PathSource]]) -> list[PathReading]:
+        """Return a record of each path that has changed since the last poll.
+
+        Args:
+            at_s: The present.
+            paths: The paths to a rank; none where one connection leads there.
+        """
+        found = []
+        for peer in sorted(self._peers):
+            for one in paths(peer):
+                record = PathReading(
+                    rank=self._rank, peer=peer, path=one.path, at_s=at_s, num_bytes=one.sent_bytes,
+                    busy_s=round(one.busy_s, 6), held_s=round(one.held_s, 6), share=round(one.share, 4),
+                    limit=one.limit, source_port=one.source_port, is_up=one.is_connected and not one.is_stalled,
+                )  # fmt: skip
+                before = self._paths.get((peer, one.path))
+                # one that is down is written again: that it stays down is what is new
+                if before is None or not record.is_up or replace(before, at_s=at_s) != record:
+                    found.append(record)
+                    self._paths[peer, one.path] = record
+        return found
 
 
 def _flow(rank: int, peer: int, one: HostFlow, at_s: float) -> Flow:

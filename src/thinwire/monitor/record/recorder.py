@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +17,8 @@ from thinwire.averaging.round_context import Average
 from thinwire.elastic.round_driver import part_of_name
 from thinwire.errors import TransportError
 from thinwire.events import Direction, Posted, RoundMark, Transfer, TransferLog
-from thinwire.monitor.record.connection_records import FlowSource, PeerFlows
+from thinwire.monitor.path_limits import PathLimitReader
+from thinwire.monitor.record.connection_records import FlowSource, PathSource, PeerFlows
 from thinwire.monitor.runlog.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd, to_line
 from thinwire.monitor.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
 from thinwire.sync.round_engine import RoundEngine
@@ -101,6 +102,7 @@ class Recorder:
         forward: Forward | None = None,
     ) -> None:  # fmt: skip
         self._forward = forward
+        self._run_dir = run_dir
         self._rank = rank
         self._clock = clock
         self._warn = warn
@@ -110,6 +112,8 @@ class Recorder:
         self._flows = PeerFlows(rank)
         self._beat_s = -BEAT_S
         self._reading: Callable[[int], ConnectionReading | None] = lambda peer: None
+        self._paths: Callable[[int], Sequence[PathSource]] = lambda peer: ()
+        self._limits: PathLimitReader | None = None
         self.num_dropped = 0
         self._place = Communicator(
             communicator=COMMUNICATOR, ranks=(rank,), hosts=(host_name(),), clocks=(clock_name(),)
@@ -130,13 +134,18 @@ class Recorder:
         """Record all rounds of an engine and their messages from now on.
 
         Args:
-            transport: Carries them. If it has `reading`, bytes received meanwhile are recorded too.
+            transport: Carries them. If it has `reading`, bytes received meanwhile are recorded too; if it has `paths`,
+                so are these, and limits that findings set are applied to them.
             engine: The engine.
         """
         transport.log.add_post_sink(self.add)
         transport.log.add_sink(self.add)
         engine.observers.append(self)
         self._reading = getattr(transport, "reading", self._reading)
+        self._paths = getattr(transport, "paths", self._paths)
+        limit = getattr(transport, "limit_path", None)
+        if limit is not None:
+            self._limits = PathLimitReader(self._run_dir, rank=self._rank, apply=limit)
 
     def on_mark(self, mark: RoundMark) -> None:
         """Record a launched or arrived round; see `RoundObserver`."""
@@ -211,7 +220,12 @@ class Recorder:
         lines += [to_line(self._open[key]) for key in self._unwritten]
         self._unwritten.clear()
         if beat is not None:
-            wires: list[Record] = [*self._arrivals(beat.at_s), *self._flows.records(beat.at_s, self._reading)]
+            wires: list[Record] = [
+                *self._arrivals(beat.at_s), *self._flows.records(beat.at_s, self._reading),
+                *self._flows.path_records(beat.at_s, self._paths),
+            ]  # fmt: skip
+            if self._limits is not None and (problem := self._limits.poll()):
+                self._warn(problem)
             lines += [*map(to_line, wires), to_line(beat)]
         if lines:
             self._write(lines)

@@ -23,6 +23,7 @@ from thinwire.monitor.runlog.records import (
     Communicator,
     Flow,
     Operation,
+    PathReading,
     Probe,
     Record,
     Span,
@@ -69,6 +70,7 @@ class Records:
         arrivals: Bytes received while messages were open.
         flows: Kernel counters of connections between hosts.
         probes: Timed bursts.
+        paths: States of planned paths.
         nccl: Output of NCCL's own tools.
         num_lines: Lines read, without headers.
         num_refused: Lines refused.
@@ -85,6 +87,7 @@ class Records:
     arrivals: list[Arrival] = field(default_factory=list)
     flows: list[Flow] = field(default_factory=list)
     probes: list[Probe] = field(default_factory=list)
+    paths: list[PathReading] = field(default_factory=list)
     nccl: NcclRecords = field(default_factory=NcclRecords)
     num_lines: int = 0
     num_refused: int = 0
@@ -107,6 +110,7 @@ class Records:
         place: dict[type[Record], list[Any]] = {
             Operation: self.operations, TransferEnd: self.transfers, Span: self.spans, Beat: self.beats,
             Arrival: self.arrivals, Flow: self.flows, Probe: self.probes,
+            PathReading: self.paths,
         }  # fmt: skip
         place[type(record)].append(record)
 
@@ -114,7 +118,7 @@ class Records:
     def num_records(self) -> int:
         """Number of records, without communicators."""
         own = len(self.operations) + len(self.transfers) + len(self.spans)
-        of_wires = len(self.arrivals) + len(self.flows) + len(self.probes)
+        of_wires = len(self.arrivals) + len(self.flows) + len(self.probes) + len(self.paths)
         return own + len(self.beats) + of_wires + len(self.nccl)
 
     def check_room(self) -> None:
@@ -146,6 +150,7 @@ class Records:
         found.arrivals = [one for one in self.arrivals if self.removed.isdisjoint((one.rank, one.peer))]
         found.flows = [one for one in self.flows if self.removed.isdisjoint((one.rank, one.peer))]
         found.probes = [one for one in self.probes if self.removed.isdisjoint((one.rank, one.peer))]
+        found.paths = [one for one in self.paths if self.removed.isdisjoint((one.rank, one.peer))]
         return found
 
     def refuse(self, source: str, line: int, reason: str) -> None:
@@ -356,9 +361,9 @@ def _check_together(record: Record) -> None:
         if not record.ranks or len(set(record.ranks)) != len(record.ranks):
             raise ValueError("ranks are none, or some are there twice")
         return
-    if isinstance(record, TransferEnd | Arrival | Flow | Probe) and record.peer == record.rank:
+    if isinstance(record, TransferEnd | Arrival | Flow | Probe | PathReading) and record.peer == record.rank:
         raise ValueError("a transfer of a rank with itself")
-    if isinstance(record, Beat | Arrival | Flow | Probe):
+    if isinstance(record, Beat | Arrival | Flow | Probe | PathReading):
         return
     begin = record.started_s if isinstance(record, Span) else record.posted_s
     started_s = begin if record.started_s is None else record.started_s

@@ -217,7 +217,38 @@ class Probe:
     num_beside: Count = 0
 
 
-Record = Communicator | Operation | TransferEnd | Span | Beat | Arrival | Flow | Probe
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathReading:
+    """State of one of several connections from a rank to another, which take planned paths.
+
+    Attributes:
+        rank: The rank that wrote it, and sends.
+        peer: The other rank.
+        path: Its number.
+        at_s: Time of the reading.
+        num_bytes: Bytes that have arrived over it so far.
+        busy_s: Seconds so far with bytes under way.
+        held_s: Of these, seconds in which the other end's process did not read.
+        share: Its share of the bytes.
+        limit: Part of its measured rate that counts, because of a finding.
+        source_port: Port of the end that dialled; 0 if unknown.
+        is_up: Whether it is connected and delivers.
+    """
+
+    rank: Rank
+    peer: Rank
+    path: Annotated[int, Meta(ge=0, lt=256)]
+    at_s: Seconds
+    num_bytes: Count
+    busy_s: Duration
+    held_s: Duration = 0.0
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    limit: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    source_port: Annotated[int, Meta(ge=0, lt=65_536)] = 0
+    is_up: bool = True
+
+
+Record = Communicator | Operation | TransferEnd | Span | Beat | Arrival | Flow | Probe | PathReading
 
 KINDS: dict[str, type[Record]] = {
     "communicator": Communicator,
@@ -228,6 +259,7 @@ KINDS: dict[str, type[Record]] = {
     "arrival": Arrival,
     "flow": Flow,
     "probe": Probe,
+    "path": PathReading,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
 

@@ -135,6 +135,11 @@ Endpoint = tuple[str, int]
 class Connection(Protocol):
     """Connection to one replica; which side dialled makes no difference."""
 
+    @property
+    def source_port(self) -> int | None:
+        """Port of the end that dialled; None if unknown."""
+        ...
+
     def send(self, raw: bytearray) -> bool:
         """Queue one frame; return whether there was room for it."""
         ...

@@ -60,6 +60,11 @@ class AcceptedConnection:
         """Queue one frame; on a connection that is gone it is lost, which the monitor reports soon."""
         return self._door.send(self.caller, raw)
 
+    @property
+    def source_port(self) -> int | None:
+        """Port of the other end, which dialled."""
+        return None if self.tap.peer is None else self.tap.peer[1]
+
     def close(self) -> None:
         """Close the connection at once."""
         self.tap.shut()

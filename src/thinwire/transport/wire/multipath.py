@@ -54,6 +54,10 @@ class PathStats:
         share: Its share of the bytes.
         sent_bytes: Bytes of frames that arrived over it.
         bytes_per_s: Mean rate while it was in use; 0 if not measured yet.
+        busy_s: Seconds with frames under way.
+        held_s: Of these, seconds in which the other end's process took no more.
+        limit: Part of the measured rate that counts, see `MultipathConnection.limit`.
+        source_port: Port of the end that dialled; 0 if unknown.
     """
 
     path: int
@@ -62,6 +66,10 @@ class PathStats:
     share: float
     sent_bytes: int
     bytes_per_s: float
+    busy_s: float = 0.0
+    held_s: float = 0.0
+    limit: float = 1.0
+    source_port: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -121,6 +129,7 @@ class MultipathConnection:
         self._completed_bytes = [0] * num_paths
         self._round_bytes = [0] * num_paths
         self._busy_s = [0.0] * num_paths
+        self._total_busy_s = [0.0] * num_paths
         self._round_since_s = now()
         self._overhead_bytes = 0
         # totals of the connections that ended, and those there are; replaced whole, since other threads read it
@@ -132,6 +141,11 @@ class MultipathConnection:
     def is_empty(self) -> bool:
         """Whether there is no connection."""
         return not self._paths
+
+    @property
+    def source_port(self) -> int | None:
+        """None: each path has its own."""
+        return None
 
     def path_of(self, connection: Connection) -> int | None:
         """Return the path of a connection, None for another one."""
@@ -227,27 +241,34 @@ class MultipathConnection:
         return silent
 
     def limit(self, path: int, weight: float) -> None:
-        """Take a path's rate for at most this part of what it measures, 1 by default; its share follows.
+        """Take a path's rate for at most this part of what it measures, 1 by default; its share follows at once.
 
-        For findings that the wire cannot measure itself, such as a link that other traffic needs.
+        For findings, see `thinwire.monitor.path_limits`, and for what the wire cannot measure, such as a link that
+        other traffic needs.
 
         Raises:
             ValueError: There is no such path, or the weight is not in (0, 1].
         """
         if not (0 <= path < self.num_paths and 0 < weight <= 1):
             raise ValueError(f"path must be in 0..{self.num_paths - 1} and weight in (0, 1], got {path} and {weight}")
+        factor = weight / self._limits[path]
         self._limits[path] = weight
+        if factor != 1.0:
+            self._balancer.scale(path, factor)
 
     def stats(self) -> list[PathStats]:
         """Return each path's state."""
         paths = [self._paths.get(path) for path in range(self.num_paths)]
+        kernel = [None if one is None else one.connection.reading() for one in paths]
         return [
             PathStats(
                 path=path, is_connected=one is not None, is_stalled=one is not None and one.is_stalled,
                 share=self._balancer.shares[path], sent_bytes=self._completed_bytes[path],
-                bytes_per_s=self._rates[path],
+                bytes_per_s=self._rates[path], busy_s=self._total_busy_s[path],
+                held_s=0.0 if stats is None else stats.held_s, limit=self._limits[path],
+                source_port=0 if one is None else one.connection.source_port or 0,
             )
-            for path, one in enumerate(paths)
+            for path, (one, stats) in enumerate(zip(paths, kernel, strict=True))
         ]  # fmt: skip
 
     def close(self) -> None:
@@ -342,6 +363,7 @@ class MultipathConnection:
         one = self._paths[path]
         if one.busy_since_s is not None:
             self._busy_s[path] += now_s - one.busy_since_s
+            self._total_busy_s[path] += now_s - one.busy_since_s
         one.busy_since_s = now_s if one.sent else None
 
     def _end_round(self, now_s: float) -> None:

@@ -75,6 +75,14 @@ class PathBalancer:
         if self._num_promising >= self._rules.num_in_row:
             self._move(self._rates)
 
+    def scale(self, path: int, factor: float) -> None:
+        """Multiply a path's mean rate, or its share if none is known, and move the shares at once."""
+        weights = list(self._rates or self.shares)
+        weights[path] *= factor
+        if self._rates is not None:
+            self._rates = weights
+        self._move(weights)
+
     def _move(self, weights: Sequence[float]) -> None:
         total = sum(weights)
         if not total:

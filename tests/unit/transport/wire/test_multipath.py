@@ -31,6 +31,7 @@ class Pipe:
         self.frames: deque[bytes] = deque()
         self.is_open = True
         self.silence_s = 0.0
+        self.source_port = 40_000
 
     def send(self, raw: bytearray) -> bool:
         if self.is_open:

@@ -263,6 +263,14 @@ function showLinks({ links, num_left_out: numLeftOut, recent_s: recentS }) {
     links.map((link) => [`${link.from} → ${link.to}`, inBytes(link.bytes), link.messages, inRate(link.now_bits_per_s), inRate(link.mean_bits_per_s), link.failed ? flag(link.failed) : 0])));
 }
 
+function showPaths({ paths, num_left_out: numLeftOut, recent_s: recentS }) {
+  if (!showSection("paths", paths.length > 0)) return;
+  show("paths", table(`Bytes that arrived. “Now” is the latest ${inSeconds(recentS)}; “in use” is the part of it with bytes under way.${numLeftOut ? ` ${numLeftOut} paths with fewer bytes are left out.` : ""}`,
+    [["Path"], ["Source port", "number"], ["Bytes", "number"], ["Rate now", "number"], ["In use", "number"], ["Share", "number"], ["Limited by", "words"]],
+    paths.map((one) => [`${one.from} → ${one.to}, path ${one.path}`, one.source_port || NONE, inBytes(one.bytes), inRate(one.now_bits_per_s), inPercent(one.busy), inPercent(one.share),
+      one.is_up && one.limit === 1 ? one.limited_by : flag(one.limited_by)])));
+}
+
 // ---- faults and members
 
 function showActions({ actions }) {
@@ -297,7 +305,7 @@ function showNotes({ warnings, refused }) {
 
 // ---- live
 
-const SHOWN = { notes: showNotes, run: showRun, findings: showFindings, headline: showHeadline, replicas: showReplicas, curves: showCurves, links: showLinks,
+const SHOWN = { notes: showNotes, run: showRun, findings: showFindings, headline: showHeadline, replicas: showReplicas, curves: showCurves, links: showLinks, paths: showPaths,
   timeline: showTimeline, matrix: showMatrix, heat: showHeat, actions: showActions, downtime: showDowntime, elastic: showElastic };
 // Sections that are drawn again with another one.
 const ALSO = { findings: ["replicas", "matrix", "heat"], run: ["headline"], notes: Object.keys(SHOWN) };
