@@ -140,7 +140,7 @@ def finding_row(finding: Mapping[str, Any]) -> dict[str, Any]:
 def _cells(place: PlaceEntry) -> list[list[int | None]]:
     """Return the directed links that a place names, as pairs of ranks; None stands for any rank."""
     match place.kind, place.ranks:
-        case "link", [source, destination]:
+        case "link" | "path", [source, destination]:
             return [[source, destination]]
         case "link both ways", [source, destination]:
             return [[source, destination], [destination, source]]
