@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from statistics import fmean
 
 from thinwire.traffic import Fabric, FabricFlow, TrafficPlan, plan_traffic
@@ -39,6 +40,20 @@ def rates(plan: TrafficPlan) -> list[float]:
     return [8e-9 * BYTES / seconds for seconds in plan.completion_s.values()]
 
 
+def moved_to_one_uplink(plan: TrafficPlan, dead: TrafficPlan) -> TrafficPlan:
+    """Return the plan after a failover that sends all connections of the dead uplink over the next one."""
+    pieces = [
+        [
+            dataclasses.replace(piece, spine=1) if piece.spine == 0 and 0 in (a, b) else piece
+            for piece in row
+            for a, b in [(plan.paths.fabric.hosts[flow.source][piece.rail],
+                          plan.paths.fabric.hosts[flow.destination][piece.destination_rail])]
+        ]
+        for flow, row in zip(plan.flows, plan.pieces, strict=True)
+    ]  # fmt: skip
+    return dataclasses.replace(dead, pieces=pieces)
+
+
 def speed_up(f: float, g: float) -> float:
     """Return the throughput of a job that communicates for a share f of its time, if that gets g times as fast."""
     return 1 / (1 - f + f / g)
@@ -65,6 +80,8 @@ def main() -> None:
     rounds = [balanced_rounds(plan, num_rounds=ROUNDS)[-1] for plan in dead]
     dynamic = fmean(fmean(8e-9 * BYTES / s for s in one.values()) for one in rounds)
     print(f"| static: flows of the dead uplink take another by hash | {static:.0f} (slowest job {slowest:.0f}) |")
+    one = rates(moved_to_one_uplink(healthy, dead[0]))
+    print(f"| static: flows of the dead uplink all take the next one | {fmean(one):.0f} (slowest job {min(one):.0f}) |")
     print(f"| dynamic: shares follow measured rates, after {ROUNDS} rounds | {dynamic:.0f} |")
     print(f"| ideal: 7/8 | {CEILING * 7 / 8:.0f} |")
 

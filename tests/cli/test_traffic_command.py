@@ -109,7 +109,25 @@ def test_a_table_states_the_result_first(capsys: pytest.CaptureFixture[str]) -> 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == ("ethereal: fullest cable carries 1.33 flows (bound 1.33); complete after 13.3 s")
     assert lines[1] == "6 connections for 4 flows"
-    assert len(lines) == 4 + 6
+    assert lines[4 + 6 : 4 + 6 + 3] == ["", "gloo (rails; name your own interfaces):", "  GLOO_SOCKET_IFNAME=eth0"]
+    assert lines[-2] == "nccl (not tried on GPUs):" and "NCCL_IB_QPS_PER_CONNECTION=3 " in lines[-1]
+
+
+def test_the_rounds_of_a_method_are_planned_and_timed_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--method-of", "streaming-diloco", "--sync-interval", "12", "--overlap-steps", "2", "--method", "c4p"]
+    assert main(["traffic", "plan", *EXAMPLE[:2], *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rounds = found["rounds"]
+    # three fragments in turn, each once an interval, and each waited for two steps later
+    assert sorted(one["fragments"][0] for one in rounds) == [0, 1, 2]
+    assert [one["step"] for one in rounds] == [16, 20, 24] and {one["steps_until_applied"] for one in rounds} == {2}
+    assert len(found["assignment"]) == 12, "every pair of hosts"
+    # a spine of 10 Mbit/s carries one pair of hosts each way
+    for one in rounds:
+        assert one["seconds"] == pytest.approx(one["bytes"] / 12 * 8 / 10e6, rel=1e-3)
+    assert sum(one["seconds"] for one in rounds) == pytest.approx(found["completion_s"], rel=1e-3)
+    assert main(["traffic", "plan", *EXAMPLE[:2], *words]) == 0
+    assert "rounds of an interval over these paths" in capsys.readouterr().out
 
 
 def test_methods_are_compared_with_and_without_dead_cables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +148,10 @@ def test_methods_are_compared_with_and_without_dead_cables(tmp_path: Path, capsy
         (["plans"], "try plan", 2),
         (["plan"], "--fabric is missing", 2),
         (["plan", *EXAMPLE[:2]], "there are no flows", 2),
+        (["plan", *EXAMPLE, "--method-of", "diloco"], "--flows does not go with --method-of", 2),
+        (["plan", *EXAMPLE[:2], "--method-of", "dilocoo"], "try diloco", 2),
+        (["plan", *EXAMPLE[:2], "--method-of", "diloco", "--replicas", "5"], "5 replicas and 4 hosts", 2),
+        (["plan", *EXAMPLE[:2], "--method-of", "all-reduce", "--sync-interval", "5"], "--sync-interval does not go", 2),
         (["plan", *EXAMPLE, "--run", "runs/x"], "--flows does not go with --run", 2),
         (["plan", *EXAMPLE[:2], "--run", "runs/none"], "there is no run", 1),
         (["plan", *EXAMPLE, "--method", "color"], "try colour", 2),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.table import Table
@@ -20,6 +22,7 @@ from thinwire.errors import ConnectError, excluded, refusal, unknown_name
 from thinwire.files import write_whole
 from thinwire.traffic import METHODS, Fabric, FabricFlow, TrafficPlan, plan_traffic, read_fabric, read_flows
 from thinwire.traffic.comparison import TrafficRow, compare_methods, failure_chart, write_failure_figure
+from thinwire.traffic.method_rounds import RoundFlows, flows_of_rounds, rounds_of_method, rounds_to_json
 from thinwire.traffic.recorded_flows import flows_of_run
 from thinwire.traffic.source_ports import (
     DEFAULT_PORTS,
@@ -29,8 +32,9 @@ from thinwire.traffic.source_ports import (
     read_probes,
     with_source_ports,
 )
+from thinwire.training.config import TrainConfig, check_model, default_seq_len, method_problems, resolve
 from thinwire.transport.addresses import read_port_range
-from thinwire.units import format_seconds, parse_seconds
+from thinwire.units import format_bytes, format_seconds, parse_seconds
 
 _HELP = """\
 usage: thinwire traffic plan|compare|probe [OPTIONS]
@@ -83,6 +87,24 @@ class TrafficPlanOptions(FabricOptions):
 
     seed: int = 0
     """Random seed of the hashes of ecmp and k-ecmp."""
+
+    method_of: str | None = None
+    """Training method whose rounds are the flows, such as streaming-diloco; rank n is the n-th host."""
+
+    model: str = "nano"
+    """Model of --method-of: nano, 35m, 150m, 400m, 1b, hf:PATH, or a size such as 7b."""
+
+    replicas: int | None = None
+    """Replicas of --method-of. Default: the hosts of the fabric."""
+
+    sync_interval: int | None = None
+    """H of --method-of. Default: as thinwire train."""
+
+    overlap_steps: int | None = None
+    """tau of --method-of. Default: by method."""
+
+    codec: str | None = None
+    """Codec of --method-of. Default: by method."""
 
     probe: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
     """File or folder of `thinwire traffic probe`; the plan then names source ports. Repeatable."""
@@ -160,14 +182,21 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan(arguments: Sequence[str]) -> None:
-    basic = ("fabric", "flows", "run", "method", "probe", "out", "json")
+    basic = ("fabric", "flows", "run", "method_of", "method", "probe", "out", "json")
     options = parse_options(TrafficPlanOptions, arguments, prog="thinwire traffic plan", basic=basic)
-    fabric, flows = _read(options)
+    rounds: list[RoundFlows] = []
+    if options.method_of is None:
+        fabric, flows = _read(options)
+    else:
+        fabric, rounds = _read_rounds(options)
+        flows = flows_of_rounds(rounds)
     check_least(options, k=1)
     plan = plan_traffic(fabric, flows, method=options.method, failed=options.failed, k=options.k, seed=options.seed)
     if options.probe:
         plan = with_source_ports(plan, read_probes(options.probe))
     found = plan.to_json()
+    if rounds:
+        found["rounds"] = rounds_to_json(plan, rounds)
     if options.out is not None:
         write_whole(options.out, json.dumps(found, indent=2) + "\n")
         log(f"wrote {options.out}", command="traffic")
@@ -175,6 +204,9 @@ def _plan(arguments: Sequence[str]) -> None:
         print(json.dumps(found))
     else:
         _show_plan(plan)
+        if rounds:
+            _show_rounds(found["rounds"])
+        _show_settings(found["settings"])
 
 
 def _compare(arguments: Sequence[str]) -> None:
@@ -278,6 +310,58 @@ def _read(options: FabricOptions) -> tuple[Fabric, list[FabricFlow]]:
         return fabric, flows_of_run(options.run, fabric)
     raise refusal("there are no flows", got="neither --flows nor --run", allowed="one of them",
                   remedy="--flows examples/traffic/flows-4.json")  # fmt: skip
+
+
+def _read_rounds(options: TrafficPlanOptions) -> tuple[Fabric, list[RoundFlows]]:
+    """Return the fabric, and the rounds of an interval of a training method."""
+    for flag, other in (("--flows", options.flows), ("--run", options.run)):
+        if other is not None:
+            raise excluded(flag, "--method-of", why="both give the flows", remedy=f"to leave {flag} out")
+    if options.fabric is None:
+        raise _no_fabric()
+    assert options.method_of is not None
+    fabric = read_fabric(options.fabric)
+    check_model(options.model)
+    given = {"sync_interval": options.sync_interval, "codec": options.codec,
+             "overlap_steps": None if options.overlap_steps is None else str(options.overlap_steps)}  # fmt: skip
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    config = TrainConfig.of(method=options.method_of, model=options.model, **settings)
+    config = resolve(config, world_size=None, cores=os.cpu_count() or 1, home=Path.home())
+    if problems := method_problems(config):
+        raise ValueError(problems[0])
+    from thinwire.models import build_model  # torch, which takes seconds
+    from thinwire.planning.simulator_adapter import traffic_of
+    from thinwire.training.build import make_method
+
+    count = options.replicas or len(fabric.hosts)
+    method = make_method(config)
+    model = build_model(options.model, max_seq_len=default_seq_len(options.model), device="meta")
+    traffic = traffic_of(method, model, num_replicas=count)
+    rounds = rounds_of_method(
+        method.schedule, traffic.payload_bytes, traffic.exchange, fabric=fabric, num_replicas=count
+    )
+    return fabric, rounds
+
+
+def _show_rounds(rounds: Sequence[dict[str, Any]]) -> None:
+    print("\nrounds of an interval over these paths")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("after step", "fragments", "bytes", "takes", "applied after"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in rounds:
+        steps = one["steps_until_applied"]
+        cells = (
+            one["step"], ", ".join(map(str, one["fragments"])), format_bytes(one["bytes"]),
+            format_seconds(one["seconds"]), f"{steps} step{'' if steps == 1 else 's'}" if steps else "at once",
+        )  # fmt: skip
+        table.add_row(*map(plain, cells))
+    print_wide(table)
+
+
+def _show_settings(found: dict[str, Any]) -> None:
+    for name, note in (("gloo", "rails; name your own interfaces"), ("nccl", "not tried on GPUs")):
+        words = " ".join(f"{variable}={value}" for variable, value in found[name].items())
+        print(f"\n{name} ({note}):\n  {words}")
 
 
 def _show_plan(plan: TrafficPlan) -> None:

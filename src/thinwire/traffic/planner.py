@@ -242,11 +242,12 @@ def settings(plan: TrafficPlan) -> dict[str, Any]:
     for flow, pieces in zip(plan.flows, plan.pieces, strict=True):
         per_pair[flow.source, flow.destination] += len(pieces)
     most = max(per_pair.values(), default=1)
+    rails = ",".join(f"eth{rail}" for rail in range(num_rails))
     return {
-        "gloo": {"GLOO_SOCKET_IFNAME": ",".join(f"eth{rail}" for rail in range(num_rails))},
+        "gloo": {"GLOO_SOCKET_IFNAME": rails},
         "nccl": {
-            "NCCL_IB_QPS_PER_CONNECTION": str(min(most, 128)), "NCCL_IB_SPLIT_DATA_ON_QPS": "1",
-            "NCCL_NSOCKS_PERTHREAD": str(min(most, 16)),
+            "NCCL_SOCKET_IFNAME": f"={rails}", "NCCL_IB_QPS_PER_CONNECTION": str(min(most, 128)),
+            "NCCL_IB_SPLIT_DATA_ON_QPS": "1", "NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": str(min(most, 16)),
         },
         "nccl_is_tried": False,
     }  # fmt: skip
