@@ -360,8 +360,9 @@ def _show_rounds(rounds: Sequence[dict[str, Any]]) -> None:
 
 def _show_settings(found: dict[str, Any]) -> None:
     for name, note in (("gloo", "rails; name your own interfaces"), ("nccl", "not tried on GPUs")):
-        words = " ".join(f"{variable}={value}" for variable, value in found[name].items())
-        print(f"\n{name} ({note}):\n  {words}")
+        print(f"\n{name} ({note}):")
+        for variable, value in found[name].items():
+            print(f"  {variable}={value}")
 
 
 def _show_plan(plan: TrafficPlan) -> None:
