@@ -188,7 +188,7 @@ ENTRIES: tuple[Entry, ...] = (
         )
     ),
     Entry(name="iso-loco, outer rate 2.4", method="iso-loco", options=_ISO | {"outer_lr": 2.4}, replicas=(2, 4, 8),
-          rungs="A B"),
+          rungs="A B", follows="iso-loco"),
     *(
         Entry(name=method, method=method, replicas=(2,), options=options)
         for method, options in (

@@ -121,7 +121,7 @@ class SyncConfig:
     num_fragments: int | None = None
     """P: number of fragments, embedding included; replaces --layers-per-fragment."""
     outer_lr: float | None = None
-    """Learning rate of the outer step. Default: by method; iso-loco 1.8 on hidden matrices."""
+    """Learning rate of the outer step. Default: by method; iso-loco 1.8 on hidden matrices, 2.4 from 8 replicas on."""
     outer_momentum: float | None = None
     """Momentum of the outer step. Default: by method; iso-loco 0.7 on hidden matrices."""
     method_option: tuple[str, ...] = ()
