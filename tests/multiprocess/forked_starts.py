@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import inspect
+import itertools
 import logging
 import os
 import runpy
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +28,7 @@ _EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _PARAMETERS = list(inspect.signature(_EXECUTE).parameters)
 # What a fork here does not imitate: whoever asks for any of it gets an exec.
 _PLAIN = {
-    "executable": None, "preexec_fn": None, "close_fds": True, "shell": False, "gid": None, "gids": None, "uid": None,
+    "executable": None, "close_fds": True, "shell": False, "gid": None, "gids": None, "uid": None,
     "umask": -1, "process_group": -1,
 }  # fmt: skip
 _FIRST_FREE = 3
@@ -46,6 +47,8 @@ class Start:
         environment: All variables of the child.
         folder: Its working directory.
         is_new_session: Whether it leads a session of its own.
+        kept: Its other open files, which have the same numbers in its parent.
+        enter: What it calls before it begins, such as a move onto a host; None for nothing.
     """
 
     def __init__(self, self_and_arguments: Sequence[Any]) -> None:
@@ -55,7 +58,7 @@ class Start:
         is_elsewhere = self.words[:3] == ["ip", "netns", "exec"]
         self.namespace = "".join(self.words[3:4]) if is_elsewhere else ""
         self.words = self.words[4:] if is_elsewhere else self.words
-        is_plain = all(given.get(name, value) == value for name, value in _PLAIN.items()) and not given["pass_fds"]
+        is_plain = all(given.get(name, value) == value for name, value in _PLAIN.items())
         # an interpreter's own start is what `python -m thinwire...` is not about; any other command line is
         is_thinwire = self.words[:2] == [sys.executable, "-m"] and "".join(self.words[2:3]).startswith("thinwire.")
         self.can_fork = is_plain and is_thinwire
@@ -64,6 +67,8 @@ class Start:
         self.environment = dict(os.environ if given["env"] is None else given["env"])
         self.folder = os.path.realpath(given["cwd"] or ".")
         self.is_new_session = bool(given["start_new_session"])
+        self.kept = sorted(given["pass_fds"])
+        self.enter: Callable[[], object] | None = given["preexec_fn"]
 
 
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
@@ -88,7 +93,10 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
         self._close_pipe_fds(*start.pipes)  # type: ignore[attr-defined]
 
 
-def become(words: Sequence[str], *, environment: Mapping[str, str], folder: str, is_new_session: bool) -> None:
+def become(
+    words: Sequence[str], *, environment: Mapping[str, str], folder: str, is_new_session: bool,
+    enter: Callable[[], object] | None = None,
+) -> None:  # fmt: skip
     """Take over what a new process has of its own, besides its open files.
 
     Args:
@@ -96,6 +104,7 @@ def become(words: Sequence[str], *, environment: Mapping[str, str], folder: str,
         environment: All its variables.
         folder: Its working directory.
         is_new_session: Whether it leads a session of its own.
+        enter: What it calls in that folder.
     """
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
@@ -106,6 +115,8 @@ def become(words: Sequence[str], *, environment: Mapping[str, str], folder: str,
     if is_new_session:
         os.setsid()
     os.chdir(folder)
+    if enter is not None:
+        enter()
     os.environ.clear()
     os.environ.update(environment)
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
@@ -140,8 +151,12 @@ def _live_as(start: Start) -> NoReturn:
         for number, copy in enumerate(_moved(copies)):
             os.dup2(copy, number)
         _open_streams()
-        become(start.words, environment=start.environment, folder=start.folder, is_new_session=start.is_new_session)
-        os.closerange(_FIRST_FREE, os.sysconf("SC_OPEN_MAX"))
+        become(
+            start.words, environment=start.environment, folder=start.folder, is_new_session=start.is_new_session,
+            enter=start.enter,
+        )  # fmt: skip
+        for low, high in itertools.pairwise([_FIRST_FREE - 1, *start.kept, os.sysconf("SC_OPEN_MAX")]):
+            os.closerange(low + 1, high)
         try:
             run_module(start.words)
             code = 0

@@ -10,6 +10,7 @@ what it starts of thinwire itself. Every other command line, such as `thinwire .
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -33,6 +34,8 @@ _IMPORTS = (
     "thinwire.training.worker", "thinwire.training.elastic.replica", "thinwire.training.elastic.coordinator_process",
     "thinwire.monitor.live_diagnosis", "torch._dynamo",
 )  # fmt: skip
+
+_MAX_FILES = 16
 
 
 class Child:
@@ -79,6 +82,7 @@ class Nursery:
     def start(
         self, *, arguments: Sequence[str], environment: Mapping[str, str], files: Sequence[int],
         place: tuple[str, str] | None = None, imports: Sequence[str] = (), folder: str = "", words: Sequence[str] = (),
+        kept: Sequence[int] = (),
     ) -> Child:  # fmt: skip
         """Fork a child on this machine or on a host of `namespaces`.
 
@@ -90,6 +94,7 @@ class Nursery:
             imports: Modules that the nursery loads before.
             folder: The child's working directory, the nursery's by default.
             words: `[python, "-m", module, ...]`: what the child runs.
+            kept: Numbers of other files of this process that the child has by the same numbers.
         """
         with self._lock:
             if self._connection is None:
@@ -99,8 +104,9 @@ class Nursery:
             order = {
                 "number": number, "arguments": list(arguments), "environment": dict(environment), "place": place,
                 "imports": list(imports), "folder": folder or str(Path.cwd()), "words": list(words),
+                "kept": list(kept),
             }  # fmt: skip
-            socket.send_fds(self._connection, [json.dumps(order).encode()], list(files))
+            socket.send_fds(self._connection, [json.dumps(order).encode()], [*files, *kept])
             while number not in self._pids:
                 assert select.select([self._connection], [], [], 60.0)[0], "the nursery forks within a minute"
                 self.listen(0.0)
@@ -132,10 +138,12 @@ class Nursery:
 
     def _open(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # the nursery outlives the test that needs it first, and is not among the processes which that one marks
+        lasting = {name: value for name, value in os.environ.items() if not name.startswith("THINWIRE_")}
         with theirs:
             subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+                stdin=subprocess.DEVNULL, env={**lasting, "OMP_NUM_THREADS": "1"}, start_new_session=True,
             )  # fmt: skip
         return ours
 
@@ -151,14 +159,15 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, *arguments: Any) -> None:
         start = forked_starts.Start((self, *arguments))
         # an internal process of thinwire watches its parent, which is the nursery here
-        if not start.can_fork or start.words[2] == "thinwire.cli.processes":
+        is_internal = start.can_fork and start.words[2] == "thinwire.cli.processes"
+        if not start.can_fork or is_internal or start.enter is not None:
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
         files = [own if file == -1 else file for own, file in enumerate(start.files)]
         place = (f"/var/run/netns/{start.namespace}", socket.gethostname()) if start.namespace else None
         self._child = NURSERY.start(
             arguments=(), environment=start.environment, files=files, place=place, folder=start.folder,
-            words=start.words,
+            words=start.words, kept=start.kept,
         )  # fmt: skip
         self.pid, self._child_created = self._child.pid, True
         self._close_pipe_fds(*start.pipes)  # type: ignore[attr-defined]
@@ -200,7 +209,7 @@ def _serve(connection: socket.socket) -> Callable[[], int]:
             wake_up.recv(4096)
             _tell_of_the_dead(connection, pids, told)
         if connection in ready:
-            said, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+            said, files, _, _ = socket.recv_fds(connection, 1 << 20, _MAX_FILES)
             if not said:
                 sys.exit(0)
             order = json.loads(said)
@@ -210,10 +219,11 @@ def _serve(connection: socket.socket) -> Callable[[], int]:
             _import_early(order["imports"])
             pid = os.fork()
             if pid == 0:
-                _settle(order, files)
+                _settle(order, files[:3])
                 # only now: whoever knows the process id may signal the session and read the files
                 connection.send(json.dumps({"number": order["number"], "pid": os.getpid()}).encode())
                 _close(connection.detach(), wake_up.detach(), woken.detach())
+                _number(files[3:], order["kept"])
                 return lambda: _live(order["arguments"], order["words"])
             pids[order["number"]] = pid
             _close(*files)
@@ -222,6 +232,15 @@ def _serve(connection: socket.socket) -> Callable[[], int]:
 def _close(*files: int) -> None:
     for file in files:
         os.close(file)
+
+
+def _number(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Move open files to other numbers."""
+    free = [fcntl.fcntl(file, fcntl.F_DUPFD, max(numbers) + 1) for file in files]
+    _close(*files)
+    for file, number in zip(free, numbers, strict=True):
+        os.dup2(file, number)
+    _close(*free)
 
 
 def _import_early(names: Sequence[str]) -> None:
