@@ -1,4 +1,4 @@
-"""Starts of `python -m thinwire...` by fork: interpreter and torch are there already, which an exec loads for seconds.
+"""Starts of thinwire, torchrun and scripts by fork: interpreter and torch are there, which an exec loads for seconds.
 
 A child is what exec would make of it: a process of its own parent, with the arguments, environment, folder, open files,
 signal handlers and exit code that it asked for; `/proc` shows them too. Only its memory begins as a copy.
@@ -32,9 +32,25 @@ _PLAIN = {
     "umask": -1, "process_group": -1,
 }  # fmt: skip
 _FIRST_FREE = 3
+TORCHRUN = "torch.distributed.run"
+_UNBUFFERED = "-u"  # torchrun gives it to its workers
 
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _shown: list[Any] = []  # the kernel reads these buffers as long as the process lives
+
+
+def module_of(words: Sequence[str]) -> str:
+    """Return the module of `[python, "-m", module, ...]`; "" for another command line."""
+    rest = _after_python(words)
+    return rest[1] if rest[:1] == ["-m"] and len(rest) > 1 else ""
+
+
+def _script_of(words: Sequence[str]) -> str:
+    return next((word for word in _after_python(words)[:1] if word.endswith(".py")), "")
+
+
+def _after_python(words: Sequence[str]) -> list[str]:
+    return list(words[2:] if words[1:2] == [_UNBUFFERED] else words[1:])
 
 
 class Start:
@@ -42,6 +58,7 @@ class Start:
 
     Attributes:
         words: The command line, without what enters a network namespace.
+        module: The module that Python runs; "" where it runs none.
         namespace: Name of the network namespace that `ip netns exec` was to enter; "" for none.
         files: stdin, stdout and stderr of the child; -1 for its parent's.
         environment: All variables of the child.
@@ -59,9 +76,10 @@ class Start:
         self.namespace = "".join(self.words[3:4]) if is_elsewhere else ""
         self.words = self.words[4:] if is_elsewhere else self.words
         is_plain = all(given.get(name, value) == value for name, value in _PLAIN.items())
-        # an interpreter's own start is what `python -m thinwire...` is not about; any other command line is
-        is_thinwire = self.words[:2] == [sys.executable, "-m"] and "".join(self.words[2:3]).startswith("thinwire.")
-        self.can_fork = is_plain and is_thinwire
+        # an interpreter's own start is what these command lines are not about; any other is
+        self.module = module_of(self.words)
+        is_known = self.module.startswith("thinwire.") or self.module == TORCHRUN or _script_of(self.words) != ""
+        self.can_fork = is_plain and self.words[:1] == [sys.executable] and is_known
         self.files = (given["p2cread"], given["c2pwrite"], given["errwrite"])
         self.pipes = [given[f"{pipe}{end}"] for pipe in ("p2c", "c2p", "err") for end in ("read", "write")]
         self.environment = dict(os.environ if given["env"] is None else given["env"])
@@ -127,18 +145,26 @@ def become(
         sys.modules["torch"]._inductor.config.cpp.cxx = (None, environment.get("CXX", "g++"))
 
 
-def run_module(words: Sequence[str]) -> None:
-    """Run `[python, "-m", module, ...]` as Python does; raises SystemExit where it does."""
+def run_program(words: Sequence[str]) -> None:
+    """Run `[python, "-m", module, ...]` or `[python, script, ...]` as Python does; raises SystemExit where it does."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.orig_argv[:] = words
-    sys.path[:] = [str(Path.cwd()), *paths, *(path for path in sys.path[1:] if path not in paths)]
+    module, script = module_of(words), _script_of(words)
+    folder = Path(script).resolve().parent if script else Path.cwd()
+    sys.path[:] = [str(folder), *paths, *(path for path in sys.path[1:] if path not in paths)]
     first = next((file for path in paths if (file := Path(path, "sitecustomize.py")).is_file()), None)
     loaded = getattr(sys.modules.get("sitecustomize"), "__file__", None)
     if first is not None and str(first) != loaded:
         runpy.run_path(str(first))
-    sys.argv[:] = words[2:]
-    sys.modules.pop(words[2], None)
-    runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+    if words[1:2] == [_UNBUFFERED]:
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    if script:
+        sys.argv[:] = _after_python(words)
+        runpy.run_path(script, run_name="__main__")
+        return
+    sys.argv[:] = _after_python(words)[1:]
+    sys.modules.pop(module, None)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _live_as(start: Start) -> NoReturn:
@@ -158,7 +184,7 @@ def _live_as(start: Start) -> NoReturn:
         for low, high in itertools.pairwise([_FIRST_FREE - 1, *start.kept, os.sysconf("SC_OPEN_MAX")]):
             os.closerange(low + 1, high)
         try:
-            run_module(start.words)
+            run_program(start.words)
             code = 0
         except SystemExit as end:
             code = end.code

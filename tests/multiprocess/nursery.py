@@ -3,8 +3,9 @@
 A child is a real process with a session, an environment and files of its own; its interpreter ends as any other does,
 with everything that runs at its end. The nursery has one thread and no process group, so nothing half-done is copied.
 
-`Popen` here stands for `subprocess.Popen` in the tests: `python -m thinwire...` is a child of the nursery, and forks
-what it starts of thinwire itself. Every other command line, such as `thinwire ...`, is a start as a user makes it.
+`Popen` here stands for `subprocess.Popen` in the tests: `python -m thinwire...`, torchrun and a script are children of
+the nursery, and fork what they start of these themselves. Every other command line, such as `thinwire ...`, is a start
+as a user makes it.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from typing import Any, NoReturn
 import forked_starts
 import namespaces
 
-# The last is what torch imports at the first optimizer: seconds in each child, where it is not here.
+# `torch._dynamo` is what torch imports at the first optimizer: seconds in each child, where it is not here.
 _IMPORTS = (
     "torch.distributed.fsdp", "torch.distributed.tensor", "thinwire", "thinwire.methods", "thinwire.cli.train",
     "thinwire.training.worker", "thinwire.training.elastic.replica", "thinwire.training.elastic.coordinator_process",
-    "thinwire.monitor.live_diagnosis", "torch._dynamo",
+    "thinwire.monitor.live_diagnosis", "torch._dynamo", "torch.distributed.run",
 )  # fmt: skip
 
 _MAX_FILES = 16
+_EXECUTED = subprocess.Popen  # as it is before the tests put `Popen` in its place
 
 
 class Child:
@@ -141,7 +143,7 @@ class Nursery:
         # the nursery outlives the test that needs it first, and is not among the processes which that one marks
         lasting = {name: value for name, value in os.environ.items() if not name.startswith("THINWIRE_")}
         with theirs:
-            subprocess.Popen(
+            _EXECUTED(
                 [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, env={**lasting, "OMP_NUM_THREADS": "1"}, start_new_session=True,
             )  # fmt: skip
@@ -152,14 +154,14 @@ NURSERY = Nursery()
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """`subprocess.Popen`, whose `python -m thinwire...` is a child of the nursery."""
+    """`subprocess.Popen`, whose `python -m thinwire...`, torchrun and scripts are children of the nursery."""
 
     _child: Child | None = None
 
     def _execute_child(self, *arguments: Any) -> None:
         start = forked_starts.Start((self, *arguments))
         # an internal process of thinwire watches its parent, which is the nursery here
-        is_internal = start.can_fork and start.words[2] == "thinwire.cli.processes"
+        is_internal = start.can_fork and start.module == "thinwire.cli.processes"
         if not start.can_fork or is_internal or start.enter is not None:
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
@@ -192,6 +194,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 def _serve(connection: socket.socket) -> Callable[[], int]:
     """Fork on every order; return in each child what it shall do, and end where the tests are gone."""
+    subprocess.Popen = forked_starts.ForkingPopen  # type: ignore[misc]  # before torch takes it by name
     for name in _IMPORTS:
         __import__(name)
     gc.collect()
@@ -274,7 +277,7 @@ def _settle(order: Mapping[str, Any], files: Sequence[int]) -> None:
 
 def _live(arguments: Sequence[Any], words: Sequence[str]) -> int:
     if words:
-        forked_starts.run_module(words)
+        forked_starts.run_program(words)
         return 0
     from processes import _main
 
