@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -39,7 +40,10 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
+@functools.cache
 def begin(name: str, *, replicas: int, count: int) -> list[State]:
+    """Train so many replicas; callers share what is returned and copy what they change."""
+
     def replica_main(transport: LoopbackTransport) -> State:
         model = build("transformer")
         optimizer = wrap(model, transport, recipe(name)(**METHODS[name]), adamw(model))
