@@ -9,7 +9,7 @@ import dataclasses
 from statistics import fmean
 
 from thinwire.traffic import Fabric, FabricFlow, TrafficPlan, plan_traffic
-from thinwire.traffic.path_balance import after_failure, balanced_rounds
+from thinwire.traffic.comparison import after_failure, balanced_rounds
 
 CEILING, JOBS, SPINES, SEEDS, ROUNDS = 362.0, 8, 8, 20, 40
 BYTES = 10**9

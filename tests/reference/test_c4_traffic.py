@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from thinwire.traffic import plan_traffic
-from thinwire.traffic.path_balance import after_failure, balanced_rounds
+from thinwire.traffic.comparison import after_failure, balanced_rounds
 
 C4 = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/traffic/c4_figures.py")))
 

@@ -200,7 +200,7 @@ def main(arguments: Sequence[str]) -> int:
         arithmetic = ["", *explain(plan, workload, cluster)] if options.explain else []
         _show(plan, [_memory(plan, workload, cluster, source=source), *arithmetic])
     if options.figure is not None:
-        from thinwire.planning.plan_figure import write_plan_figure
+        from thinwire.planning.explain import write_plan_figure
 
         write_plan_figure(plan, options.figure)
         log(f"figure written to {options.figure}", command="plan")

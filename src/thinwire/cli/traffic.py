@@ -22,8 +22,7 @@ from thinwire.errors import ConnectError, excluded, refusal, unknown_name
 from thinwire.files import write_whole
 from thinwire.traffic import METHODS, Fabric, FabricFlow, TrafficPlan, plan_traffic, read_fabric, read_flows
 from thinwire.traffic.comparison import TrafficRow, compare_methods, failure_chart, write_failure_figure
-from thinwire.traffic.method_rounds import RoundFlows, flows_of_rounds, rounds_of_method, rounds_to_json
-from thinwire.traffic.recorded_flows import flows_of_run
+from thinwire.traffic.method_rounds import RoundFlows, flows_of_rounds, flows_of_run, rounds_of_method, rounds_to_json
 from thinwire.traffic.source_ports import (
     DEFAULT_PORTS,
     SPINE_HOP,

@@ -1,14 +1,18 @@
-"""Arithmetic behind a plan, one line a step, so that it can be repeated on paper."""
+"""Arithmetic behind a plan, one line a step, so that it can be repeated on paper; and the figure of its candidates."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 
 from thinwire import simulate
+from thinwire.files import write_whole
+from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
 from thinwire.planning.cluster import Cluster
 from thinwire.planning.loss_penalty import compute_worth, optimal_batch_tokens
-from thinwire.planning.plan import Outlook, Plan
+from thinwire.planning.plan import Outlook, Plan, pareto
 from thinwire.planning.predict import FLOPS_PER_PARAMETER, RECOMPUTE_FACTOR, coding_s, inner_step_s, interval_outer_s
 from thinwire.planning.simulator_adapter import simulated_cluster, stages_of, traffic_of
 from thinwire.planning.workload import BYTES_PER_PARAMETER, Workload
@@ -127,3 +131,48 @@ def _total(best: Outlook) -> list[str]:
         f"-0.049, arXiv 2503.09799): {format_seconds(best.equal_loss_s)} to equal loss"
     )
     return [*lines, *(f"beyond what is published: {note}" for note in penalty.notes)]
+
+
+def write_plan_figure(plan: Plan, path: Path) -> None:
+    """Write the figure as a picture of its own.
+
+    Raises:
+        OSError: The place cannot be written.
+    """
+    write_whole(path, image_file(line_chart(plan_chart(plan))))
+
+
+def plan_chart(plan: Plan) -> Chart:
+    """Return time on a logarithmic axis against the loss penalty; what has no published loss is left out."""
+    front = pareto(plan.outlooks)
+    known = [one for one in plan.outlooks if one.penalty is not None and one is not plan.best]
+    series = [ChartSeries(name="nothing is better in both", points=_points(front), colour=0)]
+    named: list[str] = []
+    for one in known:
+        name = "alone" if one.candidate.num_replicas == 1 else one.candidate.method
+        label = "" if name in named else name
+        named += [name] if label else []
+        series.append(
+            ChartSeries(
+                name=one.candidate.describe(),
+                points=_points([one]),
+                colour=2 + named.index(name),
+                label=label,
+                has_dots=True,
+            )
+        )
+    if plan.best.penalty is not None:
+        words = plan.best.candidate.describe()
+        series.append(ChartSeries(name=words, points=_points([plan.best]), colour=1, label="the plan", has_dots=True))
+    return Chart(
+        title=f"{plan.model}: time to {plan.tokens:.3g} tokens against loss",
+        x=Axis(label="hours (log scale)", scale="log"),
+        y=Axis(label="loss against data-parallel training, %"),
+        series=tuple(series),
+    )
+
+
+def _points(outlooks: Sequence[Outlook]) -> tuple[Point, ...]:
+    return tuple(
+        (one.prediction.total_s / 3600, 100 * one.penalty.share) for one in outlooks if one.penalty is not None
+    )

@@ -1,4 +1,4 @@
-"""Flows of a thinwire method over time: the messages of each round of an interval, as its exchange states them."""
+"""Flows of a recorded run, and of a method over time: the messages of each round, as its exchange states them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from thinwire.errors import refusal
+from thinwire.errors import DataError, refusal
+from thinwire.monitor.runlog.run_folder import read_files
 from thinwire.simulate import ExchangeModel
 from thinwire.sync.schedule import Schedule
 from thinwire.traffic.fabric import Fabric, FabricFlow
@@ -114,3 +116,26 @@ def rounds_to_json(plan: TrafficPlan, rounds: Sequence[RoundFlows]) -> list[dict
          "seconds": round_seconds(plan, one), "steps_until_applied": one.num_steps}
         for one in rounds
     ]  # fmt: skip
+
+
+def flows_of_run(run: Path, fabric: Fabric) -> list[FabricFlow]:
+    """Return one flow for each pair of ranks, with all bytes of the run; rank n runs on the fabric's n-th host.
+
+    Raises:
+        DataError: The folder cannot be read or holds no sent messages.
+        ValueError: A rank has no host.
+    """
+    if not run.exists():
+        raise DataError(f"there is no run {run}; give the folder of `thinwire train --out`")
+    sent: Counter[tuple[int, int]] = Counter()
+    for end in read_files([run]).transfers:
+        if end.direction == "sent" and end.rank != end.peer:
+            sent[end.rank, end.peer] += end.num_bytes
+    found = [(pair, size) for pair, size in sorted(sent.items()) if size]
+    if not found:
+        raise DataError(f"{run} records no sent messages; `thinwire train` writes them with two replicas or more")
+    hosts = list(fabric.hosts)
+    if (last := max(max(pair) for pair, _ in found)) >= len(hosts):
+        raise refusal("a rank of the run has no host", got=f"rank {last} and {len(hosts)} hosts",
+                      allowed=f"ranks 0 to {len(hosts) - 1}", remedy="a fabric of more hosts")  # fmt: skip
+    return [FabricFlow(source=hosts[a], destination=hosts[b], num_bytes=size, job=run.name) for (a, b), size in found]

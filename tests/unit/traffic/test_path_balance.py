@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from thinwire.traffic import Fabric, FabricFlow, plan_traffic
-from thinwire.traffic.path_balance import after_failure, balanced_rounds
+from thinwire.traffic.comparison import after_failure, balanced_rounds
 from thinwire.transport.wire.path_balance import BalanceRules, PathBalancer
 
 

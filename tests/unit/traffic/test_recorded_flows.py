@@ -7,7 +7,7 @@ import pytest
 from thinwire.errors import DataError
 from thinwire.monitor.runlog.records import Communicator, TransferEnd, header_line, to_line
 from thinwire.traffic import Fabric
-from thinwire.traffic.recorded_flows import flows_of_run
+from thinwire.traffic.method_rounds import flows_of_run
 
 FABRIC = Fabric(spines=2, uplink_bits_per_s=1e7, port_bits_per_s=1e8, hosts={"a": (0,), "b": (1,)})
 
