@@ -174,9 +174,9 @@ class Stopped(ThinwireError):
         self.signal_number = signal_number
 
 
-Path = Literal["gpu calls", "nccl inspector", "nccl ras", "gpu ranks"]
+UntestedPath = Literal["gpu calls", "nccl inspector", "nccl ras", "gpu ranks"]
 
-_TEXTS: dict[Path, str] = {
+_UNTESTED: dict[UntestedPath, str] = {
     "gpu calls": "recording of calls on GPUs (gpu_calls=True) has never run on a GPU, only over gloo; compare a first "
     "job with and without it",
     "nccl inspector": "the reader of NCCL Inspector files was made from NCCL's source and has read no file of a real "
@@ -186,7 +186,7 @@ _TEXTS: dict[Path, str] = {
     "gpu ranks": "a replica of several ranks on GPUs has never run on a machine with several GPUs; compare a first "
     "run with one rank a replica",
 }
-_warned: set[Path] = set()
+_warned: set[UntestedPath] = set()
 _lock = threading.Lock()
 
 
@@ -194,7 +194,7 @@ class UntestedWarning(RuntimeWarning):
     """A path that has not run on the hardware it is for; filter it by this class once you have checked it."""
 
 
-def warn_untested(path: Path, *, stacklevel: int = 2) -> None:
+def warn_untested(path: UntestedPath, *, stacklevel: int = 2) -> None:
     """Warn that a path has never run on its hardware, once a process.
 
     Args:
@@ -205,4 +205,4 @@ def warn_untested(path: Path, *, stacklevel: int = 2) -> None:
         if path in _warned:
             return
         _warned.add(path)
-    warnings.warn(f"thinwire: {_TEXTS[path]}", UntestedWarning, stacklevel=stacklevel + 1)
+    warnings.warn(f"thinwire: {_UNTESTED[path]}", UntestedWarning, stacklevel=stacklevel + 1)

@@ -15,6 +15,10 @@ from thinwire.errors import DataError
 
 # A full disk, a quota and a file size limit; room may come, so what is to be written is kept until then.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Of a number in a file: a whole number of any length is no float.
+LARGEST_NUMBER = 1e300
+MOST_PLAN_BYTES = 16 * 2**20
+_LONGEST = 60  # characters of a value in an error's text
 
 
 def is_no_room(error: OSError) -> bool:
@@ -98,12 +102,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# A whole number of any length is no float.
-MOST = 1e300
-MOST_PLAN_BYTES = 16 * 2**20
-_LONGEST = 60
 
 
 def read_json(path: Path, *, most_bytes: int, command: str) -> Any:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from thinwire.errors import DataError
-from thinwire.files import MOST, read_json, short, write_json
+from thinwire.files import LARGEST_NUMBER, read_json, short, write_json
 from thinwire.units import parse_bytes, parse_rate, parse_seconds
 
 _Item = TypeVar("_Item", str, tuple[str, str])
@@ -293,7 +293,7 @@ def _number(found: object, name: str, where: str) -> float:
             value = read(found)
         except ValueError as error:
             raise DataError(f"{where}.{name}: {error}") from error
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -MOST <= value <= MOST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
         raise DataError(f"{where}.{name} must be a finite number, got {short(found)}")
     if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
         least = "at least 0" if name in _MAY_BE_ZERO else "above 0"

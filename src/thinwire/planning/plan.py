@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import DataError
-from thinwire.files import MOST, MOST_PLAN_BYTES, read_json, short, write_json
+from thinwire.files import LARGEST_NUMBER, MOST_PLAN_BYTES, read_json, short, write_json
 from thinwire.planning.candidates import Candidate
 from thinwire.planning.loss_penalty import LossPenalty, compute_worth
 from thinwire.planning.predict import Prediction
@@ -242,7 +242,7 @@ def _prediction(found: object) -> Prediction:
     values: dict[str, Any] = {}
     for field in fields(Prediction):
         value = found.get(field.name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_NUMBER:
             raise DataError(f"predicted.{field.name} must be a number of at least 0, got {short(value)}")
         values[field.name] = int(value) if field.name in ("num_steps", "simulated_steps") else float(value)
     if not 0 < values["compute_s"] <= values["step_s"] * (1 + 1e-9):

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import DataError
-from thinwire.files import MOST, read_json, short
+from thinwire.files import LARGEST_NUMBER, read_json, short
 from thinwire.units import parse_bytes, parse_rate, parse_seconds
 
 FORMAT, VERSION = "thinwire-site", 1
@@ -226,7 +226,12 @@ def _value(found: object, name: str, where: str) -> str | int | float:
             value = _READ[name](found)
         except ValueError as error:
             raise DataError(f"{where}.{name}: {error}") from error
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST or not isfinite(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value <= LARGEST_NUMBER
+        or not isfinite(value)
+    ):
         raise DataError(f"{where}.{name} must be a number of at least 0, got {short(found)}")
     if name == "devices":
         if value != int(value) or not 1 <= value <= _MOST_DEVICES:
