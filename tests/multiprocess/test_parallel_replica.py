@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import run, values
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import DOCUMENTS, OPTIONS, Started, finish, result
 
 from thinwire.cli import plan as plan_command
 from thinwire.models.transformer import TransformerConfig, build_transformer
+from thinwire.site.cost_model import Degrees, Layout, ModelShape, sent_numbers
 from thinwire.site.pipeline import StageLink, StageTimes, step_s
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
@@ -94,6 +98,37 @@ def makespans(mesh: Any, *, chunks: int) -> list[float]:
     return found
 
 
+class SentNumbers(TorchDispatchMode):
+    """Count of the numbers that this rank sends in collectives, by axis; rings are assumed, as in the plan."""
+
+    def __init__(self, axes: dict[tuple[int, ...], str]) -> None:
+        super().__init__()
+        self.axes = axes
+        self.sent = dict.fromkeys(("data", "tp", "pp"), 0.0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self._count(func.__name__, args, args[1 if isinstance(args[0], list) else 2])
+        elif func.namespace == "_c10d_functional" and func.__name__.startswith("all_"):
+            self._count(func.__name__, args, args[-1])
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: Any, group: Any) -> None:
+        if isinstance(group, str):
+            group = _resolve_process_group(group)
+        elif isinstance(group, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(group)
+        ranks, size = tuple(dist.get_process_group_ranks(group)), group.size()
+        first = args[0][0] if isinstance(args[0], list) else args[0]
+        # a step broadcasts two numbers, its losses
+        times = {
+            "_allgather_base_": 1, "_reduce_scatter_base_": size, "allreduce_": 2, "all_reduce": 2, "send": None,
+            "all_gather_into_tensor": size, "recv_": 0, "broadcast_": 0,
+        }[name.partition(".")[0]]  # fmt: skip
+        share = 1.0 if times is None else times * (size - 1) / size
+        self.sent[self.axes.get(ranks, "data")] += share * first.numel()
+
+
 def options(**more: Any) -> TrainConfig:
     return TrainConfig.of(
         model="nano", batch_size=BATCH, lr=1e-2, inner_optimizer="adamw", clip_norm=0.05, steps=STEPS, **more
@@ -132,9 +167,15 @@ def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
         mesh = make_mesh(config, device=torch.device("cpu"))
         model = cut_model(build_transformer(SHAPE, seed=3).double(), config, mesh)
         held = sum(local_shard(parameter).numel() for parameter in model.parameters())
-        losses = train(config, model, ParallelPasses(config, model, mesh))
+        passes = ParallelPasses(config, model, mesh)
+        losses = train(config, model, passes)
         whole = whole_parameters(model, mesh)
         found[name] = {"losses": losses, "held": held, "whole": {n: t.flatten().tolist() for n, t in whole.items()}}
+        axes = {tuple(dist.get_process_group_ranks(mesh._mesh.get_group(axis))): axis for axis in ("tp", "pp")
+                if mesh.size_of(axis) > 1}  # fmt: skip
+        with SentNumbers(axes) as sent:
+            passes.backward(*batches()[0], factor=1.0)
+        found[name] |= {"sent": sent.sent, "stage": mesh.stage}
         mesh.close()
     mesh = make_mesh(options(pp=4), device=torch.device("cpu"))
     found["makespans"] = {str(chunks): makespans(mesh, chunks=chunks) for chunks in (1, 2)}
@@ -184,6 +225,31 @@ def test_the_ranks_hold_as_many_copies_of_the_parameters_as_planned(
     name: str, copies: int, cut_runs: list[dict[str, Any]]
 ) -> None:
     assert sum(found[name]["held"] for found in cut_runs) == copies * SHAPE.num_parameters
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_each_rank_sends_what_the_plan_counts(name: str, cut_runs: list[dict[str, Any]]) -> None:
+    cut = CUTS[name]
+    degrees = Degrees(**{axis: cut[axis] for axis in ("pp", "dp_replicate", "dp_shard", "tp") if axis in cut})
+    # a pipeline sums gradients once a step; without shards there is no stage
+    zero_stage = 0 if degrees.dp_shard == 1 else min(cut["zero_stage"], 3 if degrees.pp == 1 else 1)
+    layout = Layout(
+        degrees=degrees, global_batch=BATCH, micro_batch=cut["micro_batch"], zero_stage=zero_stage,
+        interleave=cut.get("interleave", 1), recomputed_layers=cut.get("recompute_layers", 0),
+    )  # fmt: skip
+    embedding = SHAPE.vocab_size * SHAPE.dim
+    per_layer = (SHAPE.num_parameters - embedding) / SHAPE.layers
+    # the embedding is whole on each tensor-parallel rank
+    model = ModelShape(
+        layers=SHAPE.layers, width=SHAPE.dim, heads=SHAPE.heads, vocab_size=SHAPE.vocab_size, seq_len=SHAPE.max_seq_len,
+        layer_parameters=per_layer, embedding_parameters=embedding * degrees.tp, head_parameters=embedding,
+        is_head_tied=True,
+    )  # fmt: skip
+    for found in cut_runs:
+        planned = sent_numbers(model, layout, stage=found[name]["stage"])
+        for axis, count in found[name]["sent"].items():
+            # norms are whole on each tensor-parallel rank, the last one is in one stage, and losses are summed
+            assert count == pytest.approx(planned[axis], rel=0.02, abs=32), (axis, found[name]["stage"])
 
 
 TWO_DEVICES = {

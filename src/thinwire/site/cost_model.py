@@ -208,6 +208,47 @@ def peak_bytes(model: ModelShape, layout: Layout) -> tuple[float, ...]:
     return tuple(device_memory(model, layout, stage=stage).peak_bytes for stage in range(layout.degrees.pp))
 
 
+def sent_numbers(model: ModelShape, layout: Layout, *, stage: int) -> dict[str, float]:
+    """Return how many numbers a device of a pipeline rank sends in a step, as `thinwire train --plan` sends them.
+
+    Rings are assumed: of n numbers, each of N members sends n (N - 1) / N in a gather, and twice that in an all-reduce.
+
+    Args:
+        model: The model.
+        layout: How it is cut.
+        stage: The pipeline rank.
+
+    Returns:
+        Numbers sent between the data-parallel ranks ("data"), and along "cp", "tp" and "pp".
+    """
+    degrees, count, chunks = layout.degrees, layout.num_micro_batches, layout.degrees.pp * layout.interleave
+    own_layers, last = model.layers // degrees.pp, degrees.pp - 1
+    head = 0.0 if model.is_head_tied else model.head_parameters
+    outer = (model.embedding_parameters if stage == 0 else 0.0) + (head if stage == last else 0.0)
+    parameters = (own_layers * model.layer_parameters + outer) / degrees.tp
+    # ZeRO-3 gathers before both passes of each micro-batch, ZeRO-2 reduces after each backward pass
+    gathers, reduces = 2 * count if layout.zero_stage == 3 else 1, count if layout.zero_stage >= 2 else 1
+    data = (gathers + reduces) * parameters * (1 - 1 / degrees.shards)
+    data += 2 * parameters / degrees.shards * (1 - 1 / degrees.dp_replicate)
+    activations = layout.micro_batch * model.seq_len * model.width
+    # every chunk but the last sends its output on, and every chunk but the first its input's gradient back
+    messages = sum((chunk < chunks - 1) + (chunk > 0) for chunk in range(stage, chunks, degrees.pp))
+    stages = count * messages * activations / degrees.cp
+    if model.is_head_tied and last and stage in (0, last):
+        # the last stage fetches the embedding, and returns its gradient
+        embedding = model.vocab_size * model.width
+        stages += embedding
+        around = 1 - 1 / degrees.shards if stage == 0 else 2 - 2 / (degrees.dp_replicate * degrees.shards)
+        data += embedding * around
+    # recompute stops before a layer's last all-reduce, whose result no gradient needs
+    all_reduces = count * (4 * own_layers + layout.recomputed_layers)
+    rounds = count * (3 * own_layers + layout.recomputed_layers)
+    return {
+        "data": data, "cp": rounds * 2 * activations / degrees.tp * (1 - 1 / degrees.cp),
+        "tp": all_reduces * 2 * activations / degrees.cp * (1 - 1 / degrees.tp), "pp": stages,
+    }  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingLinks:
     """Slowest link and longest latency of the rings that run at once.
@@ -370,7 +411,8 @@ class StepCost:
         if degrees.pp == 1:
             return ((StageLink(),),)
         bits = self._tokens * self.model.width * _MESSAGE_BITS
-        return self.placement.stage_links(bits / (degrees.cp * degrees.tp))
+        # each tensor-parallel rank sends the whole stream
+        return self.placement.stage_links(bits / degrees.cp)
 
     @cached_property
     def step_s(self) -> float:
@@ -412,7 +454,7 @@ class StepCost:
         tensor, context = self._tensor_s * own_layers * count, self._context_s * own_layers * count
         found = {
             "compute": compute,
-            "recompute": share * (count * sum(self._layers_s(chunk) for chunk in chunks) + tensor + context),
+            "recompute": share * (count * sum(self._layers_s(chunk) for chunk in chunks) + tensor / 2 + context),
             "tensor": 2 * tensor, "context": 3 * context,
         }  # fmt: skip
         found["data"] = max(0.0, work(rank) - sum(found.values()))
@@ -464,7 +506,7 @@ class StepCost:
         compute = self._compute_s(chunk)
         forward = compute + layers * (self._tensor_s + self._context_s)
         share = layout.recomputed_layers / (self.model.layers // layout.degrees.pp)
-        again = share * (self._layers_s(chunk) + layers * (self._tensor_s + self._context_s))
+        again = share * (self._layers_s(chunk) + layers * (self._tensor_s / 2 + self._context_s))
         backward = 2 * compute + layers * (self._tensor_s + 2 * self._context_s) + again
         bits = self._chunk_parameters(chunk) * _MESSAGE_BITS
         shard = self.placement.shard_links.scatter_s(bits / layers) * layers

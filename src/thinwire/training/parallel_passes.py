@@ -202,6 +202,8 @@ class ParallelPasses:
                         total += share * self._model.loss(rows, row_targets)[1]
                     else:
                         total += share * self._pipeline.nll(rows, row_targets)
+            # the next pass gathers what an outer step has changed meanwhile
+            self._mesh.free_gathered(self._model)
         return self._of_batch(total)
 
     def _of_batch(self, own: Tensor) -> Tensor:
@@ -229,6 +231,7 @@ class ParallelPasses:
         stage = self._config.parallel.zero_stage
         # ZeRO-1 keeps whole gradients and sums them once a step; the others sum into shards at every pass
         self._model.set_requires_gradient_sync(is_last or stage > 1)
+        self._model.set_requires_all_reduce(is_last)  # copies of shards meet once a step
         self._model.set_is_last_backward(is_last)
         if stage < 3:
             self._model.set_reshard_after_backward(is_last)

@@ -95,6 +95,16 @@ class ReplicaMesh:
         for module in (*blocks, model):
             fully_shard(module, mesh=self._mesh[axes], reshard_after_forward=is_freed_after_forward)
 
+    def free_gathered(self, model: nn.Module) -> None:
+        """Free the parameters that FSDP2 brought together for a forward pass which no backward pass follows."""
+        if self.data_ranks == 1:
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks that read different sequences, in place."""
         with named_failures():
