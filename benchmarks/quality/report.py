@@ -45,6 +45,7 @@ _NOT_DRAWN = ("tau", "blend", "momentum 0.8")
 # Labels of figures have at most 16 characters.
 _SHORT = {
     "streaming-sparse-loco": "sparse-loco", "streaming-diloco": "stream", "iso-loco": "iso", "data-parallel": "DP",
+    "E3M0 with error feedback": "E3M0 + EF", "2 bits, H 120": "2 bits H120", "Muon inside": "Muon",
 }  # fmt: skip
 
 
