@@ -287,3 +287,25 @@ def test_train_runs_the_plan_of_a_site_as_one_rank_would_and_resumes_it(tmp_path
     (out / "summary.json").unlink()
     resumed = finish(Started(["--resume", str(out), "--quiet", "--json"]))
     assert result(resumed)["global_parameters_sha256"] == result(cut)["global_parameters_sha256"]
+
+
+@pytest.mark.parametrize(("rank", "name"), [(1, "replica 0 rank 1"), (2, "replica 1")])
+def test_a_killed_rank_of_a_replica_of_two_ends_the_run_with_one_error_that_names_it(
+    tmp_path: Path, rank: int, name: str
+) -> None:
+    texts, out = tmp_path / "texts", tmp_path / "run"
+    texts.mkdir()
+    for number, text in enumerate(DOCUMENTS):
+        (texts / f"{number}.txt").write_text(text)
+    words = " ".join(OPTIONS).replace("--batch-size 1", "--batch-size 2").split()
+    started = Started([
+        "--replicas", "2", "--dp-shard", "2", "--steps", "100000", "--data", str(texts), "--out", str(out),
+        "--cache-dir", str(texts / ".cache"), "--no-samples", *words,
+    ])  # fmt: skip
+    started.wait_for(out / "checkpoints" / "step-00000008")
+    by_rank = {process.environ().get("RANK"): process for process in started.workers()}
+    by_rank[str(rank)].kill()
+    assert started.end() == 1
+    assert f"error: {name} was ended by SIGKILL" in started.stderr, started.stderr
+    assert f"thinwire train --resume {out}" in started.stderr and "Traceback" not in started.stderr
+    assert not started.family(), "no rank of either replica is left"
