@@ -25,8 +25,8 @@ from thinwire.models.transformer import (
 from thinwire.shared_random import derive_seed
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import Passes
-from thinwire.transport.replica_mesh import ReplicaMesh, named_failures
-from thinwire.transport.shards import local_shard, own_part
+from thinwire.transport.replica_mesh import ReplicaMesh
+from thinwire.transport.shards import drop_gathered, local_shard, named_failures, own_part
 
 # Layers of a block whose output or input features the ranks of tp share.
 _COLUMNS, _ROWS = ("attention.query_key_value", "up"), ("attention.out", "down")
@@ -203,7 +203,7 @@ class ParallelPasses:
                     else:
                         total += share * self._pipeline.nll(rows, row_targets)
             # the next pass gathers what an outer step has changed meanwhile
-            self._mesh.free_gathered(self._model)
+            drop_gathered(self._model)
         return self._of_batch(total)
 
     def _of_batch(self, own: Tensor) -> Tensor:

@@ -6,17 +6,15 @@ the replica's ranks alone (`connect(solo=True, ranks_per_replica=N)`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.errors import TransportError
 from thinwire.transport.process_group import ProcessGroupTransport
-from thinwire.transport.shards import is_a
+from thinwire.transport.shards import is_a, named_failures
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
@@ -94,16 +92,6 @@ class ReplicaMesh:
         axes: Any = "dp_shard" if self._sizes["dp_replicate"] == 1 else ("dp_replicate", "dp_shard")
         for module in (*blocks, model):
             fully_shard(module, mesh=self._mesh[axes], reshard_after_forward=is_freed_after_forward)
-
-    def free_gathered(self, model: nn.Module) -> None:
-        """Free the parameters that FSDP2 brought together for a forward pass which no backward pass follows."""
-        if self.data_ranks == 1:
-            return
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks that read different sequences, in place."""
@@ -193,21 +181,3 @@ class ReplicaMesh:
         rows = ranks.permute(order).reshape(-1, self._sizes[axes[0]] * self._sizes[axes[1]]).tolist()
         groups = [dist.new_group(row) for row in rows]
         return next(group for group, row in zip(groups, rows, strict=True) if self.rank in row)
-
-
-@contextmanager
-def named_failures() -> Iterator[None]:
-    """Raise the failure of a collective inside the replica as one of thinwire's.
-
-    Raises:
-        TransportError: A rank of this replica is gone or hangs.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, TransportError) or not any(word in str(error).lower() for word in ("gloo", "nccl")):
-            raise
-        reason = str(error).strip().splitlines()[0]
-        raise TransportError(
-            f"a rank of this replica is gone or hangs ({reason}); see the logs of its ranks"
-        ) from error

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from thinwire.errors import TransportError
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,6 +39,9 @@ def gather_over_shards(number: torch.Tensor, *, parameter: torch.Tensor) -> torc
 
     Returns:
         `(number of shards,)`, the same on all ranks; of a plain tensor `(1,)`.
+
+    Raises:
+        TransportError: A rank of this replica is gone or hangs.
     """
     found, sharded = number.reshape(1), parameter
     if not is_a("torch.distributed.tensor", "DTensor", parameter):
@@ -45,7 +51,8 @@ def gather_over_shards(number: torch.Tensor, *, parameter: torch.Tensor) -> torc
     for axis, placement in enumerate(placements):
         if not placement.is_replicate():  # a shard of a shard is no `Shard`
             parts = [torch.empty_like(found) for _ in range(mesh.size(axis))]
-            dist.all_gather(parts, found, group=mesh.get_group(axis))
+            with named_failures():
+                dist.all_gather(parts, found, group=mesh.get_group(axis))
             found = torch.cat(parts)
     return found
 
@@ -77,9 +84,13 @@ def whole_tensor(shard: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
 
     Returns:
         The whole tensor, in the shard's dtype.
+
+    Raises:
+        TransportError: A rank of this replica is gone or hangs.
     """
     placed: Any = as_shard(shard.contiguous(), like=like)
-    whole: torch.Tensor = placed.full_tensor()
+    with named_failures():
+        whole: torch.Tensor = placed.full_tensor()
     return whole
 
 
@@ -156,3 +167,21 @@ def is_a(module: str, name: str, value: object) -> bool:
     """
     found = getattr(sys.modules.get(module), name, None)
     return found is not None and isinstance(value, found)
+
+
+@contextmanager
+def named_failures() -> Iterator[None]:
+    """Raise the failure of a collective inside the replica as one of thinwire's.
+
+    Raises:
+        TransportError: A rank of this replica is gone or hangs.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, TransportError) or not any(word in str(error).lower() for word in ("gloo", "nccl")):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise TransportError(
+            f"a rank of this replica is gone or hangs ({reason}); see the logs of its ranks"
+        ) from error
