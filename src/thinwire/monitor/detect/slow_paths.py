@@ -52,7 +52,7 @@ class _PathRates:
 
     @property
     def times(self) -> float:
-        """How many times as long a byte takes as before."""
+        """Time of a byte, in multiples of the time before."""
         return self.usual / max(median([one.bytes_per_s for one in self.latest]), 1.0)
 
     @property
