@@ -42,19 +42,18 @@ from thinwire.elastic.journal import Journal
 from thinwire.elastic.protocol import VERSION, Message, decode, encode
 from thinwire.errors import ConnectError, PayloadError, ThinwireError
 from thinwire.lab.daemon_client import Channel
-from thinwire.monitor.active_test.wire_tests import cells_of, read_flow, read_object, read_pair, seconds_of
+from thinwire.monitor.active_test.wire_tests import cells_of, read_flow, read_pair, seconds_of
 from thinwire.monitor.dashboard.server import DashboardServer, Feed
 from thinwire.monitor.dashboard.snapshot import RunFollower
 from thinwire.monitor.doctor.peer import parse_target
 from thinwire.monitor.record.connection_records import RankPlace
 from thinwire.planning import probe
 from thinwire.sync import consistency_check
-from thinwire.transport import base as notes
 from thinwire.transport import burst_probe as host_probes
 from thinwire.transport import connect as connect_module
 from thinwire.transport import message
 from thinwire.transport.addresses import RankEndpoint
-from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.base import NOTE_BYTES, Envelope, Kind, read_object
 from thinwire.transport.rendezvous import Rendezvous
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire.connection import key_pair
@@ -218,7 +217,7 @@ def read_plan(raw: bytes) -> None:
 def read_note(raw: bytes) -> None:
     """Read a note of a peer, and in it what its probe of a wire measured."""
     try:
-        found = notes._parse(raw, peer=0)
+        found = read_object(raw, whose="the note of replica 0")
         latency_s, transfers = probe._checked(found, (0, 1))
         fit = probe._fit(latency_s, transfers)
     except PayloadError:
@@ -555,7 +554,7 @@ def _plans() -> list[bytes]:
 
 def _wire_notes() -> list[bytes]:
     transfers = [(size, 0.01 + size / 1e6) for size in (16384, 32768, 65536) for _ in range(3)]
-    return [json.dumps({"latency_s": 0.005, "transfers": transfers}).encode().ljust(notes.NOTE_BYTES)]
+    return [json.dumps({"latency_s": 0.005, "transfers": transfers}).encode().ljust(NOTE_BYTES)]
 
 
 _CLIENT = key_pair(Secret(key=bytes(32)), replica=1, role="dialler").public_bytes

@@ -151,6 +151,8 @@ def test_methods_are_compared_with_and_without_dead_cables(tmp_path: Path, capsy
         (["plan", *EXAMPLE, "--method-of", "diloco"], "--flows does not go with --method-of", 2),
         (["plan", *EXAMPLE[:2], "--method-of", "dilocoo"], "try diloco", 2),
         (["plan", *EXAMPLE[:2], "--method-of", "diloco", "--replicas", "5"], "5 replicas and 4 hosts", 2),
+        (["plan", *EXAMPLE[:2], "--method-of", "diloco", "--replicas", "0"], "--replicas is too small; got 0", 2),
+        (["plan", *EXAMPLE, "--codec", "e3m0"], "--codec is for the rounds of a training method", 2),
         (["plan", *EXAMPLE[:2], "--method-of", "all-reduce", "--sync-interval", "5"], "--sync-interval does not go", 2),
         (["plan", *EXAMPLE, "--run", "runs/x"], "--flows does not go with --run", 2),
         (["plan", *EXAMPLE[:2], "--run", "runs/none"], "there is no run", 1),

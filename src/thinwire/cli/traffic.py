@@ -90,8 +90,8 @@ class TrafficPlanOptions(FabricOptions):
     method_of: str | None = None
     """Training method whose rounds are the flows, such as streaming-diloco; rank n is the n-th host."""
 
-    model: str = "nano"
-    """Model of --method-of: nano, 35m, 150m, 400m, 1b, hf:PATH, or a size such as 7b."""
+    model: str | None = None
+    """Model of --method-of: nano, 35m, 150m, 400m, 1b, hf:PATH, or a size such as 7b. Default: nano."""
 
     replicas: int | None = None
     """Replicas of --method-of. Default: the hosts of the fabric."""
@@ -183,13 +183,18 @@ def main(arguments: Sequence[str]) -> int:
 def _plan(arguments: Sequence[str]) -> None:
     basic = ("fabric", "flows", "run", "method_of", "method", "probe", "out", "json")
     options = parse_options(TrafficPlanOptions, arguments, prog="thinwire traffic plan", basic=basic)
+    check_least(options, k=1, replicas=2)
     rounds: list[RoundFlows] = []
     if options.method_of is None:
+        for name in ("model", "replicas", "sync_interval", "overlap_steps", "codec"):
+            if (given := getattr(options, name)) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise refusal(f"{flag} is for the rounds of a training method", got=f"{given} without --method-of",
+                              allowed=f"{flag} with --method-of", remedy="--method-of streaming-diloco")  # fmt: skip
         fabric, flows = _read(options)
     else:
         fabric, rounds = _read_rounds(options)
         flows = flows_of_rounds(rounds)
-    check_least(options, k=1)
     plan = plan_traffic(fabric, flows, method=options.method, failed=options.failed, k=options.k, seed=options.seed)
     if options.probe:
         plan = with_source_ports(plan, read_probes(options.probe))
@@ -320,11 +325,12 @@ def _read_rounds(options: TrafficPlanOptions) -> tuple[Fabric, list[RoundFlows]]
         raise _no_fabric()
     assert options.method_of is not None
     fabric = read_fabric(options.fabric)
-    check_model(options.model)
+    name = "nano" if options.model is None else options.model
+    check_model(name)
     given = {"sync_interval": options.sync_interval, "codec": options.codec,
              "overlap_steps": None if options.overlap_steps is None else str(options.overlap_steps)}  # fmt: skip
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    config = TrainConfig.of(method=options.method_of, model=options.model, **settings)
+    config = TrainConfig.of(method=options.method_of, model=name, **settings)
     config = resolve(config, world_size=None, cores=os.cpu_count() or 1, home=Path.home())
     if problems := method_problems(config):
         raise ValueError(problems[0])
@@ -332,9 +338,9 @@ def _read_rounds(options: TrafficPlanOptions) -> tuple[Fabric, list[RoundFlows]]
     from thinwire.planning.simulator_adapter import traffic_of
     from thinwire.training.build import make_method
 
-    count = options.replicas or len(fabric.hosts)
+    count = len(fabric.hosts) if options.replicas is None else options.replicas
     method = make_method(config)
-    model = build_model(options.model, max_seq_len=default_seq_len(options.model), device="meta")
+    model = build_model(name, max_seq_len=default_seq_len(name), device="meta")
     traffic = traffic_of(method, model, num_replicas=count)
     rounds = rounds_of_method(
         method.schedule, traffic.payload_bytes, traffic.exchange, fabric=fabric, num_replicas=count

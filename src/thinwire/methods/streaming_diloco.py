@@ -147,7 +147,7 @@ def _exchange_for(
             f"preserve_norm takes no error_feedback, got {error_feedback}: a residual is no direction of the replica; "
             f"leave one of them out"
         )
-    memory = None if error_feedback is None else ErrorFeedback(decay=error_feedback)
+    memory = None if error_feedback is None else ErrorFeedback(decay=float(error_feedback))
     memory = None if codec.is_lossless_for_float32 else memory
     choices: dict[str, Callable[[int], Exchange]] = {
         "auto": lambda num_replicas: _with_memory(cheapest(codec, num_replicas=num_replicas), memory),

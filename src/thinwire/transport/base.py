@@ -312,17 +312,26 @@ def all_gather_json(
     for peer, pending in zip(others, receives, strict=True):
         received = pending.wait(deadline_s=deadline_s)
         assert received is not None
-        notes[peer] = _parse(bytes(received.payload.numpy()), peer=peer)
+        notes[peer] = read_object(bytes(received.payload.numpy()), whose=f"the note of replica {peer}")
     for pending in sends:
         pending.wait(deadline_s=deadline_s)
     return [notes[replica] for replica in sorted(notes)]
 
 
-def _parse(raw: bytes, *, peer: int) -> dict[str, Any]:
+def read_object(raw: bytes | str, *, whose: str) -> dict[str, Any]:
+    """Read a JSON object that another process sent.
+
+    Args:
+        raw: What it sent.
+        whose: Its name in the error, such as "the note of replica 1".
+
+    Raises:
+        PayloadError: It is no JSON object; names whose.
+    """
     try:
-        note = json.loads(raw)
+        found = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise PayloadError(f"replica {peer} sent a note that is no JSON; run the same thinwire on all hosts") from error
-    if not isinstance(note, dict):
-        raise PayloadError(f"replica {peer} sent a note that is no JSON object; run the same thinwire on all hosts")
-    return note
+        raise PayloadError(f"{whose} is no JSON; run the same thinwire on all hosts") from error
+    if not isinstance(found, dict):
+        raise PayloadError(f"{whose} is no JSON object; run the same thinwire on all hosts")
+    return found

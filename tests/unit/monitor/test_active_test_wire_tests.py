@@ -26,7 +26,6 @@ from thinwire.monitor.active_test.wire_tests import (
     lead,
     quickest_ring,
     read_flow,
-    read_object,
     read_pair,
     ring_all_reduce,
     rounds_of,
@@ -34,7 +33,7 @@ from thinwire.monitor.active_test.wire_tests import (
 )
 from thinwire.transport import rendezvous as rendezvous_module
 from thinwire.transport.addresses import Address, RankEndpoint
-from thinwire.transport.base import Transport
+from thinwire.transport.base import Transport, read_object
 from thinwire.transport.connect import PartialJob
 from thinwire.transport.faulty import Fault, FaultyTransport
 from thinwire.transport.loopback import LoopbackTransport

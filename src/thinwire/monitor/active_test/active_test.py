@@ -38,7 +38,6 @@ from thinwire.monitor.active_test.wire_tests import (
     pair_note,
     quickest_ring,
     read_flow,
-    read_object,
     read_pair,
     ring_all_reduce,
     rounds_of,
@@ -47,6 +46,7 @@ from thinwire.monitor.active_test.wire_tests import (
 )
 from thinwire.monitor.findings import Finding
 from thinwire.transport.addresses import Address, clock_name
+from thinwire.transport.base import read_object
 from thinwire.transport.connect import PartialJob
 from thinwire.transport.secret import SECRET_BYTES, Secret
 

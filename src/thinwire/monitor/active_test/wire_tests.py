@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,21 +35,6 @@ def rounds_of(ranks: Sequence[int]) -> list[list[Cell]]:
         met = zip(circle[:half], reversed(circle[half:]), strict=True)
         found.append([(one, other) for one, other in met if one is not None and other is not None])
         circle = [circle[0], circle[-1], *circle[1:-1]]
-    return found
-
-
-def read_object(text: str, *, whose: str) -> dict[str, Any]:
-    """Return a plan or a note.
-
-    Raises:
-        PayloadError: It is no JSON object.
-    """
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PayloadError(f"{whose} is no JSON; run the same thinwire on all hosts") from error
-    if not isinstance(found, dict):
-        raise PayloadError(f"{whose} is no JSON object; run the same thinwire on all hosts")
     return found
 
 
