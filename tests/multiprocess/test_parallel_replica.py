@@ -32,6 +32,13 @@ CUTS: dict[str, dict[str, Any]] = {
     "ZeRO-1": {"dp_shard": 4, "zero_stage": 1, "micro_batch": 1},
     "ZeRO-2 with recompute": {"dp_shard": 4, "zero_stage": 2, "micro_batch": 1, "recompute_layers": 3},
     "ZeRO-3": {"dp_shard": 4, "zero_stage": 3, "micro_batch": 2},
+    "ZeRO-3 of two layers": {
+        "dp_shard": 4,
+        "zero_stage": 3,
+        "micro_batch": 1,
+        "unsharded_layers": 2,
+        "recompute_layers": 3,
+    },
     "copies of shards": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3, "micro_batch": 1},
     "copies alone": {"dp_replicate": 4, "micro_batch": 2},
     "tensor parallel": {"tp": 4, "micro_batch": 4},
@@ -231,11 +238,11 @@ def test_the_ranks_hold_as_many_copies_of_the_parameters_as_planned(
 def test_each_rank_sends_what_the_plan_counts(name: str, cut_runs: list[dict[str, Any]]) -> None:
     cut = CUTS[name]
     degrees = Degrees(**{axis: cut[axis] for axis in ("pp", "dp_replicate", "dp_shard", "tp") if axis in cut})
-    # a pipeline sums gradients once a step; without shards there is no stage
-    zero_stage = 0 if degrees.dp_shard == 1 else min(cut["zero_stage"], 3 if degrees.pp == 1 else 1)
+    zero_stage = 0 if degrees.dp_shard == 1 else cut["zero_stage"]  # without shards there is no stage
     layout = Layout(
         degrees=degrees, global_batch=BATCH, micro_batch=cut["micro_batch"], zero_stage=zero_stage,
         interleave=cut.get("interleave", 1), recomputed_layers=cut.get("recompute_layers", 0),
+        unsharded_layers=cut.get("unsharded_layers", 0),
     )  # fmt: skip
     embedding = SHAPE.vocab_size * SHAPE.dim
     per_layer = (SHAPE.num_parameters - embedding) / SHAPE.layers

@@ -131,7 +131,8 @@ class Layout:
         micro_batch: Sequences of one pass of a data-parallel replica.
         zero_stage: ZeRO's stage of the shards: 0 where there is one.
         interleave: Chunks of layers on each pipeline rank.
-        recomputed_layers: Of each pipeline rank.
+        recomputed_layers: The first ones of each pipeline rank.
+        unsharded_layers: Under ZeRO-3 without stages, the last ones, whose weights stay together all through a step.
     """
 
     degrees: Degrees
@@ -140,6 +141,7 @@ class Layout:
     zero_stage: int = 0
     interleave: int = 1
     recomputed_layers: int = 0
+    unsharded_layers: int = 0
 
     @property
     def num_micro_batches(self) -> int:
@@ -160,6 +162,8 @@ class Layout:
             rest.append(f"interleave {self.interleave}")
         if self.recomputed_layers:
             rest.append(f"recompute {self.recomputed_layers * self.degrees.pp} layers")
+        if self.unsharded_layers:
+            rest.append(f"{self.unsharded_layers} layers unsharded")
         return f"{self.degrees.describe()}, {', '.join(rest)}"
 
 
@@ -196,8 +200,10 @@ def device_memory(model: ModelShape, layout: Layout, *, stage: int) -> memory.De
         logits = memory.logit_bytes(
             tokens=tokens, vocab_size=model.vocab_size, tensor_parallel=degrees.tp, context_parallel=degrees.cp
         )
+    whole = layout.unsharded_layers * model.layer_parameters / degrees.tp * (1 - 1 / degrees.shards)
     return memory.DeviceMemory(
-        states_bytes=memory.state_bytes(parameters, zero_stage=layout.zero_stage, shards=degrees.shards),
+        states_bytes=memory.state_bytes(parameters, zero_stage=layout.zero_stage, shards=degrees.shards)
+        + memory.WEIGHT_BYTES * whole,
         gathered_bytes=memory.gathered_bytes(model.layer_parameters / degrees.tp, zero_stage=layout.zero_stage),
         activations_bytes=in_flight * kept + again, logits_bytes=logits,
     )  # fmt: skip
@@ -228,7 +234,8 @@ def sent_numbers(model: ModelShape, layout: Layout, *, stage: int) -> dict[str, 
     parameters = (own_layers * model.layer_parameters + outer) / degrees.tp
     # ZeRO-3 gathers before both passes of each micro-batch, ZeRO-2 reduces after each backward pass
     gathers, reduces = 2 * count if layout.zero_stage == 3 else 1, count if layout.zero_stage >= 2 else 1
-    data = (gathers + reduces) * parameters * (1 - 1 / degrees.shards)
+    once = layout.unsharded_layers * model.layer_parameters / degrees.tp
+    data = ((gathers + reduces) * parameters - (gathers - 1) * once) * (1 - 1 / degrees.shards)
     data += 2 * parameters / degrees.shards * (1 - 1 / degrees.dp_replicate)
     activations = layout.micro_batch * model.seq_len * model.width
     # every chunk but the last sends its output on, and every chunk but the first its input's gradient back
@@ -375,6 +382,29 @@ class SitePlacement:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerTimes:
+    """Seconds of a layer: of work, and of messages that overlap with the work of its neighbours.
+
+    Attributes:
+        forward_s: Work of a forward pass.
+        backward_s: Work of a backward pass.
+        again_s: Work of computing its activations again.
+        gather_s: Its weights, before each pass.
+        reduce_s: Its gradients, after each backward pass.
+        first_gather_s: Its weights, before the first pass of a step.
+        last_reduce_s: Its gradients, after the last one.
+    """
+
+    forward_s: float
+    backward_s: float
+    again_s: float
+    gather_s: float
+    reduce_s: float
+    first_gather_s: float
+    last_reduce_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
     """Time of a step of one layout on one placement.
@@ -502,25 +532,43 @@ class StepCost:
         return self.placement.context_links.scatter_s(bits)
 
     def _stage_times(self, chunk: int) -> StageTimes:
-        layers, layout = self._chunk_layers, self.layout
-        compute = self._compute_s(chunk)
-        forward = compute + layers * (self._tensor_s + self._context_s)
-        share = layout.recomputed_layers / (self.model.layers // layout.degrees.pp)
-        again = share * (self._layers_s(chunk) + layers * (self._tensor_s / 2 + self._context_s))
-        backward = 2 * compute + layers * (self._tensor_s + 2 * self._context_s) + again
-        bits = self._chunk_parameters(chunk) * _MESSAGE_BITS
-        shard = self.placement.shard_links.scatter_s(bits / layers) * layers
-        replicate = self.placement.replicate_links.all_reduce_s(bits / layers / layout.degrees.shards) * layers
-        # what each pass sends besides: weights are gathered before a layer, gradients reduced after it
-        gathers = layout.zero_stage == 3
-        reduces = shard if layout.zero_stage >= 2 else 0.0
-        last = (2 if layout.zero_stage == 0 else 1) * shard + replicate
-        every_backward = _overlapped(backward, (shard if gathers else 0.0) + reduces, layers)
+        layers, layout, own = self._chunk_layers, self.layout, self._layer_times(chunk)
+        freed = layers - layout.unsharded_layers
+        # recomputed layers are the first ones, shared out evenly among the chunks of a rank
+        recomputed = layout.recomputed_layers / (self.model.layers // layout.degrees.pp) * layers
+        gathers = [own.gather_s * (number < freed) for number in range(layers)]
+        works = [own.backward_s + own.again_s * min(1.0, max(0.0, recomputed - number)) for number in range(layers)]
+
+        def backward(messages_s: float) -> float:
+            return _overlapped([(work, messages_s + gather) for work, gather in zip(works, gathers, strict=True)])
+
         return StageTimes(
-            forward_s=_overlapped(forward, shard if gathers else 0.0, layers), backward_s=every_backward,
-            first_forward_s=_overlapped(forward, shard if layout.zero_stage else 0.0, layers),
-            last_backward_s=_overlapped(backward, (shard if gathers else 0.0) + last, layers),
+            forward_s=_overlapped([(own.forward_s, gather) for gather in gathers]), backward_s=backward(own.reduce_s),
+            first_forward_s=_overlapped([(own.forward_s, own.first_gather_s)] * layers),
+            last_backward_s=backward(own.last_reduce_s),
         )  # fmt: skip
+
+    def _layer_times(self, chunk: int) -> _LayerTimes:
+        layers, layout = self._chunk_layers, self.layout
+        compute = self._compute_s(chunk) / layers
+        bits = self._chunk_parameters(chunk) * _MESSAGE_BITS / layers
+        shard = self.placement.shard_links.scatter_s(bits)
+        replicate = self.placement.replicate_links.all_reduce_s(bits / layout.degrees.shards)
+        return _LayerTimes(
+            forward_s=compute + self._tensor_s + self._context_s,
+            backward_s=2 * compute + self._tensor_s + 2 * self._context_s,
+            again_s=self._layers_s(chunk) / layers + self._tensor_s / 2 + self._context_s,
+            gather_s=shard if layout.zero_stage == 3 else 0.0, reduce_s=shard if layout.zero_stage >= 2 else 0.0,
+            first_gather_s=shard if layout.zero_stage else 0.0,
+            last_reduce_s=(2 if layout.zero_stage == 0 else 1) * shard + replicate,
+        )  # fmt: skip
+
+    def layer_s(self, *, is_unsharded: bool, is_recomputed: bool) -> float:
+        """Return the seconds that a layer adds to both passes of a micro-batch, without pipeline."""
+        own = self._layer_times(0)
+        gather = 0.0 if is_unsharded else own.gather_s
+        backward = own.backward_s + (own.again_s if is_recomputed else 0.0)
+        return max(own.forward_s, gather) + max(backward, gather + own.reduce_s)
 
     def _chunk_parameters(self, chunk: int) -> float:
         stages = self.layout.degrees.pp * self.layout.interleave
@@ -537,9 +585,9 @@ def _outer_parameters(model: ModelShape, stage: int, num_stages: int) -> float:
     return model.head_parameters if stage == num_stages - 1 else 0.0
 
 
-def _overlapped(work_s: float, messages_s: float, layers: int) -> float:
-    """Return the time of equal layers whose messages overlap with the work of their neighbours."""
-    return (work_s + messages_s + (layers - 1) * max(work_s, messages_s)) / layers
+def _overlapped(parts: Sequence[tuple[float, float]]) -> float:
+    """Return the time of layers, each with work and messages; messages overlap with the work of a neighbour."""
+    return parts[0][1] + sum(max(one[0], other[1]) for one, other in pairwise(parts)) + parts[-1][0]
 
 
 class _CardShares:

@@ -1,9 +1,9 @@
 """Search for the fastest layout of a model on a site: enumerate, prune, bound, simulate, place.
 
 All grids of five degrees are enumerated. Rules and memory leave some out, each with its reason; for the others the
-fewest recomputed layers that fit are taken. A closed-form lower bound ranks what is left, the best are simulated until
-no bound is below the best time, and the placement of the fastest ones is annealed. Of layouts within 0.5 % of the best
-time the simplest is taken.
+fewest recomputed layers that fit are taken, and under ZeRO-3 a layer programme says which stay unsharded. A closed-form
+lower bound ranks what is left, the best are simulated until no bound is below the best time, and the placement of the
+fastest ones is annealed. Of layouts within 0.5 % of the best time the simplest is taken.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from thinwire.errors import DataError, refusal
 from thinwire.files import short
 from thinwire.site import memory
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, SitePlacement, StepCost, peak_bytes
+from thinwire.site.layers import LayerOption, cheapest_options
 from thinwire.site.placement import place
 from thinwire.site.site_file import Site
 
@@ -89,7 +90,8 @@ class SitePlan:
             "schedule": layout.schedule, "interleave": layout.interleave,
             "micro_batch": layout.micro_batch, "accumulation": layout.num_micro_batches,
             "global_batch": layout.global_batch, "seq_len": self.model.seq_len,
-            "zero_stage": layout.zero_stage, "recomputed_layers_per_stage": layout.recomputed_layers,
+            "zero_stage": layout.zero_stage, "unsharded_layers": layout.unsharded_layers,
+            "recomputed_layers_per_stage": layout.recomputed_layers,
             "rank_order": list(self.best.placement.rank_order),
             "peak_bytes": max(self.peak_bytes), "peak_bytes_per_stage": list(self.peak_bytes),
             "memory_bytes": self.site.memory_bytes,
@@ -112,7 +114,7 @@ def torchtitan_toml(plan: SitePlan) -> str:
     """Return a layout as sections of torchtitan's configuration.
 
     torchtitan 0.2 reads them as a file; in 0.3 the fields of `Trainer.Config` have the same names. It recomputes all
-    layers or none, so a plan that recomputes some gets all: less memory and more work than planned.
+    layers or none, and shards all or none: a plan between them gets less memory and more work than planned.
     """
     layout, model = plan.best.layout, plan.model
     degrees, has_stages = layout.degrees, layout.degrees.pp > 1
@@ -138,8 +140,9 @@ def torchtitan_toml(plan: SitePlan) -> str:
         "parallelism": parallelism, "activation_checkpoint": {"mode": "full" if recomputed else "none"},
     }  # fmt: skip
     lines = [f"# thinwire plan --inside: {layout.describe()}"]
-    if 0 < recomputed < model.layers:
-        lines.append(f"# planned: {recomputed} of {model.layers} layers recomputed")
+    for count, word in ((recomputed, "recomputed"), (layout.unsharded_layers, "unsharded")):
+        if 0 < count < model.layers:
+            lines.append(f"# planned: {count} of {model.layers} layers {word}")
     for section, values in sections.items():
         lines += ["", f"[{section}]"]
         lines += [f"{name} = {json.dumps(value)}" for name, value in values.items()]
@@ -164,7 +167,9 @@ _MOST_RANKS = 1 << 16
 _RUN_OPTIONS = {
     "global_batch": "batch_size", "micro_batch": "micro_batch", "seq_len": "seq_len", "zero_stage": "zero_stage",
     "recomputed_layers_per_stage": "recompute_layers", "interleave": "interleave",
+    "unsharded_layers": "unsharded_layers",
 }  # fmt: skip
+_MAY_BE_NONE = ("zero_stage", "recompute_layers", "unsharded_layers")
 
 
 def read_site_plan(content: Mapping[str, Any]) -> SiteRun:
@@ -185,7 +190,7 @@ def read_site_plan(content: Mapping[str, Any]) -> SiteRun:
     for name in names:
         settings[name] = _count(degrees[name], f"degrees.{name}", least=1)
     for key, name in _RUN_OPTIONS.items():
-        settings[name] = _count(content.get(key), key, least=0 if name in ("zero_stage", "recompute_layers") else 1)
+        settings[name] = _count(content.get(key), key, least=0 if name in _MAY_BE_NONE else 1)
     num_ranks = Degrees(**{name: settings[name] for name in names}).num_devices
     if not isinstance(order, list) or len(order) != num_ranks or not all(isinstance(name, str) for name in order):
         raise DataError(f"rank_order must name {num_ranks} devices, got {short(order)}")
@@ -314,8 +319,18 @@ def broken_rule(site: Site, model: ModelShape, degrees: Degrees, *, global_batch
 
 def smallest_layout(degrees: Degrees, *, global_batch: int) -> Layout:
     """Return the layout of a grid with the least memory before anything is recomputed."""
-    zero_stage = 3 if degrees.shards > 1 else 0
-    return Layout(degrees=degrees, global_batch=global_batch, micro_batch=1, zero_stage=zero_stage)
+    return Layout(degrees=degrees, global_batch=global_batch, micro_batch=1, zero_stage=_zero_stages(degrees)[-1])
+
+
+def _zero_stages(degrees: Degrees) -> tuple[int, ...]:
+    """Return ZeRO's stages that a grid may have.
+
+    A pipeline keeps weights and gradients whole between the micro-batches that are under way: torch's schedules do, and
+    to fetch them again for every micro-batch would cost as many times the bytes.
+    """
+    if degrees.shards == 1:
+        return (0,)
+    return (1, 2, 3) if degrees.pp == 1 else (1,)
 
 
 def fitting_layouts(site: Site, model: ModelShape, degrees: Degrees, *, global_batch: int) -> Iterator[Layout]:
@@ -327,7 +342,7 @@ def fitting_layouts(site: Site, model: ModelShape, degrees: Degrees, *, global_b
         for interleave in _powers_of_two(_MOST_INTERLEAVE):
             if interleave > 1 and not _may_interleave(model, degrees, interleave, sequences // micro_batch):
                 break
-            for zero_stage in (1, 2, 3) if degrees.shards > 1 else (0,):
+            for zero_stage in _zero_stages(degrees):
                 layout = Layout(
                     degrees=degrees, global_batch=global_batch, micro_batch=micro_batch, zero_stage=zero_stage,
                     interleave=interleave,
@@ -335,6 +350,55 @@ def fitting_layouts(site: Site, model: ModelShape, degrees: Degrees, *, global_b
                 recomputed = fewest_recomputed(site, model, layout)
                 if recomputed is not None:
                     yield replace(layout, recomputed_layers=recomputed)
+                if zero_stage == 3 and (mixed := mixed_layers(site, model, layout)) is not None:
+                    yield mixed
+
+
+def mixed_layers(site: Site, model: ModelShape, layout: Layout) -> Layout | None:
+    """Return the fastest layout under ZeRO-3 that keeps some layers unsharded, or None where that is all or none.
+
+    The layer programme chooses for each layer whether its weights stay together all through a step and whether it is
+    recomputed.
+
+    Args:
+        site: Whose memory is the limit.
+        model: The model.
+        layout: Under ZeRO-3, without pipeline.
+    """
+    limit, layers = site.memory_bytes / (1 + memory.FRAGMENTATION), model.layers
+    step = StepCost(model=model, layout=layout, placement=starts(site, layout.degrees)[0])
+
+    def tensors(unsharded: int, recomputed: int) -> float:
+        cut = replace(layout, unsharded_layers=unsharded, recomputed_layers=recomputed)
+        return peak_bytes(model, cut)[0] / (1 + memory.FRAGMENTATION)
+
+    if tensors(layers, 0) <= limit:
+        return None
+    counts: set[int] = set()
+    for most_recomputed in (0, layers):
+        # with every layer sharded, and recomputed where that is allowed; the options say what a layer adds
+        least = tensors(0, most_recomputed)
+        gathered = (tensors(layers, most_recomputed) - least) / layers
+        kept = (tensors(0, 1) - least) / (layers - 1) if most_recomputed > 1 else 0.0
+        kinds = [(u, r) for u in (0, 1) for r in ((0, 1) if most_recomputed else (0,))]
+        options = [
+            LayerOption(
+                u * gathered + (kept if most_recomputed and not r else 0.0),
+                step.layer_s(is_unsharded=bool(u), is_recomputed=bool(r)),
+            )
+            for u, r in kinds
+        ]  # fmt: skip
+        chosen = cheapest_options([options] * layers, most_bytes=limit - least) or ()
+        counts.add(sum(kinds[number][0] for number in chosen))
+    # the programme takes every layer's neighbours to be alike
+    near = {count + more for count in counts for more in (-1, 0, 1) if 0 < count + more < layers}
+    fit = []
+    for count in sorted(near):
+        mixed = replace(layout, unsharded_layers=count)
+        recomputed = fewest_recomputed(site, model, mixed)
+        if recomputed is not None:
+            fit.append(replace(mixed, recomputed_layers=recomputed))
+    return min(fit, key=lambda one: replace(step, layout=one).step_s, default=None)
 
 
 def fewest_recomputed(site: Site, model: ModelShape, layout: Layout) -> int | None:

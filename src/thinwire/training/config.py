@@ -325,7 +325,7 @@ _LEAST = {
     "threads": 1, "eval_every": 0, "eval_batches": 1, "final_eval_batches": 1, "log_every": 1, "checkpoint_every": 0,
     "vocab_size": 1, "port": 0, "keep_checkpoints": 1, "ranks_per_replica": 1, "sync_interval": 1,
     "layers_per_fragment": 1, "num_fragments": 1, "lora": 1, "micro_batch": 1, "dp_replicate": 1, "dp_shard": 1,
-    "cp": 1, "tp": 1, "pp": 1, "interleave": 1, "zero_stage": 1, "recompute_layers": 0,
+    "cp": 1, "tp": 1, "pp": 1, "interleave": 1, "zero_stage": 1, "unsharded_layers": 0, "recompute_layers": 0,
 }  # fmt: skip
 _POSITIVE = {"lr": "1e-3", "expected_step_s": "0.5", "join_deadline_s": "300"}
 # Least value, limit, whether the limit itself is allowed, and a usual value.

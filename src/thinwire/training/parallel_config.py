@@ -31,7 +31,9 @@ class ParallelConfig:
     interleave: int = 1
     """Chunks of layers on each pipeline stage; above 1 the schedule is interleaved 1F1B."""
     zero_stage: int = 2
-    """ZeRO stage of the shards: 1, 2 (gradients in shards too) or 3 (parameters too)."""
+    """ZeRO stage of the shards: 1, 2 (gradients in shards too) or 3 (parameters too); a pipeline has 1."""
+    unsharded_layers: int = 0
+    """Layers, the last ones, whose parameters stay together all through a step, with --zero-stage 3."""
     recompute_layers: int = 0
     """Layers of each pipeline stage whose activations are computed again in the backward pass."""
 
@@ -71,6 +73,14 @@ def parallel_problems(config: TrainConfig) -> list[ValueError]:
     if own.zero_stage > 3:
         problems.append(refusal("--zero-stage is too large", got=own.zero_stage, allowed="1 to 3",
                                 remedy="--zero-stage 3"))  # fmt: skip
+    if own.zero_stage == 3 and own.pp > 1:
+        why = "its schedules keep parameters and gradients whole between micro-batches"
+        problems.append(excluded("--zero-stage 3", "--pp", why=why, remedy="--zero-stage 1"))
+    elif own.unsharded_layers and own.zero_stage != 3:
+        problems.append(
+            refusal("--unsharded-layers is for --zero-stage 3; below it all are unsharded", got=own.unsharded_layers,
+                    allowed="0", remedy="--zero-stage 3, or to leave --unsharded-layers out")
+        )  # fmt: skip
     return problems if own.ranks == 1 else [*problems, *_bad_with_ranks(config)]
 
 

@@ -88,22 +88,30 @@ def cut_model(model: nn.Module, config: TrainConfig, mesh: ReplicaMesh) -> nn.Mo
     if own.recompute_layers > layers // own.pp:
         raise refusal("--recompute-layers is more than the layers of a stage", got=own.recompute_layers,
                       allowed=f"0 to {layers // own.pp}", remedy="--recompute")  # fmt: skip
+    if own.unsharded_layers >= layers:
+        raise refusal("--unsharded-layers leaves no layer to shard", got=own.unsharded_layers,
+                      allowed=f"0 to {layers - 1}", remedy="--zero-stage 2")  # fmt: skip
     if own.tp > 1:
         split_heads(model, own.tp)
         mesh.split_layers(list(model.blocks), columns=_COLUMNS, rows=_ROWS)
-    is_freed = own.zero_stage == 3
     if own.pp == 1:
         model.recomputed_blocks = own.recompute_layers
-        mesh.shard(model, blocks=list(model.blocks), is_freed_after_forward=is_freed)
+        mesh.shard(model, blocks=list(model.blocks), num_freed=_num_freed(config, layers))
         found: nn.Module = model
     else:
         chunks = _chunks(model, config, stage=mesh.stage)
         for chunk in chunks:
-            mesh.shard(chunk, blocks=list(chunk.blocks.values()), is_freed_after_forward=is_freed)
+            mesh.shard(chunk, blocks=list(chunk.blocks.values()), num_freed=0)
         found = PipelineChunks(chunks, model.config)
     if mesh.data_rank:  # ranks see other rows, and drop out other numbers
         torch.manual_seed(derive_seed(config.run.seed, "rank", mesh.data_rank))
     return found
+
+
+def _num_freed(config: TrainConfig, layers: int) -> int:
+    """Return how many blocks, the first ones, are in shards again after each pass (ZeRO-3)."""
+    own = config.parallel
+    return layers - own.unsharded_layers if own.zero_stage == 3 else 0
 
 
 def _chunks(model: Transformer, config: TrainConfig, *, stage: int) -> list[TransformerStage]:
@@ -235,6 +243,9 @@ class ParallelPasses:
         self._model.set_is_last_backward(is_last)
         if stage < 3:
             self._model.set_reshard_after_backward(is_last)
+        blocks = list(self._model.blocks) if self._config.parallel.unsharded_layers else []
+        for block in blocks[_num_freed(self._config, len(blocks)) :]:
+            block.set_reshard_after_backward(is_last)
 
     def _sum_gains(self) -> None:
         if self._mesh.size_of("tp") == 1:

@@ -77,21 +77,23 @@ class ReplicaMesh:
         for module in modules:
             parallelize_module(module, self._mesh["tp"], styles)
 
-    def shard(self, model: nn.Module, *, blocks: Sequence[nn.Module], is_freed_after_forward: bool) -> None:
+    def shard(self, model: nn.Module, *, blocks: Sequence[nn.Module], num_freed: int) -> None:
         """Leave each rank its shard of the parameters (FSDP2), and average gradients over the data-parallel ranks.
 
         Args:
             model: On this rank's device, alike on all ranks with the same place along pp and tp.
             blocks: Modules whose parameters are brought together and freed for themselves.
-            is_freed_after_forward: Whether the backward pass brings a block's parameters together again (ZeRO-3).
+            num_freed: Blocks, the first ones, whose parameters the backward pass brings together again (ZeRO-3), as it
+                does with those outside the blocks; 0 for none of either.
         """
         if self.data_ranks == 1:
             return
         from torch.distributed.fsdp import fully_shard
 
         axes: Any = "dp_shard" if self._sizes["dp_replicate"] == 1 else ("dp_replicate", "dp_shard")
-        for module in (*blocks, model):
-            fully_shard(module, mesh=self._mesh[axes], reshard_after_forward=is_freed_after_forward)
+        for number, block in enumerate(blocks):
+            fully_shard(block, mesh=self._mesh[axes], reshard_after_forward=number < num_freed)
+        fully_shard(model, mesh=self._mesh[axes], reshard_after_forward=num_freed > 0)
 
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks that read different sequences, in place."""

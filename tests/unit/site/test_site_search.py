@@ -254,19 +254,32 @@ MEGATRON = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", MEGATRON, ids=lambda row: f"{row[0]}B")
-def test_the_layouts_of_megatron_s_table_have_its_parameters_and_fit_its_devices(row: tuple[float, ...]) -> None:
-    billions, heads, width, layers, tp, pp, gpus, batch = row
+def megatron(row: tuple[float, ...]) -> tuple[ModelShape, Layout]:
+    """Return the model of a row, and the layout published for it with every layer recomputed."""
+    _, heads, width, layers, tp, pp, gpus, batch = row
     shape = decoder_shape(
         layers=int(layers), width=int(width), heads=int(heads), vocab_size=51_200, seq_len=2048, is_head_tied=True
     )
-    # with the biases, norms and learned positions of that model (its equation 2)
-    beside = 13 * layers * width + 2048 * width
-    assert round((shape.num_parameters + beside) / 1e9, 1) == billions
-    copies = int(gpus / (tp * pp))
-    layout = Layout(
-        degrees=Degrees(pp=int(pp), dp_replicate=copies, tp=int(tp)), global_batch=int(batch),
+    return shape, Layout(
+        degrees=Degrees(pp=int(pp), dp_replicate=int(gpus / (tp * pp)), tp=int(tp)), global_batch=int(batch),
         recomputed_layers=int(layers / pp),
     )  # fmt: skip
-    assert layout.num_micro_batches * copies == batch
+
+
+@pytest.mark.parametrize("row", MEGATRON, ids=lambda row: f"{row[0]}B")
+def test_the_layouts_of_megatron_s_table_have_its_parameters_and_fit_its_devices(row: tuple[float, ...]) -> None:
+    shape, layout = megatron(row)
+    # with the biases, norms and learned positions of that model (its equation 2)
+    beside = 13 * shape.layers * shape.width + 2048 * shape.width
+    assert round((shape.num_parameters + beside) / 1e9, 1) == row[0]
+    assert layout.num_micro_batches * layout.degrees.dp_replicate == row[-1]
     assert max(peak_bytes(shape, layout)) < 80e9
+
+
+@pytest.mark.parametrize("row", MEGATRON[:3], ids=lambda row: f"{row[0]}B")
+def test_the_plan_is_no_slower_than_megatron_s_layout(row: tuple[float, ...]) -> None:
+    shape, layout = megatron(row)
+    site = nodes(layout.degrees.num_devices // 8, 8)
+    published = StepCost(model=shape, layout=layout, placement=starts(site, layout.degrees)[0])
+    plan = plan_site(site, shape, global_batch=layout.global_batch, most_simulated=10, most_placed=1)
+    assert plan.best.step_s <= published.step_s
