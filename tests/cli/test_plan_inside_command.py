@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 SITES = ROOT / "examples" / "sites"
 PAGE = ROOT / "docs" / "plan-inside.md"
 LAPTOP = ["--inside", str(SITES / "laptop.json")]
+EIGHT = ["--inside", str(SITES / "eight-80gb-nvlink.json")]
 
 
 def test_the_example_of_the_page_runs_as_printed(
@@ -117,7 +118,6 @@ def test_every_example_of_a_site_is_read(path: Path) -> None:
     ("words", "text"),
     [
         (["--hosts", "2"], "--inside does not go with --hosts"),
-        (["--model", "hf:gpt2"], "--inside takes no transformers model yet"),
         (["--model", "7c"], "unknown --model"),
         (["--global-batch", "1000"], "got 1000 tokens; allowed multiples of 128 tokens; try --global-batch 1024"),
         (["--global-batch", "1024", "--batch-size", "2"], "--batch-size does not go with --global-batch"),
@@ -229,5 +229,51 @@ def test_the_figure_of_a_site_shows_the_plan_and_what_nothing_beats(tmp_path: Pa
 
 def test_a_plan_with_context_parallelism_is_not_announced_as_one_that_runs() -> None:
     path = Path("plan.json")
-    assert how_to_run(Degrees(pp=2, dp_replicate=2, dp_shard=2, tp=2), path) == "thinwire train --plan plan.json"
-    assert how_to_run(Degrees(cp=4), path).startswith("thinwire train does not run cp 4; --torchtitan FILE")
+    degrees = Degrees(pp=2, dp_replicate=2, dp_shard=2, tp=2)
+    assert how_to_run(degrees, path, model="7b") == "thinwire train --plan plan.json"
+    assert how_to_run(Degrees(cp=4), path, model="7b").startswith("thinwire train does not run cp 4; --torchtitan FILE")
+    assert how_to_run(degrees, path, model="hf:x").startswith("thinwire train cuts its own models alone")
+    assert how_to_run(Degrees(), path, model="hf:x") == "thinwire train --plan plan.json"
+
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 160,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500,
+    "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_a_transformers_model_is_planned_by_its_own_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, out = tmp_path / "config.json", tmp_path / "plan.json"
+    words = [*EIGHT, "--model", f"hf:{config}", "--seq-len", "128", "--batch-size", "16", "--out", str(out)]
+    config.write_text(json.dumps(LLAMA))
+    assert plan_command.main(words) == 0
+    told = capsys.readouterr()
+    # keys and values have 2 of 4 heads, the MLP three matrices; norms of 64, one of them at the end
+    count = 4 * (64 * (64 + 64 + 32 + 32) + 3 * 64 * 160 + 2 * 64) + 64 + 2 * 500 * 64
+    assert f"{count / 1e3:.0f} k parameters, 16 sequences of 128 tokens" in told.out
+    # a model as large as the devices' memory needs to be cut
+    large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 32, "num_attention_heads": 64}
+    config.write_text(json.dumps({**LLAMA, **large}))
+    assert plan_command.main(words) == 0
+    assert "thinwire train cuts its own models alone; --torchtitan FILE" in capsys.readouterr().err
+    degrees = json.loads(out.read_text())["degrees"]
+    assert degrees["pp"] * degrees["tp"] * degrees["dp_shard"] > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"max_position_embeddings": 64}, "got 128 tokens; allowed up to 64; try --seq-len 64"),
+        ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}, "got 8 experts"),
+        ({"model_type": "none-such"}, "it must be a folder with a transformers config.json"),
+    ],
+)
+def test_a_transformers_model_that_cannot_be_planned_is_refused_in_a_line(
+    changes: dict[str, object], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**LLAMA, **changes}))
+    assert plan_command.main([*LAPTOP, "--model", f"hf:{config}", "--seq-len", "128"]) in (1, 2)
+    told = capsys.readouterr()
+    assert text in told.err and len(told.err.splitlines()) == 1

@@ -122,6 +122,9 @@ class PlanOptions(ClusterOptions):
     inside: Path | None = None
     """Site file: plan one replica on its devices."""
 
+    links: Path | None = None
+    """With --inside: measured links, a cluster.json of thinwire probe or the output of mpiGraph."""
+
     lengths: Path | None = None
     """With --inside: histogram of sequence lengths; the output says what sharing them by length saves."""
 
@@ -182,9 +185,10 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_options(PlanOptions, arguments, prog="thinwire plan", basic=basic)
     if options.inside is not None:
         return plan_inside(options)
-    if options.lengths is not None:
-        raise refusal("--lengths belongs to --inside", got=options.lengths, allowed="a site file with it",
-                      remedy=f"--inside site.json --lengths {options.lengths}")  # fmt: skip
+    for name in ("lengths", "links"):
+        if (given := getattr(options, name)) is not None:
+            raise refusal(f"--{name} belongs to --inside", got=given, allowed="a site file with it",
+                          remedy=f"--inside site.json --{name} {given}")  # fmt: skip
     cluster, source = with_memory(cluster_of(options), options)
     check_options(options)
     # torch, which takes seconds: what shows without it has been refused by now

@@ -53,7 +53,7 @@ def plan_inside(options: PlanOptions) -> int:
     """
     assert options.inside is not None
     check_inside_options(options)
-    site = load_site(options.inside)
+    site = load_site(options.inside, links=options.links)
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     sequences = _sequences(options, seq_len)
     counts = None if options.lengths is None else load_lengths(options.lengths)
@@ -72,12 +72,15 @@ def plan_inside(options: PlanOptions) -> int:
     if options.figure is not None:
         write_whole(options.figure, image_file(line_chart(memory_chart(plan, name=options.model))))
         log(f"figure written to {options.figure}", command="plan")
-    log(f"written to {options.out}; {how_to_run(plan.best.layout.degrees, options.out)}", command="plan")
+    how = how_to_run(plan.best.layout.degrees, options.out, model=options.model)
+    log(f"written to {options.out}; {how}", command="plan")
     return 0
 
 
-def how_to_run(degrees: Degrees, path: Path) -> str:
+def how_to_run(degrees: Degrees, path: Path, *, model: str) -> str:
     """Return the command that runs a plan, or why `thinwire train` does not."""
+    if model.startswith("hf:") and degrees.num_devices > 1:
+        return "thinwire train cuts its own models alone; --torchtitan FILE writes the plan for torchtitan"
     if degrees.cp == 1:
         return f"thinwire train --plan {path}"
     return f"thinwire train does not run cp {degrees.cp}; --torchtitan FILE writes the plan for torchtitan"
@@ -97,9 +100,6 @@ def check_inside_options(options: PlanOptions) -> None:
             remedy=f"to leave {', '.join(given)} out",
         )  # fmt: skip
     check_model(options.model)
-    if options.model.startswith("hf:"):
-        raise refusal("--inside takes no transformers model yet", got=options.model,
-                      allowed="a preset or a size", remedy="--model 7b")  # fmt: skip
     if options.batch_size is not None and options.global_batch is not None:
         why = "one is in sequences, the other in tokens"
         raise excluded("--batch-size", "--global-batch", why=why, remedy="--global-batch alone")
@@ -120,8 +120,10 @@ def _sequences(options: PlanOptions, seq_len: int) -> int:
 
 def _shape(name: str, *, seq_len: int) -> ModelShape:
     # torch, which takes seconds: what shows without it has been refused by now
-    from thinwire.models import preset
+    from thinwire.models import hf, preset
 
+    if name.startswith("hf:"):
+        return ModelShape(seq_len=seq_len, **hf.decoder_numbers(name.removeprefix("hf:"), seq_len=seq_len))
     config = preset(name, max_seq_len=seq_len)
     shape = decoder_shape(
         layers=config.layers, width=config.dim, heads=config.heads, vocab_size=config.vocab_size, seq_len=seq_len,

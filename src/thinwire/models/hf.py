@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from thinwire.data.tokenizers import PretrainedTokenizer, Tokenizer, load_tokenizer
-from thinwire.errors import CheckpointError, MissingExtra
+from thinwire.errors import CheckpointError, MissingExtra, refusal
 from thinwire.models.transformer import next_token_loss
 from thinwire.shared_random import derive_seed
 
@@ -20,6 +20,8 @@ _VOCABULARIES = (
     "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "*.tiktoken", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
+# Names under which configurations of transformers state how many experts a layer has.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 class HuggingFaceModel(nn.Module):
@@ -131,6 +133,52 @@ def build_hf_model(
         ) from error
     model.train()
     return HuggingFaceModel(model, z_loss=z_loss).to(device)
+
+
+def decoder_numbers(source: str, *, seq_len: int) -> dict[str, Any]:
+    """Return the numbers of a transformers model that a plan needs, without reading or making its weights.
+
+    Args:
+        source: A local folder or `config.json`, or a name on the hub.
+        seq_len: Tokens of a sequence that it must take.
+
+    Returns:
+        layers, width, heads, vocab_size, layer_parameters (the mean of its blocks, with what stands outside them),
+        embedding_parameters, head_parameters and is_head_tied.
+
+    Raises:
+        ValueError: Its sequences are shorter, or it is a mixture of experts, which plans do not cut.
+        MissingExtra: transformers is not installed.
+        CheckpointError: The model cannot be read.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "config.json"
+        >>> numbers = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 100}
+        >>> _ = path.write_text(json.dumps(numbers))
+        >>> decoder_numbers(str(path), seq_len=64)["embedding_parameters"]
+        1600
+    """
+    built = build_hf_model(source, device="meta")
+    model: Any = built.model
+    config = _text_config(model)
+    if seq_len > built.max_seq_len:
+        raise refusal(f"hf:{source} takes no sequences of this length", got=f"{seq_len} tokens",
+                      allowed=f"up to {built.max_seq_len}", remedy=f"--seq-len {built.max_seq_len}")  # fmt: skip
+    experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), 1)
+    if experts > 1:
+        raise refusal(f"hf:{source} is a mixture of experts, which plans do not cut", got=f"{experts} experts",
+                      allowed="a dense model", remedy="a preset or a size, such as --model 7b")  # fmt: skip
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    is_tied = head is embedding
+    outside = embedding.numel() + (0 if is_tied else head.numel())
+    layers = int(config.num_hidden_layers)
+    return {
+        "layers": layers, "width": int(config.hidden_size), "heads": int(config.num_attention_heads),
+        "vocab_size": int(config.vocab_size), "embedding_parameters": embedding.numel(),
+        "head_parameters": head.numel(), "is_head_tied": is_tied,
+        "layer_parameters": (sum(one.numel() for one in model.parameters()) - outside) / layers,
+    }  # fmt: skip
 
 
 def load_hf_tokenizer(source: str) -> PretrainedTokenizer | None:

@@ -17,20 +17,24 @@
 
 Inside a node every pair of devices has its node's bandwidth in each direction. Between nodes a bandwidth is that of the
 node's network card: messages of its devices to other nodes share it. `links` replaces `between_nodes` for a pair of
-nodes; a link without its reverse counts for both directions.
+nodes; a link without its reverse counts for both directions. Measured links come from a file of their own: the
+`cluster.json` of `thinwire probe`, or the output of mpiGraph (github.com/LLNL/mpiGraph), as Pipette uses it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import permutations
 from math import inf, isfinite
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from thinwire.errors import DataError
-from thinwire.files import LARGEST_NUMBER, read_json, short
+from thinwire.files import LARGEST_NUMBER, open_regular, read_json, short
+from thinwire.planning.cluster import load_cluster
 from thinwire.units import parse_bytes, parse_rate, parse_seconds
 
 FORMAT, VERSION = "thinwire-site", 1
@@ -156,21 +160,101 @@ class Site:
         return tuple(tuple(link(source, destination) for destination in self.nodes) for source in self.nodes)
 
 
-def load_site(path: Path) -> Site:
+def load_site(path: Path, *, links: Path | None = None) -> Site:
     """Read `site.json`.
+
+    Args:
+        path: The site file.
+        links: Measured links between its nodes, which replace those that it states: a `cluster.json` of `thinwire
+            probe` whose replicas have the nodes' names, or the output of mpiGraph with one task on each node.
 
     Raises:
         DataError: There is no such file, or it is no site; names the place, the value and the remedy.
     """
     content = read_json(path, most_bytes=_MOST_BYTES, command="a text editor; see docs/plan-inside.md")
+    measured = {} if links is None else load_links(links)
     try:
-        return site_from_json(content)
+        return site_from_json(content, measured=measured)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
 
 
-def site_from_json(content: object) -> Site:
+def load_links(path: Path) -> dict[tuple[str, str], NodeLink]:
+    """Read measured links by sender and receiver; a latency of 0 was not measured.
+
+    Raises:
+        DataError: There is no such file, or it is neither a cluster nor mpiGraph's output.
+    """
+    try:
+        with open_regular(path) as file:
+            text = file.read(_MOST_BYTES + 1).decode(errors="replace")
+    except OSError as error:
+        raise DataError(
+            f"cannot read {path}: {error.strerror or error}; give cluster.json or mpiGraph's output"
+        ) from error
+    if len(text) > _MOST_BYTES:
+        raise DataError(f"{path} has more than {_MOST_BYTES} bytes; give cluster.json or mpiGraph's output")
+    if not text.lstrip().startswith("{"):
+        try:
+            return _mpigraph_links(text)
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
+    cluster = load_cluster(path)
+    names = [machine.name for machine in cluster.machines]
+    wires = [cluster.wire(one, other) for one in names for other in names if one != other]
+    return {
+        (wire.source, wire.destination): NodeLink(
+            source=wire.source, destination=wire.destination, bandwidth_bits_per_s=wire.bandwidth_bits_per_s,
+            latency_s=wire.latency_s,
+        )
+        for wire in wires
+    }  # fmt: skip
+
+
+def _mpigraph_links(text: str) -> dict[tuple[str, str], NodeLink]:
+    """Return the lower of the rates that sender and receiver measured; mpiGraph counts in 2^20 bytes a second."""
+    tables: dict[str, dict[tuple[str, str], float]] = {"Send": {}, "Recv": {}}
+    names: list[str] = []
+    table = ""
+    for line in text.splitlines():
+        first, *cells = line.rstrip().split("\t")
+        if first in tables and len(cells) > 1:
+            table, names = first, [cell.rpartition(":")[0] for cell in cells]
+            if len(set(names)) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise DataError(f"{short(twice)} ran two tasks; run mpiGraph with one task on each node")
+        elif table and first.endswith((" to", " from")):
+            own = first.rpartition(":")[0]
+            for other, cell in zip(names, cells, strict=False):
+                pair = (own, other) if table == "Send" else (other, own)
+                tables[table][pair] = _mebibytes(cell, pair)
+    if not names:
+        raise DataError("this is neither a cluster.json nor the output of mpiGraph: it has no table of rates")
+    links = {}
+    for pair in permutations(names, 2):
+        rates = [found[pair] for found in tables.values() if pair in found]
+        if not rates or min(rates) <= 0:
+            raise DataError(f"no rate from {short(pair[0])} to {short(pair[1])}; run mpiGraph to its end")
+        links[pair] = NodeLink(source=pair[0], destination=pair[1], bandwidth_bits_per_s=8 * 2**20 * min(rates))
+    return links
+
+
+def _mebibytes(cell: str, pair: tuple[str, str]) -> float:
+    try:
+        value = float(cell)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= LARGEST_NUMBER:
+        raise DataError(f"the rate from {short(pair[0])} to {short(pair[1])} must be a number, got {short(cell)}")
+    return value
+
+
+def site_from_json(content: object, *, measured: Mapping[tuple[str, str], NodeLink] = MappingProxyType({})) -> Site:
     """Check a file's content and return the site.
+
+    Args:
+        content: The JSON object.
+        measured: Links by sender and receiver, which replace those of the file; a latency of 0 is taken from the file.
 
     Raises:
         DataError: It is no site; names the place, the value and the remedy.
@@ -184,10 +268,35 @@ def site_from_json(content: object) -> Site:
     links = [NodeLink(**_values(entry, NodeLink, f"links[{n}]")) for n, entry in _entries(content, "links")]
     between = content.get("between_nodes")
     default = None if between is None else NodeLink(**_values(between, NodeLink, "between_nodes"))
+    if measured:
+        links = _replaced([node.name for node in nodes], links, default, measured)
     try:
         return Site(nodes=tuple(nodes), between_nodes=default, links=tuple(links))
     except ValueError as error:
         raise DataError(str(error)) from error
+
+
+def _replaced(
+    names: Sequence[str], links: Sequence[NodeLink], default: NodeLink | None,
+    measured: Mapping[tuple[str, str], NodeLink],
+) -> list[NodeLink]:  # fmt: skip
+    """Return the measured links of every pair of nodes."""
+    stated = {(link.source, link.destination): link for link in links}
+    found = []
+    for source in names:
+        for destination in names:
+            if source == destination:
+                continue
+            link = measured.get((source, destination))
+            if link is None:
+                known = sorted({name for pair in measured for name in pair})
+                raise DataError(
+                    f"the links were not measured from {source!r} to {destination!r}; there are "
+                    f"{', '.join(known[:8])}, and nodes need the same names"
+                )
+            own = stated.get((source, destination)) or stated.get((destination, source)) or default
+            found.append(replace(link, latency_s=link.latency_s or (own.latency_s if own is not None else 0.0)))
+    return found
 
 
 _READ: Mapping[str, Callable[[str], float]] = {

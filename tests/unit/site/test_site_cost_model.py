@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import DataError
+from thinwire.planning.cluster import Cluster, Machine, Wire, save_cluster
 from thinwire.site import closed_forms
 from thinwire.site.cost_model import (
     Degrees,
@@ -20,7 +21,7 @@ from thinwire.site.cost_model import (
     peak_bytes,
 )
 from thinwire.site.memory import FRAGMENTATION, layer_activation_bytes, state_bytes
-from thinwire.site.site_file import NodeLink, Site, SiteNode, load_site, site_from_json
+from thinwire.site.site_file import NodeLink, Site, SiteNode, load_links, load_site, site_from_json
 
 DAY_S = 86_400
 MODEL = decoder_shape(layers=8, width=512, heads=8, vocab_size=1000, seq_len=256)
@@ -216,3 +217,84 @@ def test_a_file_is_read_with_its_units(tmp_path: Path) -> None:
 def test_a_wrong_file_is_refused_with_its_place(change: dict[str, object], text: str) -> None:
     with pytest.raises(DataError, match=text):
         site_from_json({**FILE, **change})
+
+
+MPIGRAPH = """START mpiGraph v1.5
+MsgSize\t16384
+Times\t100
+Window\t50
+Procs\t3
+
+1 of 3 (33.3%)
+2 of 3 (66.7%)
+Gathering results
+
+Send max\t1024.000000
+Send avg\t700.000000
+
+Send\ta:0\tb:1\tc:2\t
+a:0 to\t0.000\t1024.000\t512.000\t
+b:1 to\t256.000\t0.000\t128.000\t
+c:2 to\t512.000\t64.000\t0.000\t
+
+Recv max\t1024.000000
+Recv avg\t700.000000
+
+Recv\ta:0\tb:1\tc:2\t
+a:0 from\t0.000\t300.000\t512.000\t
+b:1 from\t900.000\t0.000\t65.000\t
+c:2 from\t512.000\t128.000\t0.000\t
+END mpiGraph
+"""
+
+
+def test_measured_links_of_mpigraph_replace_those_of_the_file(tmp_path: Path) -> None:
+    path, links = tmp_path / "site.json", tmp_path / "mpigraph.out"
+    path.write_text(json.dumps(FILE))
+    links.write_text(MPIGRAPH)
+    site = load_site(path, links=links)
+    matrix = site.link_matrix
+    # the lower of both sides' rates, in 2^20 bytes a second; mpiGraph measures no latency
+    assert matrix[0][1].bandwidth_bits_per_s == 900 * 2**20 * 8
+    assert matrix[1][0].bandwidth_bits_per_s == 256 * 2**20 * 8
+    assert matrix[0][0].bandwidth_bits_per_s == 2.4e12
+    assert site_from_json({**FILE, "links": []}, measured=load_links(links)).link_matrix[0][
+        1
+    ].latency_s == pytest.approx(3e-5)
+
+
+def test_measured_links_of_a_probe_replace_those_of_the_file(tmp_path: Path) -> None:
+    path, links = tmp_path / "site.json", tmp_path / "cluster.json"
+    path.write_text(json.dumps({key: value for key, value in FILE.items() if key not in ("between_nodes", "links")}))
+    machines = (Machine(name="a"), Machine(name="b"))
+    wires = (
+        Wire(source="a", destination="b", bandwidth_bits_per_s=5e9, latency_s=1e-4),
+        Wire(source="b", destination="a", bandwidth_bits_per_s=4e9, latency_s=2e-4),
+    )
+    save_cluster(Cluster(machines=machines, wires=wires), links)
+    matrix = load_site(path, links=links).link_matrix
+    assert (matrix[0][1].bandwidth_bits_per_s, matrix[0][1].latency_s) == (5e9, 1e-4)
+    assert (matrix[1][0].bandwidth_bits_per_s, matrix[1][0].latency_s) == (4e9, 2e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ping statistics", "neither a cluster.json nor the output of mpiGraph"),
+        (MPIGRAPH.replace("b:1", "a:1"), "'a' ran two tasks; run mpiGraph with one task on each node"),
+        (MPIGRAPH.replace("512.000", "fast"), "from 'a' to 'c' must be a number, got 'fast'"),
+        (MPIGRAPH.replace("256.000", "0.000"), "no rate from 'b' to 'a'; run mpiGraph to its end"),
+        (MPIGRAPH.replace("b:1", "d:1"), "not measured from 'a' to 'b'; there are a, c, d, and nodes need the same"),
+        ('{"format": "thinwire-site"}', "this is no cluster"),
+        (None, "No such file"),
+    ],
+)
+def test_links_that_do_not_fit_the_site_are_refused_with_the_place(
+    tmp_path: Path, text: str | None, words: str
+) -> None:
+    path, links = tmp_path / "site.json", tmp_path / "links"
+    path.write_text(json.dumps(FILE))
+    if text is not None:
+        links.write_text(text)
+    with pytest.raises(DataError, match=words):
+        load_site(path, links=links)
