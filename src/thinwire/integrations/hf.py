@@ -301,9 +301,14 @@ class _ElasticSteps(TrainerCallback):
 
     def __init__(self, trainer: DiLoCoTrainerMixin) -> None:
         self._trainer = trainer
+        self._first_schedule: dict[str, Any] = {}
+        self._first_rates: list[float] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin at the step that the run has reached."""
+        if (schedule := self._schedule) is not None:
+            self._first_schedule = copy.deepcopy(schedule.state_dict())
+            self._first_rates = [group["lr"] for group in schedule.optimizer.param_groups]
         self._move_to(self._optimizer.steps_done, state)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -325,6 +330,13 @@ class _ElasticSteps(TrainerCallback):
         found: Any = self._trainer.diloco
         return found  # type: ignore[no-any-return]
 
+    @property
+    def _schedule(self) -> LRScheduler | None:
+        """The schedule of the learning rate; None for one that follows a metric, not the steps."""
+        trainer: Any = self._trainer
+        schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+        return schedule if isinstance(schedule, LRScheduler) and not isinstance(schedule, ReduceLROnPlateau) else None
+
     def _move_to(self, step: int, state: Any) -> None:
         trainer: Any = self._trainer
         passed = step - state.global_step
@@ -334,9 +346,13 @@ class _ElasticSteps(TrainerCallback):
         # the trainer divides sums over its own steps by differences of these
         trainer._globalstep_last_logged += passed
         trainer._initial_global_step += passed
-        schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
-        if not isinstance(schedule, LRScheduler) or isinstance(schedule, ReduceLROnPlateau):
-            return  # it follows a metric, not the steps
+        schedule = self._schedule
+        if schedule is None:
+            return
+        if schedule.last_epoch > step:  # this trainer lost its state, and goes on from an earlier one of the run
+            schedule.load_state_dict(copy.deepcopy(self._first_schedule))
+            for group, rate in zip(schedule.optimizer.param_groups, self._first_rates, strict=True):
+                group["lr"] = rate
         with warnings.catch_warnings():  # torch warns of a schedule that moves before the optimizer's first step
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
             while schedule.last_epoch < step:
