@@ -215,7 +215,7 @@ def test_torchtitan_gets_the_degrees_the_batch_and_the_schedule(tmp_path: Path) 
 def test_torchtitan_is_refused_for_a_plan_between_sites(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--hosts", "2", "--rate", "20mbit", "--flops", "1e12", "--torchtitan", "titan.toml"]
     assert plan_command.main(words) == 2
-    assert "--torchtitan writes a plan inside a site; got no --inside" in capsys.readouterr().err
+    assert "--torchtitan writes the plan of one site; got 0 of --inside" in capsys.readouterr().err
 
 
 def test_the_figure_of_a_site_shows_the_plan_and_what_nothing_beats(tmp_path: Path) -> None:
@@ -277,3 +277,83 @@ def test_a_transformers_model_that_cannot_be_planned_is_refused_in_a_line(
     assert plan_command.main([*LAPTOP, "--model", f"hf:{config}", "--seq-len", "128"]) in (1, 2)
     told = capsys.readouterr()
     assert text in told.err and len(told.err.splitlines()) == 1
+
+
+TWO = ["--inside", str(SITES / "eight-80gb-nvlink.json"), "--inside", str(SITES / "eight-80gb-nvlink.json")]
+
+
+def test_several_sites_are_planned_inside_and_between_and_the_plan_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    words = [*TWO, "--rate", "10gbit", "--latency", "1ms", "--model", "nano", "--batch-size", "16", "--out", str(out)]
+    assert plan_command.main([*words, "--min-replicas", "2", "--explain"]) == 0
+    told = capsys.readouterr().out
+    content = json.loads(out.read_text())
+    assert content["hosts"] == ["eight-80gb-nvlink-0", "eight-80gb-nvlink-1"]
+    inside = content["inside"]["eight-80gb-nvlink-0"]
+    assert inside == content["inside"]["eight-80gb-nvlink-1"] and inside["global_batch"] == 16
+    # a step between sites takes as long as inside them, and coding and outer steps are added
+    assert 1 <= content["predicted"]["compute_s"] / inside["step_s"] <= 1.05
+    assert re.search(r"^eight-80gb-nvlink-1, 8 devices: pp 1, ", told, flags=re.MULTILINE)
+    said: list[str] = []
+    arguments = ["--plan", str(out)]
+    config, _ = planned(parse(arguments), arguments, say=said.append)
+    assert config.option("method") == content["train"]["method"] and config.option("replicas") == 2
+    assert config.option("dp_shard") * config.option("dp_replicate") == 8
+    assert "each replica has 8 ranks" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "nothing says how the sites are joined; got no --rate"),
+        (["--rate", "1gbit", "--hosts", "2"], "--inside does not go with --hosts: the site files state it"),
+        (["--rate", "1gbit", "--torchtitan", "a.toml"], "--torchtitan writes the plan of one site; got 2 of --inside"),
+        (["--rate", "1gbit", "--links", "a"], "--links belongs to one --inside"),
+        (["--rate", "1gbit", "--model", "100b"], "site eight-80gb-nvlink-0: the model does not fit"),
+        (["--rate", "1gbit", "--global-batch", "1000"], "allowed multiples of 256 tokens; try --global-batch 1024"),
+    ],
+)
+def test_a_wrong_option_of_several_sites_is_refused_in_a_line(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan_command.main([*TWO, *words]) == 2
+    told = capsys.readouterr()
+    assert text in told.err and len(told.err.splitlines()) == 1
+
+
+def test_the_replicas_of_a_cluster_must_be_the_sites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster, names = tmp_path / "cluster.json", [tmp_path / "north.json", tmp_path / "south.json"]
+    for path in names:
+        path.write_text((SITES / "laptop.json").read_text())
+    content = {
+        "format": "thinwire-cluster", "version": 1,
+        "replicas": [{"name": name, "up_bits_per_s": "1gbit"} for name in ("south", "north")],
+    }  # fmt: skip
+    cluster.write_text(json.dumps(content))
+    words = ["--inside", str(names[0]), "--inside", str(names[1]), "--cluster", str(cluster), "--batch-size", "8"]
+    assert plan_command.main([*words, "--out", str(tmp_path / "plan.json")]) == 0
+    capsys.readouterr()
+    cluster.write_text(json.dumps(content).replace("north", "east"))
+    assert plan_command.main(words) == 2
+    assert (
+        "the replicas of --cluster are not the sites; got south, east; allowed north, south" in capsys.readouterr().err
+    )
+
+
+def test_replicas_that_are_cut_differently_are_refused_by_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    words = ["--rate", "1gbit", "--batch-size", "16", "--min-replicas", "2", "--out", str(out)]
+    assert plan_command.main([*TWO, *words]) == 0
+    content = json.loads(out.read_text())
+    content["inside"]["eight-80gb-nvlink-1"]["zero_stage"] = 2
+    out.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="replicas are cut alike, and zero_stage is"):
+        planned(parse(["--plan", str(out)]), ["--plan", str(out)], say=[].append)
+    del content["inside"]["eight-80gb-nvlink-1"]
+    out.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="inside must hold the plan of each of"):
+        planned(parse(["--plan", str(out)]), ["--plan", str(out)], say=[].append)

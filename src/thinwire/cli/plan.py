@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import tyro
 from rich.console import Console
@@ -15,9 +16,10 @@ from rich.table import Table
 
 from thinwire.cli.argument_parsing import FAILED, check_least, command, parse_options
 from thinwire.cli.output import log, print_error
-from thinwire.cli.plan_inside import plan_inside
+from thinwire.cli.plan_inside import load_sites, plan_each, plan_inside, site_line, site_sequences, with_speeds
 from thinwire.cli.tables import plain, print_wide
 from thinwire.errors import excluded, refusal
+from thinwire.files import write_json
 from thinwire.lab.settings import parse_access
 from thinwire.planning.cluster import Cluster, Machine, load_cluster
 from thinwire.training.config import check_model
@@ -113,14 +115,15 @@ class PlanOptions(ClusterOptions):
     100mbit --latency 20ms --flops 4e13. `thinwire train --plan plan.json` runs the plan.
 
     With --inside it plans one replica on the devices of one site instead: degrees of pipeline, data, context and tensor
-    parallelism; `thinwire train --plan plan.json` runs it inside each replica.
+    parallelism; `thinwire train --plan plan.json` runs it inside each replica. With several sites it plans both: each
+    site is a replica, and --rate and --latency, or --cluster, say how they are joined.
     """
 
     model: str = "nano"
     """nano, 35m, 150m, 400m, 1b, a size such as 7b, or hf:PATH."""
 
-    inside: Path | None = None
-    """Site file: plan one replica on its devices."""
+    inside: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """Site file: plan one replica on its devices. Repeated: a replica in each site, and the method between them."""
 
     links: Path | None = None
     """With --inside: measured links, a cluster.json of thinwire probe or the output of mpiGraph."""
@@ -183,26 +186,84 @@ def main(arguments: Sequence[str]) -> int:
     """
     basic = ("cluster", "hosts", "rate", "latency", "flops", "memory", "model", "inside", "tokens", "out")
     options = parse_options(PlanOptions, arguments, prog="thinwire plan", basic=basic)
-    if options.inside is not None:
+    if len(options.inside) == 1:
         return plan_inside(options)
     for name in ("lengths", "links"):
         if (given := getattr(options, name)) is not None:
-            raise refusal(f"--{name} belongs to --inside", got=given, allowed="a site file with it",
+            raise refusal(f"--{name} belongs to one --inside", got=given, allowed="one site file with it",
                           remedy=f"--inside site.json --{name} {given}")  # fmt: skip
-    cluster, source = with_memory(cluster_of(options), options)
     check_options(options)
+    if options.inside:
+        return _plan_sites(options)
+    cluster, source = with_memory(cluster_of(options), options)
     # torch, which takes seconds: what shows without it has been refused by now
+    workload = workload_of(options)
+
+    def memory(plan: Plan) -> list[str]:
+        return [_memory(plan, workload, cluster, source=source)]
+
+    return _plan_between(options, workload, cluster, memory=memory)
+
+
+def _plan_sites(options: PlanOptions) -> int:
+    """Plan inside each site, then between them, with the step times of the sites' plans."""
+    sites = load_sites(options)
+    workload = workload_of(options)
+    workload = dataclasses.replace(workload, batch_size=site_sequences(options, workload, sites), global_batch=None)
+    plans = plan_each(sites, options, sequences=workload.sequences(len(sites)))
+    cluster = with_speeds(_joined(options, list(sites)), plans, num_parameters=workload.num_parameters)
+    inside = {name: {**plan.to_json(), "model": options.model} for name, plan in plans.items()}
+
+    def memory(_: Plan) -> list[str]:
+        return [site_line(name, plan) for name, plan in plans.items()]
+
+    return _plan_between(options, workload, cluster, memory=memory, more={"inside": inside})
+
+
+def _joined(options: PlanOptions, names: Sequence[str]) -> Cluster:
+    """Return the sites as machines of a cluster, joined as the options say; their speeds follow from their plans.
+
+    Raises:
+        ValueError: The options lack something, or the cluster's replicas are no sites.
+        DataError: The file is no cluster.
+    """
+    if options.cluster is not None:
+        cluster = cluster_of(options, needs_flops=False)
+        found = [machine.name for machine in cluster.machines]
+        if sorted(found) != sorted(names):
+            raise refusal("the replicas of --cluster are not the sites", got=", ".join(found[:_NAMED]),
+                          allowed=", ".join(names[:_NAMED]), remedy="replicas named like the site files")  # fmt: skip
+        return cluster
+    if options.rate is None:
+        raise refusal("nothing says how the sites are joined", got="no --rate", allowed="--rate, or --cluster FILE",
+                      remedy="--rate 1gbit --latency 20ms")  # fmt: skip
+    cluster = cluster_of(dataclasses.replace(options, hosts=len(names)), needs_flops=False)
+    named = (dataclasses.replace(one, name=name) for one, name in zip(cluster.machines, names, strict=True))
+    return dataclasses.replace(cluster, machines=tuple(named))
+
+
+def _plan_between(
+    options: PlanOptions, workload: Workload, cluster: Cluster, *, memory: Callable[[Plan], list[str]],
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> int:  # fmt: skip
+    """Plan between machines, print the plan and write it.
+
+    Args:
+        options: The options.
+        workload: What is to be trained.
+        cluster: The machines.
+        memory: Lines of the output about a plan's memory.
+        more: Contents of the plan's file beside the plan.
+    """
     from thinwire.planning.explain import explain
-    from thinwire.planning.plan import save_plan
     from thinwire.planning.search import make_plan
 
-    workload = workload_of(options)
     plan = make_plan(workload, cluster, _constraints(options))
     if options.json:
-        print(json.dumps(plan.to_json()))
+        print(json.dumps({**plan.to_json(), **more}))
     else:
         arithmetic = ["", *explain(plan, workload, cluster)] if options.explain else []
-        _show(plan, [_memory(plan, workload, cluster, source=source), *arithmetic])
+        _show(plan, [*memory(plan), *arithmetic])
     if options.figure is not None:
         from thinwire.planning.explain import write_plan_figure
 
@@ -217,7 +278,7 @@ def main(arguments: Sequence[str]) -> int:
             f"--min-utilisation or allow a larger --max-penalty",
         )
         return FAILED
-    save_plan(plan, options.out)
+    write_json(options.out, {**plan.to_json(), **more})
     log(f"written to {options.out}; thinwire train --plan {options.out}", command="plan")
     return 0
 
@@ -230,8 +291,8 @@ def check_options(options: PlanOptions) -> None:
     """
     check_model(options.model)
     if options.torchtitan is not None:
-        raise refusal("--torchtitan writes a plan inside a site", got="no --inside", allowed="both, or neither",
-                      remedy="--inside site.json")  # fmt: skip
+        raise refusal("--torchtitan writes the plan of one site", got=f"{len(options.inside)} of --inside",
+                      allowed="1", remedy="--inside site.json")  # fmt: skip
     for name in options.method:
         method_entry(name)
     for name in options.codec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from thinwire.cli.tables import plain, print_wide
 from thinwire.errors import excluded, refusal
 from thinwire.files import write_json, write_whole
 from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
+from thinwire.planning.predict import FLOPS_PER_PARAMETER
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
 from thinwire.site.lengths import LengthsOutlook, cost_of, length_outlook, load_lengths
 from thinwire.site.memory import FRAGMENTATION
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from thinwire.cli.plan import PlanOptions
+    from thinwire.planning.cluster import Cluster
+    from thinwire.planning.workload import Workload
 
 # Options of a plan between sites.
 _BETWEEN = (
@@ -51,9 +55,8 @@ def plan_inside(options: PlanOptions) -> int:
         ValueError: An option does not go with the others, or no layout fits.
         DataError: The file is no site.
     """
-    assert options.inside is not None
     check_inside_options(options)
-    site = load_site(options.inside, links=options.links)
+    site = load_site(options.inside[0], links=options.links)
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     sequences = _sequences(options, seq_len)
     counts = None if options.lengths is None else load_lengths(options.lengths)
@@ -75,6 +78,80 @@ def plan_inside(options: PlanOptions) -> int:
     how = how_to_run(plan.best.layout.degrees, options.out, model=options.model)
     log(f"written to {options.out}; {how}", command="plan")
     return 0
+
+
+def load_sites(options: PlanOptions) -> dict[str, Site]:
+    """Read several site files; a site has the name of its file, with a number where a name is there twice.
+
+    Raises:
+        ValueError: The speed or memory of machines is given, which the files state.
+        DataError: A file is no site.
+    """
+    given = [f"--{name}" for name in ("hosts", "flops", "memory") if getattr(options, name) is not None]
+    if given:
+        raise excluded("--inside", ", ".join(given), why="the site files state it",
+                       remedy=f"to leave {', '.join(given)} out")  # fmt: skip
+    stems = [path.stem for path in options.inside]
+    names = [f"{stem}-{n}" if stems.count(stem) > 1 else stem for n, stem in enumerate(stems)]
+    return {name: load_site(path) for name, path in zip(names, options.inside, strict=True)}
+
+
+def site_sequences(options: PlanOptions, workload: Workload, sites: Mapping[str, Site]) -> int:
+    """Return the sequences of a step of each site.
+
+    Where no batch is given it is the best published one, in multiples of the sites' devices if that leaves any.
+
+    Raises:
+        ValueError: The batch of all sites together holds no whole number of sequences for each.
+    """
+    if options.batch_size is not None:
+        return options.batch_size
+    if options.global_batch is not None:
+        seq_len = workload.seq_len * len(sites)
+        return _sequences(options, seq_len)
+    wanted, devices = workload.sequences(len(sites)), math.lcm(*(site.num_devices for site in sites.values()))
+    return max(1, round(wanted / devices)) * devices if wanted >= devices else wanted
+
+
+def plan_each(sites: Mapping[str, Site], options: PlanOptions, *, sequences: int) -> dict[str, SitePlan]:
+    """Plan a replica inside each site.
+
+    Raises:
+        ValueError: A site does not hold the model; names the site.
+    """
+    seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
+    shape = _shape(options.model, seq_len=seq_len)
+    plans: dict[str, SitePlan] = {}
+    for name, site in sites.items():
+        known = next((plan for plan in plans.values() if plan.site == site), None)
+        try:
+            plans[name] = known or plan_site(site, shape, global_batch=sequences)
+        except ValueError as error:
+            raise ValueError(f"site {name}: {error}") from error
+    return plans
+
+
+def with_speeds(cluster: Cluster, plans: Mapping[str, SitePlan], *, num_parameters: float) -> Cluster:
+    """Return machines as fast as the plans of the sites are; the plans have seen to their memory."""
+
+    def speed(plan: SitePlan) -> float:
+        tokens = plan.best.layout.global_batch * plan.model.seq_len
+        return FLOPS_PER_PARAMETER * num_parameters * tokens / plan.best.step_s
+
+    machines = (
+        dataclasses.replace(machine, flops_per_s=speed(plans[machine.name]), memory_bytes=None)
+        for machine in cluster.machines
+    )
+    return dataclasses.replace(cluster, machines=tuple(machines))
+
+
+def site_line(name: str, plan: SitePlan) -> str:
+    """Return a line about the plan inside one of several sites."""
+    best = plan.best
+    return (
+        f"{name}, {_devices(plan.site)}: {best.layout.describe()}: {format_seconds(best.step_s)} a step, at most "
+        f"{format_bytes(max(plan.peak_bytes))} of {format_bytes(plan.site.memory_bytes)} a device"
+    )
 
 
 def how_to_run(degrees: Degrees, path: Path, *, model: str) -> str:

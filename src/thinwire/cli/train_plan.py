@@ -47,19 +47,7 @@ def planned(
         why = "the plan names the method already"
         raise excluded("--plan", "--method auto", why=why, remedy="to leave --method auto out")
     if given.run.plan is not None:
-        from thinwire.planning.plan import load_plan
-
-        if (inside := _site_settings(given.run.plan, say=say)) is not None:
-            return given.replace(**{name: v for name, v in inside.items() if not is_named(name, arguments)}), None
-        read = load_plan(given.run.plan)
-        say(f"the plan is for {', '.join(map(repr, read.hosts))}, in the order of their ranks")
-        found = dict(read.settings)
-        if _key(given.sync.method) == _key(found["method"]):
-            given = given.replace(method=found["method"])  # however it is written
-        elif is_named("method", arguments):
-            # another method's settings would be refused, though nobody has named them
-            found = {name: value for name, value in read.settings.items() if name in _OF_ANY_METHOD}
-        return _filled(given, found, arguments, step_s=read.prediction.step_s), None
+        return _from_file(given, given.run.plan, arguments, say=say), None
     if not is_auto:
         return given, None
     plan = _plan_here(given, arguments, say=say)
@@ -69,24 +57,67 @@ def planned(
     return _filled(plain, found, arguments, step_s=plan.best.prediction.step_s), plan
 
 
-def _site_settings(path: Path, *, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """Return the options that a plan inside a site decides, None of a plan between sites.
+def _from_file(given: TrainConfig, path: Path, arguments: Sequence[str], *, say: Callable[[str], None]) -> TrainConfig:
+    """Fill in what a plan file decides: inside a site, between machines, or both.
 
     Raises:
-        DataError: The file cannot be read, or is a damaged plan of a site.
+        DataError: The file cannot be read, or is a damaged plan.
     """
     from thinwire.files import MOST_PLAN_BYTES, read_json
-    from thinwire.site.search import FORMAT, read_site_plan
+    from thinwire.planning.plan import read_plan
+    from thinwire.site.search import FORMAT
 
     content = read_json(path, most_bytes=MOST_PLAN_BYTES, command="thinwire plan")
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        return None
     try:
-        read = read_site_plan(content)
+        if isinstance(content, dict) and content.get("format") == FORMAT:
+            inside = _site_settings(content, say=say)
+            return given.replace(**{name: v for name, v in inside.items() if not is_named(name, arguments)})
+        read = read_plan(content)
+        inside = _settings_of_sites(content.get("inside"), read.hosts, say=say)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
+    say(f"the plan is for {', '.join(map(repr, read.hosts))}, in the order of their ranks")
+    found = {**read.settings, **inside}
+    if _key(given.sync.method) == _key(found["method"]):
+        given = given.replace(method=found["method"])  # however it is written
+    elif is_named("method", arguments):
+        # another method's settings would be refused, though nobody has named them
+        found = {name: value for name, value in found.items() if name in _OF_ANY_METHOD or name in inside}
+    return _filled(given, found, arguments, step_s=read.prediction.step_s)
+
+
+def _site_settings(content: Mapping[str, Any], *, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return the options that a plan inside a site decides.
+
+    Raises:
+        DataError: It is a damaged plan of a site.
+    """
+    from thinwire.site.search import read_site_plan
+
+    read = read_site_plan(content)
     say(f"each replica has {len(read.rank_order)} ranks, for the devices {_few(read.rank_order)}")
     return dict(read.settings)
+
+
+def _settings_of_sites(found: object, hosts: Sequence[str], *, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return the options that the plans inside the sites of a plan between them decide; none without sites.
+
+    Raises:
+        DataError: They are damaged, or not alike.
+    """
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), dict) for name in hosts):
+        raise DataError(f"inside must hold the plan of each of {_few(hosts)}; plan again with thinwire plan --inside")
+    settings = [_site_settings(found[name], say=say) for name in hosts]
+    for name, own in zip(hosts, settings, strict=True):
+        other = next((key for key in own if own[key] != settings[0].get(key)), None)
+        if other is not None:
+            raise DataError(
+                f"replicas are cut alike, and {other} is {settings[0].get(other)} in {hosts[0]!r} and {own[other]} in "
+                f"{name!r}; plan with the same site file for both"
+            )
+    return settings[0]
 
 
 def _few(names: Sequence[str]) -> str:
