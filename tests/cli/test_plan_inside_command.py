@@ -357,3 +357,22 @@ def test_replicas_that_are_cut_differently_are_refused_by_train(
     out.write_text(json.dumps(content))
     with pytest.raises(DataError, match="inside must hold the plan of each of"):
         planned(parse(["--plan", str(out)]), ["--plan", str(out)], say=[].append)
+
+
+def test_a_profile_replaces_the_speed_of_the_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile, out = tmp_path / "profile.json", tmp_path / "plan.json"
+    # 6 x 1e6 x 1000 operations in 6 ms: 1e12 a second
+    profile.write_text(json.dumps({"num_parameters": 1e6, "tokens": 1000, "forward_s": 0.002, "backward_s": 0.004}))
+    site = tmp_path / "laptop.json"
+    site.write_text(json.dumps(json.loads((SITES / "laptop.json").read_text())))
+    assert plan_command.main(["--inside", str(site), "--out", str(out), "--profile", str(profile)]) == 0
+    slower = json.loads(out.read_text())["step_s"]
+    content = json.loads(site.read_text())
+    content["nodes"][0]["flops_per_s"] = 1e12
+    site.write_text(json.dumps(content))
+    assert plan_command.main(["--inside", str(site), "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["step_s"] == pytest.approx(slower)
+    profile.write_text(json.dumps({"num_parameters": 1e6, "tokens": 0}))
+    assert plan_command.main(["--inside", str(site), "--profile", str(profile)]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert f"{profile}: this is no profile: tokens must be a number above 0, got 0; write it with" in told

@@ -128,6 +128,9 @@ class PlanOptions(ClusterOptions):
     links: Path | None = None
     """With --inside: measured links, a cluster.json of thinwire probe or the output of mpiGraph."""
 
+    profile: Path | None = None
+    """With --inside: JSON of thinwire bench profile on one device; its speed replaces that of the site's devices."""
+
     lengths: Path | None = None
     """With --inside: histogram of sequence lengths; the output says what sharing them by length saves."""
 
@@ -188,7 +191,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_options(PlanOptions, arguments, prog="thinwire plan", basic=basic)
     if len(options.inside) == 1:
         return plan_inside(options)
-    for name in ("lengths", "links"):
+    for name in ("lengths", "links", "profile"):
         if (given := getattr(options, name)) is not None:
             raise refusal(f"--{name} belongs to one --inside", got=given, allowed="one site file with it",
                           remedy=f"--inside site.json --{name} {given}")  # fmt: skip

@@ -15,8 +15,8 @@ from rich.table import Table
 from thinwire.cli.argument_parsing import check_least
 from thinwire.cli.output import log
 from thinwire.cli.tables import plain, print_wide
-from thinwire.errors import excluded, refusal
-from thinwire.files import write_json, write_whole
+from thinwire.errors import DataError, excluded, refusal
+from thinwire.files import LARGEST_NUMBER, read_json, short, write_json, write_whole
 from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
 from thinwire.planning.predict import FLOPS_PER_PARAMETER
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
@@ -46,6 +46,7 @@ _HEAD = (
 _TEXT_COLUMNS = ("schedule", "beside the best")
 _SHOWN_RUNNERS_UP = 4
 _MOST_TIMES = 1 << 20
+_MOST_PROFILE_BYTES = 2**20
 
 
 def plan_inside(options: PlanOptions) -> int:
@@ -57,6 +58,8 @@ def plan_inside(options: PlanOptions) -> int:
     """
     check_inside_options(options)
     site = load_site(options.inside[0], links=options.links)
+    if options.profile is not None:
+        site = site.with_speed(profiled_flops_per_s(options.profile))
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     sequences = _sequences(options, seq_len)
     counts = None if options.lengths is None else load_lengths(options.lengths)
@@ -78,6 +81,28 @@ def plan_inside(options: PlanOptions) -> int:
     how = how_to_run(plan.best.layout.degrees, options.out, model=options.model)
     log(f"written to {options.out}; {how}", command="plan")
     return 0
+
+
+def profiled_flops_per_s(path: Path) -> float:
+    """Return the FLOP/s of both passes of a step, from what `thinwire bench profile --json` has printed.
+
+    The optimizer's update is not in it: a plan takes it to need no time.
+
+    Raises:
+        DataError: There is no such file, or it is no profile.
+    """
+    content = read_json(path, most_bytes=_MOST_PROFILE_BYTES, command="thinwire bench profile --json")
+    numbers = []
+    for name in ("num_parameters", "tokens", "forward_s", "backward_s"):
+        value = content.get(name) if isinstance(content, dict) else None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_NUMBER:
+            raise DataError(
+                f"{path}: this is no profile: {name} must be a number above 0, got {short(value)}; write it with "
+                f"thinwire bench profile --json > {path}"
+            )
+        numbers.append(float(value))
+    num_parameters, tokens, forward_s, backward_s = numbers
+    return FLOPS_PER_PARAMETER * num_parameters * tokens / (forward_s + backward_s)
 
 
 def load_sites(options: PlanOptions) -> dict[str, Site]:

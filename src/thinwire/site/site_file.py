@@ -144,6 +144,10 @@ class Site:
         """Memory of the smallest device, which all must do with."""
         return min(node.memory_bytes for node in self.nodes)
 
+    def with_speed(self, flops_per_s: float) -> Site:
+        """Return the same site with devices of another speed, in FLOP/s that training reaches."""
+        return replace(self, nodes=tuple(replace(node, flops_per_s=flops_per_s) for node in self.nodes))
+
     @cached_property
     def link_matrix(self) -> tuple[tuple[NodeLink, ...], ...]:
         """Link of each pair of nodes, and on the diagonal that between two devices of a node."""
