@@ -50,7 +50,10 @@ CASES: dict[str, list[str]] = {
     "train --traffic-plan plan.json --elastic": ["--traffic-plan does not go with --elastic"],
     "train --overlap-steps 30": ["--overlap-steps is not below --sync-interval, which is 30; got 30"],
     "train --overlap-steps 1;2": ["--overlap-steps is no number; got '1;2'"],
-    "train --cp 2": ["--cp does not run here", "got 2; allowed 1; try --cp 1 --dp-shard 2"],
+    "train --cp 2 --seq-len 90": [
+        "--cp cuts each sequence into 2 equal parts a rank",
+        "allowed multiples of 4; try --seq-len 88",
+    ],
     "train --interleave 2": ["--interleave is for pipelines; got 2; allowed 1 where --pp is 1"],
     "train --pp 2 --autocast bf16": ["--autocast", "--pp", "try"],
     "train --pp 2 --interleave 3 --batch-size 3 --micro-batch 1": [

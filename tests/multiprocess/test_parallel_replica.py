@@ -23,6 +23,7 @@ from thinwire.site.pipeline import StageLink, StageTimes, step_s
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import LocalPasses
+from thinwire.training.parallel_passes import cut_model
 from thinwire.transport.base import NOTE_BYTES
 
 SHAPE = TransformerConfig(vocab_size=16, dim=16, layers=4, heads=4, max_seq_len=8)
@@ -41,6 +42,11 @@ CUTS: dict[str, dict[str, Any]] = {
     },
     "copies of shards": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3, "micro_batch": 1},
     "copies alone": {"dp_replicate": 4, "micro_batch": 2},
+    "context parallel": {"cp": 4, "zero_stage": 1, "micro_batch": 4, "recompute_layers": 2},
+    "context parallel in shards": {"cp": 2, "dp_shard": 2, "zero_stage": 3, "micro_batch": 2},
+    "context parallel in copies": {"cp": 2, "dp_replicate": 2, "zero_stage": 2, "micro_batch": 1},
+    "context and tensor parallel": {"cp": 2, "tp": 2, "zero_stage": 2, "micro_batch": 4},
+    "pipeline of context parallel ranks": {"pp": 2, "cp": 2, "zero_stage": 1, "micro_batch": 2},
     "tensor parallel": {"tp": 4, "micro_batch": 4},
     "tensor parallel in shards": {"dp_shard": 2, "tp": 2, "zero_stage": 3, "micro_batch": 2, "recompute_layers": 1},
     "tensor parallel in copies": {"dp_replicate": 2, "tp": 2, "micro_batch": 4},
@@ -108,10 +114,10 @@ def makespans(mesh: Any, *, chunks: int) -> list[float]:
 class SentNumbers(TorchDispatchMode):
     """Count of the numbers that this rank sends in collectives, by axis; rings are assumed, as in the plan."""
 
-    def __init__(self, axes: dict[tuple[int, ...], str]) -> None:
+    def __init__(self, axes: dict[Any, str]) -> None:
         super().__init__()
         self.axes = axes
-        self.sent = dict.fromkeys(("data", "tp", "pp"), 0.0)
+        self.sent = dict.fromkeys(("data", "cp", "tp", "pp"), 0.0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -130,10 +136,10 @@ class SentNumbers(TorchDispatchMode):
         # a step broadcasts two numbers, its losses
         times = {
             "_allgather_base_": 1, "_reduce_scatter_base_": size, "allreduce_": 2, "all_reduce": 2, "send": None,
-            "all_gather_into_tensor": size, "recv_": 0, "broadcast_": 0,
+            "all_gather_into_tensor": size, "all_to_all_single": None, "recv_": 0, "broadcast_": 0,
         }[name.partition(".")[0]]  # fmt: skip
         share = 1.0 if times is None else times * (size - 1) / size
-        self.sent[self.axes.get(ranks, "data")] += share * first.numel()
+        self.sent[self.axes.get(group.group_name) or self.axes.get(ranks, "data")] += share * first.numel()
 
 
 def options(**more: Any) -> TrainConfig:
@@ -162,7 +168,7 @@ def train(config: TrainConfig, model: Any, passes: Any) -> list[float]:
 
 
 def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    from thinwire.training.parallel_passes import ParallelPasses, cut_model, make_mesh, whole_parameters
+    from thinwire.training.parallel_passes import ParallelPasses, make_mesh, whole_parameters
     from thinwire.transport.connect import connect
     from thinwire.transport.shards import local_shard
 
@@ -178,8 +184,12 @@ def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
         losses = train(config, model, passes)
         whole = whole_parameters(model, mesh)
         found[name] = {"losses": losses, "held": held, "whole": {n: t.flatten().tolist() for n, t in whole.items()}}
-        axes = {tuple(dist.get_process_group_ranks(mesh._mesh.get_group(axis))): axis for axis in ("tp", "pp")
-                if mesh.size_of(axis) > 1}  # fmt: skip
+        axes: dict[Any, str] = {
+            tuple(dist.get_process_group_ranks(mesh._mesh.get_group(axis))): axis
+            for axis in ("tp", "pp") if mesh.size_of(axis) > 1
+        }  # fmt: skip
+        if mesh.size_of("cp") > 1:  # FSDP2 may have a group of the same ranks
+            axes[mesh._context_group.group_name] = "cp"
         with SentNumbers(axes) as sent:
             passes.backward(*batches()[0], factor=1.0)
         found[name] |= {"sent": sent.sent, "stage": mesh.stage}
@@ -237,8 +247,8 @@ def test_the_ranks_hold_as_many_copies_of_the_parameters_as_planned(
 @pytest.mark.parametrize("name", CUTS)
 def test_each_rank_sends_what_the_plan_counts(name: str, cut_runs: list[dict[str, Any]]) -> None:
     cut = CUTS[name]
-    degrees = Degrees(**{axis: cut[axis] for axis in ("pp", "dp_replicate", "dp_shard", "tp") if axis in cut})
-    zero_stage = 0 if degrees.dp_shard == 1 else cut["zero_stage"]  # without shards there is no stage
+    degrees = Degrees(**{axis: cut[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if axis in cut})
+    zero_stage = 0 if degrees.shards == 1 else cut["zero_stage"]  # without shards there is no stage
     layout = Layout(
         degrees=degrees, global_batch=BATCH, micro_batch=cut["micro_batch"], zero_stage=zero_stage,
         interleave=cut.get("interleave", 1), recomputed_layers=cut.get("recompute_layers", 0),
@@ -257,6 +267,14 @@ def test_each_rank_sends_what_the_plan_counts(name: str, cut_runs: list[dict[str
         for axis, count in found[name]["sent"].items():
             # norms are whole on each tensor-parallel rank, the last one is in one stage, and losses are summed
             assert count == pytest.approx(planned[axis], rel=0.02, abs=32), (axis, found[name]["stage"])
+
+
+def test_context_parallelism_is_refused_where_it_was_never_run() -> None:
+    class Elsewhere:
+        device = torch.device("cuda")
+
+    with pytest.raises(ValueError, match="--cp runs on CPUs alone"):
+        cut_model(build_transformer(SHAPE, seed=3), options(cp=2), Elsewhere())  # type: ignore[arg-type]
 
 
 TWO_DEVICES = {

@@ -18,7 +18,6 @@ from thinwire.cli.tables import plain, print_wide
 from thinwire.errors import DataError, excluded, refusal
 from thinwire.files import LARGEST_NUMBER, read_json, short, write_json, write_whole
 from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
-from thinwire.planning.predict import FLOPS_PER_PARAMETER
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
 from thinwire.site.lengths import LengthsOutlook, cost_of, length_outlook, load_lengths
 from thinwire.site.memory import FRAGMENTATION
@@ -91,6 +90,8 @@ def profiled_flops_per_s(path: Path) -> float:
     Raises:
         DataError: There is no such file, or it is no profile.
     """
+    from thinwire.planning.predict import FLOPS_PER_PARAMETER  # imports torch
+
     content = read_json(path, most_bytes=_MOST_PROFILE_BYTES, command="thinwire bench profile --json")
     numbers = []
     for name in ("num_parameters", "tokens", "forward_s", "backward_s"):
@@ -158,6 +159,7 @@ def plan_each(sites: Mapping[str, Site], options: PlanOptions, *, sequences: int
 
 def with_speeds(cluster: Cluster, plans: Mapping[str, SitePlan], *, num_parameters: float) -> Cluster:
     """Return machines as fast as the plans of the sites are; the plans have seen to their memory."""
+    from thinwire.planning.predict import FLOPS_PER_PARAMETER  # imports torch
 
     def speed(plan: SitePlan) -> float:
         tokens = plan.best.layout.global_batch * plan.model.seq_len
@@ -180,12 +182,14 @@ def site_line(name: str, plan: SitePlan) -> str:
 
 
 def how_to_run(degrees: Degrees, path: Path, *, model: str) -> str:
-    """Return the command that runs a plan, or why `thinwire train` does not."""
+    """Return the command that runs a plan, and where it does not."""
     if model.startswith("hf:") and degrees.num_devices > 1:
         return "thinwire train cuts its own models alone; --torchtitan FILE writes the plan for torchtitan"
     if degrees.cp == 1:
         return f"thinwire train --plan {path}"
-    return f"thinwire train does not run cp {degrees.cp}; --torchtitan FILE writes the plan for torchtitan"
+    return (
+        f"thinwire train --plan {path} runs cp {degrees.cp} on CPUs alone; --torchtitan FILE writes it for torchtitan"
+    )
 
 
 def check_inside_options(options: PlanOptions) -> None:

@@ -12,7 +12,7 @@ Reference:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +124,8 @@ class _NextTokenLoss(torch.autograd.Function):
 
 
 ROTARY_BASE = 10_000.0
+# Causal attention of queries to keys and values, (batch, heads, seq, head_dim) each.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +228,12 @@ class KeyValueCache:
         return self._pairs[block]
 
 
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return what each query attends to, (batch, heads, seq, head_dim); earlier keys of a cache may come first."""
+    # a single new token may attend to all earlier ones, so it needs no mask
+    return F.scaled_dot_product_attention(query, key, value, is_causal=key.shape[2] == query.shape[2])
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and normalised queries and keys."""
 
@@ -236,6 +244,7 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(config.dim, 3 * config.dim, bias=False)
         self.query_key_norm = RmsNorm(config.head_dim, parts=2)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
+        self.attend: Attend = causal_attention
 
     def forward(
         self, stream: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[KeyValueCache, int] | None = None
@@ -255,8 +264,7 @@ class Attention(nn.Module):
         value = value.squeeze(2).transpose(1, 2)
         if cache is not None:
             key, value = cache[0].extend(cache[1], key, value)
-        # a single new token may attend to all earlier ones, so it needs no mask
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=key.shape[2] == seq)
+        attended = self.attend(query, key, value)
         merged: Tensor = self.out(attended.transpose(1, 2).reshape(batch, seq, -1))
         return merged
 
@@ -438,6 +446,19 @@ class TransformerStage(nn.Module):
         head = self.tied_weight if self.head is None else self.head.weight
         assert head is not None, "the embedding comes before a pass"
         return F.linear(self.norm(stream), head)
+
+
+def share_sequences(model: Transformer, positions: Tensor, attend: Attend) -> None:
+    """Prepare a decoder for context parallelism: it works on some positions of each sequence.
+
+    Args:
+        model: Whole, before it is cut; afterwards it takes these positions alone, in this order.
+        positions: (own positions,), int64, of `max_seq_len`.
+        attend: Attention of the queries at these positions to the keys and values of all ranks.
+    """
+    model.cosines, model.sines = model.cosines[positions], model.sines[positions]
+    for block in model.blocks:
+        block.attention.attend = attend  # type: ignore[union-attr]
 
 
 def split_heads(model: Transformer, parts: int) -> None:

@@ -249,9 +249,12 @@ def sent_numbers(model: ModelShape, layout: Layout, *, stage: int) -> dict[str, 
         data += embedding * around
     # recompute stops before a layer's last all-reduce, whose result no gradient needs
     all_reduces = count * (4 * own_layers + layout.recomputed_layers)
-    rounds = count * (3 * own_layers + layout.recomputed_layers)
+    # keys and values go round in both passes, where they meet cp - 1 ranks; their gradients take one more hop, to home
+    around = count * (
+        (2 * own_layers + layout.recomputed_layers) * (1 - 1 / degrees.cp) + own_layers * (degrees.cp > 1)
+    )
     return {
-        "data": data, "cp": rounds * 2 * activations / degrees.tp * (1 - 1 / degrees.cp),
+        "data": data, "cp": around * 2 * activations / degrees.tp,
         "tp": all_reduces * 2 * activations / degrees.cp * (1 - 1 / degrees.tp), "pp": stages,
     }  # fmt: skip
 
@@ -482,10 +485,11 @@ class StepCost:
         share = self.layout.recomputed_layers / (self.model.layers // degrees.pp)
         own_layers = self.model.layers // degrees.pp
         tensor, context = self._tensor_s * own_layers * count, self._context_s * own_layers * count
+        home = self._home_s * own_layers * count
         found = {
             "compute": compute,
             "recompute": share * (count * sum(self._layers_s(chunk) for chunk in chunks) + tensor / 2 + context),
-            "tensor": 2 * tensor, "context": 3 * context,
+            "tensor": 2 * tensor, "context": 2 * context + home,
         }  # fmt: skip
         found["data"] = max(0.0, work(rank) - sum(found.values()))
         found["waiting"] = max(0.0, self.step_s - sum(found.values()))
@@ -527,9 +531,15 @@ class StepCost:
 
     @cached_property
     def _context_s(self) -> float:
-        """Seconds in which keys and values go round in a layer's forward pass; backward twice, with their gradients."""
+        """Seconds in which keys and values go round in a pass of a layer."""
         bits = 2 * self._tokens * self.model.width * _MESSAGE_BITS / self.layout.degrees.tp
         return self.placement.context_links.scatter_s(bits)
+
+    @property
+    def _home_s(self) -> float:
+        """Seconds in which the gradients of keys and values go round in a backward pass, and one more hop home."""
+        ranks = self.layout.degrees.cp
+        return self._context_s * ranks / (ranks - 1) if ranks > 1 else 0.0
 
     def _stage_times(self, chunk: int) -> StageTimes:
         layers, layout, own = self._chunk_layers, self.layout, self._layer_times(chunk)
@@ -556,7 +566,7 @@ class StepCost:
         replicate = self.placement.replicate_links.all_reduce_s(bits / layout.degrees.shards)
         return _LayerTimes(
             forward_s=compute + self._tensor_s + self._context_s,
-            backward_s=2 * compute + self._tensor_s + 2 * self._context_s,
+            backward_s=2 * compute + self._tensor_s + self._context_s + self._home_s,
             again_s=self._layers_s(chunk) / layers + self._tensor_s / 2 + self._context_s,
             gather_s=shard if layout.zero_stage == 3 else 0.0, reduce_s=shard if layout.zero_stage >= 2 else 0.0,
             first_gather_s=shard if layout.zero_stage else 0.0,

@@ -23,7 +23,7 @@ class ParallelConfig:
     dp_shard: int = 1
     """Shards of the states inside each replica (FSDP2)."""
     cp: int = 1
-    """Ranks that share each sequence; only 1 runs here."""
+    """Ranks that share each sequence (context parallelism); CPUs alone."""
     tp: int = 1
     """Ranks that share each layer (tensor parallelism)."""
     pp: int = 1
@@ -62,11 +62,6 @@ def parallel_problems(config: TrainConfig) -> list[ValueError]:
     problems: list[ValueError] = []
     if min(own.dp_replicate, own.dp_shard, own.cp, own.tp, own.pp) < 1 or (config.data.micro_batch or 1) < 1:
         return problems  # refused as too small
-    if own.cp > 1:
-        problems.append(
-            refusal("--cp does not run here: torch's context parallelism has no operator for the CPU", got=own.cp,
-                    allowed="1", remedy=f"--cp 1 --dp-shard {own.dp_shard * own.cp}, or a program that has it")
-        )  # fmt: skip
     if own.pp == 1 and own.interleave > 1:
         problems.append(refusal("--interleave is for pipelines", got=own.interleave, allowed="1 where --pp is 1",
                                 remedy="--interleave 1"))  # fmt: skip
@@ -102,6 +97,11 @@ def _bad_with_ranks(config: TrainConfig) -> list[ValueError]:
     if own.pp > 1 and config.model.autocast != "none":
         problems.append(excluded("--autocast", "--pp", why="its schedule runs both passes in one call",
                                  remedy="to leave --autocast out"))  # fmt: skip
+    seq_len, parts = config.model.seq_len, 2 * own.cp
+    if own.cp > 1 and seq_len is not None and seq_len % parts:
+        nearest = max(1, round(seq_len / parts)) * parts
+        problems.append(refusal("--cp cuts each sequence into 2 equal parts a rank", got=f"{seq_len} tokens",
+                                allowed=f"multiples of {parts}", remedy=f"--seq-len {nearest}"))  # fmt: skip
     batch, per_pass = config.data.batch_size or _BATCH_SIZE, (config.data.micro_batch or 1) * own.data_ranks
     if batch % per_pass:
         problems.append(

@@ -20,6 +20,7 @@ from thinwire.models.transformer import (
     build_transformer,
     join_heads,
     next_token_loss,
+    share_sequences,
     split_heads,
 )
 from thinwire.shared_random import derive_seed
@@ -37,7 +38,9 @@ _GAINS_OF_HEADS = "query_key_norm.gain"
 def make_mesh(config: TrainConfig, *, device: torch.device) -> ReplicaMesh:
     """Return the mesh of this replica's ranks, which the default group holds."""
     own = config.parallel
-    return ReplicaMesh(device=device, dp_replicate=own.dp_replicate, dp_shard=own.dp_shard, tp=own.tp, pp=own.pp)
+    return ReplicaMesh(
+        device=device, dp_replicate=own.dp_replicate, dp_shard=own.dp_shard, cp=own.cp, tp=own.tp, pp=own.pp
+    )
 
 
 class PipelineChunks(nn.Module):
@@ -80,17 +83,9 @@ def cut_model(model: nn.Module, config: TrainConfig, mesh: ReplicaMesh) -> nn.Mo
         raise refusal("replicas of several ranks shard thinwire's own models", got=type(model).__name__,
                       allowed="a preset or a size", remedy="--model 35m")  # fmt: skip
     own, layers = config.parallel, model.config.layers
-    if layers % (own.pp * own.interleave):
-        raise refusal(
-            "the model's layers are not divided by the chunks of the pipeline", got=f"{own.pp} x {own.interleave}",
-            allowed=f"divisors of {layers} layers", remedy="--interleave 1, or another --pp",
-        )  # fmt: skip
-    if own.recompute_layers > layers // own.pp:
-        raise refusal("--recompute-layers is more than the layers of a stage", got=own.recompute_layers,
-                      allowed=f"0 to {layers // own.pp}", remedy="--recompute")  # fmt: skip
-    if own.unsharded_layers >= layers:
-        raise refusal("--unsharded-layers leaves no layer to shard", got=own.unsharded_layers,
-                      allowed=f"0 to {layers - 1}", remedy="--zero-stage 2")  # fmt: skip
+    _check_cut(config, mesh, layers=layers)
+    if own.cp > 1:
+        share_sequences(model, mesh.own_positions(model.config.max_seq_len), mesh.ring_attention)
     if own.tp > 1:
         split_heads(model, own.tp)
         mesh.split_layers(list(model.blocks), columns=_COLUMNS, rows=_ROWS)
@@ -106,6 +101,26 @@ def cut_model(model: nn.Module, config: TrainConfig, mesh: ReplicaMesh) -> nn.Mo
     if mesh.data_rank:  # ranks see other rows, and drop out other numbers
         torch.manual_seed(derive_seed(config.run.seed, "rank", mesh.data_rank))
     return found
+
+
+def _check_cut(config: TrainConfig, mesh: ReplicaMesh, *, layers: int) -> None:
+    """Check the degrees against the model and the device."""
+    own = config.parallel
+    if own.cp > 1 and mesh.device.type != "cpu":
+        raise refusal("--cp runs on CPUs alone: its bridge to torch was never run on another device",
+                      got=f"--device {mesh.device.type}", allowed="cpu",
+                      remedy="thinwire plan --inside --torchtitan FILE")  # fmt: skip
+    if layers % (own.pp * own.interleave):
+        raise refusal(
+            "the model's layers are not divided by the chunks of the pipeline", got=f"{own.pp} x {own.interleave}",
+            allowed=f"divisors of {layers} layers", remedy="--interleave 1, or another --pp",
+        )  # fmt: skip
+    if own.recompute_layers > layers // own.pp:
+        raise refusal("--recompute-layers is more than the layers of a stage", got=own.recompute_layers,
+                      allowed=f"0 to {layers // own.pp}", remedy="--recompute")  # fmt: skip
+    if own.unsharded_layers >= layers:
+        raise refusal("--unsharded-layers leaves no layer to shard", got=own.unsharded_layers,
+                      allowed=f"0 to {layers - 1}", remedy="--zero-stage 2")  # fmt: skip
 
 
 def _num_freed(config: TrainConfig, layers: int) -> int:
@@ -175,7 +190,7 @@ class ParallelPasses:
                     # FSDP2 averages over the data-parallel ranks, so each weighs its own by its share of the batch
                     with self.timing.backward():
                         (loss * (share * self._mesh.data_ranks)).backward()
-                    sums += share * torch.stack([loss.detach(), nll.detach()])
+                    sums += share / self._mesh.size_of("cp") * torch.stack([loss.detach(), nll.detach()])
             else:
                 sums = self._pipeline.backward(passes, share=passes[0][2])
         self._sum_gains()
@@ -207,9 +222,10 @@ class ParallelPasses:
             for rows, row_targets, share in self._own_passes(tokens, targets):
                 with self._autocast():
                     if self._pipeline is None:
-                        total += share * self._model.loss(rows, row_targets)[1]
+                        nll = self._model.loss(rows, row_targets)[1]
                     else:
-                        total += share * self._pipeline.nll(rows, row_targets)
+                        nll = self._pipeline.nll(rows, row_targets)
+                    total += share / self._mesh.size_of("cp") * nll
             # the next pass gathers what an outer step has changed meanwhile
             drop_gathered(self._model)
         return self._of_batch(total)
@@ -220,7 +236,7 @@ class ParallelPasses:
         return self._mesh.broadcast_from_stage(summed, self._mesh.size_of("pp") - 1).float()
 
     def _own_passes(self, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """Yield this rank's parts of a batch, equally many on all ranks, each with its share of the batch.
+        """Yield this rank's parts of a batch, equally many on all ranks, each with its rows' share of the batch.
 
         A rank without rows takes the first one with weight 0: a model cannot run on an empty batch.
         """
@@ -230,11 +246,12 @@ class ParallelPasses:
         for start in range(0, per_rank, size):
             first, end = rank * per_rank + start, min(count, rank * per_rank + min(start + size, per_rank))
             rows = slice(first, end) if first < end else slice(0, 1)
-            yield tokens[rows], targets[rows], max(0, end - first) / count
+            own = self._mesh.own_tokens(tokens[rows]), self._mesh.own_tokens(targets[rows])
+            yield *own, max(0, end - first) / count
 
     def _prepare_pass(self, *, is_last: bool) -> None:
         """Set what FSDP2 does after this pass: whether gradients are summed, and parameters freed."""
-        if self._mesh.data_ranks == 1:
+        if self._mesh.gradient_ranks == 1:
             return
         stage = self._config.parallel.zero_stage
         # ZeRO-1 keeps whole gradients and sums them once a step; the others sum into shards at every pass
@@ -304,7 +321,7 @@ class _Pipeline:
         # torch's first step asks for the shape of a loss as well
         losses = self._losses[-len(passes) :]
         zero = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
-        return share * torch.stack([zero, *losses]).sum(0)
+        return share / self._mesh.size_of("cp") * torch.stack([zero, *losses]).sum(0)
 
     def nll(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean nll of rows at the last stage, zero at the others; chunk after chunk."""
@@ -344,7 +361,7 @@ class _Pipeline:
             weight = self._chunks[-1].tied_weight
             assert weight is not None and weight.grad is not None
             # as FSDP2 does with the gradients of parameters
-            self._mesh.send_to_stage(self._mesh.sum_over_data(weight.grad) / self._mesh.data_ranks, 0)
+            self._mesh.send_to_stage(self._mesh.sum_over_data(weight.grad) / self._mesh.gradient_ranks, 0)
         elif self._mesh.stage == 0:
             gradient: Any = self._embedding.grad
             part = torch.empty(self._embedding.shape, dtype=self._dtype, device=self._mesh.device)

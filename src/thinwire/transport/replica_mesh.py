@@ -1,7 +1,8 @@
 """Device mesh of a replica's ranks: FSDP2 and tensor parallelism inside the replica, over torch's default group.
 
-The axes are those of a plan inside a site: pp outermost, then dp_replicate, dp_shard and tp. The default group holds
-the replica's ranks alone (`connect(solo=True, ranks_per_replica=N)`).
+The axes are those of a plan inside a site: pp outermost, then dp_replicate, dp_shard, cp and tp. Ranks of cp share the
+shards of the states too, so for FSDP2 they are ranks of dp_shard. The default group holds the replica's ranks alone
+(`connect(solo=True, ranks_per_replica=N)`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class ReplicaMesh:
         pp: Pipeline stages.
         dp_replicate: Copies of the sharded states.
         dp_shard: Shards of the states.
+        cp: Ranks that share each sequence.
         tp: Ranks that share each layer.
 
     Attributes:
@@ -34,22 +36,28 @@ class ReplicaMesh:
         size: Ranks of the replica.
         data_rank: Place among the ranks that read different sequences.
         data_ranks: How many these are.
+        gradient_ranks: Ranks over which gradients are averaged: those, and the ranks of cp.
+        context_rank: Place among the ranks that share a sequence.
         stage: Place along the pipeline.
         peers: Transport between the replica's own ranks, for notes.
     """
 
     def __init__(
-        self, *, device: torch.device, pp: int = 1, dp_replicate: int = 1, dp_shard: int = 1, tp: int = 1
+        self, *, device: torch.device, pp: int = 1, dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1
     ) -> None:
         from torch.distributed.device_mesh import init_device_mesh  # takes a second to import, as FSDP below
 
         self.device = device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._mesh = init_device_mesh(device.type, (pp, dp_replicate, dp_shard, tp), mesh_dim_names=_AXES)
-        self._sizes = dict(zip(_AXES, (pp, dp_replicate, dp_shard, tp), strict=True))
+        sizes = (pp, dp_replicate, dp_shard * cp, tp)
+        self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=_AXES)
+        self._sizes = {**dict(zip(_AXES, sizes, strict=True)), "cp": cp}
         place = {name: self._mesh.get_local_rank(name) for name in _AXES}
-        self.data_rank = place["dp_replicate"] * dp_shard + place["dp_shard"]
+        self.data_rank = place["dp_replicate"] * dp_shard + place["dp_shard"] // cp
         self.data_ranks = dp_replicate * dp_shard
+        self.gradient_ranks = self.data_ranks * cp
+        self.context_rank = place["dp_shard"] % cp
+        self._context_group = self._group_of_context()
         self.stage = place["pp"]
         self._pipe_group = self._mesh.get_group("pp")
         self._data_group = self._group_of("dp_replicate", "dp_shard")
@@ -86,7 +94,7 @@ class ReplicaMesh:
             num_freed: Blocks, the first ones, whose parameters the backward pass brings together again (ZeRO-3), as it
                 does with those outside the blocks; 0 for none of either.
         """
-        if self.data_ranks == 1:
+        if self.gradient_ranks == 1:
             return
         from torch.distributed.fsdp import fully_shard
 
@@ -95,8 +103,34 @@ class ReplicaMesh:
             fully_shard(block, mesh=self._mesh[axes], reshard_after_forward=number < num_freed)
         fully_shard(model, mesh=self._mesh[axes], reshard_after_forward=num_freed > 0)
 
+    def own_positions(self, seq_len: int) -> torch.Tensor:
+        """Return the positions of each sequence that this rank works on, (seq_len / cp,) int64.
+
+        A sequence has 2 cp equal parts, and rank r the parts r and 2 cp - 1 - r: under a causal mask a late part meets
+        many keys and an early one few, so all ranks compute equally long.
+        """
+        parts = torch.arange(seq_len).chunk(2 * self._sizes["cp"])
+        return torch.cat((parts[self.context_rank], parts[-1 - self.context_rank]))
+
+    def own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return this rank's positions of whole sequences (batch, seq)."""
+        if self._sizes["cp"] == 1:
+            return tokens
+        return tokens[:, self.own_positions(tokens.shape[1]).to(tokens.device)]
+
+    def ring_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attend, causally, from this rank's positions to those of all ranks of cp.
+
+        Args:
+            query: (batch, heads, own positions, head_dim).
+            key: As `query`; other ranks get it.
+            value: As `key`.
+        """
+        attended: torch.Tensor = _RingAttention.apply(query, key, value, self._context_group)  # type: ignore[no-untyped-call]
+        return attended
+
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the ranks that read different sequences, in place."""
+        """Sum a tensor over the ranks that read different sequences or parts of them, in place."""
         with named_failures():
             dist.all_reduce(tensor, group=self._data_group)
         return tensor
@@ -183,3 +217,57 @@ class ReplicaMesh:
         rows = ranks.permute(order).reshape(-1, self._sizes[axes[0]] * self._sizes[axes[1]]).tolist()
         groups = [dist.new_group(row) for row in rows]
         return next(group for group, row in zip(groups, rows, strict=True) if self.rank in row)
+
+    def _group_of_context(self) -> Any:
+        """Make the group of the ranks that share each sequence; all ranks call it."""
+        cp = self._sizes["cp"]
+        if cp == 1:
+            return None
+        rows = self._mesh.mesh.movedim(2, -1).reshape(-1, cp).tolist()
+        groups = [dist.new_group(row) for row in rows]
+        return next(group for group, row in zip(groups, rows, strict=True) if self.rank in row)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Bridge to the ring of torch's context parallelism, whose public entry has no operator for the CPU in 2.13.
+
+    Both functions of torch that it calls are private, so a test runs them with the version that is installed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any) -> torch.Tensor:
+        ring = _torch_ring(query.dtype)
+
+        def attend(*inputs: torch.Tensor, is_causal: bool = False, **_: Any) -> Any:
+            forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+            return forward(*inputs, 0.0, is_causal)
+
+        inputs = tuple(tensor.contiguous() for tensor in (query, key, value))
+        attended, log_sums = ring._templated_ring_attention(group, 2, attend, *inputs, is_causal=True)[:2]
+        ctx.save_for_backward(*inputs, attended, log_sums)
+        ctx.group = group
+        return attended  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, attended, log_sums = ctx.saved_tensors
+
+        def differentiate(*, grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, is_causal: bool,
+                          **_: Any) -> Any:  # fmt: skip
+            backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+            return backward(grad_out.contiguous(), query, key, value, out, logsumexp, 0.0, is_causal)
+
+        grads = _torch_ring(grad.dtype)._templated_ring_attention_backward(
+            ctx.group, 2, differentiate, grad, "grad_out", query, key, value, attended, log_sums, True
+        )
+        return (*grads[:3], None)
+
+
+def _torch_ring(dtype: torch.dtype) -> Any:
+    """Return torch's module of ring attention, with the parts of `own_positions` and sums in at least float32."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    ring: Any = _attention
+    ring._cp_options.enable_load_balance = True  # torch keeps them for the process
+    ring._cp_options.convert_to_f32 = dtype != torch.float64
+    return ring
