@@ -194,6 +194,11 @@ def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
             passes.backward(*batches()[0], factor=1.0)
         found[name] |= {"sent": sent.sent, "stage": mesh.stage}
         mesh.close()
+    config = options(cp=4, zero_stage=1, micro_batch=4, autocast="bf16")
+    mesh = make_mesh(config, device=torch.device("cpu"))
+    model = cut_model(build_transformer(SHAPE, seed=3), config, mesh)
+    found["losses in bfloat16"] = train(config, model, ParallelPasses(config, model, mesh))
+    mesh.close()
     mesh = make_mesh(options(pp=4), device=torch.device("cpu"))
     found["makespans"] = {str(chunks): makespans(mesh, chunks=chunks) for chunks in (1, 2)}
     mesh.close()
@@ -225,6 +230,14 @@ def test_a_cut_model_trains_as_one_process(name: str, cut_runs: list[dict[str, A
         for parameter, value in parameters.items():
             error = (torch.tensor(found[name]["whole"][parameter], dtype=torch.float64) - value).abs().max()
             assert error < 1e-9, parameter
+
+
+def test_sequences_are_shared_in_bfloat16_too(cut_runs: list[dict[str, Any]]) -> None:
+    config = options(autocast="bf16")
+    model = build_transformer(SHAPE, seed=3)
+    losses = train(config, model, LocalPasses(config, model, device=torch.device("cpu")))
+    for found in cut_runs:
+        assert found["losses in bfloat16"] == pytest.approx(losses, rel=1e-2)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

@@ -126,6 +126,9 @@ class ReplicaMesh:
             key: As `query`; other ranks get it.
             value: As `key`.
         """
+        if torch.is_autocast_enabled(query.device.type):  # as it does with torch's own attention
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         attended: torch.Tensor = _RingAttention.apply(query, key, value, self._context_group)  # type: ignore[no-untyped-call]
         return attended
 
@@ -257,7 +260,7 @@ class _RingAttention(torch.autograd.Function):
             backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
             return backward(grad_out.contiguous(), query, key, value, out, logsumexp, 0.0, is_causal)
 
-        grads = _torch_ring(grad.dtype)._templated_ring_attention_backward(
+        grads = _torch_ring(query.dtype)._templated_ring_attention_backward(
             ctx.group, 2, differentiate, grad, "grad_out", query, key, value, attended, log_sums, True
         )
         return (*grads[:3], None)
