@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from thinwire.lab import Access, FabricShape, Lab, LabSettings
+from thinwire.lab import Access, FabricShape, Lab, LabSettings, rank_environment
 from thinwire.lab.network_commands import router_address
 from thinwire.lab.path_probe import SINK_PORT, PortTransfer, Transfers, probe_paths
 
@@ -102,15 +102,62 @@ def test_the_spines_that_answer_a_probe_are_those_that_the_bytes_cross() -> None
     assert {int(port): spine_of[router] for port, router in answered.items()} == crossed
 
 
+ALL_REDUCES = """
+import json, os, torch, torch.distributed as dist
+def sent():
+    lines = open("/proc/net/dev").read().splitlines()
+    return {line.split(":")[0].strip(): int(line.split(":")[1].split()[8]) for line in lines[2:]}
+dist.init_process_group("gloo")
+before, numbers = sent(), torch.ones(250_000)
+for _ in range(16):
+    dist.all_reduce(numbers)
+assert float(numbers[-1]) == 2.0**16
+after = sent()
+print(json.dumps({name: after[name] - before[name] for name in ("eth0", "eth1")}))
+dist.destroy_process_group()
+"""
+
+
+def test_gloo_sends_over_both_rails_and_each_rail_over_its_own_leaf() -> None:
+    settings = LabSettings.alike(2, Access(), fabric=FabricShape(leaves=2, spines=2, rails=2))
+    with Lab.of(settings) as lab:
+        before = lab.cable_bytes()
+        outputs = [lab.folder / f"rails-{host}.json" for host in range(2)]
+        files = [path.open("wb") for path in outputs]
+        command = [sys.executable, "-c", ALL_REDUCES]
+        started = [
+            lab.start(command, host=host, environment=rank_environment(host, 2, rails=2), stdout=files[host],
+                      stderr=files[host])
+            for host in range(2)
+        ]  # fmt: skip
+        for process, path in zip(started, outputs, strict=True):
+            assert process.wait(deadline_s=120) == 0, path.read_text()
+        after = lab.cable_bytes()
+        printed = [path.read_text().splitlines()[-1] for path in outputs]
+    for sent in map(json.loads, printed):
+        # 16 sums of a million bytes; a ring of two sends each once, half of them over each rail
+        assert 0.9 * 8e6 <= sent["eth0"] <= 1.1 * 8e6 and 0.9 * 8e6 <= sent["eth1"] <= 1.1 * 8e6, sent
+    # host 0 has its rails on leaves 0 and 1, and host 1 on leaves 1 and 0: all four ends send up
+    for leaf in range(2):
+        up = sum(after[leaf, spine][0] - before[leaf, spine][0] for spine in range(2))
+        assert 0.9 * 16e6 <= up <= 1.15 * 16e6, (leaf, up)
+
+
+def test_two_rails_are_refused_where_an_access_is_limited() -> None:
+    shape = FabricShape(leaves=2, spines=2, rails=2)
+    with pytest.raises(ValueError, match="hosts with two rails have no limited access"):
+        LabSettings.alike(2, Access(up_bits_per_s=1e6), fabric=shape)
+
+
 @pytest.mark.parametrize(
-    "change", [{"leaves": 0}, {"spines": 33}, {"cut": frozenset({(2, 0)})}, {"uplink_bits_per_s": 1}]
+    "change", [{"rails": 3}, {"leaves": 0}, {"spines": 33}, {"cut": frozenset({(2, 0)})}, {"uplink_bits_per_s": 1}]
 )
 def test_a_fabric_out_of_range_is_refused(change: dict) -> None:
-    with pytest.raises(ValueError, match=r"out of range|no such cable"):
+    with pytest.raises(ValueError, match=r"out of range|no such cable|no so many rails"):
         FabricShape(**{"leaves": 2, "spines": 4, **change})
 
 
 def test_the_settings_of_a_fabric_survive_the_way_to_the_daemon() -> None:
-    shape = FabricShape(leaves=2, spines=4, uplink_bits_per_s=RATE, cut=frozenset({(1, 3)}))
+    shape = FabricShape(leaves=2, spines=4, uplink_bits_per_s=RATE, cut=frozenset({(1, 3)}), rails=2)
     settings = LabSettings.alike(4, Access(), fabric=shape)
     assert LabSettings.from_json(settings.to_json()) == settings

@@ -59,6 +59,9 @@ class LabOptions:
     uplink_rate: str | None = None
     """Rate of each cable between a leaf and a spine, such as 10mbit. Default: no limit."""
 
+    rails: int = 1
+    """Ports of each host in a fabric, 1 or 2; the second one is on the next leaf."""
+
     latency: str = "0ms"
     """One-way latency between hosts; ping shows twice as much."""
 
@@ -124,7 +127,12 @@ def settings_of(options: LabOptions) -> LabSettings:
         raise refusal("--uplink-rate has no use without --fabric", got=options.uplink_rate, allowed="both or neither",
                       remedy="--fabric 2x4")  # fmt: skip
     uplink = None if options.uplink_rate is None else parse_rate(options.uplink_rate)
-    fabric = None if options.fabric is None else parse_fabric(options.fabric, uplink_bits_per_s=uplink)
+    if options.rails != 1 and options.fabric is None:
+        raise refusal("--rails has no use without --fabric", got=options.rails, allowed="both or neither",
+                      remedy=f"--fabric 2x4 --rails {options.rails}")  # fmt: skip
+    fabric = None
+    if options.fabric is not None:
+        fabric = parse_fabric(options.fabric, uplink_bits_per_s=uplink, rails=options.rails)
     settings = LabSettings.alike(
         options.hosts, usual, link=link, links=MappingProxyType(links), seed=options.seed, fabric=fabric
     )
@@ -241,7 +249,7 @@ class Outputs:
         """Start the command on all hosts."""
         processes = []
         for host in range(self._lab.num_hosts):
-            variables = {**rank_environment(host, self._lab.num_hosts), **environment}
+            variables = {**rank_environment(host, self._lab.num_hosts, rails=self._lab.rails), **environment}
             stdin, stdout, stderr = (0, 1, 2) if host == 0 else (subprocess.DEVNULL, *self._pipes(host))
             process = self._lab.start(
                 command, host=host, environment=variables, stdin=stdin, stdout=stdout, stderr=stderr

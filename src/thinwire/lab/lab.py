@@ -30,15 +30,18 @@ NUM_PORTS = 1_000
 TOOLS = {"ip": "iproute2", "bridge": "iproute2", "tc": "iproute2"}
 
 
-def rank_environment(host: int, num_hosts: int, *, port: int = FIRST_PORT) -> dict[str, str]:
+def rank_environment(host: int, num_hosts: int, *, port: int = FIRST_PORT, rails: int = 1) -> dict[str, str]:
     """Return the variables by which `torchrun`, `thinwire train` or a plain script on a host finds the others.
 
     A plain script is one rank a host; `torchrun` reads the variables that begin with PET_ and starts ranks of its own.
+    gloo and NCCL get the interfaces of all rails.
     """
     first, rank, size = commands.address_of(0), str(host), str(num_hosts)
     ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank}
     torchrun = {"PET_NNODES": size, "PET_NODE_RANK": rank, "PET_MASTER_ADDR": first, "PET_MASTER_PORT": str(port)}
-    interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), commands.INTERFACE)
+    every = ",".join(commands.interface_of(rail) for rail in range(rails))
+    interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), every)
+    interfaces["TP_SOCKET_IFNAME"] = commands.INTERFACE
     meeting = {"MASTER_ADDR": first, "MASTER_PORT": str(port), "THINWIRE_LAB_HOST": rank}
     return {**ranks, **torchrun, **interfaces, **meeting}
 
@@ -222,6 +225,14 @@ class Lab:
         """Number of hosts."""
         return self.settings.num_hosts
 
+    def _variables(self, host: int, *, port: int) -> dict[str, str]:
+        return rank_environment(host, self.num_hosts, port=port, rails=self.rails)
+
+    @property
+    def rails(self) -> int:
+        """Interfaces of each host."""
+        return 1 if self.settings.fabric is None else self.settings.fabric.rails
+
     @property
     def delays_by(self) -> str:
         """Source of delays: `netem`, `relay`, or an empty text if delays are impossible."""
@@ -287,7 +298,10 @@ class Lab:
         more = options.pop("environment", None) or {}
         return [
             self.start(
-                command, host=host, environment={**rank_environment(host, self.num_hosts, port=port), **more}, **options
+                command,
+                host=host,
+                environment={**self._variables(host, port=port), **more},
+                **options,
             )
             for host in range(self.num_hosts)
         ]
@@ -314,7 +328,10 @@ class Lab:
             outputs = [[stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)] for _ in range(self.num_hosts)]
             processes = []
             for host, (stdout, stderr) in enumerate(outputs):
-                variables = {**rank_environment(host, self.num_hosts, port=port), **(environment or {})}
+                variables = {
+                    **self._variables(host, port=port),
+                    **(environment or {}),
+                }
                 processes.append(self.start(command, host=host, environment=variables, stdout=stdout, stderr=stderr))
             self._wait_for(processes, deadline_s=deadline_s)
             return [

@@ -201,6 +201,8 @@ class LabNetwork:
         )
         for host, host_namespaces in enumerate(self.hosts):
             lines = commands.cable_lines(host, network_path=host_namespaces.network_path, is_relayed=is_relayed)
+            if settings.fabric is not None and settings.fabric.rails > 1:
+                lines += commands.second_rail_lines(host, network_path=host_namespaces.network_path)
             run("ip", lines, files=[host_namespaces.network])
             run("ip", commands.host_lines(settings, host), host_namespaces=host_namespaces)
             for place, (tool, make, on_host) in enumerate(self._shapes()):

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from thinwire.lab.settings import FabricShape, LabSettings, Link
 
 BRIDGE = "switch"
-INTERFACE = "eth0"
+# Of a host: the first, and the second rail in a fabric that has two.
+INTERFACE, _SECOND = "eth0", "eth1"
 MTU_BYTES = 1500
 FRAME_BYTES = MTU_BYTES + 14
 _FIRST_ADDRESS = (10, 77, 0, 1)
@@ -34,20 +35,25 @@ _NETEM_PACKETS = 100_000
 _TAP_QUEUE_PACKETS = 10_000
 
 
-def address_of(host: int) -> str:
-    """Return a host's IPv4 address.
+def address_of(host: int, rail: int = 0) -> str:
+    """Return the IPv4 address of a host's interface; each rail is a network.
 
     Example:
-        >>> address_of(0)
-        '10.77.0.1'
+        >>> address_of(0), address_of(2, rail=1)
+        ('10.77.0.1', '10.77.1.3')
     """
-    *network, first = _FIRST_ADDRESS
-    return ".".join(map(str, (*network, first + host)))
+    first, second, third, number = _FIRST_ADDRESS
+    return ".".join(map(str, (first, second, third + rail, number + host)))
 
 
-def hardware_address_of(host: int) -> str:
+def interface_of(rail: int) -> str:
+    """Return the name of a host's interface."""
+    return _SECOND if rail else INTERFACE
+
+
+def hardware_address_of(host: int, rail: int = 0) -> str:
     """Return the address of a host's interface on the link layer; its last two bytes are the host's number."""
-    return f"02:74:77:00:{host >> 8:02x}:{host & 255:02x}"
+    return f"02:74:77:{rail:02x}:{host >> 8:02x}:{host & 255:02x}"
 
 
 def name_of(host: int) -> str:
@@ -55,9 +61,9 @@ def name_of(host: int) -> str:
     return f"host-{host}"
 
 
-def port_of(host: int) -> str:
-    """Return the name of the switch's interface towards a host."""
-    return f"host{host}"
+def port_of(host: int, rail: int = 0) -> str:
+    """Return the name of the switch's interface towards a host's interface."""
+    return f"host{host}" + (f"rail{rail}" if rail else "")
 
 
 def hosts_file(num_hosts: int) -> str:
@@ -94,6 +100,13 @@ def cable_lines(host: int, *, network_path: str, is_relayed: bool) -> list[str]:
     return [*made, f"link set {port} up"]
 
 
+def second_rail_lines(host: int, *, network_path: str) -> list[str]:
+    """Return what `ip -batch` joins a host's second interface by, in the switch's namespace."""
+    port = port_of(host, 1)
+    end = f"name {_SECOND} address {hardware_address_of(host, 1)} netns {network_path}"
+    return [f"link add {port} type veth peer {end}", f"link set {port} up"]
+
+
 def tap_of(host: int) -> str:
     """Return the name of a host's TAP device before it moves to the host."""
     return f"tap{host}"
@@ -117,7 +130,8 @@ def attachment_lines(settings: LabSettings, host: int) -> list[str]:
     """Return what `ip -batch` plugs a host's cable in or pulls it by; a pulled one drops everything in silence."""
     is_cut = settings.accesses[host].is_cut
     if settings.fabric is not None:  # no bridge
-        return [f"link set {port_of(host)} " + ("down" if is_cut else "up")]
+        state = "down" if is_cut else "up"
+        return [f"link set {port_of(host, rail)} {state}" for rail in range(settings.fabric.rails)]
     return [f"link set {port_of(host)} " + ("nomaster" if is_cut else f"master {BRIDGE}")]
 
 
@@ -249,15 +263,15 @@ def cable_interfaces(leaf: int, spine: int) -> tuple[str, str]:
     return f"l{leaf}s{spine}", f"s{spine}l{leaf}"
 
 
-def leaf_of(settings: LabSettings, host: int) -> int:
-    """Return a host's leaf: the first hosts are on leaf 0, and so on, in equal parts."""
+def leaf_of(settings: LabSettings, host: int, rail: int = 0) -> int:
+    """Return the leaf of a host's interface: the first hosts are on leaf 0, and so on; a second rail on the next."""
     assert settings.fabric is not None
-    return host * settings.fabric.leaves // settings.num_hosts
+    return (host * settings.fabric.leaves // settings.num_hosts + rail) % settings.fabric.leaves
 
 
-def port_hardware_address_of(host: int) -> str:
+def port_hardware_address_of(host: int, rail: int = 0) -> str:
     """Return the link-layer address of a leaf's interface towards a host."""
-    return f"02:74:78:00:{host >> 8:02x}:{host & 255:02x}"
+    return f"02:74:78:{rail:02x}:{host >> 8:02x}:{host & 255:02x}"
 
 
 def router_address(number: int, *, is_leaf: bool) -> str:
@@ -282,18 +296,18 @@ def router_lines(settings: LabSettings) -> list[str]:
             f"rule add iif {leaf_end} lookup {_LEAF_TABLE + leaf}",
             f"rule add iif {spine_end} lookup {_SPINE_TABLE + spine}",
         ]
-    for host in range(settings.num_hosts):
-        leaf, port = leaf_of(settings, host), port_of(host)
+    for host, rail in _ends(settings):
+        leaf, port, own = leaf_of(settings, host, rail), port_of(host, rail), address_of(host, rail)
         lines += [
-            f"link set {port} address {port_hardware_address_of(host)}",
-            f"neighbour replace {address_of(host)} lladdr {hardware_address_of(host)} dev {port} nud permanent",
+            f"link set {port} address {port_hardware_address_of(host, rail)}",
+            f"neighbour replace {own} lladdr {hardware_address_of(host, rail)} dev {port} nud permanent",
             f"address add {router_address(leaf, is_leaf=True)}/32 dev {port}",
-            f"route add {address_of(host)}/32 dev {port}",  # for what the routers themselves send
+            f"route add {own}/32 dev {port}",  # for what the routers themselves send
             f"rule add iif {port} lookup {_LEAF_TABLE + leaf}",
-            f"route replace {address_of(host)}/32 dev {port} table {_LEAF_TABLE + leaf}",
+            f"route replace {own}/32 dev {port} table {_LEAF_TABLE + leaf}",
         ]
         for spine in range(fabric.spines):
-            lines.append(_way_down(host, leaf=leaf, spine=spine))
+            lines.append(_way_down(own, leaf=leaf, spine=spine))
     return lines
 
 
@@ -314,15 +328,15 @@ def route_lines(settings: LabSettings) -> list[str]:
                 f"dev {spine_end} nud permanent",
             ]
     for leaf in range(fabric.leaves):
-        for host in range(settings.num_hosts):
-            if (other := leaf_of(settings, host)) == leaf:
+        for host, rail in _ends(settings):
+            if (other := leaf_of(settings, host, rail)) == leaf:
                 continue
             healthy = [s for s in range(fabric.spines) if fabric.cut.isdisjoint({(leaf, s), (other, s)})]
             hops = (
                 f"nexthop via {_spine_address(spine)} dev {cable_interfaces(leaf, spine)[0]} onlink"
                 for spine in healthy
             )
-            to = f"{address_of(host)}/32"
+            to = f"{address_of(host, rail)}/32"
             table = f"table {_LEAF_TABLE + leaf}"
             lines.append(
                 f"route replace {to} {table} {' '.join(hops)}" if healthy else f"route replace blackhole {to} {table}"
@@ -330,9 +344,9 @@ def route_lines(settings: LabSettings) -> list[str]:
     for leaf, spine in _cables(fabric):
         # an interface that went down has lost its routes
         if (leaf, spine) not in fabric.cut:
-            for host in range(settings.num_hosts):
-                if leaf_of(settings, host) == leaf:
-                    lines.append(_way_down(host, leaf=leaf, spine=spine))
+            for host, rail in _ends(settings):
+                if leaf_of(settings, host, rail) == leaf:
+                    lines.append(_way_down(address_of(host, rail), leaf=leaf, spine=spine))
     return lines
 
 
@@ -357,12 +371,29 @@ def cable_bucket_lines(settings: LabSettings, *, before: LabSettings | None = No
 
 
 def neighbour_lines(settings: LabSettings, host: int) -> list[str]:
-    """Return what `ip -batch` sets up inside a host: its neighbours are all behind its leaf."""
-    return [
-        f"neighbour replace {address_of(other)} lladdr {port_hardware_address_of(host)} dev eth0 nud permanent"
-        for other in range(settings.num_hosts)
-        if other != host
-    ]
+    """Return what `ip -batch` sets up inside a host: a second rail, and its neighbours, all behind its leaves."""
+    assert settings.fabric is not None
+    lines = []
+    for rail in range(settings.fabric.rails):
+        interface = interface_of(rail)
+        if rail:
+            lines += [
+                f"link set {interface} txqueuelen {_TAP_QUEUE_PACKETS} gso_max_segs 1 up",
+                f"address add {address_of(host, rail)}/{_PREFIX_BITS} dev {interface}",
+            ]
+        lines += [
+            f"neighbour replace {address_of(other, rail)} lladdr {port_hardware_address_of(host, rail)} "
+            f"dev {interface} nud permanent"
+            for other in range(settings.num_hosts)
+            if other != host
+        ]
+    return lines
+
+
+def _ends(settings: LabSettings) -> Iterator[tuple[int, int]]:
+    """Yield the interfaces of all hosts: host and rail."""
+    assert settings.fabric is not None
+    return ((host, rail) for host in range(settings.num_hosts) for rail in range(settings.fabric.rails))
 
 
 def _cables(fabric: FabricShape) -> Iterator[tuple[int, int]]:
@@ -373,9 +404,9 @@ def _address(leaf: int, spine: int, *, is_leaf: bool) -> str:
     return f"02:74:79:{int(is_leaf):02x}:{leaf:02x}:{spine:02x}"
 
 
-def _way_down(host: int, *, leaf: int, spine: int) -> str:
+def _way_down(address: str, *, leaf: int, spine: int) -> str:
     return (
-        f"route replace {address_of(host)}/32 via {_leaf_address(leaf)} dev {cable_interfaces(leaf, spine)[1]} "
+        f"route replace {address}/32 via {_leaf_address(leaf)} dev {cable_interfaces(leaf, spine)[1]} "
         f"onlink table {_SPINE_TABLE + spine}"
     )
 

@@ -14,6 +14,7 @@ from thinwire.units import parse_rate, parse_seconds
 
 MAX_HOSTS = 200
 MAX_SWITCHES = 32
+MAX_RAILS = 2
 SLOWEST_BITS_PER_S = 8_000.0
 FASTEST_BITS_PER_S = 32e9
 LONGEST_S = 60.0
@@ -38,6 +39,11 @@ class Access:
         """Check the ranges."""
         for rate in (self.up_bits_per_s, self.down_bits_per_s):
             _check_rate(rate)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a rate limits it."""
+        return self.up_bits_per_s is not None or self.down_bits_per_s is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +97,7 @@ class FabricShape:
         uplink_bits_per_s: Rate of each cable, each way; None is no limit.
         cut: Cables that are pulled, as pairs of leaf and spine.
         silent: Cables that lose every packet while routes still lead there, as a faulty switch does.
+        rails: Ports of each host, 1 or 2; the second one is on the next leaf.
     """
 
     leaves: int
@@ -98,12 +105,16 @@ class FabricShape:
     uplink_bits_per_s: float | None = None
     cut: frozenset[Pair] = frozenset()
     silent: frozenset[Pair] = frozenset()
+    rails: int = 1
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         if not (1 <= self.leaves <= MAX_SWITCHES and 1 <= self.spines <= MAX_SWITCHES):
             raise refusal("the fabric is out of range", got=f"{self.leaves}x{self.spines}",
                           allowed=f"1x1 to {MAX_SWITCHES}x{MAX_SWITCHES}", remedy="2x4")  # fmt: skip
+        if not 1 <= self.rails <= MAX_RAILS:
+            raise refusal("a host of the lab has no so many rails", got=self.rails, allowed=f"1 to {MAX_RAILS}",
+                          remedy="--rails 2")  # fmt: skip
         _check_rate(self.uplink_bits_per_s)
         for leaf, spine in self.cut | self.silent:
             if not (0 <= leaf < self.leaves and 0 <= spine < self.spines):
@@ -135,6 +146,9 @@ class LabSettings:
         if self.fabric is not None and (self.is_delayed or self.num_hosts < self.fabric.leaves):
             raise refusal("this fabric cannot be made", got=f"{self.num_hosts} hosts, or delays",
                           allowed="a host a leaf or more, without latency and loss", remedy="--hosts 4")  # fmt: skip
+        if self.fabric is not None and self.fabric.rails > 1 and any(one.is_limited for one in self.accesses):
+            raise refusal("hosts with two rails have no limited access", got="--rate or --host", allowed="no limit",
+                          remedy="--uplink-rate, which limits the cables of the fabric")  # fmt: skip
         if not 1 <= self.num_hosts <= MAX_HOSTS:
             raise _wrong_count(self.num_hosts)
         for source, destination in self.links:
@@ -313,7 +327,7 @@ def _wrong_count(num_hosts: int) -> ValueError:
     )
 
 
-def parse_fabric(text: str, *, uplink_bits_per_s: float | None) -> FabricShape:
+def parse_fabric(text: str, *, uplink_bits_per_s: float | None, rails: int = 1) -> FabricShape:
     """Read `2x4`: leaves and spines.
 
     Raises:
@@ -326,7 +340,7 @@ def parse_fabric(text: str, *, uplink_bits_per_s: float | None) -> FabricShape:
     match = re.fullmatch(r"\s*(\d{1,3})\s*x\s*(\d{1,3})\s*", text)
     if match is None:
         raise refusal("the fabric cannot be read", got=repr(text), allowed="LEAVESxSPINES", remedy="--fabric 2x4")
-    return FabricShape(leaves=int(match[1]), spines=int(match[2]), uplink_bits_per_s=uplink_bits_per_s)
+    return FabricShape(leaves=int(match[1]), spines=int(match[2]), uplink_bits_per_s=uplink_bits_per_s, rails=rails)
 
 
 def _fabric(values: Mapping[str, Any] | None) -> FabricShape | None:
