@@ -138,6 +138,8 @@ class ChaosJob:
 
     def _read_log(self, host: Host, now_s: float) -> None:
         path = host.folder / "logs" / "replica-process-0.err"
+        if not host.lives:  # its lines belong to the life that is noticed next
+            return
         if not path.exists() or path.stat().st_size == host.log_bytes:
             return
         with path.open("rb") as log:
@@ -149,8 +151,6 @@ class ChaosJob:
             self._take_line(host, line, now_s)
 
     def _take_line(self, host: Host, line: str, now_s: float) -> None:
-        if not host.lives:
-            return
         life = host.lives[-1]
         is_begin = "going on from its own state" in line or "takes part from step" in line
         if is_begin and life.live_s is not None:  # of a process that has taken this one's place

@@ -3,8 +3,10 @@
     python benchmarks/planning/site_steps.py     # into benchmarks/results/site_steps.jsonl
 
 Each rank is a process with one thread, so there should be a core for each, and nothing else to do. Speed and links are
-measured in the same run: a step of the whole model on every rank at once without messages, an all-reduce, and a small
-message. The prediction gets these three numbers and nothing of the steps that it predicts.
+measured in the same run: passes of the whole model on every rank at once without messages, for each micro-batch, an
+all-reduce, and a small message. The prediction gets these numbers and nothing of the steps that it predicts. It is made
+twice: as the plan makes it, where messages overlap with work, and with messages after work, since ranks without a core
+to spare send with the core that computes.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.models.transformer import TransformerConfig, build_transformer
-from thinwire.site.cost_model import Degrees, Layout, StepCost, decoder_shape
+from thinwire.site.cost_model import Degrees, Layout, StepCost, decoder_shape, sent_numbers
 from thinwire.site.search import starts
 from thinwire.site.site_file import Site, SiteNode
 from thinwire.training.config import TrainConfig
@@ -72,15 +74,18 @@ def measure(shape: dict[str, Any], cuts: list[dict[str, int]], repeats: int) -> 
     model = TransformerConfig(**shape)
     tokens = torch.randint(model.vocab_size, (BATCH, model.max_seq_len))
     whole = build_transformer(model, seed=0)
-    half = tokens[: BATCH // 2]
     found: dict[str, Any] = {}
     make_mesh(TrainConfig.of(model="nano", dp_replicate=2, batch_size=BATCH), device=torch.device("cpu"))
 
-    def alone() -> None:
-        whole.loss(half, half)[0].backward()
+    def alone(rows: int) -> None:
+        for _ in range(BATCH // 2 // rows or 1):
+            whole.loss(tokens[:rows], tokens[:rows])[0].backward()
         whole.zero_grad()
 
-    found["half_batch_s"] = median_s(alone, repeats)
+    found["alone_s"] = {}
+    for rows in sorted({cut["micro_batch"] for cut in cuts}):
+        passes = BATCH // 2 // rows or 1
+        found["alone_s"][str(rows)] = median_s(lambda rows=rows: alone(rows), repeats) / passes
     numbers = torch.zeros(2**20)
     found["bandwidth_bits_per_s"] = 32 * numbers.numel() / median_s(lambda: dist.all_reduce(numbers), repeats)
     small = torch.zeros(1)
@@ -102,30 +107,35 @@ def measure(shape: dict[str, Any], cuts: list[dict[str, int]], repeats: int) -> 
     return found
 
 
-def predicted_s(model: TransformerConfig, cut: dict[str, int], measured: dict[str, Any]) -> float:
-    """Return the step time that the cost model gives, with the speed and the links of the same run."""
+def predicted_s(model: TransformerConfig, cut: dict[str, int], measured: dict[str, Any]) -> tuple[float, float]:
+    """Return the step time of the cost model, with messages that overlap with work, and with those that do not."""
     shape = decoder_shape(
         layers=model.layers, width=model.dim, heads=model.heads, vocab_size=model.vocab_size,
         seq_len=model.max_seq_len, is_head_tied=True,
     )  # fmt: skip
+    # messages are float32 here, and 16 bits in the model
+    bandwidth = measured["bandwidth_bits_per_s"] / 2
 
-    def step_s(layout: Layout, flops_per_s: float, devices: int) -> float:
-        # messages are float32 here, and 16 bits in the model
+    def cost(layout: Layout, flops_per_s: float, devices: int, *, bandwidth: float = bandwidth) -> StepCost:
         node = SiteNode(
-            name="box", devices=devices, memory_bytes=1e12, flops_per_s=flops_per_s,
-            bandwidth_bits_per_s=measured["bandwidth_bits_per_s"] / 2, latency_s=measured["latency_s"],
+            name="box", devices=devices, memory_bytes=1e12, flops_per_s=flops_per_s, bandwidth_bits_per_s=bandwidth,
+            latency_s=measured["latency_s"],
         )  # fmt: skip
-        placement = starts(Site(nodes=(node,)), layout.degrees)[0]
-        return StepCost(model=shape, layout=layout, placement=placement).step_s
+        return StepCost(model=shape, layout=layout, placement=starts(Site(nodes=(node,)), layout.degrees)[0])
 
-    alone = Layout(degrees=Degrees(), global_batch=BATCH // 2, micro_batch=BATCH // 2)
-    speed = step_s(alone, 1e9, 1) / measured["half_batch_s"] * 1e9
+    rows = cut["micro_batch"]
+    alone = Layout(degrees=Degrees(), global_batch=rows, micro_batch=rows)
+    speed = cost(alone, 1e9, 1).step_s / measured["alone_s"][str(rows)] * 1e9
     degrees = Degrees(**{name: cut[name] for name in ("pp", "dp_replicate", "dp_shard", "tp") if name in cut})
     layout = Layout(
-        degrees=degrees, global_batch=BATCH, micro_batch=cut["micro_batch"], interleave=cut.get("interleave", 1),
+        degrees=degrees, global_batch=BATCH, micro_batch=rows, interleave=cut.get("interleave", 1),
         zero_stage=cut.get("zero_stage", 0), recomputed_layers=cut.get("recompute_layers", 0),
     )  # fmt: skip
-    return step_s(layout, speed, 2)
+    data = sent_numbers(shape, layout, stage=0)["data"] * 16 / bandwidth
+    without = cost(replace(layout, zero_stage=min(layout.zero_stage, 1)), speed, 2, bandwidth=1e15).step_s
+    if degrees.dp_replicate * degrees.dp_shard == 1:  # nothing overlaps
+        return (cost(layout, speed, 2).step_s,) * 2
+    return cost(layout, speed, 2).step_s, without + data
 
 
 def main() -> None:
@@ -140,18 +150,21 @@ def main() -> None:
             arguments = {"shape": asdict(model), "cuts": cuts, "repeats": options.repeats}
             measured = values(run(measure, num_ranks=2, arguments=arguments, deadline_s=900))[0]
             for cut, step_s in zip(cuts, measured["steps_s"], strict=True):
-                expected_s = predicted_s(model, cut, measured)
-                errors.append(abs(expected_s / step_s - 1))
+                expected = predicted_s(model, cut, measured)
+                errors.append([abs(one / step_s - 1) for one in expected])
                 what = " ".join(f"{key} {value}" for key, value in cut.items())
-                print(f"{name}  {what:55} {1e3 * step_s:8.1f} ms  predicted {expected_s / step_s - 1:+.1%}", flush=True)
+                off = ", ".join(f"{one / step_s - 1:+.1%}" for one in expected)
+                print(f"{name}  {what:55} {1e3 * step_s:8.1f} ms  predicted {off}", flush=True)
                 line = {
-                    "model": name, "cut": cut, "step_s": step_s, "predicted_s": expected_s,
+                    "model": name, "cut": cut, "step_s": step_s, "predicted_s": expected[0],
+                    "predicted_without_overlap_s": expected[1],
                     "bandwidth_bits_per_s": measured["bandwidth_bits_per_s"], "latency_s": measured["latency_s"],
-                    "half_batch_s": measured["half_batch_s"], "repeats": options.repeats,
+                    "alone_s": measured["alone_s"], "repeats": options.repeats,
                     "machine": describe_machine(torch.device("cpu")),
                 }  # fmt: skip
                 file.write(json.dumps(line) + "\n")
-    print(f"median error {statistics.median(errors):.1%}, largest {max(errors):.1%}")
+    for name, own in zip(("with overlap", "without"), zip(*errors, strict=True), strict=True):
+        print(f"{name}: median error {statistics.median(own):.1%}, largest {max(own):.1%}")
 
 
 if __name__ == "__main__":
