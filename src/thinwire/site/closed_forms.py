@@ -139,3 +139,35 @@ def skeletal_bytes(*, tokens: int, width: int, num_layers: int) -> float:
         4096.0
     """
     return 2.0 * 16 * tokens * width * num_layers
+
+
+def memo_swapped_share(
+    *, always_bytes: float, other_bytes: float, layer_s: float, link_bytes_per_s: float, layers: int,
+    host_bytes: float,
+) -> float:  # fmt: skip
+    """Return MEMO's alpha: the share of a layer's other activations that is moved to the host; the rest is recomputed.
+
+    The moved bytes hide behind the forward pass of a layer, and those of all layers but two lie in the host's memory.
+
+    Args:
+        always_bytes: Of a layer: its input and the output of attention, which are always moved.
+        other_bytes: Of a layer: the other activations that it keeps.
+        layer_s: Seconds of a forward pass of a layer.
+        link_bytes_per_s: From the device to the host.
+        layers: Of the device.
+        host_bytes: Memory of the host for this device.
+
+    Returns:
+        In [0, 1]; 0 also where not even what is always moved can be hidden.
+
+    Example:
+        >>> memo_swapped_share(always_bytes=2e9, other_bytes=14e9, layer_s=0.5, link_bytes_per_s=18e9, layers=32,
+        ...                    host_bytes=1e12)
+        0.5
+
+    Reference:
+        arXiv 2407.12117.
+    """
+    hidden = layer_s * link_bytes_per_s
+    stored = host_bytes / (layers - 2) if layers > 2 else float("inf")
+    return min(1.0, max(0.0, (min(hidden, stored) - always_bytes) / other_bytes))

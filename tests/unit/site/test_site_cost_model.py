@@ -68,6 +68,19 @@ def test_memo_counts_its_skeletal_activations() -> None:
     assert closed_forms.skeletal_bytes(tokens=2**20, width=4096, num_layers=32) == 4096 * 2**30
 
 
+@pytest.mark.parametrize(
+    ("layer_s", "layers", "host_bytes", "share"),
+    [(0.5, 32, 1e12, 0.5), (10.0, 32, 1e12, 1.0), (0.1, 32, 1e12, 0.0), (10.0, 32, 270e9, 0.5), (10.0, 2, 1.0, 1.0)],
+)
+def test_memo_moves_what_a_layer_hides_and_the_host_holds(
+    layer_s: float, layers: int, host_bytes: float, share: float
+) -> None:
+    found = closed_forms.memo_swapped_share(
+        always_bytes=2e9, other_bytes=14e9, layer_s=layer_s, link_bytes_per_s=18e9, layers=layers, host_bytes=host_bytes
+    )
+    assert found == pytest.approx(share)
+
+
 def test_activations_follow_the_formula() -> None:
     about = {"tokens": 2 * 2048, "seq_len": 2048, "width": 4096, "heads": 32}
     s, b, h, a = 2048, 2, 4096, 32
