@@ -43,9 +43,13 @@ THIN_LINK_BITS_PER_S = 20e6
 # Variants that the figure of all methods leaves out.
 _NOT_DRAWN = ("tau", "blend", "momentum 0.8")
 # Labels of figures have at most 16 characters.
+# Methods that the figure of loss against bytes names beside those on its line, and the colour of all others.
+_NAMED = (BASELINE, "streaming-diloco", "diloco", "iso-loco", "local-sgd", "power-sgd", "noloco", "pier", "sparse-loco")
+_GREY = 7
 _SHORT = {
-    "streaming-sparse-loco": "sparse-loco", "streaming-diloco": "stream", "iso-loco": "iso", "data-parallel": "DP",
+    "streaming-sparse-loco": "stream sparse", "streaming-diloco": "stream", "iso-loco": "iso", "data-parallel": "DP",
     "E3M0 with error feedback": "E3M0 + EF", "2 bits, H 120": "2 bits H120", "Muon inside": "Muon",
+    "lazy start": "lazy", "preserved norm": "norm", "fragments and overlap": "frags",
 }  # fmt: skip
 
 
@@ -252,6 +256,7 @@ def write_pareto_figure(rung: Rung, found: Sequence[Row], folder: Path, *, repli
     sending = [x for x in sending if not any(word in x.method for word in _NOT_DRAWN)]
     points = {x.method: (x.bytes_per_replica / 1e6, x.loss) for x in sending if x.bytes_per_replica and x.is_tuned}
     front = [point for point in points.values() if not any(_beats(other, point) for other in points.values())]
+    named = [name for name, point in points.items() if point in front or name in _NAMED]
     chart = Chart(
         title=f"Validation loss on rung {rung.name} against MB sent, {replicas} replicas",
         x=Axis(label="MB sent by a replica", scale="log"),
@@ -259,11 +264,15 @@ def write_pareto_figure(rung: Rung, found: Sequence[Row], folder: Path, *, repli
         series=(
             ChartSeries(name="nothing has fewer bytes and less loss", points=tuple(sorted(front)), is_main=True),
             *(
-                ChartSeries(name=name, label=_label(name), colour=number, has_dots=True, points=(point,))
-                for number, (name, point) in enumerate(points.items())
+                ChartSeries(name=name, colour=_GREY, has_dots=True, points=(point,))
+                for name, point in points.items() if name not in named
+            ),
+            *(
+                ChartSeries(name=name, label=_label(name), colour=number % _GREY, has_dots=True, points=(points[name],))
+                for number, name in enumerate(named)
             ),
         ),
-    )
+    )  # fmt: skip
     path = folder / f"quality-{rung.name}-pareto.svg"
     path.write_text(image_file(line_chart(chart)))
     print(path)
