@@ -296,7 +296,7 @@ def router_lines(settings: LabSettings) -> list[str]:
             f"rule add iif {leaf_end} lookup {_LEAF_TABLE + leaf}",
             f"rule add iif {spine_end} lookup {_SPINE_TABLE + spine}",
         ]
-    for host, rail in _ends(settings):
+    for host, rail in _interfaces(settings):
         leaf, port, own = leaf_of(settings, host, rail), port_of(host, rail), address_of(host, rail)
         lines += [
             f"link set {port} address {port_hardware_address_of(host, rail)}",
@@ -328,7 +328,7 @@ def route_lines(settings: LabSettings) -> list[str]:
                 f"dev {spine_end} nud permanent",
             ]
     for leaf in range(fabric.leaves):
-        for host, rail in _ends(settings):
+        for host, rail in _interfaces(settings):
             if (other := leaf_of(settings, host, rail)) == leaf:
                 continue
             healthy = [s for s in range(fabric.spines) if fabric.cut.isdisjoint({(leaf, s), (other, s)})]
@@ -344,7 +344,7 @@ def route_lines(settings: LabSettings) -> list[str]:
     for leaf, spine in _cables(fabric):
         # an interface that went down has lost its routes
         if (leaf, spine) not in fabric.cut:
-            for host, rail in _ends(settings):
+            for host, rail in _interfaces(settings):
                 if leaf_of(settings, host, rail) == leaf:
                     lines.append(_way_down(address_of(host, rail), leaf=leaf, spine=spine))
     return lines
@@ -390,7 +390,7 @@ def neighbour_lines(settings: LabSettings, host: int) -> list[str]:
     return lines
 
 
-def _ends(settings: LabSettings) -> Iterator[tuple[int, int]]:
+def _interfaces(settings: LabSettings) -> Iterator[tuple[int, int]]:
     """Yield the interfaces of all hosts: host and rail."""
     assert settings.fabric is not None
     return ((host, rail) for host in range(settings.num_hosts) for rail in range(settings.fabric.rails))
