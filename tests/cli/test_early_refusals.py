@@ -60,6 +60,7 @@ CASES: dict[str, list[str]] = {
         "--interleave needs as many micro-batches as --pp, or a multiple; got 3; allowed multiples of 2"
     ],
     "train --zero-stage 3 --pp 2 --batch-size 8": ["--zero-stage 3 does not go with --pp", "try --zero-stage 1"],
+    "train --unsharded-layers 2 --zero-stage 3": ["--unsharded-layers has no use without shards; got --dp-shard 1"],
     "train --unsharded-layers 2 --dp-shard 2": ["--unsharded-layers is for --zero-stage 3", "got 2; allowed 0"],
     "train --zero-stage 4 --dp-shard 2": ["--zero-stage is too large; got 4; allowed 1 to 3; try --zero-stage 3"],
     "train --dp-shard 3": ["--batch-size is not divided", "got 8; allowed multiples of 3; try --batch-size 9"],

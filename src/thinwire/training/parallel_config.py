@@ -76,6 +76,11 @@ def parallel_problems(config: TrainConfig) -> list[ValueError]:
             refusal("--unsharded-layers is for --zero-stage 3; below it all are unsharded", got=own.unsharded_layers,
                     allowed="0", remedy="--zero-stage 3, or to leave --unsharded-layers out")
         )  # fmt: skip
+    elif own.unsharded_layers and own.dp_shard * own.cp == 1:
+        problems.append(
+            refusal("--unsharded-layers has no use without shards", got="--dp-shard 1", allowed="2 or more shards",
+                    remedy="--dp-shard 2, or to leave --unsharded-layers out")
+        )  # fmt: skip
     return problems if own.ranks == 1 else [*problems, *_bad_with_ranks(config)]
 
 
