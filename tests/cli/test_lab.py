@@ -198,7 +198,7 @@ def test_thinwire_train_runs_between_two_sites_in_one_command(tmp_path: Path) ->
 @pytest.mark.usefixtures("can_lab")
 def test_two_hosts_probe_their_wires_plan_and_train_in_one_command(tmp_path: Path) -> None:
     chosen = ["--method", "auto", "--sync-interval", "2"]
-    words = ["--rate", "20mbit", "--latency", "10ms", "--out", "lab"]
+    words = ["--rate", "20mbit", "--out", "lab"]
     done = lab(*words, "--", *small_train(tmp_path), *chosen, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     plan = load_plan(tmp_path / "run" / "plan.json")

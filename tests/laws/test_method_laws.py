@@ -71,9 +71,9 @@ def one_step(optimizer: thinwire.DistributedOptimizer, model: torch.nn.Module, *
 
 @cache
 def train(
-    name: str, replicas: int, *, kind: str = "transformer", stop: int | None = None, ends: tuple[bool, ...] = ()
+    name: str, replicas: int, *, kind: str = "transformer", stops: tuple[int, ...] = (), ends: tuple[bool, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Train; with `stop`, go on in new objects from the state after that step.
+    """Train; after each of `stops`, go on in new objects from the state there.
 
     With `ends` the run is closed before that, with a final exchange or without.
     """
@@ -84,7 +84,7 @@ def train(
         losses = []
         for step in range(1, STEPS + 1):
             losses.append(one_step(optimizer, model, data=step % 3, replica=transport.replica))
-            if step == stop:
+            if step in stops:
                 for final_exchange in ends:
                     optimizer.close(final_exchange=final_exchange)
                 saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -120,9 +120,8 @@ def test_models_with_convolutions_and_without_gradients_train(name: str, kind: s
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("stop", [5, 11])
-def test_a_run_that_goes_on_from_its_state_ends_with_the_same_bits(name: str, stop: int) -> None:
-    whole, resumed = train(name, 2), train(name, 2, stop=stop)
+def test_a_run_that_goes_on_from_its_states_ends_with_the_same_bits(name: str) -> None:
+    whole, resumed = train(name, 2), train(name, 2, stops=(5, 11))
     for one, other in zip(whole, resumed, strict=True):
         assert same(one["values"], other["values"])
 
@@ -135,6 +134,6 @@ ENDED = [(name, False) for name in RECIPES] + [
 @pytest.mark.parametrize(("name", "final_exchange"), ENDED)
 def test_a_run_that_was_ended_can_go_on_from_its_state(name: str, final_exchange: bool) -> None:
     """What was in flight came in early, and is not waited for when it would have been due."""
-    found = train(name, 2, stop=6, ends=(final_exchange,))
+    found = train(name, 2, stops=(6,), ends=(final_exchange,))
     assert same(found[0]["values"], found[1]["values"])
     assert sum(found[0]["losses"][-3:]) < sum(found[0]["losses"][:3])

@@ -168,8 +168,7 @@ def run_program(words: Sequence[str]) -> None:
 
 
 def _live_as(start: Start) -> NoReturn:
-    code: Any = 1
-    try:
+    def live() -> None:
         gc.freeze()  # objects of the parent own numbers of files that belong to others soon
         atexit._clear()
         getattr(threading, "_threading_atexits", []).clear()
@@ -183,9 +182,20 @@ def _live_as(start: Start) -> NoReturn:
         )  # fmt: skip
         for low, high in itertools.pairwise([_FIRST_FREE - 1, *start.kept, os.sysconf("SC_OPEN_MAX")]):
             os.closerange(low + 1, high)
+        run_program(start.words)
+
+    run_to_the_end(live)
+
+
+def run_to_the_end(live: Callable[[], object]) -> NoReturn:
+    """Run what a forked process is for, and all that runs at an interpreter's end.
+
+    Memory is not cleared object by object: nearly all of it is a copy, and that would take a third of a second.
+    """
+    code: Any = 1
+    try:
         try:
-            run_program(start.words)
-            code = 0
+            code = live()
         except SystemExit as end:
             code = end.code
         threading._shutdown()  # type: ignore[attr-defined]

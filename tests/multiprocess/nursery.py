@@ -1,7 +1,7 @@
 """A process that has imported torch once and forks for whoever asks: a start of torch takes seconds, a fork none.
 
-A child is a real process with a session, an environment and files of its own; its interpreter ends as any other does,
-with everything that runs at its end. The nursery has one thread and no process group, so nothing half-done is copied.
+A child is a real process with a session, an environment and files of its own, and runs at its end what runs at any
+interpreter's. The nursery has one thread and no process group, so nothing half-done is copied.
 
 `Popen` here stands for `subprocess.Popen` in the tests: `python -m thinwire...`, torchrun and a script are children of
 the nursery, and fork what they start of these themselves. Every other command line, such as `thinwire ...`, is a start
@@ -34,6 +34,11 @@ _IMPORTS = (
     "torch.distributed.fsdp", "torch.distributed.tensor", "thinwire", "thinwire.methods", "thinwire.cli.train",
     "thinwire.training.worker", "thinwire.training.elastic.replica", "thinwire.training.elastic.coordinator_process",
     "thinwire.monitor.live_diagnosis", "torch._dynamo", "torch.distributed.run",
+    # what commands import where they need it
+    "thinwire.cli.elastic_run", "thinwire.cli.elastic_train", "thinwire.cli.join", "thinwire.cli.lab",
+    "thinwire.cli.view", "thinwire.lab.doctor", "thinwire.planning.search", "thinwire.training.probe_hosts",
+    "encodings.idna", "rich.live", "rich.progress_bar", "tyro._backends._tyro_backend",
+    "tyro._backends._argparse_formatter", "tyro.constructors._struct_spec_dataclass", "typeguard",
 )  # fmt: skip
 
 _MAX_FILES = 16
@@ -286,7 +291,7 @@ def _live(arguments: Sequence[Any], words: Sequence[str]) -> int:
 
 def _run() -> NoReturn:
     # the child goes on from here, so that nothing of the nursery is left on its stack
-    sys.exit(_serve(socket.socket(fileno=int(sys.argv[1])))())
+    forked_starts.run_to_the_end(_serve(socket.socket(fileno=int(sys.argv[1]))))
 
 
 if __name__ == "__main__":

@@ -159,7 +159,8 @@ def test_ranks_started_by_hand_on_two_hosts(
     port = free_port()
     secret = secret_in(tmp_path) if is_secret else []
     outs = [tmp_path / f"host-{number}" for number in (0, 1)]
-    probe = [*CLI, "probe", *secret, "--budget", "60s", "--batch-size", "1", "--seq-len", "16", "--threads", "1"]
+    little = ["--budget", "5s", "--step-time", "100ms", "--most", "1MiB", "--batch-size", "1", "--seq-len", "16"]
+    probe = [*CLI, "probe", *secret, *little, "--threads", "1"]
     words = [
         train(texts, out, *secret) if verb == "train" else [*probe, "--out", str(out.with_suffix(".json"))]
         for out in outs
