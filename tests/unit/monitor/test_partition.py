@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +15,16 @@ from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.findings import Finding, Place
 from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, TransferEnd, header_line, to_line
+from thinwire.monitor.runlog.records import (
+    Arrival,
+    Beat,
+    Communicator,
+    Operation,
+    Record,
+    TransferEnd,
+    header_line,
+    to_line,
+)
 from thinwire.monitor.runlog.run_folder import MEMBERS_FILE, read_files, removed_replicas
 from thinwire.monitor.synthetic_jobs import InjectedFault
 
@@ -106,6 +116,25 @@ def test_replicas_of_a_cut_off_host_do_not_accuse_each_other() -> None:
     findings = diagnose(from_records(records))
     assert [one.places[0] for one in findings] == [Place(kind="host", hosts=("host-1",))], findings
     assert all(one.confidence <= 0.3 and "cut off" in one.text for one in findings)
+
+
+@pytest.mark.parametrize(
+    ("error", "where"), [("was silent for 2.1 s", "ambiguous: link 0 <-> 1 or rank 0"), ("", "communicator")]
+)
+def test_the_only_peer_is_named_where_its_connection_was_given_up_soon_after_its_last_byte(
+    error: str, where: str
+) -> None:
+    records: list[Record] = [Communicator(communicator="rounds", ranks=(1,), hosts=("b",), clocks=("one",))]
+    for number in range(20):
+        records += _round(1, number, peers=(0,), is_done=True)
+    records += [
+        dataclasses.replace(one, error=error) if isinstance(one, TransferEnd) else one
+        for one in _round(1, 20, peers=(0,), is_done=False)
+    ]
+    records += [Arrival(rank=1, peer=0, at_s=half / 2, num_bytes=half) for half in range(60)]
+    records += [Beat(rank=1, at_s=half / 2) for half in range(63)]
+    (finding,) = diagnose(from_records(records))
+    assert (finding.kind, finding.where) == ("communication hang", where) and finding.confidence <= 0.5
 
 
 @pytest.mark.parametrize(("silent", "confidence"), [((1, 2), 0.3), ((1,), 0.9)])

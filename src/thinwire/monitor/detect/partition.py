@@ -63,6 +63,8 @@ def one_sided(job: Job, inside: Collection[int], *, since_s: float) -> Finding |
             if own_s >= PARTITION.alike * longest_s and not _is_live(job, peer, observers)
         )
     )
+    if not quiet and len(peers) == 1 and any(m.error for m in waits.values()):
+        quiet = tuple(peers)  # the only connection was given up, also where its last signs of life are recent
     places, confidence, text = _suspects(job, observers, peers, quiet)
     return Finding(
         kind="communication hang", places=places, since_s=since_s, text=f"{text} {_observer_text(observers)}",
