@@ -25,7 +25,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -214,34 +213,6 @@ def free_port(host: str = "127.0.0.1") -> int:
         with contextlib.suppress(OSError), socket.create_server((host, port)):
             return port
     raise AssertionError(f"no port of {_NOT_LENT} is free on {host}")
-
-
-class Lateness:
-    """How late this machine wakes threads: waits that a test holds against a limit grow by this on a busy one.
-
-    Attributes:
-        most_s: The longest delay of a thread that asked to sleep.
-    """
-
-    def __init__(self) -> None:
-        self.most_s = 0.0
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def __enter__(self) -> Lateness:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ends.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        began_s = time.monotonic()
-        while not self._ends.wait(0.02):
-            now_s = time.monotonic()
-            self.most_s = max(self.most_s, now_s - began_s - 0.02)
-            began_s = now_s
 
 
 def announce(line: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Lateness, Processes, announce, free_port, values
+from processes import Processes, announce, free_port, values
 from safetensors.torch import load_file
 from test_own_loop import end_coordinator
 
@@ -87,12 +87,11 @@ def train(folder: str, port: int, seed: int) -> dict[str, Any]:
             time.sleep(SLOW_S if state.global_step >= SLOW_STEP and not back.exists() else STEP_S)
 
     trainer.add_callback(Pace())
-    with Lateness() as lateness:
-        trainer.train()
+    trainer.train()
     trainer.save_model()
     saved = load_file(f"{trainer.args.output_dir}/model.safetensors")
     return {
-        "sha256": parameters_sha256(trainer.model), "waited_s": max(waits), "late_s": lateness.most_s,
+        "sha256": parameters_sha256(trainer.model), "waited_s": max(waits),
         "refused": refused, "rounds": rounds[-1] - rounds[0] if rounds else 0, "steps": steps,
         "saved": all(torch.equal(saved[name], p) for name, p in trainer.model.named_parameters() if name in saved),
         "rates": [(line["step"], line["learning_rate"]) for line in trainer.state.log_history if "loss" in line],
@@ -129,11 +128,10 @@ def test_trainers_go_on_without_a_killed_one_and_it_comes_back_to_the_same_model
     finally:
         end_coordinator(tmp_path / "run")
     survivors, returned = outcomes[:2], outcomes[2]
-    late_s = max(one["late_s"] for one in outcomes)
     for one in survivors:
         assert one["rounds"] >= 2
-        # a message to the coordinator, its answer, and one between replicas, each of them woken late
-        assert one["waited_s"] <= status["grace_s"] + 3 * late_s
+        # nobody waits until the killed one is let go; how much longer than the grace depends on how busy the machine is
+        assert one["waited_s"] < status["silence_s"] / 4
     assert len({one["sha256"] for one in outcomes}) == 1 and all(one["saved"] for one in outcomes)
     assert returned["steps"][0] > FIRST_STEP, "it begins at the step of the run"
     assert "the run ends at step 160, and this trainer at 161; give it the same max_steps" in returned["refused"][0]

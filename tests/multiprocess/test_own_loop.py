@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from processes import Lateness, Processes, announce, free_port, values
+from processes import Processes, announce, free_port, values
 
 import thinwire
 from thinwire.elastic.coordinator_client import send_command
@@ -47,7 +47,7 @@ def train(folder: str, port: int, seed: int) -> dict[str, Any]:
     data = torch.Generator().manual_seed(seed)
     waits, rounds, first_step = [0.0], 0, None
     joined = thinwire.join(uri, model, inner, method=METHOD, steps=STEPS, replicas=3, folder=folder)
-    with Lateness() as lateness, joined as optimizer:
+    with joined as optimizer:
         assert isinstance(optimizer, torch.optim.Optimizer)
         first_number = optimizer.transport.replica
         while not optimizer.is_finished:
@@ -69,7 +69,7 @@ def train(folder: str, port: int, seed: int) -> dict[str, Any]:
     sha256 = parameters_sha256(model)
     return {
         "sha256": sha256, "waited_s": max(waits), "rounds": rounds, "first_step": first_step, "refused": refused,
-        "late_s": lateness.most_s, "joined_again": optimizer.transport.replica != first_number,
+        "joined_again": optimizer.transport.replica != first_number,
     }  # fmt: skip
 
 
@@ -110,12 +110,11 @@ def test_own_loops_go_on_without_a_killed_one_and_it_comes_back_to_the_same_mode
     finally:
         end_coordinator(tmp_path)
     survivors, returned = outcomes[:2], outcomes[2]
-    late_s = max(one["late_s"] for one in outcomes)
     for one in survivors:
         assert one["rounds"] >= 2
-        # a message to the coordinator, its answer, and one between replicas, each of them woken late
-        assert one["waited_s"] <= status["grace_s"] + 3 * late_s
-    assert status["grace_s"] < status["silence_s"]
+        # nobody waits until the killed one is let go; how much longer than the grace depends on how busy the machine is
+        assert one["waited_s"] < status["silence_s"] / 4
+    assert status["grace_s"] < status["silence_s"] / 4
     assert sorted(one["joined_again"] for one in outcomes) == [False, False, True]  # the expelled one, by itself
     assert returned["first_step"] > FIRST_STEP and len({one["sha256"] for one in outcomes}) == 1
     assert "the run trains a model of other parameters" in returned["refused"]
