@@ -161,6 +161,18 @@ def test_a_plan_of_a_site_gives_its_options_to_a_run_and_the_command_line_overri
     assert told == [f"each replica has 8 ranks, for the devices {' '.join(f'box/{n}' for n in range(8))}"]
 
 
+@pytest.mark.parametrize(("pp", "found"), [(1, ("documents", 12)), (2, ("windows", 8))])
+def test_a_plan_with_lengths_trains_on_documents_but_for_pipelines(
+    pp: int, found: tuple[str, int], tmp_path: Path
+) -> None:
+    degrees = {"pp": pp, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
+    order = [f"box/{n}" for n in range(pp)]
+    plan = _plan_file(tmp_path, degrees=degrees, rank_order=order, lengths={"sequences": 12})
+    words = ["--plan", str(plan)]
+    config, _ = planned(parse(words), words, say=lambda text: None)
+    assert (config.data.sequences, config.data.batch_size) == found
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -170,6 +182,8 @@ def test_a_plan_of_a_site_gives_its_options_to_a_run_and_the_command_line_overri
         ({"degrees": {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "cp": 1, "tp": 1}}, "degrees.dp_shard must be"),
         ({"micro_batch": True}, "micro_batch must be a whole number of 1 to 65536"),
         ({"rank_order": []}, "rank_order must name 1 devices"),
+        ({"lengths": 3}, "lengths must be an object, got 3"),
+        ({"lengths": {}}, "lengths.sequences must be a whole number of 1 to 65536"),
     ],
 )
 def test_a_damaged_plan_of_a_site_is_refused_by_the_place(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import DOCUMENTS, OPTIONS, Started, finish, result
 
 from thinwire.cli import plan as plan_command
+from thinwire.data.sampler import PADDING
 from thinwire.models.transformer import TransformerConfig, build_transformer
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, sent_numbers
 from thinwire.site.pipeline import StageLink, StageTimes, step_s
@@ -55,6 +57,15 @@ CUTS: dict[str, dict[str, Any]] = {
     "interleaved pipeline of tensor parallel ranks": {"pp": 2, "tp": 2, "interleave": 2, "micro_batch": 2},
     "interleaved pipeline of copies": {"pp": 2, "dp_replicate": 2, "interleave": 2, "micro_batch": 1},
 }
+
+
+# The same, on documents of unlike lengths: ranks have unlike rows and passes.
+DOCUMENT_CUTS: dict[str, dict[str, Any]] = {
+    "documents in shards": {"dp_shard": 4, "zero_stage": 3, "micro_batch": 1},
+    "documents shared by context parallel ranks": {"cp": 2, "dp_replicate": 2, "micro_batch": 2},
+    "documents in tensor parallel copies": {"dp_replicate": 2, "tp": 2, "micro_batch": 1, "recompute_layers": 2},
+}
+ROW_LENGTHS = (8, 1, 3, 8, 2, 5, 7, 1)
 
 
 # Seconds of a micro-batch on each rank, and passes of a step, where stages sleep instead of computing.
@@ -154,10 +165,19 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in made]
 
 
+def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the batches with the ends of rows missing, other rows in each."""
+    found = []
+    for number, (tokens, targets) in enumerate(batches()):
+        lengths = torch.tensor(ROW_LENGTHS[number:] + ROW_LENGTHS[:number])
+        found.append((tokens, targets.where(torch.arange(8) < lengths.unsqueeze(1), PADDING)))
+    return found
+
+
 def train(config: TrainConfig, model: Any, passes: Any) -> list[float]:
     inner = make_inner_optimizer(config, model)
     losses = []
-    for tokens, targets in batches():
+    for tokens, targets in documents() if config.data.sequences == "documents" else batches():
         losses.append(float(passes.backward(tokens, targets, factor=1.0)[0]))
         passes.clip()
         inner.step()
@@ -194,6 +214,14 @@ def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
             passes.backward(*batches()[0], factor=1.0)
         found[name] |= {"sent": sent.sent, "stage": mesh.stage}
         mesh.close()
+    for name, cut in DOCUMENT_CUTS.items():
+        config = options(sequences="documents", **cut)
+        mesh = make_mesh(config, device=torch.device("cpu"))
+        model = cut_model(build_transformer(SHAPE, seed=3).double(), config, mesh)
+        losses = train(config, model, ParallelPasses(config, model, mesh))
+        whole = whole_parameters(model, mesh)
+        found[name] = {"losses": losses, "whole": {n: t.flatten().tolist() for n, t in whole.items()}}
+        mesh.close()
     config = options(cp=4, zero_stage=1, micro_batch=4, autocast="bf16")
     mesh = make_mesh(config, device=torch.device("cpu"))
     model = cut_model(build_transformer(SHAPE, seed=3), config, mesh)
@@ -212,17 +240,17 @@ def cut_runs() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def alone() -> tuple[list[float], dict[str, torch.Tensor]]:
-    config = options()
+@cache
+def alone(**more: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    config = options(**more)
     model = build_transformer(SHAPE, seed=3).double()
     losses = train(config, model, LocalPasses(config, model, device=torch.device("cpu")))
     return losses, {name: parameter.detach().flatten() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", CUTS)
-def test_a_cut_model_trains_as_one_process(name: str, cut_runs: list[dict[str, Any]], alone: Any) -> None:
-    losses, parameters = alone
+@pytest.mark.parametrize("name", [*CUTS, *DOCUMENT_CUTS])
+def test_a_cut_model_trains_as_one_process(name: str, cut_runs: list[dict[str, Any]]) -> None:
+    losses, parameters = alone(sequences="documents") if name in DOCUMENT_CUTS else alone()
     for found in cut_runs:
         # losses are reported in float32
         assert found[name]["losses"] == pytest.approx(losses, abs=1e-6)
@@ -299,24 +327,33 @@ TWO_DEVICES = {
 }  # fmt: skip
 
 
-def test_train_runs_the_plan_of_a_site_as_one_rank_would_and_resumes_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_of_documents", [False, True], ids=["windows", "documents"])
+def test_train_runs_the_plan_of_a_site_as_one_rank_would_and_resumes_it(tmp_path: Path, is_of_documents: bool) -> None:
     site, plan, texts = tmp_path / "site.json", tmp_path / "plan.json", tmp_path / "texts"
     site.write_text(json.dumps(TWO_DEVICES))
     texts.mkdir()
     for number, text in enumerate(DOCUMENTS):
         (texts / f"{number}.txt").write_text(text)
     words = ["--inside", str(site), "--model", "nano", "--seq-len", "16", "--global-batch", "64", "--out", str(plan)]
+    if is_of_documents:
+        counts = {"format": "thinwire-lengths", "version": 1, "counts": {"16": 3, "4": 2}}
+        (tmp_path / "lengths.json").write_text(json.dumps(counts))
+        words += ["--lengths", str(tmp_path / "lengths.json")]
     assert plan_command.main(words) == 0
     planned = json.loads(plan.read_text())
     assert planned["degrees"]["dp_shard"] == 2 and planned["zero_stage"] == 2
+    batch = planned["lengths"]["sequences"] if is_of_documents else 4
     more = ["--steps", "8", "--data", str(texts), "--cache-dir", str(texts / ".cache"), "--method", "streaming-diloco",
             "--codec", "float32", "--no-samples", *OPTIONS]  # fmt: skip
     more = [word for place, word in enumerate(more) if "--batch-size" not in more[max(0, place - 1) : place + 1]]
-    out, alone = tmp_path / "run", tmp_path / "alone"
+    out, alone_out = tmp_path / "run", tmp_path / "alone"
     cut = finish(Started(["--plan", str(plan), "--out", str(out), *more]))
-    whole = finish(Started(["--batch-size", "4", "--out", str(alone), *more]))
+    sequences = "documents" if is_of_documents else "windows"
+    whole = finish(Started(["--batch-size", str(batch), "--sequences", sequences, "--out", str(alone_out), *more]))
     assert result(cut)["val_loss"] == pytest.approx(result(whole)["val_loss"], abs=1e-3)
-    assert result(cut)["tokens"] == result(whole)["tokens"] == 2 * 8 * 4 * 16
+    full = 2 * 8 * batch * 16
+    assert result(cut)["tokens"] == result(whole)["tokens"]
+    assert result(cut)["tokens"] < full if is_of_documents else result(cut)["tokens"] == full
     # shard by shard, each parameter crosses once, as it does whole; the second rank adds notes of its own
     more_bytes = result(cut)["payload_bytes"] - result(whole)["payload_bytes"]
     assert 0 <= more_bytes <= 4 * NOTE_BYTES

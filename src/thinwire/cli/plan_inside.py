@@ -78,6 +78,8 @@ def plan_inside(options: PlanOptions) -> int:
         write_whole(options.figure, image_file(line_chart(memory_chart(plan, name=options.model))))
         log(f"figure written to {options.figure}", command="plan")
     how = how_to_run(plan.best.layout.degrees, options.out, model=options.model)
+    if lengths is not None and plan.best.layout.degrees.pp > 1:
+        how += ", with equal windows: torch's pipelines take micro-batches of one shape"
     log(f"written to {options.out}; {how}", command="plan")
     return 0
 

@@ -1,4 +1,4 @@
-"""Batches of shuffled windows of a corpus: split among replicas without overlap, or lent in shards."""
+"""Batches of shuffled windows or documents of a corpus: split among replicas without overlap, or lent in shards."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from thinwire.data.token_files import TokenArray
 from thinwire.errors import CheckpointError, DataError
 from thinwire.shared_random import derive_seed
 
+PADDING = -1  # the target of a place that counts nothing
+_SCANNED_TOKENS = 2**24  # of a file, searched for ends of documents at once
+
 
 class Sampler:
     """An endless iterator over the batches of one replica.
@@ -24,17 +27,21 @@ class Sampler:
     `num_replicas`-th from the r-th on. So in an epoch each window is used by exactly one replica, once. A batch may end
     one epoch and begin the next; replicas whose share is one window larger begin the next epoch one window later.
 
+    With `end_of_text` whole documents take the place of windows. One of more than `seq_len` tokens is cut into pieces
+    of that length and a rest.
+
     Args:
         tokens: (tokens,) of any integer dtype, such as `Corpus.train`.
         replica: This replica, in [0, num_replicas).
         num_replicas: Number of replicas that share the corpus.
-        batch_size: Windows a batch.
-        seq_len: Tokens a window.
+        batch_size: Windows or documents a batch.
+        seq_len: Tokens a window, and at most in a document's piece.
         seed: The run's seed, the same on all replicas.
+        end_of_text: The token after each document; None for windows.
 
     Raises:
         ValueError: An argument is outside its range.
-        DataError: There are fewer windows than replicas.
+        DataError: There are fewer windows or documents than replicas.
 
     Example:
         >>> sampler = Sampler(np.arange(9), replica=0, num_replicas=1, batch_size=2, seq_len=4, seed=0)
@@ -44,8 +51,9 @@ class Sampler:
     """
 
     def __init__(
-        self, tokens: TokenArray, *, replica: int, num_replicas: int, batch_size: int, seq_len: int, seed: int
-    ) -> None:
+        self, tokens: TokenArray, *, replica: int, num_replicas: int, batch_size: int, seq_len: int, seed: int,
+        end_of_text: int | None = None,
+    ) -> None:  # fmt: skip
         for name, value in (("num_replicas", num_replicas), ("batch_size", batch_size), ("seq_len", seq_len)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -57,7 +65,18 @@ class Sampler:
             "seed": seed, "replica": replica, "num_replicas": num_replicas, "batch_size": batch_size,
             "seq_len": seq_len, "num_tokens": len(tokens),
         }  # fmt: skip
-        self.num_windows = count_windows(tokens, seq_len=seq_len, at_least=num_replicas, what="replica")
+        self._pieces: NDArray[np.int64] | None = None
+        if end_of_text is None:
+            self.num_windows = count_windows(tokens, seq_len=seq_len, at_least=num_replicas, what="replica")
+        else:
+            self._identity["end_of_text"] = end_of_text
+            self._pieces = document_pieces(tokens, end_of_text=end_of_text, seq_len=seq_len)
+            self.num_windows = len(self._pieces)
+            if self.num_windows < num_replicas:
+                raise DataError(
+                    f"the text has {self.num_windows} documents, and there are {num_replicas} replicas; give more "
+                    f"text, or leave --sequences documents out"
+                )
         self.epoch = 0
         self._position = 0
         self._shard = self._shard_of(0)
@@ -66,7 +85,10 @@ class Sampler:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, each (batch_size, seq_len) int64; a target is the token after its input."""
+        """Return inputs and targets, each (batch_size, seq_len) int64; a target is the token after its input.
+
+        Documents are as wide as the longest of the batch; targets behind the end of a shorter one are `PADDING`.
+        """
         wanted = self._identity["batch_size"]
         chosen: list[NDArray[np.int64]] = []
         while wanted:
@@ -78,7 +100,10 @@ class Sampler:
             self._position += len(taken)
             wanted -= len(taken)
             chosen.append(taken)
-        return windows(self._tokens, np.concatenate(chosen), seq_len=self._identity["seq_len"])
+        numbers = np.concatenate(chosen)
+        if self._pieces is not None:
+            return padded(self._tokens, self._pieces[numbers])
+        return windows(self._tokens, numbers, seq_len=self._identity["seq_len"])
 
     def state_dict(self) -> dict[str, int]:
         """Return the position and what it refers to, all integers."""
@@ -171,6 +196,41 @@ def windows(tokens: TokenArray, numbers: NDArray[np.int64], *, seq_len: int) -> 
     places = numbers[:, None] * seq_len + np.arange(seq_len + 1)
     read = torch.from_numpy(tokens[places].astype(np.int64))
     return read[:, :-1].contiguous(), read[:, 1:].contiguous()
+
+
+def document_pieces(tokens: TokenArray, *, end_of_text: int, seq_len: int) -> NDArray[np.int64]:
+    """Find the documents of a corpus, cut into pieces of at most `seq_len` targets.
+
+    Every token but the first of a document is a target once, its end of text included.
+
+    Returns:
+        (pieces, 2): the place of the first input, and the number of targets, at least 1.
+
+    Example:
+        >>> document_pieces(np.array([5, 6, 7, 0, 0, 8, 0]), end_of_text=0, seq_len=2).tolist()
+        [[0, 2], [2, 1], [5, 1]]
+    """
+    found = [
+        np.flatnonzero(tokens[first : first + _SCANNED_TOKENS] == end_of_text) + first
+        for first in range(0, len(tokens), _SCANNED_TOKENS)
+    ]
+    last = np.concatenate([*found, [len(tokens) - 1]]).astype(np.int64)  # where no end of text is behind the rest
+    starts = np.concatenate([[0], last[:-1] + 1])
+    counts = np.maximum(last - starts, 0)
+    num_pieces = -(-counts // seq_len)
+    number = np.arange(num_pieces.sum()) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    offsets = number * seq_len
+    sizes = np.minimum(np.repeat(counts, num_pieces) - offsets, seq_len)
+    return np.stack([np.repeat(starts, num_pieces) + offsets, sizes], axis=1)
+
+
+def padded(tokens: TokenArray, pieces: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Read pieces (batch, 2) of documents; return inputs and targets, each (batch, longest piece) int64."""
+    starts, sizes = pieces[:, :1], pieces[:, 1:]
+    places = np.arange(sizes.max() + 1)
+    read = torch.from_numpy(tokens[np.minimum(starts + places, len(tokens) - 1)].astype(np.int64))
+    is_there = torch.from_numpy(places[:-1] < sizes)
+    return read[:, :-1].where(is_there, 0), read[:, 1:].where(is_there, PADDING)
 
 
 # Newest shards kept in `ShardBatches.used`: each round counts all earlier use, so older shards are counted already.

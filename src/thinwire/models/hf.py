@@ -88,14 +88,15 @@ class HuggingFaceModel(nn.Module):
         found = self.model(input_ids=tokens, use_cache=True, **earlier)
         return found.logits[:, -1], getattr(found, "past_key_values", None)
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, tokens: Tensor, targets: Tensor, *, is_padded: bool = False) -> tuple[Tensor, Tensor]:
         """Return the loss to train on and the mean negative log-likelihood in nats, both float32.
 
         Args:
             tokens: (batch, seq) int64.
             targets: (batch, seq) int64, the token that follows each.
+            is_padded: Whether negative targets count nothing.
         """
-        return next_token_loss(self(tokens), targets, z_loss=self.z_loss)
+        return next_token_loss(self(tokens), targets, z_loss=self.z_loss, is_padded=is_padded)
 
 
 def build_hf_model(

@@ -60,8 +60,11 @@ class LanguageModel(Protocol):
     def max_seq_len(self) -> int:
         """Longest sequence, in tokens."""
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss to train on and the mean negative log-likelihood in nats, from (batch, seq) int64 each."""
+    def loss(self, tokens: Tensor, targets: Tensor, *, is_padded: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the loss to train on and the mean negative log-likelihood in nats, from (batch, seq) int64 each.
+
+        With `is_padded` negative targets count nothing.
+        """
 
     def decode(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
         """Return the logits after more tokens of a text, (batch, vocab_size), and a cache for the next call."""

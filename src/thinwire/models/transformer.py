@@ -54,7 +54,9 @@ def rms_norm(values: Tensor, gain: Tensor) -> Tensor:
     return normed
 
 
-def next_token_loss(logits: Tensor, targets: Tensor, *, z_loss: float) -> tuple[Tensor, Tensor]:
+def next_token_loss(
+    logits: Tensor, targets: Tensor, *, z_loss: float, is_padded: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return the mean of `nll + z_loss * log(Z)**2` over all positions, and the mean nll alone.
 
     The z-loss holds the normaliser log Z near zero, so that logits do not drift in long runs.
@@ -63,6 +65,7 @@ def next_token_loss(logits: Tensor, targets: Tensor, *, z_loss: float) -> tuple[
         logits: (..., vocab_size), any floating dtype; computed in float32, or in float64 where they are.
         targets: (...), int64, each in [0, vocab_size).
         z_loss: Weight of the second term, 1e-4 in the papers.
+        is_padded: Whether positions with negative targets are left out; without any position left both are 0.
 
     Returns:
         Two scalars in that dtype; only the first carries a gradient.
@@ -71,12 +74,21 @@ def next_token_loss(logits: Tensor, targets: Tensor, *, z_loss: float) -> tuple[
         arXiv 2309.14322, section 3.1.2; weight as in arXiv 2501.18512, section 3.
     """
     flat = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
+    wanted, weights = targets.reshape(-1), None
+    if is_padded:
+        weights = (wanted >= 0).to(flat.dtype)
+        weights /= weights.sum().clamp(min=1)
+        wanted = wanted.clamp(min=0)
     if torch.compiler.is_compiling():
         log_z = flat.logsumexp(-1)
-        nll = (log_z - flat.gather(1, targets.reshape(-1, 1)).squeeze(1)).mean()
-        return nll + z_loss * log_z.square().mean(), nll.detach()
-    both: tuple[Tensor, Tensor] = _NextTokenLoss.apply(flat, targets.reshape(-1), z_loss)  # type: ignore[no-untyped-call]
+        nll = _mean(log_z - flat.gather(1, wanted.unsqueeze(1)).squeeze(1), weights)
+        return nll + z_loss * _mean(log_z.square(), weights), nll.detach()
+    both: tuple[Tensor, Tensor] = _NextTokenLoss.apply(flat, wanted, z_loss, weights)  # type: ignore[no-untyped-call]
     return both
+
+
+def _mean(values: Tensor, weights: Tensor | None) -> Tensor:
+    return values.mean() if weights is None else values @ weights
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -102,25 +114,27 @@ class _RmsNorm(torch.autograd.Function):
 
 class _NextTokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, z_loss: float, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         log_z = logits.logsumexp(-1)
-        nll = (log_z - logits.gather(1, targets.unsqueeze(1)).squeeze(1)).mean()
-        ctx.save_for_backward(logits, targets, log_z)
+        nll = _mean(log_z - logits.gather(1, targets.unsqueeze(1)).squeeze(1), weights)
+        ctx.save_for_backward(logits, targets, log_z, weights)
         ctx.z_loss = z_loss
-        total = nll + z_loss * log_z.square().mean()
+        total = nll + z_loss * _mean(log_z.square(), weights)
         ctx.mark_non_differentiable(nll)
         return total, nll
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets, log_z = ctx.saved_tensors
-        share = grad / len(targets)
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, targets, log_z, weights = ctx.saved_tensors
+        share = (grad / len(targets)).expand(len(targets)) if weights is None else grad * weights
         # d log Z / d logits is the softmax; it is made once and turned into the gradient in place.
         softmax = (logits - log_z.unsqueeze(1)).exp_()
         grad_logits = softmax.mul_((share * (1 + 2 * ctx.z_loss * log_z)).unsqueeze(1))
-        grad_logits.scatter_add_(1, targets.unsqueeze(1), (-share).expand(len(targets), 1))
-        return grad_logits, None, None
+        grad_logits.scatter_add_(1, targets.unsqueeze(1), -share.unsqueeze(1))
+        return grad_logits, None, None, None
 
 
 ROTARY_BASE = 10_000.0
@@ -304,6 +318,7 @@ class Transformer(nn.Module):
         self.config = config
         self.recompute = False
         self.recomputed_blocks = 0
+        self.whole_rotation: tuple[Tensor, ...] = ()  # of all positions, where the model works on some
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RmsNorm(config.dim)
@@ -380,14 +395,15 @@ class Transformer(nn.Module):
         head = self.embedding.weight if self.head is None else self.head.weight
         return F.linear(self.norm(stream), head)
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, tokens: Tensor, targets: Tensor, *, is_padded: bool = False) -> tuple[Tensor, Tensor]:
         """Return the loss to train on (with z-loss) and the mean negative log-likelihood in nats, both float32.
 
         Args:
             tokens: (batch, seq) int64.
             targets: (batch, seq) int64, the token that follows each.
+            is_padded: Whether negative targets count nothing.
         """
-        return next_token_loss(self(tokens), targets, z_loss=self.config.z_loss)
+        return next_token_loss(self(tokens), targets, z_loss=self.config.z_loss, is_padded=is_padded)
 
     def _fill_rotation(self) -> None:
         device = self.embedding.weight.device
@@ -456,9 +472,15 @@ def share_sequences(model: Transformer, positions: Tensor, attend: Attend) -> No
         positions: (own positions,), int64, of `max_seq_len`.
         attend: Attention of the queries at these positions to the keys and values of all ranks.
     """
-    model.cosines, model.sines = model.cosines[positions], model.sines[positions]
+    model.whole_rotation = model.cosines, model.sines
+    take_positions(model, positions)
     for block in model.blocks:
         block.attention.attend = attend  # type: ignore[union-attr]
+
+
+def take_positions(model: Transformer, positions: Tensor) -> None:
+    """Let a decoder prepared by `share_sequences` work on other positions from now on."""
+    model.cosines, model.sines = (whole[positions] for whole in model.whole_rotation)
 
 
 def split_heads(model: Transformer, parts: int) -> None:

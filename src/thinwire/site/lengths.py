@@ -219,6 +219,27 @@ def pack(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
     return passes
 
 
+def padded_groups(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Group sequences of like lengths, so that each group, padded to its longest, has at most so many tokens.
+
+    A sequence that is longer than that is a group of its own.
+
+    Returns:
+        Places in `lengths` of each group, the longest sequences first.
+
+    Example:
+        >>> padded_groups([3, 8, 4, 2], max_tokens=8)
+        [[1], [2, 0], [3]]
+    """
+    groups: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return groups
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthsOutlook:
     """Mean step of sequences drawn from a histogram, by the way in which devices share them.

@@ -196,6 +196,12 @@ def read_site_plan(content: Mapping[str, Any]) -> SiteRun:
         raise DataError(f"rank_order must name {num_ranks} devices, got {short(order)}")
     if settings["zero_stage"] == 0:  # there is one shard
         del settings["zero_stage"]
+    lengths = content.get("lengths")
+    if lengths is not None and settings["pp"] == 1:  # torch's pipelines take micro-batches of one shape
+        if not isinstance(lengths, dict):
+            raise DataError(f"lengths must be an object, got {short(lengths)}; plan again with --lengths")
+        settings["sequences"] = "documents"
+        settings["batch_size"] = _count(lengths.get("sequences"), "lengths.sequences", least=1)
     return SiteRun(settings=settings, rank_order=tuple(order))
 
 

@@ -72,6 +72,8 @@ class DataConfig:
     """auto (the hf: model's own, else bpe), bpe (trained once on the data, then cached) or bytes."""
     batch_size: int | None = None
     """Sequences per step and replica. Default: 8."""
+    sequences: str = "windows"
+    """windows (of joined text, all of --seq-len tokens) or documents (whole, or in pieces of at most --seq-len)."""
     micro_batch: int | None = None
     """Sequences per forward pass, to save memory; gradients add up. Default: the whole batch."""
     cache_dir: Path | None = None
@@ -318,7 +320,7 @@ _CHOICES = {
     "tokenizer": ("auto", "bpe", "bytes"), "inner_optimizer": ("adamw", "adam", "sgd", "plain-sgd", "muon"),
     "schedule": ("cosine", "constant"), "autocast": ("none", "bf16"), "device": ("cpu", "cuda"),
     "exchange": ("auto", "all-gather", "two-phase"), "fragment_order": ("strided", "sequential"),
-    "on_finding": ON_FINDING,
+    "on_finding": ON_FINDING, "sequences": ("windows", "documents"),
 }  # fmt: skip
 _LEAST = {
     "steps": 1, "replicas": 1, "batch_size": 1, "seq_len": 1, "warmup_steps": 0, "weight_decay": 0, "clip_norm": 0,
@@ -496,7 +498,7 @@ def _bad_reach(config: TrainConfig) -> list[ValueError]:
 
 def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
     on_finding = config.run.on_finding
-    problems = _bad_elastic_model(config)
+    problems = [*_bad_elastic_model(config), *_bad_sequences(config)]
     if config.run.interface is not None and config.run.address is not None:
         why = "each of them says how the other hosts reach this one"
         problems.append(excluded("--interface", "--address", why=why, remedy="--interface alone"))
@@ -537,6 +539,19 @@ def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
 def default_sync_interval(model: str) -> int:
     """Return the default of `--sync-interval`, for methods that have one."""
     return 30 if model == "nano" else 100
+
+
+def _bad_sequences(config: TrainConfig) -> list[ValueError]:
+    if config.data.sequences == "windows":
+        return []
+    remedy = "to leave --sequences out"
+    if config.elastic.is_enabled:
+        why = "an elastic run lends windows of equal length"
+        return [excluded("--sequences documents", "--elastic", why=why, remedy=remedy)]
+    if config.parallel.pp > 1:
+        why = "torch's pipelines take micro-batches of one shape"
+        return [excluded("--sequences documents", "--pp", why=why, remedy=f"{remedy}, or another cut")]
+    return []
 
 
 def _bad_elastic_model(config: TrainConfig) -> list[ValueError]:

@@ -18,6 +18,7 @@ from thinwire.errors import CheckpointError, ThinwireError
 from thinwire.monitor.record.metrics import Meter, ReplicaCounts
 from thinwire.monitor.record.recorder import Recorder
 from thinwire.monitor.runlog.attempts import note_cost
+from thinwire.site.lengths import padded_groups
 from thinwire.sync.optimizer import DistributedOptimizer, checked_state
 from thinwire.training.build import lr_factor
 from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints
@@ -128,7 +129,8 @@ class LocalPasses:
     def __init__(self, config: TrainConfig, model: nn.Module, *, device: torch.device) -> None:
         self.timing = Passes(device)
         self._config, self._model, self._device = config, model, device
-        loss: Callable[[Tensor, Tensor], Batch] = model.loss  # type: ignore[assignment]
+        self._is_padded = config.data.sequences == "documents"
+        loss: Callable[..., Batch] = model.loss  # type: ignore[assignment]
         self._loss = _compiled(loss) if config.model.compile else loss
 
     def backward(self, tokens: Tensor, targets: Tensor, *, factor: float) -> Batch:
@@ -136,7 +138,7 @@ class LocalPasses:
         loss_sum, nll_sum = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
         for rows, row_targets, share in self._micro_batches(tokens, targets):
             with self.timing.forward(), self._autocast():
-                loss, nll = self._loss(rows, row_targets)
+                loss, nll = self._loss(rows, row_targets, is_padded=self._is_padded)
             with self.timing.backward():
                 (loss * share if share < 1 else loss).backward()  # type: ignore[no-untyped-call]
             loss_sum += share * loss.detach()
@@ -153,18 +155,32 @@ class LocalPasses:
         nll_sum = torch.zeros((), device=self._device)
         for rows, row_targets, share in self._micro_batches(tokens, targets):
             with self._autocast():
-                nll_sum += share * self._loss(rows, row_targets)[1]
+                nll_sum += share * self._loss(rows, row_targets, is_padded=self._is_padded)[1]
         return nll_sum
 
     def _micro_batches(self, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Yield the parts of a batch that are computed at once, each with its share of the batch."""
         size = self._config.data.micro_batch or len(tokens)
+        if self._is_padded:
+            lengths = num_targets(targets)
+            longest = self._config.model.seq_len or tokens.shape[1]
+            for places in padded_groups(lengths, max_tokens=size * longest):
+                part, width = torch.tensor(places, device=tokens.device), lengths[places[0]]
+                share = sum(lengths[place] for place in places) / sum(lengths)
+                yield tokens[part, :width], targets[part, :width], share
+            return
         for rows, row_targets in zip(torch.split(tokens, size), torch.split(targets, size), strict=True):
             yield rows, row_targets, len(rows) / len(tokens)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         enabled = self._config.model.autocast == "bf16"
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+def num_targets(targets: Tensor) -> list[int]:
+    """Return how many targets of each row (batch, seq) count: those that are no padding."""
+    found: list[int] = (targets >= 0).sum(1).tolist()
+    return found
 
 
 class LoopPolicy(Protocol):
@@ -411,14 +427,16 @@ class Training:
         factor = self.lr_factor()
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
-        tokens, targets = (part.to(self._device) for part in next(self._batches))
-        self._optimizer.count_tokens(tokens.numel())
+        tokens, targets = next(self._batches)
+        num_tokens = sum(num_targets(targets))
+        tokens, targets = tokens.to(self._device), targets.to(self._device)
+        self._optimizer.count_tokens(num_tokens)
         self._optimizer.next_stop = self._next_stop()
         asks_for_itself = self._optimizer.method.view.moment == "around_closure"
         nll = self._driven_step(tokens, targets) if asks_for_itself else self._plain_step(tokens, targets)
         self.step = self._optimizer.steps_done
         self._optimizer.zero_grad(set_to_none=True)
-        self._meter.train_step(nll, tokens=tokens.numel())
+        self._meter.train_step(nll, tokens=num_tokens)
         now_s = time.monotonic()
         if self._recorder is not None:
             # steps with an exchange would look like stalls if what it takes counted as their work
@@ -499,13 +517,13 @@ class Training:
         return is_last or bool(every and self.step % every == 0)
 
 
-def _compiled(loss: Callable[[Tensor, Tensor], Batch]) -> Callable[[Tensor, Tensor], Batch]:
+def _compiled(loss: Callable[..., Batch]) -> Callable[..., Batch]:
     """Compile at the first call; a failure of the compiler ends the run with one error instead of its traceback."""
     compiled = torch.compile(loss)
 
-    def run(tokens: Tensor, targets: Tensor) -> Batch:
+    def run(tokens: Tensor, targets: Tensor, *, is_padded: bool) -> Batch:
         try:
-            return compiled(tokens, targets)
+            return compiled(tokens, targets, is_padded=is_padded)
         except Exception as error:
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise

@@ -108,7 +108,7 @@ def _bad_with_ranks(config: TrainConfig) -> list[ValueError]:
         problems.append(refusal("--cp cuts each sequence into 2 equal parts a rank", got=f"{seq_len} tokens",
                                 allowed=f"multiples of {parts}", remedy=f"--seq-len {nearest}"))  # fmt: skip
     batch, per_pass = config.data.batch_size or _BATCH_SIZE, (config.data.micro_batch or 1) * own.data_ranks
-    if batch % per_pass:
+    if batch % per_pass and config.data.sequences == "windows":  # documents fill passes by their lengths
         problems.append(
             refusal("--batch-size is not divided by the sequences of a pass of all ranks", got=batch,
                     allowed=f"multiples of {per_pass}", remedy=f"--batch-size {-(-batch // per_pass) * per_pass}")

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from thinwire.data.sampler import PADDING
 from thinwire.errors import refusal
 from thinwire.models.transformer import (
     Transformer,
@@ -22,10 +23,13 @@ from thinwire.models.transformer import (
     next_token_loss,
     share_sequences,
     split_heads,
+    take_positions,
 )
 from thinwire.shared_random import derive_seed
+from thinwire.site.cost_model import decoder_shape
+from thinwire.site.lengths import assign_sequences, cost_of, padded_groups
 from thinwire.training.config import TrainConfig
-from thinwire.training.loop import Passes
+from thinwire.training.loop import Passes, num_targets
 from thinwire.transport.replica_mesh import ReplicaMesh
 from thinwire.transport.shards import drop_gathered, local_shard, named_failures, own_part
 
@@ -175,6 +179,7 @@ class ParallelPasses:
         self.timing = Passes(mesh.device)
         self._config, self._mesh = config, mesh
         self._model: Any = model
+        self._is_padded = config.data.sequences == "documents"
         self._pipeline = _Pipeline(config, model, mesh) if isinstance(model, PipelineChunks) else None
 
     def backward(self, tokens: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
@@ -186,10 +191,10 @@ class ParallelPasses:
                 for number, (rows, row_targets, share) in enumerate(passes):
                     self._prepare_pass(is_last=number == len(passes) - 1)
                     with self.timing.forward(), self._autocast():
-                        loss, nll = self._model.loss(rows, row_targets)
+                        loss, nll = self._loss(rows, row_targets)
                     # FSDP2 averages over the data-parallel ranks, so each weighs its own by its share of the batch
                     with self.timing.backward():
-                        (loss * (share * self._mesh.data_ranks)).backward()
+                        (loss * (share * self._mesh.data_ranks)).backward()  # type: ignore[no-untyped-call]
                     sums += share / self._mesh.size_of("cp") * torch.stack([loss.detach(), nll.detach()])
             else:
                 sums = self._pipeline.backward(passes, share=passes[0][2])
@@ -222,7 +227,7 @@ class ParallelPasses:
             for rows, row_targets, share in self._own_passes(tokens, targets):
                 with self._autocast():
                     if self._pipeline is None:
-                        nll = self._model.loss(rows, row_targets)[1]
+                        nll = self._loss(rows, row_targets)[1]
                     else:
                         nll = self._pipeline.nll(rows, row_targets)
                     total += share / self._mesh.size_of("cp") * nll
@@ -235,11 +240,50 @@ class ParallelPasses:
         summed = self._mesh.sum_over_data(own)
         return self._mesh.broadcast_from_stage(summed, self._mesh.size_of("pp") - 1).float()
 
+    def _loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if self._is_padded and self._mesh.size_of("cp") > 1:  # passes differ in width
+            width = tokens.shape[1] * self._mesh.size_of("cp")
+            take_positions(self._model, self._mesh.own_positions(width).to(tokens.device))
+        found: tuple[Tensor, Tensor] = self._model.loss(tokens, targets, is_padded=self._is_padded)
+        return found
+
+    def _own_documents(self, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Yield as `_own_passes`: rows go to the rank that is free first, and each pass holds rows of like lengths."""
+        lengths, ranks, parts = num_targets(targets), self._mesh.data_ranks, self._mesh.size_of("cp")
+        per_rank = -(-len(tokens) // ranks)
+        shape = self._model.config
+        cost = cost_of(
+            decoder_shape(layers=shape.layers, width=shape.dim, heads=shape.heads, vocab_size=shape.vocab_size,
+                          seq_len=shape.max_seq_len),
+            flops_per_s=1.0,
+        )  # fmt: skip
+        found = assign_sequences(lengths, num_devices=ranks, cost=cost, max_tokens=max(lengths), may_share=False)
+        most = (self._config.data.micro_batch or per_rank) * (self._config.model.seq_len or tokens.shape[1])
+        unit = 2 * parts if parts > 1 else 1  # ranks of cp share a sequence in equal parts
+        passes = []
+        for rank in range(ranks):
+            rows = found.of_device(rank)
+            groups = padded_groups([lengths[row] for row in rows], max_tokens=most)
+            passes.append([[rows[place] for place in group] for group in groups])
+        own = passes[self._mesh.data_rank]
+        for number in range(max(map(len, passes))):
+            rows = own[number] if number < len(own) else []
+            places = torch.tensor(rows or [lengths.index(min(lengths))], device=tokens.device)
+            width = -(-max(lengths[place] for place in places.tolist()) // unit) * unit
+            own_tokens = self._mesh.own_tokens(_as_wide(tokens[places], width, 0))
+            own_targets = self._mesh.own_tokens(_as_wide(targets[places], width, PADDING))
+            # each rank of cp takes the mean over its own positions
+            counted = int((own_targets >= 0).sum()) if rows else 0
+            yield own_tokens, own_targets, counted * parts / found.num_tokens
+
     def _own_passes(self, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Yield this rank's parts of a batch, equally many on all ranks, each with its rows' share of the batch.
 
         A rank without rows takes the first one with weight 0: a model cannot run on an empty batch.
         """
+        if self._is_padded:
+            yield from self._own_documents(tokens, targets)
+            return
         count, ranks, rank = len(tokens), self._mesh.data_ranks, self._mesh.data_rank
         per_rank = -(-count // ranks)
         size = min(self._config.data.micro_batch or per_rank, per_rank)
@@ -274,6 +318,11 @@ class ParallelPasses:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         enabled = self._config.model.autocast == "bf16"
         return torch.autocast(self._mesh.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+def _as_wide(rows: Tensor, width: int, value: int) -> Tensor:
+    """Return rows (batch, seq) cut or padded with a value to a width."""
+    return nn.functional.pad(rows[:, :width], (0, max(0, width - rows.shape[1])), value=value)
 
 
 class _Pipeline:

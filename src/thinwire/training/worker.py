@@ -112,6 +112,7 @@ def make_sampler(config: TrainConfig, corpus: Corpus, *, replica: int) -> Sample
     return Sampler(
         corpus.train, replica=replica, num_replicas=config.num_replicas, batch_size=config.data.batch_size,
         seq_len=config.model.seq_len, seed=config.run.seed,
+        end_of_text=corpus.tokenizer.end_of_text if config.data.sequences == "documents" else None,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.data import Sampler, validation_batches
+from thinwire.data.sampler import PADDING
 from thinwire.errors import CheckpointError, DataError
 
 SETTINGS: dict[str, Any] = {"replica": 0, "num_replicas": 2, "batch_size": 3, "seq_len": 4, "seed": 7}
@@ -55,6 +56,63 @@ def test_in_an_epoch_each_window_is_used_by_exactly_one_replica_once(
     ]
     assert sorted(window for share in shares for window in share) == list(range(num_windows))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=20), num_replicas=st.integers(1, 3),
+    rest=st.integers(0, 3), batch_size=st.integers(1, 4),
+)  # fmt: skip
+def test_in_an_epoch_of_documents_each_token_but_the_first_is_a_target_once(
+    lengths: list[int], num_replicas: int, rest: int, batch_size: int
+) -> None:
+    # each token says its document and its place there; 0 ends a document, and the last one may have no end
+    texts = [[100 * (n + 1) + place for place in range(length)] for n, length in enumerate([*lengths, rest])]
+    tokens = np.array([token for text in texts[:-1] for token in (*text, 0)] + texts[-1])
+    wanted = sorted(
+        (text[place], text[place + 1] if place + 1 < len(text) else 0)
+        for number, text in enumerate(texts)
+        for place in range(len(text) - (number == len(texts) - 1))
+    )
+    if sum(-(-length // 4) for length in lengths) + -(-max(0, rest - 1) // 4) < num_replicas:
+        with pytest.raises(DataError, match="documents, and there are"):
+            Sampler(tokens, replica=0, num_replicas=num_replicas, batch_size=1, seq_len=4, seed=3, end_of_text=0)
+        return
+    seen = []
+    for replica in range(num_replicas):
+        # one by one, so that no batch begins the next epoch
+        sampler = Sampler(
+            tokens, replica=replica, num_replicas=num_replicas, batch_size=1, seq_len=4, seed=3, end_of_text=0
+        )
+        for inputs, targets in sampler:
+            if sampler.epoch:
+                break
+            assert 1 <= inputs.shape[1] <= 4 and (targets >= 0).all()
+            seen += list(zip(inputs[0].tolist(), targets[0].tolist(), strict=True))
+    assert sorted(seen) == wanted
+    if wanted:
+        several = Sampler(
+            tokens, replica=0, num_replicas=1, batch_size=batch_size, seq_len=4, seed=3, end_of_text=0
+        )  # fmt: skip
+        inputs, targets = next(several)
+        assert inputs.shape == targets.shape and inputs.shape[0] == batch_size
+        counts = (targets >= 0).sum(1)
+        assert counts.max() == inputs.shape[1] and counts.min() >= 1
+        for row, count in zip(targets, counts, strict=True):
+            assert (row[count:] == PADDING).all()
+
+
+def test_documents_go_on_from_a_state_of_documents_alone() -> None:
+    tokens = np.array([5, 6, 0, 7, 0, 8, 9, 4, 0, 3, 0])
+    first, second, windows = (Sampler(tokens, **SETTINGS, **more) for more in ({"end_of_text": 0},) * 2 + ({},))
+    for _ in range(3):
+        next(first)
+    second.load_state_dict(first.state_dict())
+    for _ in range(4):
+        for one, other in zip(next(first), next(second), strict=True):
+            assert torch.equal(one, other)
+    with pytest.raises(CheckpointError, match="no state of a sampler"):
+        windows.load_state_dict(first.state_dict())
 
 
 def test_every_epoch_has_an_order_of_its_own() -> None:

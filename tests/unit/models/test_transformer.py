@@ -269,6 +269,23 @@ def test_the_losss_written_gradient_is_autograds(z_loss: float) -> None:
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("is_compiling", [False, True])
+def test_positions_without_a_target_count_nothing(is_compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 4, 7, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([[1, 2, 3, 4], [5, -1, -1, -1], [0, 6, -1, -1]])
+    there = targets >= 0
+    wanted = next_token_loss(logits[there], targets[there], z_loss=0.1)
+    found = next_token_loss(logits, targets, z_loss=0.1, is_padded=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    (gradient,), (wanted_gradient,) = (torch.autograd.grad(one[0], logits) for one in (found, wanted))
+    torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-12, atol=1e-15)
+    nothing = next_token_loss(logits, torch.full((3, 4), -1), z_loss=0.1, is_padded=True)
+    assert nothing[0].item() == nothing[1].item() == 0.0
+    assert not torch.autograd.grad(nothing[0], logits)[0].any()
+
+
 def test_the_loss_of_bf16_logits_is_computed_in_float32() -> None:
     logits = torch.full((1, 1, 4096), 0.5, dtype=torch.bfloat16)
     total, nll = next_token_loss(logits, torch.zeros(1, 1, dtype=torch.int64), z_loss=0.0)

@@ -15,7 +15,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from thinwire.errors import DataError
 from thinwire.site.cost_model import decoder_shape
-from thinwire.site.lengths import SequenceCost, assign_sequences, cost_of, load_lengths, pack
+from thinwire.site.lengths import SequenceCost, assign_sequences, cost_of, load_lengths, pack, padded_groups
 
 PLAIN = SequenceCost(seconds_per_token=1.0)
 CURVED = SequenceCost(seconds_per_token=1e-3, seconds_per_pair=1e-6)
@@ -30,6 +30,17 @@ def best_of_all(lengths: list[int], *, num_devices: int, cost: SequenceCost) -> 
             loads[device] += cost.alone_s(length)
         least = min(least, max(loads))
     return least
+
+
+@given(lengths=st.lists(st.integers(1, 20), max_size=30), max_tokens=st.integers(1, 60))
+def test_groups_of_like_lengths_hold_each_sequence_once_and_little_padding(lengths: list[int], max_tokens: int) -> None:
+    groups = padded_groups(lengths, max_tokens=max_tokens)
+    assert sorted(place for group in groups for place in group) == list(range(len(lengths)))
+    for group in groups:
+        assert len(group) * lengths[group[0]] <= max_tokens or len(group) == 1
+        assert lengths[group[0]] == max(lengths[place] for place in group)
+    longest = [lengths[group[0]] for group in groups]
+    assert longest == sorted(longest, reverse=True)
 
 
 @settings(max_examples=40)

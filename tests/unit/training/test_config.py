@@ -126,6 +126,11 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
         ({"clip_norm": float("nan")}, "--clip-norm is too small; got nan"),
         ({"join_deadline_s": 0.0}, "--join-deadline-s is not above 0"),
         ({"interface": "eth0", "address": "10.0.0.1"}, "--interface does not go with --address"),
+        (
+            {"sequences": "documents", "elastic": True},
+            "--sequences documents does not go with --elastic: an",
+        ),
+        ({"sequences": "documents", "pp": 2}, "--sequences documents does not go with --pp: torch's pipelines"),
         ({"exchange": "ring"}, "unknown --exchange; got 'ring'; allowed auto, all-gather, two-phase"),
     ],
 )

@@ -48,10 +48,29 @@ def test_micro_batches_give_the_gradient_and_the_losses_of_the_whole_batch(micro
 def test_at_most_a_micro_batch_is_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_transformer(SHAPE, seed=0)
     plain, seen = model.loss, list[int]()
-    monkeypatch.setattr(model, "loss", lambda tokens, targets: (seen.append(len(tokens)), plain(tokens, targets))[1])
+    monkeypatch.setattr(model, "loss", lambda tokens, *more, **how: (seen.append(len(tokens)), plain(tokens, *more))[1])
     tokens = torch.zeros(5, 8, dtype=torch.int64)
     passes_of(model, micro_batch=2).backward(tokens, tokens, factor=1.0)
     assert seen == [2, 2, 1]
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1, 2])
+def test_documents_give_the_gradient_of_their_tokens_one_by_one(micro_batch: int | None) -> None:
+    tokens = np.concatenate([TOKENS[:18] % 30 + 1, [0], TOKENS[18:21] % 30 + 1, [0], TOKENS[21:26] % 30 + 1, [0]])
+    batches = Sampler(tokens, replica=0, num_replicas=1, batch_size=5, seq_len=8, seed=0, end_of_text=0)
+    model, reference = (build_transformer(SHAPE, seed=0).double() for _ in range(2))
+    passes = passes_of(model, sequences="documents", seq_len=8, micro_batch=micro_batch)
+    inputs, targets = next(batches)
+    loss, nll = passes.backward(inputs, targets, factor=1.0)
+    rows = [(row[wanted >= 0], wanted[wanted >= 0]) for row, wanted in zip(inputs, targets, strict=True)]
+    assert sorted(len(row) for row, _ in rows) == [2, 3, 5, 8, 8]
+    losses = [reference.loss(row.unsqueeze(0), wanted.unsqueeze(0)) for row, wanted in rows]
+    means = [sum(len(row) * one[n] for (row, _), one in zip(rows, losses, strict=True)) / 26 for n in (0, 1)]
+    means[0].backward()
+    # losses are added up in float32
+    torch.testing.assert_close((loss.double(), nll.double()), (means[0].detach(), means[1]), rtol=1e-6, atol=0)
+    for own, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-9, atol=1e-14)
 
 
 def training_of(run_dir: Path, *, frozen_seed: int) -> Training:
