@@ -161,6 +161,28 @@ def test_a_plan_of_a_site_gives_its_options_to_a_run_and_the_command_line_overri
     assert told == [f"each replica has 8 ranks, for the devices {' '.join(f'box/{n}' for n in range(8))}"]
 
 
+@pytest.mark.parametrize(
+    ("rank", "host", "is_right"),
+    [("2", "eva", True), ("0", "eva", False), ("5", "eva", False), ("6", "eva", True), ("0", "elsewhere", True)],
+)
+def test_a_rank_on_another_host_than_planned_is_refused(
+    rank: str, host: str, is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1}
+    plan = _plan_file(tmp_path, degrees=degrees, zero_stage=3, rank_order=["ada/0", "ada/1", "eva/0", "eva/1"])
+    monkeypatch.setattr("socket.gethostname", lambda: host)
+    words = ["--plan", str(plan)]
+    planned(parse(words), words, say=lambda text: None)  # without torchrun all ranks start here
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    if is_right:
+        assert planned(parse(words), words, say=lambda text: None)[0].parallel.dp_shard == 4
+        return
+    reason = f"rank {rank} on another host; got eva; allowed ada; try torchrun on the hosts in the order ada eva"
+    with pytest.raises(ValueError, match=f"{reason}: --node-rank 1 here"):
+        planned(parse(words), words, say=lambda text: None)
+
+
 @pytest.mark.parametrize(("pp", "found"), [(1, ("documents", 12)), (2, ("windows", 8))])
 def test_a_plan_with_lengths_trains_on_documents_but_for_pipelines(
     pp: int, found: tuple[str, int], tmp_path: Path

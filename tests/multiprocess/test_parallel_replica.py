@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import time
 from functools import cache
 from pathlib import Path
@@ -12,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from namespaces import ADDRESSES, CABLE, NAMES, Hosts
 from processes import run, values
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_runs import DOCUMENTS, OPTIONS, Started, finish, result
+from training_runs import COMMAND, DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, result
 
 from thinwire.cli import plan as plan_command
 from thinwire.data.sampler import PADDING
@@ -362,6 +365,44 @@ def test_train_runs_the_plan_of_a_site_as_one_rank_would_and_resumes_it(tmp_path
     (out / "summary.json").unlink()
     resumed = finish(Started(["--resume", str(out), "--quiet", "--json"]))
     assert result(resumed)["global_parameters_sha256"] == result(cut)["global_parameters_sha256"]
+
+
+def test_a_replica_of_two_hosts_trains_as_planned_and_a_rank_on_the_wrong_one_is_refused(
+    tmp_path: Path, hosts: Hosts
+) -> None:
+    plan, texts = tmp_path / "plan.json", tmp_path / "texts"
+    node = {"devices": 1, "memory_bytes": "16 GB", "flops_per_s": 1e11, "bandwidth_bits_per_s": "10gbit",
+            "latency_s": "50us"}  # fmt: skip
+    site = {"format": "thinwire-site", "version": 1, "nodes": [{"name": name, **node} for name in NAMES],
+            "between_nodes": {"bandwidth_bits_per_s": "10gbit", "latency_s": "50us"}}  # fmt: skip
+    (tmp_path / "site.json").write_text(json.dumps(site))
+    texts.mkdir()
+    for number, text in enumerate(DOCUMENTS):
+        (texts / f"{number}.txt").write_text(text)
+    words = ["--inside", str(tmp_path / "site.json"), "--model", "nano", "--seq-len", "16", "--global-batch", "64"]
+    assert plan_command.main([*words, "--out", str(plan)]) == 0
+    assert json.loads(plan.read_text())["rank_order"] == [f"{name}/0" for name in NAMES]
+    more = ["--steps", "4", "--data", str(texts), "--cache-dir", str(texts / ".cache"), "--method", "streaming-diloco",
+            "--no-samples", *OPTIONS]  # fmt: skip
+    more = [word for place, word in enumerate(more) if "--batch-size" not in more[max(0, place - 1) : place + 1]]
+
+    def start(rank: int, *, host: int) -> subprocess.Popen[str]:
+        own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+               "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29401", "GLOO_SOCKET_IFNAME": CABLE}  # fmt: skip
+        enter = ["nsenter", f"--net={hosts.place(host)[0]}", "unshare", "--uts", "sh", "-c",
+                 'hostname "$0" && exec "$@"', NAMES[host]]  # fmt: skip
+        line = [*enter, *COMMAND, "--plan", str(plan), "--out", str(tmp_path / f"host-{rank}"), *more]
+        piped = subprocess.PIPE
+        return subprocess.Popen(line, env={**os.environ, **own}, stdout=piped, stderr=piped, text=True)
+
+    wrong = start(1, host=0)
+    stderr = wrong.communicate(timeout=DEADLINE_S)[1]
+    assert wrong.returncode == 2 and f"rank 1 on another host; got {NAMES[0]}; allowed {NAMES[1]}" in stderr, stderr
+    both = [start(rank, host=rank) for rank in (0, 1)]
+    said = [one.communicate(timeout=DEADLINE_S) for one in both]
+    assert [one.returncode for one in both] == [0, 0], said
+    whole = finish(Started(["--batch-size", "4", "--replicas", "1", "--out", str(tmp_path / "alone"), *more]))
+    assert json.loads(said[0][0])["val_loss"] == pytest.approx(result(whole)["val_loss"], abs=1e-3)
 
 
 @pytest.mark.parametrize(("rank", "name"), [(1, "replica 0 rank 1"), (2, "replica 1")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,17 +87,51 @@ def _from_file(given: TrainConfig, path: Path, arguments: Sequence[str], *, say:
     return _filled(given, found, arguments, step_s=read.prediction.step_s)
 
 
-def _site_settings(content: Mapping[str, Any], *, say: Callable[[str], None]) -> dict[str, Any]:
+def _site_settings(
+    content: Mapping[str, Any], *, say: Callable[[str], None], replica: int | None = None
+) -> dict[str, Any]:
     """Return the options that a plan inside a site decides.
+
+    Args:
+        content: Of the plan's file.
+        say: Told where the ranks belong.
+        replica: Which one the plan is for; None for all.
 
     Raises:
         DataError: It is a damaged plan of a site.
+        ValueError: This rank is on another host than planned.
     """
     from thinwire.site.search import read_site_plan
 
     read = read_site_plan(content)
     say(f"each replica has {len(read.rank_order)} ranks, for the devices {_few(read.rank_order)}")
+    if replica is None or replica == _own_rank() // len(read.rank_order):
+        _check_place(read.rank_order)
     return dict(read.settings)
+
+
+def _own_rank() -> int:
+    """Return torchrun's number of this process, 0 where it does not run."""
+    text = os.environ.get("RANK", "") if world_size() is not None else ""
+    return int(text) if text.isdecimal() else 0
+
+
+def _check_place(rank_order: Sequence[str]) -> None:
+    """Refuse a rank on another host than planned; a site whose nodes are not called as hosts tells nothing.
+
+    Raises:
+        ValueError: It is; names both hosts.
+    """
+    own, rank = socket.gethostname(), _own_rank()
+    nodes = [device.rpartition("/")[0] for device in rank_order]
+    wanted = nodes[rank % len(nodes)]
+    if world_size() is None or own not in nodes or own == wanted:
+        return
+    order = list(dict.fromkeys(nodes))
+    raise refusal(
+        f"the plan places rank {rank} on another host", got=own, allowed=wanted,
+        remedy=f"torchrun on the hosts in the order {_few(order)}: --node-rank {order.index(own)} here",
+    )  # fmt: skip
 
 
 def _settings_of_sites(found: object, hosts: Sequence[str], *, say: Callable[[str], None]) -> dict[str, Any]:
@@ -109,7 +144,7 @@ def _settings_of_sites(found: object, hosts: Sequence[str], *, say: Callable[[st
         return {}
     if not isinstance(found, dict) or not all(isinstance(found.get(name), dict) for name in hosts):
         raise DataError(f"inside must hold the plan of each of {_few(hosts)}; plan again with thinwire plan --inside")
-    settings = [_site_settings(found[name], say=say) for name in hosts]
+    settings = [_site_settings(found[name], say=say, replica=number) for number, name in enumerate(hosts)]
     for name, own in zip(hosts, settings, strict=True):
         other = next((key for key in own if own[key] != settings[0].get(key)), None)
         if other is not None:
