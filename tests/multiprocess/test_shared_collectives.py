@@ -85,6 +85,8 @@ def train_beneath(kind: str) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
     optimizer.abandon()
+    # a reducer of DDP that outlives its group destroys it, which can hang in torch 2.13 (gloo's thread needs the GIL)
+    del whole
     transport.close()
     return [str(one.message) for one in caught if one.category is SharedCollectivesWarning]
 

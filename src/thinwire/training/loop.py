@@ -130,6 +130,7 @@ class LocalPasses:
         self.timing = Passes(device)
         self._config, self._model, self._device = config, model, device
         self._is_padded = config.data.sequences == "documents"
+        self._how = {"is_padded": True} if self._is_padded else {}  # other models need not know of padding
         loss: Callable[..., Batch] = model.loss  # type: ignore[assignment]
         self._loss = _compiled(loss) if config.model.compile else loss
 
@@ -138,7 +139,7 @@ class LocalPasses:
         loss_sum, nll_sum = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
         for rows, row_targets, share in self._micro_batches(tokens, targets):
             with self.timing.forward(), self._autocast():
-                loss, nll = self._loss(rows, row_targets, is_padded=self._is_padded)
+                loss, nll = self._loss(rows, row_targets, **self._how)
             with self.timing.backward():
                 (loss * share if share < 1 else loss).backward()  # type: ignore[no-untyped-call]
             loss_sum += share * loss.detach()
@@ -155,7 +156,7 @@ class LocalPasses:
         nll_sum = torch.zeros((), device=self._device)
         for rows, row_targets, share in self._micro_batches(tokens, targets):
             with self._autocast():
-                nll_sum += share * self._loss(rows, row_targets, is_padded=self._is_padded)[1]
+                nll_sum += share * self._loss(rows, row_targets, **self._how)[1]
         return nll_sum
 
     def _micro_batches(self, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
@@ -521,9 +522,9 @@ def _compiled(loss: Callable[..., Batch]) -> Callable[..., Batch]:
     """Compile at the first call; a failure of the compiler ends the run with one error instead of its traceback."""
     compiled = torch.compile(loss)
 
-    def run(tokens: Tensor, targets: Tensor, *, is_padded: bool) -> Batch:
+    def run(tokens: Tensor, targets: Tensor, **how: bool) -> Batch:
         try:
-            return compiled(tokens, targets, is_padded=is_padded)
+            return compiled(tokens, targets, **how)
         except Exception as error:
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
