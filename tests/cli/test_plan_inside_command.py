@@ -189,7 +189,7 @@ def test_a_plan_with_lengths_trains_on_documents_but_for_pipelines(
 ) -> None:
     degrees = {"pp": pp, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
     order = [f"box/{n}" for n in range(pp)]
-    plan = _plan_file(tmp_path, degrees=degrees, rank_order=order, lengths={"sequences": 12})
+    plan = _plan_file(tmp_path, degrees=degrees, rank_order=order, lengths={"pieces": 12})
     words = ["--plan", str(plan)]
     config, _ = planned(parse(words), words, say=lambda text: None)
     assert (config.data.sequences, config.data.batch_size) == found
@@ -205,7 +205,7 @@ def test_a_plan_with_lengths_trains_on_documents_but_for_pipelines(
         ({"micro_batch": True}, "micro_batch must be a whole number of 1 to 65536"),
         ({"rank_order": []}, "rank_order must name 1 devices"),
         ({"lengths": 3}, "lengths must be an object, got 3"),
-        ({"lengths": {}}, "lengths.sequences must be a whole number of 1 to 65536"),
+        ({"lengths": {}}, "lengths.pieces must be a whole number of 1 to 65536"),
     ],
 )
 def test_a_damaged_plan_of_a_site_is_refused_by_the_place(

@@ -339,13 +339,13 @@ def test_train_runs_the_plan_of_a_site_as_one_rank_would_and_resumes_it(tmp_path
         (texts / f"{number}.txt").write_text(text)
     words = ["--inside", str(site), "--model", "nano", "--seq-len", "16", "--global-batch", "64", "--out", str(plan)]
     if is_of_documents:
-        counts = {"format": "thinwire-lengths", "version": 1, "counts": {"16": 3, "4": 2}}
+        counts = {"format": "thinwire-lengths", "version": 1, "counts": {"40": 1, "16": 2, "4": 2}}
         (tmp_path / "lengths.json").write_text(json.dumps(counts))
         words += ["--lengths", str(tmp_path / "lengths.json")]
     assert plan_command.main(words) == 0
     planned = json.loads(plan.read_text())
     assert planned["degrees"]["dp_shard"] == 2 and planned["zero_stage"] == 2
-    batch = planned["lengths"]["sequences"] if is_of_documents else 4
+    batch = planned["lengths"]["pieces"] if is_of_documents else 4
     more = ["--steps", "8", "--data", str(texts), "--cache-dir", str(texts / ".cache"), "--method", "streaming-diloco",
             "--codec", "float32", "--no-samples", *OPTIONS]  # fmt: skip
     more = [word for place, word in enumerate(more) if "--batch-size" not in more[max(0, place - 1) : place + 1]]

@@ -254,7 +254,7 @@ def _lengths_outlook(plan: SitePlan, counts: Mapping[int, int]) -> LengthsOutloo
     return length_outlook(
         counts, num_devices=degrees.num_devices // per_rank, cost=cost,
         max_tokens=_tokens_that_fit(plan),
-        step_tokens=best.layout.global_batch * plan.model.seq_len,
+        step_tokens=best.layout.global_batch * plan.model.seq_len, piece_tokens=plan.model.seq_len,
     )  # fmt: skip
 
 

@@ -246,6 +246,7 @@ class LengthsOutlook:
 
     Attributes:
         sequences: Of a step.
+        pieces: Of a step, where each sequence is cut into pieces of at most `piece_tokens`.
         mean_tokens: Of a sequence.
         longest: Tokens of the longest sequence.
         step_s: Seconds where every sequence goes to the device that is free first; see `assign_sequences`.
@@ -256,6 +257,7 @@ class LengthsOutlook:
     """
 
     sequences: int
+    pieces: int
     mean_tokens: float
     longest: int
     step_s: float
@@ -266,8 +268,9 @@ class LengthsOutlook:
 
 
 def length_outlook(
-    counts: Mapping[int, int], *, num_devices: int, cost: SequenceCost, max_tokens: int, step_tokens: int
-) -> LengthsOutlook:
+    counts: Mapping[int, int], *, num_devices: int, cost: SequenceCost, max_tokens: int, step_tokens: int,
+    piece_tokens: int,
+) -> LengthsOutlook:  # fmt: skip
     """Draw steps from a histogram and time them.
 
     Args:
@@ -276,6 +279,7 @@ def length_outlook(
         cost: Of a sequence.
         max_tokens: Most tokens of a sequence that a device can hold.
         step_tokens: Tokens of a step, about.
+        piece_tokens: Most tokens of a piece in training.
 
     Raises:
         ValueError: The longest sequence does not fit all devices together.
@@ -291,8 +295,10 @@ def length_outlook(
     found = [assign_sequences(step, num_devices=num_devices, cost=cost, max_tokens=max_tokens) for step in steps]
     groups = [len(one.devices) for step in found for one in step.sequences]
     each = -(-size // num_devices)
+    num_pieces = sum(count * ceil(length / piece_tokens) for length, count in counts.items()) / sum(weights)
     return LengthsOutlook(
-        sequences=size, mean_tokens=mean, longest=max(lengths), step_s=fmean(one.step_s for one in found),
+        sequences=size, pieces=round(size * num_pieces), mean_tokens=mean, longest=max(lengths),
+        step_s=fmean(one.step_s for one in found),
         in_turn_s=fmean(
             max(sum(map(cost.alone_s, step[device::num_devices])) for device in range(num_devices)) for step in steps
         ),

@@ -201,7 +201,7 @@ def read_site_plan(content: Mapping[str, Any]) -> SiteRun:
         if not isinstance(lengths, dict):
             raise DataError(f"lengths must be an object, got {short(lengths)}; plan again with --lengths")
         settings["sequences"] = "documents"
-        settings["batch_size"] = _count(lengths.get("sequences"), "lengths.sequences", least=1)
+        settings["batch_size"] = _count(lengths.get("pieces"), "lengths.pieces", least=1)
     return SiteRun(settings=settings, rank_order=tuple(order))
 
 
