@@ -73,20 +73,28 @@ ROW_LENGTHS = (8, 1, 3, 8, 2, 5, 7, 1)
 
 # Seconds of a micro-batch on each rank, and passes of a step, where stages sleep instead of computing.
 FORWARD_S, BACKWARD_S, PASSES = 0.15, 0.3, 8
-# A busy machine wakes a sleeping stage late: the best of so many steps is compared.
-ATTEMPTS, WITHIN = 4, 0.05
+# A busy machine wakes a sleeping stage late: predicted is the step of stages that sleep as long as these did, and the
+# best of so many steps is compared.
+ATTEMPTS, WITHIN = 12, 0.05
+SLEPT_S: dict[str, list[float]] = {"forward": [], "backward": []}
+
+
+def sleep(direction: str, seconds: float) -> None:
+    began_s = time.monotonic()
+    time.sleep(seconds)
+    SLEPT_S[direction].append(time.monotonic() - began_s)
 
 
 class _Slept(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
-        time.sleep(forward_s)
+        sleep("forward", forward_s)
         ctx.backward_s = backward_s
         return values.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        time.sleep(ctx.backward_s)
+        sleep("backward", ctx.backward_s)
         return grad, None, None
 
 
@@ -101,26 +109,26 @@ class SleepingStage(torch.nn.Module):
         return slept
 
 
-def predicted_s(chunks: int) -> float:
-    stages = [StageTimes(forward_s=FORWARD_S / chunks, backward_s=BACKWARD_S / chunks)] * (4 * chunks)
-    return step_s(stages, [StageLink()] * 4, num_micro_batches=PASSES, interleave=chunks)
-
-
-def makespans(mesh: Any, *, chunks: int) -> list[float]:
-    """Return the times of steps of a pipeline of sleeping stages, until one is as long as predicted."""
+def makespans(mesh: Any, *, chunks: int) -> list[tuple[float, float]]:
+    """Return measured and predicted times of steps of a pipeline of sleeping stages, until they agree."""
     stages = [SleepingStage(1 / chunks) for _ in range(chunks)]
     schedule = mesh.pipeline(stages, num_micro_batches=PASSES, loss=lambda found, wanted: (found - wanted).sum())
-    rows, found = torch.zeros(PASSES, 2), []
+    rows, found = torch.zeros(PASSES, 2), list[tuple[float, float]]()
     for attempt in range(ATTEMPTS + 1):
+        for slept in SLEPT_S.values():
+            slept.clear()
         mesh.sum(torch.zeros(1))  # a barrier
         began_s = time.monotonic()
         first = (rows,) if mesh.stage == 0 else ()
         schedule.step(*first, **({"target": rows, "losses": []} if mesh.stage == 3 else {}))
         mesh.sum(torch.zeros(1))
         took_s = float(mesh.broadcast_from_stage(torch.tensor([time.monotonic() - began_s]), 0))
+        means = mesh.sum(torch.tensor([sum(slept) / len(slept) for slept in SLEPT_S.values()])) / 4
+        times = StageTimes(forward_s=float(means[0]), backward_s=float(means[1]))
+        predicted_s = step_s([times] * 4 * chunks, [StageLink()] * 4, num_micro_batches=PASSES, interleave=chunks)
         if attempt:  # the first step asks for shapes too
-            found.append(took_s)
-            if abs(took_s / predicted_s(chunks) - 1) <= WITHIN:
+            found.append((took_s, predicted_s))
+            if abs(took_s / predicted_s - 1) <= WITHIN:
                 break
     return found
 
@@ -239,7 +247,7 @@ def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def cut_runs() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = values(run(rank, num_ranks=4, arguments={"cuts": CUTS}, deadline_s=240))
+    found: list[dict[str, Any]] = values(run(rank, num_ranks=4, arguments={"cuts": CUTS}, deadline_s=480))
     return found
 
 
@@ -274,8 +282,13 @@ def test_sequences_are_shared_in_bfloat16_too(cut_runs: list[dict[str, Any]]) ->
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_step_of_a_pipeline_takes_as_long_as_predicted(chunks: int, cut_runs: list[dict[str, Any]]) -> None:
     measured = cut_runs[0]["makespans"][str(chunks)]
-    error = min(abs(took_s / predicted_s(chunks) - 1) for took_s in measured)
-    assert error <= WITHIN, f"predicted {predicted_s(chunks):.3f} s, measured {measured}"
+    asked_s = step_s(
+        [StageTimes(forward_s=FORWARD_S / chunks, backward_s=BACKWARD_S / chunks)] * 4 * chunks, [StageLink()] * 4,
+        num_micro_batches=PASSES, interleave=chunks,
+    )  # fmt: skip
+    assert all(predicted_s >= 0.999 * asked_s for _, predicted_s in measured), "no stage sleeps for less"
+    error = min(abs(took_s / predicted_s - 1) for took_s, predicted_s in measured)
+    assert error <= WITHIN, f"measured and predicted: {measured}"
 
 
 @pytest.mark.parametrize(
