@@ -544,7 +544,7 @@ def default_sync_interval(model: str) -> int:
 def _bad_sequences(config: TrainConfig) -> list[ValueError]:
     if config.data.sequences == "windows":
         return []
-    remedy = "to leave --sequences out"
+    remedy = "--sequences windows"  # a plan may have named documents
     if config.elastic.is_enabled:
         why = "an elastic run lends windows of equal length"
         return [excluded("--sequences documents", "--elastic", why=why, remedy=remedy)]
