@@ -65,7 +65,7 @@ def measure_calm(configuration: Configuration, *, congestion: str) -> dict[str, 
     """Run a configuration on wires without a limit."""
     interval = method_of(configuration.method, configuration.arguments).schedule.sync_interval
     with Lab(hosts=configuration.num_hosts) as lab:
-        control(lab, congestion)
+        lab.set_congestion_control(congestion)
         steps = configuration.calm_steps or configuration.warm_steps + 4 * interval
         return {"calm": run(lab, configuration, steps=steps)}
 
@@ -80,16 +80,8 @@ def measure_thin(configuration: Configuration, *, congestion: str) -> dict[str, 
     }
     rates = dict(enumerate(configuration.rates))
     with Lab(hosts=configuration.num_hosts, rates=rates, link=link, links=links) as lab:
-        control(lab, congestion)
+        lab.set_congestion_control(congestion)
         return {"thin": run(lab, configuration, steps=configuration.steps)}
-
-
-def control(lab: Lab, congestion: str) -> None:
-    """Let TCP on all hosts react to congestion in one way, whatever this machine's own is."""
-    for host in range(lab.num_hosts):
-        words = f"ip route replace 10.77.0.0/24 dev eth0 proto kernel scope link src {lab.address(host)} congctl"
-        if lab.start([*words.split(), congestion], host=host).wait(deadline_s=10):
-            raise SystemExit(f"this kernel has no congestion control {congestion!r}")
 
 
 def run(lab: Lab, configuration: Configuration, *, steps: int) -> list[dict[str, Any]]:

@@ -25,9 +25,9 @@ from thinwire.transport.secret import make_secret
 
 RANK = Path(__file__).resolve().parents[2] / "tests" / "lab" / "planned_wire.py"
 RATE, SPINES = 10e6, 4
-WINDOW_S, BEFORE_S, RECOVERY_S, AFTER_S = 2.0, 10.0, 5.0, 10.0
+WINDOW_S, BEFORE_S, RECOVERY_S, AFTER_S = 2.0, 20.0, 5.0, 10.0
 # Until the processes have started and their receive windows have grown.
-WARM_UP_BYTES = 10_000_000
+WARM_UP_BYTES = 20_000_000
 
 
 def share(lab: Lab, *, seconds: float, spines: int) -> float:
@@ -42,13 +42,14 @@ def share(lab: Lab, *, seconds: float, spines: int) -> float:
     return median(found)
 
 
-def measure(plan_name: str, *, silently: bool) -> tuple[float, float]:
+def measure(plan_name: str, *, silently: bool, congestion: str) -> tuple[float, float]:
     """Return the share before a cable is cut, and from `RECOVERY_S` after it."""
     shape = FabricShape(leaves=2, spines=SPINES, uplink_bits_per_s=RATE)
     with (
         tempfile.TemporaryDirectory() as text,
         Lab.of(LabSettings.alike(4, Access(), fabric=shape)) as lab,
     ):
+        lab.set_congestion_control(congestion)
         folder = Path(text)
         write_inputs(folder, SPINES, RATE)
         make_secret(folder / "secret")
@@ -67,13 +68,14 @@ def measure(plan_name: str, *, silently: bool) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
+    parser.add_argument("--congestion", default="cubic", help="the hosts' TCP congestion control")
+    options = parser.parse_args()
     print("| connections a pair | cut | share of 4 spines before | share of 3 spines, 5 s after and on |")
     print("| --- | --- | --- | --- |")
     for name, connections, silently in (
         ("planned", 1, False), ("planned, 4 connections", 4, False), ("planned, 4 connections", 4, True),
     ):  # fmt: skip
-        before, after = measure(name, silently=silently)
+        before, after = measure(name, silently=silently, congestion=options.congestion)
         print(f"| {connections} | {'silent' if silently else 'routed around'} | {before:.1%} | {after:.1%} |")
 
 

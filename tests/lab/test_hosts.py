@@ -378,3 +378,15 @@ def test_a_closed_lab_says_so_and_closing_again_does_nothing() -> None:
 def test_a_lab_of_the_wrong_shape_is_refused_before_anything_is_made(options: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Lab(**options)  # type: ignore[arg-type]
+
+
+def test_the_hosts_tcp_reacts_to_congestion_as_it_is_told() -> None:
+    ask = (
+        "import socket; one = socket.socket(); one.setblocking(False); one.connect_ex(('10.77.0.1', 9)); "
+        "print(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b'\\0').decode())"
+    )
+    with Lab(hosts=2) as lab:
+        lab.set_congestion_control("reno")
+        assert lab.run([sys.executable, "-c", ask], deadline_s=30)[1].stdout.strip() == "reno"
+        with pytest.raises(LabError, match=r"no congestion control 'nosuch'; cat /proc/sys/net/ipv4/tcp_available"):
+            lab.set_congestion_control("nosuch")

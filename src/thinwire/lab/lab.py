@@ -399,6 +399,22 @@ class Lab:
         """End every process of a host (SIGKILL); the host stays, and can start others."""
         return self._signal_host(host, signal.SIGKILL)
 
+    def set_congestion_control(self, name: str) -> None:
+        """Set how TCP on all hosts reacts to congestion, for connections to come; by default as this machine does.
+
+        Rates of several flows on one link depend on it, so measurements should name it.
+
+        Raises:
+            LabError: This kernel has no such congestion control.
+        """
+        for host in range(self.num_hosts):
+            for rail in range(self.rails):
+                if self.start(commands.congestion_command(host, rail, name), host=host).wait(deadline_s=10):
+                    raise LabError(
+                        f"this kernel has no congestion control {name!r}; cat "
+                        f"/proc/sys/net/ipv4/tcp_available_congestion_control lists what it has"
+                    )
+
     def cut_cable(self, leaf: int, spine: int, *, silently: bool = False) -> None:
         """Pull a cable of the fabric, while commands run; routes then leave it out.
 

@@ -15,6 +15,7 @@ host sends, `htb` with a class a destination where links have limits of their ow
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ipaddress import ip_network
 
 from thinwire.lab.settings import FabricShape, LabSettings, Link
 
@@ -98,6 +99,14 @@ def cable_lines(host: int, *, network_path: str, is_relayed: bool) -> list[str]:
         end = f"name {INTERFACE} address {hardware_address_of(host)} netns {network_path}"
         made = [f"link add {port} type veth peer {end}"]
     return [*made, f"link set {port} up"]
+
+
+def congestion_command(host: int, rail: int, name: str) -> list[str]:
+    """Return the command by which a host's connections over a rail use a congestion control, also a restricted one."""
+    address = address_of(host, rail)
+    network = ip_network(f"{address}/{_PREFIX_BITS}", strict=False)
+    words = f"ip route replace {network} dev {interface_of(rail)} proto kernel scope link src {address} congctl"
+    return [*words.split(), name]
 
 
 def second_rail_lines(host: int, *, network_path: str) -> list[str]:
