@@ -59,29 +59,31 @@ check: $(TEST_STAMP) ## Lint, format, types, layers: seconds
 		echo "$$tool"; $(BIN)/$$tool || status=1; \
 	done; exit $$status
 
-# Tests that need no other process, and the fastest signal after a change.
-QUICK := tests/unit tests/laws tests/architecture
+# Tests that need no other process, without whole runs: the fastest signal after a change. Few of them wait, and each
+# worker collects for ten seconds.
+QUICK := tests/unit tests/laws tests/architecture -m "not slow"
+QUICK_JOBS := 3
 
-# $(1) is what pytest runs. The tests run also where a check failed: one run reports everything. The checks run beside
-# them, since types need a minute of one core and many tests wait; their output comes last. Files whose tests start
-# processes stay whole on one worker (tests/dealing.py), so that what a file prepares is made once. Hundreds of processes
-# start, so bytecode is written also where the environment says that it should not be.
+# $(1) is the number of workers, $(2) what pytest runs. The tests run also where a check failed: one run reports
+# everything. The checks run beside them, since types need a minute of one core and many tests wait; their output comes
+# last. Files whose tests start processes stay whole on one worker (tests/dealing.py), so that what a file prepares is
+# made once. Hundreds of processes start, so bytecode is written also where the environment says that it should not be.
 define checks_and_tests
 	@status=0; report=$$(mktemp); \
 	$(MAKE) --no-print-directory check > "$$report" 2>&1 & check=$$!; \
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(1) $(ARGS) || status=1; \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(1) $(2) $(ARGS) || status=1; \
 	wait $$check || status=1; \
 	cat "$$report"; rm "$$report"; \
 	exit $$status
 endef
 
 .PHONY: quick
-quick: $(TEST_STAMP) ## All checks, unit tests and laws, in about two minutes (ARGS="-k word" appends)
-	$(call checks_and_tests,$(QUICK))
+quick: $(TEST_STAMP) ## All checks, unit tests and laws but for long ones, in about two minutes (ARGS="-k word" appends)
+	$(call checks_and_tests,$(QUICK_JOBS),$(QUICK))
 
 .PHONY: test
 test: $(TEST_STAMP) ## All checks and all tests (ARGS="-k word" appends)
-	$(call checks_and_tests,)
+	$(call checks_and_tests,$(JOBS),)
 
 # A target of its own: counting the lines takes half of the tests' time again.
 .PHONY: coverage

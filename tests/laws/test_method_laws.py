@@ -119,6 +119,7 @@ def test_models_with_convolutions_and_without_gradients_train(name: str, kind: s
     assert same(one["values"], other["values"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_run_that_goes_on_from_its_states_ends_with_the_same_bits(name: str) -> None:
     whole, resumed = train(name, 2), train(name, 2, stops=(5, 11))
@@ -131,6 +132,7 @@ ENDED = [(name, False) for name in RECIPES] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "final_exchange"), ENDED)
 def test_a_run_that_was_ended_can_go_on_from_its_state(name: str, final_exchange: bool) -> None:
     """What was in flight came in early, and is not waited for when it would have been due."""

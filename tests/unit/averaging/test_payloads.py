@@ -48,6 +48,7 @@ def resumed(states):
     return thinwire.run_replicas(len(states), replica_main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_resumed_after_any_step_ends_with_the_bits_of_one_never_stopped(name):
     def replica_main(transport):

@@ -321,6 +321,7 @@ def test_names_take_underscores_and_capitals() -> None:
     assert by_name("Block_Int4") == block_int4()
 
 
+@pytest.mark.slow
 def test_the_traced_functions_give_the_bytes_of_the_plain_ones() -> None:
     # aot_eager traces and rewrites as for a GPU (writes to arguments become new values), but generates no code
     x = wide(64 * 7, seed=1).view(-1, 64)

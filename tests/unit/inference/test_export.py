@@ -18,6 +18,8 @@ from thinwire.models import TransformerConfig, build_transformer, preset
 from thinwire.models.generation import Sampling, generate
 from thinwire.training.config import TrainConfig
 
+pytestmark = pytest.mark.slow
+
 AWKWARD = [
     "plain text", "", " ", "     many     spaces     ", "\n\n\t\n", "line\r\nend\n",
     "🙂👩\u200d👩\u200d👧 e\u0301 é ß 日本語 \u202e", "def f(x):\n    return x  # 3.14e-5\n", "<|endoftext|>",

@@ -21,6 +21,8 @@ from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.config import TrainConfig, config_text, read_config
 from thinwire.training.summary import parameters_sha256
 
+pytestmark = pytest.mark.slow
+
 # Two characters of one byte, one of four, line ends, and a document that is shorter than the sequence.
 DOCUMENTS = ["12 replicas say 🙂 little\n\n   over a thin wire. " * 9, "é", "and it carries 13.\n"]
 

@@ -29,6 +29,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(
         importlib.import_module(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "package"), [("hf", "transformers"), ("lightning", "lightning"), ("titan", "torchtitan"), ("ray", "zmq")]
 )

@@ -193,6 +193,7 @@ def merged_loss(trained: tuple[nn.Module, nn.Module], method: Any) -> tuple[floa
     return loss(own, digits.test_images, digits.test_labels), accuracy(own, digits.test_images, digits.test_labels)
 
 
+@pytest.mark.slow
 def test_the_average_of_two_models_trained_apart_is_better_when_their_units_are_matched(trained: Any) -> None:
     digits = load_digits()
     ends = [accuracy(model, digits.test_images, digits.test_labels) for model in trained]
@@ -203,6 +204,7 @@ def test_the_average_of_two_models_trained_apart_is_better_when_their_units_are_
     assert found["weights"][0] < found["none"][0], found
 
 
+@pytest.mark.slow
 def test_the_same_models_and_batches_give_the_same_bits(trained: Any) -> None:
     assert merged_loss(trained, "activations") == merged_loss(trained, "activations")
 

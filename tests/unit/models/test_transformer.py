@@ -74,6 +74,7 @@ assert not found, found
 """
 
 
+@pytest.mark.slow
 def test_a_model_is_built_and_trained_without_torchs_compiler() -> None:
     code = [sys.executable, "-c", WITHOUT_COMPILER]
     done = subprocess.run(code, capture_output=True, text=True, timeout=60, check=False)
@@ -312,6 +313,7 @@ def test_a_model_in_bf16_gives_finite_gradients_to_every_parameter() -> None:
         assert torch.isfinite(parameter.grad).all()
 
 
+@pytest.mark.slow
 def test_compiling_changes_neither_loss_nor_gradients() -> None:
     model = build_transformer(TINY)
     tokens, targets = random_tokens(2, 12), random_tokens(2, 12, seed=1)

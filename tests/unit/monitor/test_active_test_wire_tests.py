@@ -203,6 +203,7 @@ def test_three_ranks_test_all_their_wires_and_all_know_how_many_findings_there_a
     assert [other.num_findings for other in others] == [leader.num_findings] * 2
 
 
+@pytest.mark.slow
 def test_a_pair_that_falls_silent_costs_its_deadline_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = [
         Fault(kind="drop", replica=rank, peer=peer, direction="sent") for rank, peer in ((0, 1), (1, 0))
@@ -223,6 +224,7 @@ def test_a_rank_whose_bytes_change_is_named_as_their_sender(monkeypatch: pytest.
     assert leader.findings[0].kind == "corrupt data" and leader.findings[0].where == "sender rank 1"
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_or_never_came_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     leader, other = job(monkeypatch, follow_plans=(0, 1), grace_s=3.0)
     assert leader.findings[0].places[0].ranks == (2,) and "fell silent during hello" in leader.findings[0].text

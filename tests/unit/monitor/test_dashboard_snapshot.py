@@ -102,6 +102,7 @@ def _told(sections: dict[str, Any]) -> list[tuple[str, bool]]:
     return [(one["where"], one["is_over"]) for one in sections["findings"]["findings"]]
 
 
+@pytest.mark.slow
 def test_a_page_that_judges_itself_remembers_what_the_records_that_it_keeps_tell_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +127,7 @@ def test_a_page_that_judges_itself_remembers_what_the_records_that_it_keeps_tell
     assert _told(snapshot(latest)) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_over_is_judged_by_all_of_its_records_unless_they_are_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def told(watch: ChangePointDetector, *, until: int) -> list[tuple[int, float]]:
     return [(number, round(excess, 9)) for number, _, excess in watch.excess if number <= until]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", ["calm", "heavy"])
 @pytest.mark.parametrize(("pattern", "size"), [("all_gather", 4), ("two_phase", 3), ("rotating_ring", 5)])
 def test_by_and_by_links_and_work_are_known_as_from_all_records(
@@ -98,6 +99,7 @@ def test_by_and_by_links_and_work_are_known_as_from_all_records(
     assert alarmed[0] == alarmed[1]
 
 
+@pytest.mark.slow
 def test_a_job_of_many_hosts_is_judged_while_it_runs() -> None:
     """What is kept of its records are 16 rounds: from these alone nothing would be known of what is usual."""
     hosts = tuple(f"host-{number}" for number in range(14))

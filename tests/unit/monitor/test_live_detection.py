@@ -58,6 +58,7 @@ def play(scene: Scene, *, looks: int = 60, **options: int) -> tuple[list[tuple[i
     return told, judge
 
 
+@pytest.mark.slow
 def test_a_lasting_fault_is_told_once_also_when_it_lasts_much_longer_than_what_is_kept() -> None:
     slow = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 1)), begin=60, severity=6.0)
     told, judge = play(Scene(hosts=HOSTS, rounds=300, faults=(slow,)), looks=40, most_records=1200)

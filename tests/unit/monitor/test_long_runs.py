@@ -20,6 +20,8 @@ from thinwire.monitor.findings import Finding
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, TransferEnd
 
+pytestmark = pytest.mark.slow
+
 RANKS = (0, 1, 2, 3)
 PAIRS = [(source, to) for source in RANKS for to in RANKS if source != to]
 PLACE = Communicator(communicator="rounds", ranks=RANKS, hosts=tuple("abcd"), clocks=("one",) * 4)

@@ -22,6 +22,7 @@ from thinwire.monitor.synthetic_jobs import NOISES, InjectedFault, Scene, synthe
 
 # Two hundred scenes are played for all tests together: minutes of a core, more where others use it too.
 pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.slow
 SEED = 7
 PLACED = ("right", "ambiguous")
 

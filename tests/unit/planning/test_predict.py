@@ -50,6 +50,7 @@ def whole(schedule: Any, sent: Traffic, *, num_steps: int, steps: tuple[float, .
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     schedule=st.one_of(st.just(EveryStep()), staggered(most=12)),

@@ -96,6 +96,7 @@ def equal_loss_s(candidate: Candidate, work: Workload, cluster: Cluster) -> floa
     return found.total_s * compute_worth(penalty.share)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_the_plan_is_as_fast_to_equal_loss_as_the_best_of_all_candidates(seed: int) -> None:
     work, cluster = workload(), random_cluster(seed)
@@ -205,6 +206,7 @@ def test_a_utilisation_that_nothing_reaches_is_told_with_what_it_would_take() ->
     assert [make_plan(workload(), one, same).is_met for one in faster] == [False, True]
 
 
+@pytest.mark.slow
 def test_the_least_interval_that_keeps_machines_busy_is_the_least_one() -> None:
     cluster = Cluster(machines=machines(0.1, 0.1, rate=1e6))
     wishes = PlanConstraints(methods=("diloco",), intervals=(10, 20, 50, 100, 200), codecs=("e3m0",), min_replicas=2)
@@ -237,6 +239,7 @@ def test_what_sends_less_is_not_taken_where_it_computes_less_than_was_wished(
     assert plan.best.candidate.codec == codec and plan.is_met == (least <= 0.951)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20, 23))
 def test_a_utilisation_that_anything_reaches_is_kept_to(seed: int) -> None:
     cluster = random_cluster(seed)

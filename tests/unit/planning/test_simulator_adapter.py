@@ -82,6 +82,7 @@ def planned_to_be_sent(name: str, model: nn.Module, *, num_replicas: int) -> flo
 LISTS = ("dgc", "ef21", "masha2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", methods.RECIPES)
 def test_what_is_planned_to_be_sent_is_what_a_run_really_sends_to_the_byte(name: str) -> None:
     planned, real = planned_to_be_sent(name, small_model(), num_replicas=3), really_sent(name, 3)

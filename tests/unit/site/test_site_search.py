@@ -64,6 +64,7 @@ SITES = [(nodes(1, n), SMALL) for n in (1, 2, 3, 4, 6, 8)] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("site", "model"), SITES)
 def test_the_plan_is_that_of_an_exhaustive_search(site: Site, model: ModelShape) -> None:
     every = exhaustive(site, model, global_batch=24)
@@ -82,6 +83,7 @@ def test_one_device_has_all_degrees_1() -> None:
     assert not plan.runners_up and not plan.refused
 
 
+@pytest.mark.slow
 def test_64_devices_are_planned_in_seconds() -> None:
     began = time.process_time()
     plan = plan_site(nodes(8, 8), SEVEN, global_batch=256)
@@ -276,6 +278,7 @@ def test_the_layouts_of_megatron_s_table_have_its_parameters_and_fit_its_devices
     assert max(peak_bytes(shape, layout)) < 80e9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", MEGATRON[:3], ids=lambda row: f"{row[0]}B")
 def test_the_plan_is_no_slower_than_megatron_s_layout(row: tuple[float, ...]) -> None:
     shape, layout = megatron(row)

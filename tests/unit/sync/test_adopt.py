@@ -75,6 +75,7 @@ def go_on(
     return list(thinwire.run_replicas(replicas, replica_main))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("replicas", [1, 2, 5])
 def test_fewer_and_more_replicas_go_on_and_agree(name: str, replicas: int) -> None:

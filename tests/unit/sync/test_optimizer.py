@@ -383,6 +383,7 @@ for _ in range(57):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "warns"),
     [("del optimizer", True), ("optimizer.close(final_exchange=True)", False), ("raise KeyError('mine')", False)],
@@ -408,6 +409,7 @@ def test_a_method_may_be_a_name_and_what_is_neither_is_refused_with_the_remedy()
         wrap(model, None, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["transformer", "conv"])
 @pytest.mark.parametrize("stop", range(5, 14))
 def test_a_resumed_run_continues_bit_for_bit_at_every_phase_of_a_round(kind, stop):

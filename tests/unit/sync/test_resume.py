@@ -109,6 +109,7 @@ def run(config: TrainConfig, *, start: int = 0, stop: int | None = None) -> list
     return list(run_replicas(2, replica_main))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", METHODS.values(), ids=METHODS.keys())
 def test_a_run_resumed_after_any_step_ends_with_the_bits_of_one_never_stopped(
     tmp_path: Path, options: dict[str, Any]
@@ -126,6 +127,7 @@ def test_a_run_resumed_after_any_step_ends_with_the_bits_of_one_never_stopped(
         assert run(resumed, start=step) == unbroken, f"resumed after step {step}"
 
 
+@pytest.mark.slow
 def test_a_run_resumed_again_and_again_ends_with_the_same_bits(tmp_path: Path) -> None:
     options = METHODS["streaming"]
     unbroken = run(config_for(tmp_path / "unbroken", **options))
@@ -135,6 +137,7 @@ def test_a_run_resumed_again_and_again_ends_with_the_same_bits(tmp_path: Path) -
     assert run(config, start=12) == unbroken
 
 
+@pytest.mark.slow
 def test_a_resumed_run_tells_each_step_once_and_loses_no_count(tmp_path: Path) -> None:
     options = METHODS["streaming"]
     run(config_for(tmp_path / "unbroken", **options))

@@ -209,6 +209,7 @@ def test_the_largest_fragment_is_measured_and_the_others_rounds_count_by_their_s
     assert [bool(said) for said in complaints_of(method, num_steps=100)] == [is_told] * 3
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_complaint_down_where_the_view_of_the_run_finds_it_and_a_resumed_one_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,8 @@ from thinwire.models import build_model
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.step_profile import StepProfile, _activation_bytes, _parts, profile_step
 
+pytestmark = pytest.mark.slow
+
 
 def profile(**options: object) -> StepProfile:
     given = TrainConfig.of(method="iso-loco", threads=1, **options)

@@ -247,6 +247,7 @@ def break_path(wire: WireTransport, peer: int, path: int) -> None:
     wire._loop.call_soon(shut)
 
 
+@pytest.mark.slow
 def test_messages_in_flight_survive_connections_that_break_and_come_back_from_spare_ports() -> None:
     size = 3_000_017
     with joined(3) as (low, high, _):
