@@ -7,6 +7,8 @@ import json
 import re
 import shlex
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,11 @@ def test_a_probe_puts_source_ports_into_the_plan(tmp_path: Path, capsys: pytest.
         ([*EXAMPLE[:2], "--source", "host-2", "--to", "host-2"], "host-2"),
         ([*EXAMPLE[:2], "--source", "host-2", "--source-ports", "7"], "--source-ports"),
         ([*EXAMPLE[:2], "--source", "host-2", "--port", "0"], "--port"),
+        ([*EXAMPLE[:2], "--source", "host-2", "--by", "luck"], "unknown --by; got 'luck'"),
+        (
+            [*EXAMPLE[:2], "--source", "host-2", "--by", "timing", "--load-rate", "200mbit"],
+            "a load would fill this host's own port instead of one path; got 200 Mbit/s",
+        ),
     ],
 )
 def test_a_wrong_probe_is_refused_before_anything_is_sent(
@@ -102,6 +109,34 @@ def test_a_path_without_answering_routers_is_named(tmp_path: Path, capsys: pytes
     assert main(["traffic", "probe", *EXAMPLE[:2], *words]) == 1
     assert "no router answered at hop 2 on the way to host-0" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_probe_by_timing_writes_paths_without_addresses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class TwoPaths:
+        """Even source ports take one path and odd ones the other; each load fills the next."""
+
+        def __init__(self, destinations: dict[str, str], port: int, *, source_ports: range, load_bits_per_s: float):
+            assert (destinations, port, load_bits_per_s) == ({"host-0": "127.0.0.1"}, 29_600, 30e6)
+            self.ports, self.filled, self.loads = source_ports, None, 0
+
+        def round_trips(self) -> dict[tuple[str, int], float]:
+            return {("host-0", port): 0.2 if port % 2 == self.filled else 0.001 for port in self.ports}
+
+        @contextmanager
+        def load(self, number: int) -> Iterator[None]:
+            self.filled, self.loads = self.loads % 2, self.loads + 1
+            yield
+            self.filled = None
+
+    monkeypatch.setattr("thinwire.cli.traffic.TcpPaths", TwoPaths)
+    words = ["--source", "host-2", "--to", "host-0=127.0.0.1", "--by", "timing", "--load-rate", "30mbit"]
+    ports = ["--source-ports", "20000-20003", "--out", str(tmp_path)]
+    assert main(["traffic", "probe", *EXAMPLE[:2], *words, *ports]) == 0
+    assert "host-2 to host-0: 4 source ports over 2 paths\n  path-0  2 ports\n" in capsys.readouterr().out
+    routers = json.loads((tmp_path / "host-2.json").read_text())["routers"]["host-0"]
+    assert routers == {"20000": "path-0", "20001": "path-1", "20002": "path-0", "20003": "path-1"}
 
 
 def test_a_table_states_the_result_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from thinwire.lab import Access, FabricShape, Lab, LabSettings, rank_environment
 from thinwire.lab.network_commands import router_address
 from thinwire.lab.path_probe import SINK_PORT, PortTransfer, Transfers, probe_paths
 
+ROOT = Path(__file__).parents[2]
 RATE = 10e6
 SHAPE = FabricShape(leaves=2, spines=4, uplink_bits_per_s=RATE)
 PAIRS = [(0, 2), (0, 3), (1, 2), (1, 3)]
@@ -100,6 +102,23 @@ def test_the_spines_that_answer_a_probe_are_those_that_the_bytes_cross() -> None
         crossed = probe_paths(lab, transfers, source=2, destination=0, ports=ports)
     spine_of = {router_address(spine, is_leaf=False): spine for spine in range(SHAPE.spines)}
     assert {int(port): spine_of[router] for port, router in answered.items()} == crossed
+
+
+def test_timing_finds_the_same_paths_as_the_spines_that_answer(tmp_path: Path) -> None:
+    words = ["traffic", "probe", "--fabric", str(ROOT / "examples/traffic/fabric-2x4.json"), "--port", "29600"]
+    probe = [sys.executable, "-m", "thinwire.cli.main", *words, "--source-ports", "20000-20015"]
+    with Lab.of(LabSettings.alike(4, Access(), fabric=SHAPE)) as lab:
+        for way in ("timing", "time-to-live"):
+            for one in lab.run([*probe, "--by", way, "--out", str(tmp_path / way)], deadline_s=300):
+                assert one.exit_code == 0, one.stderr
+    pairs, num_ports = set(), 0
+    for name in ("host-2.json", "host-3.json"):
+        timed, answered = (json.loads((tmp_path / way / name).read_text()) for way in ("timing", "time-to-live"))
+        for destination, paths in timed["routers"].items():
+            pairs |= {(path, answered["routers"][destination][port]) for port, path in paths.items()}
+            num_ports += len(paths)
+    assert num_ports >= 60, "at most a few of 64 are left out, where something else was slow"
+    assert len(pairs) == len({path for path, _ in pairs}) == len({router for _, router in pairs}) == SHAPE.spines
 
 
 ALL_REDUCES = """

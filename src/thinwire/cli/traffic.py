@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,17 @@ from thinwire.traffic.method_rounds import RoundFlows, flows_of_rounds, flows_of
 from thinwire.traffic.source_ports import (
     DEFAULT_PORTS,
     SPINE_HOP,
+    Alone,
     PathProbe,
+    TcpPaths,
+    probe_by_timing,
     probe_source_ports,
     read_probes,
     with_source_ports,
 )
 from thinwire.training.config import TrainConfig, check_model, default_seq_len, method_problems, resolve
 from thinwire.transport.addresses import read_port_range
-from thinwire.units import format_bytes, format_seconds, parse_seconds
+from thinwire.units import format_bytes, format_rate, format_seconds, parse_rate, parse_seconds
 
 _HELP = """\
 usage: thinwire traffic plan|compare|probe [OPTIONS]
@@ -49,6 +52,10 @@ thinwire traffic plan --help lists the options of plan.
 Options:
   -h, --help                Show this help.
 """
+
+_PROBES = ("time-to-live", "timing")
+# Longest wait for another host of a probe by timing: to come, or for its part of a load.
+_MEETING_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +155,13 @@ class TrafficProbeOptions:
     source_ports: str = f"{DEFAULT_PORTS[0]}-{DEFAULT_PORTS[-1]}"
     """FIRST-LAST: source ports to try."""
 
+    by: str = "time-to-live"
+    """`time-to-live`: the spines answer. `timing`: loads slow the ports that share a cable; run it on all hosts at
+    once, on a quiet network."""
+
+    load_rate: str | None = None
+    """Rate of a load, for timing. Default: twice an uplink's."""
+
     hop: int = SPINE_HOP
     """Router that is the spine, counted from this host; the leaf is 1."""
 
@@ -246,30 +260,22 @@ def _probe(arguments: Sequence[str]) -> None:
         raise _no_fabric()
     check_least(options, port=1, hop=1)
     first, last = read_port_range(options.source_ports, what="--source-ports")
-    timeout_s = parse_seconds(options.timeout)
+    parse_seconds(options.timeout)
     fabric = read_fabric(options.fabric)
     source = options.source or socket.gethostname()
     if source not in fabric.hosts:
         raise unknown_name("--source", source, list(fabric.hosts)[:20])
     destinations = _destinations(options.to, source, fabric)
+    if options.by not in _PROBES:
+        raise unknown_name("--by", options.by, _PROBES)
     if not destinations:
         log(f"{source} dials no host of another leaf; nothing to probe", command="traffic")
+    if options.by == "timing":
+        found = _probe_by_timing(options, fabric, source, destinations, range(first, last + 1))
+    else:
+        found = _probe_by_time_to_live(options, destinations, range(first, last + 1))
+    if not destinations:
         return
-    found: dict[str, dict[str, str]] = {}
-    for name, address in destinations.items():
-        try:
-            ports = probe_source_ports(
-                socket.gethostbyname(address), options.port, source_ports=range(first, last + 1), hop=options.hop,
-                timeout_s=timeout_s,
-            )  # fmt: skip
-        except OSError as error:
-            raise ConnectError(f"cannot probe {name} at {address}: {error}; give --to {name}=ADDRESS") from error
-        if not ports:
-            raise ConnectError(
-                f"no router answered at hop {options.hop} on the way to {name} at {address}; give another --hop, or "
-                "let the spines answer packets whose time to live ends (ICMP time exceeded)"
-            )
-        found[name] = {str(port): router for port, router in ports.items()}
     probe = PathProbe(source=source, destination_port=options.port, routers=found)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{source}.json"
@@ -283,6 +289,61 @@ def _probe(arguments: Sequence[str]) -> None:
         print(f"{source} to {name}: {len(routers)} source ports over {len(counts)} paths")
         for router, count in sorted(counts.items()):
             print(f"  {router}  {count} ports")
+
+
+def _probe_by_time_to_live(
+    options: TrafficProbeOptions, destinations: Mapping[str, str], source_ports: range
+) -> dict[str, dict[str, str]]:
+    """Return the spine of each source port, by destination."""
+    found: dict[str, dict[str, str]] = {}
+    for name, address in destinations.items():
+        try:
+            ports = probe_source_ports(
+                socket.gethostbyname(address), options.port, source_ports=source_ports, hop=options.hop,
+                timeout_s=parse_seconds(options.timeout),
+            )  # fmt: skip
+        except OSError as error:
+            raise _unreachable(name, address, error) from error
+        if not ports:
+            raise ConnectError(
+                f"no router answered at hop {options.hop} on the way to {name} at {address}; give another --hop, let "
+                "the spines answer packets whose time to live ends (ICMP time exceeded), or give --by timing"
+            )
+        found[name] = {str(port): router for port, router in ports.items()}
+    return found
+
+
+def _probe_by_timing(
+    options: TrafficProbeOptions, fabric: Fabric, source: str, destinations: Mapping[str, str], source_ports: range
+) -> dict[str, dict[str, str]]:
+    """Return the path of each source port, by destination; all hosts of the job take part."""
+    from thinwire.transport.connect import meet  # torch
+
+    rate = 2 * fabric.uplink_bits_per_s if options.load_rate is None else parse_rate(options.load_rate)
+    if not rate < fabric.port_bits_per_s:
+        raise refusal(
+            "a load would fill this host's own port instead of one path", got=format_rate(rate),
+            allowed=f"above a cable's {format_rate(fabric.uplink_bits_per_s)} and below the port's "
+            f"{format_rate(fabric.port_bits_per_s)}",
+            remedy="--load-rate, or --by time-to-live",
+        )  # fmt: skip
+    addresses = {}
+    for name, address in destinations.items():
+        try:
+            addresses[name] = socket.gethostbyname(address)
+        except OSError as error:
+            raise _unreachable(name, address, error) from error
+    meeting = meet(deadline_s=_MEETING_S) or Alone()
+    paths = TcpPaths(addresses, options.port, source_ports=source_ports, load_bits_per_s=rate)
+    try:
+        found = probe_by_timing(meeting, paths, leaf=fabric.hosts[source][0], spines=fabric.spines)
+    finally:
+        meeting.leave(meeting.world_size)
+    return {name: {str(port): path for port, path in ports.items()} for name, ports in found.items()}
+
+
+def _unreachable(name: str, address: str, error: OSError) -> ConnectError:
+    return ConnectError(f"cannot probe {name} at {address}: {error}; give --to {name}=ADDRESS")
 
 
 def _destinations(given: Sequence[str], source: str, fabric: Fabric) -> dict[str, str]:

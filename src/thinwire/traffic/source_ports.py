@@ -1,9 +1,14 @@
-"""Source ports and the paths that they take: probe by time to live, probe files, and the ports of a plan.
+"""Source ports and the paths that they take: probes by time to live and by timing, probe files, and a plan's ports.
 
 Switches pick the path of a connection by a hash of its addresses and ports, so a sender that binds its source port
-chooses the path, once it knows the table. `probe_source_port` asks the network: the first packet of a TCP connection
-gets a time to live that ends at the spine, which answers with its address (as in tcptraceroute, without privileges).
-The hash includes protocol and destination port, so both must be those of the later connection.
+chooses the path, once it knows the table. The hash includes protocol and destination port, so both must be those of the
+later connection. There are two ways to ask the network:
+
+- `probe_source_port`, by time to live: the first packet of a TCP connection ends at the spine, which answers with its
+  address (as in tcptraceroute, without privileges).
+- `probe_by_timing`, where routers do not answer: a host fills one path with datagrams, which nobody need receive. The
+  first packets of connections from ports that share a cable with them then wait in its queue. Each load finds one path;
+  its ports are those that got slow. The ranks of a leaf measure at the same time, so that their paths agree.
 
 A probe file holds what one host found:
 
@@ -15,7 +20,7 @@ A probe file holds what one host found:
 }
 ```
 
-Linux only. A network whose routers do not answer cannot be probed in this way.
+Paths without an address, found by timing, are called `path-0` and on, for each leaf by itself. Linux only.
 """
 
 from __future__ import annotations
@@ -23,18 +28,24 @@ from __future__ import annotations
 import dataclasses
 import errno
 import itertools
+import math
+import re
+import selectors
 import socket
 import struct
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Never, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from thinwire.errors import DataError, refusal
+from thinwire.errors import ConnectError, DataError, refusal
 from thinwire.traffic.fabric import Fabric, read_fields
 from thinwire.traffic.planner import PathPiece, TrafficPlan
 
@@ -50,9 +61,18 @@ _IP_RECVERR = 11  # not in the socket module
 # struct sock_extended_err, and the address of the router behind it
 _ERROR = struct.Struct("=IBBBBII")
 _MOST_ROUTERS = 65_536
+_LOADED_PORT, _LOAD_BYTES, _LOAD_FRAME_BYTES = 9, 1400, 1442
+# A load has this long to fill a queue, and a queue to get empty; what waits behind it is called slow early.
+_SETTLE_S, _MOST_DRAIN_S, _MOST_WAIT_S, _REPEATS = 0.3, 10.0, 0.5, 3
+# A port waits in a queue if it is slower than all ports were by this, and by twice their spread.
+_LEAST_DELAY_S = 0.001
+# Loads of one rank, for each spine, until it gives up on ports that none of them slowed.
+_LOADS_PER_SPINE = 8
 
 _Port = Annotated[int, Meta(ge=1, le=65_535)]
 _Name = Annotated[str, Meta(min_length=1, max_length=200)]
+_Count = Annotated[int, Meta(ge=0)]
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 class PathProbe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,7 +81,7 @@ class PathProbe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         source: The host.
         destination_port: Port of the connections; another one takes other paths.
-        routers: Address of the spine of each source port, by destination host.
+        routers: Address of the spine of each source port, by destination host; `path-N` where only timing tells it.
     """
 
     source: _Name
@@ -143,6 +163,284 @@ def probe_source_ports(
     return found
 
 
+class Meeting(Protocol):
+    """Ranks that probe together; see `thinwire.transport.rendezvous.Rendezvous`."""
+
+    rank: int
+    world_size: int
+
+    def post(self, key: str, text: str) -> None:
+        """Post a text under a key."""
+
+    def collect_all(self, topic: str) -> list[str]:
+        """Wait for what all ranks posted as `TOPIC/RANK`, and return it in order of rank."""
+
+    def fail(self, text: str) -> Never:
+        """Raise a ConnectError here, and in all other ranks."""
+
+
+class Alone:
+    """Meeting of one rank."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def post(self, key: str, text: str) -> None:
+        """Keep a text."""
+        self._texts[key] = text
+
+    def collect_all(self, topic: str) -> list[str]:
+        """Return what was posted."""
+        return [self._texts[f"{topic}/0"]]
+
+    def fail(self, text: str) -> Never:
+        """Raise a ConnectError."""
+        raise ConnectError(text)
+
+    def leave(self, num_ranks: int) -> None:
+        """Do nothing: nobody waits."""
+
+
+class Paths(Protocol):
+    """What a probe by timing does to the network."""
+
+    def round_trips(self) -> dict[tuple[str, int], float]:
+        """Return the seconds until each destination answered each source port; infinite if it did not."""
+
+    def load(self, number: int) -> AbstractContextManager[None]:
+        """Fill the path of one of many flows while the block runs."""
+
+
+class _Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank before a load: its leaf, and how many of its ports have no path yet; 0 also if it gave up."""
+
+    leaf: int
+    left: _Count
+
+
+class _Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank saw during a load.
+
+    Attributes:
+        known: Its ports by the path that they are known to take: how many were slow, and how many there are.
+        new: Slow ports without a path yet.
+    """
+
+    known: dict[int, tuple[_Count, _Count]]
+    new: _Count
+
+
+class TcpPaths:
+    """Paths of this host's TCP connections.
+
+    Args:
+        destinations: IPv4 addresses of the other hosts, by name. They answer or refuse connections.
+        port: Port there.
+        source_ports: Ports to try; those in use are left out.
+        load_bits_per_s: Rate of a load: above that of a cable, below that of this host's port.
+    """
+
+    def __init__(
+        self, destinations: Mapping[str, str], port: int, *, source_ports: Iterable[int], load_bits_per_s: float
+    ) -> None:
+        self._destinations, self._port = destinations, port
+        self._source_ports = list(source_ports)
+        self._load_bits_per_s = load_bits_per_s
+
+    def round_trips(self) -> dict[tuple[str, int], float]:
+        """Measure all ports at once, some times; the shortest time counts."""
+        found: dict[tuple[str, int], float] = {}
+        for _ in range(_REPEATS):
+            for ends, seconds in self._round_trips().items():
+                found[ends] = min(seconds, found.get(ends, math.inf))
+        return found
+
+    @contextmanager
+    def load(self, number: int) -> Iterator[None]:
+        """Send datagrams to one of the destinations."""
+        address = list(self._destinations.values())[number % len(self._destinations)]
+        is_over = threading.Event()
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            sender.connect((address, _LOADED_PORT))  # the kernel picks a source port at random, and so a path
+            thread = threading.Thread(target=self._send, args=(sender, is_over), daemon=True)
+            thread.start()
+            try:
+                time.sleep(_SETTLE_S)
+                yield
+            finally:
+                is_over.set()
+                thread.join()
+
+    def _send(self, sender: socket.socket, is_over: threading.Event) -> None:
+        data, began_s, sent_bytes = bytes(_LOAD_BYTES), time.monotonic(), 0
+        while not is_over.is_set():
+            due_bytes = (time.monotonic() - began_s) * self._load_bits_per_s / 8
+            while sent_bytes < due_bytes:
+                with suppress(OSError):  # "nobody listens", or this host's queue is full
+                    sender.send(data)
+                sent_bytes += _LOAD_FRAME_BYTES
+            time.sleep(0.002)
+
+    def _round_trips(self) -> dict[tuple[str, int], float]:
+        found: dict[tuple[str, int], float] = {}
+        began_s: dict[tuple[str, int], float] = {}
+        with selectors.DefaultSelector() as waiting:
+            for name, address in self._destinations.items():
+                for source_port in self._source_ports:
+                    connection = socket.socket()
+                    connection.setblocking(False)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    # close without a goodbye: the port is free again at once
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    try:
+                        connection.bind(("", source_port))
+                    except OSError:
+                        connection.close()
+                        continue
+                    began_s[name, source_port] = time.monotonic()
+                    connection.connect_ex((address, self._port))
+                    waiting.register(connection, selectors.EVENT_WRITE, (name, source_port))
+            end_s = time.monotonic() + _MOST_WAIT_S
+            while waiting.get_map() and (left_s := end_s - time.monotonic()) > 0:
+                for key, _ in waiting.select(left_s):
+                    now_s = time.monotonic()
+                    assert isinstance(key.fileobj, socket.socket)
+                    waiting.unregister(key.fileobj)
+                    error = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    key.fileobj.close()
+                    if error in (0, errno.ECONNREFUSED):  # the other host itself has answered
+                        found[key.data] = now_s - began_s[key.data]
+            for key in list(waiting.get_map().values()):
+                assert isinstance(key.fileobj, socket.socket)
+                key.fileobj.close()
+        return {ends: found.get(ends, math.inf) for ends in began_s}
+
+
+def probe_by_timing(meeting: Meeting, paths: Paths, *, leaf: int, spines: int) -> dict[str, dict[int, str]]:
+    """Return the path of each source port to each destination, found by loads that slow the ports that share a cable.
+
+    All ranks call it. Keep the network free of other traffic meanwhile: each load fills a path for about two seconds.
+
+    Args:
+        meeting: The ranks; a text of another rank is checked.
+        paths: This rank's; without any, as where all destinations are below its leaf, it only takes part.
+        leaf: This rank's leaf.
+        spines: Number of spines, at most as many paths.
+
+    Returns:
+        `path-0` and on, by destination and source port; the numbers agree among the ranks of a leaf.
+
+    Raises:
+        ConnectError: A destination does not answer, no load slowed any port, a load slowed all, or there are more paths
+            than spines.
+    """
+    idle = paths.round_trips()
+    for name in sorted({name for (name, _), seconds in idle.items() if math.isinf(seconds)}):
+        meeting.fail(
+            f"{name} does not answer connections at the probed port, so that its paths cannot be timed; let its "
+            f"firewall pass or refuse them"
+        )
+    limits = {name: _limit(seconds for (other, _), seconds in idle.items() if other == name) for name, _ in idle}
+    found: dict[tuple[str, int], int] = {}
+    doubtful: set[tuple[str, int]] = set()  # slow during loads of two paths
+    num_paths: Counter[int] = Counter()
+    most_loads = _LOADS_PER_SPINE * spines
+    for number in itertools.count():
+        left = len(idle) - len(found) - len(doubtful) if most_loads else 0
+        turns = _share(meeting, f"turn/{number}", _Turn(leaf=leaf, left=left), _Turn)
+        loader = next((rank for rank, turn in enumerate(turns) if turn.left), None)
+        if loader is None:
+            break
+        most_loads -= loader == meeting.rank
+        slow, seen = _one_load(meeting, paths, limits, found, turns=turns, loader=loader, number=number)
+        if spines > 1 and loader == meeting.rank and len(slow) == len(idle):
+            meeting.fail(
+                "a load slowed every source port, so that it fills this host's own port and not one path; give a "
+                "smaller --load-rate, above the rate of a cable, or probe by time to live"
+            )
+        path = _path_of_load(seen, num_paths, leaf=turns[loader].leaf)
+        for ends in slow - doubtful:
+            if found.setdefault(ends, path) != path:
+                doubtful.add(ends)
+                del found[ends]
+    _check_paths(meeting, num_found=len(found), num_probed=len(idle), num_paths=num_paths[leaf], spines=spines)
+    by_destination: dict[str, dict[int, str]] = {}
+    for (name, source_port), path in sorted(found.items()):
+        by_destination.setdefault(name, {})[source_port] = f"path-{path}"
+    return by_destination
+
+
+def _one_load(
+    meeting: Meeting, paths: Paths, limits: Mapping[str, float], found: Mapping[tuple[str, int], int], *,
+    turns: Sequence[_Turn], loader: int, number: int,
+) -> tuple[set[tuple[str, int]], list[_Slow]]:  # fmt: skip
+    """Load a path from one rank; return this rank's slow ports, and what all ranks saw."""
+    own, slow, one = turns[meeting.rank], set[tuple[str, int]](), _Slow(known={}, new=0)
+    with paths.load(number) if loader == meeting.rank else nullcontext():
+        _share(meeting, f"load/{number}", own, _Turn)
+        if own.leaf == turns[loader].leaf:
+            slow = _slow(paths, limits)
+            num_slow = Counter(found[ends] for ends in slow if ends in found)
+            known = {path: (num_slow[path], count) for path, count in Counter(found.values()).items()}
+            one = _Slow(known=known, new=sum(ends not in found for ends in slow))
+        seen = _share(meeting, f"slow/{number}", one, _Slow)
+    end_s = time.monotonic() + _MOST_DRAIN_S
+    while loader == meeting.rank and _slow(paths, limits) and time.monotonic() < end_s:
+        time.sleep(0.05)  # until the queue is empty again
+    _share(meeting, f"over/{number}", own, _Turn)
+    return slow, seen
+
+
+def _check_paths(meeting: Meeting, *, num_found: int, num_probed: int, num_paths: int, spines: int) -> None:
+    if num_probed and not num_found:
+        meeting.fail(
+            "no load slowed any source port: it was below the rate of a cable, or another place is narrower; give "
+            "--load-rate, or probe by time to live"
+        )
+    if num_paths > spines:
+        meeting.fail(
+            f"{num_paths} paths were found over {spines} spines: other traffic disturbed the probe; try again on a "
+            f"quiet network"
+        )
+
+
+def _limit(idle_s: Iterable[float]) -> float:
+    """Return the time from which a port counts as slow, given those of all ports without a load."""
+    times = list(idle_s)
+    return max(times) + max(2 * (max(times) - min(times)), _LEAST_DELAY_S)
+
+
+def _path_of_load(seen: Sequence[_Slow], num_paths: Counter[int], *, leaf: int) -> int:
+    """Return the path that a load has filled: one whose known ports were slow for the most part, or a new one."""
+    num_slow: Counter[int] = Counter()
+    num_known: Counter[int] = Counter()
+    for one in seen:
+        for path, (slow, known) in one.known.items():
+            num_slow[path] += slow
+            num_known[path] += known
+    path = max(num_known, key=lambda path: (num_slow[path] / num_known[path], -path), default=0)
+    if num_known[path] and 2 * num_slow[path] > num_known[path]:
+        return path
+    path = num_paths[leaf]
+    num_paths[leaf] += any(one.new for one in seen)
+    return path
+
+
+def _share(meeting: Meeting, topic: str, own: msgspec.Struct, kind: type[_Struct]) -> list[_Struct]:
+    """Post what this rank knows, wait for all, and return theirs."""
+    meeting.post(f"{topic}/{meeting.rank}", msgspec.json.encode(own).decode())
+    try:
+        return [msgspec.json.decode(text, type=kind) for text in meeting.collect_all(topic)]
+    except msgspec.MsgspecError as error:
+        raise ConnectError(f"a rank posted what no probe does: {error}; run the same thinwire on all hosts") from error
+
+
+def _slow(paths: Paths, limits: Mapping[str, float]) -> set[tuple[str, int]]:
+    return {ends for ends, seconds in paths.round_trips().items() if seconds > limits.get(ends[0], math.inf)}
+
+
 def read_probes(paths: Iterable[Path]) -> list[PathProbe]:
     """Read probe files, and those of folders.
 
@@ -160,7 +458,8 @@ def read_probes(paths: Iterable[Path]) -> list[PathProbe]:
                     for port, router in routers.items():
                         if not (port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 1 << 16):
                             raise ValueError(f"no port: {port[:20]!r}")
-                        ip_address(router)
+                        if _path_number(router) is None:
+                            ip_address(router)
             except ValueError as error:  # msgspec's too
                 raise DataError(f"{file}: {error}; write it with thinwire traffic probe") from error
             found.append(probe)
@@ -179,7 +478,8 @@ def with_source_ports(plan: TrafficPlan, probes: Sequence[PathProbe]) -> Traffic
     """
     fabric = plan.paths.fabric
     spine_of = {address: spine for spine, addresses in enumerate(fabric.spine_addresses) for address in addresses}
-    if not spine_of:
+    routers_of = (routers for probe in probes for routers in probe.routers.values())
+    if not spine_of and any(_path_number(router) is None for routers in routers_of for router in routers.values()):
         raise refusal("the fabric does not name its spines' addresses", got='no "spine_addresses"',
                       allowed="a list of addresses for each spine",
                       remedy='"spine_addresses": [["10.80.0.1"], ["10.80.0.2"]]')  # fmt: skip
@@ -213,7 +513,16 @@ def with_source_ports(plan: TrafficPlan, probes: Sequence[PathProbe]) -> Traffic
     return dataclasses.replace(plan, pieces=pieces)
 
 
+def _path_number(router: str) -> int | None:
+    """Return the number of a path that timing found; it stands for any spine, since only what shares it matters."""
+    match = re.fullmatch(r"path-(\d{1,4})", router)
+    return None if match is None else int(match[1])
+
+
 def _spine(spine_of: Mapping[str, int], router: str, fabric: Fabric) -> int:
+    number = _path_number(router)
+    if number is not None and number < fabric.spines:
+        return number
     if router not in spine_of:
         raise refusal(
             "a probe met a router that is no spine of the fabric", got=router,

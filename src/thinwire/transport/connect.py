@@ -377,6 +377,19 @@ def _join_by_wire(
     return transport
 
 
+def meet(*, deadline_s: float) -> Rendezvous | None:
+    """Return the rendezvous of this job's ranks, for what needs no transport; None if this process is alone.
+
+    Args:
+        deadline_s: Seconds each rank has to come, and to post what the others wait for.
+
+    Raises:
+        ConnectError: The rendezvous does not answer.
+    """
+    place = job_place()
+    return None if place is None else _meet(place, ranks_per_replica=1, deadline_s=deadline_s)[0]
+
+
 def _meet(place: JobPlace, *, ranks_per_replica: int, deadline_s: float) -> tuple[Rendezvous, Any, str]:
     end = time.monotonic() + deadline_s
     serve = place.rank == 0 and not place.agent_serves_store

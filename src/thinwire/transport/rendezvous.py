@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -181,7 +181,7 @@ class Rendezvous:
                 time.sleep(POLL_S)
         return [found[rank] for rank in range(self.world_size)]
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str) -> Never:
         """Let every rank know that the run cannot start, and raise it here.
 
         Raises:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
+from typing import Any, Never
 
+import msgspec
 import pytest
 
-from thinwire.errors import DataError
+from thinwire.errors import ConnectError, DataError
 from thinwire.traffic import Fabric, FabricFlow, plan_traffic
 from thinwire.traffic.source_ports import (
     PathProbe,
+    TcpPaths,
+    probe_by_timing,
     probe_source_port,
     probe_source_ports,
     read_probes,
@@ -95,3 +106,160 @@ def test_a_host_without_routers_on_the_way_answers_for_none() -> None:
         assert probe_source_port("127.0.0.1", there.getsockname()[1], source_port=source_port) is None
         # a port in use is passed over
         assert probe_source_ports("127.0.0.1", 1, source_ports=[there.getsockname()[1]], timeout_s=0.05) == {}
+
+
+class Board:
+    """Texts that the ranks of a test, each a thread, post for each other."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.texts: dict[str, str] = {}
+        self.failure: str | None = None
+        self.changed = threading.Condition()
+        self.loaded: tuple[int, int] | None = None  # leaf and spine
+
+
+class FakeMeeting:
+    def __init__(self, board: Board, rank: int) -> None:
+        self.board, self.rank, self.world_size = board, rank, board.num_ranks
+
+    def post(self, key: str, text: str) -> None:
+        with self.board.changed:
+            self.board.texts[key] = text
+            self.board.changed.notify_all()
+
+    def collect_all(self, topic: str) -> list[str]:
+        keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
+        with self.board.changed:
+            assert self.board.changed.wait_for(
+                lambda: self.board.failure or all(key in self.board.texts for key in keys), timeout=60
+            )
+            if self.board.failure:
+                raise ConnectError(self.board.failure)
+            return [self.board.texts[key] for key in keys]
+
+    def fail(self, text: str) -> Never:
+        with self.board.changed:
+            self.board.failure = text
+            self.board.changed.notify_all()
+        raise ConnectError(text)
+
+
+@dataclass
+class FakePaths:
+    """Ports of one host: each takes a spine at random; those behind the load are slow."""
+
+    board: Board
+    leaf: int
+    spine_of: dict[tuple[str, int], int]
+    loads: Iterator[int]
+    slow_s: float = 0.1
+    disturbed: frozenset[tuple[str, int]] = frozenset()
+
+    def round_trips(self) -> dict[tuple[str, int], float]:
+        jitter = Random(len(self.board.texts))
+        loaded = self.board.loaded
+        return {
+            ends: 0.04
+            + 0.001 * jitter.random()
+            + (self.slow_s if loaded == (self.leaf, spine) or (loaded and ends in self.disturbed) else 0.0)
+            for ends, spine in self.spine_of.items()
+        }
+
+    @contextmanager
+    def load(self, number: int) -> Iterator[None]:
+        self.board.loaded = (self.leaf, next(self.loads))
+        yield
+        self.board.loaded = None
+
+
+Found = dict[str, dict[int, str]] | str
+
+
+def probe_together(leaves: Sequence[int], spines: int, **changes: Any) -> list[tuple[FakePaths, Found]]:
+    """Probe from one host for each leaf that is given; return each host, and what it found, or its error."""
+    board, random = Board(len(leaves)), Random(3)
+    ends = [("a", port) for port in range(20)] + [("b", port) for port in range(20)]
+    hosts = [
+        FakePaths(
+            board=board, leaf=leaf, spine_of={} if leaf < 0 else {one: random.randrange(spines) for one in ends},
+            loads=iter(lambda: random.randrange(spines), -1), **changes,
+        )
+        for leaf in leaves
+    ]  # fmt: skip
+
+    def probe(rank: int) -> Found:
+        try:
+            return probe_by_timing(FakeMeeting(board, rank), hosts[rank], leaf=leaves[rank], spines=spines)
+        except ConnectError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(leaves)) as pool:
+        return list(zip(hosts, pool.map(probe, range(len(leaves))), strict=True))
+
+
+@pytest.mark.parametrize(("leaves", "spines"), [([0], 1), ([0, 0], 2), ([0, 1, 0], 4), ([-1, 2, 0, 2, 2], 7)])
+def test_loads_find_the_ports_that_share_a_path_and_the_hosts_of_a_leaf_agree(leaves: list[int], spines: int) -> None:
+    names = set()
+    for host, paths in probe_together(leaves, spines):
+        assert isinstance(paths, dict), paths
+        assert sum(map(len, paths.values())) == len(host.spine_of) == (0 if host.leaf < 0 else 40)
+        names |= {(host.leaf, spine, paths[name][port]) for (name, port), spine in host.spine_of.items()}
+    # one name for each spine of a leaf, and one spine for each name
+    assert len(names) == len({(leaf, spine) for leaf, spine, _ in names}) == len({(one[0], one[2]) for one in names})
+
+
+def test_a_port_that_is_slow_during_loads_of_two_paths_is_left_out() -> None:
+    for _, paths in probe_together([0, 0], 3, disturbed=frozenset({("a", 7)})):
+        assert isinstance(paths, dict)
+        assert 7 not in paths["a"] and len(paths["a"]) == 19 and len(paths["b"]) == 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"slow_s": 0.0}, "no load slowed any source port: it was below the rate of a cable"),
+        ({"slow_s": math.inf}, None),  # packets that are lost in a full queue are slow
+        ({"disturbed": frozenset((name, port) for name in "ab" for port in range(20))}, "slowed every source port"),
+    ],
+)
+def test_what_cannot_be_told_by_timing_is_named_by_all_ranks(changes: dict[str, Any], reason: str | None) -> None:
+    for _, found in probe_together([0, 0, 1], 3, **changes):
+        assert isinstance(found, dict) if reason is None else reason in found
+
+
+def test_a_destination_that_answers_nothing_and_a_stranger_s_text_are_refused() -> None:
+    board = Board(1)
+    silent = FakePaths(board=board, leaf=0, spine_of={("a", 1): 0}, loads=iter(()))
+    silent.round_trips = lambda: {("a", 1): math.inf}  # type: ignore[method-assign]
+    with pytest.raises(ConnectError, match="a does not answer connections at the probed port"):
+        probe_by_timing(FakeMeeting(board, 0), silent, leaf=0, spines=2)
+    board = Board(2)
+    board.texts["turn/0/1"] = '{"leaf": 0, "left": -3}'
+    without = FakePaths(board=board, leaf=0, spine_of={}, loads=iter(()))
+    with pytest.raises(ConnectError, match="a rank posted what no probe does"):
+        probe_by_timing(FakeMeeting(board, 0), without, leaf=0, spines=2)
+
+
+def test_connections_of_this_host_are_timed_and_a_port_in_use_is_left_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        taken = there.getsockname()[1]
+        paths = TcpPaths({"here": "127.0.0.1"}, 1, source_ports=[20_050, 20_051, taken], load_bits_per_s=1e5)
+        with paths.load(0):
+            times = paths.round_trips()
+    assert set(times) == {("here", 20_050), ("here", 20_051)}
+    assert all(0 < seconds < math.inf for seconds in times.values())
+
+
+def test_paths_that_only_timing_tells_give_ports_on_a_fabric_without_addresses() -> None:
+    fabric = msgspec.structs.replace(FABRIC, spine_addresses=())
+    probe = PathProbe(
+        source="c", destination_port=29_600, routers={"a": {"20000": "path-1", "20001": "path-0", "20002": "path-1"}}
+    )
+    plan = with_source_ports(plan_traffic(fabric, [flow("c", "a", 2)], method="colour"), [probe])
+    assert sorted((piece.spine, piece.source_ports) for row in plan.pieces for piece in row) == [
+        (0, (20_001,)), (1, (20_000, 20_002)),
+    ]  # fmt: skip
+    beyond = PathProbe(source="c", destination_port=29_600, routers={"a": {"20000": "path-2"}})
+    with pytest.raises(ValueError, match="met a router that is no spine of the fabric; got path-2"):
+        with_source_ports(plan_traffic(fabric, [flow("c", "a")], method="colour"), [beyond])
