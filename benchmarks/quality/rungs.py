@@ -187,6 +187,15 @@ ENTRIES: tuple[Entry, ...] = (
             ("1 bit, H 60", {"codec": "sign", "sync_interval": 60}),
         )
     ),
+    *(
+        Entry(name=f"iso-loco, Muon inside, {word}", method="iso-loco", inner="muon", replicas=(2,), rungs="A B",
+              options=_ISO | {"outer_lr": 1.0, "outer_momentum": 0.6, "error_feedback": 1.0} | options)
+        for word, options in (
+            ("2 bits, H 120", {"codec": "block-2bit", "sync_interval": 120}),
+            ("1 bit, H 60", {"codec": "sign", "sync_interval": 60}),
+            ("1 bit, H 120", {"codec": "sign", "sync_interval": 120}),
+        )
+    ),
     Entry(name="iso-loco, outer rate 2.4", method="iso-loco", options=_ISO | {"outer_lr": 2.4}, replicas=(2, 4, 8),
           rungs="A B", follows="iso-loco"),
     *(

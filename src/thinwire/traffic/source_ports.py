@@ -6,7 +6,7 @@ later connection. There are two ways to ask the network:
 
 - `probe_source_port`, by time to live: the first packet of a TCP connection ends at the spine, which answers with its
   address (as in tcptraceroute, without privileges).
-- `probe_by_timing`, where routers do not answer: a host fills one path with datagrams, which nobody need receive. The
+- `probe_by_timing`, where routers do not answer: a host fills one path with datagrams, which no one need receive. The
   first packets of connections from ports that share a cable with them then wait in its queue. Each load finds one path;
   its ports are those that got slow. The ranks of a leaf measure at the same time, so that their paths agree.
 
@@ -200,7 +200,7 @@ class Alone:
         raise ConnectError(text)
 
     def leave(self, num_ranks: int) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing: no other rank waits."""
 
 
 class Paths(Protocol):
@@ -221,14 +221,14 @@ class _Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank saw during a load.
+    """Ports of a rank that a load slowed.
 
     Attributes:
         known: Its ports by the path that they are known to take: how many were slow, and how many there are.
         new: Slow ports without a path yet.
     """
 
-    known: dict[int, tuple[_Count, _Count]]
+    known: dict[int, tuple[_Count, Annotated[int, Meta(ge=1)]]]
     new: _Count
 
 
@@ -278,7 +278,7 @@ class TcpPaths:
         while not is_over.is_set():
             due_bytes = (time.monotonic() - began_s) * self._load_bits_per_s / 8
             while sent_bytes < due_bytes:
-                with suppress(OSError):  # "nobody listens", or this host's queue is full
+                with suppress(OSError):  # no program listens there, or this host's queue is full
                     sender.send(data)
                 sent_bytes += _LOAD_FRAME_BYTES
             time.sleep(0.002)

@@ -228,17 +228,29 @@ def test_what_cannot_be_told_by_timing_is_named_by_all_ranks(changes: dict[str, 
         assert isinstance(found, dict) if reason is None else reason in found
 
 
-def test_a_destination_that_answers_nothing_and_a_stranger_s_text_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("topic", "text"),
+    [
+        ("turn/0", '{"leaf": 0, "left": -3}'),
+        ("turn/0", "["),
+        ("slow/0", '{"known": {"0": [1, 0]}, "new": 0}'),
+        ("slow/0", '{"known": {"a": [1, 1]}, "new": 0}'),
+    ],
+)
+def test_a_strangers_text_is_refused(topic: str, text: str) -> None:
+    board = Board(2)
+    board.texts = {"turn/0/1": '{"leaf": 0, "left": 1}', "load/0/1": '{"leaf": 0, "left": 1}', f"{topic}/1": text}
+    paths = FakePaths(board=board, leaf=0, spine_of={("a", 1): 0}, loads=iter([0]))
+    with pytest.raises(ConnectError, match="a rank posted what no probe does"):
+        probe_by_timing(FakeMeeting(board, 0), paths, leaf=0, spines=2)
+
+
+def test_a_destination_that_answers_nothing_is_named() -> None:
     board = Board(1)
     silent = FakePaths(board=board, leaf=0, spine_of={("a", 1): 0}, loads=iter(()))
     silent.round_trips = lambda: {("a", 1): math.inf}  # type: ignore[method-assign]
     with pytest.raises(ConnectError, match="a does not answer connections at the probed port"):
         probe_by_timing(FakeMeeting(board, 0), silent, leaf=0, spines=2)
-    board = Board(2)
-    board.texts["turn/0/1"] = '{"leaf": 0, "left": -3}'
-    without = FakePaths(board=board, leaf=0, spine_of={}, loads=iter(()))
-    with pytest.raises(ConnectError, match="a rank posted what no probe does"):
-        probe_by_timing(FakeMeeting(board, 0), without, leaf=0, spines=2)
 
 
 def test_connections_of_this_host_are_timed_and_a_port_in_use_is_left_out() -> None:
