@@ -192,6 +192,7 @@ ENTRIES: tuple[Entry, ...] = (
               options=_ISO | {"outer_lr": 1.0, "outer_momentum": 0.6, "error_feedback": 1.0} | options)
         for word, options in (
             ("2 bits, H 120", {"codec": "block-2bit", "sync_interval": 120}),
+            ("2 bits, H 240", {"codec": "block-2bit", "sync_interval": 240}),
             ("1 bit, H 60", {"codec": "sign", "sync_interval": 60}),
             ("1 bit, H 120", {"codec": "sign", "sync_interval": 120}),
         )
