@@ -48,7 +48,8 @@ _NAMED = (BASELINE, "streaming-diloco", "diloco", "iso-loco", "local-sgd", "powe
 _GREY = 7
 _SHORT = {
     "streaming-sparse-loco": "stream sparse", "streaming-diloco": "stream", "iso-loco": "iso", "data-parallel": "DP",
-    "E3M0 with error feedback": "E3M0 + EF", "2 bits, H 120": "2 bits H120", "Muon inside": "Muon",
+    "Muon inside, 2 bits, ": "Muon, ", "Muon inside": "Muon",
+    "E3M0 with error feedback": "E3M0 + EF", "2 bits, H 120": "2 bits H120",
     "lazy start": "lazy", "preserved norm": "norm", "fragments and overlap": "frags",
 }  # fmt: skip
 
