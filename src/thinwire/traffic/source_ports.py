@@ -204,7 +204,7 @@ class Alone:
 
 
 class Paths(Protocol):
-    """What a probe by timing does to the network."""
+    """Operations of a probe by timing on the network."""
 
     def round_trips(self) -> dict[tuple[str, int], float]:
         """Return the seconds until each destination answered each source port; infinite if it did not."""
