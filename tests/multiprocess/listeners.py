@@ -88,6 +88,8 @@ def listeners_of(processes: Sequence[psutil.Process]) -> set[Listener]:
     for process in processes:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
             command = " ".join(process.cmdline())
+            if not command:
+                continue  # it is ending: its memory is gone, and its sockets are about to be closed
             inodes = _socket_inodes(process.pid)
             for protocol in ("tcp", "udp"):
                 for family in ("", "6"):

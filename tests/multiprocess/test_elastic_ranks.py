@@ -51,10 +51,12 @@ def test_a_killed_rank_takes_its_replica_out_and_its_return_brings_it_back_besid
 ) -> None:
     run, other, steps = tmp_path / "run", tmp_path / "other", 120
     more = ["--ranks-per-replica", "2", "--batch-size", "2"]
+    slower_file(run).touch()  # so that few steps pass before the other host has joined
     started = start(runs, texts, run, steps=steps, replicas=1, more=more)
     started.wait_for(run / "elastic.json")
     with host_that_joins(LocalSettings.load(run), other, "--batch-size", "5", slower=slower_file(run)) as joining:
         step = wait_until(run, lambda found: len(active(found)) == 2, started)["step"]
+        slower_file(run).unlink()
         wait_until(run, lambda found: found["step"] > step + 20, started)  # so that each holds all that it needs
         lost, (kept,) = set(rounds_in(run)), rounds_in(other)
         (rank,) = processes(started, "replica-rank")
@@ -63,6 +65,7 @@ def test_a_killed_rank_takes_its_replica_out_and_its_return_brings_it_back_besid
         rank.kill()
         wait_until(run, lambda found: not lost & active(found), started)
         found = wait_until(run, lambda found: len(active(found)) == 2, started)
+        wait_until(run, lambda _: bool(set(rounds_in(run)) - lost), started)  # it has taken part in a round
         slower_file(run).unlink()
         assert leader is not None and not leader.is_running(), "no rank outlives another"
         assert started.end() == 0 and joining.wait(timeout=SOON_S) == 0, started.stderr
