@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
-from processes import Processes, free_port, values
+from processes import free_port, run, values
 from training_runs import DEADLINE_S, DOCUMENTS, as_rank, metrics
 
 from tests.pretrained_models import write_llama_with_weights, write_tokenizer
@@ -43,12 +43,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4}
     write_tokenizer(write_llama_with_weights(folder / "model", **sizes), texts=DOCUMENTS)
     data = ["--data", str(folder / "text.txt"), "--cache-dir", str(folder / ".cache")]
-    lines = [[*SHARED, *data, *words.format(inputs=folder, runs=folder).split()] for words in RUNS.values()]
-    arguments = {"lines": lines, "ports": [free_port() for _ in lines]}
-    with Processes(as_rank, num_ranks=2, arguments=arguments) as ranks:
-        for done in values(ranks.join(deadline_s=DEADLINE_S)):
-            for name, (code, _, stderr) in zip(RUNS, done, strict=True):
-                assert code == 0, f"{name}: {stderr}"
+    # one after the other: both ranks of the second run read what rank 0 of the first one writes last
+    for name, words in RUNS.items():
+        line = [*SHARED, *data, *words.format(inputs=folder, runs=folder).split()]
+        arguments = {"lines": [line], "ports": [free_port()]}
+        for ((code, _, stderr),) in values(run(as_rank, num_ranks=2, arguments=arguments, deadline_s=DEADLINE_S)):
+            assert code == 0, f"{name}: {stderr}"
     return folder
 
 
