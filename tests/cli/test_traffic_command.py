@@ -93,7 +93,15 @@ def test_a_probe_puts_source_ports_into_the_plan(tmp_path: Path, capsys: pytest.
         ([*EXAMPLE[:2], "--source", "host-2", "--by", "luck"], "unknown --by; got 'luck'"),
         (
             [*EXAMPLE[:2], "--source", "host-2", "--by", "timing", "--load-rate", "200mbit"],
-            "a load would fill this host's own port instead of one path; got 200 Mbit/s",
+            "a load would not fill one path alone; got 200 Mbit/s",
+        ),
+        (
+            [*EXAMPLE[:2], "--source", "host-2", "--by", "timing", "--load-rate", "10mbit"],
+            "a load would not fill one path alone; got 10.0 Mbit/s",
+        ),
+        (
+            [*EXAMPLE[:2], "--source", "host-2", "--load-rate", "20mbit"],
+            "--load-rate is for a probe by timing; got 20mbit with --by time-to-live",
         ),
     ],
 )

@@ -259,6 +259,7 @@ def _probe(arguments: Sequence[str]) -> None:
     if options.fabric is None:
         raise _no_fabric()
     check_least(options, port=1, hop=1)
+    _check_way(options)
     first, last = read_port_range(options.source_ports, what="--source-ports")
     parse_seconds(options.timeout)
     fabric = read_fabric(options.fabric)
@@ -266,8 +267,6 @@ def _probe(arguments: Sequence[str]) -> None:
     if source not in fabric.hosts:
         raise unknown_name("--source", source, list(fabric.hosts)[:20])
     destinations = _destinations(options.to, source, fabric)
-    if options.by not in _PROBES:
-        raise unknown_name("--by", options.by, _PROBES)
     if not destinations:
         log(f"{source} dials no host of another leaf; nothing to probe", command="traffic")
     if options.by == "timing":
@@ -289,6 +288,14 @@ def _probe(arguments: Sequence[str]) -> None:
         print(f"{source} to {name}: {len(routers)} source ports over {len(counts)} paths")
         for router, count in sorted(counts.items()):
             print(f"  {router}  {count} ports")
+
+
+def _check_way(options: TrafficProbeOptions) -> None:
+    if options.by not in _PROBES:
+        raise unknown_name("--by", options.by, _PROBES)
+    if options.load_rate is not None and options.by != "timing":
+        raise refusal("--load-rate is for a probe by timing", got=f"{options.load_rate} with --by {options.by}",
+                      allowed="--load-rate with --by timing", remedy="--by timing")  # fmt: skip
 
 
 def _probe_by_time_to_live(
@@ -320,9 +327,9 @@ def _probe_by_timing(
     from thinwire.transport.connect import meet  # torch
 
     rate = 2 * fabric.uplink_bits_per_s if options.load_rate is None else parse_rate(options.load_rate)
-    if not rate < fabric.port_bits_per_s:
+    if not fabric.uplink_bits_per_s < rate < fabric.port_bits_per_s:
         raise refusal(
-            "a load would fill this host's own port instead of one path", got=format_rate(rate),
+            "a load would not fill one path alone", got=format_rate(rate),
             allowed=f"above a cable's {format_rate(fabric.uplink_bits_per_s)} and below the port's "
             f"{format_rate(fabric.port_bits_per_s)}",
             remedy="--load-rate, or --by time-to-live",

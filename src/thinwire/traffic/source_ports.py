@@ -37,7 +37,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Never, Protocol, TypeVar
@@ -62,6 +62,9 @@ _IP_RECVERR = 11  # not in the socket module
 _ERROR = struct.Struct("=IBBBBII")
 _MOST_ROUTERS = 65_536
 _LOADED_PORT, _LOAD_BYTES, _LOAD_FRAME_BYTES = 9, 1400, 1442
+_SEND_WAIT_S, _MOST_SOCKETS = 0.1, 256
+# The other host itself has answered: it accepted the connection, or refused it.
+_ANSWERED = (0, errno.ECONNREFUSED)
 # A load has this long to fill a queue, and a queue to get empty; what waits behind it is called slow early.
 _SETTLE_S, _MOST_DRAIN_S, _MOST_WAIT_S, _REPEATS = 0.3, 10.0, 0.5, 3
 # A port waits in a queue if it is slower than all ports were by this, and by twice their spread.
@@ -263,6 +266,7 @@ class TcpPaths:
         address = list(self._destinations.values())[number % len(self._destinations)]
         is_over = threading.Event()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            sender.settimeout(_SEND_WAIT_S)
             sender.connect((address, _LOADED_PORT))  # the kernel picks a source port at random, and so a path
             thread = threading.Thread(target=self._send, args=(sender, is_over), daemon=True)
             thread.start()
@@ -277,45 +281,51 @@ class TcpPaths:
         data, began_s, sent_bytes = bytes(_LOAD_BYTES), time.monotonic(), 0
         while not is_over.is_set():
             due_bytes = (time.monotonic() - began_s) * self._load_bits_per_s / 8
-            while sent_bytes < due_bytes:
+            # where the rate is beyond this host, what is due is never reached
+            while sent_bytes < due_bytes and not is_over.is_set():
                 with suppress(OSError):  # no program listens there, or this host's queue is full
                     sender.send(data)
                 sent_bytes += _LOAD_FRAME_BYTES
             time.sleep(0.002)
 
     def _round_trips(self) -> dict[tuple[str, int], float]:
+        ends = [(name, source_port) for name in self._destinations for source_port in self._source_ports]
         found: dict[tuple[str, int], float] = {}
-        began_s: dict[tuple[str, int], float] = {}
-        with selectors.DefaultSelector() as waiting:
-            for name, address in self._destinations.items():
-                for source_port in self._source_ports:
-                    connection = socket.socket()
-                    connection.setblocking(False)
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    # close without a goodbye: the port is free again at once
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    try:
-                        connection.bind(("", source_port))
-                    except OSError:
-                        connection.close()
-                        continue
-                    began_s[name, source_port] = time.monotonic()
-                    connection.connect_ex((address, self._port))
-                    waiting.register(connection, selectors.EVENT_WRITE, (name, source_port))
+        for first in range(0, len(ends), _MOST_SOCKETS):
+            found |= self._round_trips_of(ends[first : first + _MOST_SOCKETS])
+        return found
+
+    def _round_trips_of(self, ends: Sequence[tuple[str, int]]) -> dict[tuple[str, int], float]:
+        found: dict[tuple[str, int], float] = {}
+        with ExitStack() as sockets, selectors.DefaultSelector() as waiting:
+            for name, source_port in ends:
+                connection = sockets.enter_context(socket.socket())
+                connection.setblocking(False)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                # close without a goodbye: the port is free again at once
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                began_s = time.monotonic()
+                try:
+                    connection.bind(("", source_port))
+                    error = connection.connect_ex((self._destinations[name], self._port))
+                except OSError as fault:
+                    error = fault.errno or errno.EADDRINUSE
+                if error in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+                    continue
+                found[name, source_port] = time.monotonic() - began_s if error in _ANSWERED else math.inf
+                if error == errno.EINPROGRESS:
+                    waiting.register(connection, selectors.EVENT_WRITE, (name, source_port, began_s))
             end_s = time.monotonic() + _MOST_WAIT_S
             while waiting.get_map() and (left_s := end_s - time.monotonic()) > 0:
                 for key, _ in waiting.select(left_s):
                     now_s = time.monotonic()
+                    name, source_port, began_s = key.data
                     assert isinstance(key.fileobj, socket.socket)
                     waiting.unregister(key.fileobj)
-                    error = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    if key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ANSWERED:
+                        found[name, source_port] = now_s - began_s
                     key.fileobj.close()
-                    if error in (0, errno.ECONNREFUSED):  # the other host itself has answered
-                        found[key.data] = now_s - began_s[key.data]
-            for key in list(waiting.get_map().values()):
-                assert isinstance(key.fileobj, socket.socket)
-                key.fileobj.close()
-        return {ends: found.get(ends, math.inf) for ends in began_s}
+        return found
 
 
 def probe_by_timing(meeting: Meeting, paths: Paths, *, leaf: int, spines: int) -> dict[str, dict[int, str]]:
@@ -418,8 +428,9 @@ def _path_of_load(seen: Sequence[_Slow], num_paths: Counter[int], *, leaf: int) 
     num_known: Counter[int] = Counter()
     for one in seen:
         for path, (slow, known) in one.known.items():
-            num_slow[path] += slow
-            num_known[path] += known
+            if 0 <= path < num_paths[leaf]:
+                num_slow[path] += slow
+                num_known[path] += known
     path = max(num_known, key=lambda path: (num_slow[path] / num_known[path], -path), default=0)
     if num_known[path] and 2 * num_slow[path] > num_known[path]:
         return path

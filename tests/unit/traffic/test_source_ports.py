@@ -256,11 +256,19 @@ def test_a_destination_that_answers_nothing_is_named() -> None:
 def test_connections_of_this_host_are_timed_and_a_port_in_use_is_left_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:
         taken = there.getsockname()[1]
-        paths = TcpPaths({"here": "127.0.0.1"}, 1, source_ports=[20_050, 20_051, taken], load_bits_per_s=1e5)
+        # a rate that no host reaches: the load ends nevertheless
+        paths = TcpPaths({"here": "127.0.0.1"}, 1, source_ports=[20_050, 20_051, taken], load_bits_per_s=1e15)
         with paths.load(0):
             times = paths.round_trips()
     assert set(times) == {("here", 20_050), ("here", 20_051)}
     assert all(0 < seconds < math.inf for seconds in times.values())
+
+
+def test_more_ports_than_sockets_may_be_open_are_timed_and_an_unreachable_host_is_no_answer() -> None:
+    paths = TcpPaths({"here": "127.0.0.1"}, 1, source_ports=range(20_100, 20_700), load_bits_per_s=1e5)
+    assert len(paths.round_trips()) >= 590
+    beyond = TcpPaths({"beyond": "255.255.255.255"}, 1, source_ports=[20_060], load_bits_per_s=1e5)
+    assert beyond.round_trips() == {("beyond", 20_060): math.inf}
 
 
 def test_paths_that_only_timing_tells_give_ports_on_a_fabric_without_addresses() -> None:
