@@ -137,6 +137,23 @@ def test_the_only_peer_is_named_where_its_connection_was_given_up_soon_after_its
     assert (finding.kind, finding.where) == ("communication hang", where) and finding.confidence <= 0.5
 
 
+def test_the_only_peer_is_named_where_only_what_was_sent_to_it_failed() -> None:
+    records: list[Record] = [Communicator(communicator="rounds", ranks=(1,), hosts=("b",), clocks=("one",))]
+    for number in range(20):
+        records += _round(1, number, peers=(0,), is_done=True)
+    for one in _round(1, 20, peers=(0,), is_done=False):
+        is_sent = isinstance(one, TransferEnd) and one.direction == "sent"
+        is_received = isinstance(one, TransferEnd) and not is_sent  # the last bytes before the cut
+        records.append(
+            dataclasses.replace(one, error="was silent for 2.1 s") if is_sent
+            else dataclasses.replace(one, done_s=20.2) if is_received
+            else one
+        )  # fmt: skip
+    records += [Beat(rank=1, at_s=half / 2) for half in range(63)]
+    (finding,) = diagnose(from_records(records))
+    assert finding.where == "ambiguous: link 0 <-> 1 or rank 0" and finding.confidence <= 0.5
+
+
 @pytest.mark.parametrize(("silent", "confidence"), [((1, 2), 0.3), ((1,), 0.9)])
 def test_a_host_that_hears_of_no_other_is_unsure_and_one_that_hears_of_some_is_sure(
     silent: tuple[int, ...], confidence: float

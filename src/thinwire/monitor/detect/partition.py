@@ -63,8 +63,8 @@ def one_sided(job: Job, inside: Collection[int], *, since_s: float) -> Finding |
             if own_s >= PARTITION.alike * longest_s and not _is_live(job, peer, observers)
         )
     )
-    if not quiet and len(peers) == 1 and any(m.error for m in waits.values()):
-        quiet = tuple(peers)  # the only connection was given up, also where its last signs of life are recent
+    if not quiet and len(peers) == 1 and _is_given_up(job, peers):
+        quiet = tuple(peers)  # also where its last signs of life are recent
     places, confidence, text = _suspects(job, observers, peers, quiet)
     return Finding(
         kind="communication hang", places=places, since_s=since_s, text=f"{text} {_observer_text(observers)}",
@@ -159,6 +159,16 @@ def _is_live(job: Job, peer: int, observers: Collection[int]) -> bool:
         if moved and job.now_s - moved[-1] <= PARTITION.silent_s:
             return True
     return False
+
+
+def _is_given_up(job: Job, peers: Collection[int]) -> bool:
+    """Return whether a message to or from a peer ended in an error.
+
+    The last message of the peer may have arrived before: then only what was sent to it has an error.
+    """
+    return any(
+        m.error and m.received_done_s is None for m in job.messages if m.source in peers or m.destination in peers
+    )
 
 
 def _suspects(
