@@ -23,7 +23,6 @@ from thinwire.monitor.runlog.records import (
     Operation,
     Probe,
     Record,
-    RecordRing,
     Span,
     TransferEnd,
     header_line,
@@ -53,17 +52,6 @@ def test_a_record_is_read_as_it_was_written(record: Record) -> None:
 def test_a_loss_that_is_no_number_is_read_as_it_was_written() -> None:
     span = parse_line(to_line(Span(rank=0, kind="step", step=1, started_s=0.0, done_s=1.0, loss=math.nan)).encode())
     assert isinstance(span, Span) and span.loss is not None and math.isnan(span.loss)
-
-
-def test_a_ring_keeps_the_latest_of_each_kind_and_counts_the_rest() -> None:
-    ring = RecordRing(capacity=100)
-    for number in range(1000):
-        ring.add(Beat(rank=0, at_s=float(number)))
-        ring.add(Span(rank=0, kind="compute", step=number, started_s=0.0, done_s=1.0))
-    assert len(ring) == 200 and ring.num_dropped == 1800
-    assert {record.at_s for record in ring if isinstance(record, Beat)} == set(map(float, range(900, 1000)))
-    with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
-        RecordRing(capacity=0)
 
 
 def _write(path: Path, lines: list[bytes]) -> Path:

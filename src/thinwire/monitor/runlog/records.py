@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
@@ -287,42 +285,3 @@ def to_line(record: Record) -> str:
         if value != field.default:
             values[field.name] = str(value) if isinstance(value, float) and not math.isfinite(value) else value
     return json.dumps(values, separators=(",", ":"), allow_nan=False)
-
-
-class RecordRing:
-    """The latest records of one rank, a fixed number of each kind, so that memory does not grow with the run.
-
-    Args:
-        capacity: Records kept of each kind.
-
-    Example:
-        >>> ring = RecordRing(capacity=2)
-        >>> for second in range(5):
-        ...     ring.add(Beat(rank=0, at_s=float(second)))
-        >>> [record.at_s for record in ring], ring.num_dropped
-        ([3.0, 4.0], 3)
-    """
-
-    def __init__(self, *, capacity: int = 8192) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
-        self._rings: dict[type[Record], deque[Record]] = {kind: deque(maxlen=capacity) for kind in KINDS.values()}
-        self.num_dropped = 0
-
-    def add(self, record: Record) -> None:
-        """Keep a record; a full ring drops the oldest of its kind."""
-        ring = self._rings[type(record)]
-        self.num_dropped += len(ring) == ring.maxlen
-        ring.append(record)
-
-    def __iter__(self) -> Iterator[Record]:
-        for ring in self._rings.values():
-            yield from list(ring)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._rings.values()))
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of a file of records, the header first."""
-        yield header_line()
-        yield from map(to_line, self)

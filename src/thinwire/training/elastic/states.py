@@ -154,9 +154,6 @@ class StateKeeper:
             except (ThinwireError, ValueError, OSError, MemoryError) as error:
                 self._warn(f"the state of step {state.step} could not be kept: {error}")
 
-    def _is_writer(self) -> bool:
-        return not self._policy.is_shared or self._membership.replica == min(self._membership.session.active())
-
     def _publish(self, state: GlobalState) -> None:
         if state.step in self._published:
             return
