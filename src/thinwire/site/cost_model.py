@@ -21,7 +21,8 @@ from itertools import pairwise
 from math import inf
 
 from thinwire.site import memory
-from thinwire.site.pipeline import StageLink, StageTimes, lower_bound_s, pipette_s, step_s
+from thinwire.site.closed_forms import pipette_s
+from thinwire.site.pipeline import StageLink, StageTimes, lower_bound_s, step_s
 from thinwire.site.site_file import Site
 
 # Activations, weights and gradients are sent in 16 bits.

@@ -222,29 +222,6 @@ def step_s(
     return found + periods / _REPEATED_ROUNDS * (found - exact(simulated - _REPEATED_ROUNDS * num_ranks))
 
 
-def pipette_s(*, forward_s: float, backward_s: float, links_s: Sequence[float], num_micro_batches: int) -> float:
-    """Return the step time of a 1F1B pipeline after Pipette, which sees that few micro-batches are in flight.
-
-    Every p micro-batches take a round trip through the whole pipeline, links included.
-
-    Args:
-        forward_s: Of one micro-batch in one stage.
-        backward_s: Of one micro-batch in one stage.
-        links_s: Link time between neighbouring stages, one entry a pair.
-        num_micro_batches: Of one step.
-
-    Reference:
-        arXiv 2405.18093: (m / p) (C + p (f + b)) + (p - 1) (f + b).
-
-    Example:
-        >>> pipette_s(forward_s=1, backward_s=2, links_s=[2, 2, 2], num_micro_batches=32)
-        201.0
-    """
-    stages = len(links_s) + 1
-    both = forward_s + backward_s
-    return num_micro_batches / stages * (2 * sum(links_s) + stages * both) + (stages - 1) * both
-
-
 def lower_bound_s(
     stages: Sequence[StageTimes], stage_links: Sequence[StageLink], *, num_micro_batches: int, interleave: int = 1
 ) -> float:

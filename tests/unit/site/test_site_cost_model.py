@@ -10,6 +10,7 @@ import pytest
 
 from thinwire.errors import DataError
 from thinwire.planning.cluster import Cluster, Machine, Wire, save_cluster
+from thinwire.site import closed_forms
 from thinwire.site.cost_model import (
     Degrees,
     Layout,
@@ -22,6 +23,7 @@ from thinwire.site.cost_model import (
 from thinwire.site.memory import FRAGMENTATION, layer_activation_bytes, state_bytes
 from thinwire.site.site_file import NodeLink, Site, SiteNode, load_links, load_site, site_from_json
 
+DAY_S = 86_400
 MODEL = decoder_shape(layers=8, width=512, heads=8, vocab_size=1000, seq_len=256)
 
 
@@ -40,8 +42,43 @@ def step(degrees: Degrees, site: Site, *, slots: tuple[int, ...] | None = None, 
 def test_zero_takes_what_its_paper_states() -> None:
     found = [state_bytes(7.5e9, zero_stage=stage, shards=64) / 1e9 for stage in range(4)]
     assert [round(each, 1) for each in found] == [120.0, 31.4, 16.6, 1.9]
+    assert [closed_forms.zero_volume(stage) for stage in range(4)] == [2, 2, 2, 3]
     with pytest.raises(ValueError, match="no such ZeRO stage; got 4; allowed 0 to 3"):
         state_bytes(1, zero_stage=4, shards=1)
+
+
+def test_zero_plus_plus_sends_a_quarter_of_zero_3() -> None:
+    off = {"quantised_weights": False, "secondary_partition": False, "quantised_gradients": False}
+    volumes = [closed_forms.zero_plus_plus_volume(**off)]
+    for feature in ("quantised_weights", "secondary_partition", "quantised_gradients"):
+        off[feature] = True
+        volumes.append(closed_forms.zero_plus_plus_volume(**off))
+    # qwZ halves the first gather, hpZ removes the second one from the slow links, qgZ quarters the gradients
+    assert volumes == [3, 2.5, 1.5, 0.75]
+
+
+def test_megatron_trains_in_the_published_time() -> None:
+    gpt3 = {"tokens": 300e9, "num_parameters": 175e9, "num_devices": 1024, "flops_per_s": 140e12}
+    assert closed_forms.training_time_s(**gpt3) / DAY_S == pytest.approx(33.9, abs=0.05)
+    trillion = {"tokens": 450e9, "num_parameters": 1.008e12, "num_devices": 3072, "flops_per_s": 163e12}
+    assert closed_forms.training_time_s(**trillion) / DAY_S == pytest.approx(83.9, abs=0.05)
+
+
+def test_memo_counts_its_skeletal_activations() -> None:
+    assert closed_forms.skeletal_bytes(tokens=2**20, width=4096, num_layers=32) == 4096 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("layer_s", "layers", "host_bytes", "share"),
+    [(0.5, 32, 1e12, 0.5), (10.0, 32, 1e12, 1.0), (0.1, 32, 1e12, 0.0), (10.0, 32, 270e9, 0.5), (10.0, 2, 1.0, 1.0)],
+)
+def test_memo_moves_what_a_layer_hides_and_the_host_holds(
+    layer_s: float, layers: int, host_bytes: float, share: float
+) -> None:
+    found = closed_forms.memo_swapped_share(
+        always_bytes=2e9, other_bytes=14e9, layer_s=layer_s, link_bytes_per_s=18e9, layers=layers, host_bytes=host_bytes
+    )
+    assert found == pytest.approx(share)
 
 
 def test_activations_follow_the_formula() -> None:

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from thinwire.site import closed_forms
 from thinwire.site.memory import interleaved_in_flight, one_f_one_b_in_flight
 from thinwire.site.pipeline import (
     StageLink,
@@ -16,7 +17,6 @@ from thinwire.site.pipeline import (
     one_f_one_b,
     order_of,
     pipeline_s,
-    pipette_s,
     step_s,
 )
 
@@ -44,10 +44,9 @@ def test_makespans_are_those_of_the_reference(stages: int, latency_s: float, mak
 
 @pytest.mark.parametrize(("stages", "amp", "pipette", "exact"), [(4, 117, 201, 209), (8, 145, 229, 253)])
 def test_formulas_underestimate_the_exact_schedule(stages: int, amp: int, pipette: int, exact: int) -> None:
-    # AMP and Varuna, as arXiv 2405.18093 quotes them: compute in full, and each link once a direction
-    assert (32 + stages - 1) * (1 + 2) + 2 * 2 * (stages - 1) == amp
-    found = pipette_s(forward_s=1, backward_s=2, num_micro_batches=32, links_s=[2] * (stages - 1))
-    assert found == pipette
+    about = {"forward_s": 1, "backward_s": 2, "num_micro_batches": 32, "links_s": [2] * (stages - 1)}
+    assert closed_forms.amp_s(**about) == amp
+    assert closed_forms.pipette_s(**about) == pipette
     assert simulated(stages, 32, 2) == exact
 
 
@@ -69,7 +68,7 @@ def test_the_bubble_is_that_of_the_formula(stages: int, micro_batches: int, inte
     order = order_of(num_stages=stages, num_micro_batches=micro_batches, interleave=interleave)
     times = [StageTimes(forward_s=1 / interleave, backward_s=2 / interleave)] * (stages * interleave)
     ideal = 3 * micro_batches
-    bubble = (stages - 1) / (interleave * micro_batches)  # arXiv 2104.04473, section 2.2
+    bubble = closed_forms.bubble_fraction(num_stages=stages, num_micro_batches=micro_batches, interleave=interleave)
     assert pipeline_s(order, times, [StageLink()] * stages) / ideal - 1 == pytest.approx(bubble)
 
 
