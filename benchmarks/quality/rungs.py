@@ -197,6 +197,11 @@ ENTRIES: tuple[Entry, ...] = (
             ("1 bit, H 120", {"codec": "sign", "sync_interval": 120}),
         )
     ),
+    # few rounds: a momentum over 10 of them would still rise at the end
+    Entry(name="iso-loco, Muon inside, 2 bits, H 240, less momentum", method="iso-loco", inner="muon", replicas=(2,),
+          rungs="A B", grid="all",
+          options=_ISO | {"codec": "block-2bit", "sync_interval": 240, "error_feedback": 1.0, "outer_lr": 1.0,
+                          "outer_momentum": 0.4, "rest_lr": 1.0, "rest_momentum": 0.4}),
     Entry(name="iso-loco, outer rate 2.4", method="iso-loco", options=_ISO | {"outer_lr": 2.4}, replicas=(2, 4, 8),
           rungs="A B", follows="iso-loco"),
     *(

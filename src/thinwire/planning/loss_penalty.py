@@ -66,7 +66,7 @@ _EVERY_STEP = ("all-reduce",)
 _PUBLISHED = ("diloco", "streaming-diloco")
 _MEASURED = "iso-loco"
 # IsoLoCo's loss against data-parallel training by replicas: benchmarks/quality, rung B (0.49M parameters, H 30, tau 1,
-# E3M0, both sides tuned, medians of 3, 3 and 1 seeds); `python benchmarks/quality/report.py --json`.
+# E3M0, both sides tuned, medians of 3 seeds); `python benchmarks/quality/report.py --json`.
 _ISO_SHARES: tuple[_Point, ...] = ((1.0, 0.0), (2.0, -0.0104), (4.0, 0.0027), (8.0, 0.0118))
 # DiLoCo sends float32, Streaming DiLoCo E3M0, and every step of data-parallel training was in bfloat16.
 _LOSSLESS = {"all-reduce": (None, "float32", "bfloat16"), "local-sgd": (None, "float32")}
