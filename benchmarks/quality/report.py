@@ -46,9 +46,10 @@ _NOT_DRAWN = ("tau", "blend", "momentum 0.8")
 # Methods that the figure of loss against bytes names beside those on its line, and the colour of all others.
 _NAMED = (BASELINE, "streaming-diloco", "diloco", "iso-loco", "local-sgd", "power-sgd", "noloco", "pier", "sparse-loco")
 _GREY = 7
+_MOST_GAP = 0.15  # of the baseline's loss: points above it would press all others together
 _SHORT = {
     "streaming-sparse-loco": "stream sparse", "streaming-diloco": "stream", "iso-loco": "iso", "data-parallel": "DP",
-    "Muon inside, 2 bits, ": "Muon, ", "Muon inside": "Muon",
+    "Muon inside, 2 bits, ": "Muon, ", ", less momentum": "", "Muon inside": "Muon",
     "E3M0 with error feedback": "E3M0 + EF", "2 bits, H 120": "2 bits H120",
     "lazy start": "lazy", "preserved norm": "norm", "fragments and overlap": "frags",
 }  # fmt: skip
@@ -250,12 +251,16 @@ def write_figures(rung: Rung, lines: Lines, folder: Path, *, replicas: int) -> N
 
 
 def write_pareto_figure(rung: Rung, found: Sequence[Row], folder: Path, *, replicas: int) -> None:
-    """Write the loss of all tuned rows with some replicas against their bytes, and the line that nothing beats."""
+    """Write the loss of the tuned rows with some replicas against their bytes, and the line that nothing beats."""
     sending = [
         x for x in found if x.method.startswith(BASELINE) or (x.replicas == replicas and x.windows == rung.windows)
     ]
     sending = [x for x in sending if not any(word in x.method for word in _NOT_DRAWN)]
-    points = {x.method: (x.bytes_per_replica / 1e6, x.loss) for x in sending if x.bytes_per_replica and x.is_tuned}
+    most = (1 + _MOST_GAP) * min(x.loss for x in found if x.method == BASELINE)
+    points = {
+        x.method: (x.bytes_per_replica / 1e6, x.loss)
+        for x in sending if x.bytes_per_replica and x.is_tuned and x.loss <= most
+    }  # fmt: skip
     front = [point for point in points.values() if not any(_beats(other, point) for other in points.values())]
     named = [name for name, point in points.items() if point in front or name in _NAMED]
     chart = Chart(
