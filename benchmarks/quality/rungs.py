@@ -197,7 +197,7 @@ ENTRIES: tuple[Entry, ...] = (
             ("1 bit, H 120", {"codec": "sign", "sync_interval": 120}),
         )
     ),
-    # few rounds: a momentum over 10 of them would still rise at the end
+    # with 10 to 20 rounds less outer momentum ends lower
     Entry(name="iso-loco, Muon inside, 2 bits, H 240, less momentum", method="iso-loco", inner="muon", replicas=(2,),
           rungs="A B", grid="all",
           options=_ISO | {"codec": "block-2bit", "sync_interval": 240, "error_feedback": 1.0, "outer_lr": 1.0,
