@@ -107,17 +107,26 @@ def test_the_spines_that_answer_a_probe_are_those_that_the_bytes_cross() -> None
 def test_timing_finds_the_same_paths_as_the_spines_that_answer(tmp_path: Path) -> None:
     words = ["traffic", "probe", "--fabric", str(ROOT / "examples/traffic/fabric-2x4.json"), "--port", "29600"]
     probe = [sys.executable, "-m", "thinwire.cli.main", *words, "--source-ports", "20000-20015"]
+
+    def routers(lab: Lab, way: str, number: int) -> dict[tuple[str, str, str], str]:
+        out = tmp_path / f"{way}-{number}"
+        for one in lab.run([*probe, "--by", way, "--out", str(out)], deadline_s=300):
+            assert one.exit_code == 0, one.stderr
+        found = {name: json.loads((out / f"{name}.json").read_text())["routers"] for name in ("host-2", "host-3")}
+        return {
+            (source, destination, port): path
+            for source, paths_to in found.items() for destination, paths in paths_to.items()
+            for port, path in paths.items()
+        }  # fmt: skip
+
     with Lab.of(LabSettings.alike(4, Access(), fabric=SHAPE)) as lab:
-        for way in ("timing", "time-to-live"):
-            for one in lab.run([*probe, "--by", way, "--out", str(tmp_path / way)], deadline_s=300):
-                assert one.exit_code == 0, one.stderr
-    pairs, num_ports = set(), 0
-    for name in ("host-2.json", "host-3.json"):
-        timed, answered = (json.loads((tmp_path / way / name).read_text()) for way in ("timing", "time-to-live"))
-        for destination, paths in timed["routers"].items():
-            pairs |= {(path, answered["routers"][destination][port]) for port, path in paths.items()}
-            num_ports += len(paths)
-    assert num_ports >= 60, "at most a few of 64 are left out, where something else was slow"
+        answered = routers(lab, "time-to-live", 0)
+        for number in range(3):  # on a busy machine ports of other paths can be slow in many loads
+            timed = routers(lab, "timing", number)
+            if len(timed) >= 60:
+                break
+    assert len(timed) >= 60, "at most a few of 64 are left out, where something else was slow"
+    pairs = {(path, answered[ends]) for ends, path in timed.items()}
     assert len(pairs) == len({path for path, _ in pairs}) == len({router for _, router in pairs}) == SHAPE.spines
 
 

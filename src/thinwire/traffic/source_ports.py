@@ -235,6 +235,42 @@ class _Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     new: _Count
 
 
+class _Votes:
+    """Loads of the paths of one leaf, and how often each port was slow in them.
+
+    A port takes the path that it is slow with in more than half of the loads. While more than one path fits, as after a
+    moment in which something else was slow, it has none, and later loads decide.
+    """
+
+    def __init__(self) -> None:
+        self._num_loads: Counter[int] = Counter()
+        self._num_slow: defaultdict[tuple[str, int], Counter[int]] = defaultdict(Counter)
+
+    def add(self, path: int, slow: Iterable[tuple[str, int]]) -> None:
+        """Count a load of a path, with the ports that were slow."""
+        self._num_loads[path] += 1
+        for ends in slow:
+            self._num_slow[ends][path] += 1
+
+    def found(self) -> dict[tuple[str, int], int]:
+        """Return the path of each port that one path alone fits."""
+        return {ends: paths[0] for ends, paths in self._fitting().items() if len(paths) == 1}
+
+    def seen(self, slow: Iterable[tuple[str, int]]) -> _Slow:
+        """Return what slow ports say about the path of a load."""
+        fitting = self._fitting()
+        num_slow = Counter(path for ends in slow for path in fitting.get(ends, ()))
+        num_ports = Counter(path for paths in fitting.values() for path in paths)
+        known = {path: (num_slow[path], count) for path, count in num_ports.items()}
+        return _Slow(known=known, new=sum(not fitting.get(ends) for ends in slow))
+
+    def _fitting(self) -> dict[tuple[str, int], list[int]]:
+        return {
+            ends: [path for path, count in counts.items() if 2 * count > self._num_loads[path]]
+            for ends, counts in self._num_slow.items()
+        }
+
+
 class TcpPaths:
     """Paths of this host's TCP connections.
 
@@ -353,28 +389,26 @@ def probe_by_timing(meeting: Meeting, paths: Paths, *, leaf: int, spines: int) -
             f"firewall pass or refuse them"
         )
     limits = {name: _limit(seconds for (other, _), seconds in idle.items() if other == name) for name, _ in idle}
-    found: dict[tuple[str, int], int] = {}
-    doubtful: set[tuple[str, int]] = set()  # slow during loads of two paths
+    votes = _Votes()
     num_paths: Counter[int] = Counter()
     most_loads = _LOADS_PER_SPINE * spines
     for number in itertools.count():
-        left = len(idle) - len(found) - len(doubtful) if most_loads else 0
+        left = len(idle) - len(votes.found()) if most_loads else 0
         turns = _share(meeting, f"turn/{number}", _Turn(leaf=leaf, left=left), _Turn)
         loader = next((rank for rank, turn in enumerate(turns) if turn.left), None)
         if loader is None:
             break
         most_loads -= loader == meeting.rank
-        slow, seen = _one_load(meeting, paths, limits, found, turns=turns, loader=loader, number=number)
+        slow, seen = _one_load(meeting, paths, limits, votes, turns=turns, loader=loader, number=number)
         if spines > 1 and loader == meeting.rank and len(slow) == len(idle):
             meeting.fail(
                 "a load slowed every source port, so that it fills this host's own port and not one path; give a "
                 "smaller --load-rate, above the rate of a cable, or probe by time to live"
             )
         path = _path_of_load(seen, num_paths, leaf=turns[loader].leaf)
-        for ends in slow - doubtful:
-            if found.setdefault(ends, path) != path:
-                doubtful.add(ends)
-                del found[ends]
+        if leaf == turns[loader].leaf:
+            votes.add(path, slow)
+    found = votes.found()
     _check_paths(meeting, num_found=len(found), num_probed=len(idle), num_paths=num_paths[leaf], spines=spines)
     by_destination: dict[str, dict[int, str]] = {}
     for (name, source_port), path in sorted(found.items()):
@@ -383,7 +417,7 @@ def probe_by_timing(meeting: Meeting, paths: Paths, *, leaf: int, spines: int) -
 
 
 def _one_load(
-    meeting: Meeting, paths: Paths, limits: Mapping[str, float], found: Mapping[tuple[str, int], int], *,
+    meeting: Meeting, paths: Paths, limits: Mapping[str, float], votes: _Votes, *,
     turns: Sequence[_Turn], loader: int, number: int,
 ) -> tuple[set[tuple[str, int]], list[_Slow]]:  # fmt: skip
     """Load a path from one rank; return this rank's slow ports, and what all ranks saw."""
@@ -392,9 +426,7 @@ def _one_load(
         _share(meeting, f"load/{number}", own, _Turn)
         if own.leaf == turns[loader].leaf:
             slow = _slow(paths, limits)
-            num_slow = Counter(found[ends] for ends in slow if ends in found)
-            known = {path: (num_slow[path], count) for path, count in Counter(found.values()).items()}
-            one = _Slow(known=known, new=sum(ends not in found for ends in slow))
+            one = votes.seen(slow)
         seen = _share(meeting, f"slow/{number}", one, _Slow)
     end_s = time.monotonic() + _MOST_DRAIN_S
     while loader == meeting.rank and _slow(paths, limits) and time.monotonic() < end_s:

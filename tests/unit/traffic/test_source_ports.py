@@ -155,6 +155,7 @@ class FakePaths:
     loads: Iterator[int]
     slow_s: float = 0.1
     disturbed: frozenset[tuple[str, int]] = frozenset()
+    num_disturbed_loads: int = 1_000_000
 
     def round_trips(self) -> dict[tuple[str, int], float]:
         jitter = Random(len(self.board.texts))
@@ -168,6 +169,8 @@ class FakePaths:
 
     @contextmanager
     def load(self, number: int) -> Iterator[None]:
+        if number >= self.num_disturbed_loads:
+            self.disturbed = frozenset()
         self.board.loaded = (self.leaf, next(self.loads))
         yield
         self.board.loaded = None
@@ -213,6 +216,14 @@ def test_a_port_that_is_slow_during_loads_of_two_paths_is_left_out() -> None:
     for _, paths in probe_together([0, 0], 3, disturbed=frozenset({("a", 7)})):
         assert isinstance(paths, dict)
         assert 7 not in paths["a"] and len(paths["a"]) == 19 and len(paths["b"]) == 20
+
+
+def test_ports_that_something_else_slowed_for_a_while_are_found_by_later_loads() -> None:
+    disturbed = frozenset(("a", port) for port in range(12))
+    for host, paths in probe_together([0], 4, disturbed=disturbed, num_disturbed_loads=3):
+        assert isinstance(paths, dict)
+        pairs = {(spine, paths[name][port]) for (name, port), spine in host.spine_of.items()}
+        assert len(pairs) == len({path for _, path in pairs}) == 4
 
 
 @pytest.mark.parametrize(
