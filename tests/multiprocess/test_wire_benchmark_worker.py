@@ -159,7 +159,8 @@ def test_settings_are_written_as_they_were_in_effect(found: dict[str, list[dict[
         "all-reduce": (1, 1, 0), "all-reduce-bf16": (1, 1, 0), "diloco": (1, 6, 0),
         "diloco-e3m0": (1, 6, 0), "overlap-only": (1, 6, 1),
         "fragments-only": (3, 6, 0), "streaming-dense": (3, 6, 1),
-        "streaming-e3m0": (3, 6, 1), "streaming-sparse": (3, 6, 1),
+        "streaming-e3m0": (3, 6, 1), "streaming-sparse": (3, 6, 1), "iso-e3m0": (3, 6, 1),
+        "iso-2bit": (3, 6, 1),
         "ddp": (1, 1, 0), "ddp-powersgd": (1, 1, 0), "torchft-diloco": (3, 6, 1),
     }  # fmt: skip
     assert {name: settings(name) for name in found} == {name: expected[name] for name in RUNNING}

@@ -45,7 +45,7 @@ def test_a_method_exchanges_what_its_contender_says(name: str) -> None:
     assert [getattr(method.schedule, "overlap_steps", 0)] == [3 if row.has_overlap else 0]
     assert method.schedule.sync_interval == (1 if row.kind == "every-step" else 30)
     sent_bytes = method.exchange(2).sent_bytes(64_000, num_replicas=2)
-    bits = {"chunked-top-k-2bit": 0.234, "e3m0": 4.125, "bfloat16": 16, "float32": 32}[row.codec]
+    bits = {"chunked-top-k-2bit": 0.234, "block-2bit": 2.0625, "e3m0": 4.125, "bfloat16": 16, "float32": 32}[row.codec]
     assert sent_bytes == pytest.approx(64_000 * bits / 8, rel=0.01)
 
 

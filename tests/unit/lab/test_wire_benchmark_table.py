@@ -5,10 +5,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from thinwire import codecs
 from thinwire.lab.counters import Sample
-from thinwire.lab.wire_benchmark.contenders import contender
+from thinwire.lab.wire_benchmark.contenders import CONTENDERS, contender
 from thinwire.lab.wire_benchmark.result_table import HEAD, describe, figure, markdown, rows, spread
 from thinwire.lab.wire_benchmark.runner import (
+    CODEC_BYTES,
     BenchWire,
     GridCell,
     cells,
@@ -104,6 +106,11 @@ def test_a_run_s_deadline_is_well_above_what_its_bytes_need() -> None:
     needed_s = cell.measured_steps * 1.5 * 3_050_000 * 32 / 1e6
     assert exchanges_every_step(contender(cell.contender))
     assert deadline_s(cell) > 5 * needed_s
+
+
+def test_the_bytes_of_every_contender_are_those_of_its_codec() -> None:
+    bits = {one.codec: codecs.by_name(one.codec).bits_per_element for one in CONTENDERS.values()}
+    assert {codec: 8 * count for codec, count in CODEC_BYTES.items()} == bits
 
 
 def test_a_cell_survives_its_line() -> None:

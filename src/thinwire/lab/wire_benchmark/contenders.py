@@ -11,6 +11,8 @@
 | `streaming-dense` | yes | yes | float32 | thinwire |
 | `streaming-e3m0` | yes | yes | E3M0 | thinwire |
 | `streaming-sparse` | yes | yes | 64 of 4,096 values, in 2 bits | thinwire |
+| `iso-e3m0` | yes | yes | E3M0, with IsoLoCo's outer step: thinwire's default | thinwire |
+| `iso-2bit` | yes | yes | 2 bits and error feedback, with IsoLoCo's outer step | thinwire |
 | `ddp` | - | within a step | float32 gradients, every step | PyTorch |
 | `ddp-powersgd` | - | within a step | gradients of low rank, every step | PyTorch |
 | `torchft-diloco` | yes | yes | float32 | torchft |
@@ -34,7 +36,7 @@ if TYPE_CHECKING:  # a command line is checked against the names here before tor
     from thinwire.sync.method import Method
     from thinwire.transport.recording import RecordingTransport
 
-Kind = Literal["every-step", "diloco", "streaming", "streaming-sparse", "ddp", "torchft"]
+Kind = Literal["every-step", "diloco", "streaming", "streaming-sparse", "iso", "ddp", "torchft"]
 # The top of what PyTorch's documentation calls typical (1 to 4; it advises to go up from 1 until the loss is right, and
 # a benchmark has no time to try). On `nano` it sends a fortieth of a block's gradients.
 POWERSGD_RANK = 4
@@ -46,11 +48,12 @@ class Contender:
 
     Attributes:
         name: What the command line and the results call it.
-        kind: `"every-step"`, `"diloco"`, `"streaming"` and `"streaming-sparse"` are methods of thinwire; `"ddp"` is
-            PyTorch's own DistributedDataParallel and `"torchft"` torchft's DiLoCo.
+        kind: `"every-step"`, `"diloco"`, `"streaming"`, `"streaming-sparse"` and `"iso"` are methods of thinwire;
+            `"ddp"` is PyTorch's own DistributedDataParallel and `"torchft"` torchft's DiLoCo.
         codec: Name of the payloads' codec; for references the dtype they send.
         has_fragments: Whether the model is exchanged in fragments.
         has_overlap: Whether a round may last `overlap_steps` inner steps.
+        error_feedback: Share of what the codec dropped that the next round adds; None for no residual.
         powersgd_rank: Rank of DDP's PowerSGD hook, 0 for no hook.
     """
 
@@ -59,6 +62,7 @@ class Contender:
     codec: str = "float32"
     has_fragments: bool = False
     has_overlap: bool = False
+    error_feedback: float | None = None
     powersgd_rank: int = 0
 
     @property
@@ -92,6 +96,10 @@ class Contender:
         overlaps: dict[str, Any] = {"overlap_steps": overlap_steps if self.has_overlap else 0}
         if self.kind == "streaming-sparse":
             return methods.streaming_sparse_loco(sync_interval=sync_interval, **overlaps)
+        if self.kind == "iso":
+            return methods.iso_loco(
+                sync_interval=sync_interval, codec=codec, error_feedback=self.error_feedback, **overlaps
+            )
         pieces: dict[str, Any] = {} if self.has_fragments else {"num_fragments": 1}
         return methods.streaming_diloco(sync_interval=sync_interval, codec=codec, **overlaps, **pieces)
 
@@ -108,6 +116,10 @@ _ALL = (
     Contender(
         name="streaming-sparse", kind="streaming-sparse", codec="chunked-top-k-2bit", has_fragments=True,
         has_overlap=True,
+    ),
+    Contender(name="iso-e3m0", kind="iso", codec="e3m0", has_fragments=True, has_overlap=True),
+    Contender(
+        name="iso-2bit", kind="iso", codec="block-2bit", has_fragments=True, has_overlap=True, error_feedback=1.0,
     ),
     Contender(name="ddp", kind="ddp"),
     Contender(name="ddp-powersgd", kind="ddp", powersgd_rank=POWERSGD_RANK),
