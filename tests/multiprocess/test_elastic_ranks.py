@@ -70,7 +70,8 @@ def test_a_killed_rank_takes_its_replica_out_and_its_return_brings_it_back_besid
         assert leader is not None and not leader.is_running(), "no rank outlives another"
         assert started.end() == 0 and joining.wait(timeout=SOON_S) == 0, started.stderr
     assert "rank 1 of this replica was ended by SIGKILL" in started.stderr
-    assert any(f"replica {min(lost)} on " in text and "lost one of its ranks" in text for text in found["findings"])
+    is_named = any(f"replica {min(lost)} on " in text and "lost one of its ranks" in text for text in found["findings"])
+    assert is_named, found["findings"]
     # it says goodbye; one that falls silent is waited for for longer, and told of as silent
     assert not any("silent" in text for text in found["findings"]), found["findings"]
     summaries = [json.loads(path.read_text()) for path in tmp_path.glob("*/summary.json")]

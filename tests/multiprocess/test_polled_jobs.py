@@ -211,7 +211,7 @@ def pass_some_by() -> dict[str, Any]:
     groups.close()
     return {
         "calls": [(call.sequence, call.count) for call in seen.calls], "passed_by": groups.num_passed_by,
-        "ends": [(call.sequence, call.error) for call in seen.ends],
+        "ends": sorted((call.sequence, call.error) for call in seen.ends),
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from thinwire.training.elastic import replica_ranks
 from thinwire.training.elastic.replica_ranks import RankProcesses
 
 pytestmark = pytest.mark.multiprocess
@@ -74,6 +75,21 @@ def test_a_rank_that_hangs_is_ended_after_the_time_that_it_was_given(ranks: Rank
     wait_until(lambda: told)
     assert "a rank of this replica hangs: the norm of the gradient took longer than 0.3 s" in told[0]
     wait_until(lambda: not own_ranks())
+
+
+def test_slow_steps_leave_more_time_to_say_goodbye(
+    ranks: RankProcesses, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_ranks, "_LEAVE_S", 0.0)
+    wait_until(lambda: len(own_ranks()) == 2)
+    ranks.expect("a step", 600.0)
+    time.sleep(0.5)
+    ranks.expect("a step", 600.0)
+    own_ranks()[0].kill()
+    wait_until(lambda: told)
+    began_s = time.monotonic()
+    wait_until(lambda: told[1:] == ["ended"])
+    assert time.monotonic() - began_s > 0.7, "twice the time between two steps, less what it takes to see it"
 
 
 def test_at_the_end_no_rank_and_no_folder_is_left(ranks: RankProcesses, told: list[str]) -> None:

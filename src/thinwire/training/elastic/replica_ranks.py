@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.adaptive_timeout import Deadlines
+from thinwire.adaptive_timeout import AdaptiveTimeout, Deadlines
 from thinwire.shared_random import derive_seed
 from thinwire.sync.fragments import find_blocks
 from thinwire.training.build import check_device, make_inner_optimizer, make_model
@@ -373,7 +373,9 @@ _POLL_S = 0.1
 _JOINING = ("joining its ranks", 300.0)
 _END_S = 10.0
 _FIND_OUT_S = 1.0
-_LEAVE_S = 3.0
+# The main thread meets a lost rank at its next operation of all ranks, and then tells the others why it leaves: it has
+# this long, and twice the longest recent time between two such operations.
+_LEAVE_S, _GAPS_TO_LEAVE = 3.0, 2.0
 # Seconds. The clock of a stopped process goes on, so one poll counts for no longer than this.
 _LONGEST_POLL_S = 1.0
 
@@ -404,6 +406,8 @@ class RankProcesses:
         self._expected: tuple[str, float] | None = _JOINING
         self._latest: tuple[str, float] | None = None
         self._waited_s = 0.0
+        self._gaps = AdaptiveTimeout(window=200)
+        self._asked_s: float | None = None
         # readable by this user only, on a local disk
         self._folder = tempfile.TemporaryDirectory(prefix="thinwire-ranks-", ignore_cleanup_errors=True)
         self.meeting = Path(self._folder.name) / "meeting"
@@ -414,6 +418,10 @@ class RankProcesses:
 
     def expect(self, what: str, limit_s: float) -> None:
         """Start the time limit of an operation of all ranks."""
+        now_s = time.monotonic()
+        if self._asked_s is not None:
+            self._gaps.observe(now_s - self._asked_s)
+        self._asked_s = now_s
         self._expected = what, limit_s
 
     def expect_nothing(self) -> None:
@@ -468,7 +476,7 @@ class RankProcesses:
                 process.kill()
         self._report(why)
         self._has_reported.set()
-        if not self._is_over.wait(_LEAVE_S):
+        if not self._is_over.wait(_LEAVE_S + _GAPS_TO_LEAVE * self._gaps.largest_s):
             self._end()
 
     def _find_problem(self, passed_s: float) -> str:
