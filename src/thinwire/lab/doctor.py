@@ -56,12 +56,14 @@ def measure_rate(lab: Lab, source: int, destination: int, *, seconds: float = 2.
 
     Link-layer headers count. The first moments are left out, while TCP finds the rate.
     """
-    port = str(_PORT)
+    port, before = str(_PORT), lab.counters()[destination].received_bytes
+    # far longer than it is measured, and ended then: this process may be stopped for a while on a busy machine
+    lasts_s = str(seconds + 3 * _SLACK_S)
     with (
         _running(lab, ["sink", port], host=destination),
-        _running(lab, ["flood", lab.address(destination), port, str(seconds + 2 * _SETTLE_S + 1)], host=source),
+        _running(lab, ["flood", lab.address(destination), port, lasts_s], host=source),
     ):
-        _wait_for_bytes(lab, destination)
+        _wait_for_bytes(lab, destination, before=before)
         time.sleep(_SETTLE_S)
         began_s, before = time.monotonic(), lab.counters()[destination].received_bytes
         time.sleep(seconds)
@@ -104,8 +106,8 @@ def _command(*words: str) -> list[str]:
     return [sys.executable, "-m", "thinwire.lab.doctor", *words]
 
 
-def _wait_for_bytes(lab: Lab, host: int) -> None:
-    before, end_s = lab.counters()[host].received_bytes, time.monotonic() + _SLACK_S
+def _wait_for_bytes(lab: Lab, host: int, *, before: int) -> None:
+    end_s = time.monotonic() + _SLACK_S
     while lab.counters()[host].received_bytes < before + 2000:
         if time.monotonic() > end_s:
             raise TimeoutError(f"host {host} received nothing within {_SLACK_S:g} s")
