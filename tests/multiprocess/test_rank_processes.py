@@ -85,11 +85,10 @@ def test_slow_steps_leave_more_time_to_say_goodbye(
     ranks.expect("a step", 600.0)
     time.sleep(0.5)
     ranks.expect("a step", 600.0)
-    own_ranks()[0].kill()
-    wait_until(lambda: told)
     began_s = time.monotonic()
+    own_ranks()[0].kill()
     wait_until(lambda: told[1:] == ["ended"])
-    assert time.monotonic() - began_s > 0.7, "twice the time between two steps, less what it takes to see it"
+    assert time.monotonic() - began_s >= 1.0, "twice the time between two steps"
 
 
 def test_at_the_end_no_rank_and_no_folder_is_left(ranks: RankProcesses, told: list[str]) -> None:
