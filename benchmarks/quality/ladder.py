@@ -49,7 +49,7 @@ class Side:
             "steps": round(budget * self.rung.steps),
         }  # fmt: skip
 
-    def next_settings(self, losses: dict[str, float]) -> list[dict[str, Any]]:
+    def next_settings(self, losses: dict[str, float], *, num_seeds: int = len(SEEDS)) -> list[dict[str, Any]]:
         """Return the runs to do next, given the losses of those that are stored; none where the side is done."""
         if self.entry.follows:
             rate = self.leader().settled_lr(losses)
@@ -60,7 +60,7 @@ class Side:
         if missing:
             return missing
         best = self.best_lr(losses)
-        rest = [self.settings(lr=best, seed=seed) for seed in SEEDS]
+        rest = [self.settings(lr=best, seed=seed) for seed in range(num_seeds)]
         rest += [self.settings(lr=best, seed=0, budget=budget) for budget in self.entry.budgets]
         return [one for one in rest if key_of(one) not in losses]
 
@@ -117,12 +117,14 @@ def read(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
-def climb(wanted: Sequence[Side], *, jobs: int, minutes: float | None, results: Path) -> bool:
+def climb(
+    wanted: Sequence[Side], *, jobs: int, minutes: float | None, results: Path, num_seeds: int = len(SEEDS)
+) -> bool:
     """Run what is missing; return whether everything is done."""
     ends_s = time.monotonic() + 60 * minutes if minutes else None
     while True:
         losses = {key_of(line): line["loss"] for line in read(results)}
-        waiting = {key_of(one): one for side in wanted for one in side.next_settings(losses)}
+        waiting = {key_of(one): one for side in wanted for one in side.next_settings(losses, num_seeds=num_seeds)}
         if not waiting:
             return True
         with ThreadPoolExecutor(jobs) as pool:
@@ -154,12 +156,15 @@ def main() -> None:
     parser.add_argument("rung", choices=RUNGS)
     parser.add_argument("--only", action="append", default=[], help="entry to run; all by default; repeatable")
     parser.add_argument("--replicas", type=int, action="append", default=[], help="number to run with; repeatable")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="seeds at the best rate; tables show the first 3")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, one core each")
     parser.add_argument("--minutes", type=float, help="stop after so many, with states of unfinished runs saved")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     wanted = list(sides(RUNGS[options.rung], only=options.only, replicas=options.replicas))
-    is_done = climb(wanted, jobs=options.jobs, minutes=options.minutes, results=options.results)
+    is_done = climb(
+        wanted, jobs=options.jobs, minutes=options.minutes, results=options.results, num_seeds=options.seeds
+    )
     print("done" if is_done else "not done: call it again")
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from ladder import RESULTS, Side, key_of, read, sides
-from rungs import BASELINE, RUNGS, SEEDS, SYNC_INTERVAL, Rung
+from rungs import BASELINE, ENTRIES, RUNGS, SEEDS, SYNC_INTERVAL, Rung
 
 from thinwire import simulate
 from thinwire.codecs import by_name
@@ -114,6 +114,34 @@ def rows(rung: Rung, lines: Lines) -> Iterator[Row]:
             bytes_per_replica=_sent_bytes(side, found), is_tuned=_is_tuned(side, grid, best),
             windows=rung.windows // side.share_of,
         )  # fmt: skip
+
+
+def paired_differences(rung: Rung, lines: Lines, entry: str, other: str, *, replicas: int) -> dict[int, float]:
+    """Return by how many percent an entry's loss lies above another's, by seed, each at its best rate."""
+    losses = {key: line["loss"] for key, line in lines.items()}
+    seeds = sorted({line["seed"] for line in lines.values()})
+
+    def by_seed(name: str) -> dict[int, float]:
+        for side in sides(rung, only=[name], replicas=[replicas]):
+            if (rate := side.settled_lr(losses)) is not None:
+                keys = {seed: key_of(side.settings(lr=rate, seed=seed)) for seed in seeds}
+                return {seed: losses[key] for seed, key in keys.items() if key in losses}
+        return {}
+
+    first, second = by_seed(entry), by_seed(other)
+    return {seed: 100 * (first[seed] / second[seed] - 1) for seed in first if seed in second}
+
+
+def print_comparison(rung: Rung, lines: Lines, entry: str, other: str, *, replicas: int) -> None:
+    """Print the differences by seed, their mean, and its standard error."""
+    found = paired_differences(rung, lines, entry, other, replicas=replicas)
+    if not found:
+        print(f"rung {rung.name}, {replicas} replicas: no seed of both is stored at their best rates")
+        return
+    listed = ", ".join(f"{one:+.2f}" for one in found.values())
+    error = f", standard error {statistics.stdev(found.values()) / math.sqrt(len(found)):.2f}" if len(found) > 1 else ""
+    print(f"rung {rung.name}, {replicas} replicas, {entry} against {other}, percent by seed: {listed}")
+    print(f"mean {statistics.mean(found.values()):+.2f} %{error}")
 
 
 def token_lag_percent(loss: float, budgets: Sequence[tuple[int, float]], *, tokens: int) -> float | None:
@@ -318,14 +346,20 @@ def main() -> None:
     parser.add_argument("--rung", choices=RUNGS, action="append", help="all by default")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--bars", action="store_true", help="bars and measured values")
+    parser.add_argument("--compare", nargs=2, metavar=("ENTRY", "OTHER"), help="their losses, seed by seed")
     parser.add_argument("--figures", type=Path, help="folder for figures")
-    parser.add_argument("--replicas", type=int, default=2, help="of the figures' methods")
+    parser.add_argument("--replicas", type=int, default=2, help="of the figures' and compared methods")
     options = parser.parse_args()
+    known = {entry.name for entry in ENTRIES}
+    if unknown := [name for name in options.compare or () if name not in known]:
+        parser.error(f"unknown entry {unknown[0]!r}; allowed are those of rungs.py, such as {BASELINE!r}")
     lines = {key_of(line): line for line in read(options.results)}
     for name in options.rung or RUNGS:
         rung = RUNGS[name]
         found = list(rows(rung, lines))
-        if options.json:
+        if options.compare:
+            print_comparison(rung, lines, *options.compare, replicas=options.replicas)
+        elif options.json:
             for row in found:
                 print(json.dumps(asdict(row)))
         elif options.bars:

@@ -54,6 +54,20 @@ def test_a_grid_is_widened_until_its_best_rate_lies_inside(quality, best):
     assert sorted(line["seed"] for line in lines.values() if line["lr"] == chosen) == [0, 1, 2]
 
 
+def test_losses_are_compared_seed_by_seed_at_the_best_rate_of_each(quality):
+    sides = [side_of(quality, name) for name in ("iso-loco", "iso-loco, float32")]
+    lines = {}
+    for side, best, base in zip(sides, (3e-3, 6e-3), (2.02, 2.0), strict=True):
+        lines |= climb(quality, side, lambda one, best=best, base=base: base * (1 + abs(one["lr"] / best - 1)))
+    more = sides[0].next_settings({key: line["loss"] for key, line in lines.items()}, num_seeds=5)
+    assert [(one["lr"], one["seed"]) for one in more] == [(3e-3, 3), (3e-3, 4)]
+    for one in more:  # a seed that only one of both has is left out
+        lines[quality["ladder"].key_of(one)] = line_of(quality, one, 9.0)
+    rung, names = quality["rungs"].RUNGS["A"], [side.entry.name for side in sides]
+    found = quality["report"].paired_differences(rung, lines, *names, replicas=2)
+    assert found == pytest.approx({0: 1.0, 1: 1.0, 2: 1.0})
+
+
 def test_a_run_that_is_stored_is_not_run_again(quality):
     side = side_of(quality)
     lines = climb(quality, side, lambda one: 2 + abs(one["lr"] / 3e-3 - 1))

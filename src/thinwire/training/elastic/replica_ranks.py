@@ -374,8 +374,9 @@ _JOINING = ("joining its ranks", 300.0)
 _END_S = 10.0
 _FIND_OUT_S = 1.0
 # The main thread meets a lost rank at its next operation of all ranks, and then tells the others why it leaves: it has
-# this long, and twice the longest recent time between two such operations.
-_LEAVE_S, _GAPS_TO_LEAVE = 3.0, 2.0
+# this long, and twice the longest recent time between two such operations. That may have been the fetching of a state;
+# a main thread that hangs is ended after a minute at the latest.
+_LEAVE_S, _GAPS_TO_LEAVE, _LONGEST_LEAVE_S = 3.0, 2.0, 60.0
 # Seconds. The clock of a stopped process goes on, so one poll counts for no longer than this.
 _LONGEST_POLL_S = 1.0
 
@@ -476,7 +477,7 @@ class RankProcesses:
                 process.kill()
         self._report(why)
         self._has_reported.set()
-        if not self._is_over.wait(_LEAVE_S + _GAPS_TO_LEAVE * self._gaps.largest_s):
+        if not self._is_over.wait(min(_LONGEST_LEAVE_S, _LEAVE_S + _GAPS_TO_LEAVE * self._gaps.largest_s)):
             self._end()
 
     def _find_problem(self, passed_s: float) -> str:
