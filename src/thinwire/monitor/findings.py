@@ -276,6 +276,12 @@ class MissingRankEvidence(StandstillEvidence, frozen=True, kw_only=True):
     wait_chain: str
 
 
+class EndedRankEvidence(MissingRankEvidence, frozen=True, kw_only=True):
+    """Ranks that have ended without a fault, and that others wait for."""
+
+    last_operation: int  # -1 if they took part in none
+
+
 class StuckMessageEvidence(StandstillEvidence, frozen=True, kw_only=True):
     """Messages that do not arrive though both ends are ready."""
 

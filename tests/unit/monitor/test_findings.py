@@ -99,6 +99,23 @@ def test_nobody_waits_for_who_stops_in_what_the_others_have_ended() -> None:
     assert finding.evidence.wait_chain == "nobody waits for 2"
 
 
+def test_a_rank_that_ended_early_is_named_by_who_waits_for_it_before_and_after_their_calls_fail() -> None:
+    inside = [_last(rank, 5) for rank in (0, 2, 3)]
+    goodbye = Beat(rank=1, at_s=5.6, is_last=True)
+    beats = _beats({0: 12.0, 1: 5.5, 2: 12.0, 3: 12.0})
+    failed = [Beat(rank=rank, at_s=6.0, error="a call failed: connection closed by peer") for rank in (0, 2, 3)]
+    soon = _beats(dict.fromkeys(range(4), 5.5))
+    for records in ([*inside, goodbye, *beats], [*inside, goodbye, *soon, *failed]):
+        (finding,) = _diagnose([*_operations(5), *records])
+        assert (finding.kind, finding.where) == ("non-communication hang", "rank 1")
+        assert "said goodbye without an error after operation 4" in finding.text and "uneven batches" in finding.text
+        assert finding.evidence.waiting == [0, 2, 3] and "drop_last" in finding.remedy
+    assert _diagnose([*_operations(5), *inside, goodbye, *soon]) == [], "the others may end soon"
+    live = _beats({0: 12.0, 2: 12.0, 3: 12.0})
+    (finding,) = _diagnose([*_operations(5), *inside[:2], goodbye, *live, *_beats({1: 5.5})])
+    assert finding.where == "rank 3", "a live rank that does not come is the cause"
+
+
 def test_a_job_that_has_just_begun_to_wait_does_not_hang() -> None:
     records = [*_operations(5), *(_last(rank, 5) for rank in (0, 1, 3)), *_beats(dict.fromkeys(range(4), 6.0))]
     assert _diagnose(records) == []

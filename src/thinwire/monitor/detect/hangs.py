@@ -23,6 +23,7 @@ from thinwire.monitor.detect.partition import cut_off, one_sided, partitioned
 from thinwire.monitor.detect.progress import PROGRESS, is_dead, is_still, slow_ranks, slow_wires
 from thinwire.monitor.detect.timeline import Job, Message
 from thinwire.monitor.findings import (
+    EndedRankEvidence,
     Finding,
     MissingRankEvidence,
     OneSidedEvidence,
@@ -67,6 +68,7 @@ class _Standstill:
     limit_s: float
     gone_s: float
     left_behind: frozenset[int] = frozenset()
+    ended: frozenset[int] = frozenset()  # of the missing ranks, those that have said goodbye
 
     @property
     def round(self) -> int:
@@ -166,15 +168,18 @@ def _hang_at_end(job: Job, communicator: str, ranks: Set[int], *, first: int, fi
         if rank not in job.goodbyes and rank not in job.unsteady and seen_s < first_s
     )
     gone_s, limit_s = limits_s(op for own in unfinished.values() for op in own.values())
+    ended = () if killed else _awaited(job, communicator, number, set(job.goodbyes) - set(ranks))
     still = _Standstill(
-        communicator=communicator, sequence=number, inside=inside, missing=killed, gone_s=gone_s, limit_s=limit_s,
-        since_s=min(first_s, max(op.posted_s for op in inside.values())),
+        communicator=communicator, sequence=number, inside=inside, missing=killed or ended, gone_s=gone_s,
+        limit_s=limit_s, since_s=min(first_s, max(op.posted_s for op in inside.values())), ended=frozenset(ended),
     )  # fmt: skip
     arrivals = {way: [one for one in seen if one[0] <= first_s] for way, seen in job.arrivals.items()}
     view = replace(job, now_s=first_s, goodbyes={}, arrivals={way: seen for way, seen in arrivals.items() if seen})
     messages = [m for m in job.messages if m.communicator == communicator and m.operation in unfinished]
     if killed:
         found = _outside(view, still, killed, killed, messages)
+    elif ended:
+        found = _ended_early(job, still)
     else:
         stuck = [m for m in messages if m.is_stuck and m.begin_s is not None and m.begin_s < first_s]
         own = [m for m in messages if m.error and m.received_done_s is None and first in (m.source, m.destination)]
@@ -269,27 +274,59 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
     known = job.communicators.get(communicator)
     members = set(known.ranks) if known is not None else {rank for _, all_ops in own for rank in all_ops}
     furthest = {rank: number for number, all_ops in own for rank in all_ops}
-    # a rank without records may have come, and one that has ended does not come
-    members &= set(job.last_seen_s) - set(job.goodbyes) - left_behind
-    missing = tuple(sorted(rank for rank in members if furthest.get(rank, -1) < sequence))
+    # a rank without records may have come
+    members &= set(job.last_seen_s) - left_behind
+    missing = tuple(sorted(rank for rank in members - set(job.goodbyes) if furthest.get(rank, -1) < sequence))
     inside = {rank: op for rank, op in ops.items() if op.done_s is None}
     since_s = max(op.posted_s for op in inside.values())
     still_s = job.now_s - since_s
     has_ended = set(inside) <= set(job.goodbyes) and not missing
     if has_ended:  # all of its ranks have ended, without a fault of their own
         return None
+    # a rank that has ended is named only if no live one is missing: that one is the cause
+    ended = () if missing else _awaited(job, communicator, sequence, members & set(job.goodbyes))
+    missing = missing or ended
     # ranks whose calls have failed do not wait any more: the missing ones are gone
     is_left = bool(missing) and set(inside) <= job.left
-    is_sure = (
-        is_left or still_s >= limit_s or (still_s >= PROGRESS.min_wait_s and _silent(job, gone_s)) or _survivors(job)
-    )
+    is_sure = is_left or still_s >= (gone_s if ended else limit_s)
+    if not ended:
+        is_sure = is_sure or (still_s >= PROGRESS.min_wait_s and bool(_silent(job, gone_s))) or bool(_survivors(job))
     may_be = still_s >= (min(gone_s, PROGRESS.min_wait_s) if job.arrivals else gone_s)
     if not is_sure and not (may_be and _has_stuck(job, communicator, sequence, is_long=still_s >= gone_s)):
         return None
     return _Standstill(
         communicator=communicator, sequence=sequence, inside=inside, missing=missing, since_s=since_s,
-        limit_s=limit_s, gone_s=gone_s, left_behind=frozenset(left_behind),
+        limit_s=limit_s, gone_s=gone_s, left_behind=frozenset(left_behind), ended=frozenset(ended),
     )  # fmt: skip
+
+
+def _awaited(job: Job, communicator: str, sequence: int, ended: Set[int]) -> tuple[int, ...]:
+    """Return the ranks that have said goodbye and that others still wait for in an operation.
+
+    An elastic run goes on without a rank that has left: an operation has ended since. Messages show who waits for whom.
+    """
+    last: dict[int, Operation] = {}
+    latest_done = -1
+    for (name, number), ops in job.operations.items():
+        if name == communicator:
+            last |= {rank: op for rank, op in ops.items() if rank in ended and number >= _number(last.get(rank))}
+            latest_done = max(latest_done, number if any(op.done_s is not None for op in ops.values()) else -1)
+    messages = [m for m in job.messages if m.communicator == communicator and m.operation == sequence]
+    open_ends = {rank for m in messages if m.received_done_s is None for rank in (m.source, m.destination)}
+    return tuple(
+        sorted(
+            rank
+            for rank in ended
+            if latest_done <= _number(last.get(rank)) < sequence
+            and (rank not in last or last[rank].done_s is not None)
+            and (not messages or rank in open_ends)
+        )
+    )
+
+
+def _number(operation: Operation | None) -> int:
+    """Return an operation's sequence number; -1 without one."""
+    return -1 if operation is None else operation.sequence
 
 
 def _has_stuck(job: Job, communicator: str, sequence: int, *, is_long: bool) -> bool:
@@ -329,6 +366,8 @@ def _waiting_in(ops: Mapping[int, Operation]) -> set[int]:
 
 
 def _findings_of(job: Job, still: _Standstill) -> list[Finding]:
+    if still.ended:
+        return [_ended_early(job, still)]
     messages = [m for m in job.messages if m.communicator == still.communicator and m.operation == still.sequence]
     if any(m.received_done_s is None and still.left_behind & {m.source, m.destination} for m in messages):
         return []  # these wait for ranks that stand still elsewhere
@@ -387,6 +426,32 @@ def _failed(job: Job, rank: int) -> Finding:
         remedy="read this rank's log and the system's (dmesg names processes that ran out of memory); the others end "
         "because they lost this rank" if is_written_for_it
         else "mend what the error says; the others end because they lost this rank",
+    )  # fmt: skip
+
+
+def _ended_early(job: Job, still: _Standstill) -> Finding:
+    """Return that ranks have ended without a fault while others wait for them: mostly uneven batches."""
+    ended = tuple(sorted(still.ended))
+    ended_s = min(job.goodbyes[rank][0] for rank in ended)
+    own = [op for (name, _), ops in job.operations.items() if name == still.communicator for op in ops.values()]
+    last = max((op.sequence for op in own if op.rank in still.ended), default=-1)
+    place, waiting = Place(kind="rank", ranks=ended), sorted(still.inside)
+    named = ", ".join(map(str, waiting[:16]))
+    return Finding(
+        kind="non-communication hang", places=(place,), since_s=ended_s, since_round=still.round,
+        seen_round=still.round,
+        evidence=EndedRankEvidence(
+            communicator=still.communicator, operation=still.sequence, waiting=waiting[:32],
+            waited_s=round(max(0.0, job.now_s - still.since_s), 3), longer_than_s=round(still.gone_s, 3),
+            last_sign_s=round(ended_s, 3), last_operation=last,
+            wait_chain=f"{named} wait{'s' * (len(waiting) == 1)} for {', '.join(map(str, ended))}",
+        ),
+        text=f"{place.title} said goodbye without an error after operation {last} of {still.communicator}, and "
+        f"{Place(kind='rank', ranks=tuple(waiting))} wait{'s' * (len(waiting) == 1)} for it in operation "
+        f"{still.sequence}: uneven batches.",
+        confidence=0.95 * job.trust,
+        remedy="give each rank the same number of batches (drop_last, a sampler that pads), or let short ranks join "
+        "in until all have ended (torch.distributed.algorithms.Join)",
     )  # fmt: skip
 
 
