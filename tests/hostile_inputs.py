@@ -461,7 +461,7 @@ def _session() -> bytes:
     lines += [_said(b"a", "lost", replica=1), _said(b"b", "stuck", round=1, why="w"), _said(b"a", "missed", step=3)]
     lines.append(_said(b"a", "command", verb="pause", target=""))
     lines += [_said(b"a", "withhold", round=9, step=14, used={"0": 4}, parts=2)]
-    lines += [_said(b"a", "reject", round=8, member=1, parts=2, since=7)]
+    lines += [_said(b"a", "reject", round=8, member=1, parts=2, since=7, fault="non_finite", why="")]
     lines += [_said(b"a", "done", note={"n": 1}), _said(b"b", "note", level="warning", text="t")]
     return b"\n".join([*lines, _said(b"b", "leave", 60, why="w")])
 
@@ -476,7 +476,7 @@ def _words_of_a_coordinator() -> bytes:
         {"kind": "state", "step": 5, "root": "ab" * 32, "bytes": 7, "holders": [1], "note": {}, "era": 0},
         {"kind": "leased", "number": 0, "shard": 1, "start": 2},
         {"kind": "capture", "step": 3}, {"kind": "anew"}, {"kind": "pause", "paused": True},
-        {"kind": "leave", "why": ""}, {"kind": "expelled", "why": "", "is_non_finite": True},
+        {"kind": "leave", "why": ""}, {"kind": "expelled", "why": "", "has_bad_parts": True},
         {"kind": "refused", "why": "w"}, {"kind": "failed", "why": "w"},
         {"kind": "finish", "writer": 0, "notes": [], "note": {}}, {"kind": "unknown", "generation": "g"},
     ]  # fmt: skip

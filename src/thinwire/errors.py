@@ -11,7 +11,7 @@ Exception
     │   ├── NotThere            a replica does not have what it was asked for, and never will
     │   └── PayloadError        a message is corrupt, foreign or of the wrong size
     ├── Expelled            an elastic run goes on without this replica, which may join again
-    │   └── DroppedNonFinite    because its parts held NaN or infinity
+    │   └── DroppedBadParts    because its parts were bad, as with NaN
     ├── Refused             an elastic run does not take this replica
     ├── RunOver             an elastic run has come to its end
     ├── DesyncError         replicas that must agree do not
@@ -112,8 +112,8 @@ class Expelled(ThinwireError):
     """An elastic run goes on without this replica; it may join again, with a new number."""
 
 
-class DroppedNonFinite(Expelled):
-    """An elastic run dropped this replica because its parts held NaN or infinity; it must fetch the state again."""
+class DroppedBadParts(Expelled):
+    """An elastic run dropped this replica because its parts were bad, as with NaN; it must fetch the state again."""
 
 
 class Refused(ThinwireError):

@@ -364,7 +364,7 @@ def test_a_replica_is_dropped_after_some_bad_parts_and_its_windows_since_the_las
         desk.round(parts, used=2 + parts, parts=parts)
     assert not desk.words(b"c", "expelled") and desk.coordinator.state.leases.counted == 2
     desk.round(MOST_BAD_PARTS, used=6, parts=MOST_BAD_PARTS)
-    assert [one["is_non_finite"] for one in desk.words(b"c", "expelled")] == [True]
+    assert [one["has_bad_parts"] for one in desk.words(b"c", "expelled")] == [True]
     assert (desk.coordinator.state.leases.counted, desk.coordinator.state.leases.repeated) == (2, 4)
     desk.hear(b"a", "lease", number=0)
     assert desk.words(b"a", "leased")[0]["start"] == 2
@@ -406,15 +406,15 @@ def test_what_rounds_counted_of_parts_that_most_others_found_bad_is_trained_agai
     for number, used in enumerate((2, 5, 8)):  # the third round counts the whole shard
         desk.round(number, used=used)
     assert desk.coordinator.state.leases.counted == 8
-    desk.hear(b"a", "reject", round=2, member=2, parts=2, since=1)
+    desk.hear(b"a", "reject", round=2, member=2, parts=2, since=1, fault="non_finite", why="")
     assert not desk.words(b"c", "expelled"), "one of two others is not most of them"
-    desk.hear(b"b", "reject", round=2, member=2, parts=1, since=2)
+    desk.hear(b"b", "reject", round=2, member=2, parts=1, since=2, fault="non_finite", why="")
     assert not desk.words(b"c", "expelled"), "one bad part may be an accident"
     again = Three(desk.journal)
     for found in (desk, again):  # also where the coordinator is another process by now
-        found.hear(b"a", "reject", round=2, member=2, parts=2, since=1)
-        found.hear(b"b", "reject", round=3, member=2, parts=2, since=1)
-        assert [one["is_non_finite"] for one in found.words(b"c", "expelled")] == [True]
+        found.hear(b"a", "reject", round=2, member=2, parts=2, since=1, fault="non_finite", why="")
+        found.hear(b"b", "reject", round=3, member=2, parts=2, since=1, fault="non_finite", why="")
+        assert [one["has_bad_parts"] for one in found.words(b"c", "expelled")] == [True]
         assert (found.coordinator.state.leases.counted, found.coordinator.state.leases.repeated) == (2, 6)
         for process in (found, Three(found.journal)):  # a state of a step in between counts none of the bad rounds
             process.hear(b"a", "account", step=21)
@@ -426,7 +426,7 @@ def test_what_rounds_counted_of_parts_that_most_others_found_bad_is_trained_agai
 def test_a_replica_that_finds_its_own_part_bad_needs_nobody_else_to_say_so() -> None:
     desk = Three().begun()
     desk.round(0, used=2)
-    desk.hear(b"c", "reject", round=0, member=2, parts=2, since=0)
+    desk.hear(b"c", "reject", round=0, member=2, parts=2, since=0, fault="non_finite", why="")
     assert desk.words(b"c", "expelled") and desk.coordinator.state.leases.counted == 0
 
 

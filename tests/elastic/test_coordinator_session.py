@@ -83,7 +83,7 @@ def test_words_in_any_order_lead_to_the_same_view() -> None:
 
 def test_who_was_let_go_waits_for_nothing_more() -> None:
     one = Clocked()
-    waiting = threading.Timer(0.05, one.hear, ["expelled"], {"why": "was silent", "is_non_finite": False})
+    waiting = threading.Timer(0.05, one.hear, ["expelled"], {"why": "was silent", "has_bad_parts": False})
     waiting.start()
     with pytest.raises(Expelled, match="replica 0 was silent; it joins again"):
         one.session.wait_for(lambda view: view.finish, deadline_s=None, why="")

@@ -370,7 +370,7 @@ def test_a_replica_whose_parameters_are_nan_is_dropped_with_one_finding(
     values = [worker.end() for worker in run.workers[:2]]
     assert are_alike(*values) and all(bool(value.isfinite().all()) for value in values[0])
     run.workers[2].ended()
-    assert run.workers[2].expelled and run.workers[2].session.view.is_non_finite
+    assert run.workers[2].expelled and run.workers[2].session.view.has_bad_parts
     bad = [members for number, members in sorted(run.members().items()) if 2 * (number + 1) >= 8]
     assert sum(2 in members for members in bad) <= (MOST_BAD_PARTS + 1 if is_hidden else 1), "few rounds had its part"
     told = [text for text in run.town.coordinator.state.findings if "NaN" in text]

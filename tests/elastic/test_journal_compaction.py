@@ -101,7 +101,16 @@ class Life(Desk):
         if active and self.random.random() < 0.1:
             who = self.random.choice(active).replica
             for one in active:
-                self.hear(one.token, "reject", round=self.number, member=who, parts=2, since=self.number - 1)
+                self.hear(
+                    one.token,
+                    "reject",
+                    round=self.number,
+                    member=who,
+                    parts=2,
+                    since=self.number - 1,
+                    fault="non_finite",
+                    why="",
+                )
 
 
 @pytest.mark.parametrize("seed", range(20))

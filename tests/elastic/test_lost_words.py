@@ -154,13 +154,13 @@ def test_who_still_waits_for_a_state_at_the_end_is_told_that_it_is_over() -> Non
         desk.say(token, "done", note={})
     for token in (b"a", b"b"):
         desk.say(token, "leave", why="has come to the end")
-    assert desk.told(b"c", "expelled") == [{"why": RUN_OVER, "is_non_finite": False}]
+    assert desk.told(b"c", "expelled") == [{"why": RUN_OVER, "has_bad_parts": False}]
     desk.wait(2)
     assert not desk.told(b"c", "state"), "nobody goes on with a run that is over"
     desk.say(b"d", "join", version=VERSION, thinwire=__version__, host="d")
     assert desk.told(b"d", "refused") == [{"why": RUN_OVER}]
     session = CoordinatorSession(replica=2, interval_steps=4, send=lambda kind, **fields: None)
-    session.receive({"kind": "expelled", "why": RUN_OVER, "is_non_finite": False})
+    session.receive({"kind": "expelled", "why": RUN_OVER, "has_bad_parts": False})
     with pytest.raises(RunOver):
         session.check()
 

@@ -8,7 +8,7 @@ What happens when a replica
 
 - joins: `_join` gives it a number; `_on_ready` finds it a state, its own or a snapshot; `_on_active` lets it take part.
 - is silent or dies: `tick` removes it after a limit; its data leases return, and rounds go on without it.
-- sends NaN: `_drop_bad_replica` removes it, and it joins again with the state of the others.
+- sends bad parts, as with NaN: `_drop_bad_replica` removes it, and it joins again with the state of the others.
 - was the last one: `_restart_from_checkpoint` lets a joining replica load its checkpoint.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from thinwire.elastic.admin_commands import AdminCommands, Send
 from thinwire.elastic.coordinator_state import CoordinatorConfig, CoordinatorState
-from thinwire.elastic.protocol import RUN_OVER, VERSION, Message, printable
+from thinwire.elastic.protocol import PART_FAULTS, RUN_OVER, VERSION, Message, PartFault, printable
 from thinwire.elastic.roster import MemberState, RosterMember
 from thinwire.elastic.rounds import Decision, Vote
 from thinwire.elastic.snapshots import StateSnapshot
@@ -35,8 +35,8 @@ _MAX_NOTICES, _MAX_LEASED = 100, 256
 _MAX_OPEN_ROUNDS, _MAX_MEMBERS = 256, 1024
 # Sites and detours follow measured rates, which may go up and down for days.
 _MAX_SITE_FINDINGS, _MAX_DETOUR_FINDINGS = 20, 100
-# A replica is dropped with so many bad parts (NaN or infinity) in a row. One may be an accident on the way of one
-# message or in one tensor. A second one means parameters that are not finite, and no later step makes those finite.
+# A replica is dropped with so many bad parts in a row. One may be an accident on the way of one message or in one
+# tensor. A second one means parameters or code that are not right, and no later step makes those right.
 MOST_BAD_PARTS = 2
 
 Record = Callable[[str, dict[str, Any]], None]
@@ -325,9 +325,15 @@ class Coordinator:
             self._drop_bad_replica(member.replica, message["parts"])
 
     def _on_reject(self, member: RosterMember, message: Message, now_s: float) -> None:
-        """Drop a replica whose parts most others, or it itself, found to hold NaN or infinity."""
+        """Drop a replica whose parts most others, or it itself, found bad."""
         state, bad = self.state, self.state.roster.get(message["member"])
-        if bad is None or message["parts"] < MOST_BAD_PARTS or member.state is not MemberState.ACTIVE:
+        if bad is None or member.state is not MemberState.ACTIVE:
+            return
+        fault, why = message["fault"], printable(message["why"], most=200)
+        if fault != "non_finite" and message["since"] > bad.named_since:  # one finding an episode
+            bad.named_since = message["since"]
+            self._on_note(member, {"text": _left_out(bad, message["round"], fault=fault, why=why)}, now_s)
+        if message["parts"] < MOST_BAD_PARTS:
             return
         bad.rejected_by[member.replica] = message["since"]
         others = set(state.roster.active) - {bad.replica}
@@ -337,7 +343,7 @@ class Coordinator:
             since = statistics.median_low(bad.rejected_by[one] for one in reporters or {bad.replica})
             if state.uncount(bad.replica, since=since):
                 self._record("accounts", {"accounts": [list(account) for account in state.accounts]})
-            self._drop_bad_replica(bad.replica, message["parts"])
+            self._drop_bad_replica(bad.replica, message["parts"], fault=fault, why=why)
 
     def _on_vote(self, member: RosterMember, message: Message, now_s: float) -> None:
         state = self.state
@@ -445,8 +451,8 @@ class Coordinator:
             self._record("started", {})
             self._send_roster()
 
-    def _drop_bad_replica(self, replica: int, parts: int) -> None:
-        """Remove a replica whose parts are bad while others have finite ones; it comes back with their state."""
+    def _drop_bad_replica(self, replica: int, parts: int, *, fault: PartFault = "non_finite", why: str = "") -> None:
+        """Remove a replica whose parts are bad while others have good ones; it comes back with their state."""
         state, member = self.state, self.state.roster.get(replica)
         if member is None or parts < MOST_BAD_PARTS:
             return
@@ -454,10 +460,10 @@ class Coordinator:
         is_again = not member.has_counted and member.host in state.hosts_with_bad_parts
         state.hosts_with_bad_parts.add(member.host)
         why = (
-            f"was dropped: {parts} of its parts in a row hold NaN or infinity; what it trained on since its last "
-            f"finite part is trained again, and it joins again with the state of the others"
+            f"was dropped: {parts} of its parts in a row {PART_FAULTS[fault]}{f' ({why})' if why else ''}; what it "
+            f"trained on since its last good part is trained again, and it joins again with the state of the others"
         )
-        self._remove(member, why=why, is_non_finite=True, is_reported=not is_again)
+        self._remove(member, why=why, has_bad_parts=True, is_reported=not is_again)
 
     def _fail_if_diverged(self) -> None:
         """End the run where no active replica has a finite part for a round: no model is left to go on with."""
@@ -561,12 +567,12 @@ class Coordinator:
 
     def _remove(
         self, member: RosterMember, *, why: str, is_told: bool = True, is_lost: bool = False,
-        is_non_finite: bool = False, is_reported: bool = True,
+        has_bad_parts: bool = False, is_reported: bool = True,
     ) -> None:  # fmt: skip
         """Remove a replica; where it is lost, a standby host may take its place."""
         state = self.state
         if is_told:
-            self._send(member.token, "expelled", {"why": why, "is_non_finite": is_non_finite})
+            self._send(member.token, "expelled", {"why": why, "has_bad_parts": has_bad_parts})
         if is_lost and member.state is not MemberState.DONE:
             state.standby_hosts.lost(member.replica, member.host, now_s=member.heard_s)
         state.forget(member)
@@ -639,3 +645,11 @@ class Coordinator:
         """Offer a state that no replica shows: the seed's, that on the replica's disk, or that which it holds."""
         fields = {"step": step, "root": root, "bytes": 0, "holders": [], "note": {}, "era": self.state.era}
         self._send_to(replica, "state", fields)
+
+
+def _left_out(bad: RosterMember, round_id: int, *, fault: PartFault, why: str) -> str:
+    detail = f" ({why})" if why else ""
+    return (
+        f"round {round_id} was applied without the part of replica {bad.replica} on {bad.host}: its parts "
+        f"{PART_FAULTS[fault]}{detail}"
+    )

@@ -14,7 +14,7 @@ from thinwire.elastic.adaptive_local_steps import PeerPace
 from thinwire.elastic.protocol import FROM_NOBODY, RUN_OVER, Message, checked_member, numbers
 from thinwire.elastic.rounds import Decision
 from thinwire.elastic.routing import BEGINS, LATEST, Detour, LinkRates, Sites, slow_sources
-from thinwire.errors import ConnectError, DroppedNonFinite, Expelled, NonFiniteError, RunOver
+from thinwire.errors import ConnectError, DroppedBadParts, Expelled, NonFiniteError, RunOver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class CoordinatorView:
     is_paused: bool = False
     leave_why: str = ""
     expelled_why: str = ""
-    is_non_finite: bool = False
+    has_bad_parts: bool = False
     failed_why: str = ""
     refused_why: str = ""
     finish: Message | None = None
@@ -233,7 +233,7 @@ class CoordinatorSession:
 
         Raises:
             Expelled: It does not.
-            DroppedNonFinite: It does not, because its parts held NaN or infinity.
+            DroppedBadParts: It does not, because its parts could not be used, as with NaN.
             RunOver: The run has come to its end without it.
             NonFiniteError: The parts of all replicas hold NaN or infinity, so the run has failed.
             ConnectError: The coordinator has been silent for `GONE_S`.
@@ -248,8 +248,8 @@ class CoordinatorSession:
             raise NonFiniteError(self.view.failed_why)
         if self.view.expelled_why == RUN_OVER:
             raise RunOver(RUN_OVER)
-        if self.view.is_non_finite:
-            raise DroppedNonFinite(
+        if self.view.has_bad_parts:
+            raise DroppedBadParts(
                 f"replica {self.replica} {self.view.expelled_why}; it joins again and fetches the state of the others"
             )
         if self.view.expelled_why:
@@ -507,7 +507,7 @@ class CoordinatorSession:
 
     def _on_expelled(self, message: Message) -> None:
         self.view.expelled_why = message["why"] or "was removed"
-        self.view.is_non_finite = message["is_non_finite"]
+        self.view.has_bad_parts = message["has_bad_parts"]
 
     def _on_failed(self, message: Message) -> None:
         self.view.failed_why = message["why"] or "the run has failed"

@@ -235,7 +235,7 @@ class CoordinatorState:
     leased: dict[int, tuple[int, Lease]] = field(default_factory=dict)  # the latest request's number and its answer
     recorded: dict[int, int] = field(default_factory=dict)  # number of the latest batch of records, by replica
     num_notices: dict[int, int] = field(default_factory=dict)
-    hosts_with_bad_parts: set[str] = field(default_factory=set)  # their replicas were dropped for NaN or infinity
+    hosts_with_bad_parts: set[str] = field(default_factory=set)  # their replicas were dropped for bad parts
     finish: dict[str, Any] | None = None  # the last message of the run
 
     def __post_init__(self) -> None:

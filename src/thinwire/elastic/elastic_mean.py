@@ -24,12 +24,13 @@ from thinwire.averaging.exchange import (
     TwoPhase,
     laid_out,
 )
-from thinwire.averaging.payloads import EncodeStage, ExchangeState, Ramp, decode
+from thinwire.averaging.payloads import EncodeStage, ExchangeState, Ramp, decode, refuse_non_finite
 from thinwire.averaging.quorum import PART_HEADER_BYTES, PartHeader, read_part_header, with_part_header
 from thinwire.averaging.reductions import norms
 from thinwire.averaging.round_context import Average, Progress, RoundContext, Steps, Wait
 from thinwire.codecs.base import Codec
-from thinwire.errors import NonFiniteError
+from thinwire.elastic.protocol import PartFault
+from thinwire.errors import NonFiniteError, PayloadError
 from thinwire.transport.base import Pending
 
 # A part this many times as long as the median one, of its number of steps, is shortened to that.
@@ -54,6 +55,11 @@ class DecidedParts(Protocol):
     @property
     def closed_step(self) -> int:
         """A step up to which all rounds are decided."""
+        ...
+
+    @property
+    def refused(self) -> Mapping[int, tuple[PartFault, str]]:
+        """By replica, what is wrong with the part that it delivered to this one, and the error's text."""
         ...
 
 
@@ -98,14 +104,18 @@ class ElasticSession(Protocol):
         """
         ...
 
-    def reject(self, member: int, *, round_id: int, bad_parts: int, since: int) -> None:
-        """Report that an agreed part held NaN or infinity, and was left out of the mean.
+    def reject(
+        self, member: int, *, round_id: int, bad_parts: int, since: int, fault: PartFault, why: str = ""
+    ) -> None:
+        """Report that a part could not be used, and was left out of the mean.
 
         Args:
             member: Whose part.
             round_id: The round.
-            bad_parts: How many of its parts in a row were like that, this one among them.
+            bad_parts: How many of its parts in a row were bad, this one among them.
             since: The round of the first of them.
+            fault: What is wrong with this one.
+            why: The error's text.
         """
         ...
 
@@ -116,8 +126,8 @@ class ElasticMean:
 
     Parts of replicas that trained equally count the same, bit for bit as in `AllGather`; else each counts by the tokens
     behind it, times its tokens a step. A replica does not offer a part that is not finite. Another one's part that is
-    not finite counts nothing and is reported. A part much longer than the median part is shortened to `most_length`
-    times that.
+    not finite, or cannot be read, counts nothing and is reported. A part much longer than the median part is shortened
+    to `most_length` times that.
 
     Args:
         codec: The code of a part.
@@ -201,7 +211,7 @@ class _BoundElasticMean(ExchangeState):
         assert session is not None, "bound without a session"
         numel, device, part, bad_parts = tensor.numel(), tensor.device, None, 0
         if not session.is_decided(context.round_id):
-            bad_parts, _ = self._own_bad.note(context.peers.me, context, is_finite=_is_finite(tensor))
+            bad_parts, _ = self._own_bad.note(context.peers.me, context, is_good=_is_finite(tensor))
         if not session.is_decided(context.round_id) and not bad_parts:
             offer = PartHeader(num_tokens=context.num_tokens, num_steps=context.num_steps, has_part=True)
             part = with_part_header(offer, codec.encode(tensor, seed=context.seed).cpu())
@@ -214,6 +224,8 @@ class _BoundElasticMean(ExchangeState):
         yield Wait(receives=(proposed,))
         found = proposed.agreed
         assert found is not None
+        for member, (fault, why) in found.refused.items():
+            self._reject(member, fault, why, context=context)
         mean, weights = self._mean(found.parts, codec, numel=numel, device=device, context=context)
         me = context.peers.me
         context.hear(Progress(step=found.step, closed_step=min(found.closed_step, found.step)), me in found.parts)
@@ -234,13 +246,19 @@ class _BoundElasticMean(ExchangeState):
         what = context.describe()
         decoded, weights, steps = {}, {}, {}
         for member, raw in parts.items():
-            offer, coded = read_part_header(raw, step=None, what=f"{what} from replica {member}")
-            vector = self._decoded(codec, coded.to(device), numel=numel, peer=member, what=what)
-            bad_parts, since = self._others_bad.note(member, context, is_finite=vector is not None)
-            if vector is None:
-                assert self._spec.session is not None, "bound without a session"
-                self._spec.session.reject(member, round_id=context.round_id, bad_parts=bad_parts, since=since)
-            if vector is not None and offer.weight > 0:
+            # every replica reads the same bytes, so all leave out the same parts, and none fails by another's
+            try:
+                offer, coded = read_part_header(raw, step=None, what=f"{what} from replica {member}")
+                vector = decode(codec, coded.to(device), numel=numel, peer=member, what=what)
+                refuse_non_finite(vector, peer=member, what=what)
+            except NonFiniteError:
+                self._reject(member, "non_finite", context=context)
+                continue
+            except PayloadError as error:
+                self._reject(member, "malformed", str(error), context=context)
+                continue
+            self._others_bad.note(member, context, is_good=True)
+            if offer.weight > 0:
                 # no claim, however high, makes a part as long as one likes
                 decoded[member], weights[member] = vector, offer.weight
                 steps[member] = min(offer.num_steps, max(1, context.step))
@@ -257,14 +275,13 @@ class _BoundElasticMean(ExchangeState):
         stack = torch.stack(list(decoded.values()))
         return mean_by_tensor(stack, weights=list(weights.values()), sizes=sizes, keeps_norm=keeps_norm), weights
 
-    def _decoded(self, codec: Codec, coded: torch.Tensor, *, numel: int, peer: int, what: str) -> torch.Tensor | None:
-        try:
-            vector = decode(codec, coded, numel=numel, peer=peer, what=what)
-        except NonFiniteError:
-            vector = None
-        if vector is None or not bool(torch.isfinite(vector.sum()) or torch.isfinite(vector).all()):
-            return None
-        return vector
+    def _reject(self, member: int, fault: PartFault, why: str = "", *, context: RoundContext) -> None:
+        """Report a part that counts nothing."""
+        assert self._spec.session is not None, "bound without a session"
+        bad_parts, since = self._others_bad.note(member, context, is_good=False)
+        self._spec.session.reject(
+            member, round_id=context.round_id, bad_parts=bad_parts, since=since, fault=fault, why=why
+        )
 
     def _shorten(self, decoded: dict[int, torch.Tensor], steps: Mapping[int, int], *, what: str) -> None:
         """Shorten parts that are much longer than the median one; more steps may make a longer part."""
@@ -285,19 +302,19 @@ class _BoundElasticMean(ExchangeState):
 
 
 class _BadParts:
-    """Counts of each replica's bad parts: NaN or infinity, since its last finite part of the same fragment.
+    """Counts of each replica's bad parts since its last good part of the same fragment.
 
-    Fragments count apart, so that finite parts of one do not hide that another one stays bad.
+    Fragments count apart, so that good parts of one do not hide that another one stays bad.
     """
 
     def __init__(self) -> None:
         # by replica and fragment: how many, and the first round
         self._found: dict[int, dict[int, tuple[int, int]]] = {}
 
-    def note(self, replica: int, context: RoundContext, *, is_finite: bool) -> tuple[int, int]:
+    def note(self, replica: int, context: RoundContext, *, is_good: bool) -> tuple[int, int]:
         """Take in a part; return how many bad ones there are of all fragments, and the round of the first."""
         found = self._found.setdefault(replica, {})
-        if is_finite:
+        if is_good:
             found.pop(context.fragment, None)
             if not found:
                 del self._found[replica]

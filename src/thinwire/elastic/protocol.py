@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from thinwire.errors import PayloadError
 
-VERSION = 6
+VERSION = 7
 # Bytes of a message to a replica, and to the coordinator, which receives no large ones.
 MOST_BYTES, MOST_BYTES_HERE = 1 << 20, 1 << 16
 _MAX_DEPTH = 16
@@ -29,6 +29,15 @@ FROM_NOBODY = ("disk", "seed")
 RUN_OVER = "the run has come to its end"
 
 Message = dict[str, Any]
+
+PartFault = Literal["non_finite", "malformed", "foreign", "too_long"]
+# What is wrong with parts that are left out of a mean, as the end of a sentence about several of them.
+PART_FAULTS: Mapping[PartFault, str] = {
+    "non_finite": "hold NaN or infinity",
+    "malformed": "are malformed",
+    "foreign": "refer to other global parameters or to another round",
+    "too_long": "are far longer than those of the others",
+}
 
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Number = Annotated[float, Meta(ge=0, lt=1 << 63)]
@@ -56,7 +65,9 @@ _TO_COORDINATOR: dict[str, dict[str, Any]] = {
     "rates": {"rates": _Rates, "latest": _Rates},
     "launch": {"round": _Count, "step": _Count, "used": _Windows},
     "withhold": {"round": _Count, "step": _Count, "used": _Windows, "parts": _Count},
-    "reject": {"round": _Count, "member": _Count, "parts": _Count, "since": _Count},
+    "reject": {
+        "round": _Count, "member": _Count, "parts": _Count, "since": _Count, "fault": PartFault, "why": _Text
+    },
     "vote": {"round": _Count, "step": _Count, "has": tuple[_ReplicaNumber, ...], "hash": _Count},
     "lease": {"number": _Count},
     "captured": {"step": _Count, "root": _Sha256, "bytes": _Count},
@@ -88,7 +99,7 @@ _TO_MEMBER: dict[str, dict[str, Any]] = {
     "leased": {"number": _Count, "shard": _Count, "start": _Count},
     "pause": {"paused": bool},
     "leave": {"why": _Text},
-    "expelled": {"why": _Text, "is_non_finite": bool},
+    "expelled": {"why": _Text, "has_bad_parts": bool},
     "failed": {"why": _Text},
     "finish": {"writer": _Count, "notes": list, "note": dict},
     "unknown": {"generation": _Text},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,6 +17,7 @@ from typing import Protocol
 import torch
 
 from thinwire.elastic.coordinator_session import CoordinatorSession
+from thinwire.elastic.protocol import PartFault
 from thinwire.elastic.rounds import Decision
 from thinwire.elastic.routing import probed_sources, relays, site_of, slow_sources
 from thinwire.errors import Expelled, PayloadError, TransportError
@@ -122,6 +124,7 @@ class RoundStateMachine:
         self._turns: dict[int, int] = {}
         self._direct: set[int] = set()  # whose parts a relay did not give
         self._direct_s = 0.0
+        self._refused: set[int] = set()  # whose own copy of their part cannot be used
 
     @property
     def has(self) -> tuple[int, ...]:
@@ -142,6 +145,11 @@ class RoundStateMachine:
         """Record a part that arrived."""
         self._asked.pop(member, None)
         self._has.add(member)
+
+    def on_refusal(self, member: int) -> None:
+        """Record that the part that a member itself delivers cannot be used: it is not awaited any more."""
+        self._asked.pop(member, None)
+        self._refused.add(member)
 
     def on_failure(self, member: int, *, now_s: float, source: int | None = None) -> None:
         """Record that a source cannot deliver a part; None means every source asked so far."""
@@ -172,12 +180,12 @@ class RoundStateMachine:
             return []
         todo: list[Action] = []
         for peer in inputs.active:
-            if peer not in self._has and self._is_wanted(peer, inputs, now_s):
+            if peer not in self._has | self._refused and self._is_wanted(peer, inputs, now_s):
                 todo.append(self._ask(self._first_source(peer, inputs), peer, now_s))
         if inputs.called is not None:
             self._called_s = now_s if self._called_s is None else self._called_s
-            # parts of dead or sleeping replicas would only delay the vote
-            awaited = (set(inputs.called) & {*inputs.active, self._replica}) - set(inputs.silent)
+            # parts of dead or sleeping replicas, and those refused, would only delay the vote
+            awaited = (set(inputs.called) & {*inputs.active, self._replica}) - set(inputs.silent) - self._refused
             # an origin asked in place of its relay gets the full time limit
             limit_s = max(inputs.limit_s, inputs.slack_s)
             if self._has.issuperset(awaited) or now_s > max(self._called_s, self._direct_s) + limit_s:
@@ -212,7 +220,7 @@ class RoundStateMachine:
             self._num_parts, self._until_s = len(self._has), now_s + max(_LEAST_FETCH_S, 3 * inputs.limit_s)
         todo: list[Action] = []
         for member in sorted(set(decision.members) - self._has):
-            holders = (set(inputs.neighbours) & {*decision.holders, member}) - {self._replica}
+            holders = (set(inputs.neighbours) & ({*decision.holders} | {member} - self._refused)) - {self._replica}
             # if all holders at decision time have gone, another active replica may have fetched the part since
             sources = sorted(holders or set(inputs.active) - {self._replica})
             if not sources or now_s > self._until_s:
@@ -252,10 +260,18 @@ class RoundStateMachine:
         return RequestPart(source=source, member=member)
 
 
+# A part is not requested again once its own sender has delivered a bad one so often: one may be damaged on its way.
+_MOST_BAD_COPIES = 2
+# Characters of an error's text that a report holds.
+_MOST_WHY = 200
 _HEAD = struct.Struct("<IxxxxQ")
 HEAD_BYTES = _HEAD.size
 # Seconds between two polls for blobs; coordinator messages wake a waiting round at once.
 _POLL_S, _WAIT_S = 0.02, 0.5
+
+
+class _ForeignPart(PayloadError):
+    """A part of another round, or that refers to another global value."""
 
 
 class PendingPart(Protocol):
@@ -298,11 +314,13 @@ class RoundResult:
         parts: Parts of the mean, by replica in ascending order.
         step: The furthest step that was known when it was decided.
         closed_step: A step up to which all rounds are decided.
+        refused: By replica, what is wrong with the part that it delivered to this one, and the error's text.
     """
 
     parts: Mapping[int, torch.Tensor]
     step: int
     closed_step: int
+    refused: Mapping[int, tuple[PartFault, str]] = field(default_factory=dict)
 
 
 def blob_name(round_id: int, member: int) -> bytes:
@@ -350,6 +368,8 @@ class RoundDriver:
         self._parts: dict[int, torch.Tensor] = {}
         self._asked: dict[tuple[int, int], tuple[float, PendingPart]] = {}  # by whose part it is, and who was asked
         self._probes: dict[int, PendingPart | None] = {}  # by whose part it is, over a slow wire; None once it has come
+        self._refusals: dict[int, tuple[PartFault, str]] = {}  # by whose bad part it is
+        self._bad_copies: Counter[int] = Counter()  # by whose part it is: how often it itself delivered a bad one
         self.agreed: RoundResult | None = None
         self._decision: Decision | None = None
         is_offered = self._inputs().decision is None and part is not None
@@ -385,7 +405,8 @@ class RoundDriver:
         with self._session.changed:
             closed_step = self._session.view.closed_step
         parts = {member: self._parts[member][HEAD_BYTES:] for member in decision.members}
-        self.agreed = RoundResult(parts=parts, step=decision.step, closed_step=closed_step)
+        refused = {member: found for member, found in self._refusals.items() if member not in parts}
+        self.agreed = RoundResult(parts=parts, step=decision.step, closed_step=closed_step, refused=refused)
         for member in {member for member, _ in self._asked}:
             self._cancel(member)
         return Received(payload=torch.empty(0, dtype=torch.uint8), reference_hash=self._hash)
@@ -477,6 +498,9 @@ class RoundDriver:
             now_s = time.monotonic()
             try:
                 self._take(member, fetch.wait(deadline_s=0.0))
+            except PayloadError as error:
+                self._refuse(member, source, error, now_s=now_s)
+                continue
             except TransportError:
                 self._machine.on_failure(member, now_s=now_s, source=source)
                 continue
@@ -499,16 +523,29 @@ class RoundDriver:
         Raises:
             PayloadError: It is not a part of this round, or refers to another global value.
         """
-        if blob.numel() < HEAD_BYTES:
-            raise PayloadError(f"round {self._round_id}: a part of replica {member} without a head")
+        if not HEAD_BYTES <= blob.numel() <= self._most_bytes:
+            raise PayloadError(f"{blob.numel()} bytes, where {HEAD_BYTES} to {self._most_bytes} are allowed")
         found_hash, round_id = _HEAD.unpack(bytes(blob[:HEAD_BYTES].numpy()))
         if round_id != self._round_id or found_hash != self._hash:
-            raise PayloadError(f"round {self._round_id}: the part of replica {member} refers to another global value")
+            raise _ForeignPart(
+                f"round {round_id} and hash {found_hash:08x}, where this is round {self._round_id} and hash "
+                f"{self._hash:08x}"
+            )
         self._machine.on_part(member)
         # offered in turn, so that it outlives its sender
         if member not in self._parts:
             self._parts[member] = blob
             self._store.publish(blob_name(self._round_id, member), blob)
+
+    def _refuse(self, member: int, source: int, error: PayloadError, *, now_s: float) -> None:
+        """Take note of a part that cannot be used; one damaged on its way, or at a relay, is requested again."""
+        self._bad_copies[member] += source == member
+        if self._bad_copies[member] < _MOST_BAD_COPIES:
+            self._machine.on_failure(member, now_s=now_s, source=source)
+            return
+        self._refusals[member] = "foreign" if isinstance(error, _ForeignPart) else "malformed", str(error)
+        self._cancel(member)
+        self._machine.on_refusal(member)
 
     def _offer(self, member: int, part: torch.Tensor) -> None:
         head = torch.frombuffer(bytearray(_HEAD.pack(self._hash, self._round_id)), dtype=torch.uint8)
@@ -570,9 +607,13 @@ class ReplicaRounds:
             reference_hash=reference_hash, most_bytes=most_bytes, bad_parts=bad_parts,
         )  # fmt: skip
 
-    def reject(self, member: int, *, round_id: int, bad_parts: int, since: int) -> None:
-        """Report that a part held NaN or infinity and was left out; see `ElasticSession.reject`."""
-        self._session.send("reject", round=round_id, member=member, parts=bad_parts, since=since)
+    def reject(
+        self, member: int, *, round_id: int, bad_parts: int, since: int, fault: PartFault, why: str = ""
+    ) -> None:
+        """Report that a part was left out; see `ElasticSession.reject`."""
+        self._session.send(
+            "reject", round=round_id, member=member, parts=bad_parts, since=since, fault=fault, why=why[:_MOST_WHY]
+        )
 
     def is_past(self, name: bytes) -> bool:
         """Return whether a name is that of a part of a round that no replica needs any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,12 @@ import pytest
 import torch
 
 from thinwire import methods
-from thinwire.averaging.exchange import AllGather, TwoPhase
-from thinwire.averaging.quorum import PartHeader, with_part_header
+from thinwire.averaging.exchange import AllGather, BoundExchange, TwoPhase, laid_out
+from thinwire.averaging.quorum import PART_HEADER_BYTES, PartHeader, with_part_header
 from thinwire.averaging.round_context import RoundContext
 from thinwire.averaging.topology import Peers
 from thinwire.cli.elastic_run import _new
-from thinwire.codecs import float32
+from thinwire.codecs import NAMES, by_name, float32
 from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.data.sampler import Sampler, ShardBatches
 from thinwire.elastic.elastic_mean import ElasticMean, elastic_mean
@@ -118,6 +119,7 @@ class FixedSeat:
     def __init__(self, parts: dict[int, torch.Tensor], *, rejected: list[int] | None = None) -> None:
         self.agreed = self
         self.parts, self.step, self.closed_step = parts, 9, 9
+        self.refused: dict[int, tuple[str, str]] = {}
         self.rejected = [] if rejected is None else rejected
 
     def active(self) -> tuple[int, ...]:
@@ -133,7 +135,7 @@ class FixedSeat:
         assert part is None, "a decided round takes no part"
         return self
 
-    def reject(self, member: int, *, round_id: int, bad_parts: int, since: int) -> None:
+    def reject(self, member: int, **rest: object) -> None:
         self.rejected.append(member)
 
     def done(self) -> bool:
@@ -149,6 +151,7 @@ def mean_of(
     tokens: dict[int, tuple[int, int]] | None = None,
     preserve_norm: bool = False,
     rejected: list[int] | None = None,
+    alter: Callable[[dict[int, torch.Tensor]], dict[int, torch.Tensor]] = lambda parts: parts,
 ) -> tuple[torch.Tensor, list[str]]:
     offers = tokens or dict.fromkeys(vectors, (10, 2))
     parts = {}
@@ -156,18 +159,24 @@ def mean_of(
         num_tokens, num_steps = offers[member]
         offer = PartHeader(num_tokens=num_tokens, num_steps=num_steps, has_part=True)
         parts[member] = with_part_header(offer, float32().encode(vector, seed=0))
+    parts = alter(parts)
     found: list[str] = []
     numel = next(iter(vectors.values())).numel()
     seat = FixedSeat(parts, rejected=[] if rejected is None else rejected)
     exchange = ElasticMean(codec=float32(), session=seat, preserve_norm=preserve_norm, find=found.append)
     bound = exchange.with_directions([[True]]).bind([[torch.Size([numel])]], replica=0, num_replicas=3)
-    context = RoundContext(peers=Peers(me=0, members=tuple(vectors)), transport=single(), round_id=4, step=9)
+    return completed(bound, numel=numel), found
+
+
+def completed(bound: BoundExchange, *, numel: int) -> torch.Tensor:
+    """Return the mean of a round that replica 0 only applies."""
+    context = RoundContext(peers=Peers(me=0, members=(0, 1, 2)), transport=single(), round_id=4, step=9)
     steps = bound.steps(torch.zeros(numel), context)
     next(steps)
     try:
         steps.send([])
     except StopIteration as stop:
-        return stop.value.mean, found
+        return stop.value.mean
     raise AssertionError("one wait is enough")
 
 
@@ -189,6 +198,45 @@ def test_a_part_that_is_not_finite_is_left_out_and_rejected(value: float) -> Non
     assert rejected == [1] and not found, "the coordinator makes one finding of all rejections"
     nothing, _ = mean_of({1: vectors[1]}, rejected=rejected)
     assert torch.equal(nothing, torch.zeros(2)) and rejected == [1, 1]
+
+
+MALFORMED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "8 bytes too short": lambda part: part[:-8],
+    "8 bytes too long": lambda part: torch.cat([part, part[:8]]),
+    "empty": lambda part: part[:0],
+    "a part of a header": lambda part: part[:9],
+    "a header alone": lambda part: part[:PART_HEADER_BYTES],
+    "another kind": lambda part: torch.cat([torch.tensor([7], dtype=torch.uint8), part[1:]]),
+    "no part, but tokens": lambda part: torch.cat([torch.tensor([0], dtype=torch.uint8), part[1:]]),
+    "more steps than tokens": lambda part: torch.cat([part[:16], part[8:16], part[9:24], part[16:17], part[24:]]),
+}
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_a_part_that_cannot_be_read_is_left_out_and_rejected_and_fails_nobody(fault: str) -> None:
+    vectors = {0: torch.tensor([1.0, 2.0]), 1: torch.tensor([8.0, 2.0]), 2: torch.tensor([3.0, 4.0])}
+    rejected: list[int] = []
+    mean, _ = mean_of(vectors, rejected=rejected, alter=lambda parts: parts | {1: MALFORMED[fault](parts[1])})
+    assert torch.equal(mean, torch.tensor([2.0, 3.0])) and rejected == [1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_bytes_of_another_replica_fail_a_round(name: str) -> None:
+    coding, numel = laid_out(by_name(name), [torch.Size([70])]), 70
+    generator = torch.Generator().manual_seed(5)
+    vector = torch.randn(numel, generator=generator)
+    offer = PartHeader(num_tokens=10, num_steps=2, has_part=True)
+    good = with_part_header(offer, coding.encode(vector, seed=0))
+    for _ in range(60):
+        bad, place = good.clone(), int(torch.randint(good.numel() - 8, (), generator=generator))
+        bad[place : place + 8] = torch.randint(256, (8,), generator=generator, dtype=torch.uint8)
+        end = int(torch.randint(good.numel() + 1, (), generator=generator))
+        for part in (bad, good[:end], torch.cat([bad, bad[:end]])):
+            bound = ElasticMean(codec=coding, session=FixedSeat({0: good, 1: part, 2: good})).bind(
+                [[torch.Size([numel])]], replica=0, num_replicas=3
+            )
+            mean = completed(bound, numel=numel)
+            assert bool(mean.isfinite().all())
 
 
 def test_a_part_much_longer_than_the_median_is_shortened_and_told() -> None:

@@ -344,4 +344,4 @@ def test_the_coordinator_lets_a_replica_go_that_does_not_answer() -> None:
         coordinator.handle(b"person", {"kind": "command", "verb": "expel", "target": target}, now_s=1.0)
         assert sent[-1][:2] == (b"person", "answer") and sent[-1][2]["ok"] is is_done
     assert [one.replica for one in coordinator.state.roster] == [0]
-    assert (b"b", "expelled", {"why": "was let go, since it hangs", "is_non_finite": False}) in sent
+    assert (b"b", "expelled", {"why": "was let go, since it hangs", "has_bad_parts": False}) in sent

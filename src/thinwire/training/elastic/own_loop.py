@@ -24,7 +24,7 @@ from thinwire.elastic.journal import read_journal
 from thinwire.errors import (
     ConnectError,
     DesyncError,
-    DroppedNonFinite,
+    DroppedBadParts,
     Expelled,
     Refused,
     RunOver,
@@ -469,7 +469,7 @@ class ElasticOptimizer(DistributedOptimizer):
     def _join_again(self, why: Expelled) -> None:
         """Leave the present stay, and begin another one under a new number."""
         self.abandon()  # what this stay did not send counts as no missing step
-        if isinstance(why, DroppedNonFinite):
+        if isinstance(why, DroppedBadParts):
             self.inner.state.clear()
         pause_s = _AGAIN_S
         while True:

@@ -20,7 +20,7 @@ from thinwire.elastic.global_state import tensors_sha256
 from thinwire.elastic.invitation import read_invitation
 from thinwire.elastic.join import Membership
 from thinwire.elastic.replica_state import global_tensors
-from thinwire.errors import CheckpointError, DroppedNonFinite, Expelled, RunOver
+from thinwire.errors import CheckpointError, DroppedBadParts, Expelled, RunOver
 from thinwire.events import RoundMark
 from thinwire.files import write_whole
 from thinwire.monitor.record.metrics import Meter, open_loggers
@@ -142,7 +142,7 @@ def run_replica(
         except RunOver as over:
             report(str(over))
             return True
-        except DroppedNonFinite as dropped:
+        except DroppedBadParts as dropped:
             report(str(dropped))
             stay.discard()
             if stay.has_counted:
@@ -263,9 +263,7 @@ class _Stay:
         """Wait before taking part, as a member that the coordinator can reach: the run may end meanwhile."""
         until_s = time.monotonic() + self._wait_s
         if self._wait_s:
-            self._report(
-                f"waiting {self._wait_s:.1f} s before it takes part again: its last parts held NaN or infinity"
-            )
+            self._report(f"waiting {self._wait_s:.1f} s before it takes part again: its last parts were refused")
         while (left_s := until_s - time.monotonic()) > 0:
             membership.session.check()
             if membership.session.view.leave_why:

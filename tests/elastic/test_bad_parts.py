@@ -1,0 +1,87 @@
+"""Parts that a broken replica sends: they are left out, named, and cost no other replica its run."""
+
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+import torch
+from test_elastic_faults import STEPS, Street, are_alike, street
+from town import TownShelf
+
+from thinwire.elastic.coordinator import MOST_BAD_PARTS
+from thinwire.elastic.round_driver import (
+    HEAD_BYTES,
+    CastVote,
+    RequestPart,
+    RoundInputs,
+    RoundStateMachine,
+    part_of_name,
+)
+from thinwire.elastic.rounds import Decision
+
+__all__ = ["street"]
+
+# A blob's head of 16 bytes: hash, zeros, round. Then the part's header of 24 bytes: kind, tokens, steps.
+Damage = Callable[[torch.Tensor], torch.Tensor]
+
+
+def with_byte(blob: torch.Tensor, place: int, value: int) -> torch.Tensor:
+    found = blob.clone()
+    found[place] = value
+    return found
+
+
+MALFORMED: dict[str, Damage] = {
+    "8 bytes too short": lambda blob: blob[:-8].clone(),
+    "another kind": lambda blob: with_byte(blob, HEAD_BYTES, 7),
+    "far too large": lambda blob: blob.repeat(9),
+    "no head": lambda blob: blob[:5].clone(),
+    "nothing": lambda blob: blob[:0].clone(),
+}
+FOREIGN: dict[str, Damage] = {
+    "another reference hash": lambda blob: with_byte(blob, 0, int(blob[0]) ^ 1),
+    "an old round": lambda blob: with_byte(blob, 8, int(blob[8]) ^ 1),
+}
+
+
+def break_parts(run: Street, number: int, damage: Damage, *, since: int) -> None:
+    """Let a replica publish damaged parts of its own from a round on."""
+    shelf: TownShelf = run.workers[number].resident.shelf
+    publish = shelf.publish
+
+    def publish_damaged(name: bytes, payload: torch.Tensor) -> None:
+        round_id, member = cast(tuple[int, int], part_of_name(name))
+        publish(name, damage(payload) if member == number and round_id >= since else payload)
+
+    shelf.publish = publish_damaged
+
+
+@pytest.mark.parametrize("fault", [*MALFORMED, *FOREIGN])
+def test_a_replica_that_sends_bad_parts_is_named_and_dropped_and_ends_no_other(
+    street: Callable[..., Street], fault: str
+) -> None:
+    run = street(3)
+    break_parts(run, 2, (MALFORMED | FOREIGN)[fault], since=4)
+    run.begin()
+    values = [worker.end() for worker in run.workers[:2]]
+    assert are_alike(*values) and all(bool(value.isfinite().all()) for value in values[0])
+    assert all(worker.steps == list(range(1, STEPS + 1)) for worker in run.workers[:2])
+    run.workers[2].ended()
+    assert run.workers[2].expelled and run.workers[2].session.view.has_bad_parts
+    what = "are malformed" if fault in MALFORMED else "refer to other global parameters or to another round"
+    named, dropped = [text for text in run.town.coordinator.state.findings if what in text]
+    assert "without the part of replica 2 on host2" in named
+    assert f"replica 2 on host2 was dropped: {MOST_BAD_PARTS} of its parts in a row {what} (" in dropped
+
+
+def test_a_part_that_is_refused_is_not_awaited_and_is_taken_from_who_holds_a_good_copy() -> None:
+    machine = RoundStateMachine(replica=0, has_part=True)
+    words = {"called": (0, 1, 2), "decision": None, "active": (0, 1, 2), "neighbours": (0, 1, 2), "limit_s": 60.0}
+    assert [one.member for one in machine.advance(RoundInputs(**words), now_s=0.0)] == [1, 2]
+    machine.on_part(1)
+    assert machine.advance(RoundInputs(**words), now_s=0.1) == [], "the part of 2 is awaited"
+    machine.on_refusal(2)
+    assert machine.advance(RoundInputs(**words), now_s=0.2) == [CastVote(has=(0, 1))]
+    decision = Decision(round_id=9, launch_step=12, members=(0, 1, 2), holders=(1, 2), step=12)
+    actions = machine.advance(RoundInputs(**words | {"decision": decision}), now_s=0.3)
+    assert actions == [RequestPart(source=1, member=2)], "the others may hold a good copy"
