@@ -30,6 +30,7 @@ from thinwire.training.checkpoints.checkpoint_files import CheckpointFiles, open
 from thinwire.training.checkpoints.global_checkpoints import MODEL_FILE, global_files
 from thinwire.training.checkpoints.replica_checkpoints import replica_files, unflatten_state
 from thinwire.training.config import TrainConfig, find_run, read_config
+from thinwire.training.elastic.job import LocalSettings
 from thinwire.training.summary import write_model
 
 MODEL_FOLDER = "model"
@@ -79,7 +80,10 @@ def load_trained(run_dir: Path, *, step: int | None = None, device: str = "cpu")
     if device not in ("cpu", "cuda"):
         raise unknown_name("--device", device, ("cpu", "cuda"))
     check_device(device)
-    config = read_config(find_run(run_dir)).replace(out=run_dir)
+    config = read_config(find_run(run_dir))
+    if (own := LocalSettings.of_resumed(config.replace(resume=run_dir))) is not None:
+        config = own.with_own_places(config)  # the options may be those of another host
+    config = config.replace(out=run_dir)
     is_final = step is None and any((run_dir / MODEL_FOLDER).glob(_WEIGHTS))
     replica = None
     if is_final:

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.multiprocess
 
 @contextlib.contextmanager
 def host_that_joins(settings: LocalSettings, folder: Path, *more: str, slower: Path) -> Iterator[subprocess.Popen[str]]:
-    words = ["join", settings.invitation, "--secret", settings.secret, "--out", str(folder), "--threads", "1", *more]
+    words = ["join", settings.invitation, "--secret", settings.secret, "--out", str(folder), "--threads", "1"]
+    words += ["--data", str(settings.data), *more]
     joining = subprocess.Popen(
         [sys.executable, "-m", "thinwire.cli.main", *words],
         stderr=subprocess.PIPE, text=True, env={**os.environ, **with_slow_steps(STEP_S, slower_while=slower)},

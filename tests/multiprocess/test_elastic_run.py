@@ -141,7 +141,7 @@ def test_a_host_joins_a_running_job_and_leaves_it_and_a_wrong_secret_does_not_ge
     assert told.returncode == 1 and "no coordinator answered" in told.stderr, told
     joining = subprocess.Popen(
         [sys.executable, "-m", "thinwire.cli.main", "join", settings.invitation, "--secret", settings.secret, "--out",
-         str(other), "--threads", "1"],
+         str(other), "--threads", "1", "--data", str(texts)],
         stderr=subprocess.PIPE, text=True, env={**os.environ, **with_slow_steps(STEP_S)},
     )  # fmt: skip
     try:

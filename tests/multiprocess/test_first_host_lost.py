@@ -135,7 +135,7 @@ def newest_step(folder: Path) -> int:
 
 
 def joined(hosts: Callable[..., Host], name: str, address: str) -> Host:
-    cache = ["--cache-dir", "texts/.cache", "--threads", "1", "--own-address", "127.0.0.1"]
+    cache = ["--cache-dir", "texts/.cache", "--data", "texts", "--threads", "1", "--own-address", "127.0.0.1"]
     return hosts(name, "join", "-", "--out", name, *cache, typed=address + "\n")
 
 

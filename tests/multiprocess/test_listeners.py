@@ -136,7 +136,7 @@ def test_an_elastic_run_and_a_host_that_joins_it(texts: Path, tmp_path: Path, ho
     coordinator = [at(port, *COORDINATOR)]
     second = [
         *CLI, "join", f"{ADDRESSES[0]}:{port}", *secret, "--out", str(joined), "--ranks-per-replica", "2", "--quiet",
-        "--cache-dir", str(texts / ".cache"), "--threads", "1",
+        "--cache-dir", str(texts / ".cache"), "--threads", "1", "--data", str(texts),
     ]  # fmt: skip
     with (
         Command(first, hosts=hosts, host=0, log=tmp_path / "first.log") as one,

@@ -68,7 +68,8 @@ def test_a_replica_that_was_stopped_is_found_and_another_process_takes_its_place
 def join(run: Path, other: Path, *more: str) -> subprocess.Popen[str]:
     """Add a host: a folder of its own, and a launcher of its own."""
     settings = LocalSettings.load(run)
-    words = [settings.invitation, "--secret", settings.secret, "--out", str(other), "--threads", "1", *more]
+    words = [settings.invitation, "--secret", settings.secret, "--out", str(other), "--threads", "1"]
+    words += ["--data", str(settings.data), *more]
     return subprocess.Popen(
         [sys.executable, "-m", "thinwire.cli.main", "join", *words],
         stderr=subprocess.PIPE, text=True, env={**os.environ, **with_slow_steps(STEP_S)},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from thinwire.errors import CheckpointError, ThinwireError, excluded, refusal
 from thinwire.files import write_whole
 from thinwire.monitor.runlog.run_identity import RunIdentity, new_identity, read_identity
 from thinwire.training.build import make_method
-from thinwire.training.config import TrainConfig
+from thinwire.training.config import TrainConfig, flag
 from thinwire.training.elastic.coordinator_process import ALONE_FILE, JOB_FILE, JOURNAL_FILE, PORT_FILE
-from thinwire.training.elastic.job import ElasticJob, LocalSettings
+from thinwire.training.elastic.job import ElasticJob, LocalSettings, shared_places_of
 from thinwire.training.elastic.launch import Role
 from thinwire.training.elastic.replica_ranks import check_ranks
 from thinwire.training.elastic.states import checkpoints_of, newest_state
@@ -107,10 +108,12 @@ def prepare(config: TrainConfig) -> Begun:
         ValueError: A new run's place of checkpoints holds those of another one; names both.
         CheckpointError: The run cannot be resumed from this folder; says why.
     """
+    places = shared_places_of(config)
     local = LocalSettings(
         invitation="", secret="", out=str(config.run_dir.resolve()), cache_dir=str(config.data.cache_dir),
-        threads=config.model.threads or 1, device=config.model.device, data=config.data.source,
-        address=_listen(config).address,
+        threads=config.model.threads or 1, device=config.model.device, data=places.get("data"),
+        model=places.get("model"), init_from=places.get("init_from"), checkpoint_to=places.get("checkpoint_to"),
+        tensorboard=config.output.tensorboard, wandb=config.output.wandb, address=_listen(config).address,
         ranks_per_replica=config.elastic.ranks_per_replica, replicas=config.num_replicas,
         advertise=config.run.advertise, port_range=config.run.port_range,
     )  # fmt: skip
@@ -128,7 +131,8 @@ def prepare(config: TrainConfig) -> Begun:
     if was is not None:
         address = was.address if config.run.address is None and config.run.interface is None else local.address
         local = dataclasses.replace(
-            local, data=was.data, batch_size=was.batch_size, replicas=was.replicas, address=address,
+            local, data=was.data, model=was.model, init_from=was.init_from, batch_size=was.batch_size,
+            replicas=was.replicas, address=address,
             advertise=local.advertise or was.advertise, port_range=local.port_range or was.port_range,
         )  # fmt: skip
     is_taken_over = was is not None and was.is_joined
@@ -212,7 +216,8 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
             new_host = ", with this host as its first host and a new secret" if begun.is_taken_over else ""
             log(f"going on with run {begun.identity.run} from step {step}{new_host}")
         where = " (this host has no address that others reach)" if shown.host == "127.0.0.1" else ""
-        log(f"others join with: thinwire join - <<< {invitation.text()}{where}")
+        places = "".join(f" {flag(name)} {shlex.quote(value)}" for name, value in shared_places_of(config).items())
+        log(f"others join with: thinwire join -{places} <<< {invitation.text()}{where}")
     coordinator = Role(
         name="coordinator", module=COORDINATOR, is_needed=False,
         arguments=(str(secret_path), address, str(port)),

@@ -14,7 +14,7 @@ import tyro
 
 from thinwire.cli.argument_parsing import check_least, command, parse_options
 from thinwire.data.sources import check_source
-from thinwire.errors import ThinwireError, excluded, unknown_name
+from thinwire.errors import ThinwireError, excluded, refusal, unknown_name
 
 if TYPE_CHECKING:
     from thinwire.elastic.invitation import Invitation
@@ -47,7 +47,14 @@ class JoinOptions:
     """Folder of logs, metrics and checkpoints on this host; an earlier folder of the same run may be reused.
     Default: runs/joined-HOST-PORT."""
     data: str | None = None
-    """Location of the same data on this host. Default: the job's."""
+    """Location of the same data on this host; required unless the job reads stdlib."""
+    model: str | None = None
+    """Location of the same hf: model on this host; required if the job trains one."""
+    init_from: Path | None = None
+    """Location of the same earlier run on this host; required if the job starts from one."""
+    checkpoint_to: str | None = None
+    """Folder or URL (s3://...) of checkpoints; required if the job keeps one copy for all its hosts. Default:
+    checkpoints/ in --out."""
     batch_size: int | None = None
     """Sequences per step on this host. Default: the job's."""
     device: str | None = None
@@ -89,6 +96,9 @@ def main(arguments: Sequence[str]) -> int:
         raise unknown_name("--device", options.device, ("cpu", "cuda"))
     if options.data is not None:
         check_source(options.data)
+    if options.model is not None and not options.model.startswith("hf:"):
+        raise refusal("--model is no hf: model", got=options.model, allowed="hf: and the place of the job's model",
+                      remedy="to leave --model out: a preset is the same on all hosts")  # fmt: skip
     need_pyzmq()
     invitation = read_invitation(read_address(options.address, command="thinwire join"))
     if options.secret is not None and invitation.secret is not None:
@@ -127,7 +137,9 @@ def _join_from(run_dir: Path, invitation: Invitation, options: JoinOptions) -> i
         invitation=dataclasses.replace(invitation, secret=None).text(), secret=str(secret_path),
         out=str(run_dir.resolve()), cache_dir=str(options.cache_dir or Path.home() / ".cache" / "thinwire"),
         threads=threads, device=options.device, batch_size=options.batch_size, data=options.data,
-        address=listen.address, advertise=options.advertise, port_range=options.port_range,
+        model=options.model, init_from=None if options.init_from is None else str(options.init_from.resolve()),
+        checkpoint_to=options.checkpoint_to, address=listen.address, advertise=options.advertise,
+        port_range=options.port_range,
         ranks_per_replica=options.ranks_per_replica, replicas=options.replicas, is_joined=True,
     ).save()  # fmt: skip
     if options.spare:

@@ -8,8 +8,8 @@ CACHE/corpora/NAME-KEY/
   manifest.json    version, key, dtype, counts, hashes; written last
 ```
 
-KEY is a hash of everything that the content follows from, so a folder is never changed, only made. Each file appears
-under its name complete or not at all; a folder without a manifest that fits is made again.
+KEY is a hash of everything that the content follows from, so a folder is never changed, only made. Each file has mode
+0600, and appears under its name complete or not at all; a folder without a manifest that fits is made again.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ class TokenWriter:
         self._partial = partial_path(path)
         self._hash = hashlib.sha256()
         try:
-            self._file = self._partial.open("wb")
+            # tokens are text that other users of this machine may have no right to read
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            self._file = os.fdopen(os.open(self._partial, flags, 0o600), "wb")
         except OSError as error:
             raise self._refusal(error) from error
 

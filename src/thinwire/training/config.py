@@ -315,6 +315,11 @@ OPTIONS: Mapping[str, tuple[str, str]] = {
     for section, kind in SECTIONS.items()
     for field in dataclasses.fields(kind)
 }
+# Options whose values are files or folders of a host.
+PATH_OPTIONS = tuple(
+    name for name, (section, field) in OPTIONS.items()
+    if Path in typing.get_args(typing.get_type_hints(SECTIONS[section])[field])
+)  # fmt: skip
 
 _CHOICES = {
     "tokenizer": ("auto", "bpe", "bytes"), "inner_optimizer": ("adamw", "adam", "sgd", "plain-sgd", "muon"),

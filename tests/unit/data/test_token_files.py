@@ -31,6 +31,16 @@ def test_a_second_opening_reads_the_cache(folder: Path, cache: Path) -> None:
     assert {file.name for file in written} == {"tokenizer.json", "train.bin", "held_out.bin", "manifest.json", "lock"}
 
 
+def test_no_other_user_can_read_the_cached_tokens(folder: Path, cache: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        kept = open_corpus(str(folder), cache=cache, tokenizer="bytes").folder
+    finally:
+        os.umask(before)
+    files = {file.name: oct(file.stat().st_mode & 0o777) for file in kept.iterdir() if file.name != "lock"}
+    assert len(files) == 4 and set(files.values()) == {"0o600"}, files
+
+
 @pytest.mark.parametrize(
     "change",
     [{"vocab_size": 301}, {"tokenizer": "bytes"}, {"held_out_fraction": 0.5}, {"max_bytes": 2000}],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from thinwire.elastic.elastic_mean import ElasticMean, elastic_mean
 from thinwire.elastic.elastic_method import elastic
 from thinwire.errors import ConnectError, Stopped, WorkerFailed
 from thinwire.monitor.runlog.run_identity import new_identity
-from thinwire.training.config import OPTIONS, TrainConfig, resolve
+from thinwire.training.config import OPTIONS, PATH_OPTIONS, TrainConfig, resolve
 from thinwire.training.elastic.job import ElasticJob, LocalSettings
 from thinwire.training.elastic.launch import REFUSED, UNANSWERED, Role, launch
 from thinwire.transport.loopback import single
@@ -77,6 +79,40 @@ def test_a_host_keeps_its_own_settings(tmp_path: Path) -> None:
         tmp_path,
     )
     assert applied.run.steps == 60 and applied.model.device == "cpu"
+
+
+PLACES = {
+    "data": "/home/other/diary.txt", "model": "hf:/home/other/model", "init_from": "/home/other/run",
+    "checkpoint_to": "/home/other/kept",
+}  # fmt: skip
+
+
+def test_no_option_of_a_job_is_a_place_of_the_host_that_joins(tmp_path: Path) -> None:
+    told = job_of(config_of(tmp_path / "first", data="texts")).to_json()
+    for name in (*PATH_OPTIONS, "checkpoint_to"):
+        section, field = OPTIONS[name]
+        told["config"][section][field] = "/home/other/of-this-host"
+    told["config"]["output"]["wandb"] = True
+    own = {"data": "here", "init_from": "earlier", "checkpoint_to": "kept"}
+    settings = LocalSettings(
+        invitation="thinwire://h:1", secret="s", out=str(tmp_path), cache_dir="c", threads=1, **own
+    )
+    applied = settings.apply(ElasticJob.from_json(told).config)
+    places = {name: str(value) for name in (*PATH_OPTIONS, "checkpoint_to") if (value := applied.option(name))}
+    assert places == {"out": str(tmp_path), "cache_dir": "c", "init_from": "earlier", "checkpoint_to": "kept"}
+    assert applied.data.source == "here" and not applied.output.wandb
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_what_a_job_reads_is_confirmed_by_each_host(name: str, tmp_path: Path) -> None:
+    job = job_of(config_of(tmp_path / "first").replace(**{name: PLACES[name]}))
+    settings = LocalSettings(invitation="thinwire://h:1", secret="s", out=str(tmp_path), cache_dir="c", threads=1)
+    with pytest.raises(ValueError, match="a host uses no place that another one names") as error:
+        settings.apply(job.config)
+    remedy = shlex.split(str(error.value).partition("thinwire join with ")[2].partition(",")[0])
+    assert remedy == [f"--{name.replace('_', '-')}", PLACES[name]]
+    confirmed = dataclasses.replace(settings, **{name: remedy[1]}).apply(job.config)
+    assert str(confirmed.option(name)) == PLACES[name]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.errors import CheckpointError, ConnectError
+from thinwire.errors import CheckpointError, ConnectError, refusal
 from thinwire.files import write_whole
 from thinwire.monitor.runlog.run_identity import RunIdentity, identity_from_json
-from thinwire.training.config import TrainConfig, from_json, to_json, validate
+from thinwire.training.config import PATH_OPTIONS, TrainConfig, flag, from_json, to_json, validate
 from thinwire.transport.addresses import ListenConfig, listen_config
 from thinwire.version import __version__
 
@@ -25,10 +26,13 @@ _IDLE_S = 600.0
 _START_S = 300.0
 # Batches per data lease, at least; else a quarter of an interval, so that uncounted work is a few shards at most.
 _BATCHES_A_SHARD = 16
-# Options of the first host that other hosts do not use.
+# Options that name what a host reads and writes. A job states them, and each host says where it has the same.
+SHARED_PLACES = ("data", "model", "init_from", "checkpoint_to")
+# Options of the first host that other hosts do not use: all places, and what is of one host or of one command.
 _LOCAL = (
-    "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret", "plan",
-    "config", "advertise", "port_range", "ranks_per_replica", "on_finding", "on_finding_dry_run",
+    *(name for name in PATH_OPTIONS if name not in SHARED_PLACES), "overwrite", "quiet", "json", "threads", "interface",
+    "address", "advertise", "port_range", "ranks_per_replica", "on_finding", "on_finding_dry_run",
+    "tensorboard", "wandb",
 )  # fmt: skip
 LOCAL_FILE = "elastic.json"
 # A state holds each parameter and its momentum, 4 bytes each.
@@ -115,7 +119,7 @@ class ElasticJob:
             )
         try:
             terms = _read_terms(values, more=("shard_windows", "resumed_step"))
-            config = from_json(values["config"])
+            config = _without_places(from_json(values["config"]))
             validate(config)
             if config.run.replicas is None or config.data.batch_size is None or config.model.seq_len is None:
                 raise ValueError("replicas, batch_size and seq_len must be given")
@@ -218,6 +222,24 @@ def _read_terms(values: Mapping[str, Any], *, more: tuple[str, ...]) -> dict[str
     return {**counts, "part_share": share, "allows_overdue": allows_overdue}
 
 
+def _without_places(config: TrainConfig) -> TrainConfig:
+    """Return options from the network without those that are each host's own, whoever sent them."""
+    default = TrainConfig()
+    return config.replace(**{name: default.option(name) for name in _LOCAL})
+
+
+def shared_places_of(config: TrainConfig) -> dict[str, str]:
+    """Return what `SHARED_PLACES` name, by option; a name that means the same on all hosts is no place.
+
+    Example:
+        >>> shared_places_of(TrainConfig.of(data="texts", model="35m"))
+        {'data': 'texts'}
+    """
+    found = {name: config.option(name) for name in SHARED_PLACES}
+    is_everywhere = {"data": config.data.source == "stdlib", "model": not config.model.name.startswith("hf:")}
+    return {name: str(value) for name, value in found.items() if value is not None and not is_everywhere.get(name)}
+
+
 def _no_job(error: Exception) -> ConnectError:
     return ConnectError(
         f"the coordinator describes no job of this thinwire ({error}); install the same version on all hosts"
@@ -242,7 +264,12 @@ class LocalSettings:
         threads: Torch's threads a replica.
         device: cpu or cuda; None as the job says.
         batch_size: Sequences a step on this host; None as the job says.
-        data: Name or folder of the data on this host; None as the job says.
+        data: Name or folder of the data on this host; None where the job reads the standard library.
+        model: Name of the `hf:` model on this host; None where the job trains a preset.
+        init_from: Folder of the run that the job starts from; None where there is none.
+        checkpoint_to: Folder or URL of checkpoints; None for the run's folder.
+        tensorboard: Whether this host's replicas write metrics for TensorBoard.
+        wandb: Whether this host's replicas send metrics to Weights & Biases.
         address: This host's address that the others reach; None to find it.
         ranks_per_replica: Ranks that hold each of this host's replicas together.
         replicas: Replicas of this host.
@@ -259,6 +286,11 @@ class LocalSettings:
     device: str | None = None
     batch_size: int | None = None
     data: str | None = None
+    model: str | None = None
+    init_from: str | None = None
+    checkpoint_to: str | None = None
+    tensorboard: bool = False
+    wandb: bool = False
     address: str | None = None
     ranks_per_replica: int = 1
     replicas: int = 1
@@ -299,9 +331,26 @@ class LocalSettings:
             raise CheckpointError(f"{path} is damaged ({error}); restore it, or go on from another host") from error
 
     def apply(self, config: TrainConfig) -> TrainConfig:
-        """Return the job's options with this host's own."""
+        """Return the job's options with this host's own.
+
+        Raises:
+            ValueError: The job names what to read, and this host does not say where it has the same.
+        """
         own: dict[str, Any] = {"out": Path(self.out), "cache_dir": Path(self.cache_dir), "threads": self.threads}
-        own["ranks_per_replica"] = self.ranks_per_replica
-        given = {"device": self.device, "batch_size": self.batch_size, "data": self.data, "address": self.address}
+        own |= {name: getattr(self, name) for name in ("ranks_per_replica", "tensorboard", "wandb")}
+        given = {"device": self.device, "batch_size": self.batch_size, "address": self.address}
         own |= {name: value for name, value in given.items() if value is not None}
-        return config.replace(**own)
+        for name, theirs in shared_places_of(config).items():
+            if getattr(self, name) is None:
+                raise refusal(
+                    f"the job names {flag(name)} {theirs[:200]!r}, and a host uses no place that another one names",
+                    got=f"no {flag(name)} here", allowed="this host's own place of the same",
+                    remedy=f"thinwire join with {flag(name)} {shlex.quote(theirs[:200])}, if it is that here too",
+                )  # fmt: skip
+        return self.with_own_places(config).replace(**own)
+
+    def with_own_places(self, config: TrainConfig) -> TrainConfig:
+        """Return options that read and write where this host does."""
+        own = {name: getattr(self, name) for name in SHARED_PLACES}
+        own["init_from"] = self.init_from and Path(self.init_from)
+        return config.replace(**{name: value for name, value in own.items() if value is not None})

@@ -310,7 +310,8 @@ class _Stay:
         if is_news:
             write_identity(config.run_dir, job.identity)
         # the job's own options: what this host does otherwise stands in its settings
-        plain = config.replace(data=job.config.data.source, batch_size=job.config.data.batch_size, address=None)
+        names = ("data", "model", "init_from", "batch_size")
+        plain = config.replace(**{name: job.config.option(name) for name in names}, address=None)
         text = config_text(plain)
         path = config.run_dir / "config.json"
         if is_news or not path.exists() or path.read_text() != text:
@@ -375,7 +376,7 @@ class _Stay:
         checkpoints = checkpoints_of(config, run=parts.job.identity, warn=self._report)
         policy = CheckpointPolicy(
             checkpoints=checkpoints if self._device_index == 0 else None, every=config.output.checkpoint_every,
-            last_step=config.run.steps, is_shared=config.elastic.checkpoint_to is not None,
+            last_step=config.run.steps, is_shared=parts.job.config.elastic.checkpoint_to is not None,
         )  # fmt: skip
         self._is_from_held = offer.root == "own"
         is_own = self._held is not None and offer.root in ("own", "disk") and offer.step == self._held.step
