@@ -1,4 +1,4 @@
-"""Elastic runs with real processes in which gradients are NaN: of one replica for a while, and of all."""
+"""Elastic runs with real processes whose parts are bad, by NaN or by their size: of one replica, and of all."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ __all__ = ["runs", "texts"]
 INTERVAL = 20
 
 
-def started_with_nan(runs: list[Started], texts: Path, run: Path, folder: Path, *, replicas: int) -> Started:
+def started_with_nan(
+    runs: list[Started], texts: Path, run: Path, folder: Path, *, replicas: int, variable: str = "CHAOS_NAN"
+) -> Started:
     folder.mkdir()
     more = ("--sync-interval", str(INTERVAL))
-    environment = {"CHAOS_NAN": str(folder)}
+    environment = {variable: str(folder)}
     return start(runs, texts, run, steps=100_000, replicas=replicas, more=more, environment=environment)
 
 
@@ -119,6 +121,28 @@ def test_a_replica_with_nan_is_dropped_fetches_the_state_and_what_it_trained_on_
     returned = next(line["returned"] for line in lines[gone:] if line["what"] == "leases")
     assert returned and all((int(shard), start) in counts for shard, start in returned.items())
     alike = {(line["round"], line["crc"]) for replica in (0, 1, number) for line in rounds(run, replica)}
+    assert len(alike) == len({number for number, _ in alike}), "all replicas hold the same parameters"
+
+
+def test_parts_of_one_replica_that_are_8_bytes_short_end_no_process_and_it_comes_back(
+    texts: Path, tmp_path: Path, runs: list[Started]
+) -> None:
+    run, folder = tmp_path / "run", tmp_path / "short"
+    started = started_with_nan(runs, texts, run, folder, replicas=3, variable="CHAOS_SHORT")
+    wait_until(run, lambda found: len(active(found)) == 3 and found["rounds"] > 2, started)
+    pids = [(run / "logs" / f"replica-process-{index}.pid").read_text() for index in range(3)]
+    log = run / "logs" / "replica-process-2.err"
+    ((first, _),) = lives(log)
+    (folder / pids[2].strip()).touch()
+    wait_until(run, lambda found: "was dropped" in log.read_text(), started)
+    (folder / pids[2].strip()).unlink()
+    wait_until(run, lambda found: any(max(line["members"]) > 2 for line in decisions(run)), started)
+    found = wait_until(run, lambda found: len(active(found)) == 3, started)
+    assert [(run / "logs" / f"replica-process-{index}.pid").read_text() for index in range(3)] == pids
+    told = [text for text in found["findings"] if "are malformed (" in text]
+    assert "without the part of replica" in told[0] and f"replica {first} on" in told[0]
+    assert f"replica {first} on" in told[1] and "was dropped: 2 of its parts in a row are malformed (" in told[1]
+    alike = {(line["round"], line["crc"]) for replica in range(3) for line in rounds(run, replica)}
     assert len(alike) == len({number for number, _ in alike}), "all replicas hold the same parameters"
 
 

@@ -3,6 +3,7 @@
 CHAOS_STEP_S: seconds that each step takes longer, so that many replicas fit on a core.
 CHAOS_SLOWER_WHILE: a file; while it exists each step takes ten times that, so that a run does not end too early.
 CHAOS_NAN: a folder; as long as it holds a file named by an elastic replica's process id, its gradients are NaN.
+CHAOS_SHORT: such a folder for replicas whose parts are 8 bytes too short.
 """
 
 import os
@@ -30,10 +31,17 @@ def _sleep() -> None:
 
 _KIND = set(sys.orig_argv[3:4]) if "thinwire.cli.processes" in sys.orig_argv else set()
 
-if _ELASTIC & _KIND and {"CHAOS_STEP_S", "CHAOS_NAN"} & set(os.environ):
+if _ELASTIC & _KIND and {"CHAOS_STEP_S", "CHAOS_NAN", "CHAOS_SHORT"} & set(os.environ):
+    import torch
+
+    from thinwire.elastic.round_driver import RoundDriver
     from thinwire.training.loop import LocalPasses, Training
 
-    _plain_step, _clip = Training._plain_step, LocalPasses.clip
+    _plain_step, _clip, _offer = Training._plain_step, LocalPasses.clip, RoundDriver._offer
+
+    def _is_named_in(variable: str) -> bool:
+        folder = os.environ.get(variable)
+        return bool(folder) and (Path(folder) / str(os.getpid())).exists()
 
     def _slow_step(self: Training, *arguments: object) -> object:
         _sleep()
@@ -41,13 +49,15 @@ if _ELASTIC & _KIND and {"CHAOS_STEP_S", "CHAOS_NAN"} & set(os.environ):
 
     def _spoilt_clip(self: LocalPasses) -> None:
         _clip(self)
-        folder = os.environ.get("CHAOS_NAN")
-        if folder and (Path(folder) / str(os.getpid())).exists():
+        if _is_named_in("CHAOS_NAN"):
             for parameter in self._model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.fill_(float("nan"))
 
-    Training._plain_step, LocalPasses.clip = _slow_step, _spoilt_clip
+    def _offer_short(self: RoundDriver, member: int, part: torch.Tensor) -> None:
+        _offer(self, member, part[:-8].clone() if _is_named_in("CHAOS_SHORT") else part)
+
+    Training._plain_step, LocalPasses.clip, RoundDriver._offer = _slow_step, _spoilt_clip, _offer_short
 
 if _STATIC & _KIND and "CHAOS_STEP_S" in os.environ:
     from thinwire.training.loop import Training
