@@ -451,3 +451,43 @@ def test_a_bad_replica_is_the_last_one_when_the_others_go() -> None:
     desk.hear(b"a", "withhold", round=0, step=10, used={}, parts=1)
     desk.hear(b"b", "leave", why="")
     assert "the part of the one active replica holds NaN" in desk.words(b"a", "failed")[0]["why"]
+
+
+def test_a_replica_that_beats_but_does_no_step_joins_again_once_it_is_too_far_behind() -> None:
+    desk = Desk().begun()
+    most = desk.coordinator.state.most_steps_behind
+    for second in range(1, 60):
+        desk.now_s = float(second)
+        desk.hear(b"a", "beat", step=(most + 1 if second > 30 else most), step_s=0.1, roster=0)
+        desk.hear(b"b", "beat", step=0, step_s=0.1, roster=0)
+        desk.coordinator.tick(desk.now_s)
+        if second == 30:
+            assert not desk.words(b"b", "expelled"), "it can still follow"
+        if desk.words(b"b", "expelled"):
+            break
+    assert second == 31
+    assert f"b did no step for 31.0 s and is {most + 1} steps behind" in desk.coordinator.state.findings[-1]
+    assert desk.coordinator.state.roster.active == (0,)
+
+
+def test_a_replica_with_long_steps_one_that_is_paused_and_one_that_comes_back_are_not_taken_for_stalled() -> None:
+    desk = Desk().begun()
+    most = desk.coordinator.state.most_steps_behind
+    desk.hear(b"b", "beat", step=0, step_s=10.0, roster=0)
+    desk.now_s = 39.0
+    for token, step, step_s in ((b"a", 10 * most, 0.1), (b"b", 0, 10.0)):
+        desk.hear(token, "beat", step=step, step_s=step_s, roster=0)
+    desk.coordinator.tick(desk.now_s)
+    assert not desk.words(b"b", "expelled"), "its step takes 10 s"
+    desk.coordinator.state.roster.get(1).is_paused = True
+    desk.now_s = 45.0
+    for token in (b"a", b"b"):
+        desk.hear(token, "rates", rates={}, latest={})
+    desk.coordinator.tick(desk.now_s)
+    assert not desk.words(b"b", "expelled")
+    later = desk.again()  # whose replicas have yet to find it
+    later.hear(b"a", "beat", step=10 * most, step_s=0.1, roster=0)
+    later.now_s = 25.0
+    later.hear(b"b", "rates", rates={}, latest={})
+    later.coordinator.tick(25.0)
+    assert not later.words(b"b", "expelled")

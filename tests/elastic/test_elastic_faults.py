@@ -350,6 +350,27 @@ def test_the_time_of_a_slow_replica_is_not_the_others_and_its_tokens_count_later
             assert sum(offered[number][0] for number in own) == 6 * offered[own[-1]][1]
 
 
+def test_a_replica_that_stood_still_for_long_is_told_to_join_again(
+    street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.elastic.coordinator_state._LEAST_STALL_S", 1.0)
+    run = street(3, steps=STEPS * 3)
+    is_removed = threading.Event()
+    run.workers[2].pause = lambda step: is_removed.wait(SOON_S) if step == 10 else None
+    for worker in run.workers[:2]:  # they do not end before
+        worker.pause = lambda step: is_removed.wait(SOON_S) if step == 2 * STEPS else None
+    run.begin()
+    end_s = time.monotonic() + SOON_S
+    while 2 in run.town.coordinator.state.roster.active and time.monotonic() < end_s:
+        time.sleep(0.01)
+    is_removed.set()
+    run.workers[2].ended()
+    assert run.workers[2].expelled and not run.workers[2].session.view.has_bad_parts
+    values = [worker.end() for worker in run.workers[:2]]
+    assert are_alike(*values)
+    assert [text for text in run.town.coordinator.state.findings if "replica 2 on host2 did no step for" in text]
+
+
 def pause(seconds: float, step: int) -> None:
     time.sleep(seconds)
 

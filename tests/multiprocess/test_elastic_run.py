@@ -129,6 +129,25 @@ def test_killed_replicas_and_a_killed_coordinator_stop_nobody(
     assert parameters_sha256(load_trained(run).model) == summary["global_parameters_sha256"]
 
 
+def test_a_replica_that_was_stopped_for_longer_than_it_can_follow_joins_again_by_itself(
+    texts: Path, tmp_path: Path, runs: list[Started]
+) -> None:
+    run = tmp_path / "run"
+    started = start(runs, texts, run, steps=100_000, replicas=3, more=["--sync-interval", "3"])
+    begun = wait_until(run, lambda found: len(active(found)) == 3 and found["step"] > 5, started)
+    pid = int((run / "logs" / "replica-process-2.pid").read_text())
+    stopped = psutil.Process(pid)
+    stopped.suspend()
+    wait_until(run, lambda found: found["step"] > begun["step"] + 30, started)  # sooner than its silence is too long
+    stopped.resume()
+    found = wait_until(run, lambda found: max(active(found)) > 2 and len(active(found)) == 3, started)
+    told = [text for text in found["findings"] if "did no step for" in text or "was silent" in text]
+    assert len(told) == 1 and "it joins again" in told[0], told
+    assert int((run / "logs" / "replica-process-2.pid").read_text()) == pid, "the same process came back"
+    number = max(active(found))
+    wait_until(run, lambda found: any(number in line["members"] for line in rounds(run, 0)), started)
+
+
 def test_a_host_joins_a_running_job_and_leaves_it_and_a_wrong_secret_does_not_get_in(
     texts: Path, tmp_path: Path, runs: list[Started]
 ) -> None:

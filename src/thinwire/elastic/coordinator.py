@@ -8,6 +8,7 @@ What happens when a replica
 
 - joins: `_join` gives it a number; `_on_ready` finds it a state, its own or a snapshot; `_on_active` lets it take part.
 - is silent or dies: `tick` removes it after a limit; its data leases return, and rounds go on without it.
+- does no step, though it beats: `tick` removes it once it is too far behind to follow, and it joins again.
 - sends bad parts, as with NaN: `_drop_bad_replica` removes it, and it joins again with the state of the others.
 - was the last one: `_restart_from_checkpoint` lets a joining replica load its checkpoint.
 """
@@ -102,6 +103,13 @@ class Coordinator:
         state = self.state
         for member in state.roster.silent(now_s=now_s):
             self._remove(member, why=f"was silent for {now_s - member.heard_s:.1f} s", is_lost=True)
+        for member in state.stalled(now_s=now_s):
+            behind = state.furthest_step() - member.step
+            why = (
+                f"did no step for {now_s - member.moved_s:.1f} s and is {behind} steps behind, where the others keep "
+                f"{state.most_steps_behind}; it joins again with their state"
+            )
+            self._remove(member, why=why, is_lost=True)
         self.admin.call_due_standby_hosts(now_s=now_s)
         if (vacancies := state.standby_hosts.take_change()) is not None:
             self._record("vacancies", {"vacancies": vacancies})
@@ -212,7 +220,7 @@ class Coordinator:
 
     def _on_active(self, member: RosterMember, message: Message, now_s: float) -> None:
         state = self.state
-        member.step = message["step"]
+        member.step, member.moved_s = message["step"], now_s
         state.snapshots.loaded(member.replica)
         is_reviver = state.reviver == member.replica
         if is_reviver:
@@ -251,7 +259,7 @@ class Coordinator:
     # -- reports of replicas
 
     def _on_heartbeat(self, member: RosterMember, message: Message, now_s: float) -> None:
-        member.step = max(member.step, message["step"])
+        self.state.roster.reach(member, message["step"], now_s=now_s)
         member.step_s = message["step_s"]
         if message["roster"] != self.state.roster_number and member.state is not MemberState.ARRIVING:
             self._send_roster(to=member)  # the last one was lost on its way
@@ -294,7 +302,7 @@ class Coordinator:
         if round_id not in state.rounds.open_rounds and len(state.rounds.open_rounds) >= _MAX_OPEN_ROUNDS:
             raise PayloadError(f"a launch of round {round_id}: at most {_MAX_OPEN_ROUNDS} are open at a time")
         state.leases.use(member.replica, message["used"])
-        member.step = max(member.step, message["step"])
+        state.roster.reach(member, message["step"], now_s=now_s)
         before = state.rounds.step
         decision = state.rounds.launch(
             member.replica, round_id=round_id, launch_step=message["step"], now_s=now_s,
@@ -318,7 +326,7 @@ class Coordinator:
                 f"a part of round {round_id} withheld: at most {_MAX_OPEN_ROUNDS} rounds are open at a time"
             )
         state.leases.use(member.replica, message["used"])
-        member.step = max(member.step, message["step"])
+        state.roster.reach(member, message["step"], now_s=now_s)
         decision = state.rounds.withhold(member.replica, round_id=round_id, parts=message["parts"])
         if decision is not None:
             self._send_decision(decision, to=member)

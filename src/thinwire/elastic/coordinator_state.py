@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from thinwire.elastic.data_leases import DataLeases, Lease
-from thinwire.elastic.roster import MemberState, Roster, RosterMember
+from thinwire.elastic.roster import LEAST_SILENCE_S, MemberState, Roster, RosterMember
 from thinwire.elastic.rounds import Decision, ElasticRounds
 from thinwire.elastic.routing import DetourTable, SiteTable
 from thinwire.elastic.snapshots import StateSnapshots
@@ -157,6 +157,9 @@ class StandbyHosts:
 
 # Intervals whose parts are kept for a replica that is behind.
 _MAX_INTERVALS_BEHIND = 8
+# A replica that is further behind is removed once it has done no step for so many seconds, as one that is silent, and
+# for so many times its usual step. So diagnosis has time to find a process that hangs.
+_LEAST_STALL_S, _MAX_STEPS_STALLED = LEAST_SILENCE_S, 4.0
 # Parts kept for replicas that may come back are at most this share of the state: beyond it, the state is cheaper.
 _MAX_KEPT_SHARE = 0.5
 _MAX_FINDINGS = 1000
@@ -261,12 +264,31 @@ class CoordinatorState:
         """Return the furthest step that any replica is known to be at."""
         return max([self.rounds.step, *(member.step for member in self.roster)])
 
+    @property
+    def most_steps_behind(self) -> int:
+        """Steps that a replica may be behind: parts of older rounds are not kept for it."""
+        return _MAX_INTERVALS_BEHIND * self.config.sync_interval
+
+    def stalled(self, *, now_s: float) -> list[RosterMember]:
+        """Return the active replicas that stand still and have fallen too far behind to follow the others.
+
+        A slow replica moves at each of its own steps, so its step shows that it works, however far it is behind.
+        """
+        oldest = self.furthest_step() - self.most_steps_behind
+        behind = [member for member in self.roster.in_state(MemberState.ACTIVE) if member.step < oldest]
+        return [
+            member
+            for member in behind
+            if not (member.is_paused or member.is_awaited)
+            and now_s - member.moved_s > max(_LEAST_STALL_S, _MAX_STEPS_STALLED * member.step_s)
+        ]
+
     def floor_step(self) -> int:
         """Return a step up to which no replica needs rounds any more, nor states from before it.
 
         A replica further behind than `_MAX_INTERVALS_BEHIND` intervals, as after a long pause, joins again instead.
         """
-        most_behind = self.furthest_step() - _MAX_INTERVALS_BEHIND * self.config.sync_interval
+        most_behind = self.furthest_step() - self.most_steps_behind
         steps = [max(member.step, most_behind) for member in self.roster.in_state(MemberState.ACTIVE)]
         # the step of the state that they fetch, also where another process of the coordinator offered it
         steps += [member.step for member in self.roster.in_state(MemberState.LOADING) if member.step]
@@ -452,7 +474,7 @@ class CoordinatorState:
         self.roster.put(RosterMember(
             replica=line["replica"], token=bytes.fromhex(line["token"]), host=line["host"], heard_s=now_s,
             address=line["address"], port=line["port"], state=MemberState(line["state"]), step=line["step"],
-            is_awaited=True, held_step=line["held_step"], begin_step=line["begin_step"],
+            is_awaited=True, moved_s=now_s, held_step=line["held_step"], begin_step=line["begin_step"],
             disk_step=line["disk_step"], has_counted=has_counted, first_values=line.get("first_values", ""),
         ))  # fmt: skip
 

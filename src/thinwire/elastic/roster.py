@@ -42,6 +42,7 @@ class RosterMember:
     port: int = 0
     state: MemberState = MemberState.ARRIVING
     step: int = 0  # last reported
+    moved_s: float = 0.0  # time at which that rose
     step_s: float = 0.0  # 0 before a report
     steps_per_interval: float = 0.0  # inner steps that it does itself
     loss: float = 0.0  # mean of its latest steps, nats a token; 0 before a report
@@ -128,8 +129,15 @@ class Roster:
         """Note a message of a replica."""
         if is_beat and not member.is_awaited:
             self._gaps.observe(now_s - member.heard_s)
+        if member.is_awaited:
+            member.moved_s = now_s
         member.heard_s = now_s
         member.is_suspect = member.is_awaited = False
+
+    def reach(self, member: RosterMember, step: int, *, now_s: float) -> None:
+        """Note the step that a replica reports."""
+        if step > member.step:
+            member.step, member.moved_s = step, now_s
 
     def suspect(self, replica: int, *, now_s: float) -> None:
         """Note that another replica lost its connection to one; where that one is silent anyway, it means nothing."""
