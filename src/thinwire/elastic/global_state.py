@@ -36,7 +36,7 @@ VERSION = 1
 _FIELDS = struct.Struct("<8sIIQQ32s")
 _ALIGNED = 64
 # bounds what a hostile header can cost to read; ten thousand tensors take two of these sixteen million bytes
-_MOST_HEADER_BYTES = 1 << 24
+MOST_HEADER_BYTES = 1 << 24
 _MOST_NUMBER = 1 << 62
 _GROUPS = ("parameters", "outer")
 _DTYPES = {
@@ -264,9 +264,9 @@ def _tensors(state: GlobalState) -> Iterator[tuple[str, str, Tensor]]:
 def _head(state: GlobalState) -> bytes:
     digests = {(group, name): hashlib.sha256(raw_bytes(tensor)).hexdigest() for group, name, tensor in _tensors(state)}
     header = _header_json(state, digests=digests)
-    if len(header) > _MOST_HEADER_BYTES:
+    if len(header) > MOST_HEADER_BYTES:
         raise ValueError(
-            f"the note and the names take {len(header)} bytes, a header at most {_MOST_HEADER_BYTES}; note less"
+            f"the note and the names take {len(header)} bytes, a header at most {MOST_HEADER_BYTES}; note less"
         )
     size = _FIELDS.size + len(header)
     fields = _FIELDS.pack(
@@ -332,10 +332,10 @@ def _read_header(vector: Tensor, size: int, source: str) -> tuple[dict[str, Any]
         )
     if total_bytes != size:
         raise PayloadError(f"{source}: {size} bytes arrived, its total is {total_bytes}")
-    if header_bytes > min(size - _FIELDS.size, _MOST_HEADER_BYTES):
+    if header_bytes > min(size - _FIELDS.size, MOST_HEADER_BYTES):
         raise PayloadError(
             f"{source}: its header's {header_bytes} bytes are more than the {size - _FIELDS.size} that arrived, or "
-            f"than the {_MOST_HEADER_BYTES} of any header"
+            f"than the {MOST_HEADER_BYTES} of any header"
         )
     end = _FIELDS.size + header_bytes
     content = bytes(view[_FIELDS.size : end])

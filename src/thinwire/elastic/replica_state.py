@@ -10,11 +10,25 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from thinwire.elastic.global_state import MOST_HEADER_BYTES
 from thinwire.errors import CheckpointError
 from thinwire.sync.round_engine import RoundEngine
 
 # Stands between a parameter's name and the key of its state: no name of a module holds it.
 _OF = "|"
+# Bytes of an element that outer optimizers remember, at most: two values in float32.
+_MOST_OUTER_BYTES = 8
+
+
+def most_state_bytes(model: nn.Module) -> int:
+    """Return a bound on the packed bytes of a model's global state, whatever its method.
+
+    Example:
+        >>> most_state_bytes(nn.Linear(2, 1)) - MOST_HEADER_BYTES
+        36
+    """
+    tensors = sum(p.numel() * (p.element_size() + p.requires_grad * _MOST_OUTER_BYTES) for p in model.parameters())
+    return tensors + MOST_HEADER_BYTES
 
 
 def global_tensors(engine: RoundEngine, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -22,8 +22,9 @@ from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.data.sampler import Sampler, ShardBatches
 from thinwire.elastic.elastic_mean import ElasticMean, elastic_mean
 from thinwire.elastic.elastic_method import elastic
-from thinwire.errors import ConnectError, Stopped, WorkerFailed
+from thinwire.errors import Refused, Stopped, WorkerFailed
 from thinwire.monitor.runlog.run_identity import new_identity
+from thinwire.training.build import check, make_method
 from thinwire.training.config import OPTIONS, PATH_OPTIONS, TrainConfig, resolve
 from thinwire.training.elastic.job import ElasticJob, LocalSettings
 from thinwire.training.elastic.launch import REFUSED, UNANSWERED, Role, launch
@@ -53,14 +54,14 @@ def test_a_job_goes_over_the_wire_without_what_is_one_hosts_own(tmp_path: Path) 
 def test_a_job_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
     told = job_of(config_of(tmp_path)).to_json()
     for wrong in ({**told, name: -1}, {key: value for key, value in told.items() if key != name}):
-        with pytest.raises(ConnectError, match="describes no job of this thinwire"):
+        with pytest.raises(Refused, match="describes no job of this thinwire"):
             ElasticJob.from_json(wrong)
 
 
 def test_a_job_with_options_that_cannot_be_is_refused(tmp_path: Path) -> None:
     told = job_of(config_of(tmp_path)).to_json()
     for name, value in (("steps", 0), ("replicas", None), ("lr", -1.0), ("batch_size", None)):
-        with pytest.raises(ConnectError, match="describes no job of this thinwire"):
+        with pytest.raises(Refused, match="describes no job of this thinwire"):
             section, field = OPTIONS[name]
             config = {**told["config"], section: {**told["config"][section], field: value}}
             ElasticJob.from_json({**told, "config": config})
@@ -79,6 +80,43 @@ def test_a_host_keeps_its_own_settings(tmp_path: Path) -> None:
         tmp_path,
     )
     assert applied.run.steps == 60 and applied.model.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("model", "4000b"), ("batch_size", 1 << 40), ("seq_len", 1 << 40), ("vocab_size", 1 << 40)]
+)
+def test_a_model_or_batch_that_no_memory_here_holds_is_refused_once(
+    name: str, value: str | int, tmp_path: Path
+) -> None:
+    told = job_of(config_of(tmp_path)).to_json()
+    section, field = OPTIONS[name]
+    told["config"][section][field] = value
+    settings = LocalSettings(invitation="thinwire://h:1", secret="s", out=str(tmp_path), cache_dir="c", threads=1)
+    with pytest.raises(
+        ValueError, match="does not fit the memory of this machine"
+    ):  # for which a launcher starts no other process
+        check(settings.apply(ElasticJob.from_json(told).config), num_local=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("replicas", 1 << 40), ("sync_interval", 1 << 31), ("pace", True)], ids=str
+)
+def test_an_option_of_a_job_without_bound_is_refused(name: str, value: int, tmp_path: Path) -> None:
+    told = job_of(config_of(tmp_path)).to_json()
+    section, field = OPTIONS[name]
+    told["config"][section][field] = value
+    with pytest.raises(Refused, match=f"describes no job of this thinwire .*{name}"):
+        ElasticJob.from_json(told)
+
+
+def test_numbers_of_a_job_that_contradict_its_options_are_refused(tmp_path: Path) -> None:
+    told = job_of(config_of(tmp_path)).to_json()
+    wrong = {"sync_interval": 29, "overlap_steps": 29, "part_share": 3.5, "allows_overdue": not told["allows_overdue"]}
+    for name, value in wrong.items():
+        job = ElasticJob.from_json({**told, name: value})
+        with pytest.raises(Refused, match=f"its numbers are .*'{name}': {value}"):
+            job.check_method(make_method(job.config))
+    job_of(config_of(tmp_path)).check_method(make_method(config_of(tmp_path)))
 
 
 PLACES = {

@@ -11,8 +11,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from thinwire.elastic.global_state import GlobalState
+from thinwire.elastic.coordinator_session import StateOffer
+from thinwire.elastic.global_state import GlobalState, pack
+from thinwire.elastic.replica_state import most_state_bytes
 from thinwire.elastic.state_transfer import chunk_name
+from thinwire.errors import Refused
 from thinwire.training.elastic import states
 from thinwire.training.elastic.states import CheckpointPolicy, StateKeeper, state_name
 from thinwire.transport.blob_store import BlobStore
@@ -72,3 +75,26 @@ def test_a_state_stays_for_as_long_as_somebody_asks_for_it(shown: Shown) -> None
         number += 1
         time.sleep(0.01)
     assert shown.library.num_bytes > 0 and all(shown.answers)
+
+
+def test_a_state_larger_than_the_model_has_is_refused_before_memory_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError("memory was asked for")
+
+    monkeypatch.setattr(states, "IncomingState", asked)
+    offer = StateOffer(step=4, root=64 * "a", num_bytes=1 << 38, holders=(2,), note={})
+    most = most_state_bytes(torch.nn.Linear(8, 8))
+    with pytest.raises(Refused, match=r"offered with 275 GB, and one of this model has at most 16.8 MB: replica 2"):
+        states.fetch(
+            offer, membership=cast(Any, SimpleNamespace(session=None)), most_bytes=most, report=lambda text: None
+        )
+
+
+def test_the_bound_of_a_state_holds_those_of_all_outer_optimizers() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
+    parameters = dict(model.named_parameters())
+    outer = {f"{kind}.0": torch.zeros(sum(p.numel() for p in parameters.values())) for kind in ("momentum", "second")}
+    detached = {name: p.detach() for name, p in parameters.items()}
+    assert pack(GlobalState(step=1, parameters=detached, outer=outer)).numel() <= most_state_bytes(model)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import thinwire
-from thinwire.errors import ConnectError, ThinwireError
+from thinwire.errors import Refused, ThinwireError
 from thinwire.monitor.runlog.run_identity import new_identity
 from thinwire.sync.method import method_of
 from thinwire.training.elastic.job import ElasticJob, LoopJob
@@ -68,9 +68,9 @@ def test_a_run_of_own_loops_and_one_of_the_command_refuse_each_others_replicas()
     method = method_of("streaming-diloco")
     job = LoopJob.of(method, setup={"parameters": "p", "method": "m"}, num_replicas=2, last_step=9, identity=identity)
     assert LoopJob.from_json(job.to_json()) == job
-    with pytest.raises(ConnectError, match="have training loops of their own; start the same script here"):
+    with pytest.raises(Refused, match="have training loops of their own; start the same script here"):
         ElasticJob.from_json(job.to_json())
-    with pytest.raises(ConnectError, match=r"is one of thinwire train --elastic; add a replica with: thinwire join"):
+    with pytest.raises(Refused, match=r"is one of thinwire train --elastic; add a replica with: thinwire join"):
         LoopJob.from_json({"config": {}})
-    with pytest.raises(ConnectError, match="describes no job of this thinwire"):
+    with pytest.raises(Refused, match="describes no job of this thinwire"):
         LoopJob.from_json({**job.to_json(), "begin_with": -1})

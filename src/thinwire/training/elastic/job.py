@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.errors import CheckpointError, ConnectError, refusal
+from thinwire.errors import CheckpointError, Refused, refusal
 from thinwire.files import write_whole
 from thinwire.monitor.runlog.run_identity import RunIdentity, identity_from_json
 from thinwire.training.config import PATH_OPTIONS, TrainConfig, flag, from_json, to_json, validate
@@ -35,6 +35,8 @@ _LOCAL = (
     "tensorboard", "wandb",
 )  # fmt: skip
 LOCAL_FILE = "elastic.json"
+# Bounds of a job's counts: replicas as at the coordinator, and steps of an interval, over which schedules iterate.
+_MOST_REPLICAS, _MOST_INTERVAL_STEPS = 1024, 1 << 20
 # A state holds each parameter and its momentum, 4 bytes each.
 _STATE_BYTES = 8
 _MOST_SHARE = 16.0
@@ -110,10 +112,10 @@ class ElasticJob:
         """Decode and check the result of `to_json` from the network.
 
         Raises:
-            ConnectError: It is malformed, or of another version.
+            Refused: It is malformed, or of another version.
         """
         if "setup" in values:
-            raise ConnectError(
+            raise Refused(
                 "the replicas of this run have training loops of their own; start the same script here, with "
                 "thinwire.join"
             )
@@ -123,6 +125,10 @@ class ElasticJob:
             validate(config)
             if config.run.replicas is None or config.data.batch_size is None or config.model.seq_len is None:
                 raise ValueError("replicas, batch_size and seq_len must be given")
+            if config.sync.pace or (config.sync.sync_interval or 1) > _MOST_INTERVAL_STEPS:
+                raise ValueError(f"got pace {config.sync.pace}, sync_interval {config.sync.sync_interval}")
+            if config.run.replicas > _MOST_REPLICAS:
+                raise ValueError(f"got {config.run.replicas} replicas, at most {_MOST_REPLICAS} take part")
             sha256 = values["resumed_sha256"]
             if not isinstance(sha256, str) or len(sha256) > _MOST_DIGITS:
                 raise ValueError(f"got resumed_sha256 {str(sha256)[:80]!r}")
@@ -130,6 +136,17 @@ class ElasticJob:
             return cls(config=config, identity=identity, resumed_sha256=sha256, **terms)
         except (KeyError, TypeError, ValueError) as error:
             raise _no_job(error) from None
+
+    def check_method(self, method: Method) -> None:
+        """Check that the numbers of the job are those of the method that its options name.
+
+        Raises:
+            Refused: They are not; this replica would wait for rounds that never come.
+        """
+        of_method = _terms_of(method)
+        stated = {name: getattr(self, name) for name in of_method}
+        if stated != of_method:
+            raise _no_job(ValueError(f"its numbers are {stated}, and its options give {of_method}"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,10 +194,10 @@ class LoopJob:
         """Decode and check the result of `to_json` from the network.
 
         Raises:
-            ConnectError: It is malformed, or of another kind of run.
+            Refused: It is malformed, or of another kind of run.
         """
         if "config" in values:
-            raise ConnectError(
+            raise Refused(
                 "this run is one of thinwire train --elastic; add a replica with: thinwire join - <<< ADDRESS"
             )
         try:
@@ -214,6 +231,9 @@ def _read_terms(values: Mapping[str, Any], *, more: tuple[str, ...]) -> dict[str
     counts = {name: values[name] for name in ("sync_interval", "overlap_steps", *more)}
     if not all(type(value) is int and 0 <= value < 1 << 32 for value in counts.values()):
         raise ValueError(f"got {counts}")
+    for name, most in (("sync_interval", _MOST_INTERVAL_STEPS), ("begin_with", _MOST_REPLICAS)):
+        if counts.get(name, 0) > most:
+            raise ValueError(f"got {name} {counts[name]}, at most {most} are allowed")
     share, allows_overdue = values["part_share"], values["allows_overdue"]
     if not isinstance(share, float) or not 0 <= share <= _MOST_SHARE:
         raise ValueError(f"got part_share {share!r}")
@@ -240,8 +260,8 @@ def shared_places_of(config: TrainConfig) -> dict[str, str]:
     return {name: str(value) for name, value in found.items() if value is not None and not is_everywhere.get(name)}
 
 
-def _no_job(error: Exception) -> ConnectError:
-    return ConnectError(
+def _no_job(error: Exception) -> Refused:
+    return Refused(
         f"the coordinator describes no job of this thinwire ({error}); install the same version on all hosts"
     )
 

@@ -31,7 +31,7 @@ from thinwire.monitor.runlog.writer import JsonlWriter
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
-from thinwire.training.build import make_inner_optimizer, make_method, make_model
+from thinwire.training.build import check, make_inner_optimizer, make_method, make_model
 from thinwire.training.checkpoints.checkpoint_files import ForeignCheckpoint
 from thinwire.training.config import TrainConfig, config_text
 from thinwire.training.drift import step_monitor_of
@@ -273,6 +273,10 @@ class _Stay:
     def _assemble(self, stay: ElasticStay[ElasticJob]) -> _Assembly:
         job, membership = stay.job, stay.membership
         config = self._settings.apply(job.config)
+        # sizes come from another host: they are held against this one's memory before any is asked for
+        check(config, num_local=self._settings.replicas)
+        method = make_method(config)
+        job.check_method(method)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         self._keep_job(job, config)
         corpus = open_data(config)
@@ -281,12 +285,11 @@ class _Stay:
             save_tokenizer(config.run_dir, tokenizer_files=corpus.tokenizer.files())
         if membership.replica == 0 and self._rank0 is None and config.output.samples:
             begin_samples(config.run_dir, model, corpus, warn=self._report)
-        method = stay.elastic_method(
-            make_method(config), preserve_norm=config.elastic.preserve_norm, pieces=self._rank0
-        )
+        elastic_method = stay.elastic_method(method, preserve_norm=config.elastic.preserve_norm, pieces=self._rank0)
         optimizer = DistributedOptimizer(
-            model, inner, method=method, transport=membership.transport, catch_up=stay.driver, seed=config.run.seed
-        )
+            model, inner, method=elastic_method, transport=membership.transport, catch_up=stay.driver,
+            seed=config.run.seed,
+        )  # fmt: skip
         self._optimizer = optimizer
         assert config.data.batch_size is not None and config.model.seq_len is not None
         batches = ShardBatches(

@@ -18,15 +18,22 @@ from thinwire.elastic.coordinator_session import CoordinatorView, StateOffer
 from thinwire.elastic.global_state import GlobalState, non_finite, pack, unpack, unpack_parameters
 from thinwire.elastic.join import Membership
 from thinwire.elastic.protocol import FROM_NOBODY
-from thinwire.elastic.replica_state import global_tensors, load_global_parameters, load_global_tensors, load_outer
+from thinwire.elastic.replica_state import (
+    global_tensors,
+    load_global_parameters,
+    load_global_tensors,
+    load_outer,
+    most_state_bytes,
+)
 from thinwire.elastic.state_transfer import StateTransfer, publish_state, withdraw_state
-from thinwire.errors import CheckpointError, ConnectError, Expelled, NotThere, RunOver, ThinwireError
+from thinwire.errors import CheckpointError, ConnectError, Expelled, NotThere, Refused, RunOver, ThinwireError
 from thinwire.monitor.runlog.run_identity import RunIdentity
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.elastic.local_snapshot import HeldState, LocalSnapshot, newest_snapshot
+from thinwire.units import format_bytes
 
 _NOTE_S = 20.0
 _KEPT = 2
@@ -284,7 +291,9 @@ def take_in(
         if state.step:
             load_global_tensors(optimizer.engine, model, dict(state.parameters), dict(state.outer))
         return state.step, None
-    coming, parameters = fetch(offer, membership=membership, report=report, may_begin_early=may_begin_early)
+    coming, parameters = fetch(
+        offer, membership=membership, most_bytes=most_state_bytes(model), report=report, may_begin_early=may_begin_early
+    )
     load_global_parameters(optimizer.engine, model, parameters)
     membership.session.reach(coming.step)
     return coming.step, coming
@@ -321,13 +330,15 @@ def held_offer(view: CoordinatorView) -> StateOffer | None:
 
 
 def fetch(
-    offer: StateOffer, *, membership: Membership, report: Callable[[str], None], may_begin_early: bool = False
-) -> tuple[IncomingState, dict[str, Tensor]]:
+    offer: StateOffer, *, membership: Membership, most_bytes: int, report: Callable[[str], None],
+    may_begin_early: bool = False,
+) -> tuple[IncomingState, dict[str, Tensor]]:  # fmt: skip
     """Fetch a state's parameters; where all that hold it go, a newer one's.
 
     Args:
         offer: What the coordinator offers.
         membership: This replica's seat.
+        most_bytes: Size of a state of this model, at most.
         report: Takes progress messages, maybe from another thread.
         may_begin_early: Whether the rest may come later; else it is waited for.
 
@@ -336,10 +347,17 @@ def fetch(
 
     Raises:
         Expelled: It could not be had; this replica joins again.
+        Refused: It is larger than a state of this model can be.
         ThinwireError: The run is over, or its coordinator gone.
     """
     session = membership.session
     while True:
+        if offer.num_bytes > most_bytes:  # before memory is asked for
+            raise Refused(
+                f"the state of step {offer.step} is offered with {format_bytes(offer.num_bytes)}, and one of this "
+                f"model has at most {format_bytes(most_bytes)}: replica {', '.join(map(str, offer.holders))} trains "
+                f"another model, or lies; remove it with: thinwire leave --replica N"
+            )
         session.reach(offer.step)  # so that the others keep the rounds after it
         coming = IncomingState(offer, membership=membership, report=report)
         try:
