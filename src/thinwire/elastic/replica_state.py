@@ -12,6 +12,7 @@ from torch import nn
 
 from thinwire.elastic.global_state import MOST_HEADER_BYTES
 from thinwire.errors import CheckpointError
+from thinwire.sync.fragments import parameters_by_name
 from thinwire.sync.round_engine import RoundEngine
 
 # Stands between a parameter's name and the key of its state: no name of a module holds it.
@@ -38,7 +39,7 @@ def global_tensors(engine: RoundEngine, model: nn.Module) -> tuple[dict[str, tor
     too, and buffers are not.
     """
     values = engine.view.parameters
-    parameters = {name: values.read_whole(name) for name, p in model.named_parameters() if not p.requires_grad}
+    parameters = {name: values.read_whole(name) for name, p in parameters_by_name(model).items() if not p.requires_grad}
     for names, tensors, vector in zip(values.fragments, values.parameters, values.values, strict=True):
         start = 0
         for name, tensor in zip(names, tensors, strict=True):
@@ -76,14 +77,15 @@ def load_global_parameters(engine: RoundEngine, model: nn.Module, parameters: di
         CheckpointError: They are of another model.
     """
     values = engine.view.parameters
-    own = dict(model.named_parameters())
+    own = parameters_by_name(model)
     if set(parameters) != set(own):
         raise CheckpointError(
             f"the state has {len(parameters)} parameters, this model {len(own)}; all replicas must train the same model"
         )
     vectors = {}
     for fragment, names in enumerate(values.fragments):
-        vectors[str(fragment)] = torch.cat([parameters[name].reshape(-1).float() for name in names])
+        dtype = values.values[fragment].dtype
+        vectors[str(fragment)] = torch.cat([parameters[name].reshape(-1).to(dtype) for name in names])
     with torch.no_grad():
         for name, parameter in own.items():
             if parameters[name].shape != parameter.shape:
@@ -105,7 +107,7 @@ def inner_tensors(inner: torch.optim.Optimizer, model: nn.Module) -> dict[str, t
         By `PARAMETER|KEY`, such as `head.weight|exp_avg`.
     """
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters_by_name(model).items():
         for key, value in inner.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 found[f"{name}{_OF}{key}"] = value.detach().cpu().clone()
@@ -118,7 +120,7 @@ def load_inner_tensors(inner: torch.optim.Optimizer, model: nn.Module, tensors: 
     Raises:
         CheckpointError: A tensor is of no parameter here, or of another shape; nothing was taken over then.
     """
-    own = dict(model.named_parameters())
+    own = parameters_by_name(model)
     for full, tensor in tensors.items():
         name, _, key = full.partition(_OF)
         if name not in own or not key:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as torch_as
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from thinwire.errors import CheckpointError, MissingExtra
+from thinwire.sync.fragments import parameters_by_name
 from thinwire.sync.optimizer import OWN_STATE, DistributedOptimizer
 from thinwire.transport.shards import local_shard
 
@@ -302,7 +303,7 @@ def _inner_state(inner: dict[str, Any], model: nn.Module, optimizer: Distributed
 
 
 def _named(model: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(model.named_parameters())
+    return {**parameters_by_name(model)}
 
 
 def _number(value: Any) -> Any:

@@ -45,7 +45,7 @@ from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, Sl
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Round, WarmUp
 from thinwire.sync.views import BoundView
-from thinwire.transport.shards import gather_over_shards, local_shard
+from thinwire.transport.shards import gather_over_shards, real_shard
 
 ABOUT = About(
     paper="arXiv 2104.06069",
@@ -202,7 +202,7 @@ class BoundFrozenLamb:
             raise CheckpointError("the checkpoint is of another update or model than this 1-bit LAMB's")
         parameters = self._view.adam.parameters
         for index, variance in state["fresh"].items():
-            if int(index) >= len(parameters) or variance.shape != local_shard(parameters[int(index)]).shape:
+            if int(index) >= len(parameters) or variance.shape != real_shard(parameters[int(index)]).shape:
                 raise CheckpointError(
                     f"the checkpoint's variance of parameter {index} has another shape than this run's"
                 )

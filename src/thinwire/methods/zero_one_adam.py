@@ -128,6 +128,7 @@ class LastExchanged(GlobalParameters):
 
     def __init__(self, model: nn.Module, fragments: tuple[tuple[str, ...], ...]) -> None:
         super().__init__(model, fragments, has_values=False)
+        self.need_float32("zero_one_adam adds up steps")
         self.total: torch.Tensor | None = None
 
     def forget_locals(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from torch import nn
 
 from thinwire.planning.loss_penalty import optimal_batch_tokens
-from thinwire.sync.fragments import find_blocks
+from thinwire.sync.fragments import find_blocks, parameters_by_name
 
 # Bytes of a parameter on the device: itself, its gradient and Adam's two moments, in float32.
 BYTES_PER_PARAMETER = 16
@@ -139,7 +139,7 @@ def activation_bytes(model: nn.Module, *, tokens: int, bytes_per_value: int = 4,
 def _shape(model: nn.Module) -> tuple[int, int]:
     """Return the number of blocks, and the side that most of their matrices have."""
     found = find_blocks(model)
-    by_name = dict(model.named_parameters())
+    by_name = parameters_by_name(model)
     sides = Counter(
         side for names in found.blocks for name in names if by_name[name].dim() == 2 for side in by_name[name].shape
     )

@@ -19,7 +19,7 @@ from thinwire.errors import CheckpointError
 from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.schedule import Round
 from thinwire.sync.views import BoundGradient, Gradient
-from thinwire.transport.shards import local_shard
+from thinwire.transport.shards import real_shard
 
 _REFUSED = {
     "amsgrad": "divides by a maximum that is not the variance",
@@ -71,17 +71,17 @@ class Slot:
     @property
     def value(self) -> torch.Tensor:
         """The parameter itself, to read and to write."""
-        return local_shard(self.parameter)
+        return real_shard(self.parameter)
 
     @property
     def first(self) -> torch.Tensor:
         """m: the momentum, to read and to write."""
-        return local_shard(self.state["exp_avg"])
+        return real_shard(self.state["exp_avg"])
 
     @property
     def second(self) -> torch.Tensor:
         """v: the variance, to read and to write."""
-        return local_shard(self.state["exp_avg_sq"])
+        return real_shard(self.state["exp_avg_sq"])
 
     @property
     def lr(self) -> float:
@@ -111,7 +111,7 @@ class Slot:
 
     def own_gradient(self) -> torch.Tensor | None:
         """Return the replica's own gradient, None where it has none."""
-        return None if self.parameter.grad is None else local_shard(self.parameter.grad)
+        return None if self.parameter.grad is None else real_shard(self.parameter.grad)
 
     def gradient(self) -> torch.Tensor:
         """Return the replica's own gradient, zeros where it has none, with the decay that belongs to it (Adam)."""
@@ -274,7 +274,7 @@ class BoundAdamMomentum:
         """See `BoundView.shapes`."""
         if channel == 0:
             return self.gradients.shapes(fragment=fragment, channel=0)
-        return tuple(local_shard(parameter).shape for parameter in self.adam.parameters)
+        return tuple(real_shard(parameter).shape for parameter in self.adam.parameters)
 
     def read(self, round: Round) -> torch.Tensor:
         """See `BoundView.read`."""
@@ -306,7 +306,7 @@ class BoundAdamMomentum:
         """Yield each parameter's part of a vector of their size, in its shape."""
         start = 0
         for parameter in self.adam.parameters:
-            shape = local_shard(parameter).shape
+            shape = real_shard(parameter).shape
             yield flat[start : start + shape.numel()].view(shape)
             start += shape.numel()
 

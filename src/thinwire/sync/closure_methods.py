@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from thinwire.averaging.round_context import Average
-from thinwire.sync.fragments import Pattern, find_blocks
+from thinwire.sync.fragments import Pattern, find_blocks, parameters_by_name
 from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.schedule import Round
 from thinwire.sync.updates import BoundUpdate
 from thinwire.sync.views import Moment
-from thinwire.transport.shards import drop_gathered, flatten, local_shard, unflatten_into
+from thinwire.transport.shards import drop_gathered, flatten, gradient_shard, real_shard, unflatten_into
 
 Program = Generator[tuple[Round, torch.Tensor], Average, Any]
 
@@ -103,7 +103,7 @@ class BoundOperator:
 
     def __init__(self, spec: Operator, model: nn.Module, inner: torch.optim.Optimizer | None) -> None:
         names = Pattern(num_fragments=1).partition(find_blocks(model))[0]
-        by_name = dict(model.named_parameters())
+        by_name = parameters_by_name(model)
         for wanted in spec.ascent:
             if not any(_is_below(name, wanted) for name in names):
                 raise ValueError(
@@ -117,10 +117,11 @@ class BoundOperator:
         self._inner = inner
         # every replica holds the global values in its own parameters already: no second copy
         self.parameters = GlobalParameters(model, [names], has_values=False)
+        self.parameters.need_float32("this method moves the parameters as one vector")
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
         """See `BoundView.shapes`."""
-        return tuple(local_shard(tensor).shape for tensor in self._tensors)
+        return tuple(real_shard(tensor).shape for tensor in self._tensors)
 
     def read(self, round: Round) -> torch.Tensor:
         """See `BoundView.read`; the same as `values`."""
@@ -138,14 +139,14 @@ class BoundOperator:
 
     def values(self) -> torch.Tensor:
         """Return the operator where the closure was called last: float32, `(numel,)`; 0 where there is no gradient."""
-        found = [local_shard(torch.zeros_like(t) if t.grad is None else t.grad) for t in self._tensors]
+        found = [gradient_shard(tensor) for tensor in self._tensors]
         flat, decays = flatten(found), self._decays()
         parts = torch.split(flat, [tensor.numel() for tensor in found])
         for part, tensor, rises in zip(parts, self._tensors, self._rises, strict=True):
             if rises:
                 part.neg_()
             if tensor.grad is not None and decays.get(id(tensor)):
-                part.add_(local_shard(tensor.detach()).reshape(-1), alpha=decays[id(tensor)])
+                part.add_(real_shard(tensor).reshape(-1), alpha=decays[id(tensor)])
         return flat
 
     def _decays(self) -> dict[int, float]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from thinwire.errors import DesyncError, PayloadError
+from thinwire.sync.fragments import parameters_by_name, plain_name
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Envelope, Kind, Transport
 from thinwire.transport.shards import local_shard
@@ -41,7 +42,7 @@ def handshake(model: nn.Module, *, description: str, transport: Transport, deadl
     """
     if transport.num_replicas == 1:
         return
-    frozen = {name: local_shard(p) for name, p in model.named_parameters() if not p.requires_grad}
+    frozen = {name: local_shard(p) for name, p in parameters_by_name(model).items() if not p.requires_grad}
     tensors = _sent_tensors(model)
     digests, frozen_digests = _digests(tensors), _digests(list(frozen.values()))
     listing = json.dumps(_listing(model)).encode()
@@ -241,7 +242,7 @@ def _sent_tensors(model: nn.Module) -> list[torch.Tensor]:
 def _listing(model: nn.Module) -> list[tuple[str, list[int], str, bool]]:
     """Return name, shape, dtype and whether it is trained of each of a model's parameters and buffers."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    return [(name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in named]
+    return [(plain_name(name), list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in named]
 
 
 def _shape_digest(model: nn.Module) -> str:

@@ -104,6 +104,28 @@ class Pattern:
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# The attribute of a compiled module that holds the original one, and so a part of the names below it.
+_COMPILED = "_orig_mod"
+
+
+def plain_name(name: str) -> str:
+    """Return a tensor's or module's name as it is in the model before `torch.compile`.
+
+    Example:
+        >>> plain_name("_orig_mod.layers.0._orig_mod.weight")
+        'layers.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a model's parameters by name, the same names whether or not it or parts of it are compiled."""
+    return {plain_name(name): parameter for name, parameter in model.named_parameters()}
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    original = getattr(module, _COMPILED, module)
+    return original if isinstance(original, nn.Module) else module
 
 
 def find_blocks(model: nn.Module) -> BlockParameters:
@@ -118,10 +140,11 @@ def find_blocks(model: nn.Module) -> BlockParameters:
         model: Any module.
 
     Returns:
-        The names, as `model.named_parameters()` gives them.
+        The names, as `parameters_by_name` gives them.
     """
-    trainable = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-    prefixes = _repeated_modules(model, trainable) or [name for name, _ in model.named_children()]
+    trainable = {name: p.numel() for name, p in parameters_by_name(model).items() if p.requires_grad}
+    children = (name for name, _ in _uncompiled(model).named_children())
+    prefixes = _repeated_modules(model, trainable) or list(children)
     blocks: dict[str, list[str]] = {prefix: [] for prefix in prefixes}
     rest: list[str] = []
     for name in trainable:
@@ -136,10 +159,11 @@ def _repeated_modules(model: nn.Module, trainable: dict[str, int]) -> list[str]:
         if not isinstance(container, _CONTAINERS):
             continue
         for child_name, child in container.named_children():
-            name = f"{container_name}.{child_name}" if container_name else child_name
-            is_nested = any(name.startswith(outer + ".") for outer in by_class[type(child)])
+            name = plain_name(f"{container_name}.{child_name}" if container_name else child_name)
+            kind = type(_uncompiled(child))
+            is_nested = any(name.startswith(outer + ".") for outer in by_class[kind])
             if not is_nested and _size(name, trainable):
-                by_class[type(child)].append(name)
+                by_class[kind].append(name)
     candidates = [names for names in by_class.values() if len(names) >= 2]
     # equal sizes: the outer class wins, since it comes first in named_modules
     return max(candidates, key=lambda names: sum(_size(name, trainable) for name in names), default=[])

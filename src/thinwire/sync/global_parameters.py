@@ -1,4 +1,8 @@
-"""Global parameters: the value that all replicas agree on, in float32 in host memory, one vector a fragment."""
+"""Global parameters: the value that all replicas agree on, in host memory, one vector a fragment.
+
+Vectors are float32, and float64 where a fragment holds float64 parameters: what is sent is float32 either way, but as
+the difference to a value that all replicas hold exactly.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ import torch
 from torch import nn
 
 from thinwire.errors import CheckpointError
-from thinwire.sync.fragments import find_blocks
-from thinwire.transport.shards import flatten, local_shard, own_part, unflatten_into, whole_tensor
+from thinwire.sync.fragments import find_blocks, parameters_by_name
+from thinwire.transport.shards import flatten, is_sharded, own_part, real_shard, unflatten_into, whole_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +60,11 @@ class GlobalParameters:
     Attributes:
         fragments: The names, by fragment.
         parameters: The model's own parameters, by fragment.
-        values: float32 on the CPU, one `(numel,)` vector a fragment (of this rank's shards); empty without values.
+        values: On the CPU, one `(numel,)` vector a fragment (of this rank's shards); empty without values.
     """
 
     def __init__(self, model: nn.Module, fragments: Sequence[Sequence[str]], *, has_values: bool = True) -> None:
-        by_name = dict(model.named_parameters())
+        by_name = parameters_by_name(model)
         self.fragments = tuple(tuple(names) for names in fragments)
         self.parameters = [[by_name[name] for name in names] for names in self.fragments]
         self._by_name = by_name
@@ -88,16 +92,35 @@ class GlobalParameters:
         return bool(self.values)
 
     def locals(self, fragment: int) -> list[torch.Tensor]:
-        """Return a fragment's tensors in the model (this rank's shards), to read and to write."""
-        return [local_shard(parameter) for parameter in self.parameters[fragment]]
+        """Return a fragment's tensors in the model (this rank's shards, as `real_shard`s), to read and to write."""
+        return [real_shard(parameter) for parameter in self.parameters[fragment]]
 
     def shapes(self, fragment: int) -> tuple[torch.Size, ...]:
         """Return the shapes of what this rank holds of a fragment's tensors, in the order of its vectors."""
         return tuple(tensor.shape for tensor in self.locals(fragment))
 
     def read(self, fragment: int) -> torch.Tensor:
-        """Return a fragment's local value: float32, `(numel,)`, a new tensor on the model's device."""
-        return flatten(self.locals(fragment))
+        """Return a fragment's local value: float32 or float64, `(numel,)`, a new tensor on the model's device."""
+        return flatten(self.locals(fragment), dtype=self.dtype(fragment))
+
+    def dtype(self, fragment: int) -> torch.dtype:
+        """Return the dtype of a fragment's vectors: float64 where a parameter is, float32 else."""
+        is_wide = any(p.dtype in (torch.float64, torch.complex128) for p in self.parameters[fragment])
+        return torch.float64 if is_wide else torch.float32
+
+    def need_float32(self, why: str) -> None:
+        """Refuse float64 parameters where rounds carry parameters themselves, which float32 would round.
+
+        Raises:
+            ValueError: There are some; names the first.
+        """
+        for fragment, names in enumerate(self.fragments):
+            if self.dtype(fragment) == torch.float64:
+                name = next(n for n in names if self._by_name[n].dtype in (torch.float64, torch.complex128))
+                raise ValueError(
+                    f"{why}, in float32, which would round {name} of {self._by_name[name].dtype}; convert the model "
+                    f"with model.float(), or take a method that sends differences, such as streaming_diloco()"
+                )
 
     def write(self, fragment: int, value: torch.Tensor) -> None:
         """Set a fragment's local value from such a vector."""
@@ -115,7 +138,7 @@ class GlobalParameters:
     @property
     def is_sharded(self) -> bool:
         """Whether this rank holds less than the whole of a tensor."""
-        return any(local_shard(p).shape != p.shape for tensors in self.parameters for p in tensors)
+        return any(is_sharded(p) for tensors in self.parameters for p in tensors)
 
     @property
     def num_fragments(self) -> int:
@@ -138,7 +161,8 @@ class GlobalParameters:
         found, start = [], 0
         tensors = zip(self.fragments[fragment], self.parameters[fragment], self.shapes(fragment), strict=True)
         for name, parameter, shape in tensors:
-            if parameter.dim() == 2 and name in self._hidden and id(parameter) not in self._embeddings:
+            is_matrix = parameter.dim() == 2 and not parameter.is_complex()
+            if is_matrix and name in self._hidden and id(parameter) not in self._embeddings:
                 found.append(MatrixSpan(start=start, shape=shape, parameter=parameter))
             start += shape.numel()
         return tuple(found)
@@ -147,18 +171,17 @@ class GlobalParameters:
         """Return global minus local: float32, `(numel,)`, a new tensor on the local parameters' device."""
         local = self.read(fragment)
         # the copy to the device is the only piece of the global value there, and lives as long as this call
-        return local.neg_().add_(self.values[fragment].to(local.device))
+        return local.neg_().add_(self.values[fragment].to(local.device)).to(torch.float32)
 
     def trained(self, fragment: int) -> torch.Tensor:
-        """Return local minus global, seen from the global value in the parameters' own dtypes: see `read`.
+        """Return local minus global, seen from the global value in the parameters' own dtypes; see `read`.
 
         So what was not trained is exactly zero.
         """
         local = self.read(fragment)
-        shapes, dtypes = self.shapes(fragment), [parameter.dtype for parameter in self.parameters[fragment]]
-        start = [torch.empty(s, dtype=d, device=local.device) for s, d in zip(shapes, dtypes, strict=True)]
+        start = [torch.empty_like(tensor, device=local.device) for tensor in self.locals(fragment)]
         unflatten_into(self.values[fragment].to(local.device), start)
-        return local.sub_(flatten(start, device=local.device))
+        return local.sub_(flatten(start, device=local.device, dtype=local.dtype))
 
     def blend_into_locals(self, fragment: int, *, blend: float) -> None:
         """Set the local parameters to `blend * local + (1 - blend) * global`."""
@@ -167,7 +190,7 @@ class GlobalParameters:
         target = self.values[fragment].to(device)
         if blend > 0:
             # local + (1 - blend) * (global - local): exact where local and global are equal
-            target = torch.lerp(flatten(tensors), target, 1 - blend)
+            target = torch.lerp(flatten(tensors, dtype=target.dtype), target, 1 - blend)
         unflatten_into(target, tensors)
 
     def reference_hash(self, fragment: int) -> int:

@@ -29,6 +29,7 @@ from thinwire.sync.consistency_check import handshake
 from thinwire.sync.engine_state import SyncStatistics, UncountedWork, adopt_state, load_state, save_state
 from thinwire.sync.in_flight import launch
 from thinwire.sync.method import Method, method_of
+from thinwire.sync.model_checks import check_parameters, check_tensors
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Kind, Transport
@@ -87,21 +88,6 @@ def checked_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     if state_dict["version"] != STATE_VERSION:
         raise CheckpointError(f"the state has version {state_dict['version']}; this thinwire reads {STATE_VERSION}")
     return state_dict
-
-
-def check_parameters(model: nn.Module, inner: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that steps what is not the model's.
-
-    Raises:
-        ValueError: Says how many parameters, and what to do.
-    """
-    stepped = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
-    foreign = stepped - {id(parameter) for parameter in model.parameters()}
-    if foreign:
-        raise ValueError(
-            f"the inner optimizer holds {len(foreign)} parameters that are not the model's, so they would never be "
-            f"exchanged; build it from model.parameters()"
-        )
 
 
 def saved_buffers(model: nn.Module) -> list[torch.Tensor]:
@@ -205,6 +191,7 @@ class DistributedOptimizer(EagerOptimizer):
     def _connect(self, method: Method, transport: Transport, catch_up: CatchUp | None) -> None:
         """Begin from the model's present values among the replicas of a transport."""
         model = self._model
+        check_tensors(model, is_elastic=catch_up is not None and not catch_up.has_fixed_replicas)
         self.transport = transport
         description = method.describe(num_replicas=self.transport.num_replicas)
         num_bytes = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])

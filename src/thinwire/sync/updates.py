@@ -176,8 +176,9 @@ class BoundOuterStep:
 
     def apply(self, round: Round, average: Average) -> None:
         """See `BoundUpdate.apply`."""
-        fragment, mean = round.fragment, average.mean
+        fragment = round.fragment
         value = self._parameters.values[fragment]
+        mean = average.mean.to(value.dtype)
         momentum = self._momenta[fragment] if self._momenta else None
         optimizer = self._optimizers[fragment]
         if isinstance(optimizer, ChangesByStep):

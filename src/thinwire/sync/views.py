@@ -9,10 +9,10 @@ from typing import Literal, Protocol
 import torch
 from torch import nn
 
-from thinwire.sync.fragments import Pattern, find_blocks
+from thinwire.sync.fragments import Pattern, find_blocks, parameters_by_name
 from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.schedule import Round
-from thinwire.transport.shards import flatten, local_shard
+from thinwire.transport.shards import flatten, gradient_shard, real_shard
 
 Moment = Literal["before_inner_step", "after_inner_step", "around_closure"]
 """The moment of launching and applying rounds, relative to the inner optimizer's step.
@@ -130,6 +130,10 @@ class OwnPseudoGradient(PseudoGradient):
 class BoundOwnPseudoGradient(BoundPseudoGradient):
     """See `OwnPseudoGradient`."""
 
+    def __init__(self, parameters: GlobalParameters) -> None:
+        parameters.need_float32("this method's last exchange sends the parameters themselves")
+        super().__init__(parameters)
+
     def read_last(self, fragment: int) -> torch.Tensor:
         """Return the local parameters."""
         return self.parameters.read(fragment)
@@ -170,12 +174,13 @@ class BoundGradient:
     """See `Gradient`."""
 
     def __init__(self, spec: Gradient, model: nn.Module, names: tuple[str, ...]) -> None:
-        by_name = dict(model.named_parameters())
+        by_name = parameters_by_name(model)
         tensors = [by_name[name] for name in names]
         self._channels = [tensors]
         if spec.is_split:
             self._channels = [[t for t in tensors if t.dim() >= 2], [t for t in tensors if t.dim() < 2]]
         self._tensors = [tensor for channel in self._channels for tensor in channel]
+        self._sparse = {id(m.weight) for m in model.modules() if getattr(m, "sparse", False) and hasattr(m, "weight")}
         self._hash_interval = spec.hash_interval
         self._arrived: list[torch.Tensor] = []
         # every replica holds the global values in its own parameters already: no second copy
@@ -183,7 +188,7 @@ class BoundGradient:
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
         """See `BoundView.shapes`."""
-        shapes = [local_shard(tensor).shape for tensor in self._channels[channel]]
+        shapes = [real_shard(tensor).shape for tensor in self._channels[channel]]
         if self._is_last(channel):
             shapes.append(torch.Size([len(self._tensors)]))
         return tuple(shapes)
@@ -191,10 +196,11 @@ class BoundGradient:
     def read(self, round: Round) -> torch.Tensor:
         """Return a channel's gradients; behind the last, one flag a parameter: 1 where it has a gradient."""
         tensors = self._channels[round.channel]
-        found = [local_shard(torch.zeros_like(t) if t.grad is None else t.grad) for t in tensors]
+        found = [gradient_shard(tensor) for tensor in tensors]
+        self._sparse |= {id(t) for t in tensors if t.grad is not None and t.grad.layout == torch.sparse_coo}
         if self._is_last(round.channel):
             found.append(torch.tensor([0.0 if t.grad is None else 1.0 for t in self._tensors]))
-        return flatten(found, device=local_shard(self._tensors[0]).device)
+        return flatten(found, device=real_shard(self._tensors[0]).device)
 
     def read_last(self, fragment: int) -> torch.Tensor:
         """There is no final exchange of gradients."""
@@ -214,9 +220,11 @@ class BoundGradient:
             if flag == 0:  # this replica's own may be there where it and others sent nothing
                 parameter.grad = None
                 continue
-            if parameter.grad is None:
+            if parameter.grad is None or parameter.grad.layout != torch.strided:
                 parameter.grad = torch.zeros_like(parameter)
-            local_shard(parameter.grad).copy_(part)
+            real_shard(parameter.grad).copy_(part)
+            if id(parameter) in self._sparse:  # its optimizer takes rows alone
+                parameter.grad = parameter.grad.to_sparse(1)
 
     def reference_hash(self, round: Round) -> int:
         """Hash the parameters at every `hash_interval`-th step."""
@@ -231,6 +239,6 @@ class BoundGradient:
 def _cut(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     start = 0
     for tensor in tensors:
-        shape = local_shard(tensor).shape
+        shape = real_shard(tensor).shape
         yield flat[start : start + shape.numel()].view(shape)
         start += shape.numel()

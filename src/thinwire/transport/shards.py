@@ -27,6 +27,32 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return sharded.to_local().detach() if is_a("torch.distributed.tensor", "DTensor", tensor) else tensor.detach()
 
 
+def real_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part as `local_shard` does, of complex numbers their real and imaginary parts, `(..., 2)`.
+
+    Writing into it changes the parameter.
+
+    Example:
+        >>> real_shard(torch.tensor([1 + 2j]))
+        tensor([[1., 2.]])
+    """
+    shard = local_shard(tensor)
+    return torch.view_as_real(shard.resolve_conj()) if shard.is_complex() else shard
+
+
+def gradient_shard(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a gradient, dense and real (see `real_shard`); zeros where there is none."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(real_shard(parameter))
+    return real_shard(gradient if gradient.layout == torch.strided else gradient.to_dense())
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether this rank holds less than the whole of a tensor."""
+    return local_shard(tensor).shape != tensor.shape
+
+
 def gather_over_shards(number: torch.Tensor, *, parameter: torch.Tensor) -> torch.Tensor:
     """Gather one number from each rank that holds a shard of a parameter, in the order of the shards.
 
@@ -116,19 +142,22 @@ def drop_gathered(model: nn.Module) -> None:
             sharded.reshard()
 
 
-def flatten(tensors: Sequence[torch.Tensor], *, device: torch.device | None = None) -> torch.Tensor:
-    """Copy tensors, one behind the other in row-major order, into one new float32 vector.
+def flatten(
+    tensors: Sequence[torch.Tensor], *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Copy tensors, one behind the other in row-major order, into one new vector.
 
     Args:
-        tensors: Any shapes, dtypes and layouts; may be empty.
+        tensors: Any shapes, real dtypes and layouts; may be empty.
         device: Where the vector is made; the first tensor's device by default.
+        dtype: The vector's.
 
     Returns:
-        float32, `(sum of the tensors' elements,)`.
+        `(sum of the tensors' elements,)`.
     """
     if device is None:
         device = tensors[0].device if tensors else torch.device("cpu")
-    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=torch.float32, device=device)
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=device)
     start = 0
     for tensor in tensors:
         part = flat[start : start + tensor.numel()]

@@ -76,7 +76,7 @@ def test_what_was_counted_is_blended_as_ever():
 
 def test_a_model_in_shards_is_refused(monkeypatch):
     view = PseudoGradient().bind(build("linear"))
-    monkeypatch.setattr(global_parameters, "local_shard", lambda tensor: tensor[:1])
+    monkeypatch.setattr(global_parameters, "is_sharded", lambda tensor: True)
     with pytest.raises(ValueError, match="with a quorum a replica is one rank"):
         LateOuterStep(optimizer=PlainSGD()).bind(view)
 

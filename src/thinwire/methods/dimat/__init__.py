@@ -46,7 +46,7 @@ from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Round, Staggered
 from thinwire.sync.views import BoundView
-from thinwire.transport.shards import flatten, local_shard, unflatten_into
+from thinwire.transport.shards import flatten, real_shard, unflatten_into
 
 _GRAPHS: dict[str, MixingGraph] = {"ring": Ring(), "torus": Torus(), "complete": Complete()}
 
@@ -142,6 +142,7 @@ class BoundParameters:
         names = Pattern(num_fragments=1).partition(find_blocks(model))[0]
         self.model = model
         self.parameters = GlobalParameters(model, [names], has_values=False)
+        self.parameters.need_float32("dimat sends the parameters themselves")
         saved = model.state_dict(keep_vars=True)
         buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
         self._sources = [*self.parameters.parameters[0], *(b for b in buffers if bool(torch.isfinite(b).all()))]
@@ -149,7 +150,7 @@ class BoundParameters:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """See the attributes."""
-        return [local_shard(source) for source in self._sources]
+        return [real_shard(source) for source in self._sources]
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
         """See `BoundView.shapes`."""

@@ -34,6 +34,7 @@ from thinwire.errors import (
 )
 from thinwire.files import write_whole
 from thinwire.monitor.runlog.run_identity import new_identity, write_identity
+from thinwire.sync.fragments import parameters_by_name
 from thinwire.sync.method import Method, method_of
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.elastic.coordinator_process import JOB_FILE, JOURNAL_FILE
@@ -513,6 +514,6 @@ class ElasticOptimizer(DistributedOptimizer):
 
 def _setup_of(model: nn.Module, method: Method) -> dict[str, str]:
     """Return what all replicas of a run must have alike."""
-    shapes = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
+    shapes = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in parameters_by_name(model).items()]
     parameters = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
     return {"parameters": parameters, "method": method.describe(num_replicas=2)}
