@@ -28,6 +28,7 @@ Exception
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import signal
 import threading
 import warnings
@@ -152,6 +153,12 @@ class MissingExtra(ThinwireError):
             datasets is not installed; install it with: pip install 'thinwire[hf]'
         """
         return cls(f"{package} is not installed; install it with: pip install 'thinwire[{extra}]'")
+
+    @classmethod
+    def check(cls, package: str, *, extra: str) -> None:
+        """Raise it unless the package is installed, without importing the package, which may take seconds."""
+        if importlib.util.find_spec(package) is None:
+            raise cls.of(package, extra=extra)
 
 
 class LabError(ThinwireError):

@@ -208,13 +208,15 @@ def _show_profile(found: StepProfile) -> None:
 
 def _cells(options: BenchWireOptions) -> Any:
     from thinwire.lab.settings import parse_loss
-    from thinwire.lab.wire_benchmark.contenders import CONTENDERS, contender
+    from thinwire.lab.wire_benchmark.contenders import CONTENDERS, check_installed, contender
     from thinwire.lab.wire_benchmark.runner import BenchWire, cells, check_numbers, paced
     from thinwire.units import parse_rate, parse_seconds
 
     names = options.contender or tuple(CONTENDERS)
     for name in names:
         contender(name)
+    for name in options.contender:  # of all that there are, one without its package is left out with a line
+        check_installed(contender(name))
     check_numbers(
         num_hosts=options.hosts, repeats=options.repeats, sync_interval=options.sync_interval,
         overlap_steps=options.overlap_steps, intervals=options.intervals,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from thinwire.cli.argument_parsing import FAILED, command, parse_options
+from thinwire.errors import MissingExtra
 from thinwire.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _ask_of(options: DoctorOptions) -> Ask | None:
         if secret is None and options.secret is not None:
             secret = read_secret(options.secret)
         from thinwire.elastic.coordinator_client import send_command
-    except (ValueError, ImportError):
+    except (ValueError, MissingExtra):
         return None
     if secret is None:
         return None

@@ -29,6 +29,7 @@ from thinwire.data.sources import check_source
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed, refusal
 from thinwire.files import MOST_PLAN_BYTES, read_json
 from thinwire.training.config import TrainConfig, command_line, validate
+from thinwire.transport.secret import need_pyzmq
 
 if TYPE_CHECKING:
     from thinwire.cli.view import LiveView
@@ -96,6 +97,8 @@ def check_early(given: TrainConfig) -> None:
     validate(given, world_size=world_size())
     if given.run.plan is not None:
         read_json(given.run.plan, most_bytes=MOST_PLAN_BYTES, command="thinwire plan")
+    if given.elastic.is_enabled:
+        need_pyzmq()
     try:
         check_source(given.data.source)
     except DataError as error:
@@ -115,7 +118,7 @@ def _check_compiler(config: TrainConfig) -> None:
 
 def _check_secret(config: TrainConfig) -> None:
     if config.run.secret is not None:
-        from thinwire.transport.secret import need_pyzmq, read_secret
+        from thinwire.transport.secret import read_secret
 
         need_pyzmq()
         read_secret(config.run.secret)

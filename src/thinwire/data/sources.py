@@ -182,13 +182,12 @@ def check_source(spec: str) -> None:
 
     Raises:
         DataError: There is nothing of this name, or nothing in it that can be read.
-        MissingExtra: `hf:` without datasets.
+        MissingExtra: `hf:` without datasets, or a parquet file without pyarrow.
     """
     if spec == "stdlib":
         return
     if spec.startswith("hf:"):
-        if importlib.util.find_spec("datasets") is None:
-            raise MissingExtra.of("datasets", extra="hf")
+        MissingExtra.check("datasets", extra="hf")
         return
     path = Path(spec).expanduser()
     if not path.exists():
@@ -197,7 +196,8 @@ def check_source(spec: str) -> None:
             f"--data stdlib"
         )
     if not path.is_dir():
-        _reader_of(path)
+        if _reader_of(path) is _read_parquet:
+            MissingExtra.check("pyarrow", extra="parquet")
         return
     for _, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]

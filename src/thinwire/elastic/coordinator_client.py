@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import zmq
-
 from thinwire.elastic.coordinator_server import (
     TOKEN_BYTES,
     client_keys,
@@ -23,6 +21,7 @@ from thinwire.elastic.protocol import Message, decode, encode
 from thinwire.errors import ConnectError, PayloadError
 from thinwire.transport.addresses import host_port, needs_ipv6
 from thinwire.transport.secret import Secret
+from thinwire.transport.wire.zeromq import zmq
 
 _REDIAL_MS, _LONGEST_REDIAL_MS = 200, 2000
 _TICK_MS = 250

@@ -8,9 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import zmq
-from zmq.utils import z85
-
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encode
 from thinwire.elastic.rate_limit import ConnectionLimits, RateLimit
@@ -18,6 +15,7 @@ from thinwire.errors import PayloadError
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire.connection import HANDSHAKE_S, HEARTBEAT_S, KeyPair
 from thinwire.transport.wire.listener import ACCEPTED, Listener, ReceivedFrame
+from thinwire.transport.wire.zeromq import z85, zmq
 
 TOKEN_BYTES = 16
 _QUEUE = 20_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
 from collections.abc import Iterable
@@ -185,13 +184,15 @@ def check(config: TrainConfig, *, num_local: int | None = None) -> None:
 
     Raises:
         ValueError: One clear line: the option, its value, the limit, the remedy.
-        MissingExtra: A logger is wanted that is not installed.
+        MissingExtra: A logger, or peft for `--lora`, is not installed.
     """
     validate(config)
     check_device(config.model.device)
     for package, is_wanted in (("tensorboard", config.output.tensorboard), ("wandb", config.output.wandb)):
-        if is_wanted and importlib.util.find_spec(package) is None:
-            raise MissingExtra.of(package, extra="report")
+        if is_wanted:
+            MissingExtra.check(package, extra="report")
+    if config.model.lora is not None:
+        MissingExtra.check("peft", extra="peft")
     method = make_method(config)
     _check_warm_ups(config, method)
     model = _sketch(config)

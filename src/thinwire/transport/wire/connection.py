@@ -10,9 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-import zmq
-from zmq.utils import z85
-
 from thinwire.transport.secret import Secret
 from thinwire.transport.tcp_stats import ConnectionStats, connection_stats, duplicate_socket
 from thinwire.transport.wire.framing import (
@@ -22,6 +19,7 @@ from thinwire.transport.wire.framing import (
     MAX_WINDOW_BYTES,
     MOST_FRAME_BYTES,
 )
+from thinwire.transport.wire.zeromq import z85, zmq
 
 Role = Literal["door", "dialler"]
 

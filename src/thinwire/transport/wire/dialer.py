@@ -7,14 +7,12 @@ import itertools
 import time
 from collections.abc import Iterator
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
-
 from thinwire.transport.addresses import host_port, needs_ipv6
 from thinwire.transport.tcp_stats import ConnectionStats
 from thinwire.transport.wire.connection import HANDSHAKE_S, KernelConnection, KeyPair, set_socket_options
 from thinwire.transport.wire.framing import Frame, write
 from thinwire.transport.wire.listener import TAKEN
+from thinwire.transport.wire.zeromq import recv_monitor_message, zmq
 
 _BURST = 256
 _NUMBERS = itertools.count()

@@ -10,8 +10,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
-import zmq
-
 from thinwire.transport.addresses import Address, DialPaths
 from thinwire.transport.base import MOST_REPLICAS
 from thinwire.transport.secret import Secret
@@ -32,6 +30,7 @@ from thinwire.transport.wire.listener import ACCEPTED, TAKEN, UNKNOWN, AcceptedC
 from thinwire.transport.wire.multipath import TICK_S, MultipathConnection
 from thinwire.transport.wire.peer import Peer
 from thinwire.transport.wire.transfer import CompletionThread
+from thinwire.transport.wire.zeromq import zmq
 
 FAREWELL_S = 2.0
 _LINGER_MS = 200

@@ -12,14 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
-
 from thinwire.errors import ConnectError
 from thinwire.transport.addresses import host_port
 from thinwire.transport.admission import PendingConnections
 from thinwire.transport.tcp_stats import ConnectionStats
 from thinwire.transport.wire.connection import HANDSHAKE_S, KernelConnection, KeyPair, set_socket_options
+from thinwire.transport.wire.zeromq import recv_monitor_message, zmq
 
 ACCEPTED, TAKEN, UNKNOWN = b"200", b"400", b"500"
 # Connections without a proven key, from one address and in all. Many replicas of one host dial at the same time.
