@@ -215,6 +215,9 @@ class DesyncEvidence(Evidence, frozen=True, kw_only=True):
     operation: int
     differs_in: str
     by_rank: Sequence[str]
+    deviation: str = ""  # such as "left out", if the calls around tell
+    calls: Sequence[str] = ()  # left out, added or swapped
+    steps_early: int = 0
 
 
 class LossEvidence(Evidence, frozen=True, kw_only=True):

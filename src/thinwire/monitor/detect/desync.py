@@ -1,12 +1,14 @@
-"""Desync detector: operations that differ between ranks at one sequence number, and losses that diverge."""
+"""Desync detector: ranks whose sequence of calls differs from the others', and losses that diverge."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 
+from thinwire.monitor.detect.call_alignment import Call, Deviation, align, call_of, is_proved
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.findings import DesyncEvidence, Finding, LossDivergenceEvidence, LossEvidence, Place
@@ -28,58 +30,157 @@ LOSSES = LossConfig()
 
 # Compared fields, causes first: a rank in another round has other sizes too.
 _COMPARED: tuple[tuple[str, str], ...] = (
-    ("round", "is in round {own} where the others are in {others}; it left out or repeated an operation"),
-    ("kind", "calls {own} where the others call {others}; it left out, added or swapped an operation"),
+    ("round", "is in round {own} where the others are in {others}"),
+    ("kind", "calls {own} where the others call {others}"),
     ("dtype", "brings elements of {own} where the others bring {others}"),
     ("count", "brings {own} elements where the others bring {others}"),
 )
+# Ranks call these at one place in the code; a root of the others may have a place of its own.
+_ONE_PLACE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+_MOST_CALLS = 6
+
+_Own = Mapping[int, Operation]
 
 
 def find_desync(job: Job) -> list[Finding]:
     """Return the first mismatch of each communicator: later ones follow from it."""
     found: dict[str, Finding] = {}
+    shared = _shared_sites(job)
     for (communicator, sequence), own in sorted(job.operations.items(), key=lambda item: item[0][1]):
         if communicator not in found and len(own) > 1:
             finding = next(_mismatches(job, own, sequence), None)
+            if finding is None and len({op.site for op in own.values()} & shared.get(communicator, set())) > 1:
+                finding = _other_order(job, own, sequence)
             if finding is not None:
                 found[communicator] = finding
     return list(found.values())
 
 
-def _mismatches(job: Job, own: dict[int, Operation], sequence: int) -> Iterator[Finding]:
+def _shared_sites(job: Job) -> dict[str, set[str]]:
+    """Return the places in the code at which all ranks of a communicator call; more than one counts."""
+    sites: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for (communicator, _), own in job.operations.items():
+        for rank, op in own.items():
+            if op.site and op.kind in _ONE_PLACE:
+                sites[communicator][rank].add(op.site)
+    return {name: set.intersection(*by_rank.values()) for name, by_rank in sites.items()}
+
+
+def _calls(job: Job, communicator: str, ranks: Collection[int], sequence: int) -> tuple[dict[int, list[Call]], int]:
+    """Return the calls of ranks from the first one that all have recorded in a row, and the index of one of them."""
+    first = sequence
+    while first > 0 and all(rank in job.operations.get((communicator, first - 1), {}) for rank in ranks):
+        first -= 1
+    calls: dict[int, list[Call]] = {}
+    for rank in ranks:
+        own = (job.operations.get((communicator, number), {}).get(rank) for number in count(first))
+        calls[rank] = []
+        for operation in own:
+            if operation is None:
+                break
+            calls[rank].append(call_of(operation))
+    return calls, sequence - first
+
+
+def _other_order(job: Job, own: _Own, sequence: int) -> Finding | None:
+    """Return that calls of equal size are made in another order, if the calls that follow prove it."""
+    sites = {rank: operation.site for rank, operation in own.items()}
+    culprits, usual = _minority(sites)
+    communicator = own[min(own)].communicator
+    calls, at = _calls(job, communicator, own, sequence)
+    other = max((rank for rank in own if rank not in culprits), key=lambda rank: len(calls[rank]))
+    if not all(is_proved(calls[rank], calls[other], at) for rank in culprits):
+        return None
+    words = f"calls {own[min(own)].kind} at {{own}} where the others call it at {usual}"
+    return _mismatch(job, own, sequence, "site", sites, words)
+
+
+def _mismatches(job: Job, own: _Own, sequence: int) -> Iterator[Finding]:
     for name, words in _COMPARED:
         values = {rank: getattr(operation, name) for rank, operation in own.items()}
         known = {rank: value for rank, value in values.items() if value not in (-1, "")}
-        if len(set(known.values())) < 2:
-            continue
-        culprits, usual = _minority(known)
-        told = words.format(own=", ".join(sorted({str(known[rank]) for rank in culprits})), others=usual)
-        is_sure = len(culprits) * 2 < len(known)
-        places = (
-            (Place(kind="rank", ranks=culprits),)
-            if is_sure
-            else tuple(Place(kind="rank", ranks=(rank,)) for rank in sorted(known))
+        if len(set(known.values())) > 1:
+            yield _mismatch(job, own, sequence, name, known, words)
+
+
+def _mismatch(
+    job: Job, own: _Own, sequence: int, name: str, known: Mapping[int, Hashable], words: str
+) -> Finding:  # fmt: skip
+    culprits, usual = _minority(known)
+    differs = words.format(own=", ".join(sorted({str(known[rank]) for rank in culprits})), others=usual)
+    is_sure = len(culprits) * 2 < len(known)
+    first = own[min(own)]
+    deviation = _deviation(job, own, sequence, culprits)
+    place, at = Place(kind="rank", ranks=culprits), f"operation {sequence} of {first.communicator}"
+    text, remedy = f"At {at} {place} {differs}.", _REMEDY
+    if deviation is not None:
+        text, remedy = f"{place.title} {_described(deviation)} at {at}: it {differs}.", _remedy(deviation)
+    elif name == "round":
+        is_ahead = str(max(known.values(), key=_as_number)) == str(known[culprits[0]])
+        text = f"At {at} {place} {differs}; it {'left out' if is_ahead else 'repeated'} an operation."
+    round = first.round if first.round >= 0 else sequence
+    return Finding(
+        kind="desync",
+        places=(place,) if is_sure else tuple(Place(kind="rank", ranks=(rank,)) for rank in sorted(known)),
+        since_s=min(operation.posted_s for operation in own.values()), since_round=round, seen_round=round,
+        evidence=DesyncEvidence(
+            communicator=first.communicator, operation=sequence, differs_in=name,
+            by_rank=[f"{rank}: {known[rank]}" for rank in sorted(known)][:16],
+            deviation="" if deviation is None else deviation.kind,
+            calls=() if deviation is None else [str(call) for call in deviation.calls[:_MOST_CALLS]],
+            steps_early=0 if deviation is None else deviation.steps,
+        ),
+        text=text,
+        confidence=(0.97 if is_sure else 0.6) * job.trust,
+        remedy=remedy,
+        probe="" if is_sure else "run with one more rank: the side with most ranks is right",
+    )  # fmt: skip
+
+
+_REMEDY = (
+    "compare the code paths of these ranks before this operation: a branch on data, a rank number or an "
+    "exception that was swallowed"
+)
+
+
+def _deviation(job: Job, own: _Own, sequence: int, culprits: Collection[int]) -> Deviation | None:
+    """Return how the calls of the deviating ranks differ, where it is the same for all of them."""
+    calls, at = _calls(job, own[min(own)].communicator, own, sequence)
+    other = max((rank for rank in own if rank not in culprits), key=lambda rank: len(calls[rank]))
+    found = {align(calls[rank], calls[other], at) for rank in culprits}
+    return found.pop() if len(found) == 1 else None
+
+
+def _described(deviation: Deviation) -> str:
+    shown = ", ".join(map(str, deviation.calls[:_MOST_CALLS]))
+    shown += " and more" if len(deviation.calls) > _MOST_CALLS else ""
+    if deviation.kind == "early end":
+        steps = f"{deviation.steps} step{'s' * (deviation.steps != 1)} early" if deviation.steps else "early"
+        return f"ended its loop {steps}"
+    twice = ", ".join(map(str, deviation.or_extra[:_MOST_CALLS]))
+    return {
+        "left out": f"left out {shown}" + (f", or made {twice} twice" if twice else ""),
+        "extra": f"made an extra call, {shown},",
+        "swapped": f"made {shown} in another order than the others",
+        "new call": f"left its loop early, or made a call that no rank has made, {shown},",
+    }[deviation.kind]
+
+
+def _remedy(deviation: Deviation) -> str:
+    if deviation.kind in ("early end", "new call"):
+        return (
+            "give each rank the same number of batches (drop_last, a sampler that pads), or make this call on all ranks"
         )
-        first = own[min(own)]
-        yield Finding(
-            kind="desync",
-            places=places,
-            since_s=min(operation.posted_s for operation in own.values()),
-            since_round=first.round if first.round >= 0 else sequence,
-            seen_round=first.round if first.round >= 0 else sequence,
-            evidence=DesyncEvidence(
-                communicator=first.communicator, operation=sequence, differs_in=name,
-                by_rank=[f"{rank}: {known[rank]}" for rank in sorted(known)][:16],
-            ),
-            text=f"At operation {sequence} of {first.communicator} {Place(kind='rank', ranks=culprits)} {told}.",
-            confidence=(0.97 if is_sure else 0.6) * job.trust,
-            remedy="compare the code paths of these ranks before this operation: a branch on data, a rank number or an "
-            "exception that was swallowed",
-            probe="" if is_sure else "run with one more rank: the side with most ranks is right",
-        )  # fmt: skip
+    if deviation.kind == "swapped":
+        return "make these calls in one order on all ranks; a set or a dict of hooks has no order"
+    return _REMEDY
 
 
-def _minority(known: dict[int, Hashable]) -> tuple[tuple[int, ...], Hashable]:
+def _as_number(value: Hashable) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _minority(known: Mapping[int, Hashable]) -> tuple[tuple[int, ...], Hashable]:
     """Return the ranks that differ from the majority, and the majority's value."""
     counts = Counter(known.values())
     usual = max(counts, key=lambda value: (counts[value], -min(r for r in known if known[r] == value)))

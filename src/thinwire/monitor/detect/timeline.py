@@ -378,7 +378,7 @@ def _shifted(operation: Operation, shift: _Sure) -> Operation:
     # spelled out, since a job has very many: `dataclasses.replace` takes three times as long
     return Operation(
         communicator=operation.communicator, rank=operation.rank, sequence=operation.sequence, kind=operation.kind,
-        dtype=operation.dtype, count=operation.count, round=operation.round,
+        dtype=operation.dtype, count=operation.count, round=operation.round, site=operation.site,
         posted_s=shift(operation.posted_s),
         started_s=None if operation.started_s is None else shift(operation.started_s),
         done_s=None if operation.done_s is None else shift(operation.done_s),

@@ -59,6 +59,7 @@ class Operation:
         started_s: Begin of the work; None if unknown.
         done_s: End; None while it is open.
         round: The round that it belongs to; -1 if there are no rounds.
+        site: File and line of the call in the user's code; empty if unknown.
     """
 
     communicator: Text
@@ -71,6 +72,7 @@ class Operation:
     started_s: Seconds | None = None
     done_s: Seconds | None = None
     round: CountOrUnknown = -1
+    site: Text = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
