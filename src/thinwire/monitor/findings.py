@@ -285,6 +285,10 @@ class EndedRankEvidence(MissingRankEvidence, frozen=True, kw_only=True):
     last_operation: int  # -1 if they took part in none
 
 
+class DeadlockEvidence(MissingRankEvidence, frozen=True, kw_only=True):
+    """Ranks that wait for each other, in operations of different communicators."""
+
+
 class StuckMessageEvidence(StandstillEvidence, frozen=True, kw_only=True):
     """Messages that do not arrive though both ends are ready."""
 

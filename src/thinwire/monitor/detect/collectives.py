@@ -113,8 +113,8 @@ def _slow_operation(job: Job, communicator: str, watch: ChangePointDetector) -> 
         evidence=SlowOperationEvidence(
             communicator=communicator, times_longer=round(ratio, 2), usual_s=round(watch.usual_s, 6),
         ),
-        text=f"Operations of {communicator} take {ratio:.1f} times as long as they did, also for the rank that "
-        "comes last",
+        text=f"Operations of {job.group_name(communicator)} take {ratio:.1f} times as long as they did, also for the "
+        "rank that comes last",
         confidence=0.6 * job.trust,
         remedy="find the link first",
         probe="exchange messages in pairs of ranks, or use exchanges that are recorded by peer" + with_probes(job),

@@ -111,7 +111,7 @@ def _mismatch(
     is_sure = len(culprits) * 2 < len(known)
     first = own[min(own)]
     deviation = _deviation(job, own, sequence, culprits)
-    place, at = Place(kind="rank", ranks=culprits), f"operation {sequence} of {first.communicator}"
+    place, at = Place(kind="rank", ranks=culprits), f"operation {sequence} of {job.group_name(first.communicator)}"
     text, remedy = f"At {at} {place} {differs}.", _REMEDY
     if deviation is not None:
         text, remedy = f"{place.title} {_described(deviation)} at {at}: it {differs}.", _remedy(deviation)

@@ -22,7 +22,9 @@ from thinwire.monitor.detect.heartbeats import unrecorded
 from thinwire.monitor.detect.partition import cut_off, one_sided, partitioned
 from thinwire.monitor.detect.progress import PROGRESS, is_dead, is_still, slow_ranks, slow_wires
 from thinwire.monitor.detect.timeline import Job, Message
+from thinwire.monitor.detect.wait_graph import OperationWait, WaitGraph
 from thinwire.monitor.findings import (
+    DeadlockEvidence,
     EndedRankEvidence,
     Finding,
     MissingRankEvidence,
@@ -96,7 +98,7 @@ def find_hangs(job: Job) -> list[Finding]:
             if not are_silent or not _has_gone_on(job, communicator, left_behind | set(still.inside)):
                 break
             left_behind |= set(still.inside)
-    return _roots(found) or _given_up(job)
+    return _merged(found) or _given_up(job)
 
 
 def _has_gone_on(job: Job, communicator: str, without: Set[int]) -> bool:
@@ -124,7 +126,7 @@ def _given_up(job: Job) -> list[Finding]:
         )
         if not has_gone_on:  # an elastic run goes on without ranks that leave
             found.append(_hang_at_end(job, communicator, ranks, first=first, first_s=first_s))
-    return _roots(found)
+    return found
 
 
 def _ranks_that_gave_up(job: Job, communicator: str) -> set[int]:
@@ -194,11 +196,13 @@ def _hang_at_end(job: Job, communicator: str, ranks: Set[int], *, first: int, fi
     )
 
 
-def _roots(found: list[Finding]) -> list[Finding]:
-    """Leave out ranks that are missing from one communicator because they wait in another."""
-    waiting = {rank for one in found if isinstance(one.evidence, MissingRankEvidence) for rank in one.evidence.waiting}
-    named = [{rank for place in finding.places for rank in place.ranks} for finding in found]
-    return [one for one, ranks in zip(found, named, strict=True) if not ranks or ranks - waiting] or found
+def _merged(found: list[Finding]) -> list[Finding]:
+    """Return one finding for each place: several communicators may wait for one rank, or for one circle."""
+    first: dict[object, Finding] = {}
+    for one in sorted(found, key=lambda one: one.since_s):
+        is_wait = isinstance(one.evidence, MissingRankEvidence)
+        first.setdefault((one.kind, one.places) if is_wait else id(one), one)
+    return list(first.values())
 
 
 def limits_s(operations: Iterable[Operation]) -> tuple[float, float]:
@@ -381,7 +385,11 @@ def _findings_of(job: Job, still: _Standstill) -> list[Finding]:
     if culprits:
         # a host that hears from no other waits for the others, not for its own waiting ranks
         alone = None if set(culprits) & set(silent) else cut_off(job, [*still.inside, *culprits], since_s=still.since_s)
-        return [_outside(job, still, culprits, silent, messages) if alone is None else alone]
+        if alone is not None:
+            return [alone]
+        if still.missing and len({name for name, _ in job.operations}) > 1:
+            return _at_roots(job, still, silent, messages)
+        return [_outside(job, still, culprits, silent, messages)]
     # until all have shown a sign of life, one of them may just have been paused or killed
     known_s = still.since_s + PROGRESS.min_wait_s
     if job.has_beats and any(job.last_seen_s[rank] < known_s for rank in still.inside if rank not in job.goodbyes):
@@ -390,6 +398,61 @@ def _findings_of(job: Job, still: _Standstill) -> list[Finding]:
         return []
     found = _inside(job, still, messages)
     return [found if messages else placed_hang(job, found)]
+
+
+def _at_roots(
+    job: Job, still: _Standstill, silent: tuple[int, ...], messages: list[Message]
+) -> list[Finding]:  # fmt: skip
+    """Return a finding where each chain of waits over all communicators ends: at ranks, or in a circle."""
+    graph = WaitGraph(job, without={*silent, *still.left_behind, *job.goodbyes})
+    found: list[Finding] = []
+    alone: set[int] = set()
+    for root in graph.roots(still.missing):
+        if len(root) > 1:
+            found.append(_deadlock(job, still, graph, root))
+        elif not root & set(job.goodbyes) and not any(graph.is_inside(rank) for rank in root):
+            alone |= root  # else the communicator that it is inside of shows the cause
+    direct = alone & set(still.missing)
+    if direct:
+        found.append(_outside(job, still, tuple(sorted(direct)), silent, messages, graph=graph))
+    for rank in sorted(alone - direct):
+        wait = graph.wait_for(rank)
+        assert wait is not None
+        since_s = max(op.posted_s for op in wait.inside.values())
+        own = [m for m in job.messages if m.communicator == wait.communicator and m.operation == wait.sequence]
+        there = replace(still, communicator=wait.communicator, sequence=wait.sequence, inside=wait.inside,
+                        missing=(rank,), since_s=since_s)  # fmt: skip
+        found.append(_outside(job, there, (rank,), silent, own, graph=graph))
+    return found
+
+
+def _deadlock(job: Job, still: _Standstill, graph: WaitGraph, circle: frozenset[int]) -> Finding:
+    """Return that ranks wait for each other, each in an operation that another one has not come to."""
+    first = min(circle)
+    steps = graph.path(first, {first})
+    chain = " ".join(f"{rank} waits for {other} in {_call_name(job, rank, wait)};" for rank, wait, other in steps)
+    waiting = sorted(graph.waiting_for(circle) | circle)
+    named = ", ".join(map(str, sorted(circle)))
+    return Finding(
+        kind="desync", places=(Place(kind="rank", ranks=tuple(sorted(circle))),), since_s=still.since_s,
+        since_round=still.round, seen_round=still.round,
+        evidence=DeadlockEvidence(
+            communicator=still.communicator, operation=still.sequence, waiting=waiting[:32],
+            waited_s=round(job.now_s - still.since_s, 3), longer_than_s=round(still.limit_s, 3),
+            last_sign_s=round(min(job.last_seen_s[rank] for rank in circle), 3), wait_chain=chain.rstrip(";"),
+        ),
+        text=f"Ranks {named} wait for each other in a circle: rank {chain.rstrip(';')}. They call these operations in "
+        "different order.",
+        confidence=0.9 * job.trust,
+        remedy="call the operations of all groups in one order on all ranks; let one side of a pair receive first, or "
+        "use batch_isend_irecv",
+    )  # fmt: skip
+
+
+def _call_name(job: Job, rank: int, wait: OperationWait) -> str:
+    operation = wait.inside[rank]
+    site = f" at {operation.site}" if operation.site else ""
+    return f"{operation.kind} {wait.sequence} of {job.group_name(wait.communicator)}{site}"
 
 
 def _silent(job: Job, limit_s: float) -> tuple[int, ...]:
@@ -446,9 +509,9 @@ def _ended_early(job: Job, still: _Standstill) -> Finding:
             last_sign_s=round(ended_s, 3), last_operation=last,
             wait_chain=f"{named} wait{'s' * (len(waiting) == 1)} for {', '.join(map(str, ended))}",
         ),
-        text=f"{place.title} said goodbye without an error after operation {last} of {still.communicator}, and "
-        f"{Place(kind='rank', ranks=tuple(waiting))} wait{'s' * (len(waiting) == 1)} for it in operation "
-        f"{still.sequence}: uneven batches.",
+        text=f"{place.title} said goodbye without an error after operation {last} of "
+        f"{job.group_name(still.communicator)}, and {Place(kind='rank', ranks=tuple(waiting))} "
+        f"wait{'s' * (len(waiting) == 1)} for it in operation {still.sequence}: uneven batches.",
         confidence=0.95 * job.trust,
         remedy="give each rank the same number of batches (drop_last, a sampler that pads), or let short ranks join "
         "in until all have ended (torch.distributed.algorithms.Join)",
@@ -456,8 +519,9 @@ def _ended_early(job: Job, still: _Standstill) -> Finding:
 
 
 def _outside(
-    job: Job, still: _Standstill, culprits: tuple[int, ...], silent: tuple[int, ...], messages: list[Message]
-) -> Finding:
+    job: Job, still: _Standstill, culprits: tuple[int, ...], silent: tuple[int, ...], messages: list[Message], *,
+    graph: WaitGraph | None = None,
+) -> Finding:  # fmt: skip
     gone = tuple(rank for rank in culprits if rank in silent)
     culprits = gone or culprits  # ranks that are gone keep the others from coming
     lost = any(m.error for m in messages if {m.source, m.destination} & set(culprits))
@@ -477,12 +541,12 @@ def _outside(
         since_round=still.round, seen_round=still.round,
         evidence=MissingRankEvidence(
             communicator=still.communicator, operation=still.sequence,
-            waiting=sorted(set(still.inside) - set(culprits))[:32], waited_s=round(job.now_s - still.since_s, 3),
-            longer_than_s=round(still.limit_s, 3), last_sign_s=round(last_s, 3),
-            wait_chain=_chain(still, messages, culprits),
+            waiting=sorted({*still.inside, *(graph.waiting_for(culprits) if graph else ())} - set(culprits))[:32],
+            waited_s=round(job.now_s - still.since_s, 3), longer_than_s=round(still.limit_s, 3),
+            last_sign_s=round(last_s, 3), wait_chain=_chain(still, messages, culprits),
         ),
-        text=f"{place.title} has {came} operation {still.sequence} of {still.communicator}{sitting}; its "
-        f"recorder {who}{', and it may also be very slow' if is_unsure else ''}.",
+        text=f"{place.title} has {came} operation {still.sequence} of {job.group_name(still.communicator)}{sitting}; "
+        f"its recorder {who}{', and it may also be very slow' if is_unsure else ''}.",
         confidence=(0.95 if gone else PROGRESS.unsure if is_unsure else 0.9) * job.trust,
         remedy="restart it or go on without it; its own log ends where it hangs" if gone
         else "take its stack (py-spy dump): it hangs in its own code, such as data loading, a lock or a file",
@@ -515,7 +579,9 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
     places = explained.places if explained is not None else (Place(kind="communicator"),)
     places = tuple(dict.fromkeys(_whole_connection(job, place, stuck) for place in places))
     named = joined(places)
-    text = f"All ranks are in operation {still.sequence} of {still.communicator}, and it does not end"
+    group = job.group_name(still.communicator)
+    who = "All ranks" if group == "all ranks" else f"All of {group}"
+    text = f"{who} are in operation {still.sequence}, and it does not end"
     text += f": {len(stuck)} messages that both ends are ready for do not arrive ({named})." if stuck else "."
     share = explained.fit if explained is not None else 0.0
     confidence = 0.5 if len(places) > 1 or not stuck else 0.6 + 0.35 * share

@@ -160,10 +160,36 @@ class Job:
         # a clock without messages to others says nothing about the present
         return limit_s + self.error_s.get(rank, 0.0)
 
+    def group_name(self, communicator: str) -> str:
+        """Return a communicator as a sentence names it: by its ranks, and by its name if these are not all ranks."""
+        known = self.communicators.get(communicator)
+        if known is None:
+            return communicator
+        if len(known.ranks) > 1 and set(known.ranks) == set(self.host_of):
+            return "all ranks"
+        return f"rank{'s' * (len(known.ranks) != 1)} {rank_ranges(known.ranks)} ({communicator})"
+
     @property
     def ranks(self) -> list[int]:
         """All ranks, in order."""
         return sorted(self.host_of)
+
+
+def rank_ranges(ranks: Iterable[int]) -> str:
+    """Return ranks as one phrase.
+
+    Example:
+        >>> rank_ranges([0, 1, 2, 3, 6, 9, 8])
+        '0-3, 6, 8, 9'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    named = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(named[:16]) + (" and more" if len(named) > 16 else "")
 
 
 def build(records: Records, book: SightingBook | None = None) -> Job:
@@ -379,7 +405,7 @@ def _shifted(operation: Operation, shift: _Sure) -> Operation:
     return Operation(
         communicator=operation.communicator, rank=operation.rank, sequence=operation.sequence, kind=operation.kind,
         dtype=operation.dtype, count=operation.count, round=operation.round, site=operation.site,
-        posted_s=shift(operation.posted_s),
+        is_async=operation.is_async, posted_s=shift(operation.posted_s),
         started_s=None if operation.started_s is None else shift(operation.started_s),
         done_s=None if operation.done_s is None else shift(operation.done_s),
     )  # fmt: skip

@@ -60,6 +60,7 @@ class Operation:
         done_s: End; None while it is open.
         round: The round that it belongs to; -1 if there are no rounds.
         site: File and line of the call in the user's code; empty if unknown.
+        is_async: Whether the rank went on before it had ended.
     """
 
     communicator: Text
@@ -73,6 +74,7 @@ class Operation:
     done_s: Seconds | None = None
     round: CountOrUnknown = -1
     site: Text = ""
+    is_async: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
