@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,17 @@ CUTS: dict[str, dict[str, Any]] = {
     "pipeline of shards": {"pp": 2, "dp_shard": 2, "zero_stage": 1, "micro_batch": 1},
     "interleaved pipeline of tensor parallel ranks": {"pp": 2, "tp": 2, "interleave": 2, "micro_batch": 2},
     "interleaved pipeline of copies": {"pp": 2, "dp_replicate": 2, "interleave": 2, "micro_batch": 1},
+    # 4 layers in 6 chunks: the ends have the embedding and the head alone
+    "uneven chunks of shards": {"pp": 2, "dp_shard": 2, "zero_stage": 1, "interleave": 3, "micro_batch": 1},
+    # 7 layers in 8 chunks: one more a rank than torch holds together by itself
+    "many chunks of shards": {"pp": 2, "dp_shard": 2, "zero_stage": 1, "interleave": 4, "micro_batch": 1},
+    "uneven stages": {"pp": 4, "micro_batch": 1, "recompute_layers": 2},
+    # 5 sequences: the second replica pads its last pass; 6 on four ranks: the last one has none
+    "padded pipeline of shards": {"pp": 2, "dp_shard": 2, "zero_stage": 1, "micro_batch": 1, "batch_size": 5},
+    "padded passes of a pipeline": {"pp": 2, "tp": 2, "micro_batch": 3},
+    "padded shards": {"dp_shard": 4, "zero_stage": 3, "micro_batch": 1, "batch_size": 6},
 }
+LAYERS = {"many chunks of shards": 7, "uneven stages": 7}
 
 
 # The same, on documents of unlike lengths: ranks have unlike rows and passes.
@@ -140,6 +151,7 @@ class SentNumbers(TorchDispatchMode):
         super().__init__()
         self.axes = axes
         self.sent = dict.fromkeys(("data", "cp", "tp", "pp"), 0.0)
+        self.order: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -154,6 +166,7 @@ class SentNumbers(TorchDispatchMode):
         elif isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
         ranks, size = tuple(dist.get_process_group_ranks(group)), group.size()
+        self.order.append(name.partition(".")[0])
         first = args[0][0] if isinstance(args[0], list) else args[0]
         # a step broadcasts two numbers, its losses
         times = {
@@ -165,14 +178,17 @@ class SentNumbers(TorchDispatchMode):
 
 
 def options(**more: Any) -> TrainConfig:
-    return TrainConfig.of(
-        model="nano", batch_size=BATCH, lr=1e-2, inner_optimizer="adamw", clip_norm=0.05, steps=STEPS, **more
-    )
+    common = {"batch_size": BATCH, "lr": 1e-2, "inner_optimizer": "adamw", "clip_norm": 0.05, "steps": STEPS}
+    return TrainConfig.of(model="nano", **common | more)
 
 
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def shape_of(name: str) -> TransformerConfig:
+    return replace(SHAPE, layers=LAYERS.get(name, SHAPE.layers))
+
+
+def batches(rows: int = BATCH) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(7)
-    made = [torch.randint(16, (BATCH, 9), generator=generator) for _ in range(STEPS)]
+    made = [torch.randint(16, (BATCH, 9), generator=generator)[:rows] for _ in range(STEPS)]
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in made]
 
 
@@ -188,7 +204,8 @@ def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
 def train(config: TrainConfig, model: Any, passes: Any) -> list[float]:
     inner = make_inner_optimizer(config, model)
     losses = []
-    for tokens, targets in documents() if config.data.sequences == "documents" else batches():
+    windows = batches(config.data.batch_size or BATCH)
+    for tokens, targets in documents() if config.data.sequences == "documents" else windows:
         losses.append(float(passes.backward(tokens, targets, factor=1.0)[0]))
         passes.clip()
         inner.step()
@@ -209,7 +226,7 @@ def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for name, cut in cuts.items():
         config = options(**cut)
         mesh = make_mesh(config, device=torch.device("cpu"))
-        model = cut_model(build_transformer(SHAPE, seed=3).double(), config, mesh)
+        model = cut_model(build_transformer(shape_of(name), seed=3).double(), config, mesh)
         held = sum(local_shard(parameter).numel() for parameter in model.parameters())
         passes = ParallelPasses(config, model, mesh)
         losses = train(config, model, passes)
@@ -222,8 +239,8 @@ def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
         if mesh.size_of("cp") > 1:  # FSDP2 may have a group of the same ranks
             axes[mesh._context_group.group_name] = "cp"
         with SentNumbers(axes) as sent:
-            passes.backward(*batches()[0], factor=1.0)
-        found[name] |= {"sent": sent.sent, "stage": mesh.stage}
+            passes.backward(*batches(config.data.batch_size or BATCH)[0], factor=1.0)
+        found[name] |= {"sent": sent.sent, "order": sent.order, "stage": mesh.stage}
         mesh.close()
     for name, cut in DOCUMENT_CUTS.items():
         config = options(sequences="documents", **cut)
@@ -252,16 +269,18 @@ def cut_runs() -> list[dict[str, Any]]:
 
 
 @cache
-def alone(**more: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def alone(layers: int = SHAPE.layers, **more: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     config = options(**more)
-    model = build_transformer(SHAPE, seed=3).double()
+    model = build_transformer(replace(SHAPE, layers=layers), seed=3).double()
     losses = train(config, model, LocalPasses(config, model, device=torch.device("cpu")))
     return losses, {name: parameter.detach().flatten() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", [*CUTS, *DOCUMENT_CUTS])
 def test_a_cut_model_trains_as_one_process(name: str, cut_runs: list[dict[str, Any]]) -> None:
-    losses, parameters = alone(sequences="documents") if name in DOCUMENT_CUTS else alone()
+    more = {"sequences": "documents"} if name in DOCUMENT_CUTS else {}
+    batch_size = CUTS.get(name, {}).get("batch_size", BATCH)
+    losses, parameters = alone(layers=shape_of(name).layers, batch_size=batch_size, **more)
     for found in cut_runs:
         # losses are reported in float32
         assert found[name]["losses"] == pytest.approx(losses, abs=1e-6)
@@ -307,15 +326,16 @@ def test_each_rank_sends_what_the_plan_counts(name: str, cut_runs: list[dict[str
     degrees = Degrees(**{axis: cut[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if axis in cut})
     zero_stage = 0 if degrees.shards == 1 else cut["zero_stage"]  # without shards there is no stage
     layout = Layout(
-        degrees=degrees, global_batch=BATCH, micro_batch=cut["micro_batch"], zero_stage=zero_stage,
+        degrees=degrees, global_batch=cut.get("batch_size", BATCH), micro_batch=cut["micro_batch"],
+        zero_stage=zero_stage,
         interleave=cut.get("interleave", 1), recomputed_layers=cut.get("recompute_layers", 0),
         unsharded_layers=cut.get("unsharded_layers", 0),
     )  # fmt: skip
-    embedding = SHAPE.vocab_size * SHAPE.dim
-    per_layer = (SHAPE.num_parameters - embedding) / SHAPE.layers
+    embedding, shape = SHAPE.vocab_size * SHAPE.dim, shape_of(name)
+    per_layer = (shape.num_parameters - embedding) / shape.layers
     # the embedding is whole on each tensor-parallel rank
     model = ModelShape(
-        layers=SHAPE.layers, width=SHAPE.dim, heads=SHAPE.heads, vocab_size=SHAPE.vocab_size, seq_len=SHAPE.max_seq_len,
+        layers=shape.layers, width=SHAPE.dim, heads=SHAPE.heads, vocab_size=SHAPE.vocab_size, seq_len=SHAPE.max_seq_len,
         layer_parameters=per_layer, embedding_parameters=embedding * degrees.tp, head_parameters=embedding,
         is_head_tied=True,
     )  # fmt: skip
@@ -324,6 +344,20 @@ def test_each_rank_sends_what_the_plan_counts(name: str, cut_runs: list[dict[str
         for axis, count in found[name]["sent"].items():
             # norms are whole on each tensor-parallel rank, the last one is in one stage, and losses are summed
             assert count == pytest.approx(planned[axis], rel=0.02, abs=32), (axis, found[name]["stage"])
+
+
+@pytest.mark.parametrize("name", ["pipeline of shards", "uneven chunks of shards", "many chunks of shards"])
+def test_stages_gather_before_the_first_pass_and_sum_after_the_last(name: str, cut_runs: list[dict[str, Any]]) -> None:
+    for found in cut_runs:
+        order: list[str] = found[name]["order"]
+        kinds = [kind for kind in order if kind in ("_allgather_base_", "send", "recv_", "_reduce_scatter_base_")]
+        # the last stage gets the embedding of its tied head first, and returns its gradient at the end
+        ends = {"send", "recv_"} if found[name]["stage"] in (0, 1) else set()
+        gathers = [place for place, kind in enumerate(kinds) if kind == "_allgather_base_"]
+        sums = [place for place, kind in enumerate(kinds) if kind == "_reduce_scatter_base_"]
+        passed = [place for place, kind in enumerate(kinds) if kind in ends]
+        assert len([place for place in passed if place < gathers[-1]]) <= 1, kinds
+        assert len([place for place in passed if place > sums[0]]) <= 1, kinds
 
 
 def test_context_parallelism_is_refused_where_it_was_never_run() -> None:

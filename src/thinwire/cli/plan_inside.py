@@ -62,7 +62,11 @@ def plan_inside(options: PlanOptions) -> int:
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     sequences = _sequences(options, seq_len)
     counts = None if options.lengths is None else load_lengths(options.lengths)
-    plan = plan_site(site, _shape(options.model, seq_len=seq_len), global_batch=sequences)
+    shape = _shape(options.model, seq_len=seq_len)
+    # torchtitan shares the stream among tensor-parallel ranks; `thinwire train` does not
+    is_shared = options.torchtitan is not None or options.model.startswith("hf:")
+    shape = dataclasses.replace(shape, is_sequence_parallel=is_shared)
+    plan = plan_site(site, shape, global_batch=sequences)
     content = {**plan.to_json(), "model": options.model}
     lengths = None if counts is None else _lengths_outlook(plan, counts)
     if lengths is not None:

@@ -420,7 +420,9 @@ class TransformerStage(nn.Module):
 
     Args:
         model: The whole decoder; the chunk shares its modules.
-        layers: Numbers of the blocks of this chunk. The first block brings the embedding, the last one norm and head.
+        layers: Numbers of the blocks of this chunk; none where it holds an end alone.
+        has_embedding: Whether this is the first chunk.
+        has_head: Whether this is the last chunk, with the last norm and the head.
         num_recomputed: How many blocks, from the chunk's first on, are computed again in the backward pass.
 
     Attributes:
@@ -431,14 +433,15 @@ class TransformerStage(nn.Module):
     cosines: Tensor
     sines: Tensor
 
-    def __init__(self, model: Transformer, layers: range, *, num_recomputed: int = 0) -> None:
+    def __init__(
+        self, model: Transformer, layers: range, *, has_embedding: bool, has_head: bool, num_recomputed: int = 0
+    ) -> None:
         super().__init__()
-        is_first, is_last = layers.start == 0, layers.stop == model.config.layers
         self.num_recomputed = num_recomputed
-        self.embedding = model.embedding if is_first else None
+        self.embedding = model.embedding if has_embedding else None
         self.blocks = nn.ModuleDict({str(number): model.blocks[number] for number in layers})
-        self.norm = model.norm if is_last else None
-        self.head = model.head if is_last else None
+        self.norm = model.norm if has_head else None
+        self.head = model.head if has_head else None
         self.tied_weight: Tensor | None = None
         self.register_buffer("cosines", model.cosines, persistent=False)
         self.register_buffer("sines", model.sines, persistent=False)

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf
 
 from thinwire.site import memory
 from thinwire.site.closed_forms import pipette_s
-from thinwire.site.pipeline import StageLink, StageTimes, lower_bound_s, step_s
+from thinwire.site.pipeline import StageLink, StageTimes, chunk_layers, layers_in_flight, lower_bound_s, step_s
 from thinwire.site.site_file import Site
 
 # Activations, weights and gradients are sent in 16 bits.
@@ -43,6 +43,9 @@ class ModelShape:
         embedding_parameters: Of the first stage, besides its blocks.
         head_parameters: Of the last stage, besides its blocks.
         is_head_tied: Whether one device that holds both ends holds these weights once.
+        unit_bytes: That a block keeps a token and unit of width for its backward pass, before anything is shared.
+        is_sequence_parallel: Whether tensor-parallel devices share the stream between their products too (arXiv
+            2205.05198), as torchtitan's models do and thinwire's do not; pipeline stages then send one part each.
     """
 
     layers: int
@@ -54,6 +57,8 @@ class ModelShape:
     embedding_parameters: float
     head_parameters: float
     is_head_tied: bool = False
+    unit_bytes: float = memory.UNIT_BYTES
+    is_sequence_parallel: bool = False
 
     @property
     def num_parameters(self) -> float:
@@ -131,7 +136,7 @@ class Layout:
         micro_batch: Sequences of one pass of a data-parallel replica.
         zero_stage: ZeRO's stage of the shards: 0 where there is one.
         interleave: Chunks of layers on each pipeline rank.
-        recomputed_layers: The first ones of each pipeline rank.
+        recomputed_layers: The first ones of each pipeline rank, which may have fewer.
         unsharded_layers: Under ZeRO-3 without stages, the last ones, whose weights stay together all through a step.
     """
 
@@ -145,8 +150,14 @@ class Layout:
 
     @property
     def num_micro_batches(self) -> int:
-        """Passes of a step: accumulation, or the micro-batches of a pipeline."""
-        return self.global_batch // (self.degrees.dp_replicate * self.degrees.dp_shard * self.micro_batch)
+        """Passes of a step: accumulation, or the micro-batches of a pipeline; the last ones may be padded."""
+        sequences = -(-self.global_batch // (self.degrees.dp_replicate * self.degrees.dp_shard))
+        return -(-sequences // self.micro_batch)
+
+    @property
+    def padded_batch(self) -> int:
+        """Sequences of a step with the empty ones that fill up the passes of all replicas."""
+        return self.degrees.dp_replicate * self.degrees.dp_shard * self.micro_batch * self.num_micro_batches
 
     @property
     def schedule(self) -> str:
@@ -167,6 +178,17 @@ class Layout:
         return f"{self.degrees.describe()}, {', '.join(rest)}"
 
 
+def rank_chunks(model: ModelShape, layout: Layout, rank: int) -> tuple[int, ...]:
+    """Return the layers of each chunk of a pipeline rank."""
+    pp = layout.degrees.pp
+    return chunk_layers(model.layers, pp * layout.interleave)[rank::pp]
+
+
+def most_rank_layers(model: ModelShape, layout: Layout) -> int:
+    """Return the layers of the pipeline rank that has most."""
+    return max(sum(rank_chunks(model, layout, rank)) for rank in range(layout.degrees.pp))
+
+
 def device_memory(model: ModelShape, layout: Layout, *, stage: int) -> memory.DeviceMemory:
     """Return the memory of a device of one pipeline rank.
 
@@ -175,23 +197,22 @@ def device_memory(model: ModelShape, layout: Layout, *, stage: int) -> memory.De
         layout: How it is cut.
         stage: The pipeline rank.
     """
-    degrees = layout.degrees
-    own_layers = model.layers // degrees.pp
+    degrees, own_chunks = layout.degrees, rank_chunks(model, layout, stage)
+    own_layers = sum(own_chunks)
     parameters = (own_layers * model.layer_parameters + _outer_parameters(model, stage, degrees.pp)) / degrees.tp
-    about = {"num_stages": degrees.pp, "num_micro_batches": layout.num_micro_batches}
-    if layout.interleave == 1:
-        in_flight = float(memory.one_f_one_b_in_flight(stage, **about))
-    else:
-        in_flight = memory.interleaved_in_flight(stage, interleave=layout.interleave, **about) / layout.interleave
+    in_flight = layers_in_flight(
+        stage, num_stages=degrees.pp, num_micro_batches=layout.num_micro_batches, own_chunks=own_chunks
+    )
     tokens = layout.micro_batch * model.seq_len
 
     def layer_bytes(*, is_recomputed: bool) -> float:
         return memory.layer_activation_bytes(
             tokens=tokens, seq_len=model.seq_len, width=model.width, heads=model.heads, tensor_parallel=degrees.tp,
-            context_parallel=degrees.cp, is_recomputed=is_recomputed,
+            context_parallel=degrees.cp, is_recomputed=is_recomputed, sequence_parallel=model.is_sequence_parallel,
+            unit_bytes=model.unit_bytes,
         )  # fmt: skip
 
-    recomputed = layout.recomputed_layers
+    recomputed = min(layout.recomputed_layers, own_layers)
     kept = (own_layers - recomputed) * layer_bytes(is_recomputed=False) + recomputed * layer_bytes(is_recomputed=True)
     # the layer that is being recomputed holds all of its values once
     again = layer_bytes(is_recomputed=False) if recomputed else 0.0
@@ -205,7 +226,7 @@ def device_memory(model: ModelShape, layout: Layout, *, stage: int) -> memory.De
         states_bytes=memory.state_bytes(parameters, zero_stage=layout.zero_stage, shards=degrees.shards)
         + memory.WEIGHT_BYTES * whole,
         gathered_bytes=memory.gathered_bytes(model.layer_parameters / degrees.tp, zero_stage=layout.zero_stage),
-        activations_bytes=in_flight * kept + again, logits_bytes=logits,
+        activations_bytes=in_flight * kept / max(1, own_layers) + again, logits_bytes=logits,
     )  # fmt: skip
 
 
@@ -228,7 +249,8 @@ def sent_numbers(model: ModelShape, layout: Layout, *, stage: int) -> dict[str, 
         Numbers sent between the data-parallel ranks ("data"), and along "cp", "tp" and "pp".
     """
     degrees, count, chunks = layout.degrees, layout.num_micro_batches, layout.degrees.pp * layout.interleave
-    own_layers, last = model.layers // degrees.pp, degrees.pp - 1
+    own_layers, last = sum(rank_chunks(model, layout, stage)), degrees.pp - 1
+    recomputed = min(layout.recomputed_layers, own_layers)
     head = 0.0 if model.is_head_tied else model.head_parameters
     outer = (model.embedding_parameters if stage == 0 else 0.0) + (head if stage == last else 0.0)
     parameters = (own_layers * model.layer_parameters + outer) / degrees.tp
@@ -240,7 +262,7 @@ def sent_numbers(model: ModelShape, layout: Layout, *, stage: int) -> dict[str, 
     activations = layout.micro_batch * model.seq_len * model.width
     # every chunk but the last sends its output on, and every chunk but the first its input's gradient back
     messages = sum((chunk < chunks - 1) + (chunk > 0) for chunk in range(stage, chunks, degrees.pp))
-    stages = count * messages * activations / degrees.cp
+    stages = count * messages * activations / degrees.cp / (degrees.tp if model.is_sequence_parallel else 1)
     if model.is_head_tied and last and stage in (0, last):
         # the last stage fetches the embedding, and returns its gradient
         embedding = model.vocab_size * model.width
@@ -248,11 +270,9 @@ def sent_numbers(model: ModelShape, layout: Layout, *, stage: int) -> dict[str, 
         around = 1 - 1 / degrees.shards if stage == 0 else 2 - 2 / (degrees.dp_replicate * degrees.shards)
         data += embedding * around
     # recompute stops before a layer's last all-reduce, whose result no gradient needs
-    all_reduces = count * (4 * own_layers + layout.recomputed_layers)
+    all_reduces = count * (4 * own_layers + recomputed)
     # keys and values go round in both passes, where they meet cp - 1 ranks; their gradients take one more hop, to home
-    around = count * (
-        (2 * own_layers + layout.recomputed_layers) * (1 - 1 / degrees.cp) + own_layers * (degrees.cp > 1)
-    )
+    around = count * ((2 * own_layers + recomputed) * (1 - 1 / degrees.cp) + own_layers * (degrees.cp > 1))
     return {
         "data": data, "cp": around * 2 * activations / degrees.tp,
         "tp": all_reduces * 2 * activations / degrees.cp * (1 - 1 / degrees.tp), "pp": stages,
@@ -348,7 +368,7 @@ class SitePlacement:
 
     def stage_links(self, message_bits: float) -> tuple[tuple[StageLink, ...], ...]:
         """Return the links between the stages of each different pipeline, for a message of each device."""
-        d, nodes, matrix = self.degrees, self.nodes, self.site.link_matrix
+        d, nodes = self.degrees, self.nodes
         per_stage = d.num_blocks // d.pp
         pipelines: list[list[StageLink]] = [[] for _ in range(d.dp_replicate * d.dp_shard)]
         for stage in range(d.pp):
@@ -357,7 +377,7 @@ class SitePlacement:
             shares = _CardShares(edges, self.degrees.tp)
             for number, stage_links in enumerate(pipelines):
                 own = edges[number * d.cp : (number + 1) * d.cp]
-                links = [(shares(edge), matrix[edge[0]][edge[1]]) for edge in own]
+                links = [(shares(edge), self.site.link(*edge)) for edge in own]
                 slowest = max(message_bits * share / link.bandwidth_bits_per_s for share, link in links)
                 latency_s = max(link.latency_s for _, link in links)
                 stage_links.append(StageLink(message_s=slowest, latency_s=latency_s))
@@ -377,11 +397,12 @@ class SitePlacement:
         for group in groups:
             members = sorted(self.nodes[block] for block in group)
             edges += [*pairwise(members), (members[-1], members[0])]
-        shares, matrix = _CardShares(edges, self.degrees.tp), self.site.link_matrix
+        shares = _CardShares(edges, self.degrees.tp)
+        links = {edge: self.site.link(*edge) for edge in edges}
         return RingLinks(
             size=len(groups[0]),
-            bandwidth_bits_per_s=min(matrix[a][b].bandwidth_bits_per_s / shares((a, b)) for a, b in set(edges)),
-            latency_s=max(matrix[a][b].latency_s for a, b in set(edges)),
+            bandwidth_bits_per_s=min(link.bandwidth_bits_per_s / shares(edge) for edge, link in links.items()),
+            latency_s=max(link.latency_s for link in links.values()),
         )  # fmt: skip
 
 
@@ -395,7 +416,7 @@ class _LayerTimes:
         again_s: Work of computing its activations again.
         gather_s: Its weights, before each pass.
         reduce_s: Its gradients, after each backward pass.
-        first_gather_s: Its weights, before the first pass of a step.
+        first_gather_s: Its weights, at the start of a step.
         last_reduce_s: Its gradients, after the last one.
     """
 
@@ -428,13 +449,17 @@ class StepCost:
         pp = self.layout.degrees.pp
         count = pp * self.layout.interleave
         # chunks between the ends are alike on devices that are alike
-        known: dict[tuple[bool, bool, float], StageTimes] = {}
-        found = []
+        known: dict[tuple[bool, bool, float, int, float], StageTimes] = {}
+        found: list[StageTimes] = []
+        gathered_s = [0.0] * pp  # weights of earlier chunks of each rank, which come first
         for chunk in range(count):
-            key = chunk == 0, chunk == count - 1, self.placement.speeds[chunk % pp]
+            share = self._recomputed_share(chunk % pp)
+            key = chunk == 0, chunk == count - 1, self.placement.speeds[chunk % pp], self._chunk_layers[chunk], share
             if key not in known:
                 known[key] = self._stage_times(chunk)
-            found.append(known[key])
+            rank, own = chunk % pp, known[key]
+            found.append(replace(own, ready_s=own.ready_s + gathered_s[rank]) if gathered_s[rank] else own)
+            gathered_s[rank] += max(1, self._chunk_layers[chunk]) * self._layer_times(chunk).first_gather_s
         return tuple(found)
 
     @cached_property
@@ -444,8 +469,8 @@ class StepCost:
         if degrees.pp == 1:
             return ((StageLink(),),)
         bits = self._tokens * self.model.width * _MESSAGE_BITS
-        # each tensor-parallel rank sends the whole stream
-        return self.placement.stage_links(bits / degrees.cp)
+        # each tensor-parallel rank sends the whole stream, or its part of it
+        return self.placement.stage_links(bits / degrees.cp / (degrees.tp if self.model.is_sequence_parallel else 1))
 
     @cached_property
     def step_s(self) -> float:
@@ -462,7 +487,7 @@ class StepCost:
         """Seconds of a step after Pipette's formula, on the real links: the objective of the placement."""
         slowest = max(self.stages, key=lambda stage: stage.forward_s + stage.backward_s)
         count, interleave = self.layout.num_micro_batches, self.layout.interleave
-        extra = max(stage.total_s(count) - count * (stage.forward_s + stage.backward_s) for stage in self.stages)
+        extra = max(stage.ready_s + stage.reduce_s for stage in self.stages)
         return extra + max(
             pipette_s(
                 forward_s=slowest.forward_s * interleave, backward_s=slowest.backward_s * interleave,
@@ -477,18 +502,21 @@ class StepCost:
         degrees, count = self.layout.degrees, self.layout.num_micro_batches
 
         def work(rank: int) -> float:
-            return sum(stage.total_s(count) for stage in self.stages[rank :: degrees.pp])
+            own = self.stages[rank :: degrees.pp]
+            passes = sum(count * (stage.forward_s + stage.backward_s) + stage.reduce_s for stage in own)
+            # later ranks gather while the first micro-batch is under way to them
+            return passes + (own[0].ready_s if rank == 0 else 0.0)
 
         rank = max(range(degrees.pp), key=work)
         chunks = range(rank, len(self.stages), degrees.pp)
         compute = count * sum(3 * self._compute_s(chunk) for chunk in chunks)
-        share = self.layout.recomputed_layers / (self.model.layers // degrees.pp)
-        own_layers = self.model.layers // degrees.pp
+        share = self._recomputed_share(rank)
+        own_layers = sum(rank_chunks(self.model, self.layout, rank))
         tensor, context = self._tensor_s * own_layers * count, self._context_s * own_layers * count
         home = self._home_s * own_layers * count
         found = {
             "compute": compute,
-            "recompute": share * (count * sum(self._layers_s(chunk) for chunk in chunks) + tensor / 2 + context),
+            "recompute": share * (count * sum(map(self._layers_s, chunks)) + tensor / 2 + context),
             "tensor": 2 * tensor, "context": 2 * context + home,
         }  # fmt: skip
         found["data"] = max(0.0, work(rank) - sum(found.values()))
@@ -504,8 +532,13 @@ class StepCost:
         return self.layout.micro_batch * self.model.seq_len
 
     @property
-    def _chunk_layers(self) -> int:
-        return self.model.layers // (self.layout.degrees.pp * self.layout.interleave)
+    def _chunk_layers(self) -> tuple[int, ...]:
+        return chunk_layers(self.model.layers, self.layout.degrees.pp * self.layout.interleave)
+
+    def _recomputed_share(self, rank: int) -> float:
+        """Return the share of its layers that a pipeline rank computes again."""
+        own_layers = sum(rank_chunks(self.model, self.layout, rank))
+        return min(1.0, self.layout.recomputed_layers / own_layers) if own_layers else 0.0
 
     def _layers_s(self, chunk: int) -> float:
         """Return the seconds that the blocks of a chunk compute in a forward pass."""
@@ -513,7 +546,7 @@ class StepCost:
         # 2 a parameter and token; scores and values of causal attention are 4 s h a token, half of it masked
         per_token = 2 * model.layer_parameters + 2 * model.seq_len * model.width
         speed = self.placement.speeds[chunk % degrees.pp] * degrees.cp * degrees.tp
-        return self._chunk_layers * per_token * self._tokens / speed
+        return self._chunk_layers[chunk] * per_token * self._tokens / speed
 
     def _compute_s(self, chunk: int) -> float:
         """Return the seconds of computing of a forward pass, with the head in the last chunk."""
@@ -542,32 +575,45 @@ class StepCost:
         return self._context_s * ranks / (ranks - 1) if ranks > 1 else 0.0
 
     def _stage_times(self, chunk: int) -> StageTimes:
-        layers, layout, own = self._chunk_layers, self.layout, self._layer_times(chunk)
+        layout, own = self.layout, self._layer_times(chunk)
+        layers = max(1, self._chunk_layers[chunk])  # a chunk of the embedding or the head alone counts as a layer
         freed = layers - layout.unsharded_layers
         # recomputed layers are the first ones, shared out evenly among the chunks of a rank
-        recomputed = layout.recomputed_layers / (self.model.layers // layout.degrees.pp) * layers
+        recomputed = self._recomputed_share(chunk % layout.degrees.pp) * self._chunk_layers[chunk]
         gathers = [own.gather_s * (number < freed) for number in range(layers)]
         works = [own.backward_s + own.again_s * min(1.0, max(0.0, recomputed - number)) for number in range(layers)]
+
+        first_s = _overlapped([(own.forward_s, own.first_gather_s)] * layers)
+        if layout.degrees.pp > 1:
+            # messages of a pass overlap with the next pass of the rank too; the last sum is for itself
+            forward_s = max(layers * own.forward_s, sum(gathers))
+            backward_s = max(sum(works), sum(gathers) + layers * own.reduce_s)
+            return StageTimes(
+                forward_s=forward_s, backward_s=backward_s, ready_s=max(0.0, first_s - forward_s),
+                reduce_s=layers * own.last_reduce_s,
+            )  # fmt: skip
 
         def backward(messages_s: float) -> float:
             return _overlapped([(work, messages_s + gather) for work, gather in zip(works, gathers, strict=True)])
 
+        forward_s, backward_s = _overlapped([(own.forward_s, gather) for gather in gathers]), backward(own.reduce_s)
         return StageTimes(
-            forward_s=_overlapped([(own.forward_s, gather) for gather in gathers]), backward_s=backward(own.reduce_s),
-            first_forward_s=_overlapped([(own.forward_s, own.first_gather_s)] * layers),
-            last_backward_s=backward(own.last_reduce_s),
+            forward_s=forward_s, backward_s=backward_s, ready_s=first_s - forward_s,
+            reduce_s=backward(own.last_reduce_s) - backward_s,
         )  # fmt: skip
 
     def _layer_times(self, chunk: int) -> _LayerTimes:
-        layers, layout = self._chunk_layers, self.layout
+        has_layers, layout = self._chunk_layers[chunk] > 0, self.layout
+        layers = max(1, self._chunk_layers[chunk])
         compute = self._compute_s(chunk) / layers
+        tensor, context = self._tensor_s * has_layers, self._context_s * has_layers
         bits = self._chunk_parameters(chunk) * _MESSAGE_BITS / layers
         shard = self.placement.shard_links.scatter_s(bits)
         replicate = self.placement.replicate_links.all_reduce_s(bits / layout.degrees.shards)
         return _LayerTimes(
-            forward_s=compute + self._tensor_s + self._context_s,
-            backward_s=2 * compute + self._tensor_s + self._context_s + self._home_s,
-            again_s=self._layers_s(chunk) / layers + self._tensor_s / 2 + self._context_s,
+            forward_s=compute + tensor + context,
+            backward_s=2 * compute + tensor + context + self._home_s * has_layers,
+            again_s=self._layers_s(chunk) / layers + tensor / 2 + context,
             gather_s=shard if layout.zero_stage == 3 else 0.0, reduce_s=shard if layout.zero_stage >= 2 else 0.0,
             first_gather_s=shard if layout.zero_stage else 0.0,
             last_reduce_s=(2 if layout.zero_stage == 0 else 1) * shard + replicate,
@@ -582,7 +628,7 @@ class StepCost:
 
     def _chunk_parameters(self, chunk: int) -> float:
         stages = self.layout.degrees.pp * self.layout.interleave
-        own = self._chunk_layers * self.model.layer_parameters + _outer_parameters(self.model, chunk, stages)
+        own = self._chunk_layers[chunk] * self.model.layer_parameters + _outer_parameters(self.model, chunk, stages)
         return own / self.layout.degrees.tp
 
 

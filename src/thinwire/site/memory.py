@@ -9,9 +9,10 @@ from thinwire.errors import refusal
 # Mixed precision with Adam, bytes a parameter (arXiv 1910.02054, section 3.1): a 16-bit weight and gradient; a 32-bit
 # copy and two moments, which make K = 12.
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
-# Bytes a layer, token and unit of width that wait for the backward pass, and bytes a token, head and key of the
-# attention matrices (arXiv 2205.05198, equation 1).
-_UNIT_BYTES, _MATRIX_BYTES = 34, 5
+# Bytes a layer, token and unit of width that wait for the backward pass; of these, what stands outside the products
+# that tensor parallelism shares; and bytes a token, head and key of the attention matrices (arXiv 2205.05198,
+# equations 1 and 2).
+UNIT_BYTES, _OUTSIDE_BYTES, _MATRIX_BYTES = 34, 10, 5
 # A recomputed layer keeps its 16-bit input alone.
 _INPUT_BYTES = 2
 # Logits, their gradient and what the loss keeps, in float32.
@@ -48,30 +49,37 @@ def state_bytes(num_parameters: float, *, zero_stage: int, shards: int) -> float
 
 def layer_activation_bytes(
     *, tokens: int, seq_len: int, width: int, heads: int, tensor_parallel: int = 1, context_parallel: int = 1,
-    flash_attention: bool = True, is_recomputed: bool = False,
+    flash_attention: bool = True, is_recomputed: bool = False, sequence_parallel: bool = False,
+    unit_bytes: float = UNIT_BYTES,
 ) -> float:  # fmt: skip
-    """Return what one layer keeps of one micro-batch for the backward pass: (34 s b h + 5 a s^2 b) / t.
+    """Return what one layer keeps of one micro-batch for the backward pass: (10 + 24/t) s b h + 5 a s^2 b / t.
+
+    With sequence parallelism it is (34 s b h + 5 a s^2 b) / t (arXiv 2205.05198, equations 2 and 4).
 
     Args:
         tokens: Of the micro-batch: s b.
         seq_len: Tokens of a sequence: s.
         width: Of the residual stream: h.
         heads: Attention heads: a.
-        tensor_parallel: Devices that share each layer, with sequence parallelism: t.
+        tensor_parallel: Devices that share each layer: t.
         context_parallel: Devices that share each sequence.
         flash_attention: Whether attention keeps no matrix, which removes the second term.
-        is_recomputed: Whether the layer keeps its input alone: 2 s b h, whole on each tensor-parallel device.
+        is_recomputed: Whether the layer keeps its input alone: 2 s b h.
+        sequence_parallel: Whether tensor-parallel devices share what stands outside their products too.
+        unit_bytes: The 34 of the formula, which holds for a GPT block with dropout.
 
     Example:
         >>> layer_activation_bytes(tokens=2048, seq_len=2048, width=12288, heads=96, tensor_parallel=8,
-        ...                        flash_attention=False) / 2**20
+        ...                        flash_attention=False, sequence_parallel=True) / 2**20
         342.0
     """
     own = tokens / context_parallel
+    outside = tensor_parallel if sequence_parallel else 1
     if is_recomputed:
-        return _INPUT_BYTES * own * width
+        return _INPUT_BYTES * own * width / outside
     matrices = 0.0 if flash_attention else _MATRIX_BYTES * heads * own * seq_len
-    return (_UNIT_BYTES * own * width + matrices) / tensor_parallel
+    shared = ((unit_bytes - _OUTSIDE_BYTES) * own * width + matrices) / tensor_parallel
+    return shared + _OUTSIDE_BYTES * own * width / outside
 
 
 def logit_bytes(*, tokens: int, vocab_size: int, tensor_parallel: int = 1, context_parallel: int = 1) -> float:

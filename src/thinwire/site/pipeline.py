@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 from typing import NamedTuple
 
 from thinwire.errors import refusal
 from thinwire.simulate import ComputeTask, FluidFlow, SimLink, TransferTask, run_tasks
+from thinwire.site.memory import interleaved_in_flight, one_f_one_b_in_flight
 
 # Rounds, of as many micro-batches as ranks, that are simulated one by one; those beyond take as long as the last ones
 # do on average. With unequal stages and links this is within 1 % of the whole schedule.
@@ -66,6 +68,11 @@ def interleaved(*, num_stages: int, num_micro_batches: int, interleave: int) -> 
             "an interleaved pipeline needs a multiple of its stages", got=f"{num_micro_batches} micro-batches",
             allowed=f"multiples of {num_stages}", remedy=str(nearest),
         )  # fmt: skip
+    about = {"num_stages": num_stages, "num_micro_batches": num_micro_batches, "interleave": interleave}
+    return tuple(_interleaved_rank(rank, **about) for rank in range(num_stages))
+
+
+def _interleaved_rank(rank: int, *, num_stages: int, num_micro_batches: int, interleave: int) -> tuple[PipelineOp, ...]:
     total, group = interleave * num_micro_batches, interleave * num_stages
 
     def operation(number: int, *, is_forward: bool) -> PipelineOp:
@@ -73,20 +80,65 @@ def interleaved(*, num_stages: int, num_micro_batches: int, interleave: int) -> 
         micro_batch = number // group * num_stages + number % num_stages
         return PipelineOp(is_forward, chunk if is_forward else interleave - 1 - chunk, micro_batch)
 
-    ranks = []
-    for rank in range(num_stages):
-        warm_up = min(total, 2 * (num_stages - rank - 1) + (interleave - 1) * num_stages)
-        forward = [operation(number, is_forward=True) for number in range(total)]
-        backward = [operation(number, is_forward=False) for number in range(total)]
-        ranks.append(_alternate(forward, backward, warm_up))
-    return tuple(ranks)
+    warm_up = min(total, 2 * (num_stages - rank - 1) + (interleave - 1) * num_stages)
+    forward = [operation(number, is_forward=True) for number in range(total)]
+    backward = [operation(number, is_forward=False) for number in range(total)]
+    return _alternate(forward, backward, warm_up)
 
 
-def most_in_flight(operations: Sequence[PipelineOp]) -> int:
-    """Return how many forward passes of a rank wait for their backward pass at once, at most."""
-    most = now = 0
+@cache
+def layers_in_flight(rank: int, *, num_stages: int, num_micro_batches: int, own_chunks: tuple[int, ...]) -> float:
+    """Return how many layers' activations of one micro-batch each a rank keeps at most.
+
+    Args:
+        rank: Of the pipeline.
+        num_stages: Ranks of the pipeline.
+        num_micro_batches: Of a step.
+        own_chunks: Layers of each chunk of this rank.
+
+    Example:
+        >>> layers_in_flight(0, num_stages=4, num_micro_batches=8, own_chunks=(3,))
+        12
+    """
+    about = {"num_stages": num_stages, "num_micro_batches": num_micro_batches}
+    if len(own_chunks) == 1:
+        return own_chunks[0] * one_f_one_b_in_flight(rank, **about)
+    if len(set(own_chunks)) == 1:
+        return own_chunks[0] * interleaved_in_flight(rank, interleave=len(own_chunks), **about)
+    # the order repeats itself after as many micro-batches as ranks
+    about["num_micro_batches"] = min(num_micro_batches, 3 * num_stages)
+    return most_in_flight(_interleaved_rank(rank, interleave=len(own_chunks), **about), own_chunks)
+
+
+@cache
+def chunk_layers(layers: int, num_chunks: int) -> tuple[int, ...]:
+    """Return how many layers each chunk of a pipeline has, in the order in which a micro-batch passes them.
+
+    Where the chunks do not divide the layers, those at the ends have one less, the last one first: they hold the head
+    and the embedding too. So are BLOOM (arXiv 2211.05100), GLM-130B (2210.02414) and Llama 3 (2407.21783) cut.
+
+    Example:
+        >>> chunk_layers(70, 12), chunk_layers(7, 4)
+        ((5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 5), (2, 2, 2, 1))
+    """
+    most = -(-layers // num_chunks)
+    found = [most] * num_chunks
+    for number in range(most * num_chunks - layers):
+        found[number // 2 if number % 2 else -1 - number // 2] -= 1
+    return tuple(found)
+
+
+def most_in_flight(operations: Sequence[PipelineOp], weights: Sequence[float] | None = None) -> float:
+    """Return how many forward passes of a rank wait for their backward pass at once, at most.
+
+    Args:
+        operations: Of the rank.
+        weights: What a pass of each chunk counts; None for 1 each.
+    """
+    most = now = 0.0
     for operation in operations:
-        now += 1 if operation.is_forward else -1
+        weight = 1.0 if weights is None else weights[operation.chunk]
+        now += weight if operation.is_forward else -weight
         most = max(most, now)
     return most
 
@@ -98,29 +150,22 @@ class StageTimes:
     Attributes:
         forward_s: Forward pass of a micro-batch.
         backward_s: Backward pass of a micro-batch, with what is recomputed.
-        first_forward_s: That of the first micro-batch of a step, which may wait for gathered weights; None if equal.
-        last_backward_s: That of the last micro-batch, which may reduce gradients; None if equal.
+        ready_s: From the start of a step until the first forward pass may begin: all ranks gather weights at once.
+        reduce_s: Sum of its gradients, after the last pass of its rank; other ranks do not wait for it.
     """
 
     forward_s: float
     backward_s: float
-    first_forward_s: float | None = None
-    last_backward_s: float | None = None
+    ready_s: float = 0.0
+    reduce_s: float = 0.0
 
-    def seconds(self, operation: PipelineOp, *, num_micro_batches: int) -> float:
-        """Return the duration of one operation of this stage."""
-        usual, special = self.backward_s, self.last_backward_s
-        is_special = operation.micro_batch == num_micro_batches - 1
-        if operation.is_forward:
-            usual, special = self.forward_s, self.first_forward_s
-            is_special = operation.micro_batch == 0
-        return usual if special is None or not is_special else special
+    def seconds(self, *, is_forward: bool) -> float:
+        """Return the duration of a pass of one micro-batch."""
+        return self.forward_s if is_forward else self.backward_s
 
     def total_s(self, num_micro_batches: int) -> float:
-        """Return the seconds of a whole step of this stage."""
-        first = self.forward_s if self.first_forward_s is None else self.first_forward_s
-        last = self.backward_s if self.last_backward_s is None else self.last_backward_s
-        return first + last + (num_micro_batches - 1) * (self.forward_s + self.backward_s)
+        """Return the seconds of a whole step of this stage, were it alone."""
+        return self.ready_s + num_micro_batches * (self.forward_s + self.backward_s) + self.reduce_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,14 +207,13 @@ def pipeline_s(order: Order, stages: Sequence[StageTimes], stage_links: Sequence
         209.0
     """
     num_ranks = len(order)
-    num_micro_batches = 1 + max(operation.micro_batch for operation in order[0])
     numbers: dict[tuple[bool, int, int], int] = {}
     for rank, operations in enumerate(order):
         for operation in operations:
             stage = operation.chunk * num_ranks + rank
             numbers[operation.is_forward, stage, operation.micro_batch] = len(numbers)
     tasks: list[ComputeTask | TransferTask] = []
-    messages: list[TransferTask] = []
+    others: list[ComputeTask | TransferTask] = []
     for rank, operations in enumerate(order):
         for position, operation in enumerate(operations):
             stage = operation.chunk * num_ranks + rank
@@ -179,18 +223,23 @@ def pipeline_s(order: Order, stages: Sequence[StageTimes], stage_links: Sequence
                 sender = numbers[operation.is_forward, source, operation.micro_batch]
                 link = source % num_ranks if operation.is_forward else rank
                 if num_ranks > 1 and stage_links[link].total_s > 0:
-                    after.append(len(numbers) + len(messages))
-                    messages.append(
+                    after.append(len(numbers) + len(others))
+                    others.append(
                         _message(stage_links[link], link if operation.is_forward else num_ranks + link, sender)
                     )
                 else:
                     after.append(sender)
-            seconds = stages[stage].seconds(operation, num_micro_batches=num_micro_batches)
+            if operation.is_forward and operation.micro_batch == 0 and stages[stage].ready_s:
+                after.append(len(numbers) + len(others))
+                others.append(ComputeTask(processor=num_ranks + stage, seconds=stages[stage].ready_s))
+            seconds = stages[stage].seconds(is_forward=operation.is_forward)
             tasks.append(ComputeTask(processor=rank, seconds=seconds, after=tuple(after)))
+        if reduce_s := sum(stage.reduce_s for stage in stages[rank::num_ranks]):
+            others.append(ComputeTask(processor=rank, seconds=reduce_s, after=(len(tasks) - 1,)))
     # a message's size is its seconds: on its own link of one bit a second it takes just these
     links = [SimLink(bandwidth_bits_per_s=1.0 if stage_links[number % num_ranks].message_s else inf)
-             for number in range(2 * num_ranks)] if messages else []  # fmt: skip
-    return run_tasks([*tasks, *messages], links=links).makespan_s
+             for number in range(2 * num_ranks)]  # fmt: skip
+    return run_tasks([*tasks, *others], links=links).makespan_s
 
 
 def step_s(
@@ -227,8 +276,8 @@ def lower_bound_s(
 ) -> float:
     """Return a time that no step of this pipeline can beat; the largest of three.
 
-    - A rank starts when the first micro-batch has reached it, does all its work, and then the last gradient goes back
-      to the first rank.
+    - A rank starts when its weights are there and the first micro-batch has reached it, and does all its work. Then it
+      sums its gradients, and the last one goes back to the first rank, which sums its own.
     - A link carries all messages one after another.
     - Few micro-batches are in flight: a later one waits until an earlier one has gone to the end and come back.
 
@@ -242,18 +291,19 @@ def lower_bound_s(
     if num_ranks == 1:
         return stages[0].total_s(num_micro_batches)
     best = fill = drain = 0.0
+    reduces = [sum(stage.reduce_s for stage in stages[rank::num_ranks]) for rank in range(num_ranks)]
     for rank in range(num_ranks):
-        work = sum(stages[chunk * num_ranks + rank].total_s(num_micro_batches) for chunk in range(interleave))
-        first, last = stages[rank].first_forward_s, stages[rank].last_backward_s
-        best = max(best, fill + work + drain)
+        work = num_micro_batches * sum(stage.forward_s + stage.backward_s for stage in stages[rank::num_ranks])
+        fill = max(fill, stages[rank].ready_s)
+        best = max(best, fill + work + max(reduces[rank], drain + reduces[0]))
         if interleave == 1:
             trips = -(-num_micro_batches // (num_ranks - rank))
             best = max(best, fill + trips * _round_trip_s(stages[rank:], stage_links[rank:]))
-        fill += stages[rank].forward_s if first is None else first
+        fill += stages[rank].forward_s
         messages = num_micro_batches * (interleave if rank < num_ranks - 1 else interleave - 1)
         best = max(best, fill + messages * stage_links[rank].message_s)
         fill += stage_links[rank].total_s
-        drain += (stages[rank].backward_s if last is None else last) + stage_links[rank].total_s
+        drain += stages[rank].backward_s + stage_links[rank].total_s
     for chunk in range(interleave if interleave > 1 else 0):
         # on rank 0, 2 (v - c) p - 1 forward passes after one of chunk c the gradient of that one has come back; chunk c
         # has its turn every v p forward passes
@@ -265,11 +315,7 @@ def lower_bound_s(
 
 def _round_trip_s(stages: Sequence[StageTimes], stage_links: Sequence[StageLink]) -> float:
     """Return the least time from the first to the last of some stages and back; the links go round."""
-    work = sum(
-        min(stage.forward_s, stage.forward_s if stage.first_forward_s is None else stage.first_forward_s)
-        + min(stage.backward_s, stage.backward_s if stage.last_backward_s is None else stage.last_backward_s)
-        for stage in stages
-    )
+    work = sum(stage.forward_s + stage.backward_s for stage in stages)
     return work + 2 * sum(stage_links[number % len(stage_links)].total_s for number in range(len(stages) - 1))
 
 

@@ -17,8 +17,18 @@ from typing import Any
 from thinwire.errors import DataError, refusal
 from thinwire.files import short
 from thinwire.site import memory
-from thinwire.site.cost_model import Degrees, Layout, ModelShape, SitePlacement, StepCost, peak_bytes
+from thinwire.site.cost_model import (
+    Degrees,
+    Layout,
+    ModelShape,
+    SitePlacement,
+    StepCost,
+    most_rank_layers,
+    peak_bytes,
+    rank_chunks,
+)
 from thinwire.site.layers import LayerOption, cheapest_options
+from thinwire.site.pipeline import chunk_layers
 from thinwire.site.placement import place
 from thinwire.site.site_file import Site
 
@@ -119,7 +129,8 @@ def torchtitan_toml(plan: SitePlan) -> str:
     layout, model = plan.best.layout, plan.model
     degrees, has_stages = layout.degrees, layout.degrees.pp > 1
     local = layout.micro_batch * (layout.num_micro_batches if has_stages else 1)
-    parallelism: dict[str, int | str] = {
+    sizes = chunk_layers(model.layers, degrees.pp * layout.interleave)
+    parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": degrees.dp_replicate, "data_parallel_shard_degree": degrees.dp_shard,
         "fsdp_reshard_after_forward": "always" if layout.zero_stage == 3 else "never",
         "tensor_parallel_degree": degrees.tp, "context_parallel_degree": degrees.cp,
@@ -128,14 +139,20 @@ def torchtitan_toml(plan: SitePlan) -> str:
     if has_stages:
         parallelism |= {
             "pipeline_parallel_schedule": "1F1B" if layout.interleave == 1 else "Interleaved1F1B",
-            "pipeline_parallel_layers_per_stage": model.layers // (degrees.pp * layout.interleave),
-            "pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0,
             "pipeline_parallel_microbatch_size": layout.micro_batch,
         }  # fmt: skip
+        if set(sizes[1:-1]) <= {max(sizes)}:
+            parallelism |= {
+                "pipeline_parallel_layers_per_stage": max(sizes),
+                "pipeline_parallel_first_stage_less_layers": max(sizes) - sizes[0],
+                "pipeline_parallel_last_stage_less_layers": max(sizes) - sizes[-1],
+            }  # fmt: skip
+        else:
+            parallelism["module_fqns_per_model_part"] = _module_names(sizes)
     recomputed = layout.recomputed_layers * degrees.pp
-    sections: dict[str, dict[str, int | str]] = {
+    sections: dict[str, dict[str, Any]] = {
         "training": {
-            "local_batch_size": local, "global_batch_size": layout.global_batch, "seq_len": model.seq_len,
+            "local_batch_size": local, "global_batch_size": layout.padded_batch, "seq_len": model.seq_len,
         },
         "parallelism": parallelism, "activation_checkpoint": {"mode": "full" if recomputed else "none"},
     }  # fmt: skip
@@ -143,10 +160,23 @@ def torchtitan_toml(plan: SitePlan) -> str:
     for count, word in ((recomputed, "recomputed"), (layout.unsharded_layers, "unsharded")):
         if 0 < count < model.layers:
             lines.append(f"# planned: {count} of {model.layers} layers {word}")
+    if layout.padded_batch > layout.global_batch:
+        lines.append(f"# planned: {layout.global_batch} sequences; torchtitan takes multiples of {layout.padded_batch}")
     for section, values in sections.items():
         lines += ["", f"[{section}]"]
         lines += [f"{name} = {json.dumps(value)}" for name, value in values.items()]
     return "\n".join(lines) + "\n"
+
+
+def _module_names(sizes: Sequence[int]) -> list[list[str]]:
+    """Return the modules of each chunk, as torchtitan's decoders name them."""
+    names: list[list[str]] = []
+    for size in sizes:
+        first = sum(sizes[: len(names)])
+        names.append([f"layers.{number}" for number in range(first, first + size)])
+    names[0].insert(0, "tok_embeddings")
+    names[-1] += ["norm", "output"]
+    return names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +192,7 @@ class SiteRun:
     rank_order: tuple[str, ...]
 
 
-_MOST_RANKS = 1 << 16
+_MOST_RANKS = 1 << 20
 # Options of `thinwire train` that the plan decides, by the file's keys.
 _RUN_OPTIONS = {
     "global_batch": "batch_size", "micro_batch": "micro_batch", "seq_len": "seq_len", "zero_stage": "zero_stage",
@@ -258,10 +288,10 @@ def memory_front(plan: SitePlan) -> list[StepCost]:
     """
     candidates = [plan.best]
     for step in plan.steps:
-        own_layers = plan.model.layers // step.layout.degrees.pp
+        most = most_rank_layers(plan.model, step.layout)
         candidates.append(step)
-        if step.layout.recomputed_layers < own_layers:
-            candidates.append(replace(step, layout=replace(step.layout, recomputed_layers=own_layers)))
+        if step.layout.recomputed_layers < most:
+            candidates.append(replace(step, layout=replace(step.layout, recomputed_layers=most)))
     front: list[StepCost] = []
     best_s = inf
     # those that the bound rules out are not timed
@@ -312,14 +342,16 @@ def broken_rule(site: Site, model: ModelShape, degrees: Degrees, *, global_batch
         return f"tp {tp}", f"every device has whole heads; got {tp}, allowed divisors of {model.heads} heads"
     if model.seq_len % (2 * cp):
         return f"cp {cp}", f"a sequence is cut into 2 cp equal parts; got {2 * cp} parts of {model.seq_len} tokens"
-    if model.layers % pp:
-        return f"pp {pp}", f"stages have equally many layers; got {pp}, allowed divisors of {model.layers} layers"
+    if pp > model.layers:
+        return f"pp {pp}", f"every stage has a layer; got {pp}, allowed 1 to {model.layers} layers"
     replicas = degrees.dp_replicate * degrees.dp_shard
-    if global_batch % replicas:
+    if replicas > global_batch:
         return (
             f"dp_replicate x dp_shard {replicas}",
-            f"replicas have equally many sequences; got {replicas}, allowed divisors of {global_batch} sequences",
+            f"every replica has a sequence; got {replicas}, allowed 1 to {global_batch} sequences",
         )
+    if pp > (most := -(-global_batch // replicas)):
+        return f"pp {pp}", f"1F1B has as many micro-batches as stages at least; got {pp} stages, allowed 1 to {most}"
     return None
 
 
@@ -341,9 +373,9 @@ def _zero_stages(degrees: Degrees) -> tuple[int, ...]:
 
 def fitting_layouts(site: Site, model: ModelShape, degrees: Degrees, *, global_batch: int) -> Iterator[Layout]:
     """Yield the layouts of a grid that fit, each with the fewest recomputed layers."""
-    sequences = global_batch // (degrees.dp_replicate * degrees.dp_shard)
+    sequences = -(-global_batch // (degrees.dp_replicate * degrees.dp_shard))  # of the replica that has most
     for micro_batch in _powers_of_two(_MOST_MICRO_BATCH):
-        if sequences % micro_batch:
+        if sequences % micro_batch or sequences // micro_batch < degrees.pp:
             break
         for interleave in _powers_of_two(_MOST_INTERLEAVE):
             if interleave > 1 and not _may_interleave(model, degrees, interleave, sequences // micro_batch):
@@ -409,18 +441,19 @@ def mixed_layers(site: Site, model: ModelShape, layout: Layout) -> Layout | None
 
 def fewest_recomputed(site: Site, model: ModelShape, layout: Layout) -> int | None:
     """Return the fewest recomputed layers of each pipeline rank with which every device fits, or None."""
-    limit, own_layers = site.memory_bytes, model.layers // layout.degrees.pp
+    limit, most = site.memory_bytes, most_rank_layers(model, layout)
     if max(peak_bytes(model, layout)) <= limit:
         return 0
-    one, whole = (peak_bytes(model, replace(layout, recomputed_layers=layers)) for layers in (1, own_layers))
+    one, whole = (peak_bytes(model, replace(layout, recomputed_layers=layers)) for layers in (1, most))
     if max(whole) > limit:
         return None
     # from the first recomputed layer on memory falls by the same amount a layer
     needed = 1
-    for with_one, with_all in zip(one, whole, strict=True):
+    for rank, (with_one, with_all) in enumerate(zip(one, whole, strict=True)):
         if with_one > limit:
-            needed = max(needed, 1 + ceil((with_one - limit) / ((with_one - with_all) / (own_layers - 1)) - 1e-9))
-    return min(needed, own_layers)
+            a_layer = (with_one - with_all) / (sum(rank_chunks(model, layout, rank)) - 1)
+            needed = max(needed, 1 + ceil((with_one - limit) / a_layer - 1e-9))
+    return min(needed, most)
 
 
 def memory_reason(site: Site, model: ModelShape, layout: Layout, *, grids: Sequence[Degrees]) -> str:
@@ -553,13 +586,13 @@ def _nothing_fits(
         one = refused[0]
         return refusal(
             f"no grid of {site.num_devices} devices keeps the rules, the first: {one.reason}", got=one.what,
-            allowed="a batch, heads, layers and sequences that the degrees divide",
+            allowed="heads and sequences that the degrees divide, and a sequence for each replica",
             remedy=f"--global-batch {site.num_devices * model.seq_len}",
         )  # fmt: skip
 
     def peak(degrees: Degrees) -> float:
         layout = smallest_layout(degrees, global_batch=global_batch)
-        return max(peak_bytes(model, replace(layout, recomputed_layers=model.layers // degrees.pp)))
+        return max(peak_bytes(model, replace(layout, recomputed_layers=most_rank_layers(model, layout))))
 
     nearest = min(grids, key=peak)
     whole = memory.state_bytes(model.num_parameters, zero_stage=0, shards=1) * (1 + memory.FRAGMENTATION)
@@ -573,7 +606,8 @@ def _nothing_fits(
 
 def _may_interleave(model: ModelShape, degrees: Degrees, interleave: int, num_micro_batches: int) -> bool:
     has_stages = degrees.pp > 1 and num_micro_batches % degrees.pp == 0
-    return has_stages and model.layers % (degrees.pp * interleave) == 0
+    # a chunk of one end may hold the embedding or the head alone
+    return has_stages and degrees.pp * interleave <= model.layers + 2
 
 
 def _differs_once(one: Degrees, other: Degrees, name: str) -> bool:

@@ -38,8 +38,8 @@ from thinwire.planning.cluster import load_cluster
 from thinwire.units import parse_bytes, parse_rate, parse_seconds
 
 FORMAT, VERSION = "thinwire-site", 1
-# A file of more is a mistake, or an attack.
-_MOST_NODES, _MOST_DEVICES, _MOST_BYTES = 1_000, 8_192, 16 * 2**20
+# A file of more is a mistake, or an attack. A few bytes may state any number of devices, each of which takes memory.
+_MOST_DEVICES, _MOST_BYTES = 1 << 20, 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +112,10 @@ class Site:
             raise ValueError(f"every node needs a name of its own, got {twice!r} twice; rename one")
         if sum(node.devices for node in self.nodes) > _MOST_DEVICES:
             raise ValueError(f"a site has at most {_MOST_DEVICES} devices, got {self.num_devices}; plan a part of it")
+        known = set(names)
         for link in self.links:
             for name in (link.source, link.destination):
-                if name not in names:
+                if name not in known:
                     raise ValueError(f"a link names {name!r}, which is no node; there are {', '.join(names[:8])}")
         pairs = {(link.source, link.destination) for link in self.links}
         for source in names if self.between_nodes is None else ():
@@ -148,20 +149,19 @@ class Site:
         """Return the same site with devices of another speed, in FLOP/s that training reaches."""
         return replace(self, nodes=tuple(replace(node, flops_per_s=flops_per_s) for node in self.nodes))
 
+    def link(self, source: int, destination: int) -> NodeLink:
+        """Return the link of a pair of nodes, by their numbers; of a node with itself that between two devices."""
+        one, other = self.nodes[source], self.nodes[destination]
+        if source == destination:
+            return NodeLink(bandwidth_bits_per_s=one.bandwidth_bits_per_s, latency_s=one.latency_s)
+        given = self._given
+        found = given.get((one.name, other.name)) or given.get((other.name, one.name)) or self.between_nodes
+        assert found is not None, "checked when the site was made"
+        return found
+
     @cached_property
-    def link_matrix(self) -> tuple[tuple[NodeLink, ...], ...]:
-        """Link of each pair of nodes, and on the diagonal that between two devices of a node."""
-        given = {(link.source, link.destination): link for link in self.links}
-
-        def link(source: SiteNode, destination: SiteNode) -> NodeLink:
-            if source is destination:
-                return NodeLink(bandwidth_bits_per_s=source.bandwidth_bits_per_s, latency_s=source.latency_s)
-            one, other = source.name, destination.name
-            found = given.get((one, other)) or given.get((other, one)) or self.between_nodes
-            assert found is not None, "checked when the site was made"
-            return found
-
-        return tuple(tuple(link(source, destination) for destination in self.nodes) for source in self.nodes)
+    def _given(self) -> dict[tuple[str, str], NodeLink]:
+        return {(link.source, link.destination): link for link in self.links}
 
 
 def load_site(path: Path, *, links: Path | None = None) -> Site:
@@ -310,9 +310,8 @@ _READ: Mapping[str, Callable[[str], float]] = {
 
 def _entries(content: Mapping[str, Any], key: str) -> list[tuple[int, Any]]:
     found = content.get(key, [])
-    most = _MOST_NODES if key == "nodes" else _MOST_NODES**2
-    if not isinstance(found, list) or len(found) > most:
-        raise DataError(f'"{key}" must be a list of at most {most} entries, got {short(found)}')
+    if not isinstance(found, list):
+        raise DataError(f'"{key}" must be a list, got {short(found)}')
     return list(enumerate(found))
 
 

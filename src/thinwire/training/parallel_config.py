@@ -107,15 +107,22 @@ def _bad_with_ranks(config: TrainConfig) -> list[ValueError]:
         nearest = max(1, round(seq_len / parts)) * parts
         problems.append(refusal("--cp cuts each sequence into 2 equal parts a rank", got=f"{seq_len} tokens",
                                 allowed=f"multiples of {parts}", remedy=f"--seq-len {nearest}"))  # fmt: skip
-    batch, per_pass = config.data.batch_size or _BATCH_SIZE, (config.data.micro_batch or 1) * own.data_ranks
-    if batch % per_pass and config.data.sequences == "windows":  # documents fill passes by their lengths
+    batch = config.data.batch_size or _BATCH_SIZE
+    if batch < own.data_ranks and config.data.sequences == "windows":  # documents fill passes by their lengths
         problems.append(
-            refusal("--batch-size is not divided by the sequences of a pass of all ranks", got=batch,
-                    allowed=f"multiples of {per_pass}", remedy=f"--batch-size {-(-batch // per_pass) * per_pass}")
+            refusal("--batch-size has no sequence for some of the ranks", got=batch,
+                    allowed=f"{own.data_ranks} or more", remedy=f"--batch-size {own.data_ranks}")
         )  # fmt: skip
         return problems
-    num_passes = 1 if config.data.micro_batch is None else batch // per_pass
-    if own.interleave > 1 and num_passes % own.pp:
+    per_rank = -(-batch // own.data_ranks)
+    num_passes = -(-per_rank // (config.data.micro_batch or per_rank))
+    if num_passes < own.pp and not problems:
+        fewest = own.pp * own.data_ranks
+        problems.append(
+            refusal("--pp needs as many micro-batches as stages", got=num_passes, allowed=f"{own.pp} or more",
+                    remedy="--micro-batch 1" + (f" and --batch-size {fewest}" if batch < fewest else ""))
+        )  # fmt: skip
+    elif own.interleave > 1 and num_passes % own.pp:
         problems.append(
             refusal("--interleave needs as many micro-batches as --pp, or a multiple", got=num_passes,
                     allowed=f"multiples of {own.pp}", remedy="--micro-batch 1, or --interleave 1")

@@ -28,6 +28,7 @@ from thinwire.models.transformer import (
 from thinwire.shared_random import derive_seed
 from thinwire.site.cost_model import decoder_shape
 from thinwire.site.lengths import assign_sequences, cost_of, padded_groups
+from thinwire.site.pipeline import chunk_layers
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import Passes, num_targets
 from thinwire.transport.replica_mesh import ReplicaMesh
@@ -114,14 +115,16 @@ def _check_cut(config: TrainConfig, mesh: ReplicaMesh, *, layers: int) -> None:
         raise refusal("--cp runs on CPUs alone: its bridge to torch was never run on another device",
                       got=f"--device {mesh.device.type}", allowed="cpu",
                       remedy="thinwire plan --inside --torchtitan FILE")  # fmt: skip
-    if layers % (own.pp * own.interleave):
+    num_chunks, most_chunks = own.pp * own.interleave, layers + 2 * (own.interleave > 1)  # an end may have no layer
+    if num_chunks > most_chunks:
         raise refusal(
-            "the model's layers are not divided by the chunks of the pipeline", got=f"{own.pp} x {own.interleave}",
-            allowed=f"divisors of {layers} layers", remedy="--interleave 1, or another --pp",
+            "the pipeline has more chunks than the model has layers for", got=f"{own.pp} x {own.interleave}",
+            allowed=f"1 to {most_chunks} chunks of {layers} layers", remedy="--interleave 1, or a smaller --pp",
         )  # fmt: skip
-    if own.recompute_layers > layers // own.pp:
+    most = max(sum(chunk_layers(layers, num_chunks)[rank :: own.pp]) for rank in range(own.pp))
+    if own.recompute_layers > most:
         raise refusal("--recompute-layers is more than the layers of a stage", got=own.recompute_layers,
-                      allowed=f"0 to {layers // own.pp}", remedy="--recompute")  # fmt: skip
+                      allowed=f"0 to {most}", remedy="--recompute")  # fmt: skip
     if own.unsharded_layers >= layers:
         raise refusal("--unsharded-layers leaves no layer to shard", got=own.unsharded_layers,
                       allowed=f"0 to {layers - 1}", remedy="--zero-stage 2")  # fmt: skip
@@ -134,14 +137,22 @@ def _num_freed(config: TrainConfig, layers: int) -> int:
 
 
 def _chunks(model: Transformer, config: TrainConfig, *, stage: int) -> list[TransformerStage]:
-    own = config.parallel
-    size = model.config.layers // (own.pp * own.interleave)
-    left = size * own.interleave if config.model.recompute else own.recompute_layers
+    own, layers = config.parallel, model.config.layers
+    sizes = chunk_layers(layers, own.pp * own.interleave)
+    left = layers if config.model.recompute else own.recompute_layers
     found = []
-    for number in range(own.interleave):
-        first = (stage + number * own.pp) * size
-        found.append(TransformerStage(model, range(first, first + size), num_recomputed=min(left, size)))
-        left -= min(left, size)
+    for number in range(stage, len(sizes), own.pp):
+        first, recomputed = sum(sizes[:number]), min(left, sizes[number])
+        found.append(
+            TransformerStage(
+                model,
+                range(first, first + sizes[number]),
+                has_embedding=number == 0,
+                has_head=number == len(sizes) - 1,
+                num_recomputed=recomputed,
+            )
+        )
+        left -= recomputed
     return found
 
 
@@ -155,12 +166,14 @@ def whole_parameters(model: nn.Module, mesh: ReplicaMesh) -> dict[str, Tensor]:
 
 def _of_all_stages(own: dict[str, Tensor], model: PipelineChunks, mesh: ReplicaMesh) -> dict[str, Tensor]:
     dtype = next(iter(own.values())).dtype
-    pp, num_chunks = mesh.size_of("pp"), mesh.size_of("pp") * model.num_chunks
-    per_chunk = model.config.layers // num_chunks
+    pp = mesh.size_of("pp")
+    sizes = chunk_layers(model.config.layers, pp * model.num_chunks)
+    chunk_of = [chunk for chunk, size in enumerate(sizes) for _ in range(size)]
     found = {}
     for name, sketch in build_transformer(model.config, device="meta").named_parameters():
         parts = name.split(".")
-        chunk = int(parts[1]) // per_chunk if parts[0] == "blocks" else 0 if parts[0] == "embedding" else num_chunks - 1
+        end = 0 if parts[0] == "embedding" else len(sizes) - 1
+        chunk = chunk_of[int(parts[1])] if parts[0] == "blocks" else end
         value = own[name] if name in own else torch.empty(sketch.shape, dtype=dtype)
         found[name] = mesh.broadcast_from_stage(value.to(mesh.device), chunk % pp).cpu()
     return found
@@ -197,7 +210,7 @@ class ParallelPasses:
                         (loss * (share * self._mesh.data_ranks)).backward()  # type: ignore[no-untyped-call]
                     sums += share / self._mesh.size_of("cp") * torch.stack([loss.detach(), nll.detach()])
             else:
-                sums = self._pipeline.backward(passes, share=passes[0][2])
+                sums = self._pipeline.backward(passes, num_rows=len(tokens))
         self._sum_gains()
         loss, nll = self._of_batch(sums)
         return loss, nll
@@ -325,6 +338,14 @@ def _as_wide(rows: Tensor, width: int, value: int) -> Tensor:
     return nn.functional.pad(rows[:, :width], (0, max(0, width - rows.shape[1])), value=value)
 
 
+def _filled(tokens: Tensor, targets: Tensor, share: float, *, size: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and targets with so many rows; those added, and all of a pass without a share, count nothing."""
+    missing = (0, 0, 0, size - len(tokens))
+    if not share:
+        targets = torch.full_like(targets, PADDING)
+    return nn.functional.pad(tokens, missing), nn.functional.pad(targets, missing, value=PADDING)
+
+
 class _Pipeline:
     """Passes of the chunks of this rank; a tied head works on a copy of the embedding, fetched at every step.
 
@@ -340,27 +361,31 @@ class _Pipeline:
         self._last_stage = config.parallel.pp - 1
         self._schedule: Any = None
         self._key: tuple[int, ...] = ()
-        self._share = 0.0
+        self._num_rows, self._is_padded = 1, False
         self._losses: list[Tensor] = []
 
-    def backward(self, passes: Sequence[tuple[Tensor, Tensor, float]], *, share: float) -> Tensor:
+    def backward(self, passes: Sequence[tuple[Tensor, Tensor, float]], *, num_rows: int) -> Tensor:
         """Put the gradients of a step into this rank's chunks.
 
         Args:
-            passes: Rows of each micro-batch, all alike.
-            share: Of the replica's batch in each of them.
+            passes: Rows of each micro-batch, and their share of the batch; those with fewer rows are padded.
+            num_rows: Of the replica's batch.
 
         Returns:
             Loss and nll, (2,), this rank's part of the batch; zero before the last stage.
         """
+        self._mesh.gather_ahead(self._chunks)
         self.fetch_embedding()
-        key = (len(passes), *passes[0][0].shape)
+        size = max(len(tokens) for tokens, _, _ in passes)
+        self._num_rows = num_rows
+        self._is_padded = any(len(tokens) < size or not share for tokens, _, share in passes)
+        filled = [_filled(*one, size=size) for one in passes]
+        key = (len(filled), *filled[0][0].shape)
         if key != self._key:  # torch's stages keep the shapes of their first step
-            self._schedule = self._mesh.pipeline(self._chunks, num_micro_batches=len(passes), loss=self._loss)
+            self._schedule = self._mesh.pipeline(self._chunks, num_micro_batches=len(filled), loss=self._loss)
             self._key = key
-        self._share = share
         self._losses.clear()
-        tokens, targets = (torch.cat([one[place] for one in passes]) for place in (0, 1))  # type: ignore[misc]
+        tokens, targets = (torch.cat([one[place] for one in filled]) for place in (0, 1))
         arguments = (tokens,) if self._mesh.stage == 0 else ()
         if self._mesh.stage == self._last_stage:
             self._schedule.step(*arguments, target=targets, losses=[])
@@ -370,7 +395,7 @@ class _Pipeline:
         # torch's first step asks for the shape of a loss as well
         losses = self._losses[-len(passes) :]
         zero = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
-        return share / self._mesh.size_of("cp") * torch.stack([zero, *losses]).sum(0)
+        return torch.stack([zero, *losses]).sum(0) / self._mesh.size_of("cp")
 
     def nll(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean nll of rows at the last stage, zero at the others; chunk after chunk."""
@@ -419,9 +444,10 @@ class _Pipeline:
             local_shard(gradient).add_(own_part(part, like=self._embedding) if is_sharded else part)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss, nll = next_token_loss(logits, targets, z_loss=self._shape.z_loss)
-        self._losses.append(torch.stack([loss.detach(), nll.detach()]).double())
-        return loss * (self._share * self._mesh.data_ranks)
+        loss, nll = next_token_loss(logits, targets, z_loss=self._shape.z_loss, is_padded=self._is_padded)
+        share = (targets >= 0).any(1).sum() / self._num_rows  # of the rows that are there
+        self._losses.append(share * torch.stack([loss.detach(), nll.detach()]).double())
+        return loss * (share * self._mesh.data_ranks)
 
     @property
     def _embedding(self) -> nn.Parameter:

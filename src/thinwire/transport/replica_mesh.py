@@ -169,7 +169,24 @@ class ReplicaMesh:
         ]
         if len(stages) == 1:
             return Schedule1F1B(stages[0], num_micro_batches, loss_fn=loss, scale_grads=False)
-        return ScheduleInterleaved1F1B(stages, num_micro_batches, loss_fn=loss, scale_grads=False)
+        schedule = ScheduleInterleaved1F1B(stages, num_micro_batches, loss_fn=loss, scale_grads=False)
+        for rank, actions in schedule.pipeline_order_with_comms.items():
+            schedule.pipeline_order_with_comms[rank] = _gathered_once(actions)
+        return schedule
+
+    def gather_ahead(self, chunks: Sequence[nn.Module]) -> None:
+        """Begin to bring the parameters of this rank's chunks together (FSDP2), before the first pass needs them.
+
+        torch's 1F1B begins at the first forward pass: each stage would gather when the stages before it have done.
+        """
+        if self.gradient_ranks == 1:
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        with named_failures():
+            for module in (one for chunk in chunks for one in chunk.modules()):
+                if isinstance(module, FSDPModule):
+                    module.unshard(async_op=True)
 
     def send_to_stage(self, tensor: torch.Tensor, stage: int) -> None:
         """Send a tensor to the rank at another place along the pipeline."""
@@ -229,6 +246,22 @@ class ReplicaMesh:
         rows = self._mesh.mesh.movedim(2, -1).reshape(-1, cp).tolist()
         groups = [dist.new_group(row) for row in rows]
         return next(group for group, row in zip(groups, rows, strict=True) if self.rank in row)
+
+
+def _gathered_once(actions: Sequence[Any]) -> list[Any]:
+    """Return a rank's actions with all gathers first, then the passes, then sums of gradients.
+
+    torch's order holds three chunks together at a time, and gathers a fourth one again and again; it sums the gradients
+    of a chunk before the next stage gets its own.
+    """
+    from torch.distributed.pipelining import schedules
+
+    kinds: Any = schedules._ComputationType
+    last = (kinds.REDUCE_GRAD, kinds.RESHARD)
+    first: dict[Any, Any] = {action: None for action in actions if action.computation_type is kinds.UNSHARD}
+    ends = {kind: list(dict.fromkeys(one for one in actions if one.computation_type is kind)) for kind in last}
+    passes = [action for action in actions if action.computation_type not in (kinds.UNSHARD, *last)]
+    return [*first, *passes, *ends[kinds.REDUCE_GRAD], *ends[kinds.RESHARD]]
 
 
 class _RingAttention(torch.autograd.Function):

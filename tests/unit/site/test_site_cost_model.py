@@ -85,8 +85,11 @@ def test_activations_follow_the_formula() -> None:
     about = {"tokens": 2 * 2048, "seq_len": 2048, "width": 4096, "heads": 32}
     s, b, h, a = 2048, 2, 4096, 32
     assert layer_activation_bytes(**about, flash_attention=False) == 34 * s * b * h + 5 * a * s * s * b
-    assert layer_activation_bytes(**about, tensor_parallel=4) == 34 * s * b * h / 4
+    assert layer_activation_bytes(**about, tensor_parallel=4) == (10 + 24 / 4) * s * b * h
     assert layer_activation_bytes(**about, tensor_parallel=4, is_recomputed=True) == 2 * s * b * h
+    assert layer_activation_bytes(**about, tensor_parallel=4, sequence_parallel=True) == 34 * s * b * h / 4
+    own_part = layer_activation_bytes(**about, tensor_parallel=4, sequence_parallel=True, is_recomputed=True)
+    assert own_part == 2 * s * b * h / 4
     assert layer_activation_bytes(**about, context_parallel=2) == 17 * s * b * h
 
 
@@ -208,8 +211,8 @@ def test_a_file_is_read_with_its_units(tmp_path: Path) -> None:
     path.write_text(json.dumps(FILE))
     site = load_site(path)
     assert site.device_names == ("a/0", "a/1", "b/0", "b/1") and site.memory_bytes == 24e9
-    assert site.link_matrix[0][0].bandwidth_bits_per_s == 2.4e12
-    assert site.link_matrix[1][0].bandwidth_bits_per_s == 1e10  # the reverse of the link
+    assert site.link(0, 0).bandwidth_bits_per_s == 2.4e12
+    assert site.link(1, 0).bandwidth_bits_per_s == 1e10  # the reverse of the link
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def test_a_file_is_read_with_its_units(tmp_path: Path) -> None:
         ({"version": 2}, "version 2; this thinwire reads 1"),
         ({"nodes": []}, "at least one node"),
         ({"nodes": [{"name": "a"}]}, r"nodes\[0\] lacks 'devices'"),
-        ({"nodes": [{**FILE["nodes"][0], "devices": 1.5}]}, "must be a whole number of 1 to 8192, got 1.5"),
+        ({"nodes": [{**FILE["nodes"][0], "devices": 1.5}]}, "must be a whole number of 1 to 1048576, got 1.5"),
         ({"nodes": [{**FILE["nodes"][0], "memory_bytes": "much"}]}, "the size cannot be read"),
         ({"nodes": [{**FILE["nodes"][0], "flops_per_s": 0}]}, r"flops_per_s must be above 0, got 0"),
         ({"nodes": [FILE["nodes"][0]] * 2, "links": []}, "got 'a' twice"),
@@ -267,14 +270,12 @@ def test_measured_links_of_mpigraph_replace_those_of_the_file(tmp_path: Path) ->
     path.write_text(json.dumps(FILE))
     links.write_text(MPIGRAPH)
     site = load_site(path, links=links)
-    matrix = site.link_matrix
     # the lower of both sides' rates, in 2^20 bytes a second; mpiGraph measures no latency
-    assert matrix[0][1].bandwidth_bits_per_s == 900 * 2**20 * 8
-    assert matrix[1][0].bandwidth_bits_per_s == 256 * 2**20 * 8
-    assert matrix[0][0].bandwidth_bits_per_s == 2.4e12
-    assert site_from_json({**FILE, "links": []}, measured=load_links(links)).link_matrix[0][
-        1
-    ].latency_s == pytest.approx(3e-5)
+    assert site.link(0, 1).bandwidth_bits_per_s == 900 * 2**20 * 8
+    assert site.link(1, 0).bandwidth_bits_per_s == 256 * 2**20 * 8
+    assert site.link(0, 0).bandwidth_bits_per_s == 2.4e12
+    without = site_from_json({**FILE, "links": []}, measured=load_links(links))
+    assert without.link(0, 1).latency_s == pytest.approx(3e-5)
 
 
 def test_measured_links_of_a_probe_replace_those_of_the_file(tmp_path: Path) -> None:
@@ -286,9 +287,9 @@ def test_measured_links_of_a_probe_replace_those_of_the_file(tmp_path: Path) -> 
         Wire(source="b", destination="a", bandwidth_bits_per_s=4e9, latency_s=2e-4),
     )
     save_cluster(Cluster(machines=machines, wires=wires), links)
-    matrix = load_site(path, links=links).link_matrix
-    assert (matrix[0][1].bandwidth_bits_per_s, matrix[0][1].latency_s) == (5e9, 1e-4)
-    assert (matrix[1][0].bandwidth_bits_per_s, matrix[1][0].latency_s) == (4e9, 2e-4)
+    site = load_site(path, links=links)
+    assert (site.link(0, 1).bandwidth_bits_per_s, site.link(0, 1).latency_s) == (5e9, 1e-4)
+    assert (site.link(1, 0).bandwidth_bits_per_s, site.link(1, 0).latency_s) == (4e9, 2e-4)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def random_case(seed: int) -> tuple[list[StageTimes], list[StageLink], int]:
     times = [
         StageTimes(
             forward_s=draw.uniform(0.5, 2), backward_s=draw.uniform(0.5, 3),
-            first_forward_s=draw.choice((None, 4.0)), last_backward_s=draw.choice((None, 5.0)),
+            ready_s=draw.choice((0.0, 4.0)), reduce_s=draw.choice((0.0, 5.0)),
         )
         for _ in range(stages * interleave)
     ]  # fmt: skip
