@@ -87,17 +87,22 @@ def _diagnose(arguments: Sequence[str]) -> int:
     members = records.of_members()
     findings = findings_of_whole(job if members is records else build(members))
     _write_files(options, records, job, findings)
-    _print(options, records, findings, has_removed=members is not records)
+    _print(options, records, findings, job, has_removed=members is not records)
     return FOUND if findings else 0
 
 
-def _print(options: DiagnoseOptions, records: Records, findings: Sequence[Finding], *, has_removed: bool) -> None:
+def _print(
+    options: DiagnoseOptions, records: Records, findings: Sequence[Finding], job: Job, *, has_removed: bool
+) -> None:  # fmt: skip
+    from thinwire.monitor.detect.idle_time import idle_causes, shown_causes
     from thinwire.monitor.findings import report
 
+    idle = shown_causes(job, idle_causes(job))
     refused = [f"{one.source}:{one.line}: {one.reason}" for one in records.refusals]
     if options.json:
         values = {
             "findings": [finding.to_json() for finding in findings],
+            "idle": [one.to_json() for one in idle],
             "num_records": records.num_records,
             "num_refused": records.num_refused,
             "refused": refused,
@@ -106,6 +111,8 @@ def _print(options: DiagnoseOptions, records: Records, findings: Sequence[Findin
         print(json_format.dumps(values))
     else:
         print(_plain(report(findings)))
+        if idle:
+            print(_plain("\n".join(["\nidle time by cause:", *(f"  {one}" for one in idle)])))
         print(f"{records.num_records} records, {records.num_refused} lines refused", file=sys.stderr)
         if has_removed:
             named = ", ".join(map(str, sorted(records.removed)[:32]))

@@ -18,7 +18,7 @@ STEP_S = 0.1
 
 def job(
     *, steps: int, num_ranks: int, slow_from: int | None = None, times: tuple[float, ...] = (1.0, 3.0),
-    hosts: tuple[str, ...] = (), seed: int = 0,
+    hosts: tuple[str, ...] = (), seed: int = 0, sigma: float = 0.1,
 ) -> Records:  # fmt: skip
     """Return the records of DDP with buckets of one size: two close together, and the rest of the step after them.
 
@@ -34,7 +34,7 @@ def job(
                 own_s = STEP_S if bucket == 0 else 0.001
                 if slow_from is not None and rank < len(times) and step >= slow_from and bucket == 0:
                     own_s *= times[rank]
-                ready[rank] += own_s * chance.lognormvariate(0.0, 0.1)
+                ready[rank] += own_s * chance.lognormvariate(0.0, sigma)
             done_s = max(ready) + 0.002
             for rank in ranks:
                 made.append(Operation(
@@ -84,3 +84,24 @@ def test_two_ranks_that_share_cores_are_slow_only_beyond_what_other_load_explain
 
 def test_a_job_without_calls_has_no_steps() -> None:
     assert between_operations(build(Records())) == {}
+
+
+@pytest.mark.parametrize("num_ranks", [4, 16])
+def test_a_rank_that_is_slow_from_its_first_step_is_named_beside_like_ranks_only(num_ranks: int) -> None:
+    apart = tuple(f"host-{rank}" for rank in range(num_ranks))
+
+    def found(times: tuple[float, ...], hosts: tuple[str, ...] = apart) -> list[str]:
+        records = job(steps=60, num_ranks=num_ranks, slow_from=0, times=times, hosts=hosts)
+        return [finding.where for finding in diagnose(records)]
+
+    assert found((1.0, 1.0, 1.6)) == ["rank 2"]
+    assert found((1.0, 1.0, 1.2)) == [], "above three quarters of the fastest"
+    assert found((0.6,)) == [], "one fast rank makes the others no slow ones"
+    assert found((1.0, 1.0, 1.6), ("host",) * num_ranks) == [], "ranks that share cores"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_whose_steps_scatter_widely_are_not_slow_from_the_start(seed: int) -> None:
+    hosts = tuple(f"host-{rank}" for rank in range(32))
+    records = job(steps=60, num_ranks=32, hosts=hosts, seed=seed, sigma=0.4)
+    assert diagnose(records) == []

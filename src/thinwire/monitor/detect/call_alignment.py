@@ -47,7 +47,7 @@ class Call:
     site: str = ""
 
     def __str__(self) -> str:
-        size = str(self.count) if self.count >= 0 else ""
+        size = str(self.count) if self.count > 0 else ""
         return f"{self.kind}({size})" + (f" at {self.site}" if self.site else "")
 
 

@@ -17,6 +17,7 @@ from itertools import pairwise
 
 from thinwire.monitor.detect.change_points import (
     CUSUM,
+    Baseline,
     ChangePointDetector,
     PeerGroup,
     at_least,
@@ -36,7 +37,10 @@ class ComputeConfig:
     min_longer_s: float = 0.01  # growth of compute that is found in plain calls: a turn of another process
     min_peers: int = 3  # ranks until they are compared with each other
     max_behind: int = 64  # steps that a rank may lag to be waited for
-    peers_ratio: float = 2.0  # of a rank that was slow from the start, and where all ranks share the cores of a host
+    peers_ratio: float = 2.0  # where all ranks share the cores of a host
+    best_share: float = 0.75  # of the fastest rank's speed: a rank below it was slow from the start, on several hosts
+    peers_scores: float = 3.0  # standard errors by which a rank must be beyond that
+    peers_steps: int = 24  # steps until ranks are compared
     look_steps: int = 24  # steps after an alarm that tell the ratio
     spike: float = math.log(2.0)  # log ratio of a stall; equals `long` of the change-point detector
     min_spikes: int = 5  # stalls; equals `often` of the change-point detector
@@ -397,27 +401,49 @@ def _is_growing(watch: ChangePointDetector, since: int) -> bool:
 
 
 def _slower_than_peers(job: Job, times: WorkTimes) -> list[Finding]:
-    """Return ranks that were slow from the start: twice the median of all ranks, or more."""
-    known = {rank: time_s for rank, time_s in times.usual.items() if times.own[rank].excess}
-    middle = median(list(known.values()))
-    if len(known) < 3 or not middle > 0:
+    """Return ranks that were slow from the start: below three quarters of the speed of the fastest like rank.
+
+    Each rank's work is taken in times the median of all ranks in the same step, so that uneven batches do not matter.
+    If most ranks are slower than the fastest one, that one is the exception, and they are compared with their median.
+    """
+    usual = {rank: watch.usual for rank, watch in times.beside.items() if watch.usual.count >= COMPUTE.peers_steps}
+    if len(usual) < COMPUTE.min_peers:
         return []
+    is_shared = len({job.host_of[rank] for rank in usual}) == 1
+    limit = math.log(COMPUTE.peers_ratio if is_shared else 1 / COMPUTE.best_share)
+    # of a median of so many values that scatter
+    error = {rank: 1.2533 * base.scale / math.sqrt(base.count) for rank, base in usual.items()}
+    best = min(usual, key=lambda rank: usual[rank].middle)
+    reference, name = usual[best].middle, f"rank {best}, the fastest"
+    slow = _beyond(usual, error, reference, limit)
+    if 2 * len(slow) > len(usual):
+        reference, name = median([base.middle for base in usual.values()]), "the median of all ranks"
+        slow = _beyond(usual, error, reference, limit)
     found = []
-    for rank, time_s in sorted(known.items()):
-        if time_s >= max(COMPUTE.peers_ratio * middle, middle + times.least_longer_s):
+    for rank in slow:
+        ratio, time_s = math.exp(usual[rank].middle - reference), times.own[rank].usual_s
+        if time_s * (1 - 1 / ratio) >= times.least_longer_s:
             found.append(Finding(
                 kind="non-communication slow",
                 places=(Place(kind="rank", ranks=(rank,)),),
-                since_s=times.own[rank].excess[0][1], since_round=0, seen_round=-1,
-                evidence=ComputePeersEvidence(
-                    times_longer_than_peers=round(time_s / middle, 2), usual_s=round(time_s, 6),
-                ),
-                text=f"Rank {rank} has worked {time_s / middle:.1f} times as long between exchanges as the "
-                "median of all ranks since the records begin; it may be a slower machine.",
+                since_s=times.own[rank].history()[0][1], since_round=0, seen_round=-1,
+                evidence=ComputePeersEvidence(times_longer_than_peers=round(ratio, 2), usual_s=round(time_s, 6)),
+                text=f"Rank {rank} has worked {ratio:.1f} times as long between exchanges as {name}, since the records "
+                "begin; it may be a slower machine.",
                 confidence=0.5 * job.trust,
-                remedy="give it less work, or let it take fewer inner steps",
+                remedy="look for other load, thermal limits and a slower machine; give it less work, or let it take "
+                "fewer inner steps",
             ))  # fmt: skip
     return found
+
+
+def _beyond(usual: Mapping[int, Baseline], error: Mapping[int, float], reference: float, limit: float) -> list[int]:
+    """Return the ranks that are surely slower than a reference by more than a limit."""
+    return [
+        rank
+        for rank, base in sorted(usual.items())
+        if base.middle - reference - limit >= COMPUTE.peers_scores * math.hypot(error[rank], min(error.values()))
+    ]
 
 
 def find_stalls(job: Job, times: WorkTimes) -> list[Finding]:
