@@ -74,6 +74,26 @@ def test_a_replica_that_sends_bad_parts_is_named_and_dropped_and_ends_no_other(
     assert f"replica 2 on host2 was dropped: {MOST_BAD_PARTS} of its parts in a row {what} (" in dropped
 
 
+@pytest.mark.parametrize("factor", [100.0, 1e4, 1e20])
+def test_a_replica_whose_parameters_are_huge_is_dropped_and_pulls_no_other(
+    street: Callable[..., Street], factor: float
+) -> None:
+    calm, run = street(3), street(3)
+    calm.begin()
+    usual = torch.cat([value.flatten() for value in calm.workers[0].end()])
+    run.workers[2].spoil = lambda step: factor if step == 9 else None
+    run.begin()
+    values = [worker.end() for worker in run.workers[:2]]
+    assert are_alike(*values)
+    found = torch.cat([value.flatten() for value in values[0]])
+    assert float((found - usual).norm()) < 0.1 * float(usual.norm())
+    run.workers[2].ended()
+    assert run.workers[2].expelled and run.workers[2].session.view.has_bad_parts
+    told = [text for text in run.town.coordinator.state.findings if "in a row are far longer than those" in text]
+    assert len(told) == 1 and "replica 2 on host2 was dropped" in told[0]
+    assert not any(worker.findings for worker in run.workers), "the coordinator makes the finding"
+
+
 def test_a_part_that_is_refused_is_not_awaited_and_is_taken_from_who_holds_a_good_copy() -> None:
     machine = RoundStateMachine(replica=0, has_part=True)
     words = {"called": (0, 1, 2), "decision": None, "active": (0, 1, 2), "neighbours": (0, 1, 2), "limit_s": 60.0}

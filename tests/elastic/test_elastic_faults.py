@@ -14,7 +14,9 @@ from town import Resident, Town
 
 import thinwire
 from thinwire.adaptive_timeout import AdaptiveTimeout
-from thinwire.averaging.quorum import read_part_header
+from thinwire.averaging.quorum import PartHeader, read_part_header
+from thinwire.averaging.round_context import RoundContext
+from thinwire.averaging.topology import Peers
 from thinwire.elastic.coordinator import MOST_BAD_PARTS
 from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.engine_driver import ElasticDriver
@@ -22,6 +24,7 @@ from thinwire.elastic.replica_state import global_tensors, load_global_parameter
 from thinwire.elastic.round_driver import HEAD_BYTES, blob_name, round_of_name
 from thinwire.errors import Expelled, NonFiniteError
 from thinwire.sync.round_engine import RoundEngine
+from thinwire.transport.loopback import single
 
 STEPS, SOON_S = 32, 120.0
 # Rounds after the last step have numbers from here on.
@@ -413,22 +416,14 @@ def test_a_run_in_which_all_replicas_are_nan_ends_with_one_error(street: Callabl
     assert len(told) == 1
 
 
-def test_a_part_that_is_far_too_long_is_shortened_and_said(street: Callable[..., Street]) -> None:
-    run = street(3)
-    run.workers[2].spoil = lambda step: 100.0 if step == 9 else None
-    run.begin()
-    values = [worker.end() for worker in run.workers]
-    assert are_alike(values[0], values[1]) and are_alike(values[0], values[2])
-    for worker in run.workers:
-        assert any("of replica 2 was" in text and "was shortened to 3 times" in text for text in worker.findings)
-
-
 def test_a_part_of_many_steps_may_be_longer_than_those_of_few(street: Callable[..., Street]) -> None:
     steady = street(3).workers[2]
     lengths = {0: 1.0, 1: 1.0, 2: 9.0}
     exchange = steady.optimizer.engine.exchanges[0]
-    decoded = {member: torch.full((4,), length) for member, length in lengths.items()}
-    exchange._shorten(decoded, {0: 10, 1: 10, 2: 90}, what="a round")
-    assert torch.equal(decoded[2], torch.full((4,), 9.0)) and not steady.findings
-    exchange._shorten(decoded, {0: 10, 1: 10, 2: 20}, what="a round")
-    assert torch.allclose(decoded[2], torch.full((4,), 6.0)) and len(steady.findings) == 1
+    for steps, length in ((90, 9.0), (20, 6.0)):
+        decoded = {member: torch.full((4,), length) for member, length in lengths.items()}
+        offers = {member: PartHeader(num_tokens=100, num_steps=10, has_part=True) for member in (0, 1)}
+        offers[2] = PartHeader(num_tokens=10 * steps, num_steps=steps, has_part=True)
+        context = RoundContext(peers=Peers(me=2, members=(0, 1, 2)), transport=single(), round_id=9, step=100)
+        exchange._leave_out_and_shorten(decoded, offers, context=context)
+        assert torch.allclose(decoded[2], torch.full((4,), length))

@@ -274,6 +274,8 @@ class CoordinatorState:
 
         A slow replica moves at each of its own steps, so its step shows that it works, however far it is behind.
         """
+        if any(round_id >= FIRST_LAST_ROUND for round_id in (*self.rounds.open_rounds, *self.rounds.decisions)):
+            return []  # at the end of the run there is nothing left to follow
         oldest = self.furthest_step() - self.most_steps_behind
         behind = [member for member in self.roster.in_state(MemberState.ACTIVE) if member.step < oldest]
         return [

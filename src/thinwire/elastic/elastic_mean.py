@@ -24,7 +24,7 @@ from thinwire.averaging.exchange import (
     TwoPhase,
     laid_out,
 )
-from thinwire.averaging.payloads import EncodeStage, ExchangeState, Ramp, decode, refuse_non_finite
+from thinwire.averaging.payloads import EncodeStage, ExchangeState, Ramp, decode
 from thinwire.averaging.quorum import PART_HEADER_BYTES, PartHeader, read_part_header, with_part_header
 from thinwire.averaging.reductions import norms
 from thinwire.averaging.round_context import Average, Progress, RoundContext, Steps, Wait
@@ -33,8 +33,15 @@ from thinwire.elastic.protocol import PartFault
 from thinwire.errors import NonFiniteError, PayloadError
 from thinwire.transport.base import Pending
 
-# A part this many times as long as the median one, of its number of steps, is shortened to that.
+# A part this many times as long as the median of the others, for its number of steps, is shortened to that.
 MOST_LENGTH = 3.0
+# A part this many times as long as the median of the others is left out: what diverged or is broken pulls the mean for
+# good, however it is shortened. A replica with fresh moments, or between two others with them, stays below 8.
+_BAD_LENGTH = 10.0
+# Claimed tokens a step, in medians of the others': more is a broken counter, not a larger batch.
+_MOST_TOKENS = 1000.0
+# Long parts in a row that a finding names.
+_LONG_ROUNDS = 4
 # Parts with a magnitude from here on count as infinite: sums over replicas and blocks of a codec would overflow.
 _MOST_MAGNITUDE = 1e30
 
@@ -126,15 +133,15 @@ class ElasticMean:
 
     Parts of replicas that trained equally count the same, bit for bit as in `AllGather`; else each counts by the tokens
     behind it, times its tokens a step. A replica does not offer a part that is not finite. Another one's part that is
-    not finite, or cannot be read, counts nothing and is reported. A part much longer than the median part is shortened
-    to `most_length` times that.
+    not finite, cannot be read, or is far longer than the others counts nothing and is reported. A part much longer than
+    the median of the others is shortened to `most_length` times that.
 
     Args:
         codec: The code of a part.
         session: This replica's session, None for a description.
         preserve_norm: Whether the mean keeps the length of a single part, tensor by tensor (see `WeightedMean`).
         most_length: Longest part, in median lengths.
-        find: Called with a text for each part that was shortened.
+        find: Called with a text where parts of a replica are shortened in several rounds in a row.
         directions: For each fragment and tensor, whether it has a direction; set by the engine.
 
     Raises:
@@ -203,7 +210,7 @@ class _BoundElasticMean(ExchangeState):
     def __init__(self, spec: ElasticMean, shapes: Sequence[Shapes]) -> None:
         super().__init__(spec, [{"out": EncodeStage(laid_out(spec.codec, tensors))} for tensors in shapes])
         self._sizes = [[shape.numel() for shape in tensors] for tensors in shapes]
-        self._own_bad, self._others_bad = _BadParts(), _BadParts()
+        self._own_bad, self._others_bad, self._long = _BadParts(), _BadParts(), _BadParts()
 
     def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """See `BoundExchange.steps`."""
@@ -244,27 +251,24 @@ class _BoundElasticMean(ExchangeState):
         context: RoundContext,
     ) -> tuple[torch.Tensor, dict[int, float]]:
         what = context.describe()
-        decoded, weights, steps = {}, {}, {}
+        decoded, offers = {}, {}
         for member, raw in parts.items():
             # every replica reads the same bytes, so all leave out the same parts, and none fails by another's
             try:
-                offer, coded = read_part_header(raw, step=None, what=f"{what} from replica {member}")
-                vector = decode(codec, coded.to(device), numel=numel, peer=member, what=what)
-                refuse_non_finite(vector, peer=member, what=what)
+                offers[member], coded = read_part_header(raw, step=None, what=f"{what} from replica {member}")
+                decoded[member] = decode(codec, coded.to(device), numel=numel, peer=member, what=what)
+                if not _is_finite(decoded[member]):
+                    is_huge = bool(torch.isfinite(decoded.pop(member)).all())
+                    why = f"a value of {_MOST_MAGNITUDE:g} or more" if is_huge else ""
+                    self._reject(member, "non_finite", why, context=context)
             except NonFiniteError:
                 self._reject(member, "non_finite", context=context)
-                continue
             except PayloadError as error:
                 self._reject(member, "malformed", str(error), context=context)
-                continue
-            self._others_bad.note(member, context, is_good=True)
-            if offer.weight > 0:
-                # no claim, however high, makes a part as long as one likes
-                decoded[member], weights[member] = vector, offer.weight
-                steps[member] = min(offer.num_steps, max(1, context.step))
+        self._leave_out_and_shorten(decoded, offers, context=context)
+        weights = {member: offers[member].weight for member in decoded}
         if not decoded:  # no part is usable: nothing moves
             return torch.zeros(numel, dtype=torch.float32, device=device), {}
-        self._shorten(decoded, steps, what=what)
         if len(set(weights.values())) == 1 and not self._spec.preserve_norm:
             total = torch.zeros(numel, dtype=torch.float32, device=device)
             for vector in decoded.values():  # in the order in which AllGather sums
@@ -283,22 +287,66 @@ class _BoundElasticMean(ExchangeState):
             member, round_id=context.round_id, bad_parts=bad_parts, since=since, fault=fault, why=why
         )
 
-    def _shorten(self, decoded: dict[int, torch.Tensor], steps: Mapping[int, int], *, what: str) -> None:
-        """Shorten parts that are much longer than the median one; more steps may make a longer part."""
-        if len(decoded) < 3:  # of two, the outlier cannot be identified
-            return
-        lengths = dict(zip(decoded, norms(torch.stack(list(decoded.values()))), strict=True))
-        a_step = statistics.median_low([length / max(1, steps[member]) for member, length in lengths.items()])
-        usual = statistics.median_low(lengths.values())
-        for member, length in lengths.items():
-            # a replica that did more steps may have moved further
-            limit = self._spec.most_length * max(usual, a_step * steps[member])
-            if 0 < limit < length < math.inf:
+    def _leave_out_and_shorten(
+        self, decoded: dict[int, torch.Tensor], offers: Mapping[int, PartHeader], *, context: RoundContext
+    ) -> None:
+        """Leave out parts that no sound replica sends, and those that count nothing; shorten much longer ones."""
+        # no claim, however high, makes a part as long as one likes
+        steps = {member: min(offers[member].num_steps, max(1, context.step)) for member in decoded}
+        counted = {member: vector for member, vector in decoded.items() if offers[member].weight > 0}
+        are_enough = len(counted) > 2  # of two, the outlier cannot be identified
+        lengths = dict(zip(counted, norms(torch.stack([*counted.values()])), strict=True)) if are_enough else {}
+        claims = {member: offers[member].num_tokens / offers[member].num_steps for member in counted}
+        for member in list(decoded):
+            fault, why = self._outlier(member, lengths, claims, steps) if member in lengths else (None, "")
+            if fault is not None:
+                self._reject(member, fault, why, context=context)
+            else:
+                self._others_bad.note(member, context, is_good=True)
+            if fault is not None or member not in counted:
+                del decoded[member]
+        left = {member: length for member, length in lengths.items() if member in decoded}
+        for member, length in left.items():
+            usual = _usual_length(member, left, steps)
+            limit = math.inf if usual is None else self._spec.most_length * usual
+            is_long = 0 < limit < length
+            if is_long:
                 decoded[member] = decoded[member] * (limit / length)
+            rounds, _ = self._long.note(member, context, is_good=not is_long)
+            # one finding an episode, from one replica; a few in a row are usual after a start with fresh moments
+            if rounds == _LONG_ROUNDS and context.peers.me == min(one for one in left if one != member):
+                most = self._spec.most_length
                 self._spec.find(
-                    f"{what}: the part of replica {member} was {length / limit * self._spec.most_length:.1f} times as "
-                    f"long as the median one and was shortened to {self._spec.most_length:g} times"
+                    f"{context.describe()}: the part of replica {member} was {length / limit * most:.1f} times as long "
+                    f"as the median one, and the {rounds}th long one in a row; they are shortened to {most:g} times"
                 )
+
+    def _outlier(
+        self, member: int, lengths: Mapping[int, float], claims: Mapping[int, float], steps: Mapping[int, int]
+    ) -> tuple[PartFault | None, str]:
+        """Return why a part is one that no sound replica sends; None for the fault of a sound one."""
+        # others that did far fewer steps do not show how long a part of this many may be
+        near = {one: length for one, length in lengths.items() if one == member or 4 * steps[one] >= steps[member]}
+        usual = _usual_length(member, near, steps)
+        if usual and lengths[member] > max(_BAD_LENGTH, self._spec.most_length) * usual:
+            return "too_long", f"{lengths[member] / usual:.3g} times as long as the median of the others"
+        others = [claim for one, claim in claims.items() if one != member]
+        if claims[member] > _MOST_TOKENS * statistics.median_high(others):
+            return "malformed", f"{claims[member]:.3g} tokens a step, where others have {max(others):.3g} at most"
+        return None, ""
+
+
+def _usual_length(member: int, lengths: Mapping[int, float], steps: Mapping[int, int]) -> float | None:
+    """Return the median length of the other parts, or of their steps times this one's number of steps.
+
+    A replica does not move the measure of its own part. None where there are fewer than two others.
+    """
+    others = [one for one in lengths if one != member]
+    if len(others) < 2:
+        return None
+    a_step = statistics.median_high([lengths[one] / max(1, steps[one]) for one in others])
+    # a replica that did more steps may have moved further
+    return max(statistics.median_high([lengths[one] for one in others]), a_step * steps[member])
 
 
 class _BadParts:

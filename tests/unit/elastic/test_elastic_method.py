@@ -226,6 +226,8 @@ def mean_of(
     preserve_norm: bool = False,
     rejected: list[int] | None = None,
     alter: Callable[[dict[int, torch.Tensor]], dict[int, torch.Tensor]] = lambda parts: parts,
+    rounds: int = 1,
+    me: int = 0,
 ) -> tuple[torch.Tensor, list[str]]:
     offers = tokens or dict.fromkeys(vectors, (10, 2))
     parts = {}
@@ -239,12 +241,14 @@ def mean_of(
     seat = FixedSeat(parts, rejected=[] if rejected is None else rejected)
     exchange = ElasticMean(codec=float32(), session=seat, preserve_norm=preserve_norm, find=found.append)
     bound = exchange.with_directions([[True]]).bind([[torch.Size([numel])]], replica=0, num_replicas=3)
-    return completed(bound, numel=numel), found
+    for _ in range(rounds):
+        mean = completed(bound, numel=numel, me=me)
+    return mean, found
 
 
-def completed(bound: BoundExchange, *, numel: int) -> torch.Tensor:
-    """Return the mean of a round that replica 0 only applies."""
-    context = RoundContext(peers=Peers(me=0, members=(0, 1, 2)), transport=single(), round_id=4, step=9)
+def completed(bound: BoundExchange, *, numel: int, me: int = 0) -> torch.Tensor:
+    """Return the mean of a round that a replica only applies."""
+    context = RoundContext(peers=Peers(me=me, members=(0, 1, 2)), transport=single(), round_id=4, step=9)
     steps = bound.steps(torch.zeros(numel), context)
     next(steps)
     try:
@@ -313,12 +317,43 @@ def test_no_bytes_of_another_replica_fail_a_round(name: str) -> None:
             assert bool(mean.isfinite().all())
 
 
-def test_a_part_much_longer_than_the_median_is_shortened_and_told() -> None:
-    vectors = {number: torch.tensor([1.0, 0.0]) for number in range(3)} | {3: torch.tensor([0.0, 100.0])}
-    mean, found = mean_of(vectors)
+def test_parts_much_longer_than_the_median_are_shortened_and_named_once_by_one_replica() -> None:
+    vectors = {number: torch.tensor([1.0, 0.0]) for number in range(3)} | {3: torch.tensor([0.0, 8.0])}
+    mean, found = mean_of(vectors, rounds=9)
     assert torch.allclose(mean, torch.tensor([0.75, 0.75]))
-    assert len(found) == 1 and "replica 3 was 100.0 times as long as the median one" in found[0]
-    assert torch.equal(mean_of({0: vectors[0], 3: vectors[3]})[0], torch.tensor([0.5, 50.0])), "of two, none is odd"
+    assert len(found) == 1 and "replica 3 was 8.0 times as long as the median one, and the 4th" in found[0]
+    assert not mean_of(vectors, rounds=3)[1], "as after a start with fresh moments"
+    assert not mean_of(vectors, rounds=9, me=1)[1], "replica 0 has named it"
+    assert torch.equal(mean_of({0: vectors[0], 3: vectors[3]})[0], torch.tensor([0.5, 4.0])), "of two, none is odd"
+
+
+@pytest.mark.parametrize("length", [11.0, 1e3, 1e18, 1e30, 3e38])
+def test_a_part_far_longer_than_the_others_is_left_out_and_rejected(length: float) -> None:
+    vectors = {0: torch.tensor([1.0, 2.0]), 1: torch.tensor([0.0, length * 2.3]), 2: torch.tensor([2.0, 1.0])}
+    rejected: list[int] = []
+    mean, found = mean_of(vectors, rejected=rejected)
+    assert torch.equal(mean, torch.tensor([1.5, 1.5])) and rejected == [1] and not found
+    if length >= 1e30:  # no two others are needed
+        assert torch.equal(mean_of({0: vectors[0], 1: vectors[1]}, rejected=rejected)[0], vectors[0])
+
+
+def test_of_a_replica_between_two_that_have_just_begun_nothing_is_left_out() -> None:
+    vectors = {0: torch.tensor([40.0, 0.0]), 1: torch.tensor([0.1, 0.0]), 2: torch.tensor([0.1, 0.0])}
+    rejected: list[int] = []
+    mean_of(vectors, tokens={0: (90, 9), 1: (10, 1), 2: (10, 1)}, rejected=rejected)
+    assert not rejected, "what they did in one step does not show how long a part of nine may be"
+    mean_of(vectors, tokens={0: (90, 9), 1: (90, 9), 2: (90, 9)}, rejected=rejected)
+    assert rejected == [0]
+
+
+def test_a_replica_that_claims_far_more_tokens_than_the_others_counts_nothing() -> None:
+    vectors = {0: torch.tensor([1.0]), 1: torch.tensor([3.0]), 2: torch.tensor([8.0])}
+    rejected: list[int] = []
+    tokens = {0: (64, 2), 1: (64, 2), 2: (1 << 62, 2)}
+    assert torch.equal(mean_of(vectors, tokens=tokens, rejected=rejected)[0], torch.tensor([2.0]))
+    assert rejected == [2]
+    mean_of(vectors, tokens=tokens | {2: (64_000, 2)}, rejected=rejected)
+    assert rejected == [2], "batches of a thousand times the others' size are possible"
 
 
 def test_a_replica_that_has_trained_nothing_counts_nothing() -> None:
