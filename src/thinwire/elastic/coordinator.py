@@ -33,7 +33,7 @@ from thinwire.events import FIRST_LAST_ROUND
 PROGRESS_S = 1.0
 # Findings written down of one replica, and leases to it that no round has counted yet.
 _MAX_NOTICES, _MAX_LEASED = 100, 256
-_MAX_OPEN_ROUNDS, _MAX_MEMBERS = 256, 1024
+_MAX_OPEN_ROUNDS, _MAX_OPEN_ALONE, _MAX_MEMBERS = 256, 128, 1024
 # Sites and detours follow measured rates, which may go up and down for days.
 _MAX_SITE_FINDINGS, _MAX_DETOUR_FINDINGS = 20, 100
 # A replica is dropped with so many bad parts in a row. One may be an accident on the way of one message or in one
@@ -220,9 +220,13 @@ class Coordinator:
 
     def _on_active(self, member: RosterMember, message: Message, now_s: float) -> None:
         state = self.state
-        member.step, member.moved_s = message["step"], now_s
-        state.snapshots.loaded(member.replica)
         is_reviver = state.reviver == member.replica
+        if member.state is MemberState.LOADING:
+            most = max(state.furthest_step(), state.most_step(member, now_s=now_s))
+            if not is_reviver and message["step"] > most:
+                raise PayloadError(f"a state of step {message['step']}, where the run has reached {most} at most")
+            member.step, member.moved_s = message["step"], now_s
+        state.snapshots.loaded(member.replica)
         if is_reviver:
             self._begin_from_checkpoint(member.step)
         if member.state is MemberState.ACTIVE:
@@ -259,7 +263,7 @@ class Coordinator:
     # -- reports of replicas
 
     def _on_heartbeat(self, member: RosterMember, message: Message, now_s: float) -> None:
-        self.state.roster.reach(member, message["step"], now_s=now_s)
+        self._reach(member, message["step"], now_s=now_s)
         member.step_s = message["step_s"]
         if message["roster"] != self.state.roster_number and member.state is not MemberState.ARRIVING:
             self._send_roster(to=member)  # the last one was lost on its way
@@ -301,12 +305,18 @@ class Coordinator:
         state, round_id = self.state, message["round"]
         if round_id not in state.rounds.open_rounds and len(state.rounds.open_rounds) >= _MAX_OPEN_ROUNDS:
             raise PayloadError(f"a launch of round {round_id}: at most {_MAX_OPEN_ROUNDS} are open at a time")
+        if round_id not in state.rounds.open_rounds and state.rounds.num_alone(member.replica) >= _MAX_OPEN_ALONE:
+            raise PayloadError(f"a launch of round {round_id}: at most {_MAX_OPEN_ALONE} are open of one replica alone")
+        self._check_step(member, message, now_s=now_s)
         state.leases.use(member.replica, message["used"])
-        state.roster.reach(member, message["step"], now_s=now_s)
+        self._reach(member, message["step"], now_s=now_s)
         before = state.rounds.step
         decision = state.rounds.launch(
             member.replica, round_id=round_id, launch_step=message["step"], now_s=now_s,
             ahead_s=state.roster.ahead_s(member),
+            lead_s=state.roster.lead_s(
+                member, message["step"], now_s=now_s, grace_steps=state.rounds.grace_steps
+            ),
         )  # fmt: skip
         if decision is not None:
             self._send_decision(decision, to=member)
@@ -319,14 +329,33 @@ class Coordinator:
         if called is not None:  # late, or the call was lost on its way
             self._send(member.token, "call", {"round": round_id, "members": list(called)})
 
+    def _reach(self, member: RosterMember, step: int, *, now_s: float) -> None:
+        """Note the step that a replica reports, as far as it can be."""
+        most = self.state.most_step(member, now_s=now_s)
+        self.state.roster.reach(member, min(step, most), now_s=now_s)
+
+    def _check_step(self, member: RosterMember, message: Message, *, now_s: float) -> None:
+        """Refuse a round at a step that a replica cannot have reached; one that can launches it again soon.
+
+        Raises:
+            PayloadError: Names both steps.
+        """
+        most = self.state.most_step(member, now_s=now_s)
+        if message["step"] > most:
+            raise PayloadError(
+                f"round {message['round']} of replica {member.replica} at step {message['step']}, where it can have "
+                f"reached {most} at most"
+            )
+
     def _on_withhold(self, member: RosterMember, message: Message, now_s: float) -> None:
         state, round_id = self.state, message["round"]
         if round_id not in state.rounds.withheld and len(state.rounds.withheld) >= _MAX_OPEN_ROUNDS:
             raise PayloadError(
                 f"a part of round {round_id} withheld: at most {_MAX_OPEN_ROUNDS} rounds are open at a time"
             )
+        self._check_step(member, message, now_s=now_s)
         state.leases.use(member.replica, message["used"])
-        state.roster.reach(member, message["step"], now_s=now_s)
+        self._reach(member, message["step"], now_s=now_s)
         decision = state.rounds.withhold(member.replica, round_id=round_id, parts=message["parts"])
         if decision is not None:
             self._send_decision(decision, to=member)
@@ -359,7 +388,7 @@ class Coordinator:
             raise PayloadError(f"a vote of replica {member.replica} for parts of unknown replicas")
         vote = Vote(has=frozenset(message["has"]), reference_hash=message["hash"])
         # a slow replica launches ahead of the others: its step does not say where they are
-        step = 0 if state.roster.ahead_s(member) else message["step"]
+        step = 0 if state.roster.ahead_s(member) else min(message["step"], state.most_step(member, now_s=now_s))
         state.rounds.vote(member.replica, vote, round_id=message["round"], step=step, now_s=now_s)
         decision = state.rounds.decisions.get(message["round"])
         if decision is not None:

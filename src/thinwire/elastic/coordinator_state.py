@@ -157,6 +157,8 @@ class StandbyHosts:
 
 # Intervals whose parts are kept for a replica that is behind.
 _MAX_INTERVALS_BEHIND = 8
+# Intervals that a replica may be ahead of what others have reached: it waits for the results of its rounds.
+_MOST_INTERVALS_AHEAD = 2
 # A replica that is further behind is removed once it has done no step for so many seconds, as one that is silent, and
 # for so many times its usual step. So diagnosis has time to find a process that hangs.
 _LEAST_STALL_S, _MAX_STEPS_STALLED = LEAST_SILENCE_S, 4.0
@@ -263,6 +265,16 @@ class CoordinatorState:
     def furthest_step(self) -> int:
         """Return the furthest step that any replica is known to be at."""
         return max([self.rounds.step, *(member.step for member in self.roster)])
+
+    def most_step(self, member: RosterMember, *, now_s: float) -> int:
+        """Return the furthest step that a replica can be at now: a claim beyond it does not count.
+
+        What others report bounds it; where none reports yet, the decided rounds do, whose results it has waited for.
+        """
+        by_others = self.roster.most_step(member, now_s=now_s)
+        alone = max(self.rounds.decided_step, member.begin_step)
+        ahead = _MOST_INTERVALS_AHEAD * self.config.sync_interval + self.config.overlap_steps
+        return math.floor(by_others if math.isfinite(by_others) else alone) + ahead
 
     @property
     def most_steps_behind(self) -> int:

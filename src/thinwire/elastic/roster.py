@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from thinwire.elastic.adaptive_local_steps import is_slower
 LEAST_SILENCE_S, MOST_SILENCE_S = 20.0, 30.0
 # Limit for a replica whose connections to others broke: its process has died.
 SUSPECT_SILENCE_S = 3.0
+# What another replica may have done since its last report, in its usual rates; and how many must contradict a claim.
+_MOST_RATES, _LEAST_WITNESSES = 2.0, 2
 
 
 class MemberState(StrEnum):
@@ -43,6 +46,7 @@ class RosterMember:
     state: MemberState = MemberState.ARRIVING
     step: int = 0  # last reported
     moved_s: float = 0.0  # time at which that rose
+    first_move: tuple[int, float] | None = None  # the first step that it reported as active, and when
     step_s: float = 0.0  # 0 before a report
     steps_per_interval: float = 0.0  # inner steps that it does itself
     loss: float = 0.0  # mean of its latest steps, nats a token; 0 before a report
@@ -60,6 +64,12 @@ class RosterMember:
     named_since: int = -1  # first round of the latest bad parts that a finding named
     # by replica that found several of its parts in a row bad, the first's round
     rejected_by: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def steps_per_s(self) -> float:
+        """Steps a second since its first report as an active replica, with its waits; 0 where it is unknown."""
+        first_step, first_s = self.first_move or (self.step, self.moved_s)
+        return (self.step - first_step) / (self.moved_s - first_s) if self.moved_s > first_s else 0.0
 
     def describe(self) -> dict[str, object]:
         """Return its entry in the roster and in the status."""
@@ -138,6 +148,30 @@ class Roster:
         """Note the step that a replica reports."""
         if step > member.step:
             member.step, member.moved_s = step, now_s
+            member.first_move = member.first_move or (step, now_s)
+
+    def most_step(self, member: RosterMember, *, now_s: float) -> float:
+        """Return the furthest step that a replica can be at, by what the others report; infinite where none does.
+
+        Replicas wait for each other's parts, so one is at most where another one may have come by now. That one may
+        have been held up, so twice its usual rate counts since its last report.
+        """
+        return max(self._reached_by_others(member, now_s=now_s, rates=_MOST_RATES), default=math.inf)
+
+    def lead_s(self, member: RosterMember, step: int, *, now_s: float, grace_steps: float) -> float:
+        """Return the seconds until another replica gets to a step, where one is further ahead of all than the grace.
+
+        Of two replicas it is not known which one is wrong; 0 then.
+        """
+        reached = self._reached_by_others(member, now_s=now_s, rates=1.0)
+        if len(reached) < _LEAST_WITNESSES or step <= max(reached) + grace_steps:
+            return 0.0
+        fastest = max(one.steps_per_s for one in self.in_state(MemberState.ACTIVE) if one is not member)
+        return (step - max(reached)) / fastest
+
+    def _reached_by_others(self, member: RosterMember, *, now_s: float, rates: float) -> list[float]:
+        others = [one for one in self.in_state(MemberState.ACTIVE) if one is not member and not one.is_paused]
+        return [one.step + rates * one.steps_per_s * (now_s - one.moved_s) for one in others if one.steps_per_s]
 
     def suspect(self, replica: int, *, now_s: float) -> None:
         """Note that another replica lost its connection to one; where that one is silent anyway, it means nothing."""

@@ -90,7 +90,6 @@ class ElasticRounds:
 
     Attributes:
         decisions: The latest, by round.
-        step: The furthest known step of any replica.
         num_decided: Number of rounds decided so far.
         late: Replicas that missed the last call; they are awaited again once they are in time, or in every fourth round
             (slow ones: after four in time in a row, or in every sixteenth).
@@ -100,7 +99,8 @@ class ElasticRounds:
         self, *, sync_interval: int, overlap_steps: int, allows_overdue: bool = False, last_step: float = math.inf
     ) -> None:
         self.decisions: dict[int, Decision] = {}
-        self.step = 0
+        self._decided_step = 0  # of the latest launch in any decided round
+        self._claims: dict[int, int] = {}  # by replica that is there, the furthest step that its messages show
         self.late: set[int] = set()
         self.num_decided = 0
         self._open: dict[int, OpenRound] = {}
@@ -109,11 +109,21 @@ class ElasticRounds:
         # by undecided round and by replica: how many bad parts in a row it had, this round's among them
         self._withheld: dict[int, dict[int, int]] = {}
         self._sync_interval = sync_interval
-        self._grace_steps = grace_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
+        self.grace_steps = grace_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
         overdue_steps = max_overdue_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
         self._overdue_steps = overdue_steps if allows_overdue else 0.0
         self._last_step = last_step
         self._spreads = AdaptiveTimeout(least_s=_MIN_VOTE_S, most_s=_MAX_VOTE_S)
+
+    @property
+    def step(self) -> int:
+        """The furthest known step of any replica that is there, or of a decided round."""
+        return max([self._decided_step, *self._claims.values()])
+
+    @property
+    def decided_step(self) -> int:
+        """The step at which the latest decided round was launched."""
+        return self._decided_step
 
     @property
     def open_rounds(self) -> Mapping[int, OpenRound]:
@@ -141,7 +151,7 @@ class ElasticRounds:
         Args:
             step_s: Seconds of an inner step; 0 where it is unknown.
         """
-        return _UNKNOWN_GRACE_S if step_s <= 0 else (self._grace_steps + 1) * step_s + _MESSAGES_S
+        return _UNKNOWN_GRACE_S if step_s <= 0 else (self.grace_steps + 1) * step_s + _MESSAGES_S
 
     @property
     def vote_s(self) -> float:
@@ -149,8 +159,9 @@ class ElasticRounds:
         return self._spreads.limit_s
 
     def launch(
-        self, member: int, *, round_id: int, launch_step: int, now_s: float, ahead_s: float = 0.0
-    ) -> Decision | None:
+        self, member: int, *, round_id: int, launch_step: int, now_s: float, ahead_s: float = 0.0,
+        lead_s: float = 0.0,
+    ) -> Decision | None:  # fmt: skip
         """Note that a replica has published its part; return the decision where there is one already.
 
         Args:
@@ -160,18 +171,19 @@ class ElasticRounds:
             now_s: The time.
             ahead_s: How long before the others a slow replica may launch: its step does not show theirs, and none is
                 late before that time is over.
+            lead_s: How long before all others a replica that is too far ahead launches: they are not late before that.
         """
         if ahead_s:
             self._in_time.setdefault(member, 0)
         else:
             self._in_time.pop(member, None)
-            self.step = max(self.step, launch_step)
+            self._claim(member, launch_step)
         if round_id in self.decisions:
             return self.decisions[round_id]
         found = self._open.get(round_id)
         if found is None:
-            found = self._open[round_id] = OpenRound(launch_step=launch_step, first_s=now_s + ahead_s)
-        found.first_s = min(found.first_s, now_s + ahead_s)
+            found = self._open[round_id] = OpenRound(launch_step=launch_step, first_s=math.inf)
+        found.first_s = min(found.first_s, now_s + max(ahead_s, lead_s))
         found.launched.add(member)
         return None
 
@@ -199,7 +211,7 @@ class ElasticRounds:
 
     def vote(self, member: int, vote: Vote, *, round_id: int, step: int, now_s: float) -> None:
         """Note a replica's vote; one after the decision shows only the furthest step."""
-        self.step = max(self.step, step)
+        self._claim(member, step)
         found = self._open.get(round_id)
         if found is None or member not in vote.has:
             return
@@ -209,10 +221,15 @@ class ElasticRounds:
             self._spreads.observe(now_s - found.first_vote_s)
         found.votes[member] = vote
 
+    def num_alone(self, member: int) -> int:
+        """Return how many open rounds a replica alone has launched."""
+        return sum(found.launched == {member} for found in self._open.values())
+
     def forget(self, member: int) -> None:
         """Remove a replica; its part still counts where others hold it."""
         self.late.discard(member)
         self._in_time.pop(member, None)
+        self._claims.pop(member, None)
         for round_id, withheld in list(self._withheld.items()):
             withheld.pop(member, None)
             if not withheld:
@@ -240,10 +257,14 @@ class ElasticRounds:
             if waited_for and now_s < one.first_s + self.grace_s(step_s=step_s):
                 continue
             one.called = tuple(sorted(one.launched))
-            self.step = max(self.step, one.launch_step)
+            for member in one.launched:
+                self._claim(member, one.launch_step)
             found[round_id] = one.called
             self._note_late(one.launched, missing=set(active) - one.launched - withheld)
         return found
+
+    def _claim(self, member: int, step: int) -> None:
+        self._claims[member] = max(self._claims.get(member, 0), step)
 
     def _note_late(self, launched: Collection[int], *, missing: set[int]) -> None:
         # a late replica would cost every round the whole grace: it is awaited only in one round of several
@@ -305,7 +326,8 @@ class ElasticRounds:
         self.decisions.clear()
         self._open.clear()
         self._withheld.clear()
-        self.step = step
+        self._claims.clear()
+        self._decided_step = step
 
     def _is_another_near(self, one: OpenRound, steps: Mapping[int, int]) -> bool:
         """Return whether a replica that has not voted will get to a round soon."""
@@ -317,7 +339,7 @@ class ElasticRounds:
         self._open.pop(decision.round_id, None)
         self.num_decided += decision.round_id not in self.decisions
         self.decisions[decision.round_id] = decision
-        self.step = max(self.step, decision.step)
+        self._decided_step = max(self._decided_step, decision.launch_step)
         while len(self.decisions) > _MAX_DECISIONS:
             del self.decisions[next(iter(self.decisions))]
 

@@ -1,0 +1,83 @@
+"""Claims of one replica that the others' reports contradict: they do not count, and die with it."""
+
+from typing import Any
+
+import pytest
+from test_coordinator import Desk
+
+from thinwire.errors import PayloadError
+
+HUGE = 1 << 62
+STEPS_A_S = 10.0
+
+
+class Watched(Desk):
+    """Three replicas that do ten steps a second, the last of which lies."""
+
+    def __init__(self) -> None:
+        super().__init__(planned=3)
+        for token in (b"a", b"b", b"x"):
+            self.come(token)
+        for token in (b"a", b"b", b"x"):
+            self.hear(token, "active", step=0)
+        self.train(until_s=5.0)
+        self.said.clear()
+
+    def train(self, *, until_s: float, **lie: Any) -> None:
+        while self.now_s < until_s:
+            self.now_s += 0.5
+            for token in (b"a", b"b"):
+                self.hear(token, "beat", step=int(STEPS_A_S * self.now_s), step_s=0.1, roster=0)
+            self.hear(b"x", "beat", step=lie.get("step", int(STEPS_A_S * self.now_s)), step_s=0.1, roster=0)
+            self.coordinator.tick(self.now_s)
+
+    @property
+    def furthest(self) -> int:
+        return self.coordinator.state.furthest_step()
+
+
+def test_a_step_that_no_time_allows_does_not_count_and_dies_with_its_member() -> None:
+    desk = Watched()
+    desk.train(until_s=10.0, step=HUGE)
+    desk.hear(b"x", "vote", round=0, step=HUGE, has=[2], hash=0)
+    assert desk.furthest <= 100 + 2 * 10 + 1 + 10, "two intervals and the overlap ahead of where the others may be"
+    assert desk.coordinator.state.floor_step() < 100 and desk.coordinator.state.keep_from() <= 100
+    assert not desk.words(b"a", "expelled"), "no honest one is behind"
+    desk.hear(b"x", "leave", why="")
+    assert desk.furthest == desk.coordinator.state.roster.in_state("active")[0].step == 100  # type: ignore[arg-type]
+
+
+def test_a_replica_that_joins_beside_a_liar_gets_a_state_of_a_step_that_comes() -> None:
+    desk = Watched()
+    desk.train(until_s=6.0, step=HUGE)
+    desk.come(b"n")
+    desk.train(until_s=6.5, step=HUGE)
+    (step,) = {one["step"] for one in desk.words(b"a", "capture")}
+    assert 65 <= step <= 65 + 2 * 10 + 1 + 10 + 6
+
+
+@pytest.mark.parametrize("kind", ["launch", "withhold"])
+def test_a_round_at_a_step_that_no_time_allows_is_refused(kind: str) -> None:
+    desk = Watched()
+    more = {"parts": 1} if kind == "withhold" else {}
+    with pytest.raises(PayloadError, match=r"round 9 of replica 2 at step \d+, where it can have reached \d\d at most"):
+        desk.hear(b"x", kind, round=9, step=HUGE, used={}, **more)
+    assert 9 not in desk.coordinator.state.rounds.open_rounds
+
+
+def test_a_replica_that_launches_before_all_others_is_not_called_alone() -> None:
+    desk = Watched()
+    desk.hear(b"x", "launch", round=6, step=70, used={})  # the others are at 50
+    desk.train(until_s=6.9)
+    assert not desk.words(b"x", "call")
+    for token in (b"a", b"b"):
+        desk.hear(token, "launch", round=6, step=70, used={})
+    assert [one["members"] for one in desk.words(b"x", "call")] == [[0, 1, 2]]
+
+
+def test_a_loader_takes_part_from_no_step_that_the_run_has_not_reached() -> None:
+    desk = Watched()
+    desk.come(b"n")
+    with pytest.raises(PayloadError, match=r"a state of step \d+, where the run has reached \d\d at most"):
+        desk.hear(b"n", "active", step=HUGE)
+    assert len(desk.coordinator.state.roster.active) == 3
