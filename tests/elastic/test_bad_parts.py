@@ -1,5 +1,6 @@
 """Parts that a broken replica sends: they are left out, named, and cost no other replica its run."""
 
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -9,10 +10,12 @@ from test_elastic_faults import STEPS, Street, are_alike, street
 from town import TownShelf
 
 from thinwire.elastic.coordinator import MOST_BAD_PARTS
+from thinwire.elastic.coordinator_session import CoordinatorSession
 from thinwire.elastic.round_driver import (
     HEAD_BYTES,
     CastVote,
     RequestPart,
+    RoundDriver,
     RoundInputs,
     RoundStateMachine,
     part_of_name,
@@ -105,3 +108,49 @@ def test_a_part_that_is_refused_is_not_awaited_and_is_taken_from_who_holds_a_goo
     decision = Decision(round_id=9, launch_step=12, members=(0, 1, 2), holders=(1, 2), step=12)
     actions = machine.advance(RoundInputs(**words | {"decision": decision}), now_s=0.3)
     assert actions == [RequestPart(source=1, member=2)], "the others may hold a good copy"
+
+
+class FullStore:
+    """Delivers a blob at once, whoever is asked for whichever."""
+
+    def __init__(self, blob: torch.Tensor) -> None:
+        self.blob = blob
+        self.num_asked = 0
+
+    def publish(self, name: bytes, payload: torch.Tensor) -> None: ...
+
+    def get(self, source: int, name: bytes, *, most_bytes: int) -> "FullStore":
+        self.num_asked += 1
+        return self
+
+    def forget_past(self) -> None: ...
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, *, deadline_s: float) -> torch.Tensor:
+        return self.blob
+
+    def cancel(self) -> None: ...
+
+
+@pytest.mark.parametrize(("place", "num_asked"), [(0, 1), (8, 1), (None, 2)], ids=["hash", "round", "size"])
+def test_a_round_votes_without_a_refused_part_as_soon_as_it_is_refused(place: int | None, num_asked: int) -> None:
+    good = torch.zeros(HEAD_BYTES + 9, dtype=torch.uint8)
+    good[0], good[8] = 5, 9  # the hash of the global value, and the round
+    said: list[tuple[str, dict[str, object]]] = []
+    session = CoordinatorSession(replica=0, interval_steps=4, send=lambda kind, **fields: said.append((kind, fields)))
+    about = {"host": "h", "address": "10.0.0.1", "port": 7, "state": "active"}
+    session.receive({
+        "kind": "roster", "members": [{"replica": n, **about} for n in range(2)], "started": True, "number": 1,
+    })  # fmt: skip
+    session.receive({"kind": "call", "round": 9, "members": [0, 1]})
+    store = FullStore(good.repeat(3) if place is None else with_byte(good, place, 77))
+    driver = RoundDriver(
+        session=session, store=store, round_id=9, launch_step=40, part=good[HEAD_BYTES:], reference_hash=5, most_bytes=9
+    )
+    end_s = time.monotonic() + 60.0
+    while not any(kind == "vote" for kind, _ in said) and time.monotonic() < end_s:
+        driver._advance()
+    assert [fields["has"] for kind, fields in said if kind == "vote"] == [[0]]
+    assert store.num_asked == num_asked, "only what may have been damaged on its way is requested again"

@@ -539,11 +539,12 @@ class RoundDriver:
 
     def _refuse(self, member: int, source: int, error: PayloadError, *, now_s: float) -> None:
         """Take note of a part that cannot be used; one damaged on its way, or at a relay, is requested again."""
-        self._bad_copies[member] += source == member
+        is_foreign = isinstance(error, _ForeignPart)  # whole, so its sender means it
+        self._bad_copies[member] += (_MOST_BAD_COPIES if is_foreign else 1) if source == member else 0
         if self._bad_copies[member] < _MOST_BAD_COPIES:
             self._machine.on_failure(member, now_s=now_s, source=source)
             return
-        self._refusals[member] = "foreign" if isinstance(error, _ForeignPart) else "malformed", str(error)
+        self._refusals[member] = "foreign" if is_foreign else "malformed", str(error)
         self._cancel(member)
         self._machine.on_refusal(member)
 
