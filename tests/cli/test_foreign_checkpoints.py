@@ -15,6 +15,8 @@ from thinwire.elastic.global_state import GlobalState
 from thinwire.monitor.runlog.run_identity import RunIdentity, new_identity, read_identity, write_identity
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.config import TrainConfig, config_text, read_config, resolve
+from thinwire.training.run_origin import check_corpus, check_options, write_origin
+from thinwire.training.worker import open_data
 
 Output = pytest.CaptureFixture[str]
 
@@ -141,3 +143,36 @@ def test_the_next_incarnation_reads_what_the_one_before_wrote(run: tuple[Path, R
     latest = checkpoints.latest().state
     assert latest is not None and latest.step == 1000, "of the newest incarnation, though its step is not the highest"
     assert read_identity(folder) == identity
+
+
+def test_an_edited_option_is_named_with_both_values_and_setting_it_back_helps(
+    run: tuple[Path, RunIdentity], capsys: Output
+) -> None:
+    folder, _ = run
+    config = read_config(folder)
+    write_origin(config)
+    (folder / "config.json").write_text(config_text(config.replace(seed=7, lr=0.5)))
+    for more in (["--elastic"], []):
+        assert main(["train", *more, "--resume", str(folder)]) == 1
+        told = capsys.readouterr().err
+        assert f"has other options than the run began with: seed 7 instead of {config.run.seed}, lr 0.5 in" in told
+    check_options(folder, config)
+
+
+def test_data_of_the_same_length_but_other_content_are_refused_and_the_first_ones_are_not(
+    run: tuple[Path, RunIdentity], capsys: Output
+) -> None:
+    folder, _ = run
+    config = read_config(folder)
+    write_origin(config)
+    text = Path(config.data.source)
+    first = text.read_text()
+    check_corpus(folder, open_data(config).sha256, source=config.data.source)
+    text.write_text(first.swapcase())
+    assert text.stat().st_size == len(first)
+    assert main(["train", "--elastic", "--resume", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert f"the run in {folder} began with other data; got {text} with hash " in told
+    assert "try to give it the same files again, or to begin another run with --out NEW-FOLDER" in told
+    text.write_text(first)
+    check_corpus(folder, open_data(config).sha256, source=config.data.source)

@@ -174,7 +174,7 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_left_as_it_is(stopped_run: 
     older.mkdir()
     (older / "config.json").write_text('{"model": "nano", "steps": 10, "thinwire_version": "0.0.1"}')
     cases: list[tuple[list[str], int, str]] = [
-        (["--resume", str(foreign)], 1, "is not of this run: its run config is"),
+        (["--resume", str(foreign)], 1, "has other options than the run began with: seed 7 instead of 0; restore"),
         (["--resume", str(damaged)], 1, "replica-1.safetensors is damaged (its SHA-256 is wrong)"),
         (["--resume", str(unreadable)], 1, "Expected `int`, got `str` - at `$.run.steps`"),
         (["--resume", str(older)], 1, "config.json has no sections: an older thinwire wrote it"),

@@ -167,6 +167,7 @@ def _train_here(config: TrainConfig) -> int:
 def _train_elastic(config: TrainConfig) -> int:
     from thinwire.cli.elastic_run import alone_in
     from thinwire.cli.elastic_train import prepare, run
+    from thinwire.training.run_origin import check_corpus
     from thinwire.training.worker import check_data, has_run, occupied, open_data
 
     if config.output.resume is None and not config.output.overwrite and has_run(config.run_dir):
@@ -177,7 +178,10 @@ def _train_elastic(config: TrainConfig) -> int:
             _log(f"reading {begun.local.data or config.data.source}")
         here = begun.local.apply(config)
         try:
-            check_data(here, open_data(here))
+            corpus = open_data(here)
+            check_data(here, corpus)
+            if config.output.resume is not None:
+                check_corpus(config.run_dir, corpus.sha256, source=here.data.source)
         except DataError as error:
             return _fail(USAGE, error)
         code, summary = run(begun)
@@ -190,6 +194,7 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
     """Read the data and make the run's folder; return an exit code, 0 to go on, and the step to go on from."""
     from thinwire.monitor.runlog.run_identity import new_identity, read_identity
     from thinwire.training.launch import rank_folder, step_to_resume
+    from thinwire.training.run_origin import check_corpus
     from thinwire.training.worker import check_data, has_run, make_run_folder, occupied, open_data
 
     is_resumed = config.output.resume is not None
@@ -198,7 +203,10 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
     if not config.output.quiet:
         _log(f"reading {config.data.source}")
     try:
-        check_data(config, open_data(config))
+        corpus = open_data(config)
+        check_data(config, corpus)
+        if is_resumed:
+            check_corpus(config.run_dir, corpus.sha256, source=config.data.source)
     except DataError as error:
         return _fail(USAGE, error), 0
     step, warnings = step_to_resume(config) if is_resumed else (0, [])
@@ -211,6 +219,7 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
     for rank in range(config.parallel.ranks):
         own = plain.replace(out=rank_folder(config.run_dir, rank))
         make_run_folder(own, run=run, is_resumed=is_resumed)
+    check_corpus(config.run_dir, corpus.sha256, source=config.data.source)
     return 0, step
 
 

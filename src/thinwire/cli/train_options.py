@@ -18,6 +18,7 @@ from thinwire.cli.secret import secret_file
 from thinwire.errors import excluded, refusal, unknown_name
 from thinwire.training.config import FREE, OPTIONS, SECTIONS, TrainConfig, flag, read_config, resolve
 from thinwire.training.method_catalog import method_entry
+from thinwire.training.run_origin import check_options
 
 # The table of a file of options that is for readers: title, machines, expected numbers.
 RECIPE = "recipe"
@@ -161,6 +162,7 @@ def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
     if given.output.resume is None:
         return resolve(given, world_size=ranks, cores=os.cpu_count() or 1, home=Path.home())
     saved = read_config(given.output.resume)
+    check_options(given.output.resume, saved)
     named = {name for name in OPTIONS if is_named(name, arguments)}
     for name in sorted(named - set(FREE)):
         if given.option(name) != saved.option(name):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from thinwire.data import Corpus, Sampler, open_corpus, validation_batches
-from thinwire.errors import DesyncError, ThinwireError, warn_untested
+from thinwire.errors import DataError, DesyncError, ThinwireError, warn_untested
 from thinwire.files import write_whole
 from thinwire.monitor.record.metrics import Logger, Meter, open_loggers
 from thinwire.monitor.record.recorder import Recorder, own_fault
@@ -38,6 +38,7 @@ from thinwire.training.cost_check import complain
 from thinwire.training.drift import step_monitor_of
 from thinwire.training.launch import RANKS, rank_folder
 from thinwire.training.loop import Batch, LoopSetup, ModelPasses, Training
+from thinwire.training.run_origin import ORIGIN_FILE, check_corpus, write_origin
 from thinwire.training.summary import (
     begin_samples,
     finish_samples,
@@ -57,7 +58,7 @@ _OPENING, _READY, _CLOSING, _PROBING = range(4)
 # Known by other names on other hosts; what they stand for is compared by content.
 _LOCAL_NAMES = ("data", "model", "init_from")
 _OUTPUTS = (
-    "config.json", RUN_FILE, "summary.json", "report.html", "metrics-replica-*", "transfers-replica-*",
+    "config.json", RUN_FILE, ORIGIN_FILE, "summary.json", "report.html", "metrics-replica-*", "transfers-replica-*",
     "records-rank-*", "findings.jsonl", "actions.jsonl", "path-limits.json", "downtime.json", "parts.jsonl",
     "checkpoint-cost.json", "samples.json",
 )  # fmt: skip
@@ -252,6 +253,7 @@ class _Replica:
             "options": _comparable(self._config), "corpus": self._corpus.sha256, "run": self._run.to_json(),
             "has_run": has_run(self._config.run_dir), "is_resumed": self._place.is_resumed, "good": found.good[-32:],
             "bad": [[step, problem[:200]] for step, problem in sorted(found.bad.items())[-8:]],
+            "data_problem": self._data_problem() if self._place.is_resumed else "",
         }  # fmt: skip
         notes = self._all_gather(note, number=_OPENING, deadline_s=self._config.run.join_deadline_s)
         _check_same(notes)
@@ -266,9 +268,17 @@ class _Replica:
         for is_turn in (self._leads, not self._leads):  # the folder of the first rank holds those of the others
             if makes and is_turn:
                 make_run_folder(self._config, run=self._run, is_resumed=self._place.is_resumed)
+                check_corpus(self._config.run_dir, self._corpus.sha256, source=self._config.data.source)
             self._of_all_ranks({})
         self._all_gather({}, number=_READY, deadline_s=self._config.run.join_deadline_s)
         return step
+
+    def _data_problem(self) -> str:
+        try:
+            check_corpus(self._config.run_dir, self._corpus.sha256, source=self._config.data.source)
+        except DataError as error:
+            return str(error)
+        return ""
 
     def _check_folder(self, notes: list[dict[str, Any]]) -> None:
         if self._place.is_prepared or self._place.is_resumed or self._config.output.overwrite:
@@ -432,6 +442,8 @@ def make_run_folder(config: TrainConfig, *, run: RunIdentity, is_resumed: bool) 
                 shutil.rmtree(run_dir / name, ignore_errors=True)
         write_identity(run_dir, run)
         write_whole(run_dir / "config.json", config_text(config))
+        if not is_resumed:
+            write_origin(config)
     except OSError as error:
         raise ThinwireError(f"cannot write to {run_dir}: {error.strerror or error}; choose another --out") from error
 
@@ -451,6 +463,8 @@ def _check_same(notes: list[dict[str, Any]]) -> None:
                     f"replica {replica} runs with {name} {theirs!r}, replica 0 with {value!r}; start all hosts with "
                     f"the same options and the same thinwire"
                 )
+        if note["data_problem"]:
+            raise DataError(f"replica {replica}: {note['data_problem']}")
         if note["corpus"] != notes[0]["corpus"]:
             raise DesyncError(
                 f"replica {replica} reads another corpus than replica 0; give all hosts the same files (stdlib is "

@@ -1,0 +1,78 @@
+"""Options and data that a run began with, kept in its folder: a run that goes on must have the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import CheckpointError, DataError, refusal
+from thinwire.files import write_whole
+from thinwire.training.config import OPTIONS, TrainConfig, meaning
+
+ORIGIN_FILE = "origin.json"
+
+
+def write_origin(config: TrainConfig) -> None:
+    """Keep the options of a run that begins.
+
+    Raises:
+        OSError: They could not be written.
+    """
+    _write(config.run_dir, {"options": meaning(config)})
+
+
+def check_options(run_dir: Path, config: TrainConfig) -> None:
+    """Refuse the options in a run's `config.json` where they are not those that the run began with.
+
+    Raises:
+        CheckpointError: They differ; names each option and both values.
+    """
+    began = _read(run_dir).get("options")
+    if not isinstance(began, dict):
+        return  # a folder of an older thinwire: the hash of all options is compared later
+    now, edited = json.loads(json.dumps(meaning(config))), []
+    for name in (name for name in OPTIONS if name in now or name in began):
+        usual = TrainConfig().option(name)  # of an option that an older thinwire did not know
+        there, first = now.get(name, usual), began.get(name, usual)
+        edited += [f"{name} {there!r} instead of {first!r}"] if there != first else []
+    if edited:
+        raise CheckpointError(
+            f"config.json in {run_dir} has other options than the run began with: {', '.join(edited)}; restore them "
+            f"there, or begin another run with --out NEW-FOLDER"
+        )
+
+
+def check_corpus(run_dir: Path, sha256: str, *, source: str) -> None:
+    """Refuse data whose content is not what the run began with; keep its hash where none is kept yet.
+
+    Args:
+        run_dir: The run's folder on this host.
+        sha256: Hash of tokens and tokenizer.
+        source: Name of the data, for the error's text.
+
+    Raises:
+        DataError: It is other data.
+        OSError: The hash could not be written.
+    """
+    found = _read(run_dir)
+    if (began := found.get("corpus")) is None:
+        _write(run_dir, {**found, "corpus": sha256})
+    elif began != sha256:
+        raise DataError(str(refusal(
+            f"the run in {run_dir} began with other data", got=f"{source} with hash {sha256[:16]}",
+            allowed=f"data with hash {str(began)[:16]}",
+            remedy="to give it the same files again, or to begin another run with --out NEW-FOLDER",
+        )))  # fmt: skip
+
+
+def _read(run_dir: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((run_dir / ORIGIN_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(run_dir: Path, values: dict[str, Any]) -> None:
+    write_whole(run_dir / ORIGIN_FILE, json.dumps(values, indent=2) + "\n")
