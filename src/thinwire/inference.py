@@ -152,7 +152,10 @@ def _checkpoint(config: TrainConfig, step: int | None) -> tuple[CheckpointFiles,
         raise CheckpointError(f"{steps[max(steps)].problem(max(steps))}")
     every = config.output.checkpoint_every
     when = f"the first comes after step {min(every, config.run.steps)}" if every else "they come at the end"
-    raise CheckpointError(f"{config.run_dir} has no checkpoint yet: {when}; let the run go on, and try again")
+    raise CheckpointError(
+        f"{config.run_dir} has no checkpoint yet: {when}; let the run go on (thinwire train "
+        f"--resume {config.run_dir}, if it was stopped), and try again"
+    )
 
 
 def _model_of_checkpoint(config: TrainConfig, files: CheckpointFiles, *, step: int, tokenizer: Tokenizer) -> nn.Module:

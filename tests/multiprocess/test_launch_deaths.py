@@ -47,7 +47,7 @@ other = psutil.Process(int((folder / "pid-1").read_text() or 0))
     while other.status() != psutil.STATUS_STOPPED:
         time.sleep(0.05)
     time.sleep(5)"""
-DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); (folder / 'deaf').touch()"
+DEAF = "signal.signal(signal.SIGUSR1, signal.SIG_IGN); (folder / 'deaf').touch()"
 UNTIL_DEAF = "while not (folder / 'deaf').exists(): time.sleep(0.05)"
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 UNTIL_KILLED = "time.sleep(60)"

@@ -183,12 +183,20 @@ def test_a_run_stopped_by_every_kind_of_signal_ends_with_the_bits_of_one_never_s
         started = Started(resume, environment=with_slow_steps(STEP_S))
         wait_for_checkpoints(started, run, step)
         nothing_left(started)
-        started.process.send_signal(number)
+        # SIGTERM comes to the launcher alone, SIGINT to its replicas too
+        for process in [*(started.workers() if number == signal.SIGINT else []), started.process]:
+            process.send_signal(number)
         assert started.end() == code, started.stderr
         if number != signal.SIGKILL:
-            stopped = f"thinwire: stopped by {number.name}; all replicas have ended. "
             # a machine that was busy may have made the run say before that a replica kept the other waiting
-            assert started.stderr.splitlines()[-1] == f"{stopped}Go on with: thinwire train --resume {run}"
+            told = re.fullmatch(
+                rf"thinwire: stopped by {number.name}; all replicas have ended. Go on from step (\d+) with: "
+                rf"thinwire train --resume {re.escape(str(run))}",
+                started.stderr.splitlines()[-1],
+            )
+            assert told and f"a checkpoint of step {told[1]} is saved first" in started.stderr, started.stderr
+            assert step < int(told[1]) < step + 4, "of the step it was at, not of the last multiple of four"
+            assert all(checkpoint(run, int(told[1]), replica=replica).exists() for replica in (0, 1))
             assert "Traceback" not in started.stderr
         assert not (run / "summary.json").exists()
 

@@ -233,6 +233,23 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
     return code, json.loads(path.read_text()) if code == 0 and path.exists() else None
 
 
+def keep_newest(begun: Begun) -> int:
+    """Make a checkpoint of the newest state that this host's replicas kept, which `thinwire generate` can read.
+
+    Returns:
+        The step that a resumed run goes on from, 0 for the beginning.
+
+    Raises:
+        CheckpointError: It cannot be written, or the checkpoints that are there cannot be used.
+    """
+    state, is_kept = newest_state(begun.config, run=begun.identity, report=log)
+    if state is None:
+        return 0
+    if is_kept:
+        checkpoints_of(begun.config, run=begun.identity).write(state)
+    return state.step
+
+
 def _begin_journal(begun: Begun) -> None:
     """Begin the coordinator's journal with the run's identity and the account of the data that its state holds."""
     journal = Journal(begun.config.run_dir / JOURNAL_FILE)

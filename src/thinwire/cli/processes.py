@@ -58,26 +58,33 @@ def replica(arguments: Sequence[str]) -> int:
     """Run one replica of a local run.
 
     Args:
-        arguments: The run's folder, the launcher's process id, and `resume` or `start`.
+        arguments: The run's folder, the launcher's process id, `resume` or `start`, and the file of `AgreedStop`.
 
     Returns:
         The exit code: 0, or 1 with the reason in the replica's last words.
     """
     run_dir, launcher, mode = Path(arguments[0]), int(arguments[1]), arguments[2]
-    # the launcher decides when to stop, and reports it
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     exit_with_parent(launcher)
+    from thinwire.training.agreed_stop import AgreedStop
+
+    rank = int(os.environ["RANK"])  # ranks that share a replica get others as they join
+    stop = AgreedStop(Path(arguments[3]), size=int(os.environ["WORLD_SIZE"]), rank=rank)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # the launcher decides when to stop, and reports it
+        signal.signal(number, lambda number, frame: stop.request(number))
+    from thinwire.errors import Stopped
     from thinwire.training.config import read_config
     from thinwire.training.launch import write_failure_report
     from thinwire.training.worker import ReplicaStart, run_replica
 
-    rank = int(os.environ["RANK"])  # ranks that share a replica get others as they join
     ranks = 1
     try:
         config = read_config(run_dir)
         ranks = config.parallel.ranks
         place = ReplicaStart(local_rank=int(os.environ["LOCAL_RANK"]), is_prepared=True, is_resumed=mode == "resume")
-        run_replica(config, place=place)
+        run_replica(config, place=place, stop=stop)
+    except Stopped:
+        return 0
     except Exception as error:
         traceback.print_exc()
         write_failure_report(run_dir, rank, error, ranks=ranks)

@@ -26,7 +26,7 @@ from thinwire.cli.train_options import (
 )
 from thinwire.cli.train_plan import planned
 from thinwire.data.sources import check_source
-from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed, refusal
+from thinwire.errors import CheckpointError, DataError, Stopped, ThinwireError, WorkerFailed, refusal
 from thinwire.files import MOST_PLAN_BYTES, read_json
 from thinwire.training.config import TrainConfig, command_line, validate
 from thinwire.transport.secret import need_pyzmq
@@ -150,23 +150,38 @@ def _train_here(config: TrainConfig) -> int:
                 # what it reports goes through the view: a line from elsewhere would leave a second table behind
                 watched_run(config, step=step, say=_log if view is None else _log_above(view)) as watchdog,
             ):
-                summary = launch(config, module=REPLICA, is_resumed=is_resumed)
+                summary = launch(
+                    config, module=REPLICA, is_resumed=is_resumed, say=_log if view is None else _log_above(view),
+                    is_saving=lambda: not watchdog.why,
+                )  # fmt: skip
         except KeyboardInterrupt:
             # between the words and the first replica; from there on the launcher takes the signal
             return _fail(128 + signal.SIGINT, "stopped before training began")
         except Stopped as stop:
             if watchdog.why:
                 return _fail(FAILED, f"the run was ended because of a finding: {watchdog.why}")
-            _log(f"{stop}; all replicas have ended. Go on with: thinwire train --resume {config.run_dir}")
+            _log(f"{stop}; all replicas have ended. {_how_to_go_on(config)}")
             return 128 + stop.signal_number
         except WorkerFailed as error:
             return _fail(FAILED, f"{error}. Go on with: thinwire train --resume {config.run_dir}")
     return _show(config, _report(config, summary))
 
 
+def _how_to_go_on(config: TrainConfig) -> str:
+    from thinwire.training.launch import step_to_resume
+
+    try:
+        step, _ = step_to_resume(config)
+    except CheckpointError as error:
+        return str(error)
+    return (
+        f"Go on {f'from step {step}' if step else 'from the beginning'} with: thinwire train --resume {config.run_dir}"
+    )
+
+
 def _train_elastic(config: TrainConfig) -> int:
     from thinwire.cli.elastic_run import alone_in
-    from thinwire.cli.elastic_train import prepare, run
+    from thinwire.cli.elastic_train import keep_newest, prepare, run
     from thinwire.training.run_origin import check_corpus
     from thinwire.training.worker import check_data, has_run, occupied, open_data
 
@@ -186,7 +201,12 @@ def _train_elastic(config: TrainConfig) -> int:
             return _fail(USAGE, error)
         code, summary = run(begun)
     if code and code != FAILED:
-        _log(f"go on with: thinwire train --resume {config.run_dir}")
+        try:
+            step = keep_newest(begun)
+        except (ThinwireError, OSError) as error:
+            _log(f"no checkpoint of what the replicas kept: {error}")
+        else:
+            _log(f"go on from step {step} with: thinwire train --resume {config.run_dir}")
     return code if summary is None else _show(config, _report(config, summary))
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from thinwire.files import write_whole
 from thinwire.monitor.detect.hangs import HANGS
 from thinwire.monitor.runlog.run_identity import read_identity
 from thinwire.monitor.runlog.writer import last_beat_s, write_obituary
+from thinwire.training.agreed_stop import AgreedStop
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints, choose_step, verify_all
 from thinwire.training.config import TrainConfig
 from thinwire.transport.addresses import RENDEZVOUS_FILE
@@ -29,8 +30,14 @@ from thinwire.transport.addresses import RENDEZVOUS_FILE
 # Folders of the ranks of replicas that do not lead: each holds what a run of its own would, for the same shard.
 RANKS = "ranks"
 _POLL_S = 0.1
-# Seconds from SIGTERM to SIGKILL for replicas that the launcher stops.
+# What ends replicas at once: they take SIGTERM and SIGINT as requests to the launcher, since a whole group gets those.
+_END = signal.SIGUSR1
+# Seconds from that to SIGKILL for replicas that the launcher stops.
 _STOP_S = 10.0
+# A stop is given up after so many seconds without a step or a saved checkpoint, and the longest between two steps.
+_STUCK_S, _SAVE_S = 10.0, 120.0
+# Signals so close together are one: a shell and a wrapper may both pass on Ctrl-C.
+_ONE_SIGNAL_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -47,19 +54,25 @@ class ProcessFailure:
     was_stopped: bool = False
 
 
-def launch(config: TrainConfig, *, module: str, is_resumed: bool) -> dict[str, Any]:
+def launch(
+    config: TrainConfig, *, module: str, is_resumed: bool, say: Callable[[str], None] = lambda text: None,
+    is_saving: Callable[[], bool] = lambda: True,
+) -> dict[str, Any]:  # fmt: skip
     """Train all replicas on this machine and return the run's summary.
 
     Must be called from the main thread: it handles SIGINT, SIGTERM and SIGHUP while replicas run.
 
     Args:
         config: Resolved and checked; the run's folder is made.
-        module: What each replica runs (`python -m`), with the run's folder, this process's id and `resume` or `start`.
+        module: What each replica runs (`python -m`), with the run's folder, this process's id, `resume` or `start`, and
+            the file of `AgreedStop`.
         is_resumed: Whether to go on from a checkpoint.
+        say: Takes a line about a stop that begins.
+        is_saving: Whether replicas save a checkpoint when a signal comes; a run that hangs cannot.
 
     Raises:
         WorkerFailed: A replica ended; names it and the reason. The others have ended too.
-        Stopped: A signal came.
+        Stopped: A signal came; the replicas have saved where they could.
     """
     run_dir, ranks = config.run_dir, config.parallel.ranks
     for rank in range(config.num_replicas * ranks):
@@ -71,14 +84,17 @@ def launch(config: TrainConfig, *, module: str, is_resumed: bool) -> dict[str, A
         tempfile.TemporaryDirectory(prefix="thinwire-rendezvous-", ignore_cleanup_errors=True) as folder,
         _noted_signals() as signals,
     ):
-        replicas = _Replicas(run_dir / "logs")
         names = [process_name(rank, ranks=ranks) for rank in range(config.num_replicas * ranks)]
+        stop = AgreedStop.create(Path(folder) / "stop", size=len(names))
+        replicas = _Replicas(run_dir / "logs", stop)
         try:
-            replicas.start(command, names=names, rendezvous=Path(folder) / "store")
+            replicas.start([*command, str(Path(folder) / "stop")], names=names, rendezvous=Path(folder) / "store")
             failures = replicas.wait(signals)
+            is_finished = bool(signals) and is_saving() and replicas.save(signals, say)
         finally:
-            replicas.stop(signals[0] if signals else signal.SIGTERM)
-    if signals:
+            replicas.stop()
+            stop.close()
+    if signals and not is_finished:
         raise Stopped(signals[0])
     if failures:
         failures |= replicas.later_failures(failures)
@@ -145,7 +161,7 @@ def explain(failures: Mapping[int, ProcessFailure], *, run_dir: Path, ranks: int
     killed = [
         replica
         for replica, failure in failures.items()
-        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM and not failure.was_stopped
+        if failure.exitcode < 0 and -failure.exitcode not in (signal.SIGTERM, _END) and not failure.was_stopped
     ]
     others = [replica for replica, failure in failures.items() if not failure.was_stopped]
     replica = next(iter([*own, *killed, *silent, *others, *failures]))
@@ -191,7 +207,7 @@ def _report_killed(failures: Mapping[int, ProcessFailure], *, run_dir: Path, ran
     """
     silent = _silent_before_stop(failures, run_dir=run_dir, ranks=ranks)
     for rank, failure in failures.items():
-        is_killed = failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM
+        is_killed = failure.exitcode < 0 and -failure.exitcode not in (signal.SIGTERM, _END)
         if rank in silent:
             error = _silence_text(silent[rank])
         elif failure.was_stopped:
@@ -215,10 +231,13 @@ class _Replicas:
 
     Args:
         logs: Folder of the log files.
+        stop: The launcher's end.
     """
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, stop: AgreedStop) -> None:
         self._logs = logs
+        self._stop = stop
+        self._longest_s = 0.0
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._killed: set[int] = set()
 
@@ -241,9 +260,17 @@ class _Replicas:
                     stdout=out, stderr=err, start_new_session=True,
                 )  # fmt: skip
 
-    def wait(self, signals: Sequence[int]) -> dict[int, ProcessFailure]:
-        """Wait until all have succeeded, any has failed, or a signal came; return the failures."""
+    def wait(self, signals: list[int]) -> dict[int, ProcessFailure]:
+        """Wait until all have succeeded, any has failed, or a signal came, to whomever; return the failures."""
+        done, done_s = self._stop.steps(), time.monotonic()
         while not signals:
+            if number := self._stop.signal():
+                signals.append(number)
+                break
+            if (now := self._stop.steps()) != done:
+                if min(done) > 0:  # the first steps of a run take longer than those after them
+                    self._longest_s = max(self._longest_s, time.monotonic() - done_s)
+                done, done_s = now, time.monotonic()
             codes = {replica: process.poll() for replica, process in self._processes.items()}
             failures = {replica: ProcessFailure(exitcode=code) for replica, code in codes.items() if code}
             if failures or all(code == 0 for code in codes.values()):
@@ -251,9 +278,34 @@ class _Replicas:
             time.sleep(_POLL_S)
         return {}
 
-    def stop(self, number: int) -> None:
-        """Send a signal to all that still run, and SIGKILL to those that do not end by it."""
-        self._send(number)
+    def save(self, signals: Sequence[int], say: Callable[[str], None]) -> bool:
+        """Let all save a checkpoint of one step and end; return whether they came to the end of the run instead.
+
+        Given up by another signal, when one ends otherwise, or when none has done anything for long.
+        """
+        step = self._stop.decide()
+        if not step:
+            return False
+        say(f"stopping: a checkpoint of step {step} is saved first; another signal (Ctrl-C) ends the run at once")
+        state, state_s = (self._stop.steps(), 0), time.monotonic()
+        began_s, num_signals = state_s, len(signals)
+        while len(signals) == num_signals:
+            if time.monotonic() - began_s < _ONE_SIGNAL_S:
+                num_signals = len(signals)
+            codes = [process.poll() for process in self._processes.values()]
+            if any(codes) or all(code == 0 for code in codes):
+                return not any(codes) and not self._stop.num_saved()
+            if (now := (self._stop.steps(), self._stop.num_saved())) != state:
+                state, state_s = now, time.monotonic()
+            is_written = min(now[0]) >= step
+            if time.monotonic() - state_s > (_SAVE_S if is_written else _STUCK_S + 2 * self._longest_s):
+                break
+            time.sleep(_POLL_S)
+        return False
+
+    def stop(self) -> None:
+        """End all that still run at once, by SIGKILL if need be."""
+        self._send(_END)
         until_s = time.monotonic() + _STOP_S
         self._wait_until(until_s)
         self._killed = self._send(signal.SIGKILL)
@@ -264,7 +316,7 @@ class _Replicas:
         """Return the failures seen after `earlier`, with those that `stop` caused marked so."""
         codes = {replica: process.poll() for replica, process in self._processes.items() if replica not in earlier}
         return {
-            replica: ProcessFailure(exitcode=code, was_stopped=replica in self._killed or code == -signal.SIGTERM)
+            replica: ProcessFailure(exitcode=code, was_stopped=replica in self._killed or code == -_END)
             for replica, code in codes.items()
             if code
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.adaptive_timeout import Deadlines
-from thinwire.errors import CheckpointError, ThinwireError
+from thinwire.errors import CheckpointError, Stopped, ThinwireError
 from thinwire.monitor.record.metrics import Meter, ReplicaCounts
 from thinwire.monitor.record.recorder import Recorder
 from thinwire.monitor.runlog.attempts import note_cost
 from thinwire.site.lengths import padded_groups
 from thinwire.sync.optimizer import DistributedOptimizer, checked_state
+from thinwire.training.agreed_stop import AgreedStop
 from thinwire.training.build import lr_factor
 from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
@@ -284,6 +286,7 @@ class Training:
         policy: Decisions around the steps; `StaticPolicy` by default.
         passes: Passes of the model; `LocalPasses` by default.
         step: Inner steps that the run has done already.
+        stop: By which a launcher may end the run early.
 
     Attributes:
         step: Inner steps done.
@@ -291,14 +294,14 @@ class Training:
 
     def __init__(
         self, setup: LoopSetup, *, checkpoints: ReplicaCheckpoints | None = None, policy: LoopPolicy | None = None,
-        passes: ModelPasses | None = None, step: int = 0,
+        passes: ModelPasses | None = None, step: int = 0, stop: AgreedStop | None = None,
     ) -> None:  # fmt: skip
         self.step = self._reported_step = step
         self._config, self._model, self._device = setup.config, setup.model, setup.device
         self._optimizer = optimizer = setup.optimizer
         self._batches, self._held_out = setup.batches, setup.held_out
         self._meter, self._watch, self._recorder = setup.meter, setup.watch, setup.recorder
-        self._checkpoints = checkpoints
+        self._checkpoints, self._stop = checkpoints, stop
         self._policy: LoopPolicy = policy or StaticPolicy(optimizer)
         self._passes: ModelPasses = passes or LocalPasses(setup.config, setup.model, device=setup.device)
         self._step_s = 0.0
@@ -325,13 +328,16 @@ class Training:
 
         Raises:
             ThinwireError: A replica was lost, a checkpoint could not be written, or the like.
+            Stopped: The launcher ended the run early, and the state is saved.
         """
         self._model.train()
+        self._end_early()
         while self.step < self._config.run.steps:
             self.step += 1
             self._train_step()
             self._report()
             self._check_drift()
+            self._end_early()
             if self._is_due(self._config.output.checkpoint_every):
                 with self._apart():
                     self.save()
@@ -339,6 +345,15 @@ class Training:
         self._optimizer.average_buffers()
         if self._reported_step < self.step:
             self._write_step()
+
+    def _end_early(self) -> None:
+        """Save and end where the run is stopped after this step."""
+        if self._stop is None or not self._stop.is_due(self.step):
+            return
+        with self._apart():
+            self.save()
+        self._stop.saved()
+        raise Stopped(signal.SIGTERM)
 
     def evaluate(self, num_batches: int, *, part: int = 0, num_parts: int = 1) -> tuple[float, int]:
         """Evaluate the global parameters on held-out batches.
@@ -482,6 +497,8 @@ class Training:
     def _next_stop(self) -> int:
         """Return the next step from here after which all replicas do something together."""
         every = [self._config.run.steps, self._config.output.eval_every, self._config.output.checkpoint_every]
+        if self._stop is not None and self._stop.step >= self.step:
+            every.append(self._stop.step)
         return min(-(-self.step // steps) * steps for steps in every if steps)
 
     def _report(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from thinwire.data import Corpus, Sampler, open_corpus, validation_batches
-from thinwire.errors import DataError, DesyncError, ThinwireError, warn_untested
+from thinwire.errors import DataError, DesyncError, Stopped, ThinwireError, warn_untested
 from thinwire.files import write_whole
 from thinwire.monitor.record.metrics import Logger, Meter, open_loggers
 from thinwire.monitor.record.recorder import Recorder, own_fault
@@ -25,6 +25,7 @@ from thinwire.monitor.runlog.run_identity import (
     write_identity,
 )  # fmt: skip
 from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.training.agreed_stop import AgreedStop
 from thinwire.training.build import make_inner_optimizer, make_method, make_model, own_tokenizer, wanted_vocabulary
 from thinwire.training.checkpoints.replica_checkpoints import (
     Found,
@@ -128,6 +129,7 @@ def held_out_batches(config: TrainConfig, corpus: Corpus, *, num_batches: int) -
 def run_replica(
     config: TrainConfig, *, place: ReplicaStart, loggers: Sequence[Logger] = (),
     warn: Callable[[str], None] = lambda text: None, on_start: Callable[[int], None] = lambda step: None,
+    stop: AgreedStop | None = None,
 ) -> dict[str, Any] | None:  # fmt: skip
     """Train one replica in this process, from joining the others to the end.
 
@@ -137,6 +139,7 @@ def run_replica(
         loggers: Receive metrics besides the files.
         warn: Receives problems that do not stop the run.
         on_start: Receives the step to begin after, once all replicas agree on it and before metrics are written.
+        stop: By which a launcher may end the run early.
 
     Returns:
         The run's summary on replica 0, None on the others.
@@ -159,7 +162,7 @@ def run_replica(
         if ranks > 1:
             mesh = _join_ranks(config, place)
             config = config.replace(out=rank_folder(config.run_dir, mesh.rank))
-        replica = _Replica(config, place=place, corpus=corpus, transport=transport, mesh=mesh)
+        replica = _Replica(config, place=place, corpus=corpus, transport=transport, mesh=mesh, stop=stop)
         return replica.run(loggers, warn, on_start)
     finally:
         if mesh is not None:
@@ -182,9 +185,10 @@ def _join_ranks(config: TrainConfig, place: ReplicaStart) -> ReplicaMesh:
 class _Replica:
     def __init__(
         self, config: TrainConfig, *, place: ReplicaStart, corpus: Corpus, transport: RecordingTransport,
-        mesh: ReplicaMesh | None = None,
+        mesh: ReplicaMesh | None = None, stop: AgreedStop | None = None,
     ) -> None:  # fmt: skip
         self._config = config
+        self._stop = stop
         self._mesh = mesh
         self._num_notes = 0
         self._place = place
@@ -225,6 +229,8 @@ class _Replica:
             with self._optimizer:  # a run that fails waits for no replica, and warns of no missing steps
                 training.run()
                 return self._close(training, warn)
+        except Stopped:
+            raise
         except ThinwireError as error:
             meter.write_error(training.step if training else step, message=str(error))
             why = own_fault(error)
@@ -331,7 +337,7 @@ class _Replica:
             held_out=lambda num_batches: held_out_batches(config, corpus, num_batches=num_batches),
             watch=step_monitor_of(config, optimizer, log=transport.log),
         )  # fmt: skip
-        return Training(setup, checkpoints=self._checkpoints, passes=passes)
+        return Training(setup, checkpoints=self._checkpoints, passes=passes, stop=self._stop)
 
     @property
     def _leads(self) -> bool:
