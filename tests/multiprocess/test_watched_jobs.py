@@ -113,6 +113,11 @@ def test_a_watched_job_computes_the_same_bits_and_all_its_calls_are_there(tmp_pa
         own = [operation for operation in done if operation.rank == rank]
         kinds = {operation.kind for operation in own}
         assert kinds >= {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "message"}
+        assert {operation.site.partition(":")[0] for operation in own} == {Path(__file__).name}
+        assert {operation.is_async for operation in own if operation.kind == "barrier" or operation.count == 78} == {
+            False
+        }
+        assert any(operation.is_async for operation in own if operation.kind == "all_reduce"), "DDP goes on"
         counts = {operation.count for operation in own}
         assert 78 in counts and not {77, 79} & counts, "paused, then over"
         ends = {(end.operation, end.direction, end.peer, end.num_bytes) for end in records.transfers

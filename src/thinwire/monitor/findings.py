@@ -277,6 +277,8 @@ class MissingRankEvidence(StandstillEvidence, frozen=True, kw_only=True):
     waiting: Sequence[int]
     last_sign_s: float
     wait_chain: str
+    activity: str = ""  # what the missing rank's training thread does
+    stack: Sequence[str] = ()  # of that thread, innermost frame first
 
 
 class EndedRankEvidence(MissingRankEvidence, frozen=True, kw_only=True):

@@ -36,6 +36,7 @@ from torch import nn
 from thinwire import compat
 from thinwire.errors import TransportError, refusal
 from thinwire.transport.base import Transport
+from thinwire.transport.call_sites import user_site
 from thinwire.transport.shards import is_a
 
 POLL_S = 0.005
@@ -284,6 +285,8 @@ class GroupCall:
         peer: For a message, the other end's rank in the whole job.
         tag: For a message, its tag.
         polled_on: The device, if its end is polled; None if it is reported.
+        site: File and line of the call in the user's code; empty if there is none.
+        is_async: Whether the caller goes on before it has ended; False for messages.
     """
 
     group: int
@@ -299,6 +302,8 @@ class GroupCall:
     peer: int | None = None
     tag: int = 0
     polled_on: torch.device | None = None
+    site: str = ""
+    is_async: bool = False
 
 
 IsPolled = Callable[[str, torch.device], bool]
@@ -466,7 +471,8 @@ class CollectiveHooks:
             return None
         call = GroupCall(
             group=group.number, kind=kind, sequence=sequence, posted_s=self._clock(), peer=peer, tag=tag,
-            polled_on=device if is_polled else None,
+            polled_on=device if is_polled else None, site=user_site(),
+            is_async="async_op" in at and self._is_asynchronous(operator, arguments),
         )  # fmt: skip
         if brought is not None:
             call.count = sum([tensor.numel() for tensor in tensors])

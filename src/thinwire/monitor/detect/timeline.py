@@ -123,6 +123,7 @@ class Job:
         probes: When a burst from a source to a destination's host began and ended, and the seconds a byte of it took.
         signalled: Sources and destinations whose connections have signs of life of their own.
         nccl: What NCCL's own tools wrote; its clocks are not brought together.
+        samples: When each rank's training thread was sampled, and its state then, in order.
     """
 
     host_of: dict[int, str] = field(default_factory=dict)
@@ -150,6 +151,7 @@ class Job:
     probes: dict[tuple[int, int], list[tuple[float, float, float]]] = field(default_factory=dict)
     signalled: set[tuple[int, int]] = field(default_factory=set)
     nccl: NcclRecords = field(default_factory=NcclRecords)
+    samples: dict[int, list[tuple[float, Beat]]] = field(default_factory=dict)
 
     def silence_s(self, rank: int) -> float:
         """Return the seconds of silence after which a rank counts as stopped."""
@@ -224,6 +226,8 @@ def build(records: Records, book: SightingBook | None = None) -> Job:
         _see(job, span.rank, span.done_s)
     for beat in records.beats:
         _see(job, beat.rank, beat.at_s)
+        if beat.stack:
+            job.samples.setdefault(beat.rank, []).append((fits[beat.rank].to_reference(beat.at_s), beat))
         if beat.is_last:
             job.goodbyes[beat.rank] = (fits[beat.rank].to_reference(beat.at_s), beat.error)
     _take_wires(job, records, shift)

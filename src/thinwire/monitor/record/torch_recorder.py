@@ -20,6 +20,7 @@ from types import TracebackType
 
 from thinwire.errors import warn_untested
 from thinwire.monitor.record.connection_records import RankPlace, WatchedWires, own_place
+from thinwire.monitor.record.thread_state import TrainingThread
 from thinwire.monitor.runlog.records import Beat, Communicator, Span, to_line
 from thinwire.monitor.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
 from thinwire.transport.burst_probe import open_probe_port
@@ -78,6 +79,7 @@ class Watching:
         self._step_began_s = clock()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._go_on, name="thinwire-watch", daemon=True)
+        self._trained = TrainingThread(rank, clock())
         self._groups = CollectiveHooks(self, clock=clock, is_polled=is_polled)
         self._thread.start()
         # also where a process was forked or spawned by multiprocessing, which runs nothing of atexit
@@ -153,12 +155,14 @@ class Watching:
     def posted(self, call: GroupCall) -> None:
         """Write down a call before it is made, and what has ended since the last one: one write for both."""
         self._open[call] = None
+        self._trained.note_call(call.posted_s)
         self._wires.note_call(is_open=True)
         self._put([*self._lines_of_ended(), *self._lines(call)])
 
     def ended(self, call: GroupCall) -> None:
         """Take note of a call's end, which is written soon; that it failed at once, since the process may end by it."""
         self._open.pop(call, None)
+        self._trained.note_end(self._clock() if call.done_s is None else call.done_s)
         if not self._open:
             self._wires.note_call(is_open=False)
         self._ended.append(call)
@@ -171,6 +175,9 @@ class Watching:
         while not self._is_over.wait(WRITE_S):
             now_s = self._clock()
             is_due = now_s - beat_s >= BEAT_S - WRITE_S / 2
+            sampled = self._trained.sample(now_s)
+            if sampled is not None:
+                self._turn(to_line(sampled))
             self._turn(*([*self._lines_of_wires(now_s), to_line(Beat(rank=self._rank, at_s=now_s))] if is_due else []))
             beat_s = now_s if is_due else beat_s
 
@@ -218,6 +225,8 @@ class Watching:
         failed = bool(call.error)
         end = "" if call.done_s is None or failed else f',"done_s":{call.done_s:.6f}'
         begin = "" if call.started_s is None else f',"started_s":{call.started_s:.6f}'
+        begin += f',"site":{json.dumps(call.site)}' if call.site else ""
+        begin += ',"is_async":true' if call.is_async else ""
         quoted = json.dumps(name)
         dtype = f',"dtype":"{call.dtype}"' if call.dtype else ""
         yield (

@@ -25,6 +25,7 @@ CountOrUnknown = Annotated[int, Meta(ge=-1, le=1 << 53)]
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 Duration = Annotated[float, Meta(ge=0, le=1e12)]
 Text = Annotated[str, Meta(max_length=500)]
+Frames = Annotated[tuple[Text, ...], Meta(max_length=32)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,12 +146,20 @@ class Beat:
         is_last: Whether the rank ends, so that its silence from here on means nothing.
         error: Why it ends, if that is a fault of its own; empty at the end of its work, or if it lost others. Without
             `is_last`: why a call has failed.
+        stack: Frames of the training thread, innermost first, if it has made no call for long.
+        cpu: Share of a core that this thread ran or waited to run, in [0, 1]; -1 if unknown.
+        sleeps_in: The kernel's function that it sleeps in, after `disk: ` if nothing can interrupt it; empty if it ran.
+        workers: Child processes, with what they sleep in.
     """
 
     rank: Rank
     at_s: Seconds
     is_last: bool = False
     error: Text = ""
+    stack: Frames = ()
+    cpu: Annotated[float, Meta(ge=-1, le=1)] = -1.0
+    sleeps_in: Text = ""
+    workers: Frames = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,106 @@
+"""What a rank does that others wait for: a loop, a lock, a worker and a disk are told apart by its training thread."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.record.thread_state import LONG_S, TrainingThread
+from thinwire.monitor.runlog.reader import from_records
+from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record
+from thinwire.transport.call_sites import user_site
+
+MEASURED_S = 0.3
+
+
+def sample_of(work: Callable[[], object]) -> Beat:
+    """Return what is seen of a thread that made a call and has worked on something ever since."""
+    made: list[TrainingThread] = []
+
+    def run() -> None:
+        thread = TrainingThread(7, 0.0)
+        thread.note_call(10.0)
+        made.append(thread)
+        work()
+
+    threading.Thread(target=run, daemon=True).start()
+    while not made:
+        time.sleep(0.01)
+    (thread,) = made
+    assert thread.sample(10.0 + LONG_S - 0.1) is None and thread.sample(10.0 + LONG_S) is None, (
+        "a share takes two samples"
+    )
+    began_s = time.monotonic()
+    time.sleep(MEASURED_S)
+    seen_s = 10.0 + LONG_S + time.monotonic() - began_s
+    beat = thread.sample(seen_s)
+    assert beat is not None and (beat.rank, beat.at_s) == (7, seen_s)
+    assert thread.sample(seen_s + 0.1) is None and thread.sample(10.0 + 2 * LONG_S) is None, "the next sample is later"
+    return beat
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the state of a thread is read from /proc")
+def test_a_loop_and_a_lock_are_told_apart_by_the_share_of_a_core_and_the_sleep() -> None:
+    stop, lock = threading.Event(), threading.Lock()
+    lock.acquire()
+
+    def loop() -> None:
+        while not stop.is_set():
+            pass
+
+    looping, locked = sample_of(loop), sample_of(lock.acquire)
+    stop.set()
+    lock.release()
+    assert looping.cpu >= 0.5 > locked.cpu
+    assert not looping.sleeps_in.startswith("disk") and locked.sleeps_in
+    assert any("test_thread_state.py" in frame and frame.endswith(" in loop") for frame in looping.stack)
+    assert locked.stack[0].endswith(" in run")
+
+
+def test_a_call_site_is_the_innermost_place_of_own_code() -> None:
+    line = sys._getframe().f_lineno + 1
+    assert user_site() == f"test_thread_state.py:{line}"
+
+
+def hang_of(**state: object) -> tuple[str, str, float]:
+    """Return text, remedy and confidence of the finding about rank 1, which was seen in some state."""
+    records: list[Record] = [Communicator(communicator="0", ranks=(0, 1, 2), hosts=("a",) * 3)]
+    records += [
+        Operation(communicator="0", rank=rank, sequence=step, kind="all_reduce", posted_s=float(step),
+                  done_s=step + 0.1 if step < 8 else None)
+        for step in range(9) for rank in range(3) if (step, rank) != (8, 1)
+    ]  # fmt: skip
+    records += [Beat(rank=rank, at_s=half / 2) for rank in range(3) for half in range(60)]
+    records += [Beat(rank=1, at_s=12.0, **state)]  # type: ignore[arg-type]
+    (finding,) = diagnose(from_records(records))
+    assert finding.where == "rank 1" and finding.kind == "non-communication hang"
+    return finding.text, finding.remedy, finding.confidence
+
+
+@pytest.mark.parametrize(
+    ("state", "text", "remedy"),
+    [
+        ({"cpu": 0.98, "stack": ("python/re.py:9 in match", "run.py:5 in clean")},
+         "runs in its own code with 98% of a core, at run.py:5 in clean", "endless loop"),
+        ({"cpu": 0.0, "sleeps_in": "futex_wait", "stack": ("run.py:6 in step",)},
+         "sleeps (futex_wait), at run.py:6 in step", "a lock"),
+        ({"cpu": 0.0, "sleeps_in": "poll", "workers": ("42 sleeps in futex_wait",),
+          "stack": ("python/selectors.py:4 in select", "torch/utils/data/dataloader.py:9 in _try", "run.py:7 in main")},
+         "waits for a DataLoader worker (process 42 sleeps in futex_wait), at run.py:7 in main", "worker's stack"),
+        ({"cpu": 0.0, "sleeps_in": "disk: io_schedule", "stack": ("run.py:8 in save",)},
+         "waits in the kernel (io_schedule), at run.py:8 in save", "the disk"),
+    ],
+)  # fmt: skip
+def test_a_hang_tells_what_the_missing_rank_does(state: dict[str, object], text: str, remedy: str) -> None:
+    said, advice, _ = hang_of(**state)
+    assert f"Rank 1 {text}." in said and remedy in advice
+
+
+def test_a_sample_from_before_the_wait_says_nothing() -> None:
+    text, remedy, _ = hang_of(stack=())
+    assert "sleeps" not in text and "py-spy" in remedy
