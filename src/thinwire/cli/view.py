@@ -224,7 +224,7 @@ def progress_line(state: RunState) -> str:
     left = f"  {state.time_left} left" if state.time_left else ""
     return (
         f"step {line.step}/{state.total_steps}{left}  loss {line.loss:.3f}  {format_count(speed)} tokens/s  "
-        f"computing {_percent(line.compute_fraction)}  sent {format_bytes(line.sent_bytes)}  "
+        f"computing {_percent(line.computing)}  sent {format_bytes(line.sent_bytes)}  "
         f"received {format_bytes(line.received_bytes)}  now {_rate(line, line.sent_bits_per_s)}  "
         f"peak {_rate(line, line.peak_bits_per_s)}  in flight {line.rounds_in_flight}"
     )
@@ -277,7 +277,7 @@ def _cells(line: StepMetrics | None) -> dict[str, str]:
     return {
         "loss": f"{line.loss:.3f}",
         "tokens/s": format_count(line.tokens_per_s),
-        "computing": _percent(line.compute_fraction),
+        "computing": _percent(line.computing),
         "in flight": str(line.rounds_in_flight),
         "sent": format_bytes(line.sent_bytes),
         "received": format_bytes(line.received_bytes),

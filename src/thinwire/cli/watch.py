@@ -177,7 +177,7 @@ def _replicas(replicas: list[Mapping[str, Any]], *, width: int) -> Table:
             plain(str(one["replica"])), Text(one["state"], style=_STYLES.get(one["state"], "")),
             _cell(one.get("step"), str),
             _cell(one.get("loss"), lambda loss: f"{loss:.3f}"), _cell(one.get("tokens_per_s"), format_count),
-            _cell(one.get("compute_fraction"), lambda share: f"{100 * share:.0f} %"),
+            _cell(one.get("computing"), lambda share: f"{100 * share:.0f} %"),
             _cell(one.get("sent_bytes"), format_bytes), _cell(one.get("sent_bits_per_s"), format_rate),
             _cell(one.get("peak_bits_per_s"), format_rate),
         ]  # fmt: skip

@@ -119,7 +119,7 @@ _REPLICA = (
     ("loss", "gauge", "loss", "Loss at that step, in nats per token."),
     ("tokens_total", "counter", "tokens", "Tokens trained on."),
     ("tokens_per_second", "gauge", "tokens_per_s", "Tokens trained on per second, since the line before."),
-    ("compute_ratio", "gauge", "compute_fraction", "Part of the time in which the replica computed."),
+    ("compute_ratio", "gauge", "computing", "Share of the time since training began without waiting for the network."),
     ("sent_bytes_total", "counter", "sent_bytes", "Bytes sent to other replicas."),
     ("received_bytes_total", "counter", "received_bytes", "Bytes received from other replicas."),
     ("rounds_in_flight", "gauge", "rounds_in_flight", "Rounds that were launched and not applied yet."),

@@ -11,7 +11,8 @@ The table at the end, the live view, the dashboard, `report.html`, `--json`, `th
 - Times fewer (ratio): bytes that an all-reduce of float32 gradients at every step would send / bytes sent.
 - Step time (s): wall time / inner steps, with waiting and evaluation.
 - Time left (s): steps left x time per step since the first log line, of the slowest replica.
-- Waiting (share): time in which the training thread waited for the network / wall time. The rest is computing.
+- Waiting (share): time in which the training thread waited for the network / wall time, since training began.
+- Computing (share): the rest, evaluation and saving included. A chart over time has the shares between its points.
 
 A run's bytes, mean rate and shares are the mean over its replicas, its peak rate is the highest of any replica. Its
 wall time is that of the slowest replica, from the start of its training to the end of its final exchange.
@@ -115,7 +116,7 @@ class RunNumbers:
         latest = list(lines)
         if not latest:
             return None
-        waits = [line.stalled_s / line.time_s for line in latest if line.stalled_s is not None and line.time_s > 0]
+        waits = [1 - line.computing for line in latest if line.stalled_s is not None and line.time_s > 0]
         return cls._of(
             sent_bytes=fmean(line.sent_bytes for line in latest),
             received_bytes=fmean(line.received_bytes for line in latest),

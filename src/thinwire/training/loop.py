@@ -461,8 +461,9 @@ class Training:
             loss = float(nll) if nll.device.type == "cpu" else None
             forward_s, backward_s = self._passes.timing.take()
             self._recorder.add_step(
-                self.step, started_s=began_s, done_s=done_s, loss=loss, forward_s=forward_s, backward_s=backward_s
-            )
+                self.step, started_s=began_s, done_s=done_s, loss=loss, forward_s=forward_s, backward_s=backward_s,
+                stalled_s=statistics.stalled_s - stalled_s,
+            )  # fmt: skip
         if self._last_step_s is not None:
             self._deadlines.observe_step(now_s - self._last_step_s)
             self._step_s = now_s - began_s

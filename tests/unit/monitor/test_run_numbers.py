@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import time
 from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from loopback_connections import THERE, connection
 
 from tests.sample_runs import step_line
+from thinwire.cli.view import RunState, progress_line
+from thinwire.monitor.dashboard.chart_data import timeline
+from thinwire.monitor.dashboard.snapshot import snapshot
+from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.record.metrics import KernelCounts
+from thinwire.monitor.report.figures import utilisation
 from thinwire.monitor.run_numbers import RATE_WINDOW_S, RunNumbers, SendRate, time_left_s
+from thinwire.monitor.runlog.reader import from_records
+from thinwire.monitor.runlog.records import Span
 from thinwire.monitor.runlog.run_folder import StepMetrics, Summary, parse_metrics
 from thinwire.transport.tcp_stats import ConnectionStats, connection_stats
 
@@ -148,3 +158,28 @@ def test_the_time_left_leaves_out_what_comes_before_the_first_line() -> None:
     assert time_left_s([(first, last), (first, first)], total_steps=60) == pytest.approx(50 * 3.0)
     assert time_left_s([(last, last)], total_steps=60) == 0
     assert time_left_s([], total_steps=60) is None
+
+
+def test_waiting_and_computing_are_one_number_in_every_view(tmp_path: Path) -> None:
+    line = _line(100, time_s=10.0, stalled_s=0.44, compute_fraction=0.53)
+    numbers = RunNumbers.of_lines([line])
+    assert numbers is not None and numbers.waiting == pytest.approx(0.044)
+    assert line.computing == pytest.approx(1 - 0.044), "of the run so far, not of the time since the line before"
+    assert "computing 96 %" in progress_line(RunState(total_steps=100, steps={0: line}, first={0: line}))
+    (tmp_path / "metrics-replica-0.jsonl").write_text(
+        json.dumps(step_line(100, time_s=10.0, stalled_s=0.44, compute_fraction=0.53)) + "\n"
+    )
+    found = snapshot(tmp_path)
+    assert found["replicas"][0]["computing"] == pytest.approx(0.956)
+    (waiting,) = [one["value"] for one in found["run"]["numbers"] if one["name"] == "waiting"]
+    assert waiting == pytest.approx(0.044)
+    assert (
+        "95.6 % of the whole run" in utilisation(SimpleNamespace(replicas={0: SimpleNamespace(steps=[line])})).caption
+    )
+
+
+def test_a_lane_counts_as_waiting_only_what_the_training_thread_waited() -> None:
+    spans = [Span(rank=0, kind="compute", step=step, started_s=2.0 * step, done_s=2.0 * step + 1.0, stalled_s=0.25)
+             for step in range(9)]  # fmt: skip
+    (lane,) = timeline(build(from_records(spans)))["lanes"]
+    assert lane["waiting"] == pytest.approx(8 * 0.25 / 17) and lane["computing"] == pytest.approx(1 - 8 * 0.25 / 17)

@@ -173,12 +173,15 @@ def _begin(
 def _lane(
     rank: int, work: list[Work], flights: Iterable[tuple[float, float | None, int]], from_s: float, to_s: float
 ) -> dict[str, Any]:
-    pieces = [("computing", piece.at_s, piece.at_s + piece.time_s, piece.step) for piece in work]
-    pieces += [
-        ("waiting", one.at_s + one.time_s, other.at_s, other.step)
-        for one, other in pairwise(work)
-        if other.at_s > one.at_s + one.time_s
-    ]
+    pieces: list[_Piece] = []
+    for one, other in pairwise(work):
+        # what is neither work nor waiting, such as an evaluation, counts as computing
+        done_s, gap_s = one.at_s + one.time_s, other.at_s - one.at_s - one.time_s
+        waited_s = max(0.0, gap_s if one.stalled_s is None else min(gap_s, one.stalled_s))
+        pieces += [("computing", one.at_s, done_s, one.step), ("waiting", done_s, done_s + waited_s, other.step),
+                   ("computing", done_s + waited_s, other.at_s, one.step)]  # fmt: skip
+    pieces += [("computing", piece.at_s, piece.at_s + piece.time_s, piece.step) for piece in work[-1:]]
+    pieces = [piece for piece in pieces if piece[2] > piece[1]]
     rounds = sorted(
         (posted_s, done_s, number)
         for posted_s, done_s, number in flights

@@ -478,7 +478,7 @@ class Replica:
             return {"replica": self.number, "error": self.error}
         return {
             "replica": self.number, "error": self.error, "step": line.step, "loss": line.loss, "tokens": line.tokens,
-            "tokens_per_s": line.tokens_per_s, "compute_fraction": line.compute_fraction,
+            "tokens_per_s": line.tokens_per_s, "computing": line.computing,
             "sent_bytes": line.sent_bytes, "received_bytes": line.received_bytes,
             "sent_bits_per_s": line.sent_bits_per_s, "peak_bits_per_s": line.peak_bits_per_s,
             "rounds_in_flight": line.rounds_in_flight, "time_s": line.time_s,

@@ -59,11 +59,13 @@ class Work:
         step: Its number.
         at_s: When it began.
         time_s: How long it took.
+        stalled_s: How long the rank waited for the network after it; None if unknown.
     """
 
     step: int
     at_s: float
     time_s: float
+    stalled_s: float | None = None
 
 
 _Gaps = dict[int, dict[int, Work]]  # by sequence number, then by rank
@@ -185,7 +187,9 @@ def work_of(job: Job) -> dict[int, list[Work]]:
     spans: dict[int, list[Work]] = defaultdict(list)
     for span in job.spans:
         if span.kind == "compute":
-            spans[span.rank].append(Work(step=span.step, at_s=span.started_s, time_s=span.done_s - span.started_s))
+            spans[span.rank].append(Work(
+                step=span.step, at_s=span.started_s, time_s=span.done_s - span.started_s, stalled_s=span.stalled_s,
+            ))  # fmt: skip
     return dict(spans) if spans else between_operations(job)
 
 

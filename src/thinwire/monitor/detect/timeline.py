@@ -418,5 +418,5 @@ def _shifted(operation: Operation, shift: _Sure) -> Operation:
 def _shifted_span(span: Span, shift: _Sure) -> Span:
     return Span(
         rank=span.rank, kind=span.kind, step=span.step, started_s=shift(span.started_s), done_s=shift(span.done_s),
-        loss=span.loss, forward_s=span.forward_s, backward_s=span.backward_s,
+        loss=span.loss, forward_s=span.forward_s, backward_s=span.backward_s, stalled_s=span.stalled_s,
     )  # fmt: skip

@@ -162,7 +162,7 @@ class Recorder:
 
     def add_step(
         self, step: int, *, started_s: float, done_s: float, loss: float | None = None,
-        forward_s: float | None = None, backward_s: float | None = None,
+        forward_s: float | None = None, backward_s: float | None = None, stalled_s: float | None = None,
     ) -> None:  # fmt: skip
         """Record a span of this rank's own work.
 
@@ -173,12 +173,14 @@ class Recorder:
             loss: Loss of the step, if known.
             forward_s: Seconds of its forward passes, if timed.
             backward_s: Seconds of its backward passes, if timed.
+            stalled_s: Seconds in which the training thread waited for the network, if known.
         """
         self.add(Span(
             rank=self._rank, kind="compute", step=step, started_s=_rounded(started_s),
             done_s=_rounded(max(started_s, done_s)), loss=loss,
             forward_s=None if forward_s is None else _rounded(forward_s),
             backward_s=None if backward_s is None else _rounded(backward_s),
+            stalled_s=None if stalled_s is None else _rounded(max(0.0, stalled_s)),
         ))  # fmt: skip
 
     def close(self, *, error: str = "") -> None:

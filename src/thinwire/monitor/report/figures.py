@@ -155,7 +155,9 @@ def utilisation(run: RunRecord) -> Figure:
     )
     y = Axis(label="share of time", write=lambda v: f"{100 * v:.3g} %", include=(0.0, 1.0))
     chart = Chart(title="Time spent computing", x=time_axis(), y=y, series=lines)
-    caption = "In the rest of the time a replica waited for the network."
+    shares = [record.steps[-1].computing for record in run.replicas.values() if record.steps]
+    whole = f"; {100 * sum(shares) / len(shares):.1f} % of the whole run" if shares else ""
+    caption = f"Between two log lines{whole}. In the rest of the time a replica waited for the network."
     return Figure(heading="Time spent computing", svg=line_chart(chart), caption=caption)
 
 

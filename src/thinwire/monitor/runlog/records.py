@@ -124,6 +124,7 @@ class Span:
         loss: The loss of the step; None if unknown.
         forward_s: Seconds of the forward passes; None if not timed.
         backward_s: Seconds of the backward passes; None if not timed.
+        stalled_s: Seconds after it in which the rank waited for the network; None if unknown.
     """
 
     rank: Rank
@@ -134,6 +135,7 @@ class Span:
     loss: float | None = None
     forward_s: Duration | None = None
     backward_s: Duration | None = None
+    stalled_s: Duration | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

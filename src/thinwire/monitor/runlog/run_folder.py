@@ -72,6 +72,13 @@ class StepMetrics:
     rounds_in_flight: int
     stalled_s: float | None = None
 
+    @property
+    def computing(self) -> float:
+        """Share of the time since training began in which the training thread did not wait for the network."""
+        if self.stalled_s is None or self.time_s <= 0:
+            return self.compute_fraction
+        return min(1.0, max(0.0, 1 - self.stalled_s / self.time_s))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationMetrics:

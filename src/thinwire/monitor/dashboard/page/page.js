@@ -178,10 +178,10 @@ function showReplicas(replicas) {
   const hasHosts = replicas.some((one) => one.host);
   const columns = [["Replica"], ...(hasHosts ? [["Host"]] : []), ["State"], ["Step", "number"], ["Loss", "number"], ["Tokens/s", "number"], ["Computing", "number"],
     ["In flight", "number"], ["Sent", "number"], ["Received", "number"], ["Rate now", "number"], ["Peak rate", "number"], ["Last data", "number"]];
-  show("replicas", table("Each row is the replica's latest line.", columns, replicas.map((one) => [
+  show("replicas", table("Each row is the replica's latest line. Computing is the share of the time since training began.", columns, replicas.map((one) => [
     ranks.has(one.replica) ? [one.replica, " ", flag("finding")] : one.replica, ...(hasHosts ? [one.host ?? NONE] : []),
     [make("span", { class: "badge", "data-state": one.state }, `${BADGES[one.state] ?? ""} ${one.state}`), one.error ? make("div", { class: "words flag" }, one.error) : null],
-    one.step ?? NONE, inLoss(one.loss), inCount(one.tokens_per_s), inPercent(one.compute_fraction), one.rounds_in_flight ?? NONE,
+    one.step ?? NONE, inLoss(one.loss), inCount(one.tokens_per_s), inPercent(one.computing), one.rounds_in_flight ?? NONE,
     inBytes(one.sent_bytes), inBytes(one.received_bytes), inRate(one.sent_bits_per_s), inRate(one.peak_bits_per_s), since(one.changed_at)])));
 }
 
@@ -251,7 +251,7 @@ function showTimeline(timeline) {
     lanes.map((lane, index) => laneDrawing(lane, x, index * each + 2, each - 26))));
   const key = (kind, y, tall) => picture(18, 12, draw("rect", { class: kind, x: 1, y, width: 16, height: tall }));
   show("timeline-legend", legend([[key("compute", 1, 10), "computing"], [key("wait", 4, 4), "waiting"], [key("flight", 4, 4), "round in flight"], [key("flight-open", 4, 4), "round not finished"]]));
-  show("timeline-table", table(`Shares of the latest ${inSeconds(shownS)}.${numLeftOut ? ` ${numLeftOut} ranks that waited more are left out.` : ""}`,
+  show("timeline-table", table(`Shares of the latest ${inSeconds(shownS)} only.${numLeftOut ? ` ${numLeftOut} ranks that waited more are left out.` : ""}`,
     [["Rank"], ["Computing", "number"], ["Waiting", "number"], ["Rounds", "number"], ["Not finished", "number"]],
     lanes.map((lane) => [lane.rank, inPercent(lane.computing), inPercent(lane.waiting), lane.num_rounds, lane.num_open])));
 }
