@@ -20,7 +20,9 @@ OPTIONS_FILE = Path(__file__).with_name("options_of_doctor.txt")
 VERDICTS = {"ok", "warning", "wrong", "skipped"}
 HERE = ["versions", "devices", "torch.distributed", "secret", "run folder", "cache", "open files", "memory", "speed",
         "host name", "own address", "listening", "firewall", "MTU"]  # fmt: skip
-THERE = ["name of the address", "TCP connection", "torch store", "packet size", "other version", "clock"]
+THERE = [
+    "name of the address", "TCP connection", "torch store", "packet size", "other interfaces", "other version", "clock",
+]  # fmt: skip
 
 
 def test_the_options_of_doctor_are_those_that_were_agreed_on() -> None:
@@ -69,7 +71,7 @@ def test_what_is_wrong_is_told_with_its_remedy_and_fails(capsys: pytest.CaptureF
     assert f"WRONG    TCP connection: 127.0.0.1, port {port}: refused" in told
     assert "         -> the host is there, and nothing listens on port" in told
     assert f"WRONG    secret: there is no secret on this host; got {tmp_path}/none" in told
-    assert re.fullmatch(r"20 checks: \d+ ok, \d+ warning, 2 wrong, 4 skipped", told.splitlines()[-1])
+    assert re.fullmatch(r"21 checks: \d+ ok, \d+ warning, 2 wrong, 5 skipped", told.splitlines()[-1])
 
 
 def test_an_interface_that_is_not_here_leaves_the_rest_to_be_looked_at(

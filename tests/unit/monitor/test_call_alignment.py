@@ -59,6 +59,13 @@ def test_an_epoch_that_ends_early_is_told_with_the_missing_steps_if_an_earlier_o
     assert "brings 2 elements where the others bring 8192" in finding.text and not finding.evidence.deviation
 
 
+def test_of_two_ranks_the_one_that_departs_from_the_past_is_described() -> None:
+    step = [*STEP, "3@loop:6"]
+    for skips in (0, 1):
+        (finding,) = found_in({skips: [*step * 9, *STEP, STEP[0]], 1 - skips: [*step * 9, *step]})
+        assert f"Rank {skips} left out all_reduce(3) at loop:6" in finding.text and finding.is_ambiguous
+
+
 def test_two_calls_in_another_order_are_named() -> None:
     finding = at_rank_1([*STEP * 9, *STEP], [*STEP * 9, STEP[1], STEP[0], STEP[2]])
     assert "made all_reduce(8192) at loop:3, all_reduce(128) at loop:3 in another order" in finding.text

@@ -239,3 +239,32 @@ def test_a_replica_that_advertises_a_wrong_address_is_named() -> None:
     assert check.verdict is Verdict.WRONG and "--advertise" in check.remedy
     assert check.found == "replica 1 on b advertises [fd00::9]:4100: timed out (r)"
     assert peer.check_replicas(peer.Info(version="0", unix_s=0.0), attempt=attempt).verdict is Verdict.SKIPPED
+
+
+def _route(interface: str, answer_s: float, gbit: float = 0.0) -> peer.Route:
+    return peer.Route(interface=interface, address="10.0.0.1", answer_s=answer_s, speed_bits_per_s=1e9 * gbit)
+
+
+@pytest.mark.parametrize(
+    ("routes", "verdict", "said"),
+    [
+        ([_route("wg0", 0.012), _route("eth1", 0.0004)], Verdict.WARNING, "eth1 (10.0.0.1), which it answers in"),
+        ([_route("wg0", 0.0004, 1), _route("eth1", 0.0003, 10)], Verdict.WARNING, "eth1 (10.0.0.1) at 10.0 Gbit/s"),
+        ([_route("wg0", 0.0008), _route("eth1", 0.0003)], Verdict.OK, "none of eth1 reaches it faster"),
+        ([_route("wg0", 0.012, 10), _route("eth1", 0.0003, 1)], Verdict.OK, "none of eth1 reaches it faster"),
+        ([_route("wg0", 0.012)], Verdict.OK, "no interface but wg0"),
+        ([_route("eth1", 0.012)], Verdict.SKIPPED, "could not be bound to wg0"),
+    ],
+)
+def test_another_interface_that_reaches_the_peer_faster_is_recommended(
+    routes: list[peer.Route], verdict: Verdict, said: str
+) -> None:
+    check = peer.check_routes("wg0", routes)
+    assert check.verdict is verdict and said in check.found
+    assert ("--interface eth1" in check.remedy) == (verdict is Verdict.WARNING)
+
+
+def test_routes_are_measured_through_each_interface_that_reaches_the_peer(server: Address) -> None:
+    held = {"lo": "127.0.0.1", "none0": "192.0.2.1"}
+    found = peer.measure_routes(server, held, deadline_s=5.0)
+    assert [one.interface for one in found] == ["lo"] and 0 < found[0].answer_s < 5.0

@@ -269,3 +269,25 @@ def test_a_connection_that_is_stuck_one_way_is_named_whole_unless_the_other_way_
     inside = [_operation(rank, 40, 40.0, None) for rank in RANKS]
     beats = [beat for rank in RANKS for beat in _beats(rank, 45.0)]
     assert _told([*_rounds(40), *early, *last, *inside, *beats]) == [f"communication hang: {said}"]
+
+
+@pytest.mark.parametrize(("small", "is_named"), [(600, True), (1 << 20, False)])
+def test_large_messages_that_are_stuck_where_small_ones_arrive_point_to_the_size_of_packets(
+    small: int, is_named: bool
+) -> None:
+    def message(source: int, to: int, number: int, num_bytes: int, done_s: float | None, part: int) -> list[Record]:
+        return [
+            TransferEnd(communicator="rounds", rank=rank, peer=peer, direction=direction, operation=number, part=part,  # type: ignore[arg-type]
+                        num_bytes=num_bytes, posted_s=number + 0.01 * part, done_s=done_s)
+            for rank, peer, direction in ((source, to, "sent"), (to, source, "received"))
+        ]  # fmt: skip
+
+    pairs = [(source, to) for source in RANKS for to in RANKS if source != to]
+    early = [one for number in range(40) for pair in pairs for one in message(*pair, number, 1 << 20, number + 0.2, 0)]
+    last = [one for pair in pairs if pair != (1, 2) for one in message(*pair, 40, 1 << 20, 40.2, 0)]
+    last += [*message(1, 2, 40, 1 << 20, None, 0), *message(1, 2, 40, small, 40.6, 1)]
+    inside = [_operation(rank, 40, 40.0, None) for rank in RANKS]
+    beats = [beat for rank in RANKS for beat in _beats(rank, 45.0)]
+    (finding,) = diagnose(from_records([PLACE, *_rounds(40), *early, *last, *inside, *beats]))
+    assert ("a part of the path may lose full packets" in finding.text) == is_named
+    assert finding.kind == "communication hang" and "thinwire doctor HOST:PORT" in finding.remedy

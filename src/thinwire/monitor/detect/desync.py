@@ -111,6 +111,13 @@ def _mismatch(
     is_sure = len(culprits) * 2 < len(known)
     first = own[min(own)]
     deviation = _deviation(job, own, sequence, culprits)
+    if not is_sure and len(set(known.values())) == 2:
+        # of two sides as large as each other, the one that departs from the past of both by fewer calls
+        rest = tuple(sorted(set(known) - set(culprits)))
+        other = _deviation(job, own, sequence, rest)
+        if other is not None and (deviation is None or len(other.calls) < len(deviation.calls)):
+            differs = words.format(own=known[rest[0]], others=known[culprits[0]])
+            culprits, deviation = rest, other
     place, at = Place(kind="rank", ranks=culprits), f"operation {sequence} of {job.group_name(first.communicator)}"
     text, remedy = f"At {at} {place} {differs}.", _REMEDY
     if deviation is not None:

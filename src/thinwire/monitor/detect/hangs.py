@@ -36,7 +36,7 @@ from thinwire.monitor.findings import (
     WaitEvidence,
     joined,
 )
-from thinwire.monitor.runlog.records import Operation
+from thinwire.monitor.runlog.records import FULL_DISK, Operation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,7 @@ class HangConfig:
     # usual durations of a message below which it may be slow and not lost; links of 20 times exist (LOG 2026-11-24)
     very_slow: float = 25.0
     max_unsure_s: float = 60.0  # until a live rank that does not come is a sure hang
+    one_packet: int = 1000  # bytes of a message that fits into a packet of any path, headers included
     near_operations: int = 8  # operations that belong to one stretch
     alike: float = 1.5  # ratio of durations that are alike
 
@@ -487,7 +488,8 @@ def _failed(job: Job, rank: int) -> Finding:
         evidence=OwnErrorEvidence(error=error, others_ended=sorted(set(job.goodbyes) - {rank})[:32]),
         text=f"Rank {rank} {error}." if is_written_for_it else f"Rank {rank} has ended by an error of its own: {error}",
         confidence=0.95 * job.trust,
-        remedy="read this rank's log and the system's (dmesg names processes that ran out of memory); the others end "
+        remedy="make room on that disk, or write to another one" if FULL_DISK in error
+        else "read this rank's log and the system's (dmesg names processes that ran out of memory); the others end "
         "because they lost this rank" if is_written_for_it
         else "mend what the error says; the others end because they lost this rank",
     )  # fmt: skip
@@ -590,6 +592,7 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
     text += f": {len(stuck)} messages that both ends are ready for do not arrive ({named})." if stuck else "."
     share = explained.fit if explained is not None else 0.0
     confidence = 0.5 if len(places) > 1 or not stuck else 0.6 + 0.35 * share
+    text += _by_size(job, stuck)
     times = _times_late(job, stuck, still.communicator)
     if is_dead(job, stuck):
         text += " Not a byte comes over it, nor a sign of life of the connection."
@@ -606,9 +609,24 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
             arrived=sum(m.received_done_s is not None for m in messages), waited_s=round(job.now_s - still.since_s, 3),
             longer_than_s=round(still.limit_s, 3), errors=sorted({m.error for m in messages if m.error})[:4],
         ), text=text, confidence=confidence * job.trust,
-        remedy="look at this wire: routes, firewalls, cables; send the same bytes over it outside of the job",
+        remedy="look at this wire: routes, firewalls, cables; thinwire doctor HOST:PORT there tests the size of its "
+        "packets; send the same bytes over it outside of the job",
         probe=probe_for(places) or ("" if stuck else "exchange messages in pairs of ranks: none were recorded"),
     )  # fmt: skip
+
+
+def _by_size(job: Job, stuck: Sequence[Message]) -> str:
+    """Return that small messages pass where large ones are stuck, as on a path that loses full packets."""
+    begun_s = {(m.source, m.destination): m.begin_s for m in stuck if m.begin_s is not None}
+    passed = {
+        (m.source, m.destination)
+        for m in job.messages
+        if m.num_bytes <= HANGS.one_packet
+        and (m.received_done_s or 0.0) > begun_s.get((m.source, m.destination), math.inf)
+    }
+    if not begun_s or passed != set(begun_s) or min(m.num_bytes for m in stuck) <= HANGS.one_packet:
+        return ""
+    return " Messages of one small packet still arrive there: a part of the path may lose full packets."
 
 
 def _whole_connection(job: Job, place: Place, stuck: list[Message]) -> Place:
@@ -661,5 +679,5 @@ def _chain(still: _Standstill, messages: list[Message], culprits: tuple[int, ...
         if path[-1] in culprits and len(path) > 1:
             return " waits for ".join(map(str, path))
     others = sorted(set(still.inside) - set(culprits))
-    who = f"{', '.join(map(str, others[:16]))} wait" if others else "nobody waits"
+    who = f"{', '.join(map(str, others[:16]))} wait{'s' * (len(others) == 1)}" if others else "nobody waits"
     return f"{who} for {', '.join(map(str, culprits))}"

@@ -425,6 +425,11 @@ def choose(
         return wrong_by("own address", error)
 
 
+def is_outer(interface: str, address: str) -> bool:
+    """Return whether an interface may lead to other hosts: no loopback, and no bridge of containers."""
+    return not ipaddress.ip_address(address).is_loopback and not _BRIDGES.match(interface)
+
+
 def _interface_with(address: str) -> str:
     if ":" not in address:
         return interface_of(address)

@@ -12,10 +12,11 @@ import psutil
 from thinwire.monitor.doctor import checks, peer
 from thinwire.monitor.doctor.checks import Check, Chosen, Verdict, skipped
 from thinwire.monitor.doctor.peer import Ask, Attempt
-from thinwire.transport.addresses import Address, listen_config
+from thinwire.transport.addresses import Address, listen_config, local_addresses
 
 _WHEN_UNKNOWN_BYTES = 1500
 _STORE_ANSWER_S = 2.0  # other servers wait for more and answer nothing
+_ROUTE_S = 1.0  # an interface that does not reach the other host by then is no choice
 _MOST_PACKET_BYTES = 65_535  # of IPv4; the loopback interface says one more
 
 
@@ -134,7 +135,7 @@ def _way_to(target: Address, chosen: Chosen | Check, config: DoctorConfig, *, as
     connection = peer.check_connection(target, attempt=attempt)
     yield connection
     if connection.verdict is Verdict.WRONG:
-        for name in ("torch store", "packet size", "other version", "clock"):
+        for name in ("torch store", "packet size", "other interfaces", "other version", "clock"):
             yield skipped(name, "there is no connection")
         return
     if "://" in (config.target or ""):
@@ -145,4 +146,10 @@ def _way_to(target: Address, chosen: Chosen | Check, config: DoctorConfig, *, as
     status = psutil.net_if_stats().get(chosen.interface)
     mtu = _WHEN_UNKNOWN_BYTES if status is None else min(int(status.mtu), _MOST_PACKET_BYTES)
     yield peer.check_path(peer.measure_path(target.host, mtu=mtu), mtu=mtu, interface=chosen.interface)
+    held = {name: own[0] for name, own in local_addresses().items() if checks.is_outer(name, own[0])}
+    if not config.address and chosen.interface in held and ":" not in target.host:
+        routes = peer.measure_routes(target, held, deadline_s=min(config.deadline_s, _ROUTE_S))
+        yield peer.check_routes(chosen.interface, routes)
+    else:
+        yield skipped("other interfaces", "the address of this host or of the other one leaves no choice")
     yield from peer.check_info(target, ask=ask, attempt=attempt)

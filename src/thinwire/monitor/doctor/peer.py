@@ -15,10 +15,12 @@ import statistics
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import urlsplit
+
+import psutil
 
 from thinwire.errors import ThinwireError
 from thinwire.monitor.doctor.checks import (
@@ -32,10 +34,12 @@ from thinwire.monitor.doctor.checks import (
     wrong,
 )
 from thinwire.transport.addresses import Address, ListenConfig, firewall_hint, host_port
-from thinwire.units import format_seconds
+from thinwire.units import format_rate, format_seconds
 from thinwire.version import __version__
 
 ATTEMPTS = 5
+FASTER_TIMES = 2.0  # from which on another interface is recommended
+_FASTER_S = 1e-3  # answers that differ by less are of one network
 MOST_SKEW_S = 1.0
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*://")
 _TOKEN_BYTES = 16
@@ -334,7 +338,8 @@ def check_path(found: PathSize, *, mtu: int, interface: str) -> Check:
         return warning(
             name, f"packets of {mtu:,} bytes are lost where small ones arrive: a part of the path cannot carry them, "
             f"and does not say so",
-            remedy=f"make packets smaller on both hosts: ip link set dev {interface} mtu {LEAST_MTU}",
+            remedy=f"make packets smaller on both hosts: ip link set dev {interface} mtu {LEAST_MTU}; until then a job "
+            "hangs in large messages while heartbeats pass, which thinwire diagnose shows as a communication hang",
         )  # fmt: skip
     if not found.is_large_answered:
         return skipped(
@@ -457,3 +462,96 @@ def _check_clock(info: Info, *, began_s: float, ended_s: float) -> Check:
         "clock", f"{found}; logs of both cannot be put beside each other",
         remedy="let both keep time by NTP: timedatectl set-ntp true",
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How another host is reached through one interface.
+
+    Attributes:
+        interface: Its name.
+        address: Of this host, on it.
+        answer_s: Median time of a TCP connection.
+        speed_bits_per_s: Of the interface; 0 if the system does not tell.
+    """
+
+    interface: str
+    address: str
+    answer_s: float
+    speed_bits_per_s: float = 0.0
+
+    def __str__(self) -> str:
+        speed = f" at {format_rate(self.speed_bits_per_s)}" if self.speed_bits_per_s else ""
+        return f"{self.interface} ({self.address}){speed}, which it answers in {format_seconds(self.answer_s)}"
+
+
+def check_routes(chosen: str, routes: Sequence[Route]) -> Check:
+    """Compare the interfaces that reach the other host.
+
+    Args:
+        chosen: The interface that is used.
+        routes: Of each interface that reaches it.
+    """
+    name = "other interfaces"
+    own = next((one for one in routes if one.interface == chosen), None)
+    others = [one for one in routes if one.interface != chosen]
+    if own is None:
+        return skipped(name, f"connections could not be bound to {chosen}, so interfaces cannot be compared")
+    if not others:
+        return ok(name, f"no interface but {chosen} reaches the other host")
+    best = max(others, key=lambda one: (_times_faster(one, own), -one.answer_s))
+    if _times_faster(best, own) < FASTER_TIMES:
+        return ok(name, f"none of {', '.join(one.interface for one in others)} reaches it faster than {chosen}")
+    return warning(
+        name, f"{best} is faster than {own}",
+        remedy=f"--interface {best.interface} on this host, and the interface of the same network on the other one; "
+        f"GLOO_SOCKET_IFNAME={best.interface} for a job without thinwire",
+    )  # fmt: skip
+
+
+def _times_faster(one: Route, other: Route) -> float:
+    """Return how many times faster a route is: by the speeds of both interfaces, or by its answers."""
+    by_speed = one.speed_bits_per_s / other.speed_bits_per_s if one.speed_bits_per_s and other.speed_bits_per_s else 1.0
+    is_near = other.answer_s - one.answer_s < _FASTER_S
+    # a slower interface that answers sooner is not faster
+    return by_speed if is_near or by_speed < 1 else max(by_speed, other.answer_s / max(one.answer_s, 1e-9))
+
+
+def measure_routes(address: Address, held: Mapping[str, str], *, deadline_s: float) -> list[Route]:
+    """Connect to another host through each interface of this one.
+
+    Args:
+        address: Where.
+        held: An address of this host on each interface.
+        deadline_s: Seconds for all connections over one interface.
+    """
+    routes = []
+    for interface, own in held.items():
+        times_s, until_s = list[float](), time.monotonic() + deadline_s
+        while len(times_s) < _TRIES and (left_s := until_s - time.monotonic()) > 0:
+            took_s = _connect_through(interface, own, address, deadline_s=left_s)
+            if took_s is None:
+                break
+            times_s.append(took_s)
+        status = psutil.net_if_stats().get(interface)
+        if len(times_s) == _TRIES:
+            routes.append(Route(
+                interface=interface, address=own, answer_s=statistics.median(times_s),
+                speed_bits_per_s=1e6 * status.speed if status is not None else 0.0,
+            ))  # fmt: skip
+    return routes
+
+
+def _connect_through(interface: str, own: str, address: Address, *, deadline_s: float) -> float | None:
+    """Return the seconds of a connection over one interface; None if it does not reach the other host."""
+    began_s = time.perf_counter()
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
+        try:
+            connection.settimeout(deadline_s)
+            if hasattr(socket, "SO_BINDTODEVICE"):  # else the kernel may take another interface
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode())
+            connection.bind((own, 0))
+            connection.connect((address.host, address.port))
+        except OSError:
+            return None
+    return time.perf_counter() - began_s

@@ -20,6 +20,7 @@ from types import TracebackType
 
 from thinwire.errors import warn_untested
 from thinwire.monitor.record.connection_records import RankPlace, WatchedWires, own_place
+from thinwire.monitor.record.own_fault import fault_text
 from thinwire.monitor.record.thread_state import TrainingThread
 from thinwire.monitor.runlog.records import Beat, Communicator, Span, to_line
 from thinwire.monitor.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
@@ -214,7 +215,7 @@ class Watching:
         error = getattr(sys, "last_value", None)
         if error is None or any(str(error) in failed or failed in str(error) for failed in self._errors):
             return ""
-        return f"{type(error).__name__}: {error}"[:_MOST_ERROR]
+        return fault_text(error)[:_MOST_ERROR]
 
     def _lines(self, call: GroupCall) -> Iterator[str]:
         """Yield a call's records. Made by hand: `to_line` takes several times as long, and the job waits meanwhile."""

@@ -16,6 +16,7 @@ from msgspec import Meta
 FORMAT = "thinwire-records"
 VERSION = 1
 MOST_RANKS = 1 << 20
+FULL_DISK = "the disk is full"  # in the error of a last heartbeat, whatever else it says
 
 # Bounds of what a line may hold; the reader refuses the rest.
 Direction = Literal["sent", "received"]
