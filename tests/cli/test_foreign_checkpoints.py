@@ -15,7 +15,7 @@ from thinwire.elastic.global_state import GlobalState
 from thinwire.monitor.runlog.run_identity import RunIdentity, new_identity, read_identity, write_identity
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.config import TrainConfig, config_text, read_config, resolve
-from thinwire.training.run_origin import check_corpus, check_options, write_origin
+from thinwire.training.run_origin import check_corpus, check_options, keep_corpus, write_origin
 from thinwire.training.worker import open_data
 
 Output = pytest.CaptureFixture[str]
@@ -167,7 +167,7 @@ def test_data_of_the_same_length_but_other_content_are_refused_and_the_first_one
     write_origin(config)
     text = Path(config.data.source)
     first = text.read_text()
-    check_corpus(folder, open_data(config).sha256, source=config.data.source)
+    keep_corpus(folder, open_data(config).sha256, source=config.data.source)
     text.write_text(first.swapcase())
     assert text.stat().st_size == len(first)
     assert main(["train", "--elastic", "--resume", str(folder)]) == 2

@@ -17,6 +17,7 @@ from thinwire.cli.main import main
 from thinwire.monitor.runlog.run_identity import new_identity, write_identity
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
 from thinwire.training.config import OPTIONS, TrainConfig, config_text, read_config, resolve
+from thinwire.training.run_origin import write_origin
 from thinwire.version import __version__
 
 THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]
@@ -148,6 +149,7 @@ def stopped_run(tmp_path: Path) -> Path:
     (run / "config.json").write_text(config_text(config))
     identity_of_run = new_identity(config_digest=config.digest())
     write_identity(run, identity_of_run)
+    write_origin(config)
     for replica in (0, 1):
         identity = Identity(run=identity_of_run.run, replica=replica, num_replicas=2, config_digest=config.digest())
         for step in (10, 20):

@@ -214,7 +214,7 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
     """Read the data and make the run's folder; return an exit code, 0 to go on, and the step to go on from."""
     from thinwire.monitor.runlog.run_identity import new_identity, read_identity
     from thinwire.training.launch import rank_folder, step_to_resume
-    from thinwire.training.run_origin import check_corpus
+    from thinwire.training.run_origin import check_corpus, keep_corpus
     from thinwire.training.worker import check_data, has_run, make_run_folder, occupied, open_data
 
     is_resumed = config.output.resume is not None
@@ -239,7 +239,7 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
     for rank in range(config.parallel.ranks):
         own = plain.replace(out=rank_folder(config.run_dir, rank))
         make_run_folder(own, run=run, is_resumed=is_resumed)
-    check_corpus(config.run_dir, corpus.sha256, source=config.data.source)
+    keep_corpus(config.run_dir, corpus.sha256, source=config.data.source)
     return 0, step
 
 

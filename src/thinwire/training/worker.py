@@ -39,7 +39,7 @@ from thinwire.training.cost_check import complain
 from thinwire.training.drift import step_monitor_of
 from thinwire.training.launch import RANKS, rank_folder
 from thinwire.training.loop import Batch, LoopSetup, ModelPasses, Training
-from thinwire.training.run_origin import ORIGIN_FILE, check_corpus, write_origin
+from thinwire.training.run_origin import ORIGIN_FILE, check_corpus, keep_corpus, write_origin
 from thinwire.training.summary import (
     begin_samples,
     finish_samples,
@@ -274,7 +274,7 @@ class _Replica:
         for is_turn in (self._leads, not self._leads):  # the folder of the first rank holds those of the others
             if makes and is_turn:
                 make_run_folder(self._config, run=self._run, is_resumed=self._place.is_resumed)
-                check_corpus(self._config.run_dir, self._corpus.sha256, source=self._config.data.source)
+                keep_corpus(self._config.run_dir, self._corpus.sha256, source=self._config.data.source)
             self._of_all_ranks({})
         self._all_gather({}, number=_READY, deadline_s=self._config.run.join_deadline_s)
         return step

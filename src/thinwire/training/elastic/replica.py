@@ -43,7 +43,7 @@ from thinwire.training.elastic.replica_ranks import Rank0Driver, check_ranks, wh
 from thinwire.training.elastic.states import CheckpointPolicy, checkpoints_of
 from thinwire.training.elastic.stay import ElasticStay, Left, elastic_training
 from thinwire.training.loop import LoopSetup, Training
-from thinwire.training.run_origin import check_corpus, write_origin
+from thinwire.training.run_origin import keep_corpus, write_origin
 from thinwire.training.summary import (
     begin_samples,
     finish_samples,
@@ -281,7 +281,7 @@ class _Stay:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         self._keep_job(job, config)
         corpus = open_data(config)
-        check_corpus(config.run_dir, corpus.sha256, source=config.data.source)
+        keep_corpus(config.run_dir, corpus.sha256, source=config.data.source)
         model, inner, device = self._model(config, corpus)
         if self._device_index == 0:
             save_tokenizer(config.run_dir, tokenizer_files=corpus.tokenizer.files())
