@@ -1,9 +1,10 @@
 """C4P's static plan (arXiv 2406.04594): the connections of each port spread over all healthy spines, jobs together.
 
 Theorem: if all destinations of a port are reached over the same h spines of one rate, then any two of those spines
-carry numbers of its connections that differ by at most one. For the fabric as a whole the plan is greedy: among the
-spines that a port has used least, a connection takes the one whose busier cable is least loaded, over all jobs.
-Nothing bounds its maximum by the optimum; `colouring` and `ethereal` have such a bound.
+carry numbers of its connections that differ by at most one. With cables of different rates, a spine's number follows
+the slower of its two cables. For the fabric as a whole the plan is greedy: among the spines that a port has used least,
+a connection takes the one whose busier cable is least loaded, over all jobs. Nothing bounds its maximum by the optimum;
+`colouring` and `ethereal` have such a bound.
 
 The paper's third rule, that a left port sends to left ports only, is applied before a spine is chosen: see `planner`.
 """
@@ -28,11 +29,13 @@ def spread_paths(flows: Sequence[LeafFlow], paths: SpinePaths) -> list[Parts]:
         of_port = used[flow.source_port]
 
         def cost(
-            spine: int, *, a: int = source, b: int = destination, own: Counter[int] = of_port
-        ) -> tuple[float, ...]:
-            # seconds that each cable is busy; plain numbers, since only their order matters
-            busy = up[a, spine] / float(paths.rate(a, spine)), down[spine, b] / float(paths.rate(b, spine))
-            return own[spine], max(busy), sum(busy), spine
+            spine: int, *, a: int = source, b: int = destination, own: Counter[int] = of_port,
+            size: float = float(flow.size),
+        ) -> tuple[float, ...]:  # fmt: skip
+            # seconds that each cable is busy with this connection; plain numbers, since only their order matters
+            rates = float(paths.rate(a, spine)), float(paths.rate(b, spine))
+            busy = (up[a, spine] + size) / rates[0], (down[spine, b] + size) / rates[1]
+            return (own[spine] + 1) / min(rates), max(busy), sum(busy), spine
 
         spine = min(paths.healthy(source, destination), key=cost)
         of_port[spine] += 1

@@ -63,12 +63,14 @@ def compare_methods(
         ValueError: As `plan_traffic`.
     """
     rows = []
+    bound = None
     for method in methods:
         numbers = range(seeds if method in HASHED else 1)
         plans = [plan_traffic(fabric, flows, method=method, failed=failed, k=k, seed=seed) for seed in numbers]
+        bound = float(plans[0].bound) if bound is None else bound  # the same for all methods
         rows.append(
             TrafficRow(
-                method=method, bound=float(plans[0].bound), pieces=plans[0].num_pieces, num_seeds=len(plans),
+                method=method, bound=bound, pieces=plans[0].num_pieces, num_seeds=len(plans),
                 max_congestion=fmean(float(plan.max_congestion) for plan in plans),
                 completion_s=fmean(max(plan.completion_s.values()) for plan in plans),
                 fastest_job_s=fmean(min(plan.completion_s.values()) for plan in plans),

@@ -6,8 +6,8 @@ so it carries exactly n/s flows: as with spraying, every uplink of leaf i carrie
 leaf j (sum_i n_ij)/s, and the maximum is C* = max(row sums, column sums)/s. There are n - r + r s/g pieces.
 
 Flows of different sizes are grouped by size, and the theorem holds for each group. Where a cable has failed, s is the
-number of spines that both leaves reach; the sums then equal those of spraying over these spines. Where cables differ
-in rate, a spine's share follows the slower of its two cables, and at most s - 1 flows more are split.
+number of spines that both leaves reach; the sums then equal those of spraying over these spines. Where the shares of
+spraying are unequal (see `spray`), those of the spines are the same here, and at most s - 1 flows more are split.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from fractions import Fraction
 from math import floor, gcd
 
 from thinwire.traffic.fabric import LeafFlow, Parts, SpinePaths
+from thinwire.traffic.spray import spine_shares
 
 
 def split_paths(flows: Sequence[LeafFlow], paths: SpinePaths) -> list[Parts]:
@@ -26,9 +27,9 @@ def split_paths(flows: Sequence[LeafFlow], paths: SpinePaths) -> list[Parts]:
     for number, flow in enumerate(flows):
         groups[flow.source_leaf, flow.destination_leaf, flow.size].append(number)
     chosen: list[Parts] = [[] for _ in flows]
+    shares = spine_shares(flows, paths)
     for (source, destination, _), numbers in groups.items():
-        spines = paths.healthy(source, destination)
-        rates = [min(paths.rate(source, spine), paths.rate(destination, spine)) for spine in spines]
+        spines, rates = zip(*shares[source, destination], strict=True)
         fill = _equal_parts if len(set(rates)) == 1 else _weighted_parts
         for number, parts in zip(numbers, fill(len(numbers), rates), strict=True):
             chosen[number] = [(spines[place], share) for place, share in parts]

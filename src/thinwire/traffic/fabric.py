@@ -173,6 +173,16 @@ class SpinePaths:
     def _healthy(self) -> dict[tuple[int, int], tuple[int, ...]]:
         return {}
 
+    @cached_property
+    def are_alike(self) -> bool:
+        """Whether all cables work, at one rate."""
+        return len(set(self._rates.values())) == 1 and not self.failed
+
+    def reaches(self, source_leaf: int, destination_leaf: int) -> bool:
+        """Return whether a spine joins two leaves."""
+        spines = range(self.fabric.spines)
+        return any(self.rate(source_leaf, spine) and self.rate(destination_leaf, spine) for spine in spines)
+
     def rate(self, leaf: int, spine: int) -> Fraction:
         """Return the rate of a cable in bits a second; 0 where it has failed."""
         return self._rates[leaf, spine]

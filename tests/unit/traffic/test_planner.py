@@ -67,6 +67,27 @@ def test_a_slow_cable_gets_its_share_and_at_most_spines_less_one_flows_are_split
     assert sum(len(pieces) > 1 for pieces in plan.pieces) <= 3
 
 
+@pytest.mark.parametrize("method", ["c4p", "round-robin"])
+def test_whole_connections_go_to_spines_in_proportion_to_the_rates(method: str) -> None:
+    fabric = Fabric(
+        spines=2, uplink_bits_per_s=1e7, port_bits_per_s=1e9, hosts={"a": (0,), "b": (1,)},
+        rates={"leaf-0/spine-0": 2.5e6},
+    )  # fmt: skip
+    flow = FabricFlow(source="a", destination="b", num_bytes=10**6)
+    alone = plan_traffic(fabric, [flow], method=method)
+    assert alone.pieces[0][0].spine == 1 and alone.completion_s["job"] == pytest.approx(0.8)
+    used = [row[0].spine for row in plan_traffic(fabric, [flow] * 10, method=method).pieces]
+    assert (used.count(0), used.count(1)) == (2, 8)
+
+
+def test_two_rails_are_bounded_by_what_any_ports_and_spines_reach() -> None:
+    hosts = {"h0": (0, 0), "h1": (1, 1), "h2": (1, 0)}
+    fabric = Fabric(spines=2, uplink_bits_per_s=1e7, port_bits_per_s=1e9, hosts=hosts)
+    flows = [FabricFlow(source=host, destination="h0", num_bytes=10**6) for host in ("h1", "h2")]
+    plan = plan_traffic(fabric, flows, method="ethereal")
+    assert plan.bound == plan.max_congestion == Fraction(1, 2), "h2 has a port on h0's leaf"
+
+
 def test_a_split_in_more_connections_narrows_the_gap_of_hashing() -> None:
     rows = [compare_methods(FABRIC, FLOWS, methods=["k-ecmp"], k=k, seeds=40)[0] for k in (1, 4, 16)]
     assert rows[0].max_congestion > rows[1].max_congestion > rows[2].max_congestion > rows[2].bound
