@@ -6,6 +6,7 @@ block is padded with zeros.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ class Fused:
             same result when it is run a second time.
         backend: The compiler, as `torch.compile` names it.
         device_types: Where to compile.
+        kernel: Loads a function that does the same as a kernel of our own; an ImportError of its means that there is
+            no Triton here, and the function is compiled.
     """
 
     def __init__(
@@ -40,8 +43,10 @@ class Fused:
         *,
         backend: str | Callable[..., Any] = "inductor",
         device_types: tuple[str, ...] = ("cuda",),
+        kernel: Callable[[], Callable[..., Any]] | None = None,
     ) -> None:
         self._function = function
+        self._load_kernel = kernel
         self._backend = backend
         self._device_types = device_types
         self._compiled: Callable[..., Any] | None = None
@@ -52,7 +57,7 @@ class Fused:
         if self._is_broken or first.device.type not in self._device_types:
             return self._function(first, *rest)
         if self._compiled is None:
-            self._compiled = torch.compile(self._function, backend=self._backend, dynamic=True, fullgraph=True)
+            self._compiled = self._compile()
         try:
             return self._compiled(first, *rest)
         except torch.OutOfMemoryError:
@@ -66,6 +71,12 @@ class Fused:
                 stacklevel=2,
             )
             return result
+
+    def _compile(self) -> Callable[..., Any]:
+        if self._load_kernel is not None:
+            with contextlib.suppress(ImportError):
+                return self._load_kernel()
+        return torch.compile(self._function, backend=self._backend, dynamic=True, fullgraph=True)
 
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

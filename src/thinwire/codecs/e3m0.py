@@ -40,8 +40,10 @@ Reference: arXiv 2501.18512, section 2.4; the notation of the format is arXiv 24
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -166,7 +168,14 @@ class E3M0(BlockCodec):
         _decode(rows, out)
 
     def _check_rows(self, table: torch.Tensor) -> None:
-        _check_exponents(table[:, 0], name=self.name)
+        # one transfer of two flags: on a GPU each transfer waits for the device
+        foreign, non_finite = _flags(table).tolist()
+        if foreign:
+            raise PayloadError(
+                f"{self.name}: a block's exponent is in 1 to {_SMALLEST_EXPONENT - 1}, which is never sent"
+            )
+        if non_finite:
+            raise NonFiniteError(f"{self.name}: a block held NaN, infinity or a magnitude above 2.5e38")
 
 
 def e3m0(rounding: Rounding = "nearest") -> E3M0:
@@ -261,16 +270,19 @@ def _values(rows: torch.Tensor, out: torch.Tensor) -> None:
     out.mul_(unit)
 
 
-def _check_exponents(exponents: torch.Tensor, *, name: str) -> None:
-    # one transfer of two flags: on a GPU each transfer waits for the device
+def _find_flags(rows: torch.Tensor) -> torch.Tensor:
+    """Return whether uint8 `(rows, 33)` hold an exponent that is never sent, and whether one of what is not finite."""
+    exponents = rows[:, 0].contiguous()  # one strided pass over the payload in place of three
     is_foreign = (exponents > 0) & (exponents < _SMALLEST_EXPONENT)
-    foreign, non_finite = torch.stack((is_foreign.any(), (exponents == _NON_FINITE).any())).tolist()
-    if foreign:
-        raise PayloadError(f"{name}: a block's exponent is in 1 to {_SMALLEST_EXPONENT - 1}, which is never sent")
-    if non_finite:
-        raise NonFiniteError(f"{name}: a block held NaN, infinity or a magnitude above 2.5e38")
+    return torch.stack((is_foreign.any(), (exponents == _NON_FINITE).any()))
 
 
-_encode_nearest = Fused(_nearest)
+def _kernel(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(importlib.import_module("thinwire.codecs.e3m0_kernels"), name)
+    return found
+
+
+_encode_nearest = Fused(_nearest, kernel=lambda: _kernel("encode"))
 _encode_stochastic = Fused(_stochastic)
-_decode = Fused(_values)
+_decode = Fused(_values, kernel=lambda: _kernel("decode"))
+_flags = Fused(_find_flags, kernel=lambda: _kernel("flags"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -357,3 +358,14 @@ def test_nothing_is_compiled_for_the_cpu() -> None:
 def test_a_failure_of_the_function_itself_is_not_hidden() -> None:
     with pytest.raises(RuntimeError, match="must match the size"):
         Fused(torch.add, backend="eager", device_types=("cpu",))(torch.ones(2), torch.ones(3))
+
+
+def test_a_kernel_of_our_own_is_taken_and_where_there_is_no_triton_the_compiler() -> None:
+    def kernel() -> Any:
+        return lambda x: x * 3
+
+    def no_triton() -> Any:
+        raise ImportError("no module named triton")
+
+    assert Fused(lambda x: x * 2, device_types=("cpu",), kernel=kernel)(torch.ones(1)).item() == 3
+    assert Fused(lambda x: x * 2, backend="eager", device_types=("cpu",), kernel=no_triton)(torch.ones(1)).item() == 2
