@@ -172,8 +172,8 @@ class ShardedReplicaParameters(GlobalParameters):
         """See `GlobalParameters.write_whole`."""
         self._pieces.scatter([name], value.reshape(-1).float())
 
-    def blend_into_locals(self, fragment: int, *, blend: float) -> None:
-        """See `GlobalParameters.blend_into_locals`; each rank blends its own shards."""
+    def blend_into_locals(self, fragment: int, *, blend: float, value: torch.Tensor | None = None) -> None:
+        """See `GlobalParameters.blend_into_locals`; each rank blends its own shards, which travel from host memory."""
         self._pieces.scatter(self.fragments[fragment], self.values[fragment], blend=blend)
 
     @contextmanager

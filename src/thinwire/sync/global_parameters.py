@@ -6,10 +6,13 @@ the difference to a value that all replicas hold exactly.
 
 from __future__ import annotations
 
+import threading
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,6 +52,10 @@ class MatrixSpan:
         vector[self.start : self.end].view(self.shape).copy_(shard)
 
 
+# Elements from which a vector is worth a thread, or pages that the GPU may read by itself.
+_LARGE = 2**20
+
+
 class GlobalParameters:
     """Global values of a model's fragments, next to the model's own (local) parameters.
 
@@ -72,6 +79,7 @@ class GlobalParameters:
         self._hidden = {name for block in find_blocks(model).blocks for name in block}
         self._embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         self.values: list[torch.Tensor] = []
+        self._checksums: dict[int, _Checksum] = {}
         self.read_locals()
 
     def read_locals(self) -> None:
@@ -79,7 +87,15 @@ class GlobalParameters:
         if self._has_values:
             vectors = [self.read(fragment) for fragment in range(self.num_fragments)]
             # a model on the meta device has shapes and no values: it is asked for what its rounds would send
-            self.values = [vector if vector.is_meta else vector.cpu() for vector in vectors]
+            self.values = [
+                vector if vector.is_meta else pinned(vector.cpu()) if vector.is_cuda else vector.cpu()
+                for vector in vectors
+            ]
+
+    def beside(self, value: torch.Tensor) -> torch.Tensor:
+        """Return zeros for a vector of the same size beside a global value, in the same kind of memory."""
+        zeros = torch.zeros_like(value)
+        return pinned(zeros) if any(p.is_cuda for tensors in self.parameters for p in tensors) else zeros
 
     def forget_locals(self) -> bool:
         """Set the local parameters to the global values, and return whether they were kept apart.
@@ -171,7 +187,7 @@ class GlobalParameters:
         """Return global minus local: float32, `(numel,)`, a new tensor on the local parameters' device."""
         local = self.read(fragment)
         # the copy to the device is the only piece of the global value there, and lives as long as this call
-        return local.neg_().add_(self.values[fragment].to(local.device)).to(torch.float32)
+        return local.neg_().add_(self.values[fragment].to(local.device, non_blocking=True)).to(torch.float32)
 
     def trained(self, fragment: int) -> torch.Tensor:
         """Return local minus global, seen from the global value in the parameters' own dtypes; see `read`.
@@ -183,11 +199,17 @@ class GlobalParameters:
         unflatten_into(self.values[fragment].to(local.device), start)
         return local.sub_(flatten(start, device=local.device, dtype=local.dtype))
 
-    def blend_into_locals(self, fragment: int, *, blend: float) -> None:
-        """Set the local parameters to `blend * local + (1 - blend) * global`."""
+    def blend_into_locals(self, fragment: int, *, blend: float, value: torch.Tensor | None = None) -> None:
+        """Set the local parameters to `blend * local + (1 - blend) * global`.
+
+        Args:
+            fragment: Which.
+            blend: Weight of the local value.
+            value: The global value, where a copy of it is on the device already.
+        """
         tensors = self.locals(fragment)
         device = tensors[0].device if tensors else torch.device("cpu")
-        target = self.values[fragment].to(device)
+        target = (self.values[fragment] if value is None else value).to(device)
         if blend > 0:
             # local + (1 - blend) * (global - local): exact where local and global are equal
             target = torch.lerp(flatten(tensors, dtype=target.dtype), target, 1 - blend)
@@ -195,7 +217,15 @@ class GlobalParameters:
 
     def reference_hash(self, fragment: int) -> int:
         """Return a 32-bit checksum of a fragment's global value (CRC-32 of its bytes)."""
-        return checksum(self.values[fragment])
+        value, begun = self.values[fragment], self._checksums.get(fragment)
+        if begun is not None and begun.is_of(value):
+            return begun.result()
+        return checksum(value)
+
+    def begin_checksum(self, fragment: int) -> None:
+        """Compute a large fragment's checksum in a thread: its next round needs it, and a gigabyte takes 0.3 s."""
+        if self.values[fragment].numel() >= _LARGE:
+            self._checksums[fragment] = _Checksum(self.values[fragment])
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
@@ -224,6 +254,46 @@ class GlobalParameters:
             CheckpointError: The number of fragments or a size differs.
         """
         load_vectors(state, self.values, what="global value")
+
+
+class _Checksum:
+    """The checksum of a vector, computed in a thread; it holds for as long as nobody writes to the vector.
+
+    Args:
+        vector: Contiguous, on the CPU.
+    """
+
+    def __init__(self, vector: torch.Tensor) -> None:
+        self._vector, self._version = vector, vector._version
+        self._found = 0
+        self._thread = threading.Thread(target=self._compute, name="thinwire-checksum", daemon=True)
+        self._thread.start()
+
+    def is_of(self, vector: torch.Tensor) -> bool:
+        """Return whether this is the vector, and was not written to since: torch counts that."""
+        return vector is self._vector and vector._version == self._version
+
+    def result(self) -> int:
+        """Return the checksum; it takes as long as the thread still does."""
+        self._thread.join()
+        return self._found
+
+    def _compute(self) -> None:
+        self._found = checksum(self._vector)
+
+
+def pinned(vector: torch.Tensor) -> torch.Tensor:
+    """Lock a large vector's pages into memory, so that a GPU copies it seven times as fast; return it.
+
+    torch's own allocator of such memory rounds sizes up to powers of two. A host that allows no more locked pages
+    copies more slowly, and nothing else changes.
+    """
+    if vector.numel() >= _LARGE:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address = vector.data_ptr()
+        if int(runtime.cudaHostRegister(address, vector.nbytes, 0)) == 0:
+            weakref.finalize(vector, runtime.cudaHostUnregister, address)
+    return vector
 
 
 def checksum(vector: torch.Tensor) -> int:

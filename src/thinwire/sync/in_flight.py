@@ -122,7 +122,13 @@ class Background:
         self._started_s = time.monotonic()
         self._until_s = self._started_s + deadline_s  # one deadline for all waits of the exchange
         self._has_ended = threading.Event()
-        self._thread = threading.Thread(target=self._drive, args=(steps, first), name=f"round-{round.id}", daemon=True)
+        # A thread begins on the default stream. On the launching one's, what it decodes is ordered before what the
+        # training thread makes of it.
+        has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.current_stream() if has_gpu else None
+        self._thread = threading.Thread(
+            target=self._drive_on_stream, args=(steps, first), name=f"round-{round.id}", daemon=True
+        )
         self._thread.start()
 
     def poll(self, step: int = 0) -> bool:
@@ -148,6 +154,10 @@ class Background:
         if self._failure is not None:
             raise self._failure
         return True
+
+    def _drive_on_stream(self, steps: Steps, wait: Wait) -> None:
+        with torch.cuda.stream(self._stream):
+            self._drive(steps, wait)
 
     def _drive(self, steps: Steps, wait: Wait) -> None:
         try:

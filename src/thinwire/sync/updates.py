@@ -167,7 +167,7 @@ class BoundOuterStep:
             else optimizer
             for fragment in range(len(values))
         ]
-        self._momenta = [torch.zeros_like(value) for value in values] if spec.optimizer.has_momentum else []
+        self._momenta = [self._parameters.beside(value) for value in values] if spec.optimizer.has_momentum else []
 
     @property
     def replaces_inner_step(self) -> bool:
@@ -186,13 +186,15 @@ class BoundOuterStep:
         if mean.device == value.device:
             optimizer.step(value, mean, momentum)
         else:
-            on_device = value.to(mean.device)
-            momentum_there = None if momentum is None else momentum.to(mean.device)
+            on_device = value.to(mean.device, non_blocking=True)
+            momentum_there = None if momentum is None else momentum.to(mean.device, non_blocking=True)
             optimizer.step(on_device, mean, momentum_there)
             value.copy_(on_device)
             if momentum is not None and momentum_there is not None:
                 momentum.copy_(momentum_there)
-        self._parameters.blend_into_locals(fragment, blend=self._spec.blend)
+            value = on_device
+        self._parameters.blend_into_locals(fragment, blend=self._spec.blend, value=value)
+        self._parameters.begin_checksum(fragment)
 
     def merge(self, fragment: int, mean: torch.Tensor) -> None:
         """Set the global value to the mean of the local ones; see `BoundUpdate.merge`.

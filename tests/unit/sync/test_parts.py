@@ -14,7 +14,9 @@ from tests.reference.loops import steps, values, wrap
 from tests.reference.small_models import build
 from thinwire.errors import CheckpointError, DesyncError
 from thinwire.methods import all_reduce, diloco, local_sgd, recipe, streaming_diloco
+from thinwire.sync import global_parameters
 from thinwire.sync.consistency_check import check_hashes
+from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.outer_optimizer import HeavyBall, Nesterov, PlainSGD
 from thinwire.sync.schedule import Round
 from thinwire.sync.updates import InnerStep, OuterStep
@@ -114,3 +116,19 @@ def test_public_names_load_when_they_are_used_and_others_do_not_exist():
     with pytest.raises(AttributeError, match="no attribute 'DiLoCo'"):
         thinwire.DiLoCo  # noqa: B018
     assert local_sgd().name == "local-sgd"
+
+
+def test_a_checksum_that_a_thread_computed_holds_until_somebody_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(global_parameters, "_LARGE", 1)
+    parameters = GlobalParameters(torch.nn.Linear(3, 2), [["weight", "bias"]])
+    computed: list[int] = []
+    whole = global_parameters.checksum
+    monkeypatch.setattr(global_parameters, "checksum", lambda vector: computed.append(1) or whole(vector))
+    parameters.begin_checksum(0)
+    assert parameters.reference_hash(0) == parameters.reference_hash(0) == whole(parameters.values[0])
+    assert len(computed) == 1
+    parameters.values[0].add_(1.0)
+    assert parameters.reference_hash(0) == whole(parameters.values[0])
+    parameters.values[0] = parameters.values[0].clone()
+    assert parameters.reference_hash(0) == whole(parameters.values[0])
+    assert len(computed) == 3
