@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 benchmarks/diagnosis/watch_nccl.py    # a GPU for each rank
     python benchmarks/diagnosis/watch_nccl.py                         # one GPU: a job of one rank
 
-This has not been run on a GPU yet: no machine with one was at hand. What it does beside nccl was tried over gloo.
+One rank was run on an H200 (docs/benchmarks.md); several GPUs were not at hand, and were tried over gloo.
 
 First a few collectives that are not asynchronous, plain ones and those of FSDP2, are recorded: they give no `Work`, so
 that an event of ours marks their ends. None may pass by, and no end may be told before its call can have run.
@@ -78,7 +78,10 @@ def timed(step: Callable[[], None], device: torch.device, *, steps: int) -> floa
 
 
 def own_records(folder: str) -> list[Operation]:
-    return [one for one in read_files([Path(folder)]).operations if one.rank == dist.get_rank()]
+    found = read_files([Path(folder)])
+    for error in {beat.error for beat in found.beats if beat.error}:
+        print(f"rank {dist.get_rank()}: {error}", file=sys.stderr)
+    return [one for one in found.operations if one.rank == dist.get_rank()]
 
 
 def faults_of(own: list[Operation], *, least: dict[str, int]) -> list[str]:

@@ -140,11 +140,12 @@ def failure_of(work: Any) -> str:
     """
     try:
         error = work.exception()
-    except (AttributeError, NotImplementedError):
+    except (AttributeError, NotImplementedError, TypeError):  # no such question, or no Python type for its answer
         return ""
     except Exception as raised:  # a build that raises what it was asked for
         error = raised
-    return "" if error is None else str(error) or type(error).__name__
+    # some builds answer with an object that holds no exception
+    return (str(error) or type(error).__name__) if isinstance(error, BaseException) else ""
 
 
 def duration_s(work: Any) -> float | None:

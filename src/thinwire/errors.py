@@ -181,11 +181,9 @@ class Stopped(ThinwireError):
         self.signal_number = signal_number
 
 
-UntestedPath = Literal["gpu calls", "nccl inspector", "nccl ras", "gpu ranks"]
+UntestedPath = Literal["nccl inspector", "nccl ras", "gpu ranks"]
 
 _UNTESTED: dict[UntestedPath, str] = {
-    "gpu calls": "recording of calls on GPUs (gpu_calls=True) has never run on a GPU, only over gloo; compare a first "
-    "job with and without it",
     "nccl inspector": "the reader of NCCL Inspector files was made from NCCL's source and has read no file of a real "
     "GPU job; check findings against the files",
     "nccl ras": "the reader of NCCL RAS answers was made from NCCL's source and has read no answer of a real GPU job; "

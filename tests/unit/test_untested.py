@@ -13,7 +13,6 @@ from thinwire import errors
 from thinwire.errors import UntestedWarning, warn_untested
 from thinwire.monitor.nccl.inspector import read_inspector
 from thinwire.monitor.nccl.ras import read_ras
-from thinwire.monitor.record.torch_recorder import watch
 from thinwire.monitor.runlog.reader import Records
 
 
@@ -23,12 +22,10 @@ def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_path_is_warned_of_once() -> None:
-    with pytest.warns(UntestedWarning, match="has never run on a GPU"):
-        warn_untested("gpu calls")
+    with pytest.warns(UntestedWarning, match="several GPUs"):
+        warn_untested("gpu ranks")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_untested("gpu calls")
-    with pytest.warns(UntestedWarning, match="several GPUs"):
         warn_untested("gpu ranks")
 
 
@@ -47,12 +44,3 @@ def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
     done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     said = [text for text in done.stderr.splitlines() if "warning" in text.lower()]
     assert len(said) == 1 and said[0].startswith("thinwire diagnose: warning: the reader of NCCL Inspector files")
-
-
-def test_watching_calls_on_gpus_is_warned_of_before_anything_else(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("thinwire.monitor.record.torch_recorder.own_rank", lambda *, gpu_calls: 0)
-    (tmp_path / "file").touch()
-    with pytest.warns(UntestedWarning, match="gpu_calls=True"), pytest.raises(FileExistsError):
-        watch(tmp_path / "file", gpu_calls=True)  # there is no group to watch, and no folder to write to

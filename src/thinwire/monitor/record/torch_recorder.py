@@ -18,7 +18,6 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 
-from thinwire.errors import warn_untested
 from thinwire.monitor.record.connection_records import RankPlace, WatchedWires, own_place
 from thinwire.monitor.record.own_fault import fault_text
 from thinwire.monitor.record.thread_state import TrainingThread
@@ -268,7 +267,7 @@ def watch(
 
     Call it once on every rank, right after `init_process_group`: ranks tell each other their hosts in it, and calls are
     numbered from it on. Groups over gloo are recorded; calls on a GPU pass by and are counted, or with `gpu_calls` are
-    recorded too. That has never run on a GPU, only over gloo: its first use gives an `UntestedWarning`.
+    recorded too. On a GPU that was tried with one rank over nccl (docs/benchmarks.md), where it costs host time.
 
     Args:
         folder: Where this rank's `records-rank-N.jsonl` goes, on a disk of this host that answers quickly: each call is
@@ -292,8 +291,6 @@ def watch(
     Reference: the operation layer of C4's recording (arXiv 2406.04594), outside of the communication library.
     """
     rank = own_rank(gpu_calls=gpu_calls)
-    if gpu_calls:
-        warn_untested("gpu calls")
     run_dir = Path(folder)
     run_dir.mkdir(parents=True, exist_ok=True)
     file = record_writer(run_dir, rank=rank, most_bytes=most_bytes)
