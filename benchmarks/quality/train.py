@@ -63,10 +63,21 @@ class Run:
         return max((step for step in steps if steps.count(step) == self.settings["replicas"]), default=0)
 
 
-def train(settings: dict[str, Any], *, minutes: float | None, cache: Path = CACHE) -> dict[str, Any] | None:
-    """Train; return the run's line, or None where the minutes were too few and the state is kept."""
+def train(
+    settings: dict[str, Any], *, minutes: float | None, cache: Path = CACHE, rung: Rung | None = None,
+    device: torch.device | None = None,
+) -> dict[str, Any] | None:  # fmt: skip
+    """Train; return the run's line, or None where the minutes were too few and the state is kept.
+
+    Args:
+        settings: What identifies the run.
+        minutes: After which the run is stopped.
+        cache: Folder of texts and states.
+        rung: In place of the named one: on other text, say.
+        device: By default a GPU where there is one.
+    """
     torch.set_num_threads(1)
-    rung = RUNGS[settings["rung"]]
+    rung = RUNGS[settings["rung"]] if rung is None else rung
     corpus = open_corpus(rung.data, cache=cache, tokenizer=rung.tokenizer, vocab_size=rung.vocab_size)
     if settings["steps"] * settings["windows"] > (len(corpus.train) - 1) // rung.seq_len:
         raise ValueError(
@@ -74,7 +85,8 @@ def train(settings: dict[str, Any], *, minutes: float | None, cache: Path = CACH
             f"{(len(corpus.train) - 1) // rung.seq_len}; allowed one epoch; try more text"
         )
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = Run(
         settings=settings, rung=rung, corpus=corpus, device=device,
         folder=cache / "quality" / key if minutes is not None and rung.save_every else None,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import thinwire
-from tests.laws.test_method_laws import ARGUMENTS, inner_of, one_step
 from tests.laws.test_simulate_laws import schedules
+from tests.reference.every_method import ARGUMENTS, inner_of, one_step
 from tests.reference.loops import wrap
 from tests.reference.small_models import Transformer
 from thinwire import methods, simulate

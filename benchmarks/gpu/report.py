@@ -1,0 +1,129 @@
+"""Table of docs/benchmarks.md from the results of `run.py`.
+
+python benchmarks/gpu/report.py                      # of the stored results
+python benchmarks/gpu/report.py DIR/results.jsonl    # of a run of your own
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "results" / "gpu.jsonl"
+MISSING = "not run yet"
+Lines = dict[tuple[str, str], dict[str, Any]]
+
+
+def read(path: Path) -> Lines:
+    """Return the last line of each part and key; one that is done stays."""
+    found: Lines = {}
+    for text in path.read_text().splitlines() if path.exists() else []:
+        line = json.loads(text)
+        if line["state"] == "done" or found.get((line["part"], line["key"]), line)["state"] != "done":
+            found[line["part"], line["key"]] = line
+    return found
+
+
+def rows(lines: Lines) -> list[tuple[str, str, str]]:
+    """Return part, what was measured, and the value."""
+
+    def row(part: str, key: str, what: str, text: Callable[[dict[str, Any]], str]) -> tuple[str, str, str]:
+        line = lines.get((part, key))
+        return part, what, MISSING if line is None else "failed" if line["state"] != "done" else text(line)
+
+    own = lines.get(("wire", "150m none"), {})
+    share = "encode, decode, share of a copy's rate"
+    found = [
+        ("exact", "codecs: same bytes and decoded bits as on a CPU", how_many(lines, "codec ")),
+        row("exact", "integer products", "IsoLoCo's spectrum and products by integers: same bits", yes),
+        ("exact", "methods, ten steps: replicas and a resumed run agree bit for bit", how_many(lines, "method ")),
+        ("exact", "methods: largest distance from the CPU, as a share of the way moved", largest_distance(lines)),
+        row("exact", "kill and resume", "`thinwire train` killed and resumed: same bits", yes),
+    ]
+    for name in ("e3m0", "block-int8", "block-int4", "block-2bit"):
+        for numel, words in ((100_000_000, "1e8"), (1_000_000_000, "1e9")):
+            found.append(row("codec", f"{name} {numel}", f"`{name}`, {words} elements: {share}", shares))
+    found.append(row("codec", "top-k 100000000", f"`top-k`, 1e8 elements: {share}", shares))
+    for name in ("150m", "1b"):
+        key = f"wrapped {name}"
+        found += [
+            row("step", key, f"{name}: wrapped step between rounds, and with rounds in flight", overheads),
+            row("step", key, f"{name}: a launch or an apply adds, median", of_a_round),
+            row("step", key, f"{name}: all steps of H 30, rounds included", lambda x: f"{x['whole_overhead']:+.0%}"),
+            row("step", key, f"{name}: peak memory, measured and planned", memory),
+        ]
+    found.append(row("step", "copies", "copies to the GPU from pinned and from pageable memory", copies))
+    for rate, words in (("1gbit", "1 Gbit/s"), ("100mbit", "100 Mbit/s")):
+        what = f"150m, two processes, {words}: share of own speed"
+        found.append(row("wire", f"150m {rate}", what, lambda x: f"{own['train_s'] / x['train_s']:.2f}"))
+    return [
+        *found,
+        row("watch", "recorded", "one rank on nccl, each call has its end: a step without and with recording", watched),
+        row("watch", "dump", "Flight Recorder's dump of a forced time-out", lambda x: f"{len(x['findings'])} findings"),
+        row("watch", "two ranks", "two ranks on one GPU", lambda x: "works" if x["works"] else "refused by nccl"),
+        row("inside", "fsdp2", "FSDP2 of one rank: largest difference", lambda x: f"{x['largest_difference']:g}"),
+        row("inside", "generate", "`thinwire generate`: same text as on a CPU", lambda x: str(x["same_text"])),
+        row("inside", "planned step", "planned step of 400m from the speed of 150m", lambda x: f"{x['error']:+.0%}"),
+        row("loss", "data-parallel", "G1, data-parallel: loss", loss),
+        row("loss", "iso-loco", "G1, IsoLoCo with two replicas: loss", loss),
+    ]
+
+
+def how_many(lines: Lines, prefix: str) -> str:
+    """Return how many of the keys with a prefix are done, of those that were tried."""
+    tried = [line["state"] for (part, key), line in lines.items() if part == "exact" and key.startswith(prefix)]
+    return f"{tried.count('done')} of {len(tried)}" if tried else MISSING
+
+
+def largest_distance(lines: Lines) -> str:
+    off = {key[7:]: line["off"] for (_, key), line in lines.items() if key.startswith("method ") and "off" in line}
+    worst = max(off, key=lambda name: off[name], default="")
+    return f"{off[worst]:.1e} ({worst})" if off else MISSING
+
+
+def yes(line: dict[str, Any]) -> str:
+    return "yes"
+
+
+def copies(line: dict[str, Any]) -> str:
+    return f"{line['pinned_to_device_gb_per_s']:.0f}, {line['pageable_to_device_gb_per_s']:.1f} GB/s"
+
+
+def shares(line: dict[str, Any]) -> str:
+    return f"{line['encode_share']:.2f}, {line['decode_share']:.2f}"
+
+
+def overheads(line: dict[str, Any]) -> str:
+    return f"{line['between_overhead']:+.2%}, {line['in_flight_overhead']:+.2%}"
+
+
+def of_a_round(line: dict[str, Any]) -> str:
+    steps = line["steps_s"]
+    return f"{steps['round']['median'] - steps['plain']['median']:.2f} s to a step of {steps['plain']['median']:.3f} s"
+
+
+def memory(line: dict[str, Any]) -> str:
+    return f"{line['peak_bytes'] / 1e9:.1f} GB, {line['planned_bytes'] / 1e9:.1f} GB"
+
+
+def watched(line: dict[str, Any]) -> str:
+    text: str = line["last_line"]
+    times = text.partition("a step takes ")[2].partition(" with recording")[0]
+    return times.replace(" without and ", ", ")
+
+
+def loss(line: dict[str, Any]) -> str:
+    return f"{line['loss']:.2f} after {line['steps']} steps, {line['share']:.1%} of the rung"
+
+
+def table(lines: Lines) -> str:
+    """Return the table in Markdown."""
+    text = ["| part | what | value |", "| --- | --- | --- |"]
+    return "\n".join([*text, *(f"| {part} | {what} | {value} |" for part, what, value in rows(lines))])
+
+
+if __name__ == "__main__":
+    print(table(read(Path(sys.argv[1]) if sys.argv[1:] else RESULTS)))
