@@ -1,8 +1,10 @@
-"""Rung G1 of the quality ladder (14M parameters) on one GPU: data-parallel training and IsoLoCo at equal tokens.
+"""Rungs G1 and G2 of the quality ladder (14M and 35M parameters) on one GPU: data-parallel training and IsoLoCo.
 
-The rung wants 277 million tokens, each read once. The text is what lies on the machine: Python sources, headers and
-documentation. Where it holds fewer tokens, or the time is short, the runs are shorter: each line says how many steps it
-had, and `share` which part of the rung that is. Each side has one learning rate, so nothing is tuned.
+First both train on G1 for as many steps as this call has time for, which says little of the loss. Then whole runs go on
+from call to call, from states beside the text: G1, then G2. G1 wants 277 million tokens, each read once. The text is
+what lies on the machine: Python sources, headers and documentation. Where it holds fewer tokens, runs are shorter: each
+line says how many steps it had, and `share` which part of the rung that is. Each side has one learning rate: nothing is
+tuned.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ import train
 
 from thinwire.data import open_corpus
 
-ENTRIES = (("data-parallel", 1, 1.6e-2), ("iso-loco", 2, 8e-3))
+ENTRIES = (("data-parallel", 1), ("iso-loco", 2))
+LRS = {"G1": {"data-parallel": 1.6e-2, "iso-loco": 8e-3}, "G2": {"data-parallel": 1.08e-2, "iso-loco": 5.2e-3}}
+LRS["A"] = LRS["G1"]
 SUFFIXES = {".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh", ".c", ".cpp", ".cu"}
 MOST_BYTES = 1_200_000_000
 # Steps of a run have a warm-up and a cosine of their own, so a run that is cut off says nothing: it must be planned.
@@ -58,11 +62,11 @@ def texts() -> Iterator[str]:
                     continue
 
 
-def rung_of(part: Part, folder: Path) -> rungs.Rung:
-    """Return the rung on this machine's text; in a test, rung A on sources of thinwire."""
+def rung_of(part: Part, folder: Path, *, name: str = "G1") -> rungs.Rung:
+    """Return a rung on this machine's text; in a test, rung A on sources of thinwire."""
     if part.is_tiny:
         return dataclasses.replace(rungs.RUNGS["A"], data=str(Path(train.thinwire.__file__).parent / "codecs"))
-    return dataclasses.replace(rungs.RUNGS["G1"], data=str(folder / "text"), save_every=0)
+    return dataclasses.replace(rungs.RUNGS[name], data=str(folder / "text"))
 
 
 def gather(folder: Path, rung: rungs.Rung) -> dict[str, Any]:
@@ -78,31 +82,40 @@ def gather(folder: Path, rung: rungs.Rung) -> dict[str, Any]:
 
 
 def run(
-    name: str, replicas: int, lr: float, *, steps: int, folder: Path, rung: rungs.Rung, part: Part
-) -> dict[str, Any]:
-    """Train an entry of the ladder for some steps."""
+    name: str, replicas: int, *, steps: int, folder: Path, rung: rungs.Rung, part: Part, in_pieces: bool = False
+) -> dict[str, Any] | None:
+    """Train an entry of the ladder for some steps; None where it is in pieces, and the next call goes on."""
     entry = next(one for one in rungs.ENTRIES if one.name == name)
     settings = {
         "rung": rung.name, "name": name, "method": entry.method, "options": dict(entry.options), "inner": entry.inner,
-        "replicas": replicas, "windows": rung.windows, "lr": lr, "seed": 0, "steps": steps,
+        "replicas": replicas, "windows": rung.windows, "lr": LRS[rung.name][name], "seed": 0, "steps": steps,
     }  # fmt: skip
-    found = train.train(settings, minutes=None, cache=folder / "cache", rung=rung, device=part.device)
-    assert found is not None
-    return {**found, "share": steps / rung.steps}
+    minutes = max(0.01, (part.ends_s - time.monotonic()) / 60) if in_pieces else None
+    found = train.train(settings, minutes=minutes, cache=folder / "cache", rung=rung, device=part.device)
+    return None if found is None else {**found, "share": steps / rung.steps}
+
+
+def tokens_of(rung: rungs.Rung, folder: Path) -> int:
+    """Return how many tokens of text there are to train on."""
+    corpus = open_corpus(rung.data, cache=folder / "cache", tokenizer=rung.tokenizer, vocab_size=rung.vocab_size)
+    return len(corpus.train)
+
+
+def steps_of(rung: rungs.Rung, folder: Path) -> int:
+    """Return the steps of a whole run: those of the rung, or of one epoch, in whole intervals."""
+    one_epoch = (tokens_of(rung, folder) - 1) // rung.seq_len // rung.windows
+    return min(rung.steps, one_epoch) // rungs.SYNC_INTERVAL * rungs.SYNC_INTERVAL
 
 
 def plan(folder: Path, rung: rungs.Rung, part: Part) -> dict[str, Any]:
-    """Choose the steps of all runs: one epoch at most, and no more than the time allows for both."""
-    corpus = open_corpus(rung.data, cache=folder / "cache", tokenizer=rung.tokenizer, vocab_size=rung.vocab_size)
-    one_epoch = (len(corpus.train) - 1) // rung.seq_len // rung.windows
+    """Choose the steps of the short runs: no more than the time allows for both."""
     times = {}
-    for name, replicas, lr in ENTRIES:
-        probe = run(name, replicas, lr, steps=PROBE_STEPS, folder=folder, rung=rung, part=part)
+    for name, replicas in ENTRIES:
+        probe = run(name, replicas, steps=PROBE_STEPS, folder=folder, rung=rung, part=part)
+        assert probe is not None
         times[name] = probe["wall_s"] / PROBE_STEPS
-    left_s = part.ends_s - time.monotonic()
-    fits = int(left_s / sum(times.values()))
-    steps = min(rung.steps, one_epoch, fits) // rungs.SYNC_INTERVAL * rungs.SYNC_INTERVAL
-    return {"steps": steps, "one_epoch": one_epoch, "step_s": times}
+    fits = int((part.ends_s - time.monotonic()) / sum(times.values())) // rungs.SYNC_INTERVAL * rungs.SYNC_INTERVAL
+    return {"steps": min(steps_of(rung, folder), fits), "whole_steps": steps_of(rung, folder), "step_s": times}
 
 
 def main() -> None:
@@ -113,11 +126,18 @@ def main() -> None:
         part.measure("text", lambda: gather(folder, rung), needs_s=40.0)
     planned = part.measure("plan", lambda: plan(folder, rung, part))
     steps = 30 if part.is_tiny else (planned or {}).get("steps", 0)
-    for name, replicas, lr in ENTRIES if steps else ():
-        part.measure(
-            name,
-            lambda n=name, r=replicas, x=lr: run(n, r, x, steps=steps, folder=folder, rung=rung, part=part),  # type: ignore[misc]
-        )
+    for name, replicas in ENTRIES if steps else ():
+        part.measure(name, lambda n=name, r=replicas: run(n, r, steps=steps, folder=folder, rung=rung, part=part))  # type: ignore[misc]
+    if planned and not part.is_tiny:
+        for rung in (rung_of(part, folder, name="G1"), rung_of(part, folder, name="G2")):
+            for name, replicas in ENTRIES:
+                part.measure(
+                    f"{rung.name} {name}",
+                    lambda n=name, r=replicas, g=rung: run(  # type: ignore[misc]
+                        n, r, steps=steps_of(g, folder), folder=folder, rung=g, part=part, in_pieces=True
+                    ),
+                    needs_s=30.0,
+                )
     finish(part)
 
 

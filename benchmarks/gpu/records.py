@@ -69,12 +69,14 @@ class Part:
         }
         self.num_failed = self.num_left = 0
 
-    def measure(self, key: str, work: Callable[[], dict[str, Any]], *, needs_s: float = 0.0) -> dict[str, Any] | None:
+    def measure(
+        self, key: str, work: Callable[[], dict[str, Any] | None], *, needs_s: float = 0.0
+    ) -> dict[str, Any] | None:
         """Do a piece of work unless its result is stored, and store it; a failure is stored and passed over.
 
         Args:
             key: Names the result within the part.
-            work: Returns the result's numbers.
+            work: Returns the result's numbers, or None where the next call must go on with it.
             needs_s: Seconds that it likely takes: it is left for the next call where fewer are left.
 
         Returns:
@@ -88,7 +90,11 @@ class Part:
         began_s = time.monotonic()
         line: dict[str, Any] = {"part": self.name, "key": key, "device": self.device.type}
         try:
-            line |= {"state": "done", **work()}
+            found = work()
+            if found is None:
+                self.num_left += 1
+                return None
+            line |= {"state": "done", **found}
         except Exception as failure:
             self.num_failed += 1
             line |= {"state": "failed", "error": f"{type(failure).__name__}: {failure}"[:2000]}

@@ -67,8 +67,13 @@ def rows(lines: Lines) -> list[tuple[str, str, str]]:
         row("inside", "fsdp2", "FSDP2 of one rank: largest difference", lambda x: f"{x['largest_difference']:g}"),
         row("inside", "generate", "`thinwire generate`: same text as on a CPU", lambda x: str(x["same_text"])),
         row("inside", "planned step", "planned step of 400m from the speed of 150m", lambda x: f"{x['error']:+.0%}"),
-        row("loss", "data-parallel", "G1, data-parallel: loss", loss),
-        row("loss", "iso-loco", "G1, IsoLoCo with two replicas: loss", loss),
+        row("loss", "data-parallel", "G1 in short, data-parallel: loss", loss),
+        row("loss", "iso-loco", "G1 in short, IsoLoCo with two replicas: loss", loss),
+        *(
+            row("loss", f"{rung} {name}", f"{rung}, {words}: loss", loss)
+            for rung in ("G1", "G2")
+            for name, words in (("data-parallel", "data-parallel"), ("iso-loco", "IsoLoCo with two replicas"))
+        ),
     ]
 
 
