@@ -30,6 +30,7 @@ from thinwire.sync.engine_state import SyncStatistics, UncountedWork, adopt_stat
 from thinwire.sync.in_flight import launch
 from thinwire.sync.method import Method, method_of
 from thinwire.sync.model_checks import check_parameters, check_tensors
+from thinwire.sync.parameter_set import LocalBuffers, ParameterSet
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Kind, Transport
@@ -206,6 +207,13 @@ class DistributedOptimizer(EagerOptimizer):
             model, method=method, transport=self.transport, deadlines=self._deadlines, inner=self.inner,
             catch_up=catch_up, seed=self._seed, pace=self._pace,
         )  # fmt: skip
+        self._parameter_set = ParameterSet(model, self._engine.view.parameters)
+        self._local_buffers: LocalBuffers | None = None
+        # one warning at most among fixed replicas
+        is_watching = (transport.num_replicas > 1 and transport.replica == 0) or not self._has_fixed_replicas
+        if is_watching and not getattr(method.view, "exchanges_buffers", False):
+            remedy = "call average_buffers() before evaluating and saving, or " if self._has_fixed_replicas else ""
+            self._local_buffers = LocalBuffers(model, remedy=f"{remedy}make it a parameter that a loss trains")
         self.next_stop: int | None = None
         self._steps_done = 0
         self._tokens = 0
@@ -297,12 +305,17 @@ class DistributedOptimizer(EagerOptimizer):
             TransportError: A peer was lost, was late or sent something wrong.
             DesyncError: Replicas hold different global parameters.
             RuntimeError: The optimizer is closed, or the model holds the global parameters just now.
-            ValueError: The method needs a closure, or does not go with a GradScaler.
+            ValueError: The method needs a closure, does not go with a GradScaler, or parameters are trained that were
+                not there at wrapping.
+
+        Warns:
+            UserWarning: Training changes a buffer, which is not exchanged; once.
         """
         if closure is None and self._only_makes_state():
             return self.inner.step()
         self._refuse_step(closure)
         self._observe_step()
+        self._check_tensors()
         if self._is_lazy:
             self._begin_lazy_step(closure)
         self._steps_done += 1
@@ -376,6 +389,7 @@ class DistributedOptimizer(EagerOptimizer):
             _unclosed.discard(work)
             remedy = "call close(final_exchange=True) after the last step, or pass may_lag=True between two exchanges"
             _warn_missing(work, remedy=remedy, stacklevel=3)
+        self._parameter_set.check_replaced()
         self._holds_global = True
         drop_gathered(self._model)
         try:
@@ -516,6 +530,13 @@ class DistributedOptimizer(EagerOptimizer):
             return False
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.requires_grad]
         return all(one is not None and not local_shard(one).any() for one in gradients)
+
+    def _check_tensors(self) -> None:
+        """Compare the model's tensors with those at wrapping; buffers at steps 1, 2, 4, 8 and so on."""
+        self._parameter_set.check_trained(self.inner)
+        self._parameter_set.check_replaced()
+        if self._local_buffers is not None and not self._steps_done & (self._steps_done - 1):
+            self._local_buffers.check()
 
     def _share_state(self) -> None:
         # the very objects of the inner optimizer: a scheduler that sets lr here sets it there

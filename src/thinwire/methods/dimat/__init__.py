@@ -120,6 +120,11 @@ class Parameters:
     """
 
     @property
+    def exchanges_buffers(self) -> bool:
+        """Floating buffers travel with the parameters."""
+        return True
+
+    @property
     def moment(self) -> Literal["before_inner_step", "after_inner_step"]:
         """After the inner step."""
         return "after_inner_step"
