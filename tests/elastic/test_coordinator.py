@@ -1,5 +1,8 @@
 """What the coordinator says when a word was lost, when it comes back from its journal, when all who knew are gone."""
 
+import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.protocol import VERSION, Message, decode, encode
 from thinwire.elastic.rounds import Decision
 from thinwire.errors import PayloadError
+from thinwire.training.elastic.coordinator_process import _EndOfRun
 from thinwire.version import __version__
 
 
@@ -494,3 +498,30 @@ def test_a_replica_with_long_steps_one_that_is_paused_and_one_that_comes_back_ar
     later.hear(b"b", "rates", rates={}, latest={})
     later.coordinator.tick(25.0)
     assert not later.words(b"b", "expelled")
+
+
+def test_the_reason_of_a_refusal_is_one_finding_however_often_a_host_asks() -> None:
+    desk = Desk().begun()
+    for number in range(5):
+        for host in ("new", "newer"):
+            desk.hear(b"%d" % number, "join", version=VERSION, thinwire="0.0.1", host=host)
+    told = [text for text in desk.coordinator.admin.status()["findings"] if "was refused" in text]
+    assert len(told) == 2 and told[0].startswith(f"a replica of new was refused: the job runs thinwire {__version__}")
+    assert "install the same thinwire on all hosts" in told[0]
+
+
+def test_a_loop_that_all_replicas_have_left_needs_no_coordinator_and_one_that_lost_them_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr("thinwire.training.elastic.coordinator_process.time", clock)
+    for reasons, until_s in ((("left", "has come to the end"), 11), (("left", "left after an error"), 601)):
+        desk = Desk().begun()
+        end = _EndOfRun(desk.coordinator.state, threading.Event(), alone=tmp_path / "alone", idle_s=600.0)
+        assert not end.has_come()
+        for token, reason in zip((b"a", b"b"), reasons, strict=True):
+            desk.hear(token, "leave", why=reason)
+        began_s = clock.now_s
+        while not end.has_come():
+            clock.now_s += 1.0
+        assert clock.now_s - began_s == until_s

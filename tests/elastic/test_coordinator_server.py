@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -22,8 +22,11 @@ from thinwire.elastic.coordinator_client import CoordinatorConnection, send_comm
 from thinwire.elastic.coordinator_server import TOKEN_BYTES, CoordinatorServer, client_keys, coordinator_keys
 from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.invitation import Invitation
+from thinwire.elastic.join import JoinPlan, join
 from thinwire.elastic.protocol import MOST_BYTES_HERE, VERSION, Message, encode
 from thinwire.elastic.rate_limit import UNSEEN_BYTES
+from thinwire.errors import Refused
+from thinwire.transport.addresses import ListenConfig
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire import listener as wire_door
 from thinwire.transport.wire.listener import MAX_UNPROVEN
@@ -373,3 +376,18 @@ def test_what_is_told_of_the_port_is_bounded_over_many_connections(port: Port, m
         enemy.say("join", version=VERSION, thinwire=__version__, host="enemy")
         assert enemy.answer()["kind"] == "welcome"
     assert 60 <= len(port.said) <= 70
+
+
+def test_what_a_joining_host_refuses_reaches_the_coordinator_and_its_status(port: Port) -> None:
+    def plan_of(job: Mapping[str, Any]) -> JoinPlan:
+        raise Refused("the run trains a model of other parameters")
+
+    with pytest.raises(Refused):
+        join(port.invitation, secret=SECRET, plan_of=plan_of, listen=ListenConfig(address=HOST), deadline_s=SOON_S)
+    end_s = time.monotonic() + SOON_S
+    while len(port.coordinator.state.roster) > 1 and time.monotonic() < end_s:
+        time.sleep(0.01)
+    status = send_command(port.invitation, secret=SECRET, deadline_s=SOON_S, verb="status", target="")["status"]
+    told = "could not take part: the run trains a model of other parameters; the others go on without it"
+    assert status["findings"][-1].endswith(told)
+    port.goes_on()

@@ -155,7 +155,13 @@ class Coordinator:
             refusal = f"the job has {_MAX_MEMBERS} replicas, which is the most"
         if refusal:
             self._send(token, "refused", {"why": refusal})
+            host = printable(message["host"], most=200)
+            # repeated until it is answered, and every replica of the host asks
+            if refusal != RUN_OVER and (host, refusal) not in state.refused and len(state.refused) < _MAX_NOTICES:
+                state.refused.add((host, refusal))
+                self.report(f"a replica of {host} was refused: {refusal}")
             return
+        state.has_been_left = False
         if member is None:
             member = state.roster.add(token, host=printable(message["host"], most=200), now_s=now_s)
             # in the journal before the welcome: a number must never be given twice
@@ -297,7 +303,10 @@ class Coordinator:
         self._send(member.token, "recorded", {"number": recorded[member.replica]})
 
     def _on_leave(self, member: RosterMember, message: Message, now_s: float) -> None:
-        self._remove(member, why=printable(message["why"], most=300) or "left", is_told=False)
+        why = printable(message["why"], most=300) or "left"
+        self._remove(member, why=why, is_told=False)
+        is_well = why in ("left", "has come to the end") or "was told to leave" in why
+        self.state.has_been_left = is_well and not len(self.state.roster)
 
     # -- rounds
 

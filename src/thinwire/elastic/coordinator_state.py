@@ -240,6 +240,8 @@ class CoordinatorState:
     leased: dict[int, tuple[int, Lease]] = field(default_factory=dict)  # the latest request's number and its answer
     recorded: dict[int, int] = field(default_factory=dict)  # number of the latest batch of records, by replica
     num_notices: dict[int, int] = field(default_factory=dict)
+    refused: set[tuple[str, str]] = field(default_factory=set)  # hosts of refused replicas, and the reasons
+    has_been_left: bool = False  # the last replica left by itself, without a fault
     hosts_with_bad_parts: set[str] = field(default_factory=set)  # their replicas were dropped for bad parts
     finish: dict[str, Any] | None = None  # the last message of the run
 

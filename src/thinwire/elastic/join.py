@@ -172,7 +172,9 @@ def join(
             ports=listen.candidates,
             is_open=True,
         )
-    except BaseException:
+    except BaseException as error:
+        if handshake.welcome is not None:  # the coordinator gave it a number, and reports why nothing comes of it
+            connection.send("leave", why=f"could not take part: {error}")
         connection.close()
         raise
     session = CoordinatorSession(

@@ -30,6 +30,8 @@ ALONE_FILE = "coordinator.alone"
 # Seconds after the end for the last messages to arrive, and the longest wait for replicas to leave.
 _LINGER_S = 5.0
 _MAX_LINGER_S = 600.0
+# Seconds after which the coordinator of a loop of one's own ends once all replicas have left.
+_LEFT_S = 10.0
 # Below this a disk counts as full, above twice as much as having room again.
 MIN_FREE_BYTES = 1 << 20
 _DISK_CHECK_S = 1.0
@@ -176,7 +178,10 @@ class _EndOfRun:
             return True
         if len(self._state.roster):
             self._idle_since_s = time.monotonic()
-        if time.monotonic() - self._idle_since_s > self._idle_s:
+        # who left without a fault does not come back, and the state has gone with the last one
+        is_left = self._state.has_been_left and math.isfinite(self._idle_s)
+        idle_s = _LEFT_S if is_left else self._idle_s
+        if time.monotonic() - self._idle_since_s > idle_s:
             return True
         is_over = self._state.has_finished or bool(self._state.failure)
         if not is_over and (len(self._state.roster) or not self._alone.exists()):

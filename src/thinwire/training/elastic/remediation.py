@@ -305,4 +305,5 @@ class DowntimeTracker:
 def _went_well(replica: int, findings: list[str]) -> bool:
     begin = f"replica {replica} on "
     said = [text for text in findings if text.startswith(begin)]
-    return bool(said) and any(reason in said[-1] for reason in _GOOD_REASONS)
+    has_failed = bool(said) and "left after an error" in said[-1]
+    return bool(said) and not has_failed and any(reason in said[-1] for reason in _GOOD_REASONS)

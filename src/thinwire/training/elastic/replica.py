@@ -249,7 +249,8 @@ class _Stay:
         if self._round_log is not None:
             self._round_log.close()
         if self._stay is not None:
-            self._stay.close(why=self.why if self._rank0 is None else self._rank0.problem or self.why)
+            why = f"left after an error: {self.fault}" if self.fault else self.why
+            self._stay.close(why=why if self._rank0 is None else self._rank0.problem or why)
 
     def _join(self) -> ElasticStay[ElasticJob]:
         self._stay = ElasticStay(
