@@ -6,13 +6,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.detect.live import RecordWindow
+from thinwire.monitor.record.recorder import Recorder
 from thinwire.monitor.record.thread_state import LONG_S, TrainingThread
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record
+from thinwire.monitor.runlog.run_folder import read_files
 from thinwire.transport.call_sites import user_site
 
 MEASURED_S = 0.3
@@ -67,8 +71,8 @@ def test_a_call_site_is_the_innermost_place_of_own_code() -> None:
     assert user_site() == f"test_thread_state.py:{line}"
 
 
-def hang_of(**state: object) -> tuple[str, str, float]:
-    """Return text, remedy and confidence of the finding about rank 1, which was seen in some state."""
+def hang(**state: object) -> list[Record]:
+    """Return records of three ranks, of which rank 1 does not come to the last operation."""
     records: list[Record] = [Communicator(communicator="0", ranks=(0, 1, 2), hosts=("a",) * 3)]
     records += [
         Operation(communicator="0", rank=rank, sequence=step, kind="all_reduce", posted_s=float(step),
@@ -77,7 +81,12 @@ def hang_of(**state: object) -> tuple[str, str, float]:
     ]  # fmt: skip
     records += [Beat(rank=rank, at_s=half / 2) for rank in range(3) for half in range(60)]
     records += [Beat(rank=1, at_s=12.0, **state)]  # type: ignore[arg-type]
-    (finding,) = diagnose(from_records(records))
+    return records
+
+
+def hang_of(**state: object) -> tuple[str, str, float]:
+    """Return text, remedy and confidence of the finding about rank 1, which was seen in some state."""
+    (finding,) = diagnose(from_records(hang(**state)))
     assert finding.where == "rank 1" and finding.kind == "non-communication hang"
     return finding.text, finding.remedy, finding.confidence
 
@@ -104,3 +113,26 @@ def test_a_hang_tells_what_the_missing_rank_does(state: dict[str, object], text:
 def test_a_sample_from_before_the_wait_says_nothing() -> None:
     text, remedy, _ = hang_of(stack=())
     assert "sleeps" not in text and "py-spy" in remedy
+
+
+def test_a_sample_outlives_the_heartbeats_that_a_running_diagnosis_keeps() -> None:
+    sampled = hang(cpu=1.0, stack=("run.py:5 in clean",))
+    window = RecordWindow()
+    for record in sorted(sampled, key=lambda one: one.at_s if isinstance(one, Beat) else -1.0):
+        window.add(record)
+    assert sum(beat.rank == 0 for beat in window.records().beats) < 20, "of 60"
+    (finding,) = diagnose(window.records())
+    assert "runs in its own code" in finding.text
+
+
+def test_a_recorder_of_training_samples_the_thread_that_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.monitor.record.thread_state.LONG_S", 0.1)
+    recorder = Recorder(tmp_path, rank=0)
+    found: list[Beat] = []
+    while not found:
+        time.sleep(0.05)
+        found = [beat for beat in read_files([tmp_path]).beats if beat.stack]
+    recorder.close()
+    assert any("test_thread_state.py" in frame for frame in found[0].stack)

@@ -110,6 +110,7 @@ class RecordWindow:
         self._transfers: FirstAndLatest[TransferEnd] = FirstAndLatest(2 * most_records)
         self._spans: FirstAndLatest[Span] = FirstAndLatest(most_records)
         self._beats: dict[int, deque[Beat]] = {}
+        self._samples: dict[int, Beat] = {}  # the latest of each rank's training thread, which outlives its heartbeats
         self._arrivals: dict[tuple[int, int], deque[Arrival]] = {}
         self._flows: FirstAndLatest[Flow] = FirstAndLatest(LIVE.max_flows)
         self._probes: FirstAndLatest[Probe] = FirstAndLatest(LIVE.max_flows)
@@ -142,7 +143,12 @@ class RecordWindow:
         elif isinstance(record, Span):
             self._spans.put((record.rank, record.kind, record.step), record)
         else:
-            _put_latest(self._beats, record.rank, record, most=LIVE.max_beats)
+            self._add_beat(record)
+
+    def _add_beat(self, record: Beat) -> None:
+        _put_latest(self._beats, record.rank, record, most=LIVE.max_beats)
+        if record.stack and record.rank in self._beats:
+            self._samples[record.rank] = record
 
     def _add_of_wires(self, record: Arrival | Flow | Probe | PathReading) -> None:
         if isinstance(record, Flow):
@@ -183,6 +189,8 @@ class RecordWindow:
         found.transfers = [end for end in self._transfers.values() if end.rank not in gone and end.peer not in gone]
         found.spans = [span for span in self._spans.values() if span.rank not in gone]
         found.beats = [beat for rank, beats in self._beats.items() if rank not in gone for beat in beats]
+        known = set(map(id, found.beats))
+        found.beats[:0] = [one for rank, one in self._samples.items() if rank not in gone and id(one) not in known]
         kept_ways = [own for way, own in self._arrivals.items() if gone.isdisjoint(way)]
         found.arrivals = [one for own in kept_ways for one in own]
         found.flows = [flow for flow in self._flows.values() if flow.rank not in gone and flow.peer not in gone]

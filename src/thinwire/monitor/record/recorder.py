@@ -19,6 +19,8 @@ from thinwire.errors import TransportError
 from thinwire.events import Direction, Posted, RoundMark, Transfer, TransferLog
 from thinwire.monitor.path_limits import PathLimitReader
 from thinwire.monitor.record.connection_records import FlowSource, PathSource, PeerFlows
+from thinwire.monitor.record.own_fault import fault_text
+from thinwire.monitor.record.thread_state import TrainingThread
 from thinwire.monitor.runlog.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd, to_line
 from thinwire.monitor.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
 from thinwire.sync.round_engine import RoundEngine
@@ -127,6 +129,7 @@ class Recorder:
             self._give_up(error)
         if forward is not None:
             forward.add([to_line(self._place)])
+        self._training = TrainingThread(rank, clock())
         self._thread = threading.Thread(target=self._run, name="thinwire-recorder", daemon=True)
         self._thread.start()
 
@@ -208,7 +211,10 @@ class Recorder:
         while not self._stop.wait(TURN_S):
             now_s = self._clock()
             is_due = now_s - self._beat_s >= BEAT_S - TURN_S / 2
-            self._turn(Beat(rank=self._rank, at_s=_rounded(now_s)) if is_due else None)
+            if self._events:
+                self._training.note_end(now_s)
+            sampled = self._training.sample(_rounded(now_s))
+            self._turn(sampled or (Beat(rank=self._rank, at_s=_rounded(now_s)) if is_due else None))
             if is_due:
                 self._beat_s = now_s
 
@@ -327,7 +333,7 @@ def own_fault(error: Exception) -> str:
         >>> own_fault(ValueError("no number")), own_fault(TransportError("replica 1 was lost"))
         ('ValueError: no number', '')
     """
-    return "" if isinstance(error, TransportError) else f"{type(error).__name__}: {error}"
+    return "" if isinstance(error, TransportError) else fault_text(error)
 
 
 def _key_of(event: Posted | Transfer) -> _Key | None:

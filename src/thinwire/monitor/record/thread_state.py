@@ -21,7 +21,7 @@ _TASKS = Path("/proc/self/task")
 
 
 class TrainingThread:
-    """Samples the thread that makes the calls.
+    """Samples the thread that trains: the one that made this, or the latest call.
 
     Args:
         rank: This process's.
@@ -30,8 +30,7 @@ class TrainingThread:
 
     def __init__(self, rank: int, now_s: float) -> None:
         self._rank = rank
-        self._ident = threading.main_thread().ident or 0
-        self._native = threading.main_thread().native_id or 0
+        self._ident, self._native = threading.get_ident(), threading.get_native_id()
         self._since_s, self._due_s = now_s, LONG_S
         self._before: tuple[float, float] | None = None
 
