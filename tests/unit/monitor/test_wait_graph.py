@@ -83,3 +83,21 @@ def test_a_silent_rank_and_one_that_ended_are_ends_of_a_chain() -> None:
     assert finding.where == "rank 3" and "paused, killed or cut off" in finding.text
     (finding,) = found_in([("tp0", 0), ("dp1", 1), ("tp1", 2)], goodbye=[3])
     assert finding.where == "rank 3" and "said goodbye" in finding.text
+
+
+def test_two_ranks_that_both_receive_first_wait_in_a_circle_of_messages() -> None:
+    records: list[Record] = [Communicator(communicator=f"0 pg {source}->{to}", ranks=(source, to), hosts=("a", "a"))
+                             for source, to in ((0, 1), (1, 0))]  # fmt: skip
+    for name, rank in (("0 pg 1->0", 0), ("0 pg 0->1", 1)):
+        records += [_operation(name, one, step, step, step + 0.1) for step in range(STEPS) for one in (0, 1)]
+        records += [_operation(name, rank, STEPS, STEPS, None)]
+        records += [Beat(rank=rank, at_s=half / 2) for half in range(60)]
+    (finding,) = diagnose(from_records(records))
+    assert (finding.kind, finding.where) == ("desync", "ranks 0, 1")
+    assert "rank 0 waits for 1 in all_reduce 8 of the messages from rank 1 to rank 0" in finding.text
+    assert "batch_isend_irecv" in finding.remedy
+
+
+def test_most_ranks_may_have_ended_early() -> None:
+    (finding,) = found_in([("world", 3)], goodbye=[0, 1, 2])
+    assert finding.where == "ranks 0, 1, 2" and "rank 3 waits for them" in finding.text

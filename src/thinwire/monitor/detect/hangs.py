@@ -514,7 +514,8 @@ def _ended_early(job: Job, still: _Standstill) -> Finding:
         ),
         text=f"{place.title} said goodbye without an error after operation {last} of "
         f"{job.group_name(still.communicator)}, and {Place(kind='rank', ranks=tuple(waiting))} "
-        f"wait{'s' * (len(waiting) == 1)} for it in operation {still.sequence}: uneven batches.",
+        f"wait{'s' * (len(waiting) == 1)} for {'it' if len(ended) == 1 else 'them'} in operation {still.sequence}: "
+        "uneven batches.",
         confidence=0.95 * job.trust,
         remedy="give each rank the same number of batches (drop_last, a sampler that pads), or let short ranks join "
         "in until all have ended (torch.distributed.algorithms.Join)",

@@ -167,6 +167,8 @@ class Job:
         known = self.communicators.get(communicator)
         if known is None:
             return communicator
+        if len(known.ranks) == 2 and communicator.partition(" tag ")[0].endswith("{}->{}".format(*known.ranks)):
+            return "the messages from rank {} to rank {}".format(*known.ranks)
         if len(known.ranks) > 1 and set(known.ranks) == set(self.host_of):
             return "all ranks"
         return f"rank{'s' * (len(known.ranks) != 1)} {rank_ranges(known.ranks)} ({communicator})"

@@ -309,8 +309,8 @@ def parse_line(line: bytes | None) -> Record:
         ValueError: It is none, or holds values that cannot be.
 
     Example:
-        >>> parse_line(b'{"record":"beat","rank":1,"at_s":2.5}')
-        Beat(rank=1, at_s=2.5, is_last=False, error='')
+        >>> parse_line(b'{"record":"arrival","rank":1,"peer":0,"at_s":2.5,"num_bytes":7}')
+        Arrival(rank=1, peer=0, at_s=2.5, num_bytes=7, has_signs=False)
         >>> parse_line(b'{"record":"beat","rank":-1,"at_s":2.5}')
         Traceback (most recent call last):
             ...
