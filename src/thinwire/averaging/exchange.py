@@ -9,7 +9,7 @@ compute the same bits (arXiv 2501.18512, section 2.4: unreduced 4-bit payloads, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
@@ -38,6 +38,8 @@ from thinwire.transport.base import Pending
 Shapes = Sequence[torch.Size]
 # A step after every warm-up: codecs that change with the step have reached their last one.
 LATE_STEP = 2**31
+# A payload of so many bits a value is a cast.
+_CAST_BITS = 16
 
 
 class BoundExchange(Protocol):
@@ -379,19 +381,39 @@ def cheapest(codec: Codec, *, num_replicas: int) -> AllGather | TwoPhase:
     """Choose between the two exchanges by their cost.
 
     All-gather sends `(M - 1)` payloads, two-phase `2 (M - 1) / M`. Two-phase codes each value a second time and waits
-    for two messages in a row; that is worth it once it halves the bytes at least, which is for more than 4 replicas. A
-    lossless codec loses nothing by the second coding, so there it is worth it as soon as it saves bytes. A sparse one
-    cannot be coded twice.
+    for two messages in a row. For a code of few bits that is worth it for more than 4 replicas, where it more than
+    halves the bytes. A cast to 16 bits or more takes no time and loses next to nothing the second time, so there it is
+    worth it as soon as it saves bytes, for more than 2. A sparse codec cannot be coded twice.
 
     Example:
-        >>> from thinwire.codecs import e3m0
-        >>> type(cheapest(e3m0(), num_replicas=2)).__name__, type(cheapest(e3m0(), num_replicas=8)).__name__
-        ('AllGather', 'TwoPhase')
+        >>> from thinwire.codecs import e3m0, float16
+        >>> [type(cheapest(codec, num_replicas=4)).__name__ for codec in (e3m0(), float16())]
+        ['AllGather', 'TwoPhase']
     """
     # bytes a replica in units of its payload, all-gather against two-phase: M = 2: 1 / 1, M = 4: 3 / 1.5, M = 5: 4 /
     # 1.6
-    limit = 2 if codec.is_lossless_for_float32 else 4
+    limit = 2 if codec.bits_per_element >= _CAST_BITS else 4
     return AllGather(codec=codec) if num_replicas <= limit or codec.is_sparse else TwoPhase(codec=codec)
+
+
+def exchange_by_name(name: str, codec: Codec) -> Callable[[int], AllGather | TwoPhase]:
+    """Return the exchange of a name, as a function of the number of replicas.
+
+    Args:
+        name: `"all-gather"`, `"two-phase"`, or `"auto"` for the cheaper one.
+        codec: Of the payloads.
+
+    Raises:
+        ValueError: There is no such exchange, or it does not go with the codec.
+    """
+    choices: dict[str, Callable[[int], AllGather | TwoPhase]] = {
+        "auto": lambda num_replicas: cheapest(codec, num_replicas=num_replicas),
+        "all-gather": lambda num_replicas: AllGather(codec=codec),
+        "two-phase": lambda num_replicas: TwoPhase(codec=codec),
+    }
+    if name not in choices:
+        raise ValueError(f"exchange must be one of {', '.join(choices)}, got {name!r}")
+    return choices[name]
 
 
 def shard_bounds(numel: int, *, num_shards: int, block: int) -> list[tuple[int, int]]:

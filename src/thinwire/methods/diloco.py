@@ -13,7 +13,9 @@ the paper uses 0.7 for all; payloads may be coded.
 
 from __future__ import annotations
 
-from thinwire.averaging.exchange import cheapest
+from typing import Literal
+
+from thinwire.averaging.exchange import exchange_by_name
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
 from thinwire.methods.registry import About, register
@@ -38,6 +40,7 @@ def diloco(
     *,
     sync_interval: int = 100,
     codec: Codec | None = None,
+    exchange: Literal["auto", "all-gather", "two-phase"] = "auto",
     outer_lr: float | None = None,
     outer_momentum: float = 0.9,
     outer_optimizer: OuterOptimizer | None = None,
@@ -47,6 +50,7 @@ def diloco(
     Args:
         sync_interval: H, at least 1.
         codec: The pseudo-gradients' code; float32 by default.
+        exchange: How payloads travel; `"auto"` takes the cheaper one for the number of replicas.
         outer_lr: Nesterov's learning rate; by default `default_outer_lr` of the number of replicas.
         outer_momentum: Nesterov's momentum.
         outer_optimizer: Another outer optimizer than Nesterov; then the two arguments above do not count.
@@ -70,7 +74,7 @@ def diloco(
         schedule=Staggered(sync_interval=sync_interval),
         topology=AllReplicas(),
         view=PseudoGradient(fragments=Pattern(num_fragments=1)),
-        exchange=lambda num_replicas: cheapest(payload_codec, num_replicas=num_replicas),
+        exchange=exchange_by_name(exchange, payload_codec),
         update=update,
     )
 

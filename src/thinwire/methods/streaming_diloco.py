@@ -30,7 +30,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from thinwire.averaging.exchange import AllGather, Exchange, NormPreservingAllGather, TwoPhase, cheapest
+from thinwire.averaging.exchange import (
+    AllGather,
+    Exchange,
+    NormPreservingAllGather,
+    TwoPhase,
+    cheapest,
+    exchange_by_name,
+)
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, e3m0
 from thinwire.codecs.error_feedback import ErrorFeedback
@@ -149,14 +156,10 @@ def _exchange_for(
         )
     memory = None if error_feedback is None else ErrorFeedback(decay=float(error_feedback))
     memory = None if codec.is_lossless_for_float32 else memory
-    choices: dict[str, Callable[[int], Exchange]] = {
-        "auto": lambda num_replicas: _with_memory(cheapest(codec, num_replicas=num_replicas), memory),
-        "all-gather": lambda num_replicas: _with_memory(AllGather(codec=codec), memory),
-        "two-phase": lambda num_replicas: _with_memory(TwoPhase(codec=codec), memory),
-    }
-    if name not in choices:
-        raise ValueError(f"exchange must be one of {', '.join(choices)}, got {name!r}")
-    return (lambda num_replicas: NormPreservingAllGather(codec=codec)) if preserve_norm else choices[name]
+    chosen = exchange_by_name(name, codec)
+    if preserve_norm:
+        return lambda num_replicas: NormPreservingAllGather(codec=codec)
+    return lambda num_replicas: _with_memory(chosen(num_replicas), memory)
 
 
 def _with_memory(exchange: AllGather | TwoPhase, memory: ErrorFeedback | None) -> AllGather | TwoPhase:

@@ -65,3 +65,20 @@ def test_a_refused_setting_is_refused_every_time() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="overlap_steps"):
             times.guess_s(wrong)
+
+
+@pytest.mark.parametrize(
+    ("rates", "latency_s", "fastest"), [((1e5, 1e6, 1e7), 0.001, "two-phase"), ((1e7,) * 3, 2.0, "all-gather")]
+)
+@pytest.mark.parametrize("codec", ["float32", "bfloat16", "e3m0"])
+def test_three_machines_exchange_in_two_phases_where_that_is_faster(
+    rates: tuple[float, ...], latency_s: float, fastest: str, codec: str
+) -> None:
+    machines = (
+        Machine(name=name, flops_per_s=1e12, encode_bytes_per_s=1e8, up_bits_per_s=rate, latency_s=latency_s)
+        for name, rate in zip(NAMES, rates, strict=True)
+    )
+    times = CandidateTimes(workload(), Cluster(machines=tuple(machines)))
+    found = list(candidates(workload(), [NAMES], names=["diloco"], intervals=(10,), codec_names=[codec]))
+    assert {one.exchange for one in found} == {"all-gather", "two-phase"}
+    assert min(found, key=lambda one: times.simulated(one).total_s).exchange == fastest
