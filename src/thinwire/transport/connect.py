@@ -40,6 +40,7 @@ from thinwire.transport.addresses import (
     read_dial_paths,
     resolve,
 )
+from thinwire.transport.forked import kept_from_children
 from thinwire.transport.job_environment import JobPlace, ReplicaWorld, hide_job, is_hidden, job_place, pin_gpus
 from thinwire.transport.process_group import ProcessGroupTransport
 from thinwire.transport.recording import RecordingTransport
@@ -175,7 +176,9 @@ def connect(
     job = None if secret is None else _check_secret(secret, ranks_per_replica=ranks_per_replica)
     if job is None and dist.is_available() and dist.is_initialized():
         chosen = _chosen_interface(interface=interface, address=address)
-        return RecordingTransport(_own_group(ranks_per_replica, chosen, deadline_s=deadline_s), log=log)
+        with kept_from_children():
+            own = _own_group(ranks_per_replica, chosen, deadline_s=deadline_s)
+        return RecordingTransport(own, log=log)
     place = job_place()
     if place is None:
         _check_divides(ranks_per_replica, world_size=1)
@@ -200,7 +203,8 @@ def connect(
     if ":" in own_address:
         raise refusal("without a secret, gloo joins the ranks, over IPv4 alone", got=own_address,
                       allowed="an IPv4 address, or connect(secret=FILE)", remedy="thinwire secret FILE")  # fmt: skip
-    transport = _join(place, own_address, ranks_per_replica=ranks_per_replica, deadline_s=deadline_s, solo=solo)
+    with kept_from_children():
+        transport = _join(place, own_address, ranks_per_replica=ranks_per_replica, deadline_s=deadline_s, solo=solo)
     return RecordingTransport(transport, log=log)
 
 

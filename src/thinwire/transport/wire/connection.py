@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from thinwire.transport.forked import keep_from_children
 from thinwire.transport.secret import Secret
 from thinwire.transport.tcp_stats import ConnectionStats, connection_stats, duplicate_socket
 from thinwire.transport.wire.framing import (
@@ -201,6 +202,7 @@ class KernelConnection:
         self.fd = fd
         with borrow_socket(fd, peer=None) as connection:
             self.peer = None if connection is None else endpoint_of(connection)
+        keep_from_children(fd)
 
     def reading(self) -> ConnectionStats | None:
         """Return its statistics, None if it is gone."""
