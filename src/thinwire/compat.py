@@ -8,6 +8,7 @@ names, a process group and a `Work` out of their boxes, and a `Work` whose wait 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Container, Sequence
 from datetime import timedelta
 from types import ModuleType
@@ -154,6 +155,19 @@ def duration_s(work: Any) -> float | None:
         return max(0.0, float(work._get_duration()) / 1000)
     except (AttributeError, RuntimeError):  # as torch says that the backend cannot, or that timing is off
         return None
+
+
+def is_making_state() -> bool:
+    """Return whether torch's checkpoint functions are calling an optimizer's `step`, only to make its state.
+
+    They call it with learning rates and gradients of zero, and tell the optimizer nothing of it.
+    """
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    maker = getattr(getattr(module, "_init_optim_state", None), "__code__", None)
+    frame = None if maker is None else sys._getframe()
+    while frame is not None and frame.f_code is not maker:
+        frame = frame.f_back
+    return frame is not None
 
 
 def with_wait(result: Any, wait: Callable[[timedelta], bool]) -> Any:

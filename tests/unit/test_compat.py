@@ -90,3 +90,18 @@ def test_a_work_that_cannot_answer_has_not_failed() -> None:
     for silent in (None, TypeError("Unable to convert function return value to a Python type"), object()):
         assert compat.failure_of(Answer(silent)) == ""
     assert compat.failure_of(Answer(RuntimeError("a rank is gone"))) == "a rank is gone"
+
+
+def test_torch_has_the_function_that_only_makes_an_optimizers_state() -> None:
+    from torch.distributed.checkpoint import state_dict
+
+    seen: list[bool] = []
+
+    class Seen(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            seen.append(compat.is_making_state())
+
+    optimizer = Seen([torch.nn.Parameter(torch.ones(2))], lr=0.5)
+    state_dict._init_optim_state(optimizer)
+    optimizer.step()
+    assert seen == [True, False]

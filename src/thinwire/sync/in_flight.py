@@ -16,6 +16,8 @@ from thinwire.events import RoundMark
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Pending, Received
 
+# Seconds of a wait after which, and between which, it is checked whether the others can still send what is missing.
+CHECK_S = 0.5
 # Polling interval for watched messages in seconds: the longest unnecessary wait.
 _POLL_S = 0.005
 
@@ -104,13 +106,15 @@ class Background:
         deadline_s: Seconds until a peer counts as hung.
         num_bytes: Payload bytes that this replica sends, at most.
         on_arrival: Called in that thread when the result is there.
+        check: Called now and then by whoever waits for the result; raises where it cannot come any more.
     """
 
     def __init__(
         self, steps: Steps, first: Wait, *, round: Round, deadline_s: float, num_bytes: int = 0,
-        on_arrival: Callable[[], None] = lambda: None,
+        on_arrival: Callable[[], None] = lambda: None, check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.round = round
+        self._check = check
         self.num_bytes = num_bytes
         self.duration_s = 0.0
         self._on_arrival = on_arrival
@@ -139,7 +143,8 @@ class Background:
     def result(self, *, grace_s: float = 0.0) -> Average:
         """See `InFlight.result`; every wait inside has the deadline, so it ends."""
         self._grace_until_s = min(self._grace_until_s, time.monotonic() + grace_s)
-        self._has_ended.wait()  # without a deadline: the waits in the thread have one
+        while not self._has_ended.wait(CHECK_S):  # without a deadline: the waits in the thread have one
+            self._check()
         if self._failure is not None:
             raise self._failure
         assert self._average is not None
@@ -213,13 +218,16 @@ class Inline:
         num_bytes: Payload bytes that this replica sends, at most.
         let_others: Lets the other replicas progress; returns whether one did.
         on_arrival: Called when the result is there.
+        check: Called by whoever waits for the result; raises where it cannot come any more.
     """
 
     def __init__(
         self, steps: Steps, first: Wait, *, round: Round, deadline_s: float, num_bytes: int = 0,
         let_others: Callable[[], bool], on_arrival: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.round = round
+        self._check = check
         self.num_bytes = num_bytes
         self.duration_s = 0.0
         self._on_arrival = on_arrival
@@ -242,12 +250,17 @@ class Inline:
     def result(self, *, grace_s: float = 0.0) -> Average:
         """See `InFlight.result`; without time, grace lasts as long as any other replica can progress."""
         while self._average is None:
+            self._check()
             # one thread serves all replicas: when no other can advance, what is missing will never come
             while _missing(self._wait.watched) and self._let_others():
                 continue
             if not _has_enough(self._wait, is_in_grace=False):
                 raise _late(_missing(self._wait.watched), round=self.round, deadline_s=self._deadline_s)
-            self._advance()
+            try:
+                self._advance()
+            except DeadlineExceeded:
+                self._check()
+                raise
         return self._average
 
     def is_settled(self) -> bool:
@@ -324,13 +337,19 @@ def launch(
 def drive_exchange(
     steps: Steps, first: Wait, *, round: Round, deadline_s: float, in_background: bool, num_bytes: int = 0,
     let_others: Callable[[], bool] = lambda: False, on_arrival: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
 ) -> Background | Inline:  # fmt: skip
-    """Let a started exchange be driven; `first` is what it waits for first, and the rest as for `launch`."""
+    """Let a started exchange be driven: `first` is what it waits for first, and the rest is as for `launch`.
+
+    `check` is called now and then by whoever waits for the result; it raises where that cannot come any more.
+    """
     if in_background:
-        return Background(steps, first, round=round, deadline_s=deadline_s, num_bytes=num_bytes, on_arrival=on_arrival)
+        return Background(
+            steps, first, round=round, deadline_s=deadline_s, num_bytes=num_bytes, on_arrival=on_arrival, check=check
+        )
     return Inline(
         steps, first, round=round, deadline_s=deadline_s, num_bytes=num_bytes, let_others=let_others,
-        on_arrival=on_arrival,
+        on_arrival=on_arrival, check=check,
     )  # fmt: skip
 
 

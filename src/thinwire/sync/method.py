@@ -12,6 +12,9 @@ from thinwire.sync.schedule import Schedule
 from thinwire.sync.updates import Update
 from thinwire.sync.views import View
 
+# In sync intervals, where every round waits for all its replicas: the one that is under way, and the one before it.
+LEAST_DRIFT = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
@@ -41,8 +44,13 @@ class Method:
     update: Callable[[int], Update]
     last_exchange: Callable[[int], Exchange] | None = None
     has_common_value: bool = True
-    drift_intervals: int = 2
+    drift_intervals: int = LEAST_DRIFT
     lazy_steps: int = 0
+
+    @property
+    def has_late_replicas(self) -> bool:
+        """Whether rounds close without some of their replicas, which pass over steps to catch up."""
+        return self.drift_intervals > LEAST_DRIFT
 
     def exchanges(self, num_replicas: int) -> tuple[Exchange, ...]:
         """Return one exchange a channel."""

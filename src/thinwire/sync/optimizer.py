@@ -21,11 +21,12 @@ from thinwire.averaging.exchange import TwoPhase
 from thinwire.averaging.round_context import RoundContext
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import float32
-from thinwire.compat import EagerOptimizer
-from thinwire.errors import CheckpointError
+from thinwire.compat import EagerOptimizer, is_making_state
+from thinwire.errors import CheckpointError, refusal
 from thinwire.sync.catch_up import CatchUp
 from thinwire.sync.closure_methods import BoundProgram, drive, repeatable
 from thinwire.sync.consistency_check import handshake
+from thinwire.sync.control_notes import ControlNotes, Note
 from thinwire.sync.engine_state import SyncStatistics, UncountedWork, adopt_state, load_state, save_state
 from thinwire.sync.in_flight import launch
 from thinwire.sync.method import Method, method_of
@@ -36,7 +37,7 @@ from thinwire.sync.schedule import Round
 from thinwire.transport.base import Kind, Transport
 from thinwire.transport.collective_hooks import SharedCollectives, refuse_shared_model
 from thinwire.transport.loopback import single
-from thinwire.transport.shards import drop_gathered, flatten, local_shard, unflatten_into
+from thinwire.transport.shards import drop_gathered, flatten, unflatten_into
 
 STATE_VERSION = 1
 # In the first parameter group of a state, where torch's checkpoint functions keep what they do not know.
@@ -199,6 +200,7 @@ class DistributedOptimizer(EagerOptimizer):
         deadline_s = self._deadlines.deadline_s(steps=1, num_bytes=num_bytes * (self.transport.num_replicas - 1))
         self._has_fixed_replicas = catch_up is None or catch_up.has_fixed_replicas
         self._shared_collectives: SharedCollectives | None = None
+        self._notes: ControlNotes | None = None
         if self._has_fixed_replicas:  # replicas that come and go compare their set-ups as they join
             refuse_shared_model(model, transport=self.transport)
             self._shared_collectives = SharedCollectives(self.transport)
@@ -214,6 +216,9 @@ class DistributedOptimizer(EagerOptimizer):
         if is_watching and not getattr(method.view, "exchanges_buffers", False):
             remedy = "call average_buffers() before evaluating and saving, or " if self._has_fixed_replicas else ""
             self._local_buffers = LocalBuffers(model, remedy=f"{remedy}make it a parameter that a loss trains")
+        if self._has_fixed_replicas:
+            self._notes = notes = ControlNotes(self.transport, progress=self._progress)
+            self._engine.checks.append(lambda round: notes.check(round.launch_step))
         self.next_stop: int | None = None
         self._steps_done = 0
         self._tokens = 0
@@ -311,8 +316,8 @@ class DistributedOptimizer(EagerOptimizer):
         Warns:
             UserWarning: Training changes a buffer, which is not exchanged; once.
         """
-        if closure is None and self._only_makes_state():
-            return self.inner.step()
+        if closure is None and not self.inner.state and is_making_state():
+            return self.inner.step()  # it trains nothing, and must start no round
         self._refuse_step(closure)
         self._observe_step()
         self._check_tensors()
@@ -323,8 +328,7 @@ class DistributedOptimizer(EagerOptimizer):
             return self._driven_step(closure)
         if self.method.view.moment == "after_inner_step":
             result = self._inner_step(closure)
-            self._engine.state.work.add_step(num_tokens=self._tokens or 1)
-            self._tokens = 0
+            self._count_step()
             self._steps_done = self._engine.advance(self._steps_done, stop=self.next_stop)
             return result
         if closure is not None:
@@ -335,6 +339,56 @@ class DistributedOptimizer(EagerOptimizer):
             self._engine.advance(self._gradient_rounds)
         self._has_averaged = False
         return None if self._engine.update.replaces_inner_step else self._inner_step(None)
+
+    def skip_step(self) -> None:
+        """Count a step in which this replica does not train, as for a batch whose loss is not finite.
+
+        All replicas must do the same number of steps: call it instead of `step`. Rounds that are due take place. Where
+        gradients are averaged at every step, this replica's count as zero, and it does the step of the others.
+
+        Raises:
+            ValueError: The method needs a closure.
+            TransportError, DesyncError, RuntimeError: As from `step`.
+        """
+        if self.method.view.moment == "around_closure":
+            raise refusal(
+                f"{self.method.name} asks for gradients within a step, so none can be left out", got="skip_step()",
+                allowed="step(closure)", remedy="a closure that computes the loss on another batch",
+            )  # fmt: skip
+        if self.method.view.moment == "after_inner_step" and not self._is_lazy:
+            self._refuse_step(None)
+            self._observe_step()
+            self._steps_done += 1
+            self._count_step()
+            self._steps_done = self._engine.advance(self._steps_done, stop=self.next_stop)
+            return
+        if not self._has_averaged:  # else the gradients are those of all replicas already
+            for parameter in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
+                parameter.grad = torch.zeros_like(parameter)
+        self.step()
+
+    def should_stop(self, local: bool = False) -> bool:
+        """Return whether all replicas stop here, because one of them asked for it.
+
+        Call it after each step on all replicas, or after every n-th. The answer is the same on all of them after the
+        same step: within two sync intervals of the request, so that nobody waits for the votes.
+
+        Args:
+            local: Whether this replica asks to stop, as when its data ends or its loss no longer falls.
+
+        Raises:
+            DesyncError: A replica has ended already, or calls it after other steps.
+            RuntimeError: Replicas come and go, or some may be late, so they have no common step.
+            TransportError: A replica did not answer.
+        """
+        schedule = self.method.schedule
+        if self._notes is None or self.method.has_late_replicas:
+            raise RuntimeError(
+                f"should_stop() needs replicas that do every step together, and {self.method.name} here lets some come "
+                f"late or leave; end the loop once steps_done reaches a number that all know"
+            )
+        deadline_s = self._deadlines.deadline_s(steps=self._engine.drift_steps)
+        return self._notes.should_stop(local, interval=schedule.sync_interval, deadline_s=deadline_s)
 
     def count_tokens(self, num_tokens: int) -> None:
         """Count tokens of the next step, all or some of them, for methods that weight replicas by tokens.
@@ -423,13 +477,18 @@ class DistributedOptimizer(EagerOptimizer):
             final_exchange: Also exchange every fragment once more, and set the global parameters to the mean of the
                 replicas' local ones, so that they hold the work since their last rounds. All replicas must give
                 the same.
+
+        Raises:
+            DesyncError: Replicas end after different numbers of steps; names both.
+            TransportError: A replica was lost, or did not come to its end.
         """
         if self._is_closed:
             return
+        self._engine.flush()
+        if final_exchange and self._notes is not None:
+            self._notes.end(deadline_s=self._deadlines.deadline_s(steps=self._engine.drift_steps))
         if final_exchange and self.method.view.moment == "after_inner_step":
             self._engine.merge_everything(self._steps_done)
-        else:
-            self._engine.flush()
         self.abandon()
 
     def abandon(self) -> None:
@@ -521,15 +580,12 @@ class DistributedOptimizer(EagerOptimizer):
                 f"batch, calls backward() and returns the loss"
             )
 
-    def _only_makes_state(self) -> bool:
-        """Return whether a step is that of torch's checkpoint functions, which makes the inner optimizer's state.
+    def _progress(self) -> Note:
+        return Note(steps=self._steps_done, launched_step=max(self._steps_done, self._gradient_rounds))
 
-        They call `step` with learning rates and gradients of zero. It changes no parameter and must start no round.
-        """
-        if self.inner.state or any(group.get("lr", 1.0) != 0 for group in self.param_groups):
-            return False
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.requires_grad]
-        return all(one is not None and not local_shard(one).any() for one in gradients)
+    def _count_step(self) -> None:
+        self._engine.state.work.add_step(num_tokens=self._tokens or 1)
+        self._tokens = 0
 
     def _check_tensors(self) -> None:
         """Compare the model's tensors with those at wrapping; buffers at steps 1, 2, 4, 8 and so on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -46,6 +46,7 @@ class RoundEngine:
 
     Attributes:
         observers: Receive every round.
+        checks: Called now and then with a round that is waited for; raise where the others cannot send it any more.
         state: In-flight rounds and counted work.
 
     Raises:
@@ -70,6 +71,7 @@ class RoundEngine:
         self.statistics = SyncStatistics()
         self.state = EngineState(work=UncountedWork(num_fragments=self.num_fragments))
         self.observers: list[RoundObserver] = []
+        self.checks: list[Callable[[Round], None]] = []
         self._seed = seed
         self._pace = pace
         # in steps: how far the others may get ahead of a round that this replica has launched
@@ -180,6 +182,7 @@ class RoundEngine:
             self.state.in_flight[round.id] = drive_exchange(
                 steps, first, round=round, deadline_s=deadline_s, in_background=self.transport.runs_in_background,
                 num_bytes=num_bytes, let_others=self._let_others, on_arrival=on_arrival,
+                check=partial(self._check, round),
             )  # fmt: skip
         self.statistics.rounds_launched += 1
         self.statistics.launching_s += time.perf_counter() - began_s
@@ -258,6 +261,10 @@ class RoundEngine:
         self.deadlines.observe_round(flight.duration_s, num_bytes=flight.num_bytes)
         check_hashes(average.reference_hashes, round=flight.round)
         return average
+
+    def _check(self, round: Round) -> None:
+        for check in self.checks:
+            check(round)
 
     def _take(self, round: Round) -> Average:
         """Wait for a round's result and end the round."""

@@ -134,7 +134,10 @@ class LoopbackWorld:
                 self._turn = replica
                 break
         else:
-            self._turn = unfinished[0] if unfinished else -1
+            # of those, first one that waits for a round: it sees which replica has ended before that round
+            key_of = self._waits_for
+            in_round = [r for r in unfinished if (key := key_of[r]) is not None and key[2] is Kind.ROUND]
+            self._turn = (in_round or unfinished or [-1])[0]
         if unfinished:
             self._calls[self._turn].notify()
 
