@@ -7,7 +7,7 @@ transport = thinwire.connect()
 optimizer = thinwire.DistributedOptimizer(
     model, inner, method=thinwire.methods.streaming_diloco(sync_interval=100), transport=transport
 )
-for batch in loader:
+for batch in batches[transport.replica :: transport.num_replicas]:  # each replica's own share
     loss_of(model, batch).backward()
     optimizer.step()
     optimizer.zero_grad()

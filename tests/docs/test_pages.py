@@ -161,7 +161,12 @@ def test_the_loop_of_the_readme_evaluates_what_was_trained_also_where_no_interva
 
     evaluate(model)
     assert "sync_interval=100" in loop
-    names = {"model": model, "loader": [torch.randn(8, 4) for _ in range(60)], "loss_of": loss_of, "evaluate": evaluate}
+    names = {
+        "model": model,
+        "batches": [torch.randn(8, 4) for _ in range(60)],
+        "loss_of": loss_of,
+        "evaluate": evaluate,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         exec(compile(loop.replace("lr=3e-4", "lr=3e-2"), "README.md", "exec"), {"torch": torch, **names})

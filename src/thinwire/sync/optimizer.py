@@ -28,6 +28,7 @@ from thinwire.sync.closure_methods import BoundProgram, drive, repeatable
 from thinwire.sync.consistency_check import handshake
 from thinwire.sync.control_notes import ControlNotes, Note
 from thinwire.sync.engine_state import SyncStatistics, UncountedWork, adopt_state, load_state, save_state
+from thinwire.sync.equal_batches import EqualBatches
 from thinwire.sync.in_flight import launch
 from thinwire.sync.method import Method, method_of
 from thinwire.sync.model_checks import check_parameters, check_tensors
@@ -37,6 +38,7 @@ from thinwire.sync.schedule import Round
 from thinwire.transport.base import Kind, Transport
 from thinwire.transport.collective_hooks import SharedCollectives, refuse_shared_model
 from thinwire.transport.loopback import single
+from thinwire.transport.owned import OwnedTransport
 from thinwire.transport.shards import drop_gathered, flatten, unflatten_into
 
 STATE_VERSION = 1
@@ -201,12 +203,19 @@ class DistributedOptimizer(EagerOptimizer):
         self._has_fixed_replicas = catch_up is None or catch_up.has_fixed_replicas
         self._shared_collectives: SharedCollectives | None = None
         self._notes: ControlNotes | None = None
+        self._batches: EqualBatches | None = None
+        self._channel = self.transport
+        if self._has_fixed_replicas and self.transport.num_replicas > 1:
+            self._batches = batches = EqualBatches(model, replica=self.transport.replica)
+            self._channel = OwnedTransport(
+                self.transport, data_hash=batches.data_hash, on_data_hash=batches.on_data_hash
+            )
         if self._has_fixed_replicas:  # replicas that come and go compare their set-ups as they join
             refuse_shared_model(model, transport=self.transport)
             self._shared_collectives = SharedCollectives(self.transport)
-            handshake(model, description=description, transport=self.transport, deadline_s=deadline_s)
+            handshake(model, description=description, transport=self._channel, deadline_s=deadline_s)
         self._engine = RoundEngine(
-            model, method=method, transport=self.transport, deadlines=self._deadlines, inner=self.inner,
+            model, method=method, transport=self._channel, deadlines=self._deadlines, inner=self.inner,
             catch_up=catch_up, seed=self._seed, pace=self._pace,
         )  # fmt: skip
         self._parameter_set = ParameterSet(model, self._engine.view.parameters)
@@ -217,7 +226,7 @@ class DistributedOptimizer(EagerOptimizer):
             remedy = "call average_buffers() before evaluating and saving, or " if self._has_fixed_replicas else ""
             self._local_buffers = LocalBuffers(model, remedy=f"{remedy}make it a parameter that a loss trains")
         if self._has_fixed_replicas:
-            self._notes = notes = ControlNotes(self.transport, progress=self._progress)
+            self._notes = notes = ControlNotes(self._channel, progress=self._progress)
             self._engine.checks.append(lambda round: notes.check(round.launch_step))
         self.next_stop: int | None = None
         self._steps_done = 0
@@ -467,7 +476,7 @@ class DistributedOptimizer(EagerOptimizer):
         if not buffers or self.transport.num_replicas == 1 or not self._has_fixed_replicas:
             return
         deadline_s = self._deadlines.deadline_s(steps=self.method.schedule.sync_interval)
-        average_tensors(buffers, transport=self.transport, number=self._buffer_rounds, deadline_s=deadline_s)
+        average_tensors(buffers, transport=self._channel, number=self._buffer_rounds, deadline_s=deadline_s)
         self._buffer_rounds += 1
 
     def close(self, *, final_exchange: bool = False) -> None:
@@ -489,11 +498,15 @@ class DistributedOptimizer(EagerOptimizer):
             self._notes.end(deadline_s=self._deadlines.deadline_s(steps=self._engine.drift_steps))
         if final_exchange and self.method.view.moment == "after_inner_step":
             self._engine.merge_everything(self._steps_done)
+        if self._batches is not None:
+            self._batches.warn(stacklevel=2)
         self.abandon()
 
     def abandon(self) -> None:
         """Close without waiting for any replica: rounds in flight are not applied. For a run that has failed."""
         _unclosed.discard(self._engine.state.work)
+        if self._batches is not None:
+            self._batches.close()
         self._is_closed = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -602,6 +615,8 @@ class DistributedOptimizer(EagerOptimizer):
     def _observe_step(self) -> None:
         if self._shared_collectives is not None:
             self._shared_collectives.on_step()
+        if self._batches is not None:
+            self._batches.warn(stacklevel=4)  # torch wraps `step`
         now_s = time.monotonic()
         if self._last_step_s is not None:
             self._deadlines.observe_step(now_s - self._last_step_s)

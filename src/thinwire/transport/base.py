@@ -13,6 +13,9 @@ import torch
 
 from thinwire.errors import DeadlineExceeded, PayloadError, TransportError
 
+# Each owner of messages on one transport numbers its rounds from another multiple of this on. Tags hold the number
+# modulo 2^14, so what four owners have in flight stays apart there too.
+OWNER_STRIDE = (1 << 48) + (1 << 12)
 # In an open set, replica numbers only grow and are never used twice.
 MOST_REPLICAS = 1 << 20
 
@@ -48,6 +51,7 @@ class Envelope:
         reference_hash: Hash of the global value that the payload refers to, 0 for none. It is not compared on
             arrival: the engine compares it over all replicas, so that it can name the odd one. In the response to a
             request it is 1 if the payload is the requested blob, and 0 if that is not there and will not be.
+        data_hash: Hash of the data that the sender trains on, 0 for none; it is not compared on arrival.
         spread_s: Seconds over which the sender's own transport should spread the message. It does not travel; a
             transport may ignore it.
     """
@@ -60,22 +64,26 @@ class Envelope:
     numel: int = 0
     payload_bytes: int = 0
     reference_hash: int = 0
+    data_hash: int = field(default=0, compare=False)
     takes_less: bool = field(default=False, compare=False)
     spread_s: float = field(default=0.0, compare=False)
 
     def describe(self) -> str:
         """Name the message in an error's text."""
+        owner, number = divmod(self.round_id, OWNER_STRIDE)
+        whose = f" of optimizer {owner + 1}" if owner else ""
         if self.kind is Kind.ROUND:
-            return f"round {self.round_id} (fragment {self.fragment})"
-        return f"{self.kind.label} {self.round_id}"
+            return f"round {number} (fragment {self.fragment}){whose}"
+        return f"{self.kind.label} {number}{whose}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """A message that arrived whole: its payload (uint8, `(payload_bytes,)`, CPU) and the sender's reference hash."""
+    """A message that arrived whole: its payload (uint8, `(payload_bytes,)`, CPU) and the sender's hashes."""
 
     payload: torch.Tensor
     reference_hash: int
+    data_hash: int = 0
 
 
 class Pending(Protocol):

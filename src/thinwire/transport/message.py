@@ -16,7 +16,7 @@ Every field is checked on arrival: a peer's bytes are untrusted input. The layou
 | 32 | 8 | payload bytes |
 | 40 | 4 | hash of the sender's reference |
 | 44 | 4 | CRC-32 of the payload |
-| 48 | 4 | zero |
+| 48 | 4 | hash of the sender's data |
 | 52 | 4 | CRC-32 of the 52 bytes before |
 """
 
@@ -81,7 +81,7 @@ def header_of(payload_crc: int, *, sender: int, envelope: Envelope) -> bytes:
         envelope.payload_bytes,
         envelope.reference_hash,
         payload_crc,
-        0,
+        envelope.data_hash,
     )
     return fields + struct.pack("<I", zlib.crc32(fields))
 
@@ -94,11 +94,13 @@ class Header:
         payload_bytes: The payload's size.
         payload_crc: CRC-32 of the payload.
         reference_hash: Hash of the sender's reference.
+        data_hash: Hash of the sender's data, 0 for none.
     """
 
     payload_bytes: int
     payload_crc: int
     reference_hash: int
+    data_hash: int = 0
 
 
 def check_header(view: memoryview, *, source: int, envelope: Envelope) -> Header:
@@ -124,7 +126,7 @@ def check_header(view: memoryview, *, source: int, envelope: Envelope) -> Header
             f"{origin}: expected a thinwire message of version {VERSION}, found {magic!r} version {version}; "
             f"run the same thinwire on all hosts"
         )
-    *compared, stated_bytes, reference_hash, payload_crc, _ = found
+    *compared, stated_bytes, reference_hash, payload_crc, data_hash = found
     expected = (
         ("kind", envelope.kind),
         ("phase", envelope.phase),
@@ -143,7 +145,9 @@ def check_header(view: memoryview, *, source: int, envelope: Envelope) -> Header
             f"{origin}: payload bytes is {stated_bytes}, expected {'at most ' if envelope.takes_less else ''}{limit}; "
             f"the replicas run different set-ups"
         )
-    return Header(payload_bytes=stated_bytes, payload_crc=payload_crc, reference_hash=reference_hash)
+    return Header(
+        payload_bytes=stated_bytes, payload_crc=payload_crc, reference_hash=reference_hash, data_hash=data_hash
+    )
 
 
 def unpack(message: torch.Tensor, *, source: int, envelope: Envelope) -> Received:
@@ -165,4 +169,4 @@ def unpack(message: torch.Tensor, *, source: int, envelope: Envelope) -> Receive
         raise PayloadError(f"{origin}: {len(body)} payload bytes arrived, expected {header.payload_bytes}")
     if zlib.crc32(body) != header.payload_crc:
         raise PayloadError(f"{origin}: the payload's checksum is wrong; the bytes were damaged on the way")
-    return Received(payload=message[HEADER_BYTES:], reference_hash=header.reference_hash)
+    return Received(payload=message[HEADER_BYTES:], reference_hash=header.reference_hash, data_hash=header.data_hash)

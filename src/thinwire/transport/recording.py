@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -100,7 +101,7 @@ class RecordingTransport:
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
         """Start to send, see `Transport.send`."""
         entry = _Entry(self.log, self._clock, direction="sent", peer=to, envelope=envelope)
-        pending = _begin(entry, lambda: self.inner.send(payload, to=to, envelope=envelope))
+        pending = _begin(entry, partial(self.inner.send, payload, to=to, envelope=envelope))
         if pending.done():
             # a message that has left already needs no `wait`; a receive does, since waiting takes the message
             pending.settle()
@@ -109,7 +110,7 @@ class RecordingTransport:
     def receive(self, *, source: int, envelope: Envelope) -> Pending:
         """Start to receive, see `Transport.receive`."""
         entry = _Entry(self.log, self._clock, direction="received", peer=source, envelope=envelope)
-        return _begin(entry, lambda: self.inner.receive(source=source, envelope=envelope))
+        return _begin(entry, partial(self.inner.receive, source=source, envelope=envelope))
 
     def close(self) -> None:
         """Close the wrapped transport; the log stays."""

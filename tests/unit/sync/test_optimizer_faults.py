@@ -231,10 +231,11 @@ def test_buffers_stay_local_until_they_are_averaged_on_request():
 def test_caches_among_the_buffers_are_left_alone():
     def replica_main(transport):
         model = build("linear")
-        model.register_buffer("cache", torch.tensor([float(transport.replica)]), persistent=False)
-        model.register_buffer("statistic", torch.tensor([float(transport.replica)]))
-        optimizer = wrap(model, None, diloco())  # alone: else the start would make them equal
-        optimizer.transport = transport
+        model.register_buffer("cache", torch.zeros(1), persistent=False)
+        model.register_buffer("statistic", torch.zeros(1))
+        optimizer = wrap(model, transport, diloco())  # makes them equal
+        model.cache.fill_(transport.replica)
+        model.statistic.fill_(transport.replica)
         optimizer.average_buffers()
         return float(model.cache), float(model.statistic)
 

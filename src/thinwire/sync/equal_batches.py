@@ -1,0 +1,96 @@
+"""Detection of replicas that train on equal batches, by a hash of their first inputs that travels with the rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.transport.shards import local_shard
+
+# Forward passes whose inputs are hashed: by chance no two shares of data begin alike for so long.
+_NUM_BATCHES = 8
+# Elements of each input that count: the time for it stays far below that of a forward pass.
+_MOST_ELEMENTS = 1 << 16
+
+
+class EqualBatchesWarning(UserWarning):
+    """Two replicas train on the same batches, so that one of them adds nothing."""
+
+
+class EqualBatches:
+    """Hashes the inputs of a model's first training passes, and warns once where another replica's are equal.
+
+    Inputs that never change are no sign: an experiment may train on one batch.
+
+    Args:
+        model: The replica's model; its hook is removed after the first passes.
+        replica: The replica's number.
+    """
+
+    def __init__(self, model: nn.Module, *, replica: int) -> None:
+        self._replica = replica
+        self._seen: list[int] = []
+        self._hash = 0
+        self._equal: int | None = None
+        self._has_warned = False
+        self._hook = model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+
+    def data_hash(self) -> int:
+        """Return the hash of the first batches, 0 before all of them have been seen."""
+        return self._hash
+
+    def on_data_hash(self, replica: int, found: int) -> None:
+        """Compare another replica's hash; called from any thread."""
+        if found == self._hash and self._replica < replica:  # one of the two warns
+            self._equal = replica
+
+    def warn(self, *, stacklevel: int) -> None:
+        """Warn once if equal batches have been found."""
+        if self._equal is None or self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"replicas {self._replica} and {self._equal} train on equal batches, so one of them adds nothing; give "
+            f"each its own: batches[transport.replica :: transport.num_replicas], or "
+            f"DataLoader(dataset, sampler=thinwire.integrations.data.ReplicaSampler(dataset, transport))",
+            EqualBatchesWarning, stacklevel=stacklevel + 1,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Stop watching the model."""
+        self._hook.remove()
+
+    def _on_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not model.training or not torch.is_grad_enabled():
+            return
+        found = 0
+        with contextlib.suppress(RuntimeError, TypeError):  # a tensor without values, as in a transform of functions
+            for tensor in _tensors((args, kwargs)):
+                found = zlib.crc32(_first_bytes(tensor), found)
+        self._seen.append(found)
+        if len(self._seen) == _NUM_BATCHES:
+            self.close()
+            if len(set(self._seen)) > 1:
+                self._hash = zlib.crc32(b"".join(one.to_bytes(4, "little") for one in self._seen))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _first_bytes(tensor: torch.Tensor) -> memoryview:
+    first = local_shard(tensor.detach()).reshape(-1)[:_MOST_ELEMENTS].cpu().contiguous()
+    return first.view(torch.uint8).numpy().data
