@@ -26,7 +26,7 @@ from thinwire.errors import CheckpointError, refusal
 from thinwire.sync.catch_up import CatchUp
 from thinwire.sync.closure_methods import BoundProgram, drive, repeatable
 from thinwire.sync.consistency_check import handshake
-from thinwire.sync.control_notes import ControlNotes, Note
+from thinwire.sync.control_messages import ControlMessages, ReplicaStatus
 from thinwire.sync.engine_state import SyncStatistics, UncountedWork, adopt_state, load_state, save_state
 from thinwire.sync.equal_batches import EqualBatches
 from thinwire.sync.in_flight import launch
@@ -202,7 +202,7 @@ class DistributedOptimizer(EagerOptimizer):
         deadline_s = self._deadlines.deadline_s(steps=1, num_bytes=num_bytes * (self.transport.num_replicas - 1))
         self._has_fixed_replicas = catch_up is None or catch_up.has_fixed_replicas
         self._shared_collectives: SharedCollectives | None = None
-        self._notes: ControlNotes | None = None
+        self._control: ControlMessages | None = None
         self._batches: EqualBatches | None = None
         self._channel = self.transport
         if self._has_fixed_replicas and self.transport.num_replicas > 1:
@@ -226,8 +226,8 @@ class DistributedOptimizer(EagerOptimizer):
             remedy = "call average_buffers() before evaluating and saving, or " if self._has_fixed_replicas else ""
             self._local_buffers = LocalBuffers(model, remedy=f"{remedy}make it a parameter that a loss trains")
         if self._has_fixed_replicas:
-            self._notes = notes = ControlNotes(self._channel, progress=self._progress)
-            self._engine.checks.append(lambda round: notes.check(round.launch_step))
+            self._control = control = ControlMessages(self._channel, progress=self._progress)
+            self._engine.checks.append(lambda round: control.check(round.launch_step))
         self.next_stop: int | None = None
         self._steps_done = 0
         self._tokens = 0
@@ -391,13 +391,13 @@ class DistributedOptimizer(EagerOptimizer):
             TransportError: A replica did not answer.
         """
         schedule = self.method.schedule
-        if self._notes is None or self.method.has_late_replicas:
+        if self._control is None or self.method.has_late_replicas:
             raise RuntimeError(
                 f"should_stop() needs replicas that do every step together, and {self.method.name} here lets some come "
                 f"late or leave; end the loop once steps_done reaches a number that all know"
             )
         deadline_s = self._deadlines.deadline_s(steps=self._engine.drift_steps)
-        return self._notes.should_stop(local, interval=schedule.sync_interval, deadline_s=deadline_s)
+        return self._control.should_stop(local, interval=schedule.sync_interval, deadline_s=deadline_s)
 
     def count_tokens(self, num_tokens: int) -> None:
         """Count tokens of the next step, all or some of them, for methods that weight replicas by tokens.
@@ -494,8 +494,8 @@ class DistributedOptimizer(EagerOptimizer):
         if self._is_closed:
             return
         self._engine.flush()
-        if final_exchange and self._notes is not None:
-            self._notes.end(deadline_s=self._deadlines.deadline_s(steps=self._engine.drift_steps))
+        if final_exchange and self._control is not None:
+            self._control.end(deadline_s=self._deadlines.deadline_s(steps=self._engine.drift_steps))
         if final_exchange and self.method.view.moment == "after_inner_step":
             self._engine.merge_everything(self._steps_done)
         if self._batches is not None:
@@ -593,8 +593,8 @@ class DistributedOptimizer(EagerOptimizer):
                 f"batch, calls backward() and returns the loss"
             )
 
-    def _progress(self) -> Note:
-        return Note(steps=self._steps_done, launched_step=max(self._steps_done, self._gradient_rounds))
+    def _progress(self) -> ReplicaStatus:
+        return ReplicaStatus(steps=self._steps_done, launched_step=max(self._steps_done, self._gradient_rounds))
 
     def _count_step(self) -> None:
         self._engine.state.work.add_step(num_tokens=self._tokens or 1)

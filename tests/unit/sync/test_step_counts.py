@@ -10,7 +10,7 @@ from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build, loss_of
 from thinwire.errors import DesyncError, PayloadError
 from thinwire.methods import all_reduce, decoupled_diloco, diloco, masha1, noloco, streaming_diloco
-from thinwire.sync.control_notes import Note, read_note
+from thinwire.sync.control_messages import ReplicaStatus, read_status
 from thinwire.transport.recording import RecordingTransport
 
 METHODS = {
@@ -164,8 +164,8 @@ def test_a_method_whose_replicas_may_be_late_refuses_an_agreed_stop_and_its_reme
 
 
 @pytest.mark.parametrize("place", [16, 17])
-def test_a_note_with_impossible_flags_is_refused(place):
-    payload = Note(steps=1, launched_step=1).to_tensor()
+def test_a_status_with_impossible_flags_is_refused(place):
+    payload = ReplicaStatus(steps=1, launched_step=1).to_tensor()
     payload[place] = 2
-    with pytest.raises(PayloadError, match="replica 3 sent a control note with flags"):
-        read_note(payload, replica=3)
+    with pytest.raises(PayloadError, match="replica 3 sent a status with flags"):
+        read_status(payload, replica=3)

@@ -1,4 +1,4 @@
-"""Control notes between replicas that start and end together: step counts at the end, and votes on an agreed stop."""
+"""Control messages between replicas that start and end together: step counts, and votes on an agreed stop."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from thinwire.sync.in_flight import CHECK_S
 from thinwire.transport.base import Envelope, Kind, Pending, Transport
 
 _LAYOUT = struct.Struct("<QQBB")
-# Fragments of these notes; those of `all_gather_json` have 0.
+# Fragments of these messages; those of `all_gather_json` have 0.
 _END, _VOTE = 1, 2
 # Polling interval in seconds while a vote is missing.
 _POLL_S = 0.005
-# Seconds in which the others can take the note of a replica that fails.
-_TELL_S = 2.0
+# Seconds in which the others can take the message of a replica that fails.
+_SEND_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
+class ReplicaStatus:
     """Progress of a replica.
 
     Attributes:
@@ -45,43 +45,45 @@ class Note:
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
-def read_note(payload: torch.Tensor, *, replica: int) -> Note:
+def read_status(payload: torch.Tensor, *, replica: int) -> ReplicaStatus:
     """Read what another replica sent.
 
     Raises:
-        PayloadError: It is no note.
+        PayloadError: It is no such message.
 
     Example:
-        >>> read_note(Note(steps=3, launched_step=2, has_ended=True).to_tensor(), replica=1)
-        Note(steps=3, launched_step=2, has_ended=True, wants_stop=False)
+        >>> read_status(ReplicaStatus(steps=3, launched_step=2, has_ended=True).to_tensor(), replica=1)
+        ReplicaStatus(steps=3, launched_step=2, has_ended=True, wants_stop=False)
     """
     steps, launched_step, has_ended, wants_stop = _LAYOUT.unpack(bytes(payload.numpy()))
     if has_ended > 1 or wants_stop > 1:
-        raise PayloadError(f"replica {replica} sent a control note with flags {has_ended} and {wants_stop}, not 0 or 1")
-    return Note(steps=steps, launched_step=launched_step, has_ended=bool(has_ended), wants_stop=bool(wants_stop))
+        raise PayloadError(f"replica {replica} sent a status with flags {has_ended} and {wants_stop}, not 0 or 1")
+    return ReplicaStatus(
+        steps=steps, launched_step=launched_step, has_ended=bool(has_ended), wants_stop=bool(wants_stop)
+    )
 
 
-class ControlNotes:
-    """Exchanges control notes with all other replicas.
+class ControlMessages:
+    """Exchanges control messages with all other replicas.
 
-    A replica sends one note at its end, or when it finds that another has ended before it. The others look for it only
-    once a wait is long, so training costs nothing.
+    A replica sends one message at its end, or when it finds that another has ended before it. The others look for it
+    only once a wait is long, so training costs nothing.
 
     Args:
         transport: Joins the replicas.
         progress: Returns the progress of this replica.
     """
 
-    def __init__(self, transport: Transport, *, progress: Callable[[], Note]) -> None:
+    def __init__(self, transport: Transport, *, progress: Callable[[], ReplicaStatus]) -> None:
         self._transport = transport
         self._progress = progress
         self._others = [replica for replica in range(transport.num_replicas) if replica != transport.replica]
         self._sends: list[Pending] = []
         self._ends: dict[int, Pending] = {}
-        self._ended: dict[int, Note] = {}
-        self._has_told_end = False
+        self._ended: dict[int, ReplicaStatus] = {}
+        self._has_sent_end = False
         self._votes: dict[int, Pending] = {}
-        self._own_vote = Note(steps=0, launched_step=0)
+        self._own_vote = ReplicaStatus(steps=0, launched_step=0)
         self._interval: int | None = None
         self._wants_stop = self._is_stopping = False
 
@@ -92,12 +94,12 @@ class ControlNotes:
             DesyncError: They differ; names all that are known.
             TransportError: A replica sent no count.
         """
-        own = self._tell_end(has_ended=True)
-        notes = {self._transport.replica: own}
+        own = self._send_end(has_ended=True)
+        statuses = {self._transport.replica: own}
         for replica in self._others:
-            notes[replica] = self._end_of(replica, deadline_s=deadline_s)
-            if not notes[replica].has_ended or notes[replica].steps != own.steps:
-                raise _count_error(notes)
+            statuses[replica] = self._end_of(replica, deadline_s=deadline_s)
+            if not statuses[replica].has_ended or statuses[replica].steps != own.steps:
+                raise _count_error(statuses)
         for sent in self._sends:
             sent.wait(deadline_s=deadline_s)
 
@@ -107,18 +109,18 @@ class ControlNotes:
         Raises:
             DesyncError: One has; names the step counts that are known.
         """
-        notes = {}
+        statuses = {}
         for replica, pending in self._listen().items():
             if replica in self._ended or pending.done():
                 with contextlib.suppress(TransportError):  # a round that needs the replica raises it too
-                    notes[replica] = self._end_of(replica, deadline_s=0.0)
-        if any(note.launched_step < step for note in notes.values()):
-            notes[self._transport.replica] = self._tell_end(has_ended=False)
-            until_s = time.monotonic() + _TELL_S  # whoever waits for this note gets it before the connection ends
+                    statuses[replica] = self._end_of(replica, deadline_s=0.0)
+        if any(status.launched_step < step for status in statuses.values()):
+            statuses[self._transport.replica] = self._send_end(has_ended=False)
+            until_s = time.monotonic() + _SEND_S  # whoever waits for this message gets it before the connection ends
             for sent in self._sends:
                 with contextlib.suppress(TransportError):
                     sent.wait(deadline_s=max(0.0, until_s - time.monotonic()))
-            raise _count_error(notes)
+            raise _count_error(statuses)
 
     def should_stop(self, local: bool, *, interval: int, deadline_s: float) -> bool:
         """Return whether a replica asked for a stop in the interval before this one: the same on all at one step.
@@ -147,17 +149,19 @@ class ControlNotes:
         return self._is_stopping
 
     def _count_votes(self, *, deadline_s: float) -> bool:
-        notes = {replica: self._vote_of(replica, deadline_s=deadline_s) for replica in self._votes}
-        notes[self._transport.replica] = own = self._own_vote
-        if any(note.steps != own.steps for note in notes.values()):
-            counts = ", ".join(f"replica {replica} after {note.steps} steps" for replica, note in sorted(notes.items()))
+        statuses = {replica: self._vote_of(replica, deadline_s=deadline_s) for replica in self._votes}
+        statuses[self._transport.replica] = own = self._own_vote
+        if any(status.steps != own.steps for status in statuses.values()):
+            counts = ", ".join(
+                f"replica {replica} after {status.steps} steps" for replica, status in sorted(statuses.items())
+            )
             raise DesyncError(
                 f"the replicas asked for an agreed stop after different numbers of steps: {counts}; call should_stop() "
                 f"after the same steps on all, and skip_step() for a batch that one leaves out"
             )
-        return any(note.wants_stop for note in notes.values())
+        return any(status.wants_stop for status in statuses.values())
 
-    def _vote_of(self, replica: int, *, deadline_s: float) -> Note:
+    def _vote_of(self, replica: int, *, deadline_s: float) -> ReplicaStatus:
         """Wait for a vote, and look now and then whether a replica has ended."""
         pending, until_s = self._votes[replica], time.monotonic() + deadline_s
         check_s = time.monotonic() + CHECK_S
@@ -172,14 +176,14 @@ class ControlNotes:
             self.check(self._progress().launched_step)
             raise
 
-    def _tell_end(self, *, has_ended: bool) -> Note:
+    def _send_end(self, *, has_ended: bool) -> ReplicaStatus:
         own = replace(self._progress(), has_ended=has_ended)
-        if not self._has_told_end:
-            self._has_told_end = True
+        if not self._has_sent_end:
+            self._has_sent_end = True
             self._send(_END, 0, own)
         return own
 
-    def _end_of(self, replica: int, *, deadline_s: float) -> Note:
+    def _end_of(self, replica: int, *, deadline_s: float) -> ReplicaStatus:
         if replica not in self._ended:
             self._ended[replica] = _read(self._listen()[replica], replica=replica, deadline_s=deadline_s)
         return self._ended[replica]
@@ -193,8 +197,8 @@ class ControlNotes:
         envelope = _envelope(part, number)
         return {peer: self._transport.receive(source=peer, envelope=envelope) for peer in self._others}
 
-    def _send(self, part: int, number: int, note: Note) -> None:
-        payload, envelope = note.to_tensor(), _envelope(part, number)
+    def _send(self, part: int, number: int, status: ReplicaStatus) -> None:
+        payload, envelope = status.to_tensor(), _envelope(part, number)
         self._sends = [sent for sent in self._sends if not sent.done()]
         self._sends += [self._transport.send(payload, to=peer, envelope=envelope) for peer in self._others]
 
@@ -203,17 +207,17 @@ def _envelope(part: int, number: int) -> Envelope:
     return Envelope(kind=Kind.CONTROL, round_id=number, fragment=part, payload_bytes=_LAYOUT.size)
 
 
-def _read(pending: Pending, *, replica: int, deadline_s: float) -> Note:
+def _read(pending: Pending, *, replica: int, deadline_s: float) -> ReplicaStatus:
     received = pending.wait(deadline_s=deadline_s)
     assert received is not None
-    return read_note(received.payload, replica=replica)
+    return read_status(received.payload, replica=replica)
 
 
-def _count_error(notes: Mapping[int, Note]) -> DesyncError:
+def _count_error(statuses: Mapping[int, ReplicaStatus]) -> DesyncError:
     counts = ", ".join(
-        f"replica {replica} ended after {note.steps} steps" if note.has_ended
-        else f"replica {replica} is at step {note.steps}"
-        for replica, note in sorted(notes.items())
+        f"replica {replica} ended after {status.steps} steps" if status.has_ended
+        else f"replica {replica} is at step {status.steps}"
+        for replica, status in sorted(statuses.items())
     )  # fmt: skip
     return DesyncError(
         f"{counts}; all must do the same number: call skip_step() for a batch that one leaves out, and end all loops "
