@@ -212,6 +212,8 @@ class ExchangeState:
         for fragment, stages in enumerate(self._stages):
             for name, stage in stages.items():
                 saved = state.get(str(fragment), {}).get(name)
+                if saved is not None and not stage.has_memory:  # of another exchange, under which nothing is kept
+                    reset.append(f"fragment {fragment}: {_MEMORIES[name]}")
                 # a residual is true for its own sender only; shared and owners' state depends on who takes part
                 if stage.has_memory and saved is not None and is_own and name == "out" and stage.shared is None:
                     stage.load_state_dict(saved)

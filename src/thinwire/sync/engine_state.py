@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from thinwire.averaging.round_context import Average
 from thinwire.errors import CheckpointError
@@ -189,20 +191,30 @@ def load_state(engine: RoundEngine, state: Mapping[str, Any]) -> None:
     """
     for name, expected in _identity(engine).items():
         if state.get(name) != expected:
-            raise CheckpointError(f"the checkpoint's {name} is {state.get(name)!r}, this run's is {expected!r}")
+            raise CheckpointError(
+                f"the checkpoint's {name} is {state.get(name)!r}, this run's is {expected!r}; adopt_state_dict() goes "
+                f"on with other options of a method, and says what it drops"
+            )
     _load_common(engine, state)
+    engine.update.load_state_dict(state["update"])
     for channel, exchange in enumerate(engine.exchanges):
         exchange.load_state_dict(state["exchanges"][str(channel)])
 
 
-def adopt_state(engine: RoundEngine, state: Mapping[str, Any]) -> tuple[str, ...]:
-    """Adopt the state of a run with another number of replicas, or of another replica of it.
+def adopt_state(engine: RoundEngine, state: Mapping[str, Any], *, step: int) -> tuple[str, ...]:
+    """Adopt the state of a run with another number of replicas or other options of the method, or of another replica.
 
     Global values and momenta stay. Rounds in flight, which have arrived, are applied when they are due, as those that
-    took part made them. Residuals of exchanges stay where they still hold.
+    took part made them; by another schedule they never are, and their work goes into the next rounds. Residuals of
+    exchanges stay where they still hold.
+
+    Args:
+        engine: The engine.
+        state: What `save_state` returned.
+        step: The step that the schedule had come to.
 
     Returns:
-        What was reset, a line each.
+        What was reset or dropped, a line each.
 
     Raises:
         CheckpointError: It is of another method or model, or its replicas hold different global values.
@@ -217,20 +229,68 @@ def adopt_state(engine: RoundEngine, state: Mapping[str, Any]) -> tuple[str, ...
     before = state.get("num_replicas")
     if not isinstance(before, int) or before < 1:
         raise CheckpointError(f"the checkpoint's num_replicas must be at least 1, got {before!r}; it is damaged")
-    expected = method.describe(num_replicas=before)
-    if state.get("method") != expected:
-        raise CheckpointError(f"the checkpoint's method is {state.get('method')!r}, this run's is {expected!r}")
+    has_other_schedule, has_other_parts = _compare_methods(state.get("method"), method.describe(num_replicas=before))
     is_own = state.get("replica") == replica
     _load_common(engine, state)
     reset = []
     if not is_own and engine.view.parameters.forget_locals():
         reset.append(f"local parameters: what replica {state.get('replica')} has trained since its last exchange")
-    reset += [
-        f"channel {channel}, {line}"
-        for channel, exchange in enumerate(engine.exchanges)
-        for line in exchange.adopt(state["exchanges"][str(channel)], is_own=is_own)
+    if has_other_schedule:
+        reset += _drop_rounds(engine, step=step)
+    parts: list[tuple[str, _Stateful, Callable[[], Sequence[str] | None]]] = [
+        ("outer state", engine.update, partial(engine.update.load_state_dict, state["update"])),
+        *(
+            (f"channel {channel}", exchange, partial(exchange.adopt, state["exchanges"][str(channel)], is_own=is_own))
+            for channel, exchange in enumerate(engine.exchanges)
+        ),
     ]
+    for name, part, take in parts:
+        fresh = copy.deepcopy(part.state_dict())
+        try:
+            reset += [f"{name}, {line}" for line in take() or ()]
+        except CheckpointError as error:
+            if not has_other_parts:
+                raise
+            part.load_state_dict(fresh)
+            reset.append(f"{name}: {error}")
     return tuple(reset)
+
+
+class _Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def _compare_methods(found: object, expected: str) -> tuple[bool, bool]:
+    """Return whether the schedule differs between two descriptions of one method, and whether another part does.
+
+    Raises:
+        CheckpointError: They are of different methods.
+    """
+    (there, *others), (here, *own) = (str(one).split(" | ") for one in (found, expected))
+    if there.split(":")[0] != here.split(":")[0] or len(others) != len(own):
+        raise CheckpointError(f"the checkpoint's method is {found!r}, this run's is {expected!r}")
+    return there != here, others != own
+
+
+def _drop_rounds(engine: RoundEngine, *, step: int) -> list[str]:
+    """Drop the rounds of another schedule, and those that this one would have in flight after a step."""
+    dropped = engine.in_flight
+    for round in dropped:
+        engine.state.work.discard(round)
+    engine.state.in_flight = {}
+    # twice the interval is the longest that a round is under way
+    to_come = range(step + 1, step + 1 + 2 * engine.method.schedule.sync_interval)
+    missing = {round.id for one in to_come for round in engine.applies(one) if round.launch_step <= step}
+    if len(engine.exchanges) > 1 and (missing or dropped):
+        raise CheckpointError(
+            f"{engine.method.name} sends several things that belong together, and some were under way; end that run "
+            f"with its final exchange, or save where none is, and resume with another schedule from there"
+        )
+    engine.state.applied_early = missing
+    ids = ", ".join(str(round.id) for round in dropped)
+    return [f"rounds in flight: {ids}; what they hold goes into the next ones"] if dropped else []
 
 
 def _identity(engine: RoundEngine) -> dict[str, Any]:
@@ -241,7 +301,6 @@ def _identity(engine: RoundEngine) -> dict[str, Any]:
 
 def _load_common(engine: RoundEngine, state: Mapping[str, Any]) -> None:
     engine.view.parameters.load_state_dict(state["global"])
-    engine.update.load_state_dict(state["update"])
     engine.catch_up.reset()
     flights = [flight_from_state(flight) for flight in state["in_flight"]]
     engine.state.in_flight = {flight.round.id: flight for flight in flights}

@@ -551,20 +551,24 @@ class DistributedOptimizer(EagerOptimizer):
         self._load_own(state_dict)
 
     def adopt_state_dict(self, state_dict: dict[str, Any]) -> tuple[str, ...]:
-        """Adopt the state of a run with another number of replicas; load that replica's model first.
+        """Adopt the state of a run with another number of replicas or other options of the method.
 
-        Each replica takes the state of the old one with its number, and one that is new that of any other. Global
-        values, momenta and the inner optimizer's state stay, and so do rounds in flight; what a replica has not sent
-        yet stays with it alone; what must be the same at both ends, or was the part of one owner, is reset.
+        Load that replica's model first. Each replica takes the state of the old one with its number, and one that is
+        new that of any other. H, tau, codec, outer rate and other options may be new, the same on all replicas. Global
+        values, momenta and the inner optimizer's state stay, and so do rounds in flight, but for another schedule.
+        What a replica has not sent yet stays with it alone; what must be the same at both ends, or was the part of one
+        owner, is reset.
 
         Returns:
-            What was reset, a line each, to show to the user.
+            What was reset or dropped, a line each, to show to the user.
 
         Raises:
             CheckpointError: The state is of another version, method or model, or its replicas hold different values.
         """
         state_dict = checked_state(state_dict)
-        reset = adopt_state(self._engine, state_dict["sync"])
+        is_after = self.method.view.moment == "after_inner_step"
+        step = state_dict["steps_done" if is_after else "gradient_rounds"]
+        reset = adopt_state(self._engine, state_dict["sync"], step=step)
         self._load_own(state_dict)
         return reset
 

@@ -12,9 +12,10 @@ import torch
 import thinwire
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build
-from thinwire.codecs import float32
+from thinwire.codecs import block_int8, float32
 from thinwire.errors import CheckpointError
-from thinwire.methods import co2, default_outer_lr, diloco, noloco, recipe, streaming_diloco
+from thinwire.methods import co2, default_outer_lr, diloco, noloco, pier, recipe, streaming_diloco
+from thinwire.sync.outer_optimizer import PlainSGD
 from thinwire.transport.loopback import LoopbackTransport, single
 
 State = tuple[dict[str, Any], dict[str, Any]]
@@ -54,23 +55,29 @@ def begin(name: str, *, replicas: int, count: int) -> list[State]:
 
 
 def go_on(
-    name: str, states: list[State], *, replicas: int, count: int, start: int, before: int = 0
+    name: str, states: list[State], *, replicas: int, count: int, start: int, before: int = 0, **options: Any
 ) -> list[dict[str, Any]]:
     """Go on for `count` steps in new objects; `before` that, the optimizer has done so many steps of its own."""
 
     def replica_main(transport: LoopbackTransport) -> dict[str, Any]:
         model = build("transformer", seed=9)
-        optimizer = wrap(model, transport, recipe(name)(**METHODS[name]), adamw(model))
+        optimizer = wrap(model, transport, recipe(name)(**METHODS[name] | options), adamw(model))
         weights, state = copy.deepcopy(states[transport.replica % len(states)])
         steps(model, optimizer, before, replica=transport.replica, start=50)
         model.load_state_dict(weights)
         anew = optimizer.adopt_state_dict(state)
-        exchanges = copy.deepcopy(optimizer.state_dict()["sync"]["exchanges"])
+        sync = copy.deepcopy(optimizer.state_dict()["sync"])
         locals_ = values(model)
         steps(model, optimizer, count, replica=transport.replica, start=start)
         optimizer.close(final_exchange=True)
         with optimizer.global_parameters():
-            return {"values": values(model), "anew": anew, "exchanges": exchanges, "locals": locals_}
+            return {
+                "values": values(model),
+                "anew": anew,
+                "exchanges": sync["exchanges"],
+                "sync": sync,
+                "locals": locals_,
+            }
 
     return list(thinwire.run_replicas(replicas, replica_main))
 
@@ -202,3 +209,79 @@ def test_another_method_is_refused() -> None:
             optimizer.adopt_state_dict(other.state_dict())
 
     thinwire.run_replicas(2, replica_main)
+
+
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    ("diloco", {"sync_interval": 7}),
+    ("diloco", {"outer_lr": 0.3}),
+    ("diloco", {"codec": block_int8()}),
+    ("streaming-diloco", {"sync_interval": 8}),
+    ("streaming-diloco", {"sync_interval": 3, "overlap_steps": 1}),
+    ("streaming-diloco", {"overlap_steps": 4}),
+    ("streaming-diloco", {"codec": float32(), "outer_lr": 0.9, "blend": 0.0}),
+    ("iso-loco", {"sync_interval": 6}),
+    ("muloco", {"sync_interval": 6}),
+    ("slowmo", {"sync_interval": 6}),
+    ("sparse-loco", {"sync_interval": 6, "k": 2}),
+    ("streaming-sparse-loco", {"sync_interval": 6, "overlap_steps": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CHANGES)
+def test_another_interval_overlap_codec_or_outer_rate_keeps_global_values_and_outer_state(
+    name: str, options: dict[str, Any]
+) -> None:
+    states = begin(name, replicas=2, count=8)
+    found = go_on(name, states, replicas=2, count=15, start=8, **options)
+    for number, one in enumerate(found):
+        saved = states[number][1]["sync"]
+        for part in ("global", "update"):
+            assert equal(one["sync"][part], saved[part]), part
+        assert equal(one["sync"]["exchanges"], saved["exchanges"])
+        is_same_schedule = not {"sync_interval", "overlap_steps"} & set(options)
+        dropped = [flight["id"] for flight in saved["in_flight"]] if not is_same_schedule else []
+        assert one["anew"] == (
+            (f"rounds in flight: {', '.join(map(str, dropped))}; what they hold goes into the next ones",)
+            if dropped else ()
+        )  # fmt: skip
+    assert same(found[0]["values"], found[1]["values"])
+    assert not same(found[0]["values"], [*trained(states[0][0])])
+    assert all(torch.isfinite(value).all() for value in found[0]["values"])
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def test_what_does_not_fit_the_new_options_is_named() -> None:
+    states = begin("diloco", replicas=2, count=8)
+    (one, _) = go_on("diloco", states, replicas=2, count=4, start=8, outer_optimizer=PlainSGD(lr=0.5))
+    assert one["anew"] == ("outer state: the checkpoint holds a outer momentum for 1 fragments, this run has 0",)
+    states = begin("power-sgd", replicas=2, count=3)
+    (one, _) = go_on("power-sgd", states, replicas=2, count=4, start=3, rank=1)
+    (line,) = one["anew"]
+    assert line.startswith("channel 0: the checkpoint's thin matrices are of another rank")
+
+
+def test_other_options_are_refused_by_a_plain_load_which_names_the_way() -> None:
+    weights, state = begin("diloco", replicas=2, count=8)[0]
+    model = build("transformer")
+    optimizer = wrap(model, single(), diloco(sync_interval=9), adamw(model))
+    with pytest.raises(CheckpointError, match=r"sync_interval=4.*sync_interval=9.*; adopt_state_dict\(\) goes on"):
+        optimizer.load_state_dict(copy.deepcopy(state))
+    model.load_state_dict(weights)
+    assert optimizer.adopt_state_dict(copy.deepcopy(state)) == ()
+    assert optimizer.steps_done == 8
+
+
+def test_another_schedule_is_refused_where_several_things_that_belong_together_are_under_way() -> None:
+    model = build("transformer")
+    optimizer = wrap(model, single(), pier(sync_interval=5, overlap_steps=3, lazy_steps=5), adamw(model))
+    steps(model, optimizer, 12)
+    assert optimizer.rounds_in_flight
+    state = copy.deepcopy(optimizer.state_dict())
+    other = wrap(model, single(), pier(sync_interval=8, overlap_steps=3, lazy_steps=8), adamw(model))
+    with pytest.raises(CheckpointError, match="sends several things that belong together"):
+        other.adopt_state_dict(state)
