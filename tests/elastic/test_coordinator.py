@@ -10,7 +10,6 @@ import pytest
 from thinwire.elastic.coordinator import MOST_BAD_PARTS, Coordinator
 from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.protocol import VERSION, Message, decode, encode
-from thinwire.elastic.rounds import Decision
 from thinwire.errors import PayloadError
 from thinwire.training.elastic.coordinator_process import _EndOfRun
 from thinwire.version import __version__
@@ -461,8 +460,6 @@ def test_a_bad_replica_is_the_last_one_when_the_others_go() -> None:
 def test_a_replica_that_beats_but_does_no_step_joins_again_once_it_is_too_far_behind() -> None:
     desk = Desk().begun()
     most = desk.coordinator.state.most_steps_behind
-    # what shows that the other one could come so far
-    desk.coordinator.state.rounds.adopt(Decision(round_id=0, launch_step=most, members=(0,), holders=(0,), step=most))
     for second in range(1, 60):
         desk.now_s = float(second)
         desk.hear(b"a", "beat", step=(most + 1 if second > 30 else most), step_s=0.1, roster=0)

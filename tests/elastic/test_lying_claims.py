@@ -81,3 +81,42 @@ def test_a_loader_takes_part_from_no_step_that_the_run_has_not_reached() -> None
     with pytest.raises(PayloadError, match=r"a state of step \d+, where the run has reached \d\d at most"):
         desk.hear(b"n", "active", step=HUGE)
     assert len(desk.coordinator.state.roster.active) == 3
+
+
+def test_one_replica_alone_suspects_none_and_throws_out_none_by_a_hash() -> None:
+    desk = Watched()
+    for _ in range(3):
+        desk.hear(b"x", "lost", replica=0)
+        assert not desk.coordinator.state.roster.get(0).is_suspect  # type: ignore[union-attr]
+    desk.hear(b"x", "captured", step=50, root=64 * "e", bytes=9)
+    desk.hear(b"a", "captured", step=50, root=64 * "a", bytes=5)
+    assert desk.coordinator.state.roster.active == (0, 1, 2), "of two hashes it is not known which one is wrong"
+    desk.hear(b"b", "captured", step=50, root=64 * "a", bytes=5)
+    assert desk.coordinator.state.roster.active == (0, 1)
+
+
+def test_a_replica_that_joins_is_offered_the_state_that_most_hold() -> None:
+    desk = Watched()
+    desk.come(b"n")
+    desk.coordinator.tick(desk.now_s)
+    (step,) = {one["step"] for one in desk.words(b"a", "capture")}
+    desk.hear(b"x", "captured", step=step, root=64 * "e", bytes=1 << 38)
+    assert not desk.words(b"n", "state")
+    for token in (b"a", b"b"):
+        desk.hear(token, "captured", step=step, root=64 * "a", bytes=5)
+    assert {(one["root"], one["bytes"]) for one in desk.words(b"n", "state")} == {(64 * "a", 5)}
+
+
+def test_a_round_that_no_other_replica_knows_is_not_decided_while_they_go_on() -> None:
+    desk = Watched()
+    for round_id in (7, 1 << 40):
+        desk.hear(b"x", "launch", round=round_id, step=50, used={})
+        desk.hear(b"x", "vote", round=round_id, step=50, has=[2], hash=0)
+    for number in range(40):
+        desk.train(until_s=desk.now_s + 1.0)
+        for kind, more in (("launch", {"used": {}}), ("vote", {"has": [0, 1], "hash": 0})):
+            for token in (b"a", b"b"):
+                desk.hear(token, kind, round=100 + number, step=60 + 10 * number, **more)
+    assert desk.words(b"a", "progress")[-1]["closed"] > 400, "nor do the others wait for it"
+    assert not {7, 1 << 40} & set(desk.coordinator.state.rounds.decisions)
+    assert {100, 130} <= set(desk.coordinator.state.rounds.decisions)

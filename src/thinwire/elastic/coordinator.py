@@ -228,9 +228,9 @@ class Coordinator:
         state = self.state
         is_reviver = state.reviver == member.replica
         if member.state is MemberState.LOADING:
-            most = max(state.furthest_step(), state.most_step(member, now_s=now_s))
+            most = max(state.furthest_step(now_s=now_s), state.most_step(member, now_s=now_s))
             if not is_reviver and message["step"] > most:
-                raise PayloadError(f"a state of step {message['step']}, where the run has reached {most} at most")
+                raise PayloadError(f"a state of step {message['step']}, where the run has reached {most:.0f} at most")
             member.step, member.moved_s = message["step"], now_s
         state.snapshots.loaded(member.replica)
         if is_reviver:
@@ -269,7 +269,7 @@ class Coordinator:
     # -- reports of replicas
 
     def _on_heartbeat(self, member: RosterMember, message: Message, now_s: float) -> None:
-        self._reach(member, message["step"], now_s=now_s)
+        self.state.roster.reach(member, message["step"], now_s=now_s)
         member.step_s = message["step_s"]
         if message["roster"] != self.state.roster_number and member.state is not MemberState.ARRIVING:
             self._send_roster(to=member)  # the last one was lost on its way
@@ -283,7 +283,7 @@ class Coordinator:
         self.state.detours.add_rates(member.replica, message["latest"])
 
     def _on_connection_lost(self, member: RosterMember, message: Message, now_s: float) -> None:
-        self.state.roster.suspect(message["replica"], now_s=now_s)
+        self.state.roster.suspect(message["replica"], by=member.replica, now_s=now_s)
 
     def _on_stuck(self, member: RosterMember, message: Message, now_s: float) -> None:
         why = printable(message["why"], most=300)
@@ -318,7 +318,7 @@ class Coordinator:
             raise PayloadError(f"a launch of round {round_id}: at most {_MAX_OPEN_ALONE} are open of one replica alone")
         self._check_step(member, message, now_s=now_s)
         state.leases.use(member.replica, message["used"])
-        self._reach(member, message["step"], now_s=now_s)
+        state.roster.reach(member, message["step"], now_s=now_s)
         before = state.rounds.step
         decision = state.rounds.launch(
             member.replica, round_id=round_id, launch_step=message["step"], now_s=now_s,
@@ -338,11 +338,6 @@ class Coordinator:
         if called is not None:  # late, or the call was lost on its way
             self._send(member.token, "call", {"round": round_id, "members": list(called)})
 
-    def _reach(self, member: RosterMember, step: int, *, now_s: float) -> None:
-        """Note the step that a replica reports, as far as it can be."""
-        most = self.state.most_step(member, now_s=now_s)
-        self.state.roster.reach(member, min(step, most), now_s=now_s)
-
     def _check_step(self, member: RosterMember, message: Message, *, now_s: float) -> None:
         """Refuse a round at a step that a replica cannot have reached; one that can launches it again soon.
 
@@ -353,7 +348,7 @@ class Coordinator:
         if message["step"] > most:
             raise PayloadError(
                 f"round {message['round']} of replica {member.replica} at step {message['step']}, where it can have "
-                f"reached {most} at most"
+                f"reached {most:.0f} at most"
             )
 
     def _on_withhold(self, member: RosterMember, message: Message, now_s: float) -> None:
@@ -364,7 +359,7 @@ class Coordinator:
             )
         self._check_step(member, message, now_s=now_s)
         state.leases.use(member.replica, message["used"])
-        self._reach(member, message["step"], now_s=now_s)
+        state.roster.reach(member, message["step"], now_s=now_s)
         decision = state.rounds.withhold(member.replica, round_id=round_id, parts=message["parts"])
         if decision is not None:
             self._send_decision(decision, to=member)
@@ -396,8 +391,9 @@ class Coordinator:
         if any(one >= state.roster.next_replica for one in message["has"]):
             raise PayloadError(f"a vote of replica {member.replica} for parts of unknown replicas")
         vote = Vote(has=frozenset(message["has"]), reference_hash=message["hash"])
+        most = min(state.most_step(member, now_s=now_s), message["step"])
         # a slow replica launches ahead of the others: its step does not say where they are
-        step = 0 if state.roster.ahead_s(member) else min(message["step"], state.most_step(member, now_s=now_s))
+        step = 0 if state.roster.ahead_s(member) else int(most)
         state.rounds.vote(member.replica, vote, round_id=message["round"], step=step, now_s=now_s)
         decision = state.rounds.decisions.get(message["round"])
         if decision is not None:
@@ -437,7 +433,7 @@ class Coordinator:
             message["step"], member.replica, root=message["root"], num_bytes=message["bytes"]
         )
         # the hash of the state proves that replicas agree bit for bit
-        if snapshot.agreed is not None and len(snapshot.holders) > 1:
+        if snapshot.is_sure(num_active=len(self.state.roster.active)) and len(snapshot.holders) > 1:
             for replica in snapshot.odd():
                 self.expel(replica, f"holds other global parameters than the others at step {snapshot.step}")
         self._offer(snapshot, to=(member.replica, *snapshot.joiners))
@@ -545,6 +541,7 @@ class Coordinator:
     def _repeat_snapshots(self) -> None:
         """Repeat to those that have not answered which state is to be kept, and what there is to fetch."""
         for snapshot in self.state.snapshots.wanted():
+            snapshot.num_repeats += bool(snapshot.holders)
             for replica in set(snapshot.asked) - set(snapshot.holders) - snapshot.missed:
                 self._send_to(replica, "capture", {"step": snapshot.step})
             self._offer(snapshot, to=tuple(snapshot.joiners))
@@ -679,12 +676,14 @@ class Coordinator:
     def _offer(self, snapshot: StateSnapshot, *, to: tuple[int, ...]) -> None:
         if snapshot.agreed is None:
             return
+        # whoever holds it waits for the note alone
+        is_sure = snapshot.is_sure(num_active=len(self.state.roster.active))
         root, num_bytes = snapshot.agreed
         fields = {
             "step": snapshot.step, "root": root, "bytes": num_bytes, "holders": list(snapshot.agreeing()),
             "note": self.state.note_for_state(snapshot.step), "era": self.state.era,
         }  # fmt: skip
-        for replica in to:
+        for replica in to if is_sure else set(to) & set(snapshot.holders):
             self._send_to(replica, "state", fields)
 
     def _offer_unshown(self, replica: int, root: str, *, step: int = 0) -> None:

@@ -264,19 +264,23 @@ class CoordinatorState:
         """A number that changes with the members and with the start."""
         return 2 * self.roster.number + self.has_started
 
-    def furthest_step(self) -> int:
-        """Return the furthest step that any replica is known to be at."""
-        return max([self.rounds.step, *(member.step for member in self.roster)])
+    def furthest_step(self, *, now_s: float | None = None) -> int:
+        """Return the furthest step that any replica can be at.
 
-    def most_step(self, member: RosterMember, *, now_s: float) -> int:
+        Args:
+            now_s: The time; None for that of the latest message.
+        """
+        now_s = max((member.heard_s for member in self.roster), default=0.0) if now_s is None else now_s
+        steps = [min(member.step, self.most_step(member, now_s=now_s)) for member in self.roster]
+        return int(max([self.rounds.step, *steps]))
+
+    def most_step(self, member: RosterMember, *, now_s: float) -> float:
         """Return the furthest step that a replica can be at now: a claim beyond it does not count.
 
-        What others report bounds it; where none reports yet, the decided rounds do, whose results it has waited for.
+        Replicas wait for each other's parts: none is far ahead of all others, nor of the rounds that are decided.
         """
-        by_others = self.roster.most_step(member, now_s=now_s)
-        alone = max(self.rounds.decided_step, member.begin_step)
         ahead = _MOST_INTERVALS_AHEAD * self.config.sync_interval + self.config.overlap_steps
-        return math.floor(by_others if math.isfinite(by_others) else alone) + ahead
+        return max(self.roster.most_step(member, now_s=now_s), self.rounds.decided_step) + ahead
 
     @property
     def most_steps_behind(self) -> int:
@@ -290,7 +294,7 @@ class CoordinatorState:
         """
         if any(round_id >= FIRST_LAST_ROUND for round_id in (*self.rounds.open_rounds, *self.rounds.decisions)):
             return []  # at the end of the run there is nothing left to follow
-        oldest = self.furthest_step() - self.most_steps_behind
+        oldest = max(self.roster.witnessed_step(), self.rounds.decided_step) - self.most_steps_behind
         behind = [member for member in self.roster.in_state(MemberState.ACTIVE) if member.step < oldest]
         return [
             member

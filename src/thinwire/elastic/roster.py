@@ -51,7 +51,8 @@ class RosterMember:
     steps_per_interval: float = 0.0  # inner steps that it does itself
     loss: float = 0.0  # mean of its latest steps, nats a token; 0 before a report
     tokens_s: float = 0.0  # tokens a second, waits included
-    is_suspect: bool = False  # a replica lost its connection to it
+    suspected_by: set[int] = field(default_factory=set)  # replicas that lost their connections to it
+    is_suspect: bool = False  # most others lost their connections to it
     is_paused: bool = False
     is_awaited: bool = False  # known to an earlier process of the coordinator, and has yet to find this one
     held_step: int = 0  # step of its own state that it goes on from, 0 for another state
@@ -143,6 +144,7 @@ class Roster:
             member.moved_s = now_s
         member.heard_s = now_s
         member.is_suspect = member.is_awaited = False
+        member.suspected_by.clear()
 
     def reach(self, member: RosterMember, step: int, *, now_s: float) -> None:
         """Note the step that a replica reports."""
@@ -151,33 +153,41 @@ class Roster:
             member.first_move = member.first_move or (step, now_s)
 
     def most_step(self, member: RosterMember, *, now_s: float) -> float:
-        """Return the furthest step that a replica can be at, by what the others report; infinite where none does.
+        """Return how far others may have come, so that a replica is not far beyond; infinite where that is not known.
 
-        Replicas wait for each other's parts, so one is at most where another one may have come by now. That one may
-        have been held up, so twice its usual rate counts since its last report.
+        Of two replicas it is not known which one is wrong. One of several may have been held up, so twice its usual
+        rate counts since its last report.
         """
-        return max(self._reached_by_others(member, now_s=now_s, rates=_MOST_RATES), default=math.inf)
+        reached = self._reached_by_others(member, now_s=now_s, rates=_MOST_RATES)
+        return max(reached) if len(reached) >= _LEAST_WITNESSES else math.inf
+
+    def witnessed_step(self) -> int:
+        """Return the furthest step that two active replicas have reached, or one where there are only two."""
+        steps = sorted((member.step for member in self.in_state(MemberState.ACTIVE)), reverse=True)
+        return max(steps[1:] if len(steps) > _LEAST_WITNESSES else steps, default=0)
 
     def lead_s(self, member: RosterMember, step: int, *, now_s: float, grace_steps: float) -> float:
-        """Return the seconds until another replica gets to a step, where one is further ahead of all than the grace.
-
-        Of two replicas it is not known which one is wrong; 0 then.
-        """
+        """Return the seconds until another replica gets to a step, where one is further ahead of all than the grace."""
         reached = self._reached_by_others(member, now_s=now_s, rates=1.0)
         if len(reached) < _LEAST_WITNESSES or step <= max(reached) + grace_steps:
             return 0.0
         fastest = max(one.steps_per_s for one in self.in_state(MemberState.ACTIVE) if one is not member)
-        return (step - max(reached)) / fastest
+        return (step - max(reached)) / fastest if fastest else 0.0
 
     def _reached_by_others(self, member: RosterMember, *, now_s: float, rates: float) -> list[float]:
         others = [one for one in self.in_state(MemberState.ACTIVE) if one is not member and not one.is_paused]
-        return [one.step + rates * one.steps_per_s * (now_s - one.moved_s) for one in others if one.steps_per_s]
+        return [one.step + rates * one.steps_per_s * (now_s - one.moved_s) for one in others]
 
-    def suspect(self, replica: int, *, now_s: float) -> None:
-        """Note that another replica lost its connection to one; where that one is silent anyway, it means nothing."""
+    def suspect(self, replica: int, *, by: int, now_s: float) -> None:
+        """Note that another replica lost its connection to one; where that one is silent anyway, it means nothing.
+
+        Only where most others say so: one that lies, or whose own link broke, suspects none for all.
+        """
         member = self._members.get(replica)
         if member is not None and now_s - member.heard_s < SUSPECT_SILENCE_S:
-            member.is_suspect = True
+            member.suspected_by.add(by)
+            others = set(self.active) - {replica}
+            member.is_suspect = 2 * len(member.suspected_by & others) > len(others)
 
     @property
     def silence_s(self) -> float:

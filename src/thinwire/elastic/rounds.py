@@ -9,6 +9,7 @@ never changed.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -28,6 +29,9 @@ _MIN_VOTE_S, _MAX_VOTE_S = 2.0, 60.0
 # A mean that a single replica holds is lost with it, and the others could never apply it. A second holder that is near
 # is awaited for so many seconds.
 _SINGLE_HOLDER_S = 10.0
+# Rounds from which it shows which replicas keep pace with each other, and seconds without a launch of the others after
+# which a replica that launched alone is called alone.
+_PACE_ROUNDS, _MAX_DOUBT_S = 16, 20.0
 # Decisions kept for replicas that catch up.
 _MAX_DECISIONS = 8192
 
@@ -65,6 +69,7 @@ class OpenRound:
     called: tuple[int, ...] | None = None  # replicas that gather
     votes: dict[int, Vote] = field(default_factory=dict)
     first_vote_s: float = 0.0
+    second_vote_s: float | None = None
 
 
 def grace_steps(*, sync_interval: int, overlap_steps: int) -> float:
@@ -108,6 +113,8 @@ class ElasticRounds:
         self._in_time: dict[int, int] = {}  # by slow replica: in how many rounds in a row
         # by undecided round and by replica: how many bad parts in a row it had, this round's among them
         self._withheld: dict[int, dict[int, int]] = {}
+        self._together: deque[frozenset[int]] = deque(maxlen=_PACE_ROUNDS)  # who launched the latest decided rounds
+        self._launched_s: dict[int, float] = {}  # by replica, when it launched last
         self._sync_interval = sync_interval
         self.grace_steps = grace_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
         overdue_steps = max_overdue_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
@@ -138,8 +145,11 @@ class ElasticRounds:
     @property
     def closed_step(self) -> int:
         """A step up to which all launched rounds are decided."""
-        if self._open:
-            return min(found.launch_step for found in self._open.values()) - 1
+        # what one replica alone launched an interval ago holds up no other
+        oldest = self._decided_step - self._sync_interval
+        known = [one for one in self._open.values() if one.called or len(one.launched) > 1 or one.launch_step > oldest]
+        if known:
+            return max(0, min(found.launch_step for found in known) - 1)
         return max((found.launch_step for found in self.decisions.values()), default=0)
 
     def grace_s(self, *, step_s: float) -> float:
@@ -185,6 +195,7 @@ class ElasticRounds:
             found = self._open[round_id] = OpenRound(launch_step=launch_step, first_s=math.inf)
         found.first_s = min(found.first_s, now_s + max(ahead_s, lead_s))
         found.launched.add(member)
+        self._launched_s[member] = now_s
         return None
 
     def withhold(self, member: int, *, round_id: int, parts: int) -> Decision | None:
@@ -213,11 +224,13 @@ class ElasticRounds:
         """Note a replica's vote; one after the decision shows only the furthest step."""
         self._claim(member, step)
         found = self._open.get(round_id)
-        if found is None or member not in vote.has:
+        # one that has launched nothing has no part to vote for
+        if found is None or member not in vote.has or member not in found.launched:
             return
         if not found.votes:
             found.first_vote_s = now_s
         elif member not in found.votes:
+            found.second_vote_s = now_s if found.second_vote_s is None else found.second_vote_s
             self._spreads.observe(now_s - found.first_vote_s)
         found.votes[member] = vote
 
@@ -230,6 +243,7 @@ class ElasticRounds:
         self.late.discard(member)
         self._in_time.pop(member, None)
         self._claims.pop(member, None)
+        self._launched_s.pop(member, None)
         for round_id, withheld in list(self._withheld.items()):
             withheld.pop(member, None)
             if not withheld:
@@ -256,12 +270,29 @@ class ElasticRounds:
             waited_for = set(active) - self.late - one.launched - withheld
             if waited_for and now_s < one.first_s + self.grace_s(step_s=step_s):
                 continue
+            if self._is_doubtful(one, active, now_s=now_s):
+                continue
             one.called = tuple(sorted(one.launched))
             for member in one.launched:
                 self._claim(member, one.launch_step)
             found[round_id] = one.called
             self._note_late(one.launched, missing=set(active) - one.launched - withheld)
         return found
+
+    def _is_doubtful(self, one: OpenRound, active: Collection[int], *, now_s: float) -> bool:
+        """Return whether a replica launched alone what those that keep pace with each other know nothing of yet.
+
+        They come to it once they have the results that they wait for, or the round is none. Where they launch nothing
+        any more, though nothing holds them up, it is no doubt about the round.
+        """
+        others = set(active) - one.launched
+        if len(one.launched) > 1 or len(others) < 2:
+            return False
+        num_together = sum(len(found & others) >= 2 for found in self._together)
+        latest_s = max(self._launched_s.setdefault(other, now_s) for other in others)
+        is_held_up = any(found.launched & others for found in self._open.values())
+        is_moving = is_held_up or now_s - latest_s < _MAX_DOUBT_S
+        return 2 * num_together >= len(self._together) and is_moving
 
     def _claim(self, member: int, step: int) -> None:
         self._claims[member] = max(self._claims.get(member, 0), step)
@@ -298,20 +329,30 @@ class ElasticRounds:
                 continue
             # a called replica that has died has no vote to wait for
             is_complete = not set(one.called) & set(active) - set(one.votes)
-            if not is_complete and now_s < max(one.first_vote_s + self.vote_s, self._overdue_until_s(round_id, step_s)):
+            until_s = max(self._votes_until_s(one, active), self._overdue_until_s(round_id, step_s))
+            if not is_complete and now_s < until_s:
                 continue
             choice = decide(one.votes)
             # one holder: wait for a second one that is near, since its death would stop all that lack the parts
             is_overdue = now_s >= one.first_vote_s + _SINGLE_HOLDER_S
             if len(choice.holders) == 1 and self._is_another_near(one, steps) and not is_overdue:
                 continue
+            self._together.append(frozenset(one.launched))
             decision = Decision(
                 round_id=round_id, launch_step=one.launch_step, members=choice.members, holders=choice.holders,
                 step=self.step,
             )  # fmt: skip
             self.adopt(decision)
+            self._launched_s.update(dict.fromkeys(one.launched, now_s))  # from now on they can go on
             found.append(decision)
         return found
+
+    def _votes_until_s(self, one: OpenRound, active: Collection[int]) -> float:
+        """Return until when votes are awaited: of three or more replicas, one alone decides nothing for the others."""
+        called = set(one.called or ())
+        if len(called) == 1 or len(called | set(active)) <= 2:
+            return one.first_vote_s + self.vote_s
+        return one.first_vote_s + _MAX_VOTE_S if one.second_vote_s is None else one.second_vote_s + self.vote_s
 
     def _overdue_until_s(self, round_id: int, step_s: float) -> float:
         """Return until when a round may stay open because no replica waits for it; the last rounds are awaited."""

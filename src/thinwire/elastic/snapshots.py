@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 # Seconds for the message to reach all before the fastest is there; doubled where that was too short.
 _MARGIN_S, _MAX_MARGIN_S = 0.5, 16.0
 _KEPT = 4
+# A state is asked for once a second; after so many times it is given without those that do not answer.
+_MAX_REPEATS = 10
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +26,7 @@ class StateSnapshot:
     joiners: set[int] = field(default_factory=set)  # replicas that fetch it
     missed: set[int] = field(default_factory=set)  # replicas that were past its step already
     asked: tuple[int, ...] = ()  # replicas to keep it; empty where they do so by themselves, for a checkpoint
+    num_repeats: int = 0  # how often it was asked for again since a first replica held it
 
     @property
     def agreed(self) -> tuple[str, int] | None:
@@ -32,6 +35,17 @@ class StateSnapshot:
         for replica in sorted(self.holders):
             counts[self.holders[replica]] = counts.get(self.holders[replica], 0) + 1
         return max(counts, key=lambda value: counts[value], default=None)
+
+    def is_sure(self, *, num_active: int) -> bool:
+        """Return whether the agreed state is that of most replicas, or no more of them will say which is theirs.
+
+        Args:
+            num_active: Replicas that take part.
+        """
+        most = sum(found == self.agreed for found in self.holders.values())
+        num_asked = len(self.asked) or num_active
+        num_answered = len(set(self.holders) | self.missed)
+        return 2 * most > num_asked or num_answered >= num_asked or self.num_repeats >= _MAX_REPEATS
 
     def agreeing(self) -> tuple[int, ...]:
         """Return the holders of the agreed state."""
