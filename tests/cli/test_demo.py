@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli import demo
+from thinwire.cli import demo, train
 from thinwire.cli.main import COMMANDS, main
 from thinwire.version import __version__
 
@@ -94,7 +94,11 @@ def test_the_demo_leaves_a_run_alone_that_is_there(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     (tmp_path / "runs" / "demo" / "config.json").write_text("{}")
-    assert main(["demo", "--quiet"]) == 2
+    assert main(["demo", "--quiet", "--out", "runs/demo"]) == 2
     assert "runs/demo holds a run already" in capsys.readouterr().err
     assert main(["demo", "--seteps", "3"]) == 2
     assert "try --steps" in capsys.readouterr().err
+    words: list[str] = []
+    monkeypatch.setattr(train, "main", lambda given: words.extend(given) or 0)
+    assert main(["demo", "--quiet"]) == 0
+    assert words[words.index("--out") + 1] == "runs/demo-2" and "dashboard runs/demo-2" in capsys.readouterr().out

@@ -10,8 +10,10 @@ from thinwire.cli import train
 from thinwire.cli.argument_parsing import command, parse_options
 from thinwire.cli.output import log
 from thinwire.cli.recipes import path_of
+from thinwire.training.config import free_folder
 
 RECIPE = "cpu-demo"
+_FOLDER = Path("runs/demo")
 # Commands that go on with the run, and what each does.
 NEXT = (
     ('generate {run} --prompt "def "', "continue a text with the trained model"),
@@ -29,8 +31,8 @@ class DemoOptions:
     this machine.
     """
 
-    out: Path = Path("runs/demo")
-    """Folder of the run."""
+    out: Path | None = None
+    """Folder of the run. Default: runs/demo, then runs/demo-2 and so on where a run is there."""
     steps: int = 300
     """Inner steps of every replica."""
     overwrite: bool = False
@@ -47,13 +49,14 @@ def main(arguments: Sequence[str]) -> int:
         0, 1 for an error while running, 2 for wrong options, 128 + N for signal N.
     """
     options = parse_options(DemoOptions, arguments, prog="thinwire demo")
-    words = ["--config", str(path_of(RECIPE)), "--out", str(options.out), "--steps", str(options.steps)]
+    run = options.out or (_FOLDER if options.overwrite else free_folder(_FOLDER))
+    words = ["--config", str(path_of(RECIPE)), "--out", str(run), "--steps", str(options.steps)]
     words += ["--overwrite"] * options.overwrite + ["--quiet"] * options.quiet
     if not options.quiet:
         log("two replicas train a small model on this Python's sources, which takes about two minutes", command="demo")
     code = train.main(words)
     if code == 0:
-        _print_next(options.out)
+        _print_next(run)
     return code
 
 

@@ -190,7 +190,7 @@ def _train_elastic(config: TrainConfig) -> int:
     with alone_in(config.run_dir):
         begun = prepare(config)
         if not config.output.quiet:
-            _log(f"reading {begun.local.data or config.data.source}")
+            _log(f"reading {begun.local.data or config.data.source}, writing to {config.run_dir}")
         here = begun.local.apply(config)
         try:
             corpus = open_data(here)
@@ -221,7 +221,7 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
     if not is_resumed and not config.output.overwrite and has_run(config.run_dir):
         return _fail(USAGE, occupied(config.run_dir)), 0
     if not config.output.quiet:
-        _log(f"reading {config.data.source}")
+        _log(f"reading {config.data.source}, writing to {config.run_dir}")
     try:
         corpus = open_data(config)
         check_data(config, corpus)

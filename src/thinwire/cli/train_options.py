@@ -16,7 +16,7 @@ from thinwire.cli.argument_parsing import parse_options
 from thinwire.cli.help_text import OptionHelp, format_help, options_of_dataclass
 from thinwire.cli.secret import secret_file
 from thinwire.errors import excluded, refusal, unknown_name
-from thinwire.training.config import FREE, OPTIONS, SECTIONS, TrainConfig, flag, read_config, resolve
+from thinwire.training.config import FREE, OPTIONS, SECTIONS, TrainConfig, flag, free_folder, read_config, resolve
 from thinwire.training.method_catalog import method_entry
 from thinwire.training.run_origin import check_options
 
@@ -160,7 +160,10 @@ def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
     """
     ranks = world_size()
     if given.output.resume is None:
-        return resolve(given, world_size=ranks, cores=os.cpu_count() or 1, home=Path.home())
+        fresh_run = resolve(given, world_size=ranks, cores=os.cpu_count() or 1, home=Path.home())
+        if given.output.out is None and not given.output.overwrite:
+            return fresh_run.replace(out=free_folder(fresh_run.run_dir))
+        return fresh_run
     saved = read_config(given.output.resume)
     check_options(given.output.resume, saved)
     named = {name for name in OPTIONS if is_named(name, arguments)}

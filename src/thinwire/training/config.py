@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -219,7 +220,7 @@ class OutputConfig:
     """Files and output of the run."""
 
     out: Path | None = None
-    """Folder of the run. Default: runs/METHOD-MODEL-seedN."""
+    """Folder of the run. Default: runs/METHOD-MODEL-seedN, then -2 and so on where a run is there."""
     resume: Path | None = None
     """Resume the run in this folder, with its own options."""
     overwrite: bool = False
@@ -712,6 +713,20 @@ def _path_of(kind: type[Any], value: object) -> Any:
     if kind is not Path or not isinstance(value, str):
         raise ValueError(f"expected the name of a file, got {value!r}")
     return Path(value)
+
+
+def has_run(run_dir: Path) -> bool:
+    """Return whether a folder holds a run, or the checkpoints of a run that keeps them there."""
+    return (run_dir / "config.json").exists() or any((run_dir / "checkpoints").glob("step-*/*.json"))
+
+
+def free_folder(folder: Path) -> Path:
+    """Return a folder without a run: this one, or its first neighbour of the name FOLDER-2, FOLDER-3 and so on.
+
+    Ranks that share a disk find the same one, since none makes it before all have joined.
+    """
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(found for found in itertools.chain([folder], numbered) if not has_run(found))
 
 
 def find_run(run_dir: Path) -> Path:

@@ -34,7 +34,7 @@ from thinwire.training.checkpoints.replica_checkpoints import (
     choose_step,
     verify_all,
 )
-from thinwire.training.config import TrainConfig, config_text, meaning
+from thinwire.training.config import TrainConfig, config_text, has_run, meaning
 from thinwire.training.cost_check import complain
 from thinwire.training.drift import step_monitor_of
 from thinwire.training.launch import RANKS, rank_folder
@@ -416,11 +416,6 @@ class _Replica:
 
     def _all_gather(self, note: dict[str, Any], *, number: int, deadline_s: float) -> list[dict[str, Any]]:
         return all_gather_json(note, transport=self._transport, number=number, deadline_s=deadline_s)
-
-
-def has_run(run_dir: Path) -> bool:
-    """Return whether a folder holds a run, or the checkpoints of a run that keeps them there."""
-    return (run_dir / "config.json").exists() or any((run_dir / "checkpoints").glob("step-*/*.json"))
 
 
 def occupied(run_dir: Path) -> str:
