@@ -87,6 +87,21 @@ def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
     sync_folder(path.parent)
 
 
+def make_readable(path: Path) -> None:
+    """Give a file that a library made for its owner alone the mode of any new file here.
+
+    Raises:
+        OSError: It could not be done.
+    """
+    probe = path.with_name(f"{path.name}.mode")
+    descriptor = os.open(probe, os.O_CREAT | os.O_WRONLY, 0o666)  # the umask is not readable without changing it
+    try:
+        path.chmod(stat.S_IMODE(os.fstat(descriptor).st_mode))
+    finally:
+        os.close(descriptor)
+        probe.unlink(missing_ok=True)
+
+
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 

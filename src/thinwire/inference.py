@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from thinwire.training.checkpoints.global_checkpoints import MODEL_FILE, global_
 from thinwire.training.checkpoints.replica_checkpoints import replica_files, unflatten_state
 from thinwire.training.config import TrainConfig, find_run, read_config
 from thinwire.training.elastic.job import LocalSettings
-from thinwire.training.summary import write_model
+from thinwire.training.summary import save_tensors, write_model
 
 MODEL_FOLDER = "model"
 _WEIGHTS = "*.safetensors"
@@ -237,7 +237,10 @@ def read_texts(trained: TrainedModel, *, data: str | None, max_bytes: int | None
         yield document.text
 
 
-def evaluate(trained: TrainedModel, texts: Iterable[str], *, batch_size: int = 8) -> Evaluation:
+def evaluate(
+    trained: TrainedModel, texts: Iterable[str], *, batch_size: int = 8,
+    on_tokens: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:  # fmt: skip
     """Return the loss of a model on texts.
 
     Every token of every text is predicted, and its end too. The texts form one sequence, as in training: the end of a
@@ -248,6 +251,7 @@ def evaluate(trained: TrainedModel, texts: Iterable[str], *, batch_size: int = 8
         trained: The model.
         texts: The documents.
         batch_size: Windows that are computed together.
+        on_tokens: Called after each batch with the tokens that are done, and all of them.
 
     Raises:
         DataError: There is no text.
@@ -258,15 +262,17 @@ def evaluate(trained: TrainedModel, texts: Iterable[str], *, batch_size: int = 8
         num_bytes += len(text.encode())
         pieces += [trained.tokenizer.encode([text])[0].astype(np.int64), end]
     if not num_bytes:
-        raise DataError("the data is empty: there is no text in it; give a file or a folder that has some")
+        raise DataError("--data holds no text; give a file or a folder that has some")
     tokens = np.concatenate(pieces)
     seq_len = trained.config.model.seq_len or 1024
-    total = 0.0
+    total, done = 0.0, 0
     for inputs, targets in _batches(tokens, seq_len=seq_len, batch_size=batch_size):
         with torch.no_grad():
             loss: Any = trained.model.loss  # a LanguageModel's
             nll = loss(inputs.to(trained.device), targets.to(trained.device))[1]
         total += float(nll) * targets.numel()
+        done += targets.numel()
+        on_tokens(done, len(tokens) - 1)
     return Evaluation(loss=total / (len(tokens) - 1), num_tokens=len(tokens) - 1, num_bytes=num_bytes)
 
 
@@ -323,7 +329,7 @@ def _write_apertus(folder: Path, model: Transformer, *, end_of_text: int) -> Non
     tensors = apertus_tensors(model)
     replace_whole(
         folder / "model.safetensors",
-        lambda path: safetensors.torch.save_file(tensors, path, metadata={"format": "pt"}),
+        lambda path: save_tensors(tensors, path, metadata={"format": "pt"}),
     )
     write_whole(
         folder / "config.json", json.dumps(apertus_config(model.config, end_of_text=end_of_text), indent=2) + "\n"

@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 import yaml
 from markdown_pages import DOCS, ROOT, pages, program
 from torch import nn
+
+import thinwire
 
 PROGRAMS = {path.relative_to(ROOT).as_posix(): program(path.read_text()) for path in pages()}
 WITH_PYTHON = sorted(name for name, found in PROGRAMS.items() if found.num_blocks)
@@ -34,8 +37,23 @@ def _pages_of_the_navigation() -> set[str]:
     return set(_navigation(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
 
 
-def test_every_page_of_the_navigation_exists_and_every_page_is_in_the_navigation() -> None:
-    assert _pages_of_the_navigation() == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+def test_the_navigation_holds_every_page_but_the_records_which_pages_link() -> None:
+    records = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["not_in_nav"].split()
+    assert records == ["/benchmarks.md", "/benchmarks/", "/experiments/", "/decisions/", "/diagnosis/accuracy.md"]
+    every = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert _pages_of_the_navigation() == {name for name in every if not f"/{name}".startswith(tuple(records))}
+    linked = "".join((DOCS / name).read_text() for name in _pages_of_the_navigation())
+    for index in ("benchmarks.md", "experiments/index.md", "decisions/index.md", "accuracy.md"):
+        assert f"{index})" in linked, index
+
+
+def test_the_page_of_public_names_holds_each_with_the_meaning_of_its_arguments() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "api_page.py"))
+    assert sorted(page["ORDER"]) == sorted(thinwire.__all__)
+    text = page["text"]()
+    assert [line[4:-1] for line in text.splitlines() if line.startswith("## `")] == list(page["ORDER"])
+    assert "| `secret` | The job's secret" in text and "|  |" not in text
+    assert "scripts/api_page.py" in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["hooks"]
 
 
 def test_the_docs_fetch_nothing_from_elsewhere() -> None:
@@ -75,6 +93,24 @@ def test_the_drawing_of_fragments_is_that_of_the_schedule() -> None:
 def test_a_block_that_is_left_out_says_why() -> None:
     silent = [f"{name}:{line}" for name, found in PROGRAMS.items() for line in found.without_reason]
     assert not silent, "write <!-- not run: REASON --> at " + ", ".join(silent)
+
+
+def test_the_table_of_extras_holds_each_and_the_package_says_where_it_lives() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    table = (DOCS / "get-started.md").read_text().partition("## Extras")[2]
+    named = [name for row in re.findall(r"^\| (`[^|]*) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(project["optional-dependencies"])
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["site_url"]
+    assert project["urls"]["Documentation"] == site and project["urls"].keys() >= {"Source", "Issues", "Changelog"}
+
+
+def test_what_the_page_of_problems_shows_is_what_the_program_says() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    source = " ".join(re.sub(r'"\s*\n\s*f?"', "", source).split())
+    page = (DOCS / "troubleshooting.md").read_text()
+    shown = [found for row in re.findall(r"^\| ([^|]*) \|", page, re.M) for found in re.findall(r"`([^`]+)`", row)]
+    others = {"requires a different Python", "timed out", "thinwire doctor"}  # of pip, and what the row names
+    assert len(shown) > 10 and [text for text in shown if text not in others and text not in source] == []
 
 
 # Imports torch once, and runs each script whose path it reads in a process and folder of its own.

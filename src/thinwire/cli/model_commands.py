@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 # Layout of a text; everything else that could steer the terminal is replaced.
 _KEPT = ("\n", "\t")
+_PROGRESS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,7 @@ def eval(arguments: Sequence[str]) -> int:  # noqa: A001
     from thinwire.inference import evaluate, read_texts
 
     texts = read_texts(trained, data=options.data, max_bytes=max_bytes)
-    found = evaluate(trained, texts, batch_size=options.batch_size)
+    found = evaluate(trained, texts, batch_size=options.batch_size, on_tokens=_Progress())
     data = options.data or f"held-out part of {trained.config.data.source}"
     if options.json:
         values = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
@@ -161,6 +162,20 @@ def eval(arguments: Sequence[str]) -> int:  # noqa: A001
     for name, value in rows.items():
         print(f"{name:<15}{value}")
     return 0
+
+
+class _Progress:
+    """Logs now and then how much of a text is done, and how long the rest will take."""
+
+    def __init__(self) -> None:
+        self._began_s = self._logged_s = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._logged_s >= _PROGRESS_S and done < total:
+            self._logged_s = now_s
+            left_s = (now_s - self._began_s) * (total - done) / done
+            log(f"{done:,} of {total:,} tokens, {left_s:.0f} s left", command="eval")
 
 
 def _load(run_dir: Path, *, step: int | None, device: str) -> TrainedModel:

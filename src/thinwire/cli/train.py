@@ -28,7 +28,7 @@ from thinwire.cli.train_plan import planned
 from thinwire.data.sources import check_source
 from thinwire.errors import CheckpointError, DataError, Stopped, ThinwireError, WorkerFailed, refusal
 from thinwire.files import MOST_PLAN_BYTES, read_json
-from thinwire.training.config import TrainConfig, command_line, validate
+from thinwire.training.config import TrainConfig, command_line, has_run, validate
 from thinwire.transport.secret import need_pyzmq
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _train_elastic(config: TrainConfig) -> int:
     from thinwire.cli.elastic_run import alone_in
     from thinwire.cli.elastic_train import keep_newest, prepare, run
     from thinwire.training.run_origin import check_corpus
-    from thinwire.training.worker import check_data, has_run, occupied, open_data
+    from thinwire.training.worker import check_data, occupied, open_data
 
     if config.output.resume is None and not config.output.overwrite and has_run(config.run_dir):
         return _fail(USAGE, occupied(config.run_dir))
@@ -215,13 +215,15 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
     from thinwire.monitor.runlog.run_identity import new_identity, read_identity
     from thinwire.training.launch import rank_folder, step_to_resume
     from thinwire.training.run_origin import check_corpus, keep_corpus
-    from thinwire.training.worker import check_data, has_run, make_run_folder, occupied, open_data
+    from thinwire.training.worker import check_data, make_run_folder, occupied, open_data
 
     is_resumed = config.output.resume is not None
     if not is_resumed and not config.output.overwrite and has_run(config.run_dir):
         return _fail(USAGE, occupied(config.run_dir)), 0
     if not config.output.quiet:
         _log(f"reading {config.data.source}, writing to {config.run_dir}")
+        for line in remarks(config):
+            _log(line)
     try:
         corpus = open_data(config)
         check_data(config, corpus)
@@ -241,6 +243,17 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
         make_run_folder(own, run=run, is_resumed=is_resumed)
     keep_corpus(config.run_dir, corpus.sha256, source=config.data.source)
     return 0, step
+
+
+def remarks(config: TrainConfig) -> list[str]:
+    """Return a line about options that leave little to exchange."""
+    interval, steps = config.sync.sync_interval, config.run.steps
+    if config.num_replicas == 1:
+        return ["one replica trains alone and exchanges nothing; try --replicas 2, or torchrun on several hosts"]
+    if interval is not None and interval > steps:
+        when = "once, at the end" if config.sync.final_exchange else "never"
+        return [f"--sync-interval {interval} is above --steps {steps}: replicas exchange {when}"]
+    return []
 
 
 def _with_interval(config: TrainConfig) -> TrainConfig:

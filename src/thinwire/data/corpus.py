@@ -96,7 +96,7 @@ def divide(documents: Iterable[Document], *, fraction: float, name: str) -> Spli
         if rank[0] < fraction * 2**64:
             numbers.append(count - 1)
     if count == 0 or (count == 1 and characters < 2):
-        raise DataError(f"{name} is empty: there is no text in it; give a file or a folder that has some")
+        raise DataError(f"--data {name!r} holds no text; give a file or a folder that has some")
     if count == 1:
         cut = min(max(1, round(characters * (1 - fraction))), characters - 1)
         return Split(num_documents=1, num_bytes=num_bytes, held_out=frozenset(), cut=cut)

@@ -238,7 +238,7 @@ class OutputConfig:
     checkpoint_auto: bool = False
     """Choose the interval from the cost of a checkpoint and the failures so far."""
     samples: bool = True
-    """Write samples.json: how the model continues two texts before and after training."""
+    """Write samples.json: how the model continues two texts before and after training. On by default."""
     tensorboard: bool = False
     """Also write metrics for TensorBoard (pip install 'thinwire[report]')."""
     wandb: bool = False

@@ -19,7 +19,7 @@ from torch import nn
 
 from thinwire.data import Corpus, Tokenizer
 from thinwire.errors import DesyncError
-from thinwire.files import replace_whole, write_whole
+from thinwire.files import make_readable, replace_whole, write_whole
 from thinwire.models.generation import Sampling, generate
 from thinwire.models.lora import has_adapters, merged, save_adapters
 from thinwire.monitor.record.metrics import ReplicaCounts
@@ -169,12 +169,18 @@ def write_model(folder: Path, model: nn.Module, *, tokenizer_files: Mapping[str,
         wrapped.save_pretrained(str(folder), safe_serialization=True)
     else:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-        replace_whole(folder / "model.safetensors", lambda path: safetensors.torch.save_file(tensors, path))
+        replace_whole(folder / "model.safetensors", lambda path: save_tensors(tensors, path))
         shape = getattr(model, "config", None)
         if dataclasses.is_dataclass(shape) and not isinstance(shape, type):
             write_whole(folder / "config.json", json.dumps(dataclasses.asdict(shape), indent=2) + "\n")
     for name, content in tokenizer_files.items():
         write_whole(folder / name, content)
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, *, metadata: dict[str, str] | None = None) -> None:
+    """Write tensors as safetensors, with the mode of the files beside them: the library's own is 0600."""
+    safetensors.torch.save_file(tensors, path, metadata=metadata)
+    make_readable(path)
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:

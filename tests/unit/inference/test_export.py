@@ -130,6 +130,19 @@ def test_safetensors_are_the_files_of_the_runs_model_folder(run: TrainConfig, tm
     assert json.loads(files["config.json"])["dim"] == 192
 
 
+@pytest.mark.parametrize("to", ["hf", "safetensors"])
+def test_others_may_read_the_weights_as_they_may_the_files_beside_them(
+    run: TrainConfig, to: str, tmp_path: Path
+) -> None:
+    export_model(load_trained(run.run_dir), tmp_path / "out", to=to)
+    modes = {
+        path.stat().st_mode & 0o777 for path in [*(tmp_path / "out").iterdir(), *(run.run_dir / "model").iterdir()]
+    }
+    new = tmp_path / "new"
+    new.touch()
+    assert modes == {new.stat().st_mode & 0o777}
+
+
 def test_a_folder_that_holds_something_is_left_alone(run: TrainConfig, tmp_path: Path) -> None:
     (tmp_path / "kept.txt").write_text("mine")
     trained = load_trained(run.run_dir)

@@ -123,10 +123,13 @@ def test_a_batch_size_changes_nothing_but_the_order_of_sums(config: TrainConfig)
     trained = load_trained(config.run_dir)
     losses = [evaluate(trained, DOCUMENTS, batch_size=size).loss for size in (1, 2, 100)]
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+    reported: list[tuple[int, int]] = []
+    found = evaluate(trained, DOCUMENTS, batch_size=1, on_tokens=lambda done, total: reported.append((done, total)))
+    assert reported[0] == (32, found.num_tokens) and reported[-1] == (found.num_tokens, found.num_tokens)
 
 
 def test_no_text_is_refused(config: TrainConfig) -> None:
-    with pytest.raises(DataError, match="there is no text in it"):
+    with pytest.raises(DataError, match=r"^--data holds no text; give"):
         evaluate(load_trained(config.run_dir), [])
 
 

@@ -70,9 +70,12 @@ def test_a_part_whose_process_was_killed_is_found_by_the_next_one(tmp_path: Path
 
 def test_a_person_who_stops_a_run_is_no_fault(tmp_path: Path) -> None:
     clock = Clock()
+    began_s = clock.now_s
     begin(tmp_path, clock, step=0).end("stopped")
+    clock.now_s += 40_000.0  # a night, which is no time of the run
     begin(tmp_path, clock, step=10).end("finished")
-    assert downtime_of(read_parts(tmp_path), now_s=clock.now_s).num_incidents == 0
+    found = downtime_of(read_parts(tmp_path), now_s=clock.now_s)
+    assert found.num_incidents == 0 and found.run_s == clock.now_s - began_s - 40_000.0
     assert measured_mtbf_s(read_parts(tmp_path), now_s=clock.now_s)[1] == 0
 
 

@@ -210,7 +210,18 @@ def downtime_of(parts: Sequence[Mapping[str, Any]], *, now_s: float) -> Downtime
             acted_s=float(one["at"]) if begun is None else float(begun["at"]),
             back_s=None if working is None else float(working["at"]), lost_work_s=again * float(one.get("step_s") or 0),
         ))  # fmt: skip
-    return account(incidents, run_s=now_s - float(parts[0]["at"]), end_s=now_s)
+    return account(incidents, run_s=now_s - float(parts[0]["at"]) - _paused_s(parts, now_s=now_s), end_s=now_s)
+
+
+def _paused_s(parts: Sequence[Mapping[str, Any]], *, now_s: float) -> float:
+    """Return the seconds between a stop by the user and the part that went on from it."""
+    begins_s = [*(float(one["at"]) for one in parts if one["what"] == "begun"), now_s]
+    stops_s = [
+        float(one["at"]) for one in parts if one["what"] == "ended" and one.get("how") in ("stopped", "finished")
+    ]
+    return sum(
+        max(0.0, min((at_s for at_s in begins_s if at_s >= stop_s), default=stop_s) - stop_s) for stop_s in stops_s
+    )
 
 
 def measured_mtbf_s(parts: Sequence[Mapping[str, Any]], *, now_s: float) -> tuple[float, int]:
