@@ -99,7 +99,7 @@ def test_what_is_over_is_told_with_its_end() -> None:
 
 def test_wires_by_which_calls_were_placed_are_not_told_again() -> None:
     (found,) = judged(operations(slow_from(BROKEN, 4.0)), flows(dict.fromkeys(SENDER, 4.0), heavy=EVERYONE))
-    assert found.where == "sender rank 1" and "Operations of job" in found.text
+    assert found.where == "sender rank 1" and "Operations of all ranks" in found.text
 
 
 def test_a_wire_that_does_not_explain_the_calls_is_told_beside_them() -> None:
