@@ -13,7 +13,7 @@ import pytest
 
 from thinwire.cli.diagnose import FOUND, DiagnoseOptions, main
 from thinwire.monitor.findings import Place
-from thinwire.monitor.runlog.records import Communicator, Span, header_line, to_line
+from thinwire.monitor.runlog.records import Beat, Communicator, Span, header_line, to_line
 from thinwire.monitor.synthetic_jobs import InjectedFault, Scene, synthesize
 
 HOSTS = ("a", "b", "c")
@@ -53,6 +53,23 @@ def test_a_healthy_job_is_no_finding_and_json_is_one_object(tmp_path: Path, caps
     told = json.loads(capsys.readouterr().out)
     assert told["findings"] == [] and told["num_refused"] == 1
     assert told["refused"][0].startswith("rank-1.jsonl:")
+
+
+def test_a_folder_whose_ranks_were_all_killed_does_not_count_as_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "the run did not end here: the records of ranks 1, 2 stop without a goodbye; they were killed, or go on"
+    for is_last in (False, True):
+        files = _files(tmp_path)[1:]
+        for rank, file in zip((1, 2), files, strict=True):
+            beats = [Beat(rank=rank, at_s=0.5 * number) for number in range(40)]
+            beats += [Beat(rank=rank, at_s=20.0, is_last=True)] if is_last and rank == 1 else []
+            Path(file).write_text(Path(file).read_text() + "".join(to_line(beat) + "\n" for beat in beats))
+        main([*files, "--json"])
+        told = capsys.readouterr()
+        assert json.loads(told.out)["unended"] == ([] if is_last else [1, 2])
+        main(files)
+        assert (said in capsys.readouterr().err) != is_last
 
 
 def test_a_name_in_a_file_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,6 +98,9 @@ def _print(
     from thinwire.monitor.findings import report
 
     idle = shown_causes(job, idle_causes(job))
+    # where others said goodbye, or wrote on, the detectors name who did not
+    is_cut_off = bool(job.beat_s) and not set(job.beat_s) & set(job.goodbyes)
+    unended = sorted(job.beat_s) if is_cut_off else []
     refused = [f"{one.source}:{one.line}: {one.reason}" for one in records.refusals]
     if options.json:
         values = {
@@ -107,6 +110,7 @@ def _print(
             "num_refused": records.num_refused,
             "refused": refused,
             "removed": sorted(records.removed),
+            "unended": unended,
         }
         print(json_format.dumps(values))
     else:
@@ -114,6 +118,13 @@ def _print(
         if idle:
             print(_plain("\n".join(["\nidle time by cause:", *(f"  {one}" for one in idle)])))
         print(f"{records.num_records} records, {records.num_refused} lines refused", file=sys.stderr)
+        if unended:
+            named = ", ".join(map(str, unended[:32]))
+            print(
+                f"the run did not end here: the records of rank{'s' * (len(unended) > 1)} {named} stop without a "
+                f"goodbye; they were killed, or go on; compare with the folders of the other hosts",
+                file=sys.stderr,
+            )
         if has_removed:
             named = ", ".join(map(str, sorted(records.removed)[:32]))
             print(
