@@ -14,6 +14,7 @@ from thinwire.elastic.coordinator_session import CoordinatorSession
 from thinwire.elastic.round_driver import RequestPart, RoundInputs, RoundStateMachine, round_of_name
 from thinwire.elastic.rounds import Decision
 from thinwire.elastic.routing import (
+    _START_ROUNDS,
     CLEARLY,
     HELD_ROUNDS,
     LATEST,
@@ -127,8 +128,17 @@ def book_of(rates: Told) -> DetourTable:
     return book
 
 
+def long_known(rates: Told) -> DetourTable:
+    """Return a table of links that were all fast until now, when rounds are counted from 0."""
+    book = book_of(all_fast(len(rates)))
+    book.update(range(len(rates)), num_rounds=-_START_ROUNDS)
+    for one, found in rates.items():
+        book.add_rates(one, found)
+    return book
+
+
 def test_people_are_told_once_when_a_detour_begins_and_once_when_it_ends() -> None:
-    book = book_of(all_fast(3, (0, 2, SLOW)))
+    book = long_known(all_fast(3, (0, 2, SLOW)))
     (begun,) = book.update((0, 1, 2), num_rounds=0)
     assert begun == (
         "replica 2 fetches replica 0's parts from replica 1: the wire 0 -> 2 carries 0.5 MB/s, the way over 1 5 MB/s"
@@ -148,13 +158,25 @@ def test_people_are_told_once_when_a_detour_begins_and_once_when_it_ends() -> No
     )
 
 
+def test_a_link_that_is_slow_at_the_start_alone_is_gone_around_without_a_finding() -> None:
+    for is_slow in (False, True):
+        book = book_of(all_fast(3, (0, 2, SLOW)))
+        told = []
+        for num_rounds in range(40):
+            if num_rounds == 16 and not is_slow:  # the first probe
+                book.add_rates(0, {1: FAST, 2: FAST})
+            told += book.update((0, 1, 2), num_rounds=num_rounds)
+            assert num_rounds or book.detours, "it is gone around at once"
+        assert len(told) == is_slow and bool(book.detours) == is_slow, "and named once a probe has found it slow too"
+
+
 def test_a_detour_ends_with_any_replica_that_it_needs() -> None:
-    book = book_of(all_fast(3, (0, 2, SLOW)))
+    book = long_known(all_fast(3, (0, 2, SLOW)))
     book.update((0, 1, 2), num_rounds=0)
     book.forget(2)
     (ended,) = book.update((0, 1), num_rounds=0)
     assert "replica 2 has gone" in ended and book.detours == ()
-    book = book_of(all_fast(4, (0, 2, SLOW)))
+    book = long_known(all_fast(4, (0, 2, SLOW)))
     book.update(range(4), num_rounds=0)
     assert book.detours[0].over == (1, 3)
     assert book.update((0, 1, 2), num_rounds=0) == [] and book.detours[0].over == (1,)
@@ -428,8 +450,8 @@ def test_around_a_slow_wire_all_apply_the_same_bytes_and_it_is_used_for_tries_on
     assert asked[1] == {n: [0, 1] if probed_sources(slow, replica=2, round_id=n) else [1] for n in range(4)}
     assert sorted(map(len, asked[1].values())) == [1, 1, 2, 2]
     said = around.town.coordinator.admin.status()
-    assert any("from replica 1: the wire 0 -> 2 carries 1 MB/s" in text for text in said["findings"])
-    assert [line for line in around.town.journal if line["what"] == "finding" and "0 -> 2" in line["text"]]
+    assert any("from replica 1: the wire 0 -> 2 carries 1 MB/s" in one["text"] for one in said["detours"])
+    assert not any("0 -> 2" in text for text in said["findings"]), "at a start it is no finding yet"
 
 
 @pytest.mark.parametrize("fault", ["dies", "is late"])

@@ -180,6 +180,9 @@ STAYS = 2.5
 STEADY_ROUNDS, CLEARLY = 6, 8.0
 # Rounds for which it is held at least, and rounds below `STAYS` after which it ends.
 HELD_ROUNDS, LEFT_ROUNDS = 8, 2
+# The first answers over a link share the machines with imports and compilers. A detour that begins within so many
+# rounds of them is no finding before a probe has found the link slow again.
+_START_ROUNDS = 16
 # A detour that ended within this many probes was useless: the next one on that link needs twice as many rounds, and
 # never begins at once. The doubling ends at `STEADY_ROUNDS` times two to the power of the last number.
 _FRUITLESS_TRIES, _MOST_DOUBLINGS = 3, 6
@@ -316,6 +319,8 @@ class DetourTable:
         self._begun: Counter[Pair] = Counter()
         self._fruitless: Counter[Pair] = Counter()
         # by link, the round at which it was first found slow, avoided, or found recovered
+        self._known_since: dict[Pair, int] = {}  # at which its rate was first known
+        self._unsaid: set[Pair] = set()  # begun at a start, and not probed since
         self._slow_since: dict[Pair, int] = {}
         self._around_since: dict[Pair, int] = {}
         self._well_since: dict[Pair, int] = {}
@@ -342,9 +347,11 @@ class DetourTable:
             active: The replicas that take part.
             num_rounds: How many rounds have been decided so far.
         """
-        before = self._ways
+        before, said = self._ways, set(self._ways) - self._unsaid
+        known = {(one, to) for one, rates in self._rates.items() for to in rates}
+        self._known_since = {pair: self._known_since.get(pair, num_rounds) for pair in known}
         found = self._steady(find_detours(self._rates, active, current=before), active, num_rounds=num_rounds)
-        news = [self._ended(pair, active) for pair in sorted(set(before) - set(found))]
+        news = [self._ended(pair, active) for pair in sorted(said - set(found))]
         for pair in set(before) - set(found):
             num_tries = (num_rounds - self._around_since.pop(pair)) / self._every[pair]
             if set(pair) <= set(active):
@@ -359,7 +366,8 @@ class DetourTable:
             Detour(source=pair[0], replica=pair[1], over=tuple(found[pair]), every=self._every[pair])
             for pair in sorted(found)
         )
-        news += [self.text(*pair) for pair in sorted(set(found) - set(before))]
+        self._unsaid = {pair for pair in found if pair not in said and self._is_at_start(pair, num_rounds)}
+        news += [self.text(*pair) for pair in sorted(set(found) - said - self._unsaid)]
         self.num_changes += len(news)
         return news
 
@@ -383,6 +391,12 @@ class DetourTable:
             if ways and set(pair) <= set(active) and (is_held or not is_left):
                 found[pair] = ways
         return found
+
+    def _is_at_start(self, pair: Pair, num_rounds: int) -> bool:
+        """Return whether a detour rests on a link's first answers alone."""
+        begun = self._around_since[pair]
+        is_early = begun - self._known_since.get(pair, 0) < _START_ROUNDS
+        return is_early and num_rounds - begun <= self._every[pair] + LEFT_ROUNDS
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the detours for the status output."""
