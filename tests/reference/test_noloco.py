@@ -97,7 +97,7 @@ def test_noloco_in_one_group_of_any_size_is_diloco_with_a_heavy_ball(replicas):
 def test_the_mean_of_noloco_replicas_follows_heavy_ball_on_the_mean_pseudo_gradient(replicas):
     generator = torch.Generator().manual_seed(0)
     update = ConsensusStep(lr=0.7, momentum=0.5, pull=0.9)
-    models = [torch.nn.Linear(7, 11).double() for _ in range(replicas)]
+    models = [torch.nn.Linear(7, 11) for _ in range(replicas)]
     views = [SlowWeightsAndPseudoGradient().bind(model) for model in models]
     for view in views:  # the parts themselves count in float32; the equation is tested in float64
         view.parameters.values = [torch.randn(88, dtype=torch.float64, generator=generator)]

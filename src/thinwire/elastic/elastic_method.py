@@ -18,6 +18,7 @@ from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.method import Method
 from thinwire.sync.updates import LateOuterStep, OuterStep, Update
 from thinwire.sync.views import PseudoGradient
+from thinwire.sync.weight_copies import copies_of
 
 # A replica that sleeps may wake any number of intervals later.
 _ANY = 1_000_000
@@ -124,8 +125,15 @@ class ShardedReplicaPseudoGradient(PseudoGradient):
 
     pieces: ReplicaShards = field(compare=False, repr=False)
 
-    def cut(self, model: nn.Module) -> GlobalParameters:
+    def cut(self, model: nn.Module, inner: torch.optim.Optimizer | None) -> GlobalParameters:
         """See `PseudoGradient.cut`."""
+        copies = copies_of(inner)
+        copies.check()
+        if copies.tensors():
+            raise ValueError(
+                f"{type(inner).__name__} keeps copies of the weights, which a replica of several ranks does not "
+                f"gather; take one that steps the parameters themselves, such as torch.optim.AdamW"
+            )
         return ShardedReplicaParameters(model, self.fragments.partition(find_blocks(model)), pieces=self.pieces)
 
 

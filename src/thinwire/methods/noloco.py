@@ -187,7 +187,7 @@ class SlowWeightsAndPseudoGradient(OwnPseudoGradient):
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundSlowWeights:
         """See `View.bind`."""
-        return BoundSlowWeights(self.cut(model))
+        return BoundSlowWeights(self.cut(model, inner))
 
 
 class BoundSlowWeights(BoundOwnPseudoGradient):

@@ -176,7 +176,7 @@ class LazyPseudoGradient(PseudoGradient):
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundLazyPseudoGradient:
         """See `View.bind`."""
-        return BoundLazyPseudoGradient(self.cut(model), gradients=Gradient().bind(model))
+        return BoundLazyPseudoGradient(self.cut(model, inner), gradients=Gradient().bind(model))
 
 
 class BoundLazyPseudoGradient(BoundPseudoGradient):

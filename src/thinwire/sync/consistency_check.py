@@ -22,7 +22,9 @@ _DIGEST_BYTES = 16
 _MOST_LISTING_BYTES = 2**24
 
 
-def handshake(model: nn.Module, *, description: str, transport: Transport, deadline_s: float) -> None:
+def handshake(
+    model: nn.Module, *, description: str, transport: Transport, deadline_s: float, copies: Sequence[torch.Tensor] = ()
+) -> None:
     """Compare the set-ups of all replicas, then give all of them replica 0's trained parameters and buffers.
 
     Tensors are compared by hash, and only those that differ are sent: none after building the model from the same
@@ -34,6 +36,7 @@ def handshake(model: nn.Module, *, description: str, transport: Transport, deadl
         description: What must be the same on all replicas, such as the method's parts.
         transport: Joins the replicas.
         deadline_s: Seconds to wait for the others.
+        copies: What the inner optimizer keeps of the weights: set to replica 0's too.
 
     Raises:
         DesyncError: Another replica runs another model or method, or has other frozen parameters; names it and the
@@ -43,7 +46,7 @@ def handshake(model: nn.Module, *, description: str, transport: Transport, deadl
     if transport.num_replicas == 1:
         return
     frozen = {name: local_shard(p) for name, p in parameters_by_name(model).items() if not p.requires_grad}
-    tensors = _sent_tensors(model)
+    tensors = [*_sent_tensors(model), *map(local_shard, copies)]
     digests, frozen_digests = _digests(tensors), _digests(list(frozen.values()))
     listing = json.dumps(_listing(model)).encode()
     own = {

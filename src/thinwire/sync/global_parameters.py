@@ -19,7 +19,16 @@ from torch import nn
 
 from thinwire.errors import CheckpointError
 from thinwire.sync.fragments import find_blocks, parameters_by_name
-from thinwire.transport.shards import flatten, is_sharded, own_part, real_shard, unflatten_into, whole_tensor
+from thinwire.sync.weight_copies import WeightCopies
+from thinwire.transport.shards import (
+    flatten,
+    is_sharded,
+    local_shard,
+    own_part,
+    real_shard,
+    unflatten_into,
+    whole_tensor,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +72,7 @@ class GlobalParameters:
         model: The replica's model; its parameters are the local values.
         fragments: The names of each fragment's parameters.
         has_values: False where local and global values are always the same, so that no second copy is kept.
+        copies: What the inner optimizer keeps of the weights: masters stand for parameters, companions lie behind them.
 
     Attributes:
         fragments: The names, by fragment.
@@ -70,11 +80,18 @@ class GlobalParameters:
         values: On the CPU, one `(numel,)` vector a fragment (of this rank's shards); empty without values.
     """
 
-    def __init__(self, model: nn.Module, fragments: Sequence[Sequence[str]], *, has_values: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, fragments: Sequence[Sequence[str]], *, has_values: bool = True,
+        copies: WeightCopies | None = None,
+    ) -> None:  # fmt: skip
         by_name = parameters_by_name(model)
         self.fragments = tuple(tuple(names) for names in fragments)
         self.parameters = [[by_name[name] for name in names] for names in self.fragments]
         self._by_name = by_name
+        self._copies = WeightCopies() if copies is None else copies
+        # what each tensor of a fragment's vector belongs to: the parameters, then those that have a companion
+        companions = self._copies.companions
+        self._owners = [[*owned, *(p for p in owned if id(p) in companions)] for owned in self.parameters]
         self._has_values = has_values
         self._hidden = {name for block in find_blocks(model).blocks for name in block}
         self._embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -109,7 +126,11 @@ class GlobalParameters:
 
     def locals(self, fragment: int) -> list[torch.Tensor]:
         """Return a fragment's tensors in the model (this rank's shards, as `real_shard`s), to read and to write."""
-        return [real_shard(parameter) for parameter in self.parameters[fragment]]
+        own = self.parameters[fragment]
+        masters, companions = self._copies.masters, self._copies.companions
+        found = [_present(masters[id(p)](), p) if id(p) in masters else p for p in own]
+        found += [_present(companions[id(p)](), p) for p in own if id(p) in companions]
+        return [real_shard(tensor) for tensor in found]
 
     def shapes(self, fragment: int) -> tuple[torch.Size, ...]:
         """Return the shapes of what this rank holds of a fragment's tensors, in the order of its vectors."""
@@ -141,6 +162,13 @@ class GlobalParameters:
     def write(self, fragment: int, value: torch.Tensor) -> None:
         """Set a fragment's local value from such a vector."""
         unflatten_into(value, self.locals(fragment))
+        self._set_from_masters(fragment)
+
+    def _set_from_masters(self, fragment: int) -> None:
+        for parameter in self.parameters[fragment]:
+            read = self._copies.masters.get(id(parameter))
+            if read is not None:
+                local_shard(parameter).copy_(local_shard(_present(read(), parameter)))
 
     def read_whole(self, name: str) -> torch.Tensor:
         """Return a copy of one of the model's tensors, on the CPU; also one that is in no fragment."""
@@ -170,15 +198,15 @@ class GlobalParameters:
 
         Tensors of one dimension scale or shift, and the rows of an embedding are vectors for themselves.
         """
-        return tuple(p.dim() >= 2 and id(p) not in self._embeddings for p in self.parameters[fragment])
+        return tuple(p.dim() >= 2 and id(p) not in self._embeddings for p in self._owners[fragment])
 
     def hidden_matrices(self, fragment: int) -> tuple[MatrixSpan, ...]:
         """Return the matrices of the model's blocks, without embeddings, in the order of a fragment's vector."""
         found, start = [], 0
-        tensors = zip(self.fragments[fragment], self.parameters[fragment], self.shapes(fragment), strict=True)
-        for name, parameter, shape in tensors:
+        names = {id(p): name for name, p in zip(self.fragments[fragment], self.parameters[fragment], strict=True)}
+        for parameter, shape in zip(self._owners[fragment], self.shapes(fragment), strict=True):
             is_matrix = parameter.dim() == 2 and not parameter.is_complex()
-            if is_matrix and name in self._hidden and id(parameter) not in self._embeddings:
+            if is_matrix and names[id(parameter)] in self._hidden and id(parameter) not in self._embeddings:
                 found.append(MatrixSpan(start=start, shape=shape, parameter=parameter))
             start += shape.numel()
         return tuple(found)
@@ -214,6 +242,7 @@ class GlobalParameters:
             # local + (1 - blend) * (global - local): exact where local and global are equal
             target = torch.lerp(flatten(tensors, dtype=target.dtype), target, 1 - blend)
         unflatten_into(target, tensors)
+        self._set_from_masters(fragment)
 
     def reference_hash(self, fragment: int) -> int:
         """Return a 32-bit checksum of a fragment's global value (CRC-32 of its bytes)."""
@@ -242,6 +271,7 @@ class GlobalParameters:
             for fragment, values in enumerate(kept):
                 for tensor, value in zip(self.locals(fragment), values, strict=True):
                     tensor.copy_(value)
+                self._set_from_masters(fragment)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the values by fragment."""
@@ -294,6 +324,10 @@ def pinned(vector: torch.Tensor) -> torch.Tensor:
         if int(runtime.cudaHostRegister(address, vector.nbytes, 0)) == 0:
             weakref.finalize(vector, runtime.cudaHostUnregister, address)
     return vector
+
+
+def _present(found: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+    return parameter if found is None else found
 
 
 def checksum(vector: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from thinwire.sync.model_checks import check_parameters, check_tensors
 from thinwire.sync.parameter_set import LocalBuffers, ParameterSet
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
+from thinwire.sync.weight_copies import copies_of
 from thinwire.transport.base import Kind, Transport
 from thinwire.transport.collective_hooks import SharedCollectives, refuse_shared_model
 from thinwire.transport.loopback import single
@@ -184,7 +185,7 @@ class DistributedOptimizer(EagerOptimizer):
         check_parameters(model, inner)
         self.inner = inner
         self._is_ready = False
-        super().__init__(inner.param_groups, dict(inner.defaults))
+        super().__init__(inner.param_groups, dict(getattr(inner, "defaults", {})))
         self._share_state()
         self._is_ready = True
         self._model = model
@@ -201,6 +202,12 @@ class DistributedOptimizer(EagerOptimizer):
         num_bytes = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
         deadline_s = self._deadlines.deadline_s(steps=1, num_bytes=num_bytes * (self.transport.num_replicas - 1))
         self._has_fixed_replicas = catch_up is None or catch_up.has_fixed_replicas
+        self._copies = copies_of(self.inner)
+        if self._copies.averaging and not self._has_fixed_replicas:
+            raise ValueError(
+                f"{type(self._copies.averaging[0]).__name__} keeps a second set of weights, which replicas that join "
+                f"an elastic run do not fetch; take torch.optim.AdamW with a schedule there"
+            )
         self._shared_collectives: SharedCollectives | None = None
         self._control: ControlMessages | None = None
         self._batches: EqualBatches | None = None
@@ -213,11 +220,13 @@ class DistributedOptimizer(EagerOptimizer):
         if self._has_fixed_replicas:  # replicas that come and go compare their set-ups as they join
             refuse_shared_model(model, transport=self.transport)
             self._shared_collectives = SharedCollectives(self.transport)
-            handshake(model, description=description, transport=self._channel, deadline_s=deadline_s)
-        self._engine = RoundEngine(
-            model, method=method, transport=self._channel, deadlines=self._deadlines, inner=self.inner,
-            catch_up=catch_up, seed=self._seed, pace=self._pace,
-        )  # fmt: skip
+            handshake(model, description=description, transport=self._channel, deadline_s=deadline_s,
+                      copies=self._copies.tensors())  # fmt: skip
+        with self._copies.in_training():
+            self._engine = RoundEngine(
+                model, method=method, transport=self._channel, deadlines=self._deadlines, inner=self.inner,
+                catch_up=catch_up, seed=self._seed, pace=self._pace,
+            )  # fmt: skip
         self._parameter_set = ParameterSet(model, self._engine.view.parameters)
         self._local_buffers: LocalBuffers | None = None
         # one warning at most among fixed replicas
@@ -456,7 +465,8 @@ class DistributedOptimizer(EagerOptimizer):
         self._holds_global = True
         drop_gathered(self._model)
         try:
-            with self._engine.view.parameters.in_model():
+            # Schedule-Free trains at y, and its average x is what is evaluated and saved
+            with self._copies.in_training(), self._engine.view.parameters.in_model(), self._copies.in_evaluation():
                 yield
         finally:
             drop_gathered(self._model)
@@ -479,6 +489,14 @@ class DistributedOptimizer(EagerOptimizer):
         average_tensors(buffers, transport=self._channel, number=self._buffer_rounds, deadline_s=deadline_s)
         self._buffer_rounds += 1
 
+    def train(self) -> None:
+        """Put a Schedule-Free inner optimizer into training mode; others have no modes."""
+        _set_mode(self.inner, "train")
+
+    def eval(self) -> None:
+        """Put a Schedule-Free inner optimizer into evaluation mode; others have no modes."""
+        _set_mode(self.inner, "eval")
+
     def close(self, *, final_exchange: bool = False) -> None:
         """Flush the rounds in flight. Closing twice is fine.
 
@@ -493,11 +511,12 @@ class DistributedOptimizer(EagerOptimizer):
         """
         if self._is_closed:
             return
-        self._engine.flush()
-        if final_exchange and self._control is not None:
-            self._control.end(deadline_s=self._deadlines.deadline_s(steps=self._engine.drift_steps))
-        if final_exchange and self.method.view.moment == "after_inner_step":
-            self._engine.merge_everything(self._steps_done)
+        with self._copies.in_training():
+            self._engine.flush()
+            if final_exchange and self._control is not None:
+                self._control.end(deadline_s=self._deadlines.deadline_s(steps=self._engine.drift_steps))
+            if final_exchange and self.method.view.moment == "after_inner_step":
+                self._engine.merge_everything(self._steps_done)
         if self._batches is not None:
             self._batches.warn(stacklevel=2)
         self.abandon()
@@ -570,12 +589,17 @@ class DistributedOptimizer(EagerOptimizer):
         step = state_dict["steps_done" if is_after else "gradient_rounds"]
         reset = adopt_state(self._engine, state_dict["sync"], step=step)
         self._load_own(state_dict)
+        if state_dict["sync"].get("replica") != self.transport.replica:
+            with self._copies.in_training():  # the copies that came with the inner state are that replica's own
+                self._engine.view.parameters.forget_locals()
         return reset
 
     def _load_own(self, state_dict: dict[str, Any]) -> None:
         own = {OWN_STATE, *_OWN_KEYS}
         self.inner.load_state_dict({name: value for name, value in state_dict.items() if name not in own})
         self._share_state()
+        with torch.no_grad():
+            self._copies.follow(p for group in self.param_groups for p in group["params"])
         self._steps_done = state_dict["steps_done"]
         self._buffer_rounds = state_dict["buffer_rounds"]
         self._gradient_rounds = state_dict["gradient_rounds"]
@@ -687,6 +711,13 @@ class DistributedOptimizer(EagerOptimizer):
 
     def _gradients_owners(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _set_mode(inner: torch.optim.Optimizer, mode: Literal["train", "eval"]) -> None:
+    for part in getattr(inner, "parts", (inner,)):
+        change = getattr(part, mode, None)
+        if callable(change):
+            change()
 
 
 class MultiOptimizer(EagerOptimizer):

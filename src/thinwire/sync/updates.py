@@ -256,7 +256,7 @@ class TakenPseudoGradient(PseudoGradient):
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundTakenPseudoGradient:
         """See `View.bind`."""
-        return BoundTakenPseudoGradient(self.cut(model))
+        return BoundTakenPseudoGradient(self.cut(model, inner))
 
 
 class BoundTakenPseudoGradient(BoundPseudoGradient):

@@ -12,6 +12,7 @@ from torch import nn
 from thinwire.sync.fragments import Pattern, find_blocks, parameters_by_name
 from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.schedule import Round
+from thinwire.sync.weight_copies import copies_of
 from thinwire.transport.shards import flatten, gradient_shard, real_shard
 
 Moment = Literal["before_inner_step", "after_inner_step", "around_closure"]
@@ -84,11 +85,17 @@ class PseudoGradient:
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundPseudoGradient:
         """See `View.bind`."""
-        return BoundPseudoGradient(self.cut(model))
+        return BoundPseudoGradient(self.cut(model, inner))
 
-    def cut(self, model: nn.Module) -> GlobalParameters:
-        """Return the model's fragments with their global values."""
-        return GlobalParameters(model, self.fragments.partition(find_blocks(model)))
+    def cut(self, model: nn.Module, inner: torch.optim.Optimizer | None) -> GlobalParameters:
+        """Return the model's fragments with their global values.
+
+        Raises:
+            ValueError: The inner optimizer would undo what rounds write into the model.
+        """
+        copies = copies_of(inner)
+        copies.check()
+        return GlobalParameters(model, self.fragments.partition(find_blocks(model)), copies=copies)
 
 
 class BoundPseudoGradient:
@@ -124,7 +131,7 @@ class OwnPseudoGradient(PseudoGradient):
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundOwnPseudoGradient:
         """See `View.bind`."""
-        return BoundOwnPseudoGradient(self.cut(model))
+        return BoundOwnPseudoGradient(self.cut(model, inner))
 
 
 class BoundOwnPseudoGradient(BoundPseudoGradient):
