@@ -77,7 +77,8 @@ def train_in_a_process(cases: list[list[str]]) -> list[dict[str, Any]]:
         before = transport.log.totals("sent")
         result = train(transport, method=method, kind=kind)
         after = transport.log.totals("sent")
-        setup = [t for t in transport.log if t.direction == "sent" and t.kind == "setup"]
+        others = ("setup", "control")  # the start and the end of a run, apart from its rounds
+        setup = [t for t in transport.log if t.direction == "sent" and t.kind in others]
         result["messages"] = after.messages - before.messages
         result["payload_bytes"] = after.payload_bytes - before.payload_bytes
         result["wire_bytes"] = after.wire_bytes - before.wire_bytes
