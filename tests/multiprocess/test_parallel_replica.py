@@ -371,7 +371,7 @@ def test_context_parallelism_is_refused_where_it_was_never_run() -> None:
 TWO_DEVICES = {
     "format": "thinwire-site", "version": 1,
     "nodes": [
-        {"name": "box", "devices": 2, "memory_bytes": "16 GB", "flops_per_s": 1e11, "bandwidth_bits_per_s": "10gbit",
+        {"name": "box", "devices": 2, "memory_bytes": "16 GB", "flops_per_s": 1e11, "bandwidth_bits_per_s": "20gbit",
          "latency_s": "50us"},
     ],
 }  # fmt: skip

@@ -16,6 +16,8 @@ from thinwire.site.cost_model import SitePlacement, StepCost
 # Moves of one annealing; the temperature falls from the first to the second share of the starting cost. Orders of few
 # items are annealed several times: there a local minimum is likely, and a move is cheap.
 _MOVES, _HOT, _COLD = 2000, 0.3, 1e-4
+# The cost of an order of blocks takes time in proportion to their number: of many, fewer moves are tried.
+_MOST_VISITS = 4_000_000
 _FEW_ITEMS, _RESTARTS = 12, 4
 _SEED = 20260101
 
@@ -66,7 +68,7 @@ def place(step: StepCost, *, moves: int = _MOVES, seed: int = _SEED) -> StepCost
 
     Args:
         step: The layout and the placement to begin with.
-        moves: How many placements are tried.
+        moves: How many placements are tried at most; fewer on thousands of blocks.
         seed: Of the moves.
     """
     known: dict[Hashable, float] = {}
@@ -79,7 +81,8 @@ def place(step: StepCost, *, moves: int = _MOVES, seed: int = _SEED) -> StepCost
             found = known[placement.nodes] = replace(step, placement=placement).pipette_s
         return found
 
-    slots = anneal(step.placement.slots, cost, moves=moves, seed=seed)
+    start = step.placement.slots
+    slots = anneal(start, cost, moves=min(moves, _MOST_VISITS // len(start)), seed=seed)
     if slots == step.placement.slots:
         return step
     return replace(step, placement=replace(step.placement, slots=slots))

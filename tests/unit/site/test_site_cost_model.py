@@ -236,6 +236,12 @@ def test_a_wrong_file_is_refused_with_its_place(change: dict[str, object], text:
         site_from_json({**FILE, **change})
 
 
+def test_a_site_of_thousands_of_nodes_is_read() -> None:
+    nodes = [{**FILE["nodes"][0], "name": f"n{number}", "devices": 8} for number in range(2048)]
+    site = site_from_json({**FILE, "nodes": nodes, "links": []})
+    assert site.num_devices == 16_384 and site.link(0, 2047).bandwidth_bits_per_s == 25e9
+
+
 MPIGRAPH = """START mpiGraph v1.5
 MsgSize\t16384
 Times\t100
