@@ -97,6 +97,28 @@ def test_a_replica_whose_parameters_are_huge_is_dropped_and_pulls_no_other(
     assert not any(worker.findings for worker in run.workers), "the coordinator makes the finding"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_bytes_a_replica_sends_the_others_finish_alike(street: Callable[..., Street], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def damaged(blob: torch.Tensor) -> torch.Tensor:
+        """Replace bytes of the head, the header or the code, or change the size; every other part stays whole."""
+        kind, place, byte = (int(torch.randint(most, (), generator=generator)) for most in (6, blob.numel(), 256))
+        if kind == 0:
+            return blob[:place].clone()
+        if kind == 1:
+            return torch.cat([blob, blob[:place]])
+        return with_byte(blob, place if kind == 2 else place % (HEAD_BYTES + 24), byte) if kind < 5 else blob
+
+    run = street(3)
+    break_parts(run, 2, damaged, since=1)
+    run.begin()
+    values = [worker.end() for worker in run.workers[:2]]
+    assert are_alike(*values) and all(bool(value.isfinite().all()) for value in values[0])
+    assert float(torch.cat([value.flatten() for value in values[0]]).abs().max()) < 10.0
+    run.workers[2].ended()
+
+
 def test_a_part_that_is_refused_is_not_awaited_and_is_taken_from_who_holds_a_good_copy() -> None:
     machine = RoundStateMachine(replica=0, has_part=True)
     words = {"called": (0, 1, 2), "decision": None, "active": (0, 1, 2), "neighbours": (0, 1, 2), "limit_s": 60.0}
