@@ -190,7 +190,27 @@ def test_every_replica_has_a_lane_of_its_own_for_its_rate(tmp_path: Path, replic
     for lane in lanes:
         assert all(left[0] <= right[0] for left, right in itertools.pairwise(lane))
         assert min(y for _, y in lane) < max(y for _, y in lane), "a lane must show its bursts"
-    assert f"replica {replicas - 1}" in _words(svg)
+    words = _words(svg)
+    assert f"replica {replicas - 1}" in words
+    # bars can be read: a scale from 0 to a round rate, at each lane or for all of them
+    if replicas <= 5:
+        assert (
+            words.count("0") > replicas and sum(word.endswith("bit/s") and word[0] != "p" for word in words) == replicas
+        )
+        assert "sent, each replica" in words
+    else:
+        assert any(re.fullmatch(r"sent, each replica: a lane is \d+ [kM]bit/s high", word) for word in words)
+
+
+def test_the_table_of_numbers_begins_with_what_a_run_is_for_and_is_as_wide_as_its_words(tmp_path: Path) -> None:
+    page = render_report(read_run(write_run(tmp_path / "run", steps=60)), command="thinwire train")
+    table = page.partition("<h2>Numbers</h2>")[2].partition("</table>")[0]
+    first = re.findall(r'<th scope="row">([^<]*)</th>', table)[:3]
+    assert [name.partition(" of the")[0] for name in first[:2]] == [
+        "validation loss", "times fewer bytes than an all-reduce at every step"
+    ]  # fmt: skip
+    assert 'class="facts"' in table and ".facts{width:auto}" in page
+    assert ".many tr>:first-child{position:sticky" in page  # what a row is of stays in sight on a narrow screen
 
 
 def test_more_replicas_than_colours_share_one_colour_and_one_label(tmp_path: Path) -> None:

@@ -79,11 +79,13 @@ table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{padding:7px 12px 7px 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--edge)}
 tr:last-child th,tr:last-child td{border-bottom:0}
 tbody th{font-weight:400;color:var(--quiet)}
+.facts{width:auto}.facts th{padding-right:32px}
 td{font-weight:600;overflow-wrap:anywhere}
 .settings td,.settings th{font-size:14px;padding-top:4px;padding-bottom:4px}
 .many th,.many td{white-space:nowrap;overflow-wrap:normal;padding-right:12px;font-size:14px}
 .many .number{text-align:right}
 .many thead th{color:var(--quiet);font-size:13px;font-weight:600}
+.many tr>:first-child{position:sticky;left:0;background:var(--card)}
 .many tbody th{color:var(--text);font-weight:600}.many td{font-weight:400}
 pre span{white-space:pre}
 h4{font-size:14px;margin:0 0 6px;color:var(--quiet);font-weight:600}
@@ -95,7 +97,7 @@ a{color:var(--strong)}
 pre{margin:0;white-space:pre-wrap;overflow-x:auto;
 font:14px/1.6 ui-monospace,"DejaVu Sans Mono",Menlo,Consolas,monospace}
 footer{color:var(--quiet);font-size:14px;margin-top:40px}
-@media (max-width:560px){main{padding:20px 12px 32px}.card{padding:14px 10px}}
+@media (max-width:560px){main{padding:20px 12px 32px}.card{padding:14px 10px}.facts th{padding-right:12px}}
 @media print{:root{--paper:#fff;--card:#fff}body{font-size:11pt}main{max-width:none;padding:0}
 .card{break-inside:avoid;border-color:#ccc}.cards{grid-template-columns:1fr 1fr}h2{break-after:avoid}
 .hover{display:none}}
@@ -392,8 +394,9 @@ def empty_chart(title: str, words: str) -> str:
     return svg(title, 120, [text(WIDTH / 2, 60, words, anchor="middle")])
 
 
-_LEFT, _RIGHT, _BINS = 74.0, 118.0, 240
+_LEFT, _RIGHT, _BINS = 82.0, 122.0, 240
 _HIGHEST, _LOWEST, _ALL = 90.0, 20.0, 200.0
+_TALL = 2 * _LINE + 4  # a lane with room for its name above its note, and for a scale of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,13 +409,16 @@ class Lane:
     colour: int = 0
 
 
-def lane_chart(title: str, lanes: Sequence[Lane], *, x: Axis, width: float, until: float, empty: str) -> str:
+def lane_chart(
+    title: str, lanes: Sequence[Lane], *, x: Axis, y: Axis, width: float, until: float, empty: str
+) -> str:  # fmt: skip
     """Draw lanes below each other.
 
     Args:
         title: What a screen reader says.
         lanes: The strips, from the top.
         x: The axis that all share.
+        y: The axis of each, from 0 to a round value above the highest of all.
         width: Length of a window, in the unit of x.
         until: The axis reaches at least to here.
         empty: What stands there when no lane has a value above 0.
@@ -423,10 +429,15 @@ def lane_chart(title: str, lanes: Sequence[Lane], *, x: Axis, width: float, unti
     height = min(_HIGHEST, max(_LOWEST, _ALL / len(lanes)))
     ends = [place + width for lane in lanes for place, _ in lane.points]
     across = scale(x, [until, *ends], start=_LEFT, stop=WIDTH - _RIGHT, most_ticks=5)
-    parts = []
-    for index, lane in enumerate(lanes):
-        parts += _lane(lane, across, width=width, top=top, base=(index + 1) * height, height=height - 6)
-    bottom = len(lanes) * height + 6
+    is_tall = height >= _TALL
+    ups = [
+        scale(y, [0.0, top], start=base, stop=base - height + (16 if is_tall else 6), most_ticks=2)
+        for base in (_TOP + (index + 1) * height for index in range(len(lanes)))
+    ]
+    parts = [text(0, 12, y.label if is_tall else f"{y.label}: a lane is {y.write(ups[0].high)} high")]
+    for lane, up in zip(lanes, ups, strict=True):
+        parts += _lane(lane, across, up, width=width, is_tall=is_tall)
+    bottom = _TOP + len(lanes) * height + 6
     return svg(title, bottom + 46, parts + frame(across, None, bottom=bottom))
 
 
@@ -444,19 +455,24 @@ def highest(points: Sequence[Point], *, low: float, high: float, bins: int) -> l
     return found
 
 
-def _lane(lane: Lane, x: Scale, *, width: float, top: float, base: float, height: float) -> list[str]:
+def _lane(lane: Lane, x: Scale, y: Scale, *, width: float, is_tall: bool) -> list[str]:
     bins = max(1, min(_BINS, round((x.high - x.low) / width)))
+    base = y(0.0)
     places = [f"{x.start:.1f},{base:.1f}"]
     middles = [(place + width / 2, value) for place, value in lane.points]
     for index, value in enumerate(highest(middles, low=x.low, high=x.high, bins=bins)):
-        level = base - value / top * height
         left, right = (x.start + (index + side) / bins * (x.stop - x.start) for side in (0, 1))
-        places += [f"{left:.1f},{level:.1f}", f"{right:.1f},{level:.1f}"]
+        places += [f"{left:.1f},{y(value):.1f}", f"{right:.1f},{y(value):.1f}"]
     places.append(f"{x.stop:.1f},{base:.1f}")
     shape = f'<polygon class="area f{lane.colour % COLOURS}" points="{" ".join(places)}">'
-    return [
-        f'<line class="grid" x1="{x.start:.1f}" x2="{x.stop:.1f}" y1="{base:.1f}" y2="{base:.1f}"/>',
-        f"{shape}<title>{escape(lane.name)}: {escape(lane.note)}</title></polygon>",
-        text(x.start - 8, base - 2, lane.name, anchor="end", style="label"),
-        text(x.stop + 8, base - 2, lane.note),
-    ]
+    parts = []
+    for tick in (y.ticks[0], y.ticks[-1]) if is_tall else (y.ticks[0],):
+        parts.append(f'<line class="grid" x1="{x.start:.1f}" x2="{x.stop:.1f}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
+        if is_tall:
+            parts.append(text(x.start - 6, y(tick) + 4, y.axis.write(tick), anchor="end"))
+    parts.append(f"{shape}<title>{escape(lane.name)}: {escape(lane.note)}</title></polygon>")
+    if is_tall:
+        parts.append(text(x.stop + 8, base - 2 - _LINE, lane.name, style="label"))
+    else:
+        parts.append(text(x.start - 8, base - 2, lane.name, anchor="end", style="label"))
+    return [*parts, text(x.stop + 8, base - 2, lane.note)]

@@ -133,7 +133,10 @@ def wire_rate(run: RunRecord) -> Figure:
             Lane(name=f"replica {replica}", points=tuple(points), note=f"peak {format_rate(peak)}", colour=replica)
         )
     highest = max((rate for lane in lanes for _, rate in lane.points), default=0.0)
-    svg = lane_chart("Rate on the wire", lanes, x=time_axis(), width=window_s, until=span_s, empty="nothing was sent")
+    y = Axis(label="sent, each replica", write=lambda v: trimmed(format_rate(v)) if v else "0")
+    svg = lane_chart(
+        "Rate on the wire", lanes, x=time_axis(), y=y, width=window_s, until=span_s, empty="nothing was sent"
+    )
     caption = (
         "Rate of sending, mean of each log interval, by the counts of each replica's kernel. All replicas share one "
         f"scale: the tallest bar is {format_rate(highest)}. Peak: the replica's highest rate over 1 s."

@@ -50,7 +50,7 @@ def page(title: str, *, parts: Sequence[str]) -> str:
 def facts(rows: Sequence[tuple[str, str]], *, style: str = "") -> str:
     """Return a table of names and values, both plain text."""
     cells = "\n".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows)
-    return f'<div class="card"><table class="{style}"><tbody>{cells}</tbody></table></div>'
+    return f'<div class="card"><table class="{f"facts {style}".rstrip()}"><tbody>{cells}</tbody></table></div>'
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -354,17 +354,18 @@ def results(summary: Summary) -> list[tuple[str, str]]:
     size = f" ({format_count(summary.parameters)} parameters)" if summary.parameters else ""
     text = RunNumbers.of_summary(summary).texts()
     return [
+        # what a run is judged by comes first
+        ("validation loss of the global parameters", f"{summary.val_loss:.4f} nats per token"),
+        *((LABELS[name], text[name]) for name in ("times_fewer_bytes", "sent_bytes", "waiting", "wall_s")),
         ("method", summary.method),
         *([("model", f"{summary.model}{size}")] if summary.model else []),
         ("replicas", str(summary.replicas)),
         ("inner steps", f"{summary.steps:,}"),
         ("tokens, all replicas", f"{summary.tokens:,}"),
-        ("validation loss of the global parameters", f"{summary.val_loss:.4f} nats per token"),
-        *((LABELS[name], text[name]) for name in ("wall_s", "step_s", "tokens_per_s", "waiting", "sent_bytes")),
-        ("payload among them, without message headers", format_bytes(summary.payload_bytes)),
+        *((LABELS[name], text[name]) for name in ("step_s", "tokens_per_s")),
+        ("payload among the bytes sent, without message headers", format_bytes(summary.payload_bytes)),
         *((LABELS[name], text[name]) for name in ("received_bytes", "mean_bits_per_s", "peak_bits_per_s")),
         ("an all-reduce at every step would send", format_bytes(summary.allreduce_bytes)),
-        (LABELS["times_fewer_bytes"], text["times_fewer_bytes"]),
     ]
 
 
