@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 from test_coordinator import Desk
 
+from thinwire.elastic.protocol import VERSION, decode, encode
 from thinwire.errors import PayloadError
+from thinwire.version import __version__
 
 HUGE = 1 << 62
 STEPS_A_S = 10.0
@@ -120,3 +122,33 @@ def test_a_round_that_no_other_replica_knows_is_not_decided_while_they_go_on() -
     assert desk.words(b"a", "progress")[-1]["closed"] > 400, "nor do the others wait for it"
     assert not {7, 1 << 40} & set(desk.coordinator.state.rounds.decisions)
     assert {100, 130} <= set(desk.coordinator.state.rounds.decisions)
+
+
+def test_many_members_of_one_address_are_no_majority_and_their_number_is_limited() -> None:
+    desk = Desk(planned=2)
+    tokens = {b"a": "10.0.0.1", b"b": "10.0.0.2", **{b"x%d" % number: "10.0.0.9" for number in range(3)}}
+
+    def say(token: bytes, kind: str, **fields: Any) -> None:
+        message = decode(encode(kind, **fields), to_member=False)
+        desk.coordinator.handle(token, message, now_s=desk.now_s, origin=tokens[token])
+
+    def come(token: bytes) -> None:
+        say(token, "join", version=VERSION, thinwire=__version__, host="h")
+        say(token, "here", address="10.9.9.9", port=1, corpus="c", windows=1, held=0, era=0, disk=0)
+
+    for token in tokens:
+        come(token)
+    for token in tokens:
+        say(token, "active", step=0)
+    for token in [token for token in tokens if token.startswith(b"x")]:
+        for honest in (0, 1):
+            for kind in ("reject", "lost"):
+                more = {"round": 0, "member": honest, "parts": 2, "since": 0, "fault": "non_finite", "why": ""}
+                say(token, kind, **(more if kind == "reject" else {"replica": honest}))
+    assert desk.coordinator.state.roster.active == (0, 1, 2, 3, 4)
+    assert not any(member.is_suspect for member in desk.coordinator.state.roster)
+    for number in range(3, 70):
+        tokens[b"x%d" % number] = "10.0.0.9"
+        say(b"x%d" % number, "join", version=VERSION, thinwire=__version__, host="h")
+    assert len(desk.coordinator.state.roster) == 2 + 64
+    assert "64 replicas take part from the address 10.0.0.9" in desk.words(b"x69", "refused")[0]["why"]

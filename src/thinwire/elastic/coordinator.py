@@ -34,6 +34,8 @@ PROGRESS_S = 1.0
 # Findings written down of one replica, and leases to it that no round has counted yet.
 _MAX_NOTICES, _MAX_LEASED = 100, 256
 _MAX_OPEN_ROUNDS, _MAX_OPEN_ALONE, _MAX_MEMBERS = 256, 128, 1024
+# Replicas from one IP address, behind which may be a whole site.
+_MAX_PER_ADDRESS = 64
 # Sites and detours follow measured rates, which may go up and down for days.
 _MAX_SITE_FINDINGS, _MAX_DETOUR_FINDINGS = 20, 100
 # A replica is dropped with so many bad parts in a row. One may be an accident on the way of one message or in one
@@ -77,8 +79,14 @@ class Coordinator:
         self._keep_records = keep_records
         self._next_progress_s = 0.0
 
-    def handle(self, token: bytes, message: Message, *, now_s: float) -> None:
+    def handle(self, token: bytes, message: Message, *, now_s: float, origin: str = "") -> None:
         """Act on a validated message of a connection.
+
+        Args:
+            token: The connection.
+            message: The message.
+            now_s: The time.
+            origin: IP address from which the connection comes; empty where it is not known.
 
         Raises:
             PayloadError: It contradicts the state, or exceeds a limit.
@@ -89,11 +97,12 @@ class Coordinator:
             return
         member = self.state.roster.by_token(token)
         if kind == "join":
-            self._join(token, member, message, now_s=now_s)
+            self._join(token, member, message, now_s=now_s, origin=origin)
             return
         if member is None:
             self._send(token, "unknown", {"generation": self._generation})
             return
+        member.origin = origin
         self.state.roster.hear(member, now_s=now_s, is_beat=kind == "beat")
         self._HANDLERS[kind](self, member, message, now_s)
         self._advance(now_s)
@@ -140,7 +149,9 @@ class Coordinator:
 
     # -- joining
 
-    def _join(self, token: bytes, member: RosterMember | None, message: Message, *, now_s: float) -> None:
+    def _join(
+        self, token: bytes, member: RosterMember | None, message: Message, *, now_s: float, origin: str
+    ) -> None:  # fmt: skip
         state, job = self.state, self._config.job
         refusal = ""
         if message["version"] != VERSION or message["thinwire"] != job.get("thinwire"):
@@ -153,6 +164,11 @@ class Coordinator:
             refusal = state.failure or RUN_OVER
         elif member is None and len(state.roster) >= _MAX_MEMBERS:
             refusal = f"the job has {_MAX_MEMBERS} replicas, which is the most"
+        elif member is None and origin and sum(one.origin == origin for one in state.roster) >= _MAX_PER_ADDRESS:
+            refusal = (
+                f"{_MAX_PER_ADDRESS} replicas take part from the address {origin}, which is the most; join from "
+                f"another address"
+            )
         if refusal:
             self._send(token, "refused", {"why": refusal})
             host = printable(message["host"], most=200)
@@ -164,6 +180,7 @@ class Coordinator:
         state.has_been_left = False
         if member is None:
             member = state.roster.add(token, host=printable(message["host"], most=200), now_s=now_s)
+            member.origin = origin
             # in the journal before the welcome: a number must never be given twice
             self._record("member", state.member_line(member))
             state.standby_hosts.joined(member.host)
@@ -380,7 +397,7 @@ class Coordinator:
         others = set(state.roster.active) - {bad.replica}
         reporters = others & set(bad.rejected_by)
         # one reporter alone could drop all others
-        if member is bad or 2 * len(reporters) > len(others):
+        if member is bad or state.roster.are_most(reporters, of=others):
             since = statistics.median_low(bad.rejected_by[one] for one in reporters or {bad.replica})
             if state.uncount(bad.replica, since=since):
                 self._record("accounts", {"accounts": [list(account) for account in state.accounts]})

@@ -150,7 +150,8 @@ class CoordinatorServer:
         try:
             if found.frame is None:
                 raise PayloadError("a message of several frames")
-            coordinator.handle(caller, decode(bytes(found.frame), to_member=False), now_s=now_s)
+            message = decode(bytes(found.frame), to_member=False)
+            coordinator.handle(caller, message, now_s=now_s, origin=self._limits.origin(found.fd))
         except PayloadError as error:
             self._num_invalid[caller] = self._num_invalid.get(caller, 0) + 1
             if self._num_invalid[caller] <= _MAX_INVALID:

@@ -72,6 +72,11 @@ class ConnectionLimits:
         connection.num_frames += 1
         return connection.limit.take(now_s=now_s)
 
+    def origin(self, fd: int) -> str:
+        """Return the IP address of a connection that has sent a message; empty where it is gone."""
+        peer = self._connections[fd].tap.peer if fd in self._connections else None
+        return "" if peer is None else str(peer[0])
+
     def is_first_excess(self, fd: int) -> bool:
         """Return, once, that a connection exceeds its limit."""
         connection = self._connections[fd]

@@ -41,6 +41,7 @@ class RosterMember:
     token: bytes  # names its connection
     host: str
     heard_s: float  # time of its last message
+    origin: str = ""  # IP address from which its connection comes; empty until it is heard
     address: str = ""  # for other replicas, with the port
     port: int = 0
     state: MemberState = MemberState.ARRIVING
@@ -187,7 +188,15 @@ class Roster:
         if member is not None and now_s - member.heard_s < SUSPECT_SILENCE_S:
             member.suspected_by.add(by)
             others = set(self.active) - {replica}
-            member.is_suspect = 2 * len(member.suspected_by & others) > len(others)
+            member.is_suspect = self.are_most(member.suspected_by & others, of=others)
+
+    def are_most(self, reporters: set[int], *, of: set[int]) -> bool:
+        """Return whether replicas are more than half of others, and their addresses more than half of the addresses.
+
+        So that a holder of the secret gets no majority by joining many times from one host.
+        """
+        origins = [{m.origin for one in group if (m := self.get(one)) is not None} for group in (reporters, of)]
+        return 2 * len(reporters) > len(of) and 2 * len(origins[0]) > len(origins[1])
 
     @property
     def silence_s(self) -> float:
