@@ -115,7 +115,9 @@ def warned(*, replicas, method=MEAN, is_moving=True):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         codes = thinwire.run_replicas(replicas, replica_main)
-    return [str(one.message) for one in found if "buffer" in str(one.message)], codes
+    found = [one for one in found if "buffer" in str(one.message)]
+    assert all(one.filename == __file__ for one in found)
+    return [str(one.message) for one in found], codes
 
 
 @pytest.mark.parametrize("method", [MEAN, all_reduce()], ids=lambda method: method.name)

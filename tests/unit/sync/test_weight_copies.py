@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -234,6 +235,13 @@ def test_weights_of_an_unknown_kind_are_refused_by_name_and_serve_where_gradient
         wrapped(MEAN)
     optimizer, model = wrapped(all_reduce())
     pull(optimizer, model.weight, to=1.0)
+
+
+def test_schedule_free_is_refused_where_replicas_that_join_fetch_one_set_of_weights():
+    model, comes_and_goes = scalar(), SimpleNamespace(has_fixed_replicas=False)
+    inner = ScheduleFree(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"ScheduleFree keeps a second set .* take torch.optim.AdamW"):
+        thinwire.DistributedOptimizer(model, inner, method=MEAN, catch_up=comes_and_goes)
 
 
 def test_an_optimizer_that_the_test_cannot_step_causes_one_warning():
