@@ -136,15 +136,22 @@ def test_a_replica_that_was_stopped_for_longer_than_it_can_follow_joins_again_by
     started = start(runs, texts, run, steps=100_000, replicas=3, more=["--sync-interval", "3"])
     begun = wait_until(run, lambda found: len(active(found)) == 3 and found["step"] > 5, started)
     pid = int((run / "logs" / "replica-process-2.pid").read_text())
+    log = run / "logs" / "replica-process-2.err"
+
+    def lives() -> list[str]:
+        return re.findall(r"replica (\d+) takes part from step", log.read_text())
+
     stopped = psutil.Process(pid)
     stopped.suspend()
     wait_until(run, lambda found: found["step"] > begun["step"] + 30, started)  # sooner than its silence is too long
     stopped.resume()
-    found = wait_until(run, lambda found: max(active(found)) > 2 and len(active(found)) == 3, started)
-    told = [text for text in found["findings"] if "did no step for" in text or "was silent" in text]
-    assert len(told) == 1 and "it joins again" in told[0], told
+    found = wait_until(run, lambda found: len(lives()) > 1 and int(lives()[1]) in active(found), started)
+    # on a busy machine it may find out first that nobody has the parts any more
+    gone = f"replica {lives()[0]} on "
+    told = [text for text in found["findings"] if text.startswith(gone) and "the others go on without it" in text]
+    assert len(told) == 1, found["findings"]
     assert int((run / "logs" / "replica-process-2.pid").read_text()) == pid, "the same process came back"
-    number = max(active(found))
+    number = int(lives()[1])
     wait_until(run, lambda found: any(number in line["members"] for line in rounds(run, 0)), started)
 
 
