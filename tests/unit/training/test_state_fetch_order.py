@@ -109,7 +109,10 @@ class Case:
         self.engine = cast(RoundEngine, SimpleNamespace(update=SimpleNamespace(load_state_dict=self.loaded.append)))
 
     def fetched(self, *, may_begin_early: bool) -> tuple[IncomingState, dict[str, torch.Tensor]]:
-        return fetch(self.offer, membership=self.membership, report=self.told.append, may_begin_early=may_begin_early)
+        return fetch(
+            self.offer, membership=self.membership, most_bytes=self.offer.num_bytes, report=self.told.append,
+            may_begin_early=may_begin_early,
+        )  # fmt: skip
 
 
 def test_the_parameters_are_taken_first_and_the_momenta_when_they_are_here() -> None:
