@@ -118,6 +118,7 @@ class Laid:
 
     def __init__(self, paths: dict[int, Path], *, step: int) -> None:
         self._paths, self.step, self.closed_step = paths, step, 0
+        self.refused: dict[int, tuple[str, str]] = {}
         self.agreed: Laid | None = None
 
     @property

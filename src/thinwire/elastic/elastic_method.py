@@ -158,6 +158,10 @@ class ShardedReplicaParameters(GlobalParameters):
         """See `GlobalParameters.shapes`: whole ones."""
         return tuple(parameter.shape for parameter in self.parameters[fragment])
 
+    def held_dtypes(self, fragment: int) -> tuple[torch.dtype, ...]:
+        """See `GlobalParameters.held_dtypes`."""
+        return tuple(parameter.dtype for parameter in self.parameters[fragment])
+
     @property
     def is_sharded(self) -> bool:
         """Never: what is exchanged and applied here is whole."""

@@ -136,6 +136,10 @@ class GlobalParameters:
         """Return the shapes of what this rank holds of a fragment's tensors, in the order of its vectors."""
         return tuple(tensor.shape for tensor in self.locals(fragment))
 
+    def held_dtypes(self, fragment: int) -> tuple[torch.dtype, ...]:
+        """Return the dtypes in which a fragment's tensors are kept, in the order of its vectors."""
+        return tuple(tensor.dtype for tensor in self.locals(fragment))
+
     def read(self, fragment: int) -> torch.Tensor:
         """Return a fragment's local value: float32 or float64, `(numel,)`, a new tensor on the model's device."""
         return flatten(self.locals(fragment), dtype=self.dtype(fragment))
@@ -223,7 +227,8 @@ class GlobalParameters:
         So what was not trained is exactly zero.
         """
         local = self.read(fragment)
-        start = [torch.empty_like(tensor, device=local.device) for tensor in self.locals(fragment)]
+        held = zip(self.shapes(fragment), self.held_dtypes(fragment), strict=True)
+        start = [torch.empty(shape, dtype=dtype, device=local.device) for shape, dtype in held]
         unflatten_into(self.values[fragment].to(local.device), start)
         return local.sub_(flatten(start, device=local.device, dtype=local.dtype))
 
