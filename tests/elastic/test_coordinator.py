@@ -486,13 +486,13 @@ def test_a_replica_with_long_steps_one_that_is_paused_and_one_that_comes_back_ar
     desk.coordinator.state.roster.get(1).is_paused = True
     desk.now_s = 45.0
     for token in (b"a", b"b"):
-        desk.hear(token, "rates", rates={}, latest={})
+        desk.hear(token, "rates", rates={}, latest={}, probes={})
     desk.coordinator.tick(desk.now_s)
     assert not desk.words(b"b", "expelled")
     later = desk.again()  # whose replicas have yet to find it
     later.hear(b"a", "beat", step=10 * most, step_s=0.1, roster=0)
     later.now_s = 25.0
-    later.hear(b"b", "rates", rates={}, latest={})
+    later.hear(b"b", "rates", rates={}, latest={}, probes={})
     later.coordinator.tick(25.0)
     assert not later.words(b"b", "expelled")
 

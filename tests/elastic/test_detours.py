@@ -19,6 +19,7 @@ from thinwire.elastic.routing import (
     HELD_ROUNDS,
     LATEST,
     LEFT_ROUNDS,
+    RECENT_ROUNDS,
     STEADY_ROUNDS,
     Detour,
     DetourTable,
@@ -137,6 +138,17 @@ def long_known(rates: Told) -> DetourTable:
     return book
 
 
+def probed(book: DetourTable, rate: float, *, num_rounds: int) -> list[str]:
+    """Let a probe measure the avoided link 0 -> 2 of three; return what is told."""
+    link = book._links.get((0, 2))
+    number = 1 if link is None or link.num_answers is None else link.num_answers + 1
+    told = []
+    for num_answers in (number, number + 1):  # the first report only says how many there were before
+        book.add_rates(0, {1: FAST, 2: rate}, probes={2: (num_answers, rate)})
+        told += book.update((0, 1, 2), num_rounds=num_rounds)
+    return told
+
+
 def test_people_are_told_once_when_a_detour_begins_and_once_when_it_ends() -> None:
     book = long_known(all_fast(3, (0, 2, SLOW)))
     (begun,) = book.update((0, 1, 2), num_rounds=0)
@@ -147,8 +159,7 @@ def test_people_are_told_once_when_a_detour_begins_and_once_when_it_ends() -> No
         Detour(source=0, replica=2, over=(1,), every=16),
     )
     assert book.describe()[0]["text"] == begun and book.ways() == {(0, 2): FAST}
-    book.add_rates(0, {1: FAST, 2: FAST})
-    assert book.update((0, 1, 2), num_rounds=HELD_ROUNDS - 1) == [], "it is held for a while"
+    assert probed(book, FAST, num_rounds=HELD_ROUNDS - 1) == [], "it is held for a while"
     (ended,) = book.update((0, 1, 2), num_rounds=HELD_ROUNDS + LEFT_ROUNDS)
     assert ended.startswith("replica 2 fetches replica 0's parts itself again: the wire 0 -> 2 carries 5 MB/s")
     assert (
@@ -163,9 +174,10 @@ def test_a_link_that_is_slow_at_the_start_alone_is_gone_around_without_a_finding
         book = book_of(all_fast(3, (0, 2, SLOW)))
         told = []
         for num_rounds in range(40):
-            if num_rounds == 16 and not is_slow:  # the first probe
-                book.add_rates(0, {1: FAST, 2: FAST})
+            if num_rounds == 30:  # the first probe, which may come late
+                told += probed(book, SLOW if is_slow else FAST, num_rounds=num_rounds)
             told += book.update((0, 1, 2), num_rounds=num_rounds)
+            assert not told or num_rounds >= 30
             assert num_rounds or book.detours, "it is gone around at once"
         assert len(told) == is_slow and bool(book.detours) == is_slow, "and named once a probe has found it slow too"
 
@@ -206,7 +218,7 @@ def test_a_wire_that_recovers_for_a_moment_only_is_tried_ever_more_rarely() -> N
             book.update((0, 1, 2), num_rounds=num_rounds)
         waited.append(num_rounds - since)
         every.append(book.detours[0].every)
-        book.add_rates(0, {1: FAST, 2: FAST})
+        probed(book, FAST, num_rounds=num_rounds)
         while book.detours:
             num_rounds += 1
             book.update((0, 1, 2), num_rounds=num_rounds)
@@ -230,12 +242,73 @@ def test_a_way_that_is_not_clearly_better_must_stay_better_for_some_rounds() -> 
 def test_a_detour_that_was_of_use_for_long_is_not_counted_against_the_next_one() -> None:
     book = book_of(all_fast(3, (0, 2, SLOW)))
     book.update((0, 1, 2), num_rounds=0)
-    book.add_rates(0, {1: FAST, 2: FAST})
-    for num_rounds in (200, 200 + LEFT_ROUNDS):
-        book.update((0, 1, 2), num_rounds=num_rounds)
+    probed(book, FAST, num_rounds=200)
+    book.update((0, 1, 2), num_rounds=200 + LEFT_ROUNDS)
     assert not book.detours
     book.add_rates(0, {1: FAST, 2: SLOW})
     assert len(book.update((0, 1, 2), num_rounds=300)) == 1
+
+
+def test_a_detour_does_not_end_because_the_path_has_become_slower_since_the_latest_probe() -> None:
+    for is_well in (False, True):
+        book = long_known(all_fast(3, (0, 2, SLOW)))
+        book.update((0, 1, 2), num_rounds=0)
+        assert len(probed(book, SLOW, num_rounds=20)) == 0 and book.detours
+        book.add_rates(1, {0: SLOW, 2: SLOW})  # all links carry other traffic now
+        book.add_rates(0, {1: SLOW})
+        for num_rounds in range(21, 60):
+            assert book.update((0, 1, 2), num_rounds=num_rounds) == [], "the link may be as much slower as all others"
+        book.add_rates(0, {1: SLOW}, probes={2: (10, SLOW if is_well else SLOW / 10)})
+        told = [text for num_rounds in range(60, 70) for text in book.update((0, 1, 2), num_rounds=num_rounds)]
+        assert (len(told), bool(book.detours)) == ((1, False) if is_well else (0, True)), "only a probe ends it"
+
+
+def test_a_detour_stays_however_rarely_its_link_is_probed() -> None:
+    book = long_known(all_fast(3, (0, 2, SLOW)))
+    book.update((0, 1, 2), num_rounds=0)
+    book.add_rates(0, {1: FAST}, probes={2: (3, SLOW)})  # what was measured before is too old to be reported
+    for num_rounds in range(5000):
+        assert book.update((0, 1, 2), num_rounds=num_rounds) == [] and book.detours
+    book.add_rates(0, {1: FAST}, probes={2: (4, FAST)})
+    told = [text for num_rounds in (5000, 5000 + LEFT_ROUNDS) for text in book.update((0, 1, 2), num_rounds=num_rounds)]
+    assert len(told) == 1 and "itself again" in told[0]
+
+
+def test_a_link_whose_path_has_become_slower_is_probed_as_often_as_at_first() -> None:
+    book, num_rounds = long_known(all_fast(3, (0, 2, SLOW))), 0
+    for _ in range(3):
+        book.add_rates(0, {1: FAST, 2: SLOW})
+        while not book.detours:
+            book.update((0, 1, 2), num_rounds=(num_rounds := num_rounds + 1))
+        every = book.detours[0].every
+        probed(book, FAST, num_rounds=num_rounds)
+        while book.detours:
+            book.update((0, 1, 2), num_rounds=(num_rounds := num_rounds + 1))
+    book.add_rates(0, {1: FAST, 2: SLOW})
+    while not book.detours:
+        book.update((0, 1, 2), num_rounds=(num_rounds := num_rounds + 1))
+    assert (every, book.detours[0].every) == (64, 128)
+    book.add_rates(0, {1: SLOW})
+    book.update((0, 1, 2), num_rounds=num_rounds + 1)
+    assert book.detours[0].every == 16
+
+
+def test_a_link_that_has_not_been_used_for_long_is_compared_with_none_of_now() -> None:
+    sent = [LinkRates(), LinkRates()]
+    book = DetourTable()
+    for _ in range(LATEST):
+        sent[0].observe(2, num_bytes=100_000, seconds=100_000 / SLOW)  # while all links carry other traffic
+    for num_rounds in range(RECENT_ROUNDS + STEADY_ROUNDS + 1):
+        for one in sent:
+            one.count_round()
+        if num_rounds >= RECENT_ROUNDS - LATEST:
+            sent[0].observe(1, num_bytes=100_000, seconds=100_000 / FAST)
+            sent[1].observe(2, num_bytes=100_000, seconds=100_000 / FAST)
+        for replica, one in enumerate(sent):
+            book.add_rates(replica, {int(to): rate for to, rate in one.report(latest=LATEST).items()})
+        assert book.update((0, 1, 2), num_rounds=num_rounds) == [] == [*book.detours]
+    assert sent[0].report(latest=LATEST) == {"1": FAST} and set(sent[0].report()) == {"1", "2"}
+    assert sent[0].newest({2}) == {"2": (LATEST, SLOW)} and not sent[0].newest(())
 
 
 def noisy_life(num: int, *, seed: int, noise: float, slow_from: int | None = None) -> tuple[int, int | None]:
@@ -255,7 +328,12 @@ def noisy_life(num: int, *, seed: int, noise: float, slow_from: int | None = Non
             rate = (FAST / 10 if is_slow else FAST) * drawn.lognormvariate(0.0, noise)
             rates[source].observe(to, num_bytes=1_000_000, seconds=1_000_000 / rate)
         for source in range(num):
-            book.add_rates(source, {int(to): rate for to, rate in rates[source].report(latest=LATEST).items()})
+            avoided = {one.replica for one in book.detours if one.source == source}
+            book.add_rates(
+                source, {int(to): rate for to, rate in rates[source].report(latest=LATEST).items()},
+                probes={int(to): probe for to, probe in rates[source].newest(avoided).items()},
+            )  # fmt: skip
+            rates[source].count_round()
         for _ in range(3):  # the coordinator looks once a second
             book.update(range(num), num_rounds=number)
         now = {(one.source, one.replica) for one in book.detours}

@@ -160,8 +160,12 @@ def test_only_what_was_sent_well_and_is_large_enough_tells_a_rate() -> None:
 @pytest.mark.parametrize("bad", [[], {"a": 1}, {"1": -1}, {"1": 0.5}, {"1": True}, {"1" * 20: 1}, {"\u0661": 1}])
 def test_rates_that_cannot_be_are_refused(bad: object) -> None:
     with pytest.raises(PayloadError, match=r"\$\.rates"):
-        decode(encode("rates", rates=bad, latest={}), to_member=False)
-    assert decode(encode("rates", rates={"3": 7}, latest={}), to_member=False)["rates"] == {3: 7}
+        decode(encode("rates", rates=bad, latest={}, probes={}), to_member=False)
+    for probe in (7, [7], [7, -1], [7, 9, 9], [7, 0.5]):
+        with pytest.raises(PayloadError, match=r"\$\.probes"):
+            decode(encode("rates", rates={}, latest={}, probes={"3": probe}), to_member=False)
+    found = decode(encode("rates", rates={"3": 7}, latest={}, probes={"3": (7, 9)}), to_member=False)
+    assert (found["rates"], found["probes"]) == ({3: 7}, {3: (7, 9)})
 
 
 class Site:

@@ -297,7 +297,7 @@ class Coordinator:
 
     def _on_rates(self, member: RosterMember, message: Message, now_s: float) -> None:
         self.state.sites.add_rates(member.replica, message["rates"])
-        self.state.detours.add_rates(member.replica, message["latest"])
+        self.state.detours.add_rates(member.replica, message["latest"], probes=message["probes"])
 
     def _on_connection_lost(self, member: RosterMember, message: Message, now_s: float) -> None:
         self.state.roster.suspect(message["replica"], by=member.replica, now_s=now_s)

@@ -381,7 +381,9 @@ class CoordinatorSession:
     def _report_rates(self) -> None:
         self.link_rates.retain(self.active())
         if rates := self.link_rates.report():
-            self._send("rates", rates=rates, latest=self.link_rates.report(latest=LATEST))
+            avoided = {one.replica for one in self.view.detours if one.source == self.replica}
+            probes = self.link_rates.newest(avoided)
+            self._send("rates", rates=rates, latest=self.link_rates.report(latest=LATEST), probes=probes)
 
     def _warn_of_silence(self, silence_s: float) -> None:
         if silence_s >= self._warn_s:
@@ -422,6 +424,8 @@ class CoordinatorSession:
             del self._unanswered["records", -1]
 
     def _on_decision(self, message: Message) -> None:
+        if message["round"] not in self.view.decisions:
+            self.link_rates.count_round()
         self.view.decisions[message["round"]] = Decision(
             round_id=message["round"],
             launch_step=message["launch_step"],

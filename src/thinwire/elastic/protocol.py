@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from thinwire.errors import PayloadError
 
-VERSION = 7
+VERSION = 8
 # Bytes of a message to a replica, and to the coordinator, which receives no large ones.
 MOST_BYTES, MOST_BYTES_HERE = 1 << 20, 1 << 16
 _MAX_DEPTH = 16
@@ -49,9 +49,10 @@ _Port = Annotated[int, Meta(gt=0, lt=1 << 16)]
 _Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 # A hash, or empty where there is none; the field may be left out.
 _MaybeSha256 = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
-# By shard, how many of its windows were used; and by replica, bytes a second.
+# By shard, how many of its windows were used; by replica, bytes a second; and answers so far and the newest one's rate.
 _Windows = Annotated[dict[Annotated[int, Meta(ge=0, lt=10**18)], _Count], Meta(max_length=64)]
 _Rates = Annotated[dict[Annotated[int, Meta(ge=0, lt=10**10)], _Count], Meta(max_length=1024)]
+_Probes = Annotated[dict[Annotated[int, Meta(ge=0, lt=10**10)], tuple[_Count, _Count]], Meta(max_length=256)]
 
 _TO_COORDINATOR: dict[str, dict[str, Any]] = {
     "join": {"version": _Count, "thinwire": _Text, "host": _Text},
@@ -62,7 +63,7 @@ _TO_COORDINATOR: dict[str, dict[str, Any]] = {
     "active": {"step": _Count},
     "beat": {"step": _Count, "step_s": _Number, "roster": _Count},
     "work": {"steps_per_interval": _Number, "tokens_s": _Number, "loss": _Number},
-    "rates": {"rates": _Rates, "latest": _Rates},
+    "rates": {"rates": _Rates, "latest": _Rates, "probes": _Probes},
     "launch": {"round": _Count, "step": _Count, "used": _Windows},
     "withhold": {"round": _Count, "step": _Count, "used": _Windows, "parts": _Count},
     "reject": {

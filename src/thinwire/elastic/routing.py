@@ -27,20 +27,22 @@ FASTER = 4.0
 # Bytes; smaller answers measure latency, not rate.
 LEAST_BYTES = 1 << 14
 _SEEN = 8
-# Number of latest answers that reveal a link that became slow.
-LATEST = 3
+# Number of latest answers that reveal a link that became slow, and the rounds within which they must lie: a rate from
+# an hour of other traffic says nothing beside one of now. Far links of a site of 8 are used once in 8 rounds each.
+LATEST, RECENT_ROUNDS = 3, 32
 _LEAST_S = 1e-4
 _MOST_RATE = 1 << 53
 
 Sites = tuple[tuple[int, ...], ...]
 _NO_WAYS: Mapping[tuple[int, int], float] = {}
+_NO_PROBES: Mapping[int, tuple[int, float]] = {}
 
 
 class LinkRates:
     """Rates at which this replica's answers reached the others, bytes a second.
 
     The highest of the latest few counts: other traffic can slow a transfer, but nothing can exceed the link. One thread
-    may observe while another one reads.
+    may observe while another one reads. `count_round` dates the answers.
 
     Example:
         >>> rates = LinkRates()
@@ -52,12 +54,20 @@ class LinkRates:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, deque[float]] = {}
+        self._seen: dict[int, deque[tuple[int, float]]] = {}  # the round of each answer, and its rate
+        self._num_answers: Counter[int] = Counter()
+        self._num_rounds = 0
+
+    def count_round(self) -> None:
+        """Note that another round has been decided."""
+        self._num_rounds += 1
 
     def observe(self, peer: int, *, num_bytes: int, seconds: float) -> None:
         """Record an answer that reached a replica."""
         if num_bytes >= LEAST_BYTES:
-            self._seen.setdefault(peer, deque(maxlen=_SEEN)).append(num_bytes / max(_LEAST_S, seconds))
+            rate = min(_MOST_RATE, num_bytes / max(_LEAST_S, seconds))
+            self._seen.setdefault(peer, deque(maxlen=_SEEN)).append((self._num_rounds, rate))
+            self._num_answers[peer] += 1
 
     def forget(self, peer: int) -> None:
         """Forget the measurements of the link to a replica."""
@@ -72,12 +82,20 @@ class LinkRates:
         """Return the rates for the coordinator: the highest of the latest answers.
 
         Args:
-            latest: Number of answers; peers with fewer are left out, except with the default.
+            latest: Number of answers; peers with fewer in the latest `RECENT_ROUNDS` are left out, except with the
+                default.
         """
         kept = {peer: list(rates.copy()) for peer, rates in sorted(self._seen.copy().items())}
-        least = 1 if latest == _SEEN else latest
-        seen = {peer: max(rates[-latest:]) for peer, rates in kept.items() if len(rates) >= least}
-        return {str(peer): min(_MOST_RATE, round(rate)) for peer, rate in seen.items()}
+        if latest < _SEEN:
+            oldest = self._num_rounds - RECENT_ROUNDS
+            kept = {peer: [one for one in rates if one[0] > oldest] for peer, rates in kept.items()}
+            kept = {peer: rates for peer, rates in kept.items() if len(rates) >= latest}
+        return {str(peer): round(max(rate for _, rate in rates[-latest:])) for peer, rates in kept.items()}
+
+    def newest(self, peers: Collection[int]) -> dict[str, tuple[int, int]]:
+        """Return the number of answers over the links to some replicas, and the rate of the newest one."""
+        kept = {peer: list(rates.copy()) for peer, rates in self._seen.copy().items() if peer in peers}
+        return {str(peer): (self._num_answers[peer], round(rates[-1][1])) for peer, rates in sorted(kept.items())}
 
 
 def find_sites(rates: Mapping[int, Mapping[int, float]], active: Collection[int]) -> Sites:
@@ -180,6 +198,8 @@ STAYS = 2.5
 STEADY_ROUNDS, CLEARLY = 6, 8.0
 # Rounds for which it is held at least, and rounds below `STAYS` after which it ends.
 HELD_ROUNDS, LEFT_ROUNDS = 8, 2
+# Between two probes nothing is known of an avoided link, and the path may become slower with all others. So a detour
+# ends only by a probe, which is compared with the path's rate of the same time.
 # The first answers over a link share the machines with imports and compilers. A detour that begins within so many
 # rounds of them is no finding before a probe has found the link slow again.
 _START_ROUNDS = 16
@@ -302,6 +322,24 @@ def _slow(known: Mapping[Pair, float], current: Collection[Pair]) -> list[Pair]:
     return sorted(slow, key=lambda pair: (pair not in current, known[pair], pair))[:_MOST_DETOURS]
 
 
+@dataclass(slots=True, kw_only=True)
+class _AvoidedLink:
+    """Measurements of a link that a detour avoids."""
+
+    rate: float  # of its newest probe, or that at which the detour began
+    num_answers: int | None = None  # over it so far, None before the first report
+    is_slow: bool = False  # a probe has found it slow again
+    is_well: bool = False  # the newest probe has found it about as fast as the path
+
+    def take_probe(self, num_answers: int, rate: float) -> bool:
+        """Take in a report of its answers; return whether there is a new one."""
+        is_new = self.num_answers is not None and num_answers != self.num_answers
+        self.num_answers = num_answers
+        if is_new:
+            self.rate = rate
+        return is_new
+
+
 class DetourTable:
     """Latest rates that replicas reported, and the current detours.
 
@@ -314,25 +352,38 @@ class DetourTable:
         self.detours: tuple[Detour, ...] = ()
         self.num_changes = 0
         self._rates: dict[int, Mapping[int, float]] = {}
+        self._probes: dict[int, Mapping[int, tuple[int, float]]] = {}
         self._ways: dict[Pair, dict[int, float]] = {}
+        self._links: dict[Pair, _AvoidedLink] = {}
         self._every: dict[Pair, int] = {}
         self._begun: Counter[Pair] = Counter()
         self._fruitless: Counter[Pair] = Counter()
         # by link, the round at which it was first found slow, avoided, or found recovered
         self._known_since: dict[Pair, int] = {}  # at which its rate was first known
         self._unsaid: set[Pair] = set()  # begun at a start, and not probed since
+        self._doubted: set[Pair] = set()  # whose path is no better than the last probe, at the latest rates
         self._slow_since: dict[Pair, int] = {}
         self._around_since: dict[Pair, int] = {}
         self._well_since: dict[Pair, int] = {}
 
-    def add_rates(self, replica: int, rates: Mapping[int, float]) -> None:
-        """Record the latest rates that a replica reported."""
-        self._rates[replica] = rates
+    def add_rates(
+        self, replica: int, rates: Mapping[int, float], *, probes: Mapping[int, tuple[int, float]] = _NO_PROBES
+    ) -> None:
+        """Record the latest rates that a replica reported.
+
+        Args:
+            replica: The replica.
+            rates: By other replica, bytes a second, all measured in the latest rounds.
+            probes: By other replica over the link to which a detour leads: the number of answers over the link, and the
+                rate of the newest one.
+        """
+        self._rates[replica], self._probes[replica] = rates, probes
 
     def forget(self, replica: int) -> None:
         """Forget a replica."""
         self._rates.pop(replica, None)
-        for counted in (self._begun, self._fruitless):
+        self._probes.pop(replica, None)
+        for counted in (self._begun, self._fruitless, self._known_since):
             for pair in [pair for pair in counted if replica in pair]:
                 del counted[pair]
 
@@ -348,28 +399,51 @@ class DetourTable:
             num_rounds: How many rounds have been decided so far.
         """
         before, said = self._ways, set(self._ways) - self._unsaid
-        known = {(one, to) for one, rates in self._rates.items() for to in rates}
-        self._known_since = {pair: self._known_since.get(pair, num_rounds) for pair in known}
-        found = self._steady(find_detours(self._rates, active, current=before), active, num_rounds=num_rounds)
+        for pair in [(one, to) for one in active for to in self._rates.get(one, {}) if to in active]:
+            self._known_since.setdefault(pair, num_rounds)
+        found = self._steady(self._compare(active), active, num_rounds=num_rounds)
         news = [self._ended(pair, active) for pair in sorted(said - set(found))]
         for pair in set(before) - set(found):
+            del self._links[pair]
             num_tries = (num_rounds - self._around_since.pop(pair)) / self._every[pair]
             if set(pair) <= set(active):
                 self._fruitless[pair] = 0 if num_tries > _FRUITLESS_TRIES else self._fruitless[pair] + 1
         for pair in sorted(set(found) - set(before)):
             self._around_since[pair] = num_rounds
             self._begun[pair] += 1
+            self._links[pair] = _AvoidedLink(rate=self._rate_of(*pair))
             self._every[pair] = self._tried_every(pair, found, num_active=len(active))
         self._ways = found
         self._every = {pair: self._every[pair] for pair in found}
         self.detours = tuple(
-            Detour(source=pair[0], replica=pair[1], over=tuple(found[pair]), every=self._every[pair])
+            Detour(source=pair[0], replica=pair[1], over=tuple(found[pair]), every=self._probed_every(pair))
             for pair in sorted(found)
         )
-        self._unsaid = {pair for pair in found if pair not in said and self._is_at_start(pair, num_rounds)}
+        self._unsaid = {pair for pair in found if pair not in said and self._is_at_start(pair)}
         news += [self.text(*pair) for pair in sorted(set(found) - said - self._unsaid)]
         self.num_changes += len(news)
         return news
+
+    def _compare(self, active: Collection[int]) -> dict[Pair, dict[int, float]]:
+        """Return the detours by the latest rates, and note what new probes say about the links of the current ones."""
+        rates = {one: dict(found) for one, found in self._rates.items()}
+        new = set()
+        for (source, to), link in self._links.items():
+            probe = self._probes.get(source, {}).get(to)
+            if probe is not None and link.take_probe(*probe):
+                new.add((source, to))
+            rates.setdefault(source, {})[to] = link.rate
+        found = find_detours(rates, active, current=self._ways)
+        for pair, link in self._links.items():
+            link.is_slow |= pair in new and pair in found
+            link.is_well = pair not in found and (link.is_well or pair in new)
+        self._doubted = set(self._links) - set(found)
+        return found
+
+    def _probed_every(self, pair: Pair) -> int:
+        """Return the number of rounds per probe: without the doublings where the path has become slower since."""
+        doublings = min(10, self._begun[pair] - 1) if pair in self._doubted else 0
+        return max(1, self._every[pair] >> doublings)
 
     def _steady(
         self, found: dict[Pair, dict[int, float]], active: Collection[int], *, num_rounds: int
@@ -383,20 +457,20 @@ class DetourTable:
             if not is_clear and num_rounds - self._slow_since[pair] < STEADY_ROUNDS << doublings:
                 del found[pair]
         ended = set(self._ways) - set(found)
-        self._well_since = {pair: self._well_since.get(pair, num_rounds) for pair in ended}
+        well = {pair for pair in ended if self._links[pair].is_well}
+        self._well_since = {pair: self._well_since.get(pair, num_rounds) for pair in well}
         for pair in ended:
             ways = {middle: rate for middle, rate in self._ways[pair].items() if middle in active}
             is_held = num_rounds - self._around_since[pair] < HELD_ROUNDS
-            is_left = num_rounds - self._well_since[pair] >= LEFT_ROUNDS
+            is_left = pair in well and num_rounds - self._well_since[pair] >= LEFT_ROUNDS
             if ways and set(pair) <= set(active) and (is_held or not is_left):
                 found[pair] = ways
         return found
 
-    def _is_at_start(self, pair: Pair, num_rounds: int) -> bool:
+    def _is_at_start(self, pair: Pair) -> bool:
         """Return whether a detour rests on a link's first answers alone."""
-        begun = self._around_since[pair]
-        is_early = begun - self._known_since.get(pair, 0) < _START_ROUNDS
-        return is_early and num_rounds - begun <= self._every[pair] + LEFT_ROUNDS
+        is_early = self._around_since[pair] - self._known_since.get(pair, 0) < _START_ROUNDS
+        return is_early and not self._links[pair].is_slow
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the detours for the status output."""
@@ -431,7 +505,8 @@ class DetourTable:
         )
 
     def _rate_of(self, source: int, replica: int) -> float:
-        return self._rates.get(source, {}).get(replica, 0.0)
+        link = self._links.get((source, replica))
+        return self._rates.get(source, {}).get(replica, 0.0) if link is None else link.rate
 
     def _tried_every(self, pair: Pair, found: Mapping[Pair, Mapping[int, float]], *, num_active: int) -> int:
         """Return the number of rounds per probe of a link.
