@@ -522,3 +522,30 @@ def test_a_loop_that_all_replicas_have_left_needs_no_coordinator_and_one_that_lo
         while not end.has_come():
             clock.now_s += 1.0
         assert clock.now_s - began_s == until_s
+
+
+def test_one_episode_of_bad_parts_is_one_finding_whoever_reports_it() -> None:
+    desk = Three().begun()
+
+    def num_found() -> int:
+        return sum("was applied without the part of replica 2" in text for text in desk.coordinator.state.findings)
+
+    for number, since in ((5, 5), (6, 6), (6, 5), (8, 8)):  # observers see it begin in other rounds
+        for token in (b"a", b"b"):
+            desk.hear(token, "reject", round=number, member=2, parts=1, since=since, fault="foreign", why="")
+            desk.coordinator.state.rounds.num_decided = number
+    assert num_found() == 1
+    desk.coordinator.state.rounds.num_decided = 8 + 33
+    desk.hear(b"b", "reject", round=41, member=2, parts=1, since=41, fault="foreign", why="")
+    assert num_found() == 2, "a later episode is another finding"
+
+
+def test_what_several_replicas_note_about_one_holder_of_a_state_is_one_finding() -> None:
+    desk = Three().begun()
+    for token, step in ((b"a", 20), (b"b", 20), (b"a", 40)):
+        about = f"state of step {step} from replica 2"
+        desk.hear(token, "note", level="warning", text="replica 2 sent wrong bytes", about=about)
+    for _ in range(2):  # notes about nothing in particular count each
+        desk.hear(b"a", "note", level="warning", text="plain")
+    found = desk.coordinator.state.findings
+    assert sum("wrong bytes" in text for text in found) == 2 == sum("plain" in text for text in found)

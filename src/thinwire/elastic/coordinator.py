@@ -38,6 +38,8 @@ _MAX_OPEN_ROUNDS, _MAX_OPEN_ALONE, _MAX_MEMBERS = 256, 128, 1024
 _MAX_PER_ADDRESS = 64
 # Sites and detours follow measured rates, which may go up and down for days.
 _MAX_SITE_FINDINGS, _MAX_DETOUR_FINDINGS = 20, 100
+# Decided rounds without a report of a replica's bad parts after which the next one is a new finding.
+_EPISODE_ROUNDS = 32
 # A replica is dropped with so many bad parts in a row. One may be an accident on the way of one message or in one
 # tensor. A second one means parameters or code that are not right, and no later step makes those right.
 MOST_BAD_PARTS = 2
@@ -309,7 +311,9 @@ class Coordinator:
     def _on_note(self, member: RosterMember, message: Message, now_s: float) -> None:
         num_notices = self.state.num_notices.get(member.replica, 0) + 1
         self.state.num_notices[member.replica] = num_notices
-        if num_notices <= _MAX_NOTICES:
+        about = message["about"]
+        if num_notices <= _MAX_NOTICES and (not about or about not in self.state.noted):
+            self.state.noted += [about] if about else []
             self.report(f"replica {member.replica} on {member.host}: {printable(message['text'], most=400)}")
 
     def _on_records(self, member: RosterMember, message: Message, now_s: float) -> None:
@@ -388,9 +392,12 @@ class Coordinator:
         if bad is None or member.state is not MemberState.ACTIVE:
             return
         fault, why = message["fault"], printable(message["why"], most=200)
-        if fault != "non_finite" and message["since"] > bad.named_since:  # one finding an episode
-            bad.named_since = message["since"]
-            self._on_note(member, {"text": _left_out(bad, message["round"], fault=fault, why=why)}, now_s)
+        if fault != "non_finite":
+            # one finding an episode: observers differ in its first round, and good parts may lie between
+            before, bad.named_at = bad.named_at, state.rounds.num_decided
+            if before is None or bad.named_at - before > _EPISODE_ROUNDS:
+                text = _left_out(bad, message["round"], fault=fault, why=why)
+                self._on_note(member, {"text": text, "about": ""}, now_s)
         if message["parts"] < MOST_BAD_PARTS:
             return
         bad.rejected_by[member.replica] = message["since"]

@@ -17,7 +17,7 @@ from thinwire.events import FIRST_LAST_ROUND
 
 # A host asks once a second: one heard of within this time is there.
 HEARD_S = 5.0
-_MAX_HOSTS, _MAX_VACANCIES = 256, 64
+_MAX_HOSTS, _MAX_VACANCIES, _MAX_NOTED = 256, 64, 256
 
 
 @dataclass(slots=True, kw_only=True)
@@ -240,6 +240,7 @@ class CoordinatorState:
     leased: dict[int, tuple[int, Lease]] = field(default_factory=dict)  # the latest request's number and its answer
     recorded: dict[int, int] = field(default_factory=dict)  # number of the latest batch of records, by replica
     num_notices: dict[int, int] = field(default_factory=dict)
+    noted: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_NOTED))  # what the latest notes were about
     refused: set[tuple[str, str]] = field(default_factory=set)  # hosts of refused replicas, and the reasons
     has_been_left: bool = False  # the last replica left by itself, without a fault
     hosts_with_bad_parts: set[str] = field(default_factory=set)  # their replicas were dropped for bad parts

@@ -76,7 +76,7 @@ _TO_COORDINATOR: dict[str, dict[str, Any]] = {
     "missed": {"step": _Count},
     "lost": {"replica": _Count},
     "stuck": {"round": _Count, "why": _Text},
-    "note": {"level": _Text, "text": _Text},
+    "note": {"level": _Text, "text": _Text, "about": (Annotated[str, Meta(max_length=256)], "")},
     "records": {"number": _Count, "text": _Text},
     "done": {"note": dict},
     "leave": {"why": _Text},

@@ -63,7 +63,7 @@ class RosterMember:
     own_era: int = 0  # era of that state
     first_values: str = ""  # hash of the values that its model began with; empty where all begin with the same
     has_counted: bool = False  # a part of it has been in a mean
-    named_since: int = -1  # first round of the latest bad parts that a finding named
+    named_at: int | None = None  # number of rounds decided at the latest report of its bad parts
     # by replica that found several of its parts in a row bad, the first's round
     rejected_by: dict[int, int] = field(default_factory=dict)
 

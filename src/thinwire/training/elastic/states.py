@@ -393,7 +393,10 @@ class IncomingState:
         self._source = f"the state of step {offer.step}"
         self._fetch = StateTransfer(
             membership.library, state_name(offer.step), num_bytes=offer.num_bytes, root=bytes.fromhex(offer.root),
-            on_finding=lambda found: membership.session.send("note", level="warning", text=found.describe()),
+            on_finding=lambda found: membership.session.send(
+                "note", level="warning", text=found.describe(),
+                about=f"state of step {offer.step} from replica {found.holder}",
+            ),
         )  # fmt: skip
         self._watch = _HolderTracker(self._fetch, offer=offer, membership=membership)
         self._state: GlobalState | None = None
