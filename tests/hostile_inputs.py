@@ -583,7 +583,13 @@ TARGETS: dict[str, Target] = {
     "signed-state": (read_signed_state, [_signed(raw) for raw in _states()]),
     "part": (read_part, _parts()),
     "verdict": (read_quorum_word, _verdicts()),
-    "invitation": (read_words, [Invitation(host="h", port=1, secret=Secret(key=bytes(32))).text().encode()]),
+    "invitation": (
+        read_words,
+        [
+            Invitation(host="h", port=1, secret=Secret(key=bytes(32)), coordinator_key=key).text().encode()
+            for key in (b"", bytes(range(32)))
+        ],
+    ),
     "journal": (read_journal, [b'{"what":"numbers","next_replica":3}\n{"what":"started"}\n']),
     "replicas": (hear_replicas, [_session()]),
     "coordinator": (hear_coordinator, [_words_of_a_coordinator()]),

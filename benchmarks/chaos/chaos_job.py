@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -92,7 +93,9 @@ class ChaosJob:
         self._run(0, ["leave", *self._whither(), "--replica", str(replica)])
 
     def _whither(self) -> list[str]:
-        return [f"{self.lab.address(0)}:{PORT}", "--secret", str(self.hosts[0].folder / "secret")]
+        # the first host's own address, which names the coordinator's key
+        settings = json.loads((self.hosts[0].folder / "elastic.json").read_text())
+        return [settings["invitation"], "--secret", settings["secret"]]
 
     def _start(self, host: int, words: list[str]) -> None:
         self.hosts[host].launcher = self._run(host, words)

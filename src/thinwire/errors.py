@@ -6,6 +6,7 @@ Exception
 └── ThinwireError           something went wrong while running
     ├── TransportError      bytes did not arrive as they should
     │   ├── ConnectError        the replicas could not be joined at the start
+    │   │   └── WrongCoordinator    what answers has not the coordinator's key
     │   ├── PeerLost            a replica's connection broke
     │   ├── DeadlineExceeded    a replica did not answer in time
     │   ├── NotThere            a replica does not have what it was asked for, and never will
@@ -91,6 +92,10 @@ class TransportError(ThinwireError):
 
 class ConnectError(TransportError):
     """The replicas could not be joined at the start of a run."""
+
+
+class WrongCoordinator(ConnectError):
+    """What answers at a coordinator's address has not the key that the address names."""
 
 
 class PeerLost(TransportError):

@@ -38,7 +38,7 @@ def test_the_options_of_elastic_commands_are_those_that_were_agreed_on() -> None
     [
         (
             ["join", "nowhere"],
-            "the address cannot be read; got 'nowhere'; allowed HOST:PORT or thinwire://HOST:PORT/SECRET",
+            "the address cannot be read; got 'nowhere'; allowed HOST:PORT or thinwire://KEY@HOST:PORT/SECRET",
         ),
         (["join", "host:0"], "the address has a wrong port; got 0"),
         (["join", "host:29400"], "the address holds no secret"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -25,7 +26,7 @@ from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.join import JoinPlan, join
 from thinwire.elastic.protocol import MOST_BYTES_HERE, VERSION, Message, encode
 from thinwire.elastic.rate_limit import UNSEEN_BYTES
-from thinwire.errors import Refused
+from thinwire.errors import Refused, WrongCoordinator
 from thinwire.transport.addresses import ListenConfig
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire import listener as wire_door
@@ -39,10 +40,10 @@ HOST, SOON_S = "127.0.0.1", 120.0
 class Port:
     """A coordinator at a port of this host, and an honest replica that talks with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, key: Secret | None = None) -> None:
         self.said: list[str] = []
         self.journal: list[tuple[str, dict[str, Any]]] = []
-        self.hub = CoordinatorServer(secret=SECRET, address=HOST, port=0, say=self.said.append)
+        self.hub = CoordinatorServer(secret=SECRET, key=key, address=HOST, port=0, say=self.said.append)
         self.coordinator = Coordinator(
             CoordinatorConfig(
                 job={"thinwire": __version__}, initial_replicas=1, sync_interval=10, overlap_steps=1,
@@ -54,7 +55,8 @@ class Port:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
-        self.invitation = Invitation(host=HOST, port=self.hub.port)
+        public = b"" if key is None else coordinator_keys(key).public_bytes
+        self.invitation = Invitation(host=HOST, port=self.hub.port, coordinator_key=public)
         self.heard: list[Message] = []
         self._news = threading.Condition()
         self.line = CoordinatorConnection(self.invitation, secret=SECRET, on_message=self._hear)
@@ -177,6 +179,27 @@ def test_who_has_not_the_secret_is_never_heard(port: Port, way: str) -> None:
     context.destroy(linger=0)
     port.goes_on()
     assert [member.host for member in port.coordinator.state.roster] == ["honest"]
+
+
+@pytest.mark.parametrize("key", [None, Secret(key=b"m" * 32)], ids=["the secret's key", "a key of its own"])
+def test_a_member_that_poses_as_the_coordinator_is_refused(key: Secret | None) -> None:
+    honest, posing = Port(key=Secret(key=b"c" * 32)), Port(key=key)
+    try:
+        # the member has the secret, and the port of the coordinator leads to its own one
+        given = dataclasses.replace(honest.invitation, port=posing.hub.port)
+        with pytest.raises(WrongCoordinator, match="has not proved the coordinator's key that the address names"):
+            join(given, secret=SECRET, plan_of=lambda job: pytest.fail("welcomed"), deadline_s=3)
+        with pytest.raises(WrongCoordinator, match="the whole address that the first host printed last"):
+            send_command(given, secret=SECRET, deadline_s=1, verb="status", target="")
+        assert len(posing.coordinator.state.roster) == 1
+        # nor is an address without a key one for a coordinator that has one
+        bare = dataclasses.replace(honest.invitation, coordinator_key=b"")
+        with pytest.raises(WrongCoordinator, match="that follows from the secret"):
+            send_command(bare, secret=SECRET, deadline_s=1, verb="status", target="")
+        assert send_command(honest.invitation, secret=SECRET, deadline_s=SOON_S, verb="status", target="")["ok"]
+    finally:
+        honest.close()
+        posing.close()
 
 
 def test_garbage_of_one_that_has_the_secret_is_refused_and_told_of_a_few_times(port: Port) -> None:

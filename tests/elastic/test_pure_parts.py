@@ -1,5 +1,6 @@
 """The pure parts of an elastic run, by what must hold whatever comes: decisions, rounds, shards, words, times."""
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -324,11 +325,17 @@ def test_bounds_of_words() -> None:
     assert decode(encode("launch", round=0, step=0, used={"3": 4}), to_member=False)["used"] == {3: 4}
 
 
-@given(st.binary(min_size=32, max_size=32), st.integers(1, 65535), st.from_regex(r"[a-z0-9.-]{1,20}", fullmatch=True))
-def test_an_invitation_is_read_as_it_was_written(key: bytes, port: int, host: str) -> None:
-    invitation = Invitation(host=host, port=port, secret=Secret(key=key))
-    found = read_invitation(f"  {invitation.text()}\n")
-    assert (found.host, found.port, found.secret.key) == (host, port, key)
+KEYS = st.binary(min_size=32, max_size=32)
+
+
+@given(KEYS, st.integers(1, 65535), st.from_regex(r"[a-z0-9.-]{1,20}", fullmatch=True), st.one_of(st.just(b""), KEYS))
+def test_an_invitation_is_read_as_it_was_written(key: bytes, port: int, host: str, coordinator_key: bytes) -> None:
+    invitation = Invitation(host=host, port=port, secret=Secret(key=key), coordinator_key=coordinator_key)
+    assert read_invitation(f"  {invitation.text()}\n") == invitation
+    without = dataclasses.replace(invitation, secret=None)
+    assert read_invitation(without.text().removeprefix("thinwire://")) == without
+    with pytest.raises(ValueError, match="the coordinator's key before the address is cut or changed; got 3 letters"):
+        read_invitation(f"thinwire://abc@{host}:{port}")
     assert "secret" not in repr(invitation)
 
 

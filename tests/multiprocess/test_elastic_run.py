@@ -19,6 +19,7 @@ from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, with_slow_ste
 
 from tests.untraced.tiny_model import with_tiny
 from thinwire.elastic.coordinator_client import send_command
+from thinwire.elastic.coordinator_server import KEY_FILE, coordinator_keys, own_key
 from thinwire.elastic.invitation import read_invitation
 from thinwire.inference import load_trained
 from thinwire.models import presets
@@ -117,6 +118,10 @@ def test_killed_replicas_and_a_killed_coordinator_stop_nobody(
     slower_file(run).unlink()
     processes(started, "coordinator")[0].kill()
     assert started.end() == 0, started.stderr
+    key = own_key(run)  # the coordinator that came back proved it to the replicas
+    assert key is not None and (run / KEY_FILE).stat().st_mode & 0o777 == 0o600
+    proved = coordinator_keys(key).public_bytes
+    assert read_invitation(LocalSettings.load(run).invitation).coordinator_key == proved
     summary = json.loads((run / "summary.json").read_text())
     # the summary is refused where replicas end with different parameters
     assert summary["steps"] == 150 and summary["replicas"] == 2

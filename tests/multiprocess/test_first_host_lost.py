@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import pytest
 from training_runs import DEADLINE_S, DOCUMENTS, MARK, OPTIONS, with_slow_steps
 
 from thinwire.elastic.coordinator_client import send_command
-from thinwire.elastic.invitation import Invitation, read_invitation
+from thinwire.elastic.invitation import read_invitation
 from thinwire.monitor.runlog.run_identity import read_identity
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.elastic.job import LocalSettings
@@ -116,7 +117,7 @@ def address_of(host: Host) -> str:
     def found() -> str:
         settings = LocalSettings.load(host.folder)
         place, secret = read_invitation(settings.invitation), read_secret(Path(settings.secret))
-        return Invitation(host=place.host, port=place.port, secret=secret).text()
+        return dataclasses.replace(place, secret=secret).text()
 
     return str(until(lambda: (host.folder / "coordinator.json").exists() and found(), host))
 
@@ -163,7 +164,9 @@ def test_a_survivor_goes_on_with_the_run_and_the_others_join_it(hosts: Callable[
     holds_it = (kept is not None and kept.state.step == had) or (third.folder / f"checkpoints/step-{had:08d}").exists()
     again = hosts("second", "train", "--elastic", "--resume", "second", "--json")
     new_address = address_of(again)
-    assert new_address.rsplit("/", 1)[1] != old_address.rsplit("/", 1)[1], "a new secret"
+    new_place, old_place = read_invitation(new_address), read_invitation(old_address)
+    assert new_place.secret != old_place.secret
+    assert b"" != new_place.coordinator_key != old_place.coordinator_key != b""
     other = joined(hosts, "third", new_address)
     # the step is 0 until a replica has reported one
     found = until(

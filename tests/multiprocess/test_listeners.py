@@ -16,6 +16,8 @@ from namespaces import ADDRESSES, CABLE, Hosts
 from processes import free_port
 from training_runs import DOCUMENTS, OPTIONS
 
+from thinwire.elastic.invitation import read_invitation
+from thinwire.training.elastic.job import LOCAL_FILE, LocalSettings
 from thinwire.transport.secret import make_secret
 
 CLI = [sys.executable, "-m", "thinwire.cli.main"]
@@ -134,14 +136,15 @@ def test_an_elastic_run_and_a_host_that_joins_it(texts: Path, tmp_path: Path, ho
     first = train(texts, run, *more, *secret)
     first[first.index("--batch-size") + 1] = "2"  # one sequence a rank
     coordinator = [at(port, *COORDINATOR)]
-    second = [
-        *CLI, "join", f"{ADDRESSES[0]}:{port}", *secret, "--out", str(joined), "--ranks-per-replica", "2", "--quiet",
-        "--cache-dir", str(texts / ".cache"), "--threads", "1", "--data", str(texts),
-    ]  # fmt: skip
-    with (
-        Command(first, hosts=hosts, host=0, log=tmp_path / "first.log") as one,
-        Command(second, hosts=hosts, host=1, log=tmp_path / "second.log") as other,
-    ):
+    with contextlib.ExitStack() as commands:
+        one = commands.enter_context(Command(first, hosts=hosts, host=0, log=tmp_path / "first.log"))
+        one.until((run / LOCAL_FILE).exists, "the address")
+        place = dataclasses.replace(read_invitation(LocalSettings.load(run).invitation), host=ADDRESSES[0])
+        second = [
+            *CLI, "join", place.text(), *secret, "--out", str(joined), "--ranks-per-replica", "2", "--quiet",
+            "--cache-dir", str(texts / ".cache"), "--threads", "1", "--data", str(texts),
+        ]  # fmt: skip
+        other = commands.enter_context(Command(second, hosts=hosts, host=1, log=tmp_path / "second.log"))
         one.until(lambda: any(run.glob("rounds-replica-*.jsonl")), "a round")
         there = other.until(lambda: any(joined.glob("metrics-replica-*.jsonl")), "metrics of the host that joined")
         here = one.listeners()

@@ -13,7 +13,8 @@ from processes import Processes, announce, free_port, values
 
 import thinwire
 from thinwire.elastic.coordinator_client import send_command
-from thinwire.elastic.invitation import read_invitation
+from thinwire.elastic.coordinator_server import KEY_FILE, coordinator_keys, own_key
+from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.journal import read_journal
 from thinwire.errors import Refused, RunOver
 from thinwire.monitor.runlog.run_identity import new_identity
@@ -126,7 +127,10 @@ def test_own_loops_go_on_without_a_killed_one_and_it_comes_back_to_the_same_mode
 
 
 def test_a_killed_coordinator_is_started_again_with_the_same_run(tmp_path: Path) -> None:
-    place = RunPlace.find(f"127.0.0.1:{free_port()}", secret=None, folder=tmp_path, reach={})
+    key = own_key(tmp_path, is_made=True)
+    assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
+    named = Invitation(host="127.0.0.1", port=free_port(), coordinator_key=coordinator_keys(key).public_bytes)
+    place = RunPlace.find(named.text(), secret=None, folder=tmp_path, reach={})
 
     def new_job() -> LoopJob:
         identity = new_identity(config_digest=32 * "0")
@@ -145,6 +149,9 @@ def test_a_killed_coordinator_is_started_again_with_the_same_run(tmp_path: Path)
         process.kill()
         process.wait(timeout=60)
         again = run_and_process()
+        bare = RunPlace.find(f"127.0.0.1:{named.port}", secret=None, folder=tmp_path, reach={})
+        with pytest.raises(ValueError, match=f"got no key, and .*; allowed {named.text()}; try that address"):
+            bare.ready(new_job)
     finally:
         end_coordinator(tmp_path)
     assert again[0] == first[0] and again[1] != first[1]

@@ -22,8 +22,8 @@ class StatusOptions:
     """Show state and members of a running job of `thinwire train --elastic`."""
 
     address: Annotated[str, tyro.conf.Positional] = ""
-    """Address that the first host printed, - to read it from stdin, HOST:PORT with --secret, or the run's folder.
-    Default: the environment's THINWIRE_JOIN."""
+    """Address that the first host printed, - to read it from stdin, KEY@HOST:PORT of it with --secret, or the run's
+    folder. Default: the environment's THINWIRE_JOIN."""
     secret: Path | None = None
     """File of the job's secret, if the address does not contain it. Default: the environment's
     THINWIRE_SECRET_FILE."""

@@ -94,13 +94,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def _ask_of(options: DoctorOptions) -> Ask | None:
     """Return how to ask a job's coordinator about itself, None where its secret is not known."""
-    from thinwire.elastic.invitation import Invitation, read_invitation
+    from thinwire.elastic.invitation import read_invitation
     from thinwire.monitor.doctor.peer import Info
     from thinwire.transport.addresses import Address as Endpoint
     from thinwire.transport.secret import read_secret
 
     try:
-        secret = read_invitation(options.target or "").secret
+        given = read_invitation(options.target or "")
+        secret = given.secret
         if secret is None and options.secret is not None:
             secret = read_secret(options.secret)
         from thinwire.elastic.coordinator_client import send_command
@@ -111,7 +112,7 @@ def _ask_of(options: DoctorOptions) -> Ask | None:
     deadline_s = parse_seconds(options.deadline)
 
     def ask(address: Address) -> Info:
-        invitation = Invitation(host=address.host, port=address.port)
+        invitation = dataclasses.replace(given, host=address.host, port=address.port)
         answer = send_command(invitation, secret=secret, deadline_s=deadline_s, verb="status", target="")
         status = answer["status"]
         replicas = tuple(

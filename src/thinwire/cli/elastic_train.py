@@ -12,6 +12,7 @@ from typing import Any
 from thinwire.cli.elastic_run import ElasticHost, replica_roles, run_here
 from thinwire.cli.output import log
 from thinwire.cli.processes import COORDINATOR
+from thinwire.elastic.coordinator_server import KEY_FILE, coordinator_keys, own_key
 from thinwire.elastic.data_leases import DataLeases
 from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.global_state import GlobalState, tensors_sha256
@@ -192,16 +193,18 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
     if begun.is_kept and begun.state is not None:  # replicas go on from checkpoints
         checkpoints_of(config, run=begun.identity).write(begun.state)
     secret, secret_path = _secret(config, is_new=begun.is_taken_over)
-    for name in (PORT_FILE, JOURNAL_FILE, ALONE_FILE):
+    old = (KEY_FILE,) if begun.is_taken_over else ()  # from an earlier time as the run's first host
+    for name in (PORT_FILE, JOURNAL_FILE, ALONE_FILE, *old):
         (run_dir / name).unlink(missing_ok=True)
+    key = coordinator_keys(own_key(run_dir, is_made=True) or secret).public_bytes
     # the replicas wait for the coordinator by themselves, but must know where it will be
     listen = begun.local.listen()
     assert listen is not None
     port = listen.ports[0] if listen.ports else config.elastic.port or free_port(address)
     shown = listen.advertised(port)
-    invitation = Invitation(host=shown.host, port=shown.port, secret=secret)
+    invitation = Invitation(host=shown.host, port=shown.port, secret=secret, coordinator_key=key)
     # this host's own processes need no way through the outside
-    near = Invitation(host=ANY_LOOPBACK.get(address, address), port=port)
+    near = Invitation(host=ANY_LOOPBACK.get(address, address), port=port, coordinator_key=key)
     place = near.text()
     dataclasses.replace(begun.local, invitation=place, secret=str(secret_path)).save()
     if config.output.resume is not None and config.elastic.begin_with is None:

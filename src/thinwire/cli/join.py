@@ -32,7 +32,7 @@ class JoinOptions:
     """
 
     address: Annotated[str, tyro.conf.Positional] = ""
-    """Address that the first host printed, - to read it from stdin, or HOST:PORT with --secret. Default: the
+    """Address that the first host printed, - to read it from stdin, or KEY@HOST:PORT of it with --secret. Default: the
     environment's THINWIRE_JOIN."""
     secret: Path | None = None
     """File of the job's secret, if the address does not contain it. Default: the environment's

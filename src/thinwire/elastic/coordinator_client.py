@@ -18,21 +18,24 @@ from thinwire.elastic.coordinator_server import (
 )
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.protocol import Message, decode, encode
-from thinwire.errors import ConnectError, PayloadError
+from thinwire.errors import ConnectError, PayloadError, WrongCoordinator
 from thinwire.transport.addresses import host_port, needs_ipv6
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire.zeromq import zmq
+from thinwire.transport.wire.zeromq import recv_monitor_message, z85, zmq
 
 _REDIAL_MS, _LONGEST_REDIAL_MS = 200, 2000
 _TICK_MS = 250
 _LINGER_MS = 500
+# What the other end does that has not the key which is asked of it.
+_OTHER_KEY = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_EVENTS = _OTHER_KEY | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 class CoordinatorConnection:
     """One connection, with a thread of its own.
 
     Args:
-        invitation: Where the coordinator is.
+        invitation: Where the coordinator is, and the key that it must prove.
         secret: Secret of the job.
         on_message: Called with each validated message, from the thread; must be quick.
         on_tick: Called a few times a second, from the thread.
@@ -42,6 +45,8 @@ class CoordinatorConnection:
         self, invitation: Invitation, *, secret: Secret, on_message: Callable[[Message], None],
         on_tick: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
+        self._invitation = invitation
+        self._last_event = 0
         self._on_message = on_message
         self._on_tick = on_tick
         self._outgoing: deque[bytes] = deque()
@@ -52,12 +57,14 @@ class CoordinatorConnection:
         keys = client_keys(secret)
         # never the byte zero first: ZeroMQ keeps such names for itself
         self._socket.setsockopt(zmq.IDENTITY, b"t" + secrets.token_bytes(TOKEN_BYTES - 1))
-        self._socket.setsockopt(zmq.CURVE_SERVERKEY, coordinator_keys(secret).public)
+        key = invitation.coordinator_key
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(key) if key else coordinator_keys(secret).public)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _REDIAL_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_REDIAL_MS)
         self._socket.setsockopt(zmq.IPV6, needs_ipv6(invitation.host))
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._socket.connect(f"tcp://{host_port(invitation.host, invitation.port)}")
         self._wake, self._woken = (self._context.socket(zmq.PAIR) for _ in range(2))
         self._woken.bind("inproc://wake")
@@ -74,6 +81,25 @@ class CoordinatorConnection:
             self._outgoing.append(encode(kind, **fields))
             with contextlib.suppress(zmq.Again):
                 self._wake.send(b"", zmq.DONTWAIT)
+
+    def no_answer(self, *, deadline_s: float) -> ConnectError:
+        """Return the error of a coordinator that has not answered.
+
+        Args:
+            deadline_s: Seconds that it had.
+        """
+        host, port = self._invitation.host, self._invitation.port
+        where = f"{host}, port {port}"
+        if self._last_event & _OTHER_KEY:
+            named = "the address names" if self._invitation.coordinator_key else "follows from the secret"
+            return WrongCoordinator(
+                f"what listens at {where}, has not proved the coordinator's key that {named}: it is no coordinator, "
+                f"that of another run, or one that poses as it; take the whole address that the first host printed last"
+            )
+        return ConnectError(
+            f"no coordinator answered at {where}, within {deadline_s:g} s: it is not there, a firewall drops it, or "
+            f"the secret is another one; look with: thinwire doctor {host}:{port}"
+        )
 
     def close(self) -> None:
         """Send queued messages, and close the sockets; may be called twice."""
@@ -99,13 +125,15 @@ class CoordinatorConnection:
                         self._woken.recv(zmq.DONTWAIT)
             self._flush()
             self._receive()
+            self._watch_handshakes()
             if time.monotonic() >= next_tick_s:
                 next_tick_s = time.monotonic() + _TICK_MS / 1000
                 self._on_tick()
         self._flush()
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         with self._lock:  # `close` may still be waking this thread
-            for socket in (self._socket, self._woken, self._wake):
+            self._socket.disable_monitor()
+            for socket in (self._socket, self._monitor, self._woken, self._wake):
                 socket.close()
         self._context.term()
 
@@ -114,6 +142,11 @@ class CoordinatorConnection:
             while self._outgoing:
                 self._socket.send(self._outgoing[0], zmq.DONTWAIT)
                 self._outgoing.popleft()
+
+    def _watch_handshakes(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._last_event = recv_monitor_message(self._monitor, zmq.DONTWAIT)["event"]
 
     def _receive(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -134,6 +167,7 @@ def send_command(invitation: Invitation, *, secret: Secret, deadline_s: float, *
 
     Raises:
         ConnectError: It did not answer.
+        WrongCoordinator: What answers there has not its key.
     """
     answers: deque[Message] = deque()
     has_come = threading.Event()
@@ -147,11 +181,7 @@ def send_command(invitation: Invitation, *, secret: Secret, deadline_s: float, *
     try:
         connection.send("command", **fields)
         if not has_come.wait(deadline_s):
-            raise ConnectError(
-                f"no coordinator answered at {invitation.host}, port {invitation.port}, within {deadline_s:g} s: it is "
-                f"not there, a firewall drops it, or the secret is another one; look with: thinwire doctor "
-                f"{invitation.host}:{invitation.port}"
-            )
+            raise connection.no_answer(deadline_s=deadline_s)
         return answers[0]
     finally:
         connection.close()

@@ -6,17 +6,19 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encode
 from thinwire.elastic.rate_limit import ConnectionLimits, RateLimit
 from thinwire.errors import PayloadError
-from thinwire.transport.secret import Secret
+from thinwire.transport.secret import Secret, make_secret, read_secret
 from thinwire.transport.wire.connection import HANDSHAKE_S, HEARTBEAT_S, KeyPair
 from thinwire.transport.wire.listener import ACCEPTED, Listener, ReceivedFrame
 from thinwire.transport.wire.zeromq import z85, zmq
 
+KEY_FILE = "coordinator.key"
 TOKEN_BYTES = 16
 _QUEUE = 20_000
 # Messages of one connection that may wait here.
@@ -30,8 +32,24 @@ _REPORTS_A_SECOND, _BURST_REPORTS = 0.2, 64.0
 _MAX_REPORT_LENGTH = 300
 
 
+def own_key(run_dir: Path, *, is_made: bool = False) -> Secret | None:
+    """Return what a coordinator's keys are derived from, of which no holder of the job's secret knows anything.
+
+    Args:
+        run_dir: The coordinator's folder, in which it lasts, so that a restarted coordinator has the same keys.
+        is_made: Whether to make it where there is none.
+
+    Returns:
+        None where there is none: the keys then follow from the job's secret.
+    """
+    path = run_dir / KEY_FILE
+    if path.exists():
+        return read_secret(path)
+    return make_secret(path) if is_made else None
+
+
 def coordinator_keys(secret: Secret) -> KeyPair:
-    """Return the coordinator's keys."""
+    """Return the coordinator's keys, of its own key or of the job's secret."""
     return _pair(secret, "thinwire membership v1 coordinator")
 
 
@@ -61,6 +79,7 @@ class CoordinatorServer:
 
     Args:
         secret: The job's.
+        key: The coordinator's own, see `own_key`.
         address: The IP address to listen on; `::` is all of IPv6 and IPv4.
         port: The port; 0 takes a free one.
         say: Reports connections that were refused.
@@ -73,7 +92,9 @@ class CoordinatorServer:
         generation: Names this process among the job's coordinators.
     """
 
-    def __init__(self, *, secret: Secret, address: str, port: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, *, secret: Secret, address: str, port: int, say: Callable[[str], None], key: Secret | None = None
+    ) -> None:  # fmt: skip
         self._say = say
         self._num_invalid: dict[bytes, int] = {}
         self._limits = ConnectionLimits()
@@ -84,7 +105,7 @@ class CoordinatorServer:
         callers = {client_keys(secret).public_bytes: 0}
         try:
             self._door = Listener(
-                self._context, address=address, ports=(port,), keys=coordinator_keys(secret), callers=callers,
+                self._context, address=address, ports=(port,), keys=coordinator_keys(key or secret), callers=callers,
                 decide=lambda replica: ACCEPTED, prepare=_set_server_options,
             )  # fmt: skip
         except BaseException:

@@ -1,4 +1,4 @@
-"""URI of a job: address of its coordinator, and the secret of the job."""
+"""URI of a job: address of its coordinator, the coordinator's public key, and the secret of the job."""
 
 from __future__ import annotations
 
@@ -13,36 +13,40 @@ from thinwire.transport.secret import SECRET_BYTES, Secret
 
 _SCHEME = "thinwire://"
 _TEXT = re.compile(
-    r"(?:thinwire://)?(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})"
-    r"(?:/(?P<key>[A-Za-z2-7]+))?/?"
+    r"(?:thinwire://)?(?:(?P<key>[A-Za-z2-7]+)@)?(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})"
+    r"(?:/(?P<secret>[A-Za-z2-7]+))?/?"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invitation:
-    """Address of a coordinator, and the secret of its job.
+    """Address of a coordinator, its public key, and the secret of its job.
 
     Attributes:
         host: Name or address of the coordinator's host.
         port: Its port.
         secret: The job's secret, None if the URI does not contain it.
+        coordinator_key: The public key that the coordinator must prove, 32 bytes; empty for one that has no key of its
+            own, whose key follows from the secret.
 
     Example:
         >>> text = Invitation(host="10.0.0.1", port=29400, secret=Secret(key=bytes(32))).text()
         >>> text == "thinwire://10.0.0.1:29400/" + 52 * "a", read_invitation(text).secret.key == bytes(32)
         (True, True)
+        >>> Invitation(host="10.0.0.1", port=1, coordinator_key=bytes(32)).text() == f"thinwire://{52 * 'a'}@10.0.0.1:1"
+        True
     """
 
     host: str
     port: int
     secret: Secret | None = field(default=None, repr=False)
+    coordinator_key: bytes = b""
 
     def text(self) -> str:
         """Return the URI; any host that has one with the secret can join and decrypt the traffic."""
-        place = f"{_SCHEME}{host_port(self.host, self.port)}"
-        if self.secret is None:
-            return place
-        return f"{place}/{base64.b32encode(self.secret.key).decode().rstrip('=').lower()}"
+        named = f"{_encoded(self.coordinator_key)}@" if self.coordinator_key else ""
+        place = f"{_SCHEME}{named}{host_port(self.host, self.port)}"
+        return place if self.secret is None else f"{place}/{_encoded(self.secret.key)}"
 
 
 def read_invitation(text: str) -> Invitation:
@@ -54,7 +58,7 @@ def read_invitation(text: str) -> Invitation:
     found = _TEXT.fullmatch(text.strip())
     if found is None:
         raise refusal(
-            "the address cannot be read", got=repr(text[:60]), allowed="HOST:PORT or thinwire://HOST:PORT/SECRET",
+            "the address cannot be read", got=repr(text[:60]), allowed="HOST:PORT or thinwire://KEY@HOST:PORT/SECRET",
             remedy="the whole address that the host of thinwire train --elastic printed",
         )  # fmt: skip
     port = int(found["port"])
@@ -62,19 +66,24 @@ def read_invitation(text: str) -> Invitation:
         raise refusal("the address has a wrong port", got=f"{port} in {text[:60]!r}", allowed="1 to 65535",
                       remedy="29400, the usual one")  # fmt: skip
     secret = None
-    if found["key"] is not None:
-        secret = Secret(key=_key(found["key"]))
-    return Invitation(host=found["host"].strip("[]"), port=port, secret=secret)
+    if found["secret"] is not None:
+        secret = Secret(key=_decoded(found["secret"], what="secret behind"))
+    key = b"" if found["key"] is None else _decoded(found["key"], what="coordinator's key before")
+    return Invitation(host=found["host"].strip("[]"), port=port, secret=secret, coordinator_key=key)
 
 
-def _key(word: str) -> bytes:
+def _encoded(key: bytes) -> str:
+    return base64.b32encode(key).decode().rstrip("=").lower()
+
+
+def _decoded(word: str, *, what: str) -> bytes:
     try:
         key = base64.b32decode(word.upper() + "=" * (-len(word) % 8))
     except binascii.Error:
         key = b""
     if len(key) != SECRET_BYTES:
         raise refusal(
-            "the secret behind the address is cut or changed", got=f"{len(word)} letters and digits", allowed="52",
+            f"the {what} the address is cut or changed", got=f"{len(word)} letters and digits", allowed="52",
             remedy="the whole address that the host of thinwire train --elastic printed",
         )  # fmt: skip
     return key

@@ -18,7 +18,7 @@ from thinwire.elastic.coordinator_session import CoordinatorSession, Neighbour, 
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.protocol import RUN_OVER, VERSION, Message
 from thinwire.elastic.round_driver import ReplicaRounds
-from thinwire.errors import ConnectError, Refused, RunOver
+from thinwire.errors import Refused, RunOver
 from thinwire.events import Transfer
 from thinwire.transport.addresses import Address, ListenConfig, address_towards
 from thinwire.transport.blob_store import BlobStore
@@ -154,6 +154,7 @@ def join(
 
     Raises:
         ConnectError: The coordinator did not answer; with the remedy.
+        WrongCoordinator: What answers there has not its key.
         Refused: It takes no replica of this kind; with the remedy.
         RunOver: The run has ended.
     """
@@ -204,11 +205,7 @@ def _request_join(
         connection.send("join", version=VERSION, thinwire=__version__, host=host)
         handshake.has_come.wait(1.0)
         if time.monotonic() > until_s and not handshake.has_come.is_set():
-            raise ConnectError(
-                f"no coordinator answered at {invitation.host}, port {invitation.port}, within {deadline_s:g} s: it is "
-                f"not there, a firewall drops it, or the secret is another one; look with: thinwire doctor "
-                f"{invitation.host}:{invitation.port}"
-            )
+            raise connection.no_answer(deadline_s=deadline_s)
     if handshake.refusal == RUN_OVER:
         raise RunOver(RUN_OVER)
     if handshake.welcome is None:

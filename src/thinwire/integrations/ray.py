@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import thinwire.methods  # noqa: F401 - registers the names that `method` may be
+from thinwire.elastic.coordinator_server import coordinator_keys, own_key
 from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.errors import MissingExtra, RunOver, refusal
 from thinwire.sync.method import Method
@@ -85,9 +86,12 @@ def run_elastic(
     ray = _ray()
     if not ray.is_initialized():
         ray.init()
+    secret = Secret(key=secrets.token_bytes(SECRET_BYTES))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    key = coordinator_keys(own_key(Path(folder), is_made=True) or secret).public_bytes
     uri = Invitation(
-        host=ray.util.get_node_ip_address(), port=free_port(), secret=Secret(key=secrets.token_bytes(SECRET_BYTES))
-    ).text()
+        host=ray.util.get_node_ip_address(), port=free_port(), secret=secret, coordinator_key=key
+    ).text()  # fmt: skip
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         node_id=ray.get_runtime_context().get_node_id(), soft=False
     )

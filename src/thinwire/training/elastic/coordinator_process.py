@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.elastic.coordinator import Coordinator
-from thinwire.elastic.coordinator_server import CoordinatorServer
+from thinwire.elastic.coordinator_server import CoordinatorServer, own_key
 from thinwire.elastic.coordinator_state import CoordinatorConfig, CoordinatorState
 from thinwire.elastic.journal import HeldMessages, Journal
 from thinwire.errors import ThinwireError
@@ -62,7 +62,8 @@ def coordinate(
     known = read_port(run_dir)
     # a restarted coordinator must be where the earlier one was
     wanted = known[1] if port == 0 and known is not None else port
-    server = CoordinatorServer(secret=read_secret(secret_path), address=address, port=wanted, say=say)
+    secret = read_secret(secret_path)
+    server = CoordinatorServer(secret=secret, key=own_key(run_dir), address=address, port=wanted, say=say)
     if known != (address, server.port):  # else there may be no room for it
         write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": server.port}) + "\n")
     held = HeldMessages(journal, send=server.send)

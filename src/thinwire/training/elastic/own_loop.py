@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -19,6 +20,7 @@ from typing import IO, Any, Unpack
 import torch
 from torch import nn
 
+from thinwire.elastic.coordinator_server import coordinator_keys, own_key
 from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.journal import read_journal
 from thinwire.errors import (
@@ -211,7 +213,8 @@ class RunPlace:
         if serve is None:
             return self.invitation
         found = read_host_port(serve, what="serve")
-        return Invitation(host=ANY_LOOPBACK.get(found.host, found.host), port=found.port)
+        host = ANY_LOOPBACK.get(found.host, found.host)
+        return dataclasses.replace(self.invitation, host=host, port=found.port)
 
     def ready(self, new_job: Callable[[], LoopJob]) -> Secret:
         """Start the coordinator where that is this host's part and none runs; return the secret.
@@ -229,6 +232,7 @@ class RunPlace:
         with (self.folder / _START_LOCK_FILE).open("a") as turn, (self.folder / _LOCK_FILE).open("a") as lock:
             _await_turn(turn)
             secret = self._secret()
+            self._check_key()
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -244,6 +248,22 @@ class RunPlace:
             return read_secret(self.secret_file)
         path = self.folder / _SECRET_FILE
         return read_secret(path) if path.exists() else make_secret(path)
+
+    def _check_key(self) -> None:
+        """Check that the coordinator of this folder is the one that the address names.
+
+        Raises:
+            ValueError: It is not.
+        """
+        key = own_key(self.folder)
+        has = b"" if key is None else coordinator_keys(key).public_bytes
+        if has != self.invitation.coordinator_key:
+            names = "a key that this folder does not hold" if self.invitation.coordinator_key else "no key"
+            raise refusal(
+                "the address is not that of this folder's coordinator", got=f"{names}, and {self.folder}",
+                allowed=dataclasses.replace(self.invitation, coordinator_key=has, secret=None).text(),
+                remedy="that address, or folder=NEW-FOLDER",
+            )  # fmt: skip
 
     def _prepare(self, new_job: Callable[[], LoopJob]) -> None:
         """Write the job of a new run; go on with one that was cut off."""
