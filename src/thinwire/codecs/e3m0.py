@@ -278,7 +278,10 @@ def _find_flags(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(importlib.import_module("thinwire.codecs.e3m0_kernels"), name)
+    kernels = importlib.import_module("thinwire.codecs.e3m0_kernels")
+    if not kernels.HAS_TRITON:
+        raise ImportError("there is no Triton in this environment")
+    found: Callable[..., Any] = getattr(kernels, name)
     return found
 
 

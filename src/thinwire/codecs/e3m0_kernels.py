@@ -10,9 +10,18 @@ Only `thinwire.codecs.e3m0` imports this module, and only where there is a GPU: 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import triton
-import triton.language as tl
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch's builds without CUDA bring none
+    triton = None
+
+HAS_TRITON = triton is not None
+_jit: Any = triton.jit if HAS_TRITON else lambda function: function
 
 # Rows of a program: 32 rows of 64 elements are 8 KiB, enough loads in flight for each multiprocessor.
 _ROWS = 32
@@ -62,7 +71,7 @@ def _launch(kernel, source: torch.Tensor, target: torch.Tensor) -> None:
         kernel[(-(-count // _ROWS),)](source, target, count, ROWS=_ROWS)
 
 
-@triton.jit
+@_jit
 def _code(bits, floor):
     # half exponents above the block's floor; code 1 also takes the one below it
     halves = tl.maximum(((bits >> 22) & 0x1FF) - floor, 0)
@@ -70,7 +79,7 @@ def _code(bits, floor):
     return tl.maximum(halves >> 1, is_nonzero) + 8 * (((bits >> 31) & 1) & is_nonzero)
 
 
-@triton.jit
+@_jit
 def _encode(source, target, count, ROWS: tl.constexpr):
     """Encode `(count, 64)` bits of float32 to `(count, 33)` bytes."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -86,7 +95,7 @@ def _encode(source, target, count, ROWS: tl.constexpr):
     tl.store(target + row * 33, tl.where(peak < 2, 0, exponent).to(tl.uint8), mask=is_inside)
 
 
-@triton.jit
+@_jit
 def _bits(codes, unit):
     # the value of code 1 has the exponent `unit`; code c adds c - 1 to it, and code 0 is zero
     magnitude = codes & 7
@@ -94,7 +103,7 @@ def _bits(codes, unit):
     return tl.where(magnitude == 0, 0, bits)
 
 
-@triton.jit
+@_jit
 def _decode(source, target, count, ROWS: tl.constexpr):
     """Decode `(count, 33)` bytes to `(count, 64)` bits of float32."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -110,7 +119,7 @@ def _decode(source, target, count, ROWS: tl.constexpr):
     tl.store(target + row * 64 + 32 + lane, high, mask=is_inside)
 
 
-@triton.jit
+@_jit
 def _flag(source, target, count, ROWS: tl.constexpr):
     """Set two flags by the exponents of `(count, 33)` bytes; all programs that set one write the same."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
