@@ -80,7 +80,9 @@ class ChaosJob:
             time.sleep(0.1)
 
     def join(self, host: int) -> None:
-        self._start(host, ["join", *self._whither(), "--out", str(self.hosts[host].folder)])
+        at = self._words.index("--data") if "--data" in self._words else len(self._words)
+        # all hosts of a lab see the same files, and each says so itself
+        self._start(host, ["join", *self._whither(), *self._words[at : at + 2], "--out", str(self.hosts[host].folder)])
 
     def end_late(self, *, since_s: float, now_s: float) -> None:
         """End hosts that joined when the run was nearly over: nobody is there any more who would let them in."""

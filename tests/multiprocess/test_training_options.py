@@ -81,7 +81,7 @@ def found(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
                 for code, _, stderr in (done[number] for done in outcomes):
                     assert code == 0, f"{name}: {stderr}"
                     # the table of the result, by rank 0 alone; no library's progress bar
-                    assert stderr == "" or stderr.startswith("method "), f"{name}: {stderr}"
+                    assert stderr == "" or stderr.startswith("validation loss "), f"{name}: {stderr}"
                 results[name] = {**json.loads(outcomes[0][number][1]), "folder": folder / name}
     return results
 
