@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from thinwire.integrations.tracking import metrics
     from thinwire.monitor.record.torch_recorder import watch
     from thinwire.sync.method import Method
-    from thinwire.sync.optimizer import DistributedOptimizer, MultiOptimizer
+    from thinwire.sync.multi_optimizer import MultiOptimizer
+    from thinwire.sync.optimizer import DistributedOptimizer
     from thinwire.training.elastic.own_loop import ElasticOptimizer, join
     from thinwire.transport.connect import connect
     from thinwire.transport.faulty import FaultyTransport
@@ -42,7 +43,7 @@ _HOMES = {
     "DistributedOptimizer": "thinwire.sync.optimizer",
     "ElasticOptimizer": "thinwire.training.elastic.own_loop",
     "FaultyTransport": "thinwire.transport.faulty",
-    "MultiOptimizer": "thinwire.sync.optimizer",
+    "MultiOptimizer": "thinwire.sync.multi_optimizer",
     "LoopbackTransport": "thinwire.transport.loopback",
     "LoopbackWorld": "thinwire.transport.loopback",
     "Method": "thinwire.sync.method",

@@ -9,7 +9,8 @@ from torch import nn
 
 import thinwire.methods  # noqa: F401 - registers the names that `method` may be
 from thinwire.errors import CheckpointError, MissingExtra, refusal
-from thinwire.sync.optimizer import DistributedOptimizer, MultiOptimizer
+from thinwire.sync.multi_optimizer import MultiOptimizer
+from thinwire.sync.optimizer import DistributedOptimizer
 
 try:
     from torchtitan.components.optimizer import OptimizersContainer

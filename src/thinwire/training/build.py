@@ -24,7 +24,7 @@ from thinwire.models.presets import check_vocabulary, load_weights
 from thinwire.planning.workload import activation_bytes
 from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.sync.method import Method
-from thinwire.sync.optimizer import MultiOptimizer
+from thinwire.sync.multi_optimizer import MultiOptimizer
 from thinwire.sync.schedule import WarmUp
 from thinwire.training.config import METHOD_OPTIONS, TrainConfig, flag, method_problems, validate
 from thinwire.units import format_bytes
