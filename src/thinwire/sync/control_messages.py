@@ -19,6 +19,8 @@ _LAYOUT = struct.Struct("<QQBB")
 _END, _VOTE = 1, 2
 # Polling interval in seconds while a vote is missing.
 _POLL_S = 0.005
+# Calls of should_stop after which a loop that does no step is taken for one that never will.
+_MOST_CALLS = 10_000
 # Seconds in which the others can take the message of a replica that fails.
 _SEND_S = 2.0
 
@@ -85,6 +87,7 @@ class ControlMessages:
         self._votes: dict[int, Pending] = {}
         self._own_vote = ReplicaStatus(steps=0, launched_step=0)
         self._interval: int | None = None
+        self._asked_at = (-1, 0)  # the step of the latest call of should_stop, and how many calls there were at it
         self._wants_stop = self._is_stopping = False
 
     def end(self, *, deadline_s: float) -> None:
@@ -138,6 +141,13 @@ class ControlMessages:
             return local
         self._wants_stop |= local
         own = self._progress()
+        step, calls = self._asked_at
+        self._asked_at = (own.steps, calls + 1 if own.steps == step else 1)
+        if self._asked_at[1] > _MOST_CALLS:
+            raise DesyncError(
+                f"should_stop() was called {_MOST_CALLS} times after step {own.steps} without a step, and the others "
+                f"wait for one; call skip_step() where this replica has no batch"
+            )
         before, self._interval = self._interval, own.steps // interval
         if self._is_stopping or before in (None, self._interval):
             return self._is_stopping

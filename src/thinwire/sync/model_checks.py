@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from thinwire.errors import refusal
 from thinwire.sync.fragments import plain_name
 from thinwire.transport.shards import is_a
 
@@ -57,3 +60,25 @@ def check_parameters(model: nn.Module, inner: torch.optim.Optimizer) -> None:
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
     return is_a("torch.distributed.tensor", "DTensor", tensor)
+
+
+# By model, the wrappers that have stepped it; the latest one is last.
+_steppers: WeakKeyDictionary[nn.Module, list[ReferenceType[object]]] = WeakKeyDictionary()
+
+
+def refuse_turns(model: nn.Module, optimizer: object) -> None:
+    """Note which wrapper steps a model, and refuse two that do it in turns: each round would be applied twice.
+
+    Raises:
+        ValueError: This one has stepped the model before, and another one since.
+    """
+    steppers = _steppers.setdefault(model, [])
+    if steppers and steppers[-1]() is optimizer:
+        return
+    alive = [one for one in steppers if one() is not None]
+    if alive and any(one() is optimizer for one in alive):
+        raise refusal(
+            "two DistributedOptimizers step one model in turns, so all of it is exchanged twice", got="two of them",
+            allowed="one for each model", remedy="thinwire.MultiOptimizer([...]), which joins inner optimizers",
+        )  # fmt: skip
+    _steppers[model] = [*alive, ref(optimizer)]

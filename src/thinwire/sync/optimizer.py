@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from inspect import Parameter, signature
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -30,7 +31,7 @@ from thinwire.sync.engine_state import SyncStatistics, UncountedWork, adopt_stat
 from thinwire.sync.equal_batches import EqualBatches
 from thinwire.sync.in_flight import launch
 from thinwire.sync.method import Method, method_of
-from thinwire.sync.model_checks import check_parameters, check_tensors
+from thinwire.sync.model_checks import check_parameters, check_tensors, refuse_turns
 from thinwire.sync.parameter_set import LocalBuffers, ParameterSet
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
@@ -190,6 +191,7 @@ class DistributedOptimizer(EagerOptimizer):
         self._model = model
         self._deadlines = Deadlines(minimum_s=minimum_deadline_s)
         self._seed, self._pace = seed, pace
+        self._has_closures = self._is_skipping = False
         self._connect(method, single() if transport is None else transport, catch_up)
 
     def _connect(self, method: Method, transport: Transport, catch_up: CatchUp | None) -> None:
@@ -336,6 +338,7 @@ class DistributedOptimizer(EagerOptimizer):
         if closure is None and not self.inner.state and is_making_state():
             return self.inner.step()  # it trains nothing, and must start no round
         self._refuse_step(closure)
+        refuse_turns(self._model, self)
         self._observe_step()
         self._check_tensors()
         if self._is_lazy:
@@ -364,7 +367,7 @@ class DistributedOptimizer(EagerOptimizer):
         gradients are averaged at every step, this replica's count as zero, and it does the step of the others.
 
         Raises:
-            ValueError: The method needs a closure.
+            ValueError: The method or the inner optimizer needs a closure.
             TransportError, DesyncError, RuntimeError: As from `step`.
         """
         if self.method.view.moment == "around_closure":
@@ -374,15 +377,27 @@ class DistributedOptimizer(EagerOptimizer):
             )  # fmt: skip
         if self.method.view.moment == "after_inner_step" and not self._is_lazy:
             self._refuse_step(None)
+            refuse_turns(self._model, self)
             self._observe_step()
             self._steps_done += 1
             self._count_step()
             self._steps_done = self._engine.advance(self._steps_done, stop=self.next_stop)
             return
+        taken = signature(self.inner.step).parameters.get("closure")
+        needs_closure = taken is not None and taken.default is Parameter.empty
+        if self._has_closures or (needs_closure and not self._engine.update.replaces_inner_step):
+            raise refusal(
+                "gradients are averaged at each call of a closure, and a step that is left out has none",
+                got="skip_step()", allowed="step(closure)", remedy="a closure that computes the loss on another batch",
+            )  # fmt: skip
         if not self._has_averaged:  # else the gradients are those of all replicas already
             for parameter in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
                 parameter.grad = torch.zeros_like(parameter)
-        self.step()
+        self._is_skipping = True
+        try:
+            self.step()
+        finally:
+            self._is_skipping = False
 
     def should_stop(self, local: bool = False) -> bool:
         """Return whether all replicas stop here, because one of them asked for it.
@@ -657,6 +672,8 @@ class DistributedOptimizer(EagerOptimizer):
             return drive(update.program(rounds, repeatable(closure, self._model)), exchange=self._engine.exchange)
 
     def _closure_step(self, closure: Callable[[], Any]) -> Any:
+        self._has_closures = True
+
         def averaged() -> Any:
             with torch.enable_grad():
                 loss = closure()
@@ -696,10 +713,11 @@ class DistributedOptimizer(EagerOptimizer):
         self.grad_scale: torch.Tensor | None = None
 
     def _inner_step(self, closure: Callable[[], Any] | None) -> Any:
-        if not hasattr(self, "found_inf"):
+        # a replica that skips has no GradScaler's word, and leaves the step out where those of the others do
+        if not hasattr(self, "found_inf") and not self._is_skipping:
             return self.inner.step(closure) if closure is not None else self.inner.step()
         self._unscale()
-        found_inf = bool(self.found_inf) or not self._gradients_are_finite()
+        found_inf = bool(getattr(self, "found_inf", False)) or not self._gradients_are_finite()
         return None if found_inf else self.inner.step()
 
     def _gradients_are_finite(self) -> bool:

@@ -169,3 +169,73 @@ def test_a_status_with_impossible_flags_is_refused(place):
     payload[place] = 2
     with pytest.raises(PayloadError, match="replica 3 sent a status with flags"):
         read_status(payload, replica=3)
+
+
+def test_a_skipped_step_is_left_out_where_the_scalers_of_the_others_leave_it_out():
+    def replica_main(transport):
+        model = build("linear")
+        optimizer = wrap(model, transport, all_reduce())
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(6):
+            if step == 3 and transport.replica == 1:
+                optimizer.skip_step()
+            else:
+                loss = loss_of(model, step=step, replica=transport.replica) * (float("inf") if step == 3 else 1.0)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+        optimizer.close(final_exchange=True)
+        return values(model)
+
+    one, other = thinwire.run_replicas(2, replica_main)
+    assert same(one, other) and all(bool(value.isfinite().all()) for value in one)
+
+
+def test_no_step_is_skipped_where_gradients_are_averaged_within_a_closure():
+    def closure_of(model, optimizer):
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, step=1, replica=0)
+            loss.backward()
+            return loss
+
+        return closure
+
+    model = build("linear")
+    needing = wrap(model, None, all_reduce(), torch.optim.LBFGS(model.parameters(), max_iter=1))
+    with pytest.raises(ValueError, match=r"got skip_step\(\); allowed step\(closure\); try a closure"):
+        needing.skip_step()
+    needing.step(closure_of(model, needing))
+    model = build("linear")
+    given = wrap(model, None, all_reduce())
+    given.step(closure_of(model, given))
+    with pytest.raises(ValueError, match="averaged at each call of a closure"):
+        given.skip_step()
+
+
+def test_a_loop_that_asks_for_a_stop_for_ever_without_a_step_is_ended():
+    def replica_main(transport):
+        model = build("linear")
+        optimizer = wrap(model, transport, diloco(sync_interval=4))
+        for step in range(3):
+            steps(model, optimizer, 1, replica=transport.replica, start=step)
+            optimizer.should_stop()
+        while True:  # skip_step() was forgotten
+            optimizer.should_stop(True)
+
+    with pytest.raises(DesyncError, match=r"10000 times after step 3 without a step.*call skip_step\(\)"):
+        thinwire.run_replicas(2, replica_main)
+
+
+def test_two_wrappers_that_step_one_model_in_turns_are_refused():
+    model = build("linear")
+    one, two = (wrap(model, None, diloco(sync_interval=2)) for _ in range(2))
+    steps(model, one, 2)
+    steps(model, two, 2)  # as where training goes on with a new wrapper
+    with pytest.raises(ValueError, match=r"in turns.*try thinwire\.MultiOptimizer"):
+        steps(model, one, 1)
+    parts = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+    joined = wrap(model, None, diloco(sync_interval=2), thinwire.MultiOptimizer(parts))
+    steps(model, joined, 2)
+    assert joined.steps_done == 2
