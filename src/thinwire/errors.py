@@ -95,7 +95,7 @@ class ConnectError(TransportError):
 
 
 class WrongCoordinator(ConnectError):
-    """What answers at a coordinator's address has not the key that the address names."""
+    """Another key answers at a coordinator's address than the one that the address names."""
 
 
 class PeerLost(TransportError):

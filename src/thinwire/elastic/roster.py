@@ -154,7 +154,7 @@ class Roster:
             member.first_move = member.first_move or (step, now_s)
 
     def most_step(self, member: RosterMember, *, now_s: float) -> float:
-        """Return how far others may have come, so that a replica is not far beyond; infinite where that is not known.
+        """Return the furthest step that others may have reached; infinite where that is not known.
 
         Of two replicas it is not known which one is wrong. One of several may have been held up, so twice its usual
         rate counts since its last report.

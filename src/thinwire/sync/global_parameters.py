@@ -292,7 +292,7 @@ class GlobalParameters:
 
 
 class _Checksum:
-    """The checksum of a vector, computed in a thread; it holds for as long as nobody writes to the vector.
+    """The checksum of a vector, computed in a thread; it holds until the vector is written to.
 
     Args:
         vector: Contiguous, on the CPU.

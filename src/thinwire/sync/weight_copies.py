@@ -46,7 +46,7 @@ Read = Callable[[], "torch.Tensor | None"]
 
 @dataclass(frozen=True, slots=True)
 class WeightCopies:
-    """Where an inner optimizer keeps copies of the weights, by the `id` of the parameter.
+    """Places of an inner optimizer's copies of the weights, by the `id` of the parameter.
 
     Attributes:
         masters: Return what stands for a parameter in rounds; None before the first step has made it.
@@ -170,7 +170,7 @@ def _find(inner: Any) -> WeightCopies:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where an optimizer keeps a copy: under a key of a parameter's state, or in an attribute, in the groups' order."""
+    """Place of a copy in an optimizer: under a key of a parameter's state, or in an attribute, in the groups' order."""
 
     name: str
     is_state: bool

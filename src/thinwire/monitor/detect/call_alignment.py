@@ -32,7 +32,7 @@ DeviationKind = Literal["left out", "extra", "swapped", "early end", "new call"]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What must be equal on all ranks in one call.
+    """Properties of a call that must be equal on all ranks.
 
     Attributes:
         kind: Such as `all_reduce`.
@@ -64,7 +64,7 @@ def call_of(operation: Operation) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How one sequence of calls differs from another.
+    """Difference between two sequences of calls.
 
     Attributes:
         kind: Of the deviation.

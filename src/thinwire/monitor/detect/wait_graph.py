@@ -32,7 +32,7 @@ class OperationWait:
 
 
 class WaitGraph:
-    """Who waits for whom, in all communicators.
+    """Graph of the ranks that wait for each other, in all communicators.
 
     Args:
         job: All records.

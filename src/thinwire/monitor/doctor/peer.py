@@ -466,7 +466,7 @@ def _check_clock(info: Info, *, began_s: float, ended_s: float) -> Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How another host is reached through one interface.
+    """Path to another host through one interface.
 
     Attributes:
         interface: Its name.

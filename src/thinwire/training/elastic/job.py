@@ -243,7 +243,7 @@ def _read_terms(values: Mapping[str, Any], *, more: tuple[str, ...]) -> dict[str
 
 
 def _without_places(config: TrainConfig) -> TrainConfig:
-    """Return options from the network without those that are each host's own, whoever sent them."""
+    """Return options from the network without those that are each host's own."""
     default = TrainConfig()
     return config.replace(**{name: default.option(name) for name in _LOCAL})
 
