@@ -65,7 +65,6 @@ class Mean:
 
     @property
     def name(self) -> str:
-        """See `Aggregate.name`."""
         return "mean"
 
     def check(self, num_replicas: int) -> None:
@@ -73,7 +72,6 @@ class Mean:
         require(self, num_replicas, at_least=1)
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
-        """See `Aggregate.__call__`."""
         num_replicas = check_stack(self, stack)
         return combine(stack, [1.0] * num_replicas, divisor=num_replicas)
 
@@ -91,7 +89,6 @@ class CoordinateMedian:
 
     @property
     def name(self) -> str:
-        """See `Aggregate.name`."""
         return "median"
 
     def check(self, num_replicas: int) -> None:
@@ -99,7 +96,6 @@ class CoordinateMedian:
         require(self, num_replicas, at_least=1)
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
-        """See `Aggregate.__call__`."""
         check_stack(self, stack)
         return over_sorted_columns(stack, median_of)
 
@@ -126,7 +122,6 @@ class TrimmedMean:
 
     @property
     def name(self) -> str:
-        """See `Aggregate.name`."""
         return "trimmed-mean"
 
     def check(self, num_replicas: int) -> None:
@@ -134,7 +129,6 @@ class TrimmedMean:
         require(self, num_replicas, at_least=2 * self.num_bad + 1, num_bad=self.num_bad)
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
-        """See `Aggregate.__call__`."""
         kept = slice(self.num_bad, check_stack(self, stack) - self.num_bad)
         return over_sorted_columns(stack, lambda values: mean_of(values[kept]))
 
@@ -217,7 +211,6 @@ class MeanByTensor:
 
     @property
     def name(self) -> str:
-        """See `Aggregate.name`."""
         return "norm-preserving-mean"
 
     def check(self, num_replicas: int) -> None:
@@ -225,7 +218,6 @@ class MeanByTensor:
         require(self, num_replicas, at_least=1)
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
-        """See `Aggregate.__call__`."""
         weights = [1.0] * check_stack(self, stack)
         return mean_by_tensor(stack, weights=weights, sizes=self.sizes, keeps_norm=self.keeps_norm)
 
@@ -296,7 +288,6 @@ class WeightedMean:
 
     @property
     def name(self) -> str:
-        """See `Aggregate.name`."""
         return "norm-preserving-mean" if self.preserve_norm else "weighted-mean"
 
     def check(self, num_replicas: int) -> None:
@@ -308,7 +299,6 @@ class WeightedMean:
             )
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
-        """See `Aggregate.__call__`."""
         check_stack(self, stack)
         total = sum(self.weights)
         if self.preserve_norm:
@@ -337,7 +327,6 @@ class MedianNormClip:
 
     @property
     def name(self) -> str:
-        """See `Aggregate.name`."""
         return "median-norm-clip"
 
     def check(self, num_replicas: int) -> None:
@@ -345,7 +334,6 @@ class MedianNormClip:
         require(self, num_replicas, at_least=1)
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
-        """See `Aggregate.__call__`."""
         num_replicas = check_stack(self, stack)
         lengths = norms(stack)
         limit = statistics.median_low(lengths)

@@ -114,9 +114,7 @@ class Exchange(Protocol):
         """
         ...
 
-    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
-        """See `BoundExchange.sent_bytes`."""
-        ...
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int: ...
 
 
 @runtime_checkable
@@ -161,7 +159,6 @@ class AllGather:
     aggregate: Aggregate | None = None
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
-        """See `Exchange.bind`."""
         if self.aggregate is not None:
             self.aggregate.check(num_replicas)
         stages = [
@@ -219,11 +216,9 @@ class AllGather:
         return Average(mean=stage.received(mean), reference_hashes=hashes, parts=parts if self.keeps_parts else {})
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
-        """See `BoundExchange.sent_bytes`."""
         return (num_replicas - 1) * most_bytes(self.codec, numel)
 
     def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
-        """See `DescribesTraffic.traffic`."""
         late = replace(self, codec=laid_out(codec_at(self.codec, LATE_STEP), shapes))
         return RoundTraffic(
             pattern=AllGatherMessages(),
@@ -249,19 +244,15 @@ class NormPreservingAllGather:
     directions: tuple[tuple[bool, ...], ...] = field(default=(), repr=False)
 
     def with_directions(self, directions: Sequence[Sequence[bool]]) -> NormPreservingAllGather:
-        """See `NeedsDirections.with_directions`."""
         return replace(self, directions=tuple(map(tuple, directions)))
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
-        """See `Exchange.bind`."""
         return _BoundNormPreservingAllGather(self, shapes)
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
-        """See `BoundExchange.sent_bytes`."""
         return AllGather(codec=self.codec).sent_bytes(numel, num_replicas=num_replicas)
 
     def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
-        """See `DescribesTraffic.traffic`."""
         return AllGather(codec=self.codec).traffic(shapes, num_members=num_members)
 
 
@@ -296,7 +287,6 @@ class TwoPhase:
             )
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
-        """See `Exchange.bind`."""
         stages = []
         for tensors in shapes:
             numel = numel_of(tensors)
@@ -358,7 +348,6 @@ class TwoPhase:
         return Average(mean=out.received(whole), reference_hashes=hashes | {me: context.reference_hash})
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
-        """See `BoundExchange.sent_bytes`."""
         if num_replicas == 1:
             return 0
         bounds = shard_bounds(numel, num_shards=num_replicas, block=codec_at(self.codec, 1).block)
@@ -366,7 +355,6 @@ class TwoPhase:
         return max(sum(sizes) - own + (num_replicas - 1) * own for own in sizes)
 
     def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
-        """See `DescribesTraffic.traffic`."""
         late = replace(self, codec=laid_out(codec_at(self.codec, LATE_STEP), shapes))
         return RoundTraffic(
             pattern=TwoPhaseMessages(),
@@ -490,7 +478,6 @@ class NoExchange:
     """Send nothing. For the local steps of a method that does the inner step itself; its result is no mean."""
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
-        """See `Exchange.bind`."""
         return _BoundNoExchange(self, [{} for _ in shapes])
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
@@ -498,7 +485,6 @@ class NoExchange:
         return 0
 
     def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
-        """See `DescribesTraffic.traffic`."""
         return RoundTraffic(pattern=None, sent_bytes=0, num_messages=0)
 
 

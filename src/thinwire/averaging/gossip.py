@@ -41,7 +41,6 @@ class Gossip:
     graph: MixingGraph
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
-        """See `Exchange.bind`."""
         return _BoundGossip(self, shapes, num_replicas=num_replicas)
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
@@ -49,7 +48,6 @@ class Gossip:
         return AllGather(codec=self.codec).sent_bytes(numel, num_replicas=num_replicas)
 
     def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
-        """See `DescribesTraffic.traffic`."""
         late = replace(self, codec=laid_out(codec_at(self.codec, LATE_STEP), shapes))
         return RoundTraffic(
             pattern=AllGatherMessages(),
@@ -69,7 +67,6 @@ class _BoundGossip(ExchangeState):
         self._num_replicas = num_replicas
 
     def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
-        """See `BoundExchange.steps`."""
         me, members = context.peers.me, context.peers.members
         row = mixing_row(self._spec.graph, round_id=context.round_id, me=me, alive=range(self._num_replicas))
         # both are functions of the round's id alone, so neighbours agree without a message

@@ -81,11 +81,9 @@ class AllGatherMessages:
 
     @property
     def name(self) -> str:
-        """See `MessagePattern.name`."""
         return "all-gather"
 
     def stages(self, *, senders: Sequence[int], members: Sequence[int]) -> tuple[MessageStage, ...]:
-        """See `MessagePattern.stages`."""
         return (MessageStage(senders=tuple(senders), receivers=tuple(members)),)
 
 
@@ -98,11 +96,9 @@ class TwoPhaseMessages:
 
     @property
     def name(self) -> str:
-        """See `MessagePattern.name`."""
         return "two-phase"
 
     def stages(self, *, senders: Sequence[int], members: Sequence[int]) -> tuple[MessageStage, ...]:
-        """See `MessagePattern.stages`."""
         _require_all(self, senders, members)
         everyone = tuple(members)
         return (MessageStage(senders=everyone, receivers=everyone, num_shards=len(everyone)),) * 2
@@ -122,11 +118,9 @@ class StarMessages:
 
     @property
     def name(self) -> str:
-        """See `MessagePattern.name`."""
         return "star"
 
     def stages(self, *, senders: Sequence[int], members: Sequence[int]) -> tuple[MessageStage, ...]:
-        """See `MessagePattern.stages`."""
         return (
             MessageStage(senders=tuple(senders), receivers=(self.server,)),
             MessageStage(senders=(self.server,), receivers=tuple(members)),
@@ -142,11 +136,9 @@ class RingMessages:
 
     @property
     def name(self) -> str:
-        """See `MessagePattern.name`."""
         return "ring"
 
     def stages(self, *, senders: Sequence[int], members: Sequence[int]) -> tuple[MessageStage, ...]:
-        """See `MessagePattern.stages`."""
         _require_all(self, senders, members)
         ring, num_members = tuple(members), len(members)
         stage = MessageStage(

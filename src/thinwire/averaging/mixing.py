@@ -58,7 +58,6 @@ class _Undirected(ABC):
         """See `MixingGraph.neighbours`."""
 
     def receivers(self, *, num_replicas: int, me: int, round_id: int = 0) -> tuple[int, ...]:
-        """See `MixingGraph.receivers`."""
         return self.neighbours(num_replicas=num_replicas, me=me, round_id=round_id)
 
     def weights(self, *, num_replicas: int, me: int, round_id: int = 0) -> dict[int, float]:
@@ -85,13 +84,11 @@ class _Circulant(ABC):
         """Return the offsets of the receivers, modulo the number of replicas."""
 
     def neighbours(self, *, num_replicas: int, me: int, round_id: int = 0) -> tuple[int, ...]:
-        """See `MixingGraph.neighbours`."""
         _check(num_replicas, me)
         steps = self.distances(num_replicas=num_replicas, round_id=round_id)
         return tuple(sorted((me - step) % num_replicas for step in steps))
 
     def receivers(self, *, num_replicas: int, me: int, round_id: int = 0) -> tuple[int, ...]:
-        """See `MixingGraph.receivers`."""
         _check(num_replicas, me)
         steps = self.distances(num_replicas=num_replicas, round_id=round_id)
         return tuple(sorted((me + step) % num_replicas for step in steps))

@@ -166,15 +166,12 @@ class ExchangeState:
 
     @property
     def has_memory(self) -> bool:
-        """See `BoundExchange.has_memory`."""
         return any(stage.has_memory for stages in self._stages for stage in stages.values())
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
-        """See `BoundExchange.sent_bytes`."""
         return self._spec.sent_bytes(numel, num_replicas=num_replicas)
 
     def shared_hash(self, fragment: int) -> int:
-        """See `BoundExchange.shared_hash`."""
         found = 0  # no stage shares state: nothing to compare
         for stage in self._stages[fragment].values():
             # chained over the stages; sent with the reference hash, so that members whose state diverged find out
@@ -183,7 +180,6 @@ class ExchangeState:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """See `BoundExchange.state_dict`."""
         return {
             str(fragment): {name: stage.state_dict() for name, stage in stages.items() if stage.has_memory}
             for fragment, stages in enumerate(self._stages)
@@ -191,7 +187,6 @@ class ExchangeState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `BoundExchange.load_state_dict`."""
         own = self.state_dict()
         if set(state) != set(own) or any(set(state[key]) != set(own[key]) for key in own):
             raise CheckpointError(

@@ -212,7 +212,6 @@ class Straggler:
                 return True
 
     def wait(self, *, deadline_s: float) -> None:
-        """See `Pending.wait`."""
         end_s = time.monotonic() + deadline_s
         while not self.done():
             if time.monotonic() > end_s:
@@ -280,7 +279,6 @@ class Quorum:
         return replace(self, directions=tuple(map(tuple, directions)))
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
-        """See `Exchange.bind`."""
         if not 0 <= self.server < num_replicas:
             raise ValueError(f"server must be one of the {num_replicas} replicas, got {self.server}")
         self.check(num_replicas)
@@ -306,7 +304,6 @@ class Quorum:
         return max(PART_HEADER_BYTES + self.codec.payload_bytes(numel), (num_replicas - 1) * mean_bytes)
 
     def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
-        """See `DescribesTraffic.traffic`."""
         return RoundTraffic(
             pattern=StarMessages(server=self.server),
             sent_bytes=self.sent_bytes(numel_of(shapes), num_replicas=num_members),
@@ -341,7 +338,6 @@ class _BoundQuorum(ExchangeState):
         self._lock = threading.Lock()
 
     def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
-        """See `BoundExchange.steps`."""
         # two messages in a row: each may be spread over half of the time
         context = replace(context, spread_s=context.spread_s / 2)
         is_server = context.peers.me == self._spec.server

@@ -90,7 +90,6 @@ class Participation:
             raise ValueError(f"rounds_per_coin must be at least 1, got {self.rounds_per_coin}")
 
     def peers(self, *, round_id: int, me: int, alive: Sequence[int]) -> Peers:
-        """See `Topology.peers`."""
         members = tuple(sorted(alive))
         number = round_id // self.rounds_per_coin
         absent = tuple(

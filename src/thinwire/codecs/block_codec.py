@@ -187,11 +187,9 @@ class BlockCodec(Codec):
         return False
 
     def payload_bytes(self, numel: int) -> int:
-        """See `Codec.payload_bytes`."""
         return num_rows(numel, block=self.block) * self._row_bytes
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
-        """See `Codec.encode`."""
         flat, block = flatten(tensor), self.block
         rows, whole = num_rows(flat.numel(), block=block), flat.numel() // block
         table = torch.empty(rows, self._row_bytes, dtype=torch.uint8, device=flat.device)

@@ -149,14 +149,12 @@ class ChunkedTopK:
         return TopKRow(size=size, count=-(-self.k * size // self.chunk), values=self.values)
 
     def payload_bytes(self, numel: int) -> int:
-        """See `Codec.payload_bytes`."""
         num_rows(numel, block=self.chunk)
         # the shorter last chunk has indices of its own width, and so a size of its own
         whole, rest = divmod(numel, self.chunk)
         return whole * self._row.row_bytes + (self._last(rest).row_bytes if rest else 0)
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
-        """See `Codec.encode`."""
         flat = flatten(tensor)
         whole = flat.numel() // self.chunk * self.chunk
         parts = [
@@ -169,7 +167,6 @@ class ChunkedTopK:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=flat.device)
 
     def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
-        """See `Codec.decode`."""
         check_payload(payload, name=self.name, numel=numel, expected=self.payload_bytes(numel))
         whole = numel // self.chunk
         split = whole * self._row.row_bytes

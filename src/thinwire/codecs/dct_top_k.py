@@ -142,7 +142,6 @@ class DctTopK:
         return sum(region.count * self._row(region.height * region.width).row_bytes for region in self._regions(numel))
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
-        """See `Codec.encode`."""
         flat = flatten(tensor).to(torch.float32)
         parts = [torch.empty(0, dtype=torch.uint8, device=flat.device)]
         for region in self._regions(flat.numel()):
@@ -153,7 +152,6 @@ class DctTopK:
         return torch.cat(parts)
 
     def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
-        """See `Codec.decode`."""
         check_payload(payload, name=self.name, numel=numel, expected=self.payload_bytes(numel))
         values = torch.empty(numel, dtype=torch.float32, device=payload.device)
         start = 0

@@ -53,7 +53,6 @@ class Dense:
         return False
 
     def payload_bytes(self, numel: int) -> int:
-        """See `Codec.payload_bytes`."""
         return num_rows(numel, block=1) * self.dtype.itemsize
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:

@@ -82,11 +82,9 @@ class MemoryVectors:
 
     @property
     def shared(self) -> torch.Tensor | None:
-        """See `BoundSenderMemory.shared`."""
         return None
 
     def forget(self) -> None:
-        """See `BoundSenderMemory.forget`."""
         for vector in self._vectors.values():
             vector.zero_()
 
@@ -96,11 +94,9 @@ class MemoryVectors:
         return found
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """See `BoundSenderMemory.state_dict`."""
         return dict(self._vectors)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See `BoundSenderMemory.load_state_dict`."""
         if set(state) != set(self._vectors):
             raise CheckpointError(
                 f"the checkpoint holds the vectors {sorted(state)} of a memory, this run has {sorted(self._vectors)}"
@@ -135,7 +131,6 @@ class ErrorFeedback:
             raise ValueError(f"error feedback's decay must be in (0, 1], got {self.decay}; 1 forgets nothing")
 
     def bind(self, numel: int) -> BoundSenderMemory:
-        """See `SenderMemory.bind`."""
         return _BoundErrorFeedback(self, numel)
 
 
@@ -186,7 +181,6 @@ class MomentumCorrection:
             raise ValueError(f"clip_norm must be positive, got {self.clip_norm}; None clips nothing")
 
     def bind(self, numel: int) -> BoundSenderMemory:
-        """See `SenderMemory.bind`."""
         return _BoundMomentumCorrection(self, numel)
 
 
@@ -247,7 +241,6 @@ class Momentum:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual")
 
     def bind(self, numel: int) -> BoundSenderMemory:
-        """See `SenderMemory.bind`."""
         return _BoundMomentum(self, numel)
 
 
@@ -292,7 +285,6 @@ class Shift:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, 0 is plain EF21")
 
     def bind(self, numel: int) -> BoundSenderMemory:
-        """See `SenderMemory.bind`."""
         return _BoundShift(numel) if self.momentum == 0 else _BoundShiftOfMomentum(self, numel)
 
 

@@ -89,7 +89,6 @@ class RandomK:
         return True
 
     def payload_bytes(self, numel: int) -> int:
-        """See `Codec.payload_bytes`."""
         if num_rows(numel, block=1) == 0:
             return 0
         return _SEED_BYTES + value_bytes(num_kept(numel, density=self.density), values=self.values)
@@ -111,7 +110,6 @@ class RandomK:
         return torch.cat((torch.from_numpy(head).to(flat.device), data))
 
     def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
-        """See `Codec.decode`."""
         check_payload(payload, name=self.name, numel=numel, expected=self.payload_bytes(numel))
         whole = torch.zeros(numel, dtype=torch.float32, device=payload.device)
         if numel == 0:

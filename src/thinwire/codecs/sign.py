@@ -94,12 +94,10 @@ class Sign:
         return False
 
     def payload_bytes(self, numel: int) -> int:
-        """See `Codec.payload_bytes`."""
         size = self.elements_per_scale or max(numel, 1)
         return num_rows(numel, block=size) * _SCALE_BYTES + -(-numel // 8)
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
-        """See `Codec.encode`."""
         flat = flatten(tensor)
         if flat.numel() == 0:
             return torch.empty(0, dtype=torch.uint8, device=flat.device)
@@ -114,7 +112,6 @@ class Sign:
         return torch.cat(parts)
 
     def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
-        """See `Codec.decode`."""
         check_payload(payload, name=self.name, numel=numel, expected=self.payload_bytes(numel))
         if numel == 0:
             return torch.empty(0, dtype=torch.float32, device=payload.device)

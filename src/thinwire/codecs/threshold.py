@@ -77,17 +77,14 @@ class Threshold:
         return True
 
     def payload_bytes(self, numel: int) -> int:
-        """See `Codec.payload_bytes`."""
         return max_bytes(numel, count=numel, values=self.values)
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
-        """See `Codec.encode`."""
         flat = flatten(tensor).to(torch.float32)
         least = int(torch.tensor([self.value], dtype=torch.float32).view(torch.int32))
         return encode_chosen(flat, at_least(magnitude_bits(flat), threshold=least), values=self.values)
 
     def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
-        """See `Codec.decode`."""
         return decode_chosen(payload, numel=numel, count=numel, values=self.values, name=self.name)
 
 

@@ -85,7 +85,6 @@ class TopK:
         return True
 
     def payload_bytes(self, numel: int) -> int:
-        """See `Codec.payload_bytes`."""
         return max_bytes(numel, count=num_kept(numel, density=self.density), values=self.values)
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
@@ -101,7 +100,6 @@ class TopK:
         return encode_chosen(flat, chosen, values=self.values)
 
     def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
-        """See `Codec.decode`."""
         count = num_kept(numel, density=self.density)
         return decode_chosen(payload, numel=numel, count=count, values=self.values, name=self.name)
 

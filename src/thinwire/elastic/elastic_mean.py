@@ -165,11 +165,9 @@ class ElasticMean:
         return replace(self, directions=tuple(map(tuple, directions)))
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
-        """See `Exchange.bind`."""
         return _BoundElasticMean(self, shapes)
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
-        """See `BoundExchange.sent_bytes`."""
         return (num_replicas - 1) * (PART_HEADER_BYTES + self.codec.payload_bytes(numel))
 
 
@@ -213,7 +211,6 @@ class _BoundElasticMean(ExchangeState):
         self._own_bad, self._others_bad, self._long = _BadParts(), _BadParts(), _BadParts()
 
     def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
-        """See `BoundExchange.steps`."""
         session, codec = self._spec.session, self._stages[context.fragment]["out"].codec(context.step)
         assert session is not None, "bound without a session"
         numel, device, part, bad_parts = tensor.numel(), tensor.device, None, 0

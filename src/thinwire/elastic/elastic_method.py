@@ -35,7 +35,6 @@ class Present:
     session: ElasticSession = field(compare=False, repr=False)
 
     def peers(self, *, round_id: int, me: int, alive: Sequence[int]) -> Peers:
-        """See `Topology.peers`."""
         return Peers(me=me, members=self.session.active())
 
 
@@ -126,7 +125,6 @@ class ShardedReplicaPseudoGradient(PseudoGradient):
     pieces: ReplicaShards = field(compare=False, repr=False)
 
     def cut(self, model: nn.Module, inner: torch.optim.Optimizer | None) -> GlobalParameters:
-        """See `PseudoGradient.cut`."""
         copies = copies_of(inner)
         copies.check()
         if copies.tensors():
@@ -159,7 +157,6 @@ class ShardedReplicaParameters(GlobalParameters):
         return tuple(parameter.shape for parameter in self.parameters[fragment])
 
     def held_dtypes(self, fragment: int) -> tuple[torch.dtype, ...]:
-        """See `GlobalParameters.held_dtypes`."""
         return tuple(parameter.dtype for parameter in self.parameters[fragment])
 
     @property
@@ -168,20 +165,16 @@ class ShardedReplicaParameters(GlobalParameters):
         return False
 
     def read(self, fragment: int) -> torch.Tensor:
-        """See `GlobalParameters.read`."""
         return self._pieces.gather(self.fragments[fragment])
 
     def write(self, fragment: int, value: torch.Tensor) -> None:
-        """See `GlobalParameters.write`."""
         self._pieces.scatter(self.fragments[fragment], value)
 
     def read_whole(self, name: str) -> torch.Tensor:
-        """See `GlobalParameters.read_whole`."""
         tensor = self._by_name[name]
         return self._pieces.gather([name]).view(tensor.shape).to(tensor.dtype).cpu()
 
     def write_whole(self, name: str, value: torch.Tensor) -> None:
-        """See `GlobalParameters.write_whole`."""
         self._pieces.scatter([name], value.reshape(-1).float())
 
     def blend_into_locals(self, fragment: int, *, blend: float, value: torch.Tensor | None = None) -> None:
@@ -190,7 +183,6 @@ class ShardedReplicaParameters(GlobalParameters):
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """See `GlobalParameters.in_model`."""
         self._pieces.keep()
         try:
             for fragment in range(self.num_fragments):

@@ -72,7 +72,6 @@ class ElasticDriver:
         self._late_state: LateState | None = None
 
     def bind(self, engine: RoundEngine) -> None:
-        """See `CatchUp.bind`."""
         self._engine = engine
 
     def reset(self) -> None:
@@ -126,14 +125,12 @@ class ElasticDriver:
             yield round
 
     def applies(self, step: int) -> Iterator[Round]:
-        """See `CatchUp.applies`."""
         # results may arrive in any order, and are applied in the order of their steps
         self._overdue.append((step, self._engine.applies(step)))
         while self._overdue and not (self._tolerates_overdue and not self._have_arrived(self._overdue[0][1])):
             yield from self._next_due()
 
     def overdue(self) -> Iterator[Round]:
-        """See `CatchUp.overdue`."""
         self._load_late_state()
         while self._overdue:
             yield from self._next_due()

@@ -152,7 +152,6 @@ class StaleHeavyBall:
         return True
 
     def step(self, value: torch.Tensor, pseudo_gradient: torch.Tensor, momentum: torch.Tensor | None) -> None:
-        """See `OuterOptimizer.step`."""
         assert momentum is not None
         gap = self.gap(pseudo_gradient, momentum) if self.has_gap_penalty else 1.0
         momentum.mul_(self.momentum).add_(pseudo_gradient.div_(gap))
@@ -186,7 +185,6 @@ class ShardedMomentum:
     optimizer: OuterOptimizer
 
     def bind(self, numel: int) -> BoundShardedMomentum:
-        """See `SenderMemory.bind`."""
         return BoundShardedMomentum(self.optimizer, numel)
 
 
@@ -207,5 +205,4 @@ class BoundShardedMomentum(MemoryVectors):
         """See `BoundSenderMemory.after`: what the code drops is not remembered."""
 
     def received(self, mean: torch.Tensor) -> torch.Tensor:
-        """See `BoundSenderMemory.received`."""
         return mean

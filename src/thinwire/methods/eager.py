@@ -147,7 +147,6 @@ class EagerOuterStep:
     lr: float
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundEagerOuterStep:
-        """See `Update.bind`."""
         # not those below it, which send something else in channel 0
         if type(view) is not BoundOwnPseudoGradient:
             raise ValueError(
@@ -206,7 +205,6 @@ class BoundEagerOuterStep:
         return {"momenta": self._outer.state_dict(), "own": own, "arrived": arrived}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `BoundUpdate.load_state_dict`."""
         self._outer.load_state_dict(state["momenta"])
         load_vectors(state["own"], self._own, what="last pseudo-gradient of its own")
         self._arrived = load_waiting(state["arrived"], self._parameters, what="mean")

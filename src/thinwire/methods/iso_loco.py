@@ -181,7 +181,6 @@ class Isotropic:
         return float(len(_ITERATION) * sum(4 * r * r * c + 2 * r**3 for r, c in sides))
 
     def step(self, value: torch.Tensor, pseudo_gradient: torch.Tensor, momentum: torch.Tensor | None) -> None:
-        """See `OuterOptimizer.step`."""
         end = 0
         for matrix in self.matrices:
             flattened = flatten_spectrum(matrix.gather(pseudo_gradient))

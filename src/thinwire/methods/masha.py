@@ -194,7 +194,6 @@ class Extragradient:
             raise ValueError(f"present_weight must be in [0, 1), got {self.present_weight}")
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundExtragradient:
-        """See `Update.bind`."""
         if not isinstance(view, BoundOperator):
             raise ValueError("Extragradient() asks for gradients at points of its own; use Operator() as the view")
         assert inner is not None
@@ -259,7 +258,6 @@ class BoundExtragradient:
         return {"reference": self._reference, "mean": self._mean}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `BoundUpdate.load_state_dict`."""
         if set(state) != {"reference", "mean"} or any(v.shape != self._mean.shape for v in state.values()):
             raise CheckpointError("the checkpoint holds no reference point of this model; resume with its method")
         self._reference = state["reference"].to(self._mean.device).clone()
@@ -327,7 +325,6 @@ class Star:
             )
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
-        """See `Exchange.bind`."""
         if not 0 <= self.server < num_replicas:
             raise ValueError(f"server must be one of the {num_replicas} replicas, got {self.server}")
         stages = []
@@ -409,7 +406,6 @@ class Star:
         return max(most_bytes(self.codec, numel), (num_replicas - 1) * most_bytes(self.server_codec, numel))
 
     def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
-        """See `DescribesTraffic.traffic`."""
         codec = laid_out(codec_at(self.codec, LATE_STEP), shapes)
         late = replace(self, codec=codec, server_codec=laid_out(codec_at(self.server_codec, LATE_STEP), shapes))
         return RoundTraffic(

@@ -137,11 +137,9 @@ class SameGroup:
     num_rounds: int
 
     def peers(self, *, round_id: int, me: int, alive: Sequence[int]) -> Peers:
-        """See `Topology.peers`."""
         return self.pairs.peers(round_id=round_id // self.num_rounds, me=me, alive=alive)
 
     def groups(self, *, round_id: int, alive: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """See `RandomPairs.groups`."""
         return self.pairs.groups(round_id=round_id // self.num_rounds, alive=alive)
 
 
@@ -186,7 +184,6 @@ class SlowWeightsAndPseudoGradient(OwnPseudoGradient):
     """The replica's own global value in channel 0, and its pseudo-gradient in channel 1; see `OwnPseudoGradient`."""
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundSlowWeights:
-        """See `View.bind`."""
         return BoundSlowWeights(self.cut(model, inner))
 
 
@@ -233,7 +230,6 @@ class ConsensusStep:
             raise ValueError(f"the pull must be positive, got {self.pull}; without it replicas drift apart")
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundConsensusStep:
-        """See `Update.bind`."""
         if not isinstance(view, BoundSlowWeights):
             raise ValueError(
                 "ConsensusStep() applies slow weights and pseudo-gradients, which only SlowWeightsAndPseudoGradient() "
@@ -280,6 +276,5 @@ class BoundConsensusStep:
         return {"momenta": self._outer.state_dict(), "distances": distances}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `BoundUpdate.load_state_dict`."""
         self._outer.load_state_dict(state["momenta"])
         self._distances = load_waiting(state["distances"], self._view.parameters, what="distance")

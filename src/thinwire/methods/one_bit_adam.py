@@ -96,7 +96,6 @@ class FrozenAdam:
     warmup_steps: int
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundFrozenAdam:
-        """See `Update.bind`."""
         if not isinstance(view, BoundAdamMomentum):
             raise ValueError(
                 "FrozenAdam() applies mean momenta, but the view reads others; use AdamMomentum() as the view"
@@ -119,7 +118,6 @@ class BoundFrozenAdam:
         return True
 
     def apply(self, round: Round, average: Average) -> None:
-        """See `BoundUpdate.apply`."""
         with torch.no_grad():
             if round.channel == 0:
                 self._view.gradients.write(round, average.mean)
@@ -136,7 +134,6 @@ class BoundFrozenAdam:
         return self._view.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `BoundUpdate.load_state_dict`."""
         if set(state) != set(self.state_dict()):
             raise CheckpointError("the checkpoint is of another update than 1-bit Adam's; resume with its method")
         self._view.load_state_dict(state)

@@ -143,7 +143,6 @@ class FrozenLamb:
                 raise ValueError(f"{name} must hold 1 and start above 0, got {least} to {largest}")
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundFrozenLamb:
-        """See `Update.bind`."""
         if not isinstance(view, BoundAdamMomentum):
             raise ValueError(
                 "FrozenLamb() applies mean momenta, but the view reads others; use AdamMomentum() as the view"
@@ -172,7 +171,6 @@ class BoundFrozenLamb:
         return True
 
     def apply(self, round: Round, average: Average) -> None:
-        """See `BoundUpdate.apply`."""
         with torch.no_grad():
             if round.channel == 0:
                 self._view.gradients.write(round, average.mean)
@@ -197,7 +195,6 @@ class BoundFrozenLamb:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `BoundUpdate.load_state_dict`."""
         if set(state) != set(self.state_dict()) or len(state["coefficients"]) != len(self._coefficients):
             raise CheckpointError("the checkpoint is of another update or model than this 1-bit LAMB's")
         parameters = self._view.adam.parameters

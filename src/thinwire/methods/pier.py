@@ -157,7 +157,6 @@ class ScheduledNesterov:
         return True
 
     def at_step(self, launch_step: int) -> Nesterov:
-        """See `ChangesByStep.at_step`."""
         since = (launch_step - self.lazy_steps) / self.total_steps
         momentum = next((value for until, value in _MOMENTA if since <= until), _LAST_MOMENTUM)
         lr = _HIGH if launch_step <= _HIGH_UNTIL * self.total_steps else _LOW
@@ -175,7 +174,6 @@ class LazyPseudoGradient(PseudoGradient):
     """Gradients in the lazy start, of the whole model with fragment 0; then pseudo-gradients of each fragment."""
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundLazyPseudoGradient:
-        """See `View.bind`."""
         return BoundLazyPseudoGradient(self.cut(model, inner), gradients=Gradient().bind(model))
 
 
@@ -187,17 +185,14 @@ class BoundLazyPseudoGradient(BoundPseudoGradient):
         self._gradients = gradients
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
-        """See `BoundView.shapes`."""
         if channel != GRADIENTS:
             return super().shapes(fragment=fragment, channel=channel)
         return self._gradients.shapes(fragment=0, channel=0) if fragment == 0 else ()
 
     def read(self, round: Round) -> torch.Tensor:
-        """See `BoundView.read`."""
         return self._gradients.read(replace(round, channel=0)) if round.channel == GRADIENTS else super().read(round)
 
     def reference_hash(self, round: Round) -> int:
-        """See `BoundView.reference_hash`."""
         if round.channel == GRADIENTS:
             return self._gradients.reference_hash(replace(round, channel=0))
         return super().reference_hash(round)
@@ -218,7 +213,6 @@ class LazyOuterStep(OuterStep):
     warmup_momentum: float | None = None
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundLazyOuterStep:
-        """See `Update.bind`."""
         if not isinstance(view, BoundLazyPseudoGradient):
             raise ValueError("LazyOuterStep() needs gradients too; use LazyPseudoGradient() as the view")
         return BoundLazyOuterStep(self, view)
@@ -233,7 +227,6 @@ class BoundLazyOuterStep(BoundOuterStep):
         self._warmup_momentum = spec.warmup_momentum
 
     def apply(self, round: Round, average: Average) -> None:
-        """See `BoundUpdate.apply`."""
         if round.channel == GRADIENTS:
             self._view.write_gradients(round, average.mean)
         elif round.channel == UNSENT:

@@ -87,7 +87,6 @@ class LowRank:
             raise ValueError(f"rank must be at least 1, got {self.rank}; 1 to 4 is usual")
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
-        """See `Exchange.bind`."""
         inner = cheapest(float32(), num_replicas=num_replicas)
         return _BoundLowRank(self, shapes, inner=inner)
 

@@ -112,7 +112,6 @@ class LocalMomentum(AdamMomentum):
     """
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundLocalMomentum:
-        """See `View.bind`."""
         gradients = Gradient(hash_interval=self.hash_interval).bind(model)
         adam = AdamState(check_adam(inner), gradients.parameters.parameters[0])
         last = LastExchanged(model, gradients.parameters.fragments)
@@ -164,11 +163,9 @@ class BoundLocalMomentum(BoundAdamMomentum):
         self.counts = [[0, 0] for _ in adam.parameters]
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
-        """See `BoundView.shapes`."""
         return () if channel == LOCAL else super().shapes(fragment=fragment, channel=channel)
 
     def read(self, round: Round) -> torch.Tensor:
-        """See `BoundView.read`."""
         if round.channel == DENSE:
             return self.gradients.read(round)
         if round.channel == LOCAL:
@@ -213,7 +210,6 @@ class LocalAdam:
     """
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundLocalAdam:
-        """See `Update.bind`."""
         if not isinstance(view, BoundLocalMomentum):
             raise ValueError(
                 "LocalAdam() applies sums of momenta, but the view reads others; use LocalMomentum() as the view"
@@ -237,7 +233,6 @@ class BoundLocalAdam:
         return True
 
     def apply(self, round: Round, average: Average) -> None:
-        """See `BoundUpdate.apply`."""
         with torch.no_grad():
             if round.channel == DENSE:
                 self._view.gradients.write(round, average.mean)
@@ -266,7 +261,6 @@ class BoundLocalAdam:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `BoundUpdate.load_state_dict`."""
         if set(state) - {"total"} != set(self.state_dict()) - {"total"}:
             raise CheckpointError("the checkpoint is of another update than 0/1 Adam's; resume with its method")
         if len(state["counts"]) != len(self._rates):

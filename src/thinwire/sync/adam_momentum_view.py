@@ -250,7 +250,6 @@ class AdamMomentum:
         return "before_inner_step"
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundAdamMomentum:
-        """See `View.bind`."""
         gradients = Gradient(hash_interval=self.hash_interval).bind(model)
         return BoundAdamMomentum(gradients, AdamState(check_adam(inner), gradients.parameters.parameters[0]))
 
@@ -271,13 +270,11 @@ class BoundAdamMomentum:
         self._equalisers: list[float] = []
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
-        """See `BoundView.shapes`."""
         if channel == 0:
             return self.gradients.shapes(fragment=fragment, channel=0)
         return tuple(real_shard(parameter).shape for parameter in self.adam.parameters)
 
     def read(self, round: Round) -> torch.Tensor:
-        """See `BoundView.read`."""
         return self.gradients.read(round) if round.channel == 0 else self._filled(_advanced_momentum)
 
     def read_last(self, fragment: int) -> torch.Tensor:

@@ -101,11 +101,9 @@ class QuorumCatchUp:
         self.reset()
 
     def bind(self, engine: RoundEngine) -> None:
-        """See `CatchUp.bind`."""
         self._engine = engine
 
     def reset(self) -> None:
-        """See `CatchUp.reset`."""
         self.rate = 1.0  # steps of the others for each step of this replica
         self._progress = Progress()
         self._heard_at = 0  # this replica's own steps when it heard of that progress
@@ -118,7 +116,6 @@ class QuorumCatchUp:
 
     @property
     def closed_step(self) -> int:
-        """See `CatchUp.closed_step`."""
         return self._progress.closed_step
 
     def hear(self, round: Round, progress: Progress, is_counted: bool) -> None:
@@ -166,16 +163,13 @@ class QuorumCatchUp:
             return min(stop, int(self.known_step + self.rate * num_steps + self.rate - 1))
 
     def steps(self, step: int, *, stop: int | None) -> Iterator[int]:
-        """See `CatchUp.steps`."""
         yield step
         yield from leaps(step, target=lambda: self.target(stop=stop), may_pass=self._may_pass)
 
     def launches(self, step: int) -> Sequence[Round]:
-        """See `CatchUp.launches`."""
         return self._engine.launches(step)
 
     def applies(self, step: int) -> Sequence[Round]:
-        """See `CatchUp.applies`."""
         return self._engine.applies(step)
 
     def overdue(self) -> Sequence[Round]:

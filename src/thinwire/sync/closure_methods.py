@@ -94,7 +94,6 @@ class Operator:
         return "around_closure"
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundOperator:
-        """See `View.bind`."""
         return BoundOperator(self, model, inner)
 
 
@@ -120,7 +119,6 @@ class BoundOperator:
         self.parameters.need_float32("this method moves the parameters as one vector")
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
-        """See `BoundView.shapes`."""
         return tuple(real_shard(tensor).shape for tensor in self._tensors)
 
     def read(self, round: Round) -> torch.Tensor:

@@ -136,7 +136,6 @@ class Background:
         self._thread.start()
 
     def poll(self, step: int = 0) -> bool:
-        """See `InFlight.poll`."""
         self._step = max(self._step, step)
         return self._has_ended.is_set()
 
@@ -153,7 +152,6 @@ class Background:
         return self._average
 
     def is_settled(self) -> bool:
-        """See `InFlight.is_settled`."""
         if self._average is not None and self._average.after and self._thread.is_alive():
             return False
         if self._failure is not None:
@@ -239,7 +237,6 @@ class Inline:
         self._let_others = let_others
 
     def poll(self, step: int = 0) -> bool:
-        """See `InFlight.poll`."""
         self._step = max(self._step, step)
         if self._average is None and _missing(self._wait.watched):
             self._let_others()
@@ -264,7 +261,6 @@ class Inline:
         return self._average
 
     def is_settled(self) -> bool:
-        """See `InFlight.is_settled`."""
         assert self._average is not None
         if _missing(self._average.after):
             return False
@@ -296,11 +292,9 @@ class Arrived:
         self._average = average
 
     def poll(self, step: int = 0) -> bool:
-        """See `InFlight.poll`."""
         return True
 
     def result(self, *, grace_s: float = 0.0) -> Average:
-        """See `InFlight.result`."""
         return self._average
 
     def is_settled(self) -> bool:

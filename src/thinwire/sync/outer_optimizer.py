@@ -71,7 +71,6 @@ class PlainSGD:
         return False
 
     def step(self, value: torch.Tensor, pseudo_gradient: torch.Tensor, momentum: torch.Tensor | None) -> None:
-        """See `OuterOptimizer.step`."""
         value.add_(pseudo_gradient, alpha=-self.lr)
 
 
@@ -95,7 +94,6 @@ class Nesterov:
         return True
 
     def step(self, value: torch.Tensor, pseudo_gradient: torch.Tensor, momentum: torch.Tensor | None) -> None:
-        """See `OuterOptimizer.step`."""
         assert momentum is not None
         momentum.mul_(self.momentum).add_(pseudo_gradient)
         value.add_(pseudo_gradient.add_(momentum, alpha=self.momentum), alpha=-self.lr)
@@ -129,20 +127,16 @@ class Restarted:
 
     @property
     def has_momentum(self) -> bool:
-        """See `OuterOptimizer.has_momentum`."""
         return self.optimizer.has_momentum
 
     def with_matrices(self, matrices: Sequence[MatrixSpan]) -> OuterOptimizer:
-        """See `NeedsMatrices.with_matrices`."""
         inside = self.optimizer
         return replace(self, optimizer=inside.with_matrices(matrices)) if isinstance(inside, NeedsMatrices) else self
 
     def matrix_operations(self, matrices: Sequence[MatrixSpan]) -> float:
-        """See `NeedsMatrices.matrix_operations`."""
         return self.optimizer.matrix_operations(matrices) if isinstance(self.optimizer, NeedsMatrices) else 0.0
 
     def at_step(self, launch_step: int) -> OuterOptimizer:
-        """See `ChangesByStep.at_step`."""
         rounds_before = launch_step // self.sync_interval - 1
         return self if rounds_before % self.every == 0 else self.optimizer
 
@@ -170,7 +164,6 @@ class HeavyBall:
         return True
 
     def step(self, value: torch.Tensor, pseudo_gradient: torch.Tensor, momentum: torch.Tensor | None) -> None:
-        """See `OuterOptimizer.step`."""
         assert momentum is not None
         momentum.mul_(self.momentum).add_(pseudo_gradient)
         value.add_(momentum, alpha=-self.lr)

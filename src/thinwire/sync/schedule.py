@@ -491,7 +491,6 @@ class LazyStart:
         return self.then.sync_interval
 
     def check(self, *, num_fragments: int, num_replicas: int) -> None:
-        """See `Schedule.check`."""
         self.then.check(num_fragments=num_fragments, num_replicas=num_replicas)
 
     def gradient_round(self, step: int, *, num_fragments: int) -> Round:

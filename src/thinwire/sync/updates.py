@@ -84,7 +84,6 @@ class InnerStep:
     takes_sign: bool = False
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundInnerStep:
-        """See `Update.bind`."""
         if self.has_momentum_already and inner is not None:
             check_momentum_free(inner)
         if not isinstance(view, BoundGradient):
@@ -108,7 +107,6 @@ class BoundInnerStep:
         return False
 
     def apply(self, round: Round, average: Average) -> None:
-        """See `BoundUpdate.apply`."""
         self._view.write(round, average.mean.sign_() if self._takes_sign else average.mean)
 
     def merge(self, fragment: int, mean: torch.Tensor) -> None:
@@ -120,7 +118,6 @@ class BoundInnerStep:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `BoundUpdate.load_state_dict`."""
         if state:
             raise CheckpointError(
                 "the checkpoint holds outer momenta, but this method has none; resume with its method"
@@ -148,7 +145,6 @@ class OuterStep:
             raise ValueError(f"blend must be in [0, 1), got {self.blend}; 1 would never take the global value in")
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundOuterStep:
-        """See `Update.bind`."""
         check_pseudo_gradients(view, name="OuterStep")
         return BoundOuterStep(self, view)
 
@@ -175,7 +171,6 @@ class BoundOuterStep:
         return False
 
     def apply(self, round: Round, average: Average) -> None:
-        """See `BoundUpdate.apply`."""
         fragment = round.fragment
         value = self._parameters.values[fragment]
         mean = average.mean.to(value.dtype)
@@ -210,7 +205,6 @@ class BoundOuterStep:
         return {str(fragment): momentum for fragment, momentum in enumerate(self._momenta)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `BoundUpdate.load_state_dict`."""
         load_vectors(state, self._momenta, what="outer momentum")
 
 
@@ -255,7 +249,6 @@ class TakenPseudoGradient(PseudoGradient):
     """
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundTakenPseudoGradient:
-        """See `View.bind`."""
         return BoundTakenPseudoGradient(self.cut(model, inner))
 
 
@@ -263,7 +256,6 @@ class BoundTakenPseudoGradient(BoundPseudoGradient):
     """See `TakenPseudoGradient`."""
 
     def read(self, round: Round) -> torch.Tensor:
-        """See `BoundView.read`."""
         taken = super().read(round)
         self.parameters.blend_into_locals(round.fragment, blend=0.0)
         return taken
@@ -283,7 +275,6 @@ class DelayedOuterStep:
     optimizer: OuterOptimizer
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundDelayedOuterStep:
-        """See `Update.bind`."""
         check_pseudo_gradients(view, name="DelayedOuterStep")
         return BoundDelayedOuterStep(OuterStep(optimizer=self.optimizer), view)
 
@@ -292,7 +283,6 @@ class BoundDelayedOuterStep(BoundOuterStep):
     """See `DelayedOuterStep`."""
 
     def apply(self, round: Round, average: Average) -> None:
-        """See `BoundUpdate.apply`."""
         trained = self._parameters.trained(round.fragment)
         super().apply(round, average)
         self._parameters.write(round.fragment, trained.add_(self._parameters.values[round.fragment].to(trained.device)))
@@ -323,7 +313,6 @@ class LateOuterStep:
         OuterStep(optimizer=self.optimizer, blend=self.blend)
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundLateOuterStep:
-        """See `Update.bind`."""
         check_pseudo_gradients(view, name="LateOuterStep")
         if view.parameters.is_sharded:
             raise ValueError(
@@ -337,7 +326,6 @@ class BoundLateOuterStep(BoundDelayedOuterStep):
     """See `LateOuterStep`."""
 
     def apply(self, round: Round, average: Average) -> None:
-        """See `BoundUpdate.apply`."""
         if average.is_counted:
             BoundOuterStep.apply(self, round, average)
         else:

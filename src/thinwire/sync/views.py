@@ -84,7 +84,6 @@ class PseudoGradient:
         return "after_inner_step"
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundPseudoGradient:
-        """See `View.bind`."""
         return BoundPseudoGradient(self.cut(model, inner))
 
     def cut(self, model: nn.Module, inner: torch.optim.Optimizer | None) -> GlobalParameters:
@@ -105,19 +104,15 @@ class BoundPseudoGradient:
         self.parameters = parameters
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
-        """See `BoundView.shapes`."""
         return self.parameters.shapes(fragment)
 
     def read(self, round: Round) -> torch.Tensor:
-        """See `BoundView.read`."""
         return self.parameters.pseudo_gradient(round.fragment)
 
     def read_last(self, fragment: int) -> torch.Tensor:
-        """See `BoundView.read_last`."""
         return self.parameters.pseudo_gradient(fragment)
 
     def reference_hash(self, round: Round) -> int:
-        """See `BoundView.reference_hash`."""
         return self.parameters.reference_hash(round.fragment)
 
 
@@ -130,7 +125,6 @@ class OwnPseudoGradient(PseudoGradient):
     """
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundOwnPseudoGradient:
-        """See `View.bind`."""
         return BoundOwnPseudoGradient(self.cut(model, inner))
 
 
@@ -172,7 +166,6 @@ class Gradient:
         return "before_inner_step"
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundGradient:
-        """See `View.bind`."""
         names = Pattern(num_fragments=1).partition(find_blocks(model))[0]
         return BoundGradient(self, model, names)
 
@@ -194,7 +187,6 @@ class BoundGradient:
         self.parameters = GlobalParameters(model, [names], has_values=False)
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
-        """See `BoundView.shapes`."""
         shapes = [real_shard(tensor).shape for tensor in self._channels[channel]]
         if self._is_last(channel):
             shapes.append(torch.Size([len(self._tensors)]))

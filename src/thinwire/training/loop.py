@@ -137,7 +137,6 @@ class LocalPasses:
         self._loss = _compiled(loss) if config.model.compile else loss
 
     def backward(self, tokens: Tensor, targets: Tensor, *, factor: float) -> Batch:
-        """See `ModelPasses`."""
         loss_sum, nll_sum = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
         for rows, row_targets, share in self._micro_batches(tokens, targets):
             with self.timing.forward(), self._autocast():
@@ -149,12 +148,10 @@ class LocalPasses:
         return loss_sum, nll_sum
 
     def clip(self) -> None:
-        """See `ModelPasses`."""
         if self._config.optimizer.clip_norm > 0:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.clip_norm)
 
     def held_out(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """See `ModelPasses`."""
         nll_sum = torch.zeros((), device=self._device)
         for rows, row_targets, share in self._micro_batches(tokens, targets):
             with self._autocast():

@@ -45,31 +45,25 @@ class OwnedTransport:
 
     @property
     def replica(self) -> int:
-        """See `Transport`."""
         return self.inner.replica
 
     @property
     def num_replicas(self) -> int:
-        """See `Transport`."""
         return self.inner.num_replicas
 
     @property
     def runs_in_background(self) -> bool:
-        """See `Transport`."""
         return self.inner.runs_in_background
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
-        """See `Transport.send`."""
         data_hash = self._data_hash() if envelope.kind is Kind.ROUND else 0
         return self.inner.send(payload, to=to, envelope=replace(self._own(envelope), data_hash=data_hash))
 
     def receive(self, *, source: int, envelope: Envelope) -> Pending:
-        """See `Transport.receive`."""
         pending = self.inner.receive(source=source, envelope=self._own(envelope))
         return _Watched(pending, source, self._on_data_hash) if envelope.kind is Kind.ROUND else pending
 
     def close(self) -> None:
-        """See `Transport.close`."""
         self.inner.close()
 
     def _own(self, envelope: Envelope) -> Envelope:

@@ -130,7 +130,6 @@ class Parameters:
         return "after_inner_step"
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundParameters:
-        """See `View.bind`."""
         return BoundParameters(model)
 
 
@@ -158,11 +157,9 @@ class BoundParameters:
         return [real_shard(source) for source in self._sources]
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
-        """See `BoundView.shapes`."""
         return tuple(tensor.shape for tensor in self.tensors)
 
     def read(self, round: Round) -> torch.Tensor:
-        """See `BoundView.read`."""
         return flatten(self.tensors)
 
     def read_last(self, fragment: int) -> torch.Tensor:
@@ -256,7 +253,6 @@ class BoundMatchedMerge:
         return [batch.to(device) for batch in held]
 
     def apply(self, round: Round, average: Average) -> None:
-        """See `BoundUpdate.apply`."""
         if self._spec.matching == "none":
             self.merge(round.fragment, average.mean)
             return
@@ -275,7 +271,6 @@ class BoundMatchedMerge:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `BoundUpdate.load_state_dict`."""
         if state:
             raise CheckpointError("the checkpoint holds what an update remembers, but this method's has no memory")
 

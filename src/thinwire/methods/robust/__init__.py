@@ -111,7 +111,6 @@ class Krum:
 
     @property
     def name(self) -> str:
-        """See `Aggregate.name`."""
         return "krum"
 
     def check(self, num_replicas: int) -> None:
@@ -119,7 +118,6 @@ class Krum:
         require(self, num_replicas, at_least=2 * self.num_bad + 3, num_bad=self.num_bad)
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
-        """See `Aggregate.__call__`."""
         check_stack(self, stack)
         return stack[_ranked(squared_distances(stack), num_bad=self.num_bad)[0]].clone()
 
@@ -150,7 +148,6 @@ class MultiKrum:
 
     @property
     def name(self) -> str:
-        """See `Aggregate.name`."""
         return "multi-krum"
 
     def check(self, num_replicas: int) -> None:
@@ -164,7 +161,6 @@ class MultiKrum:
             )
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
-        """See `Aggregate.__call__`."""
         num_replicas = check_stack(self, stack)
         num_kept = num_replicas - self.num_bad - 2 if self.num_kept is None else self.num_kept
         kept = _ranked(squared_distances(stack), num_bad=self.num_bad)[:num_kept]

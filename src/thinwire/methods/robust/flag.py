@@ -146,7 +146,6 @@ class FlagAggregator:
 
     @property
     def name(self) -> str:
-        """See `Aggregate.name`."""
         return "flag"
 
     def check(self, num_replicas: int) -> None:
@@ -158,7 +157,6 @@ class FlagAggregator:
             )
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
-        """See `Aggregate.__call__`."""
         num_replicas = check_stack(self, stack)
         products = gram(stack)
         lengths = [math.sqrt(row[place]) if math.isfinite(row[place]) else 0.0 for place, row in enumerate(products)]

@@ -75,14 +75,12 @@ class RecordForward:
         self.num_bytes = 0
 
     def add(self, lines: list[str]) -> None:
-        """See `Forward.add`."""
         self._lines.extend(lines)
         self._waiting_bytes += sum(len(line) + 1 for line in lines)
         if self._waiting_bytes > MOST_WAITING_BYTES:
             self._leave_out()
 
     def turn(self) -> None:
-        """See `Forward.turn`."""
         now_s = self._now()
         self._left_bytes = min(_BYTES_AT_ONCE, self._left_bytes + (now_s - self._looked_s) * BYTES_A_SECOND)
         self._looked_s = now_s
@@ -90,7 +88,6 @@ class RecordForward:
             self._send()
 
     def finish(self) -> None:
-        """See `Forward.finish`."""
         until_s = time.monotonic() + _FINISH_S
         while time.monotonic() < until_s and (self._lines or not self._session.is_acknowledged("records")):
             self._left_bytes = _BYTES_AT_ONCE  # a goodbye is not put off

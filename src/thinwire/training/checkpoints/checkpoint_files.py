@@ -454,13 +454,11 @@ class LocalStorage:
         self._root = root
 
     def folders(self) -> list[str]:
-        """See `Storage.folders`."""
         if not self._root.exists():
             return []
         return [path.name for path in self._root.iterdir() if path.is_dir()]
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """See `Storage.sizes`."""
         found = {}
         for path in (self._root / folder).iterdir():
             with contextlib.suppress(FileNotFoundError):  # another replica has removed its own just now
@@ -468,7 +466,6 @@ class LocalStorage:
         return found
 
     def write(self, folder: str, file: str, chunks: Iterable[memoryview]) -> None:
-        """See `Storage.write`."""
         place = self._root / folder
         if not place.is_dir():
             place.mkdir(parents=True, exist_ok=True)
@@ -477,20 +474,17 @@ class LocalStorage:
         replace_whole(place / file, lambda path: _write_all(path, chunks))
 
     def read(self, folder: str, file: str) -> Iterator[bytes]:
-        """See `Storage.read`."""
         with (self._root / folder / file).open("rb") as stream:
             while chunk := stream.read(_CHUNK_BYTES):
                 yield chunk
 
     def tensors(self, folder: str, file: str) -> tuple[dict[str, Tensor], str]:
-        """See `Storage.tensors`."""
         path = self._root / folder / file
         with path.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return safetensors.torch.load_file(path), digest
 
     def remove(self, folder: str, files: Sequence[str]) -> None:
-        """See `Storage.remove`."""
         place = self._root / folder
         for file in files:
             for path in (place / file, *place.glob(f".{file}.*.partial")):
@@ -513,37 +507,31 @@ class UrlStorage:
         self._root = root.rstrip("/")
 
     def folders(self) -> list[str]:
-        """See `Storage.folders`."""
         try:
             return [_last(entry["name"]) for entry in self._list(self._root) if entry["type"] == "directory"]
         except FileNotFoundError:
             return []
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """See `Storage.sizes`."""
         entries = self._list(self._path(folder))
         return {_last(entry["name"]): int(entry["size"]) for entry in entries if entry["type"] == "file"}
 
     def write(self, folder: str, file: str, chunks: Iterable[memoryview]) -> None:
-        """See `Storage.write`."""
         self._filesystem.makedirs(self._path(folder), exist_ok=True)
         with self._filesystem.open(self._path(folder, file), "wb") as stream:
             for chunk in chunks:
                 stream.write(chunk)
 
     def read(self, folder: str, file: str) -> Iterator[bytes]:
-        """See `Storage.read`."""
         with self._filesystem.open(self._path(folder, file), "rb") as stream:
             while chunk := stream.read(_CHUNK_BYTES):
                 yield chunk
 
     def tensors(self, folder: str, file: str) -> tuple[dict[str, Tensor], str]:
-        """See `Storage.tensors`."""
         content = b"".join(self.read(folder, file))
         return safetensors.torch.load(content), hashlib.sha256(content).hexdigest()
 
     def remove(self, folder: str, files: Sequence[str]) -> None:
-        """See `Storage.remove`."""
         for file in files:
             with contextlib.suppress(FileNotFoundError):
                 self._filesystem.rm_file(self._path(folder, file))

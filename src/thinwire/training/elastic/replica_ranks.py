@@ -257,24 +257,20 @@ class Rank0Driver:
             return self._made.held_out(*self._group.broadcast(torch.stack([tokens, targets])))
 
     def gather(self, names: Sequence[str]) -> Tensor:
-        """See `ReplicaShards.gather`."""
         with self._during("shards"):
             self._send("gather", which=self._which(names))
             return self._made.parameters.gather(names)
 
     def scatter(self, names: Sequence[str], values: Tensor, *, blend: float = 0.0) -> None:
-        """See `ReplicaShards.scatter`."""
         with self._during("taking over shards"):
             self._send("scatter", which=self._which(names), blend=blend)
             self._made.parameters.scatter(names, values, blend=blend)
 
     def keep(self) -> None:
-        """See `ReplicaShards.keep`."""
         self._send("keep")
         self._made.parameters.keep()
 
     def restore(self) -> None:
-        """See `ReplicaShards.restore`."""
         self._send("restore")
         self._made.parameters.restore()
 

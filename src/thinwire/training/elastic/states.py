@@ -437,11 +437,9 @@ class IncomingState:
         return missing_s <= _MOST_LATE_INTERVALS * interval_s
 
     def is_here(self) -> bool:
-        """See `LateState.is_here`."""
         return self._has_ended.is_set()
 
     def load_into(self, engine: RoundEngine) -> None:
-        """See `LateState.load_into`."""
         self._has_ended.wait()
         try:
             outer = dict(self._whole().outer)
