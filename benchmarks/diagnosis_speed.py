@@ -25,8 +25,8 @@ from thinwire.monitor.detect.change_points import CUSUM
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.findings import report
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
 
 RESULTS = Path(__file__).parent / "results" / "diagnosis_speed.json"
 RANKS_OF_HOST = 8

@@ -25,9 +25,9 @@ from thinwire.monitor.dashboard.server import DashboardServer, Feed
 from thinwire.monitor.dashboard.snapshot import RunFollower
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Place
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Communicator, Record, Span, header_line, to_line
 from thinwire.monitor.synthetic_jobs import NOISES, InjectedFault, Scene, synthesize
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Communicator, Record, Span, header_line, to_line
 
 _STEPS_A_ROUND, _TOKENS_A_STEP, _WIRE_BYTES = 20, 4096, 500_009
 # Width and height in CSS pixels, and pixels of the picture for each.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from thinwire.monitor.report.charts import image_file
 from thinwire.monitor.report.figures import figures_of_runs
-from thinwire.monitor.runlog.run_folder import read_run
+from thinwire.runlog.run_folder import read_run
 
 
 def picture(runs: list[Path], names: list[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import thinwire
-from thinwire.monitor.runlog.run_identity import new_identity
+from thinwire.runlog.run_identity import new_identity
 from thinwire.training import worker
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.worker import ReplicaStart, make_run_folder

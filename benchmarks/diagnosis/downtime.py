@@ -37,7 +37,7 @@ from typing import Any
 import psutil
 import steering
 
-from thinwire.monitor.downtime import Downtime, Incident, account
+from thinwire.runlog.downtime import Downtime, Incident, account
 from thinwire.training.elastic.remediation import read_pid
 
 HERE = Path(__file__).resolve().parent

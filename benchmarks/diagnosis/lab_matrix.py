@@ -30,7 +30,7 @@ from thinwire.errors import DataError
 from thinwire.lab import Lab, rank_environment
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Finding, Place
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.run_folder import read_files
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "diagnosis_lab.jsonl"

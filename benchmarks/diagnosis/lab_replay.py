@@ -19,9 +19,9 @@ from lab_report import report
 
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.reader import Records, from_records
-from thinwire.monitor.runlog.records import Record
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.reader import Records, from_records
+from thinwire.runlog.records import Record
+from thinwire.runlog.run_folder import read_files
 
 REPLAYED = RESULTS.with_name("diagnosis_lab_replayed.jsonl")
 

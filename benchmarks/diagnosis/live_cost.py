@@ -16,8 +16,8 @@ from pathlib import Path
 
 from thinwire.monitor.live_diagnosis import LiveDiagnosis, Members
 from thinwire.monitor.remediation import Action, Policy, Steering
-from thinwire.monitor.runlog.records import Communicator, header_line, to_line
 from thinwire.monitor.synthetic_jobs import Scene, synthesize
+from thinwire.runlog.records import Communicator, header_line, to_line
 
 
 class Nobody:

@@ -28,8 +28,8 @@ from long_report import report
 from thinwire.lab import Lab
 from thinwire.monitor.detect.live import LiveDetector, News
 from thinwire.monitor.live_diagnosis import LOOK_S, SOON_S
-from thinwire.monitor.runlog.records import Operation, Record
-from thinwire.monitor.runlog.tailer import RecordTailer
+from thinwire.runlog.records import Operation, Record
+from thinwire.runlog.tailer import RecordTailer
 
 RESULTS = Path(__file__).parents[1] / "results" / "diagnosis_long.jsonl"
 START_S, FIRST_ROUNDS, FIRST_S = 120.0, 30, 60.0

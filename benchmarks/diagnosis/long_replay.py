@@ -24,8 +24,8 @@ from long_report import report
 
 from thinwire.monitor.detect.live import LiveDetector, News
 from thinwire.monitor.live_diagnosis import LOOK_S
-from thinwire.monitor.runlog.records import Arrival, Beat, Communicator, Record
-from thinwire.monitor.runlog.tailer import RecordTailer
+from thinwire.runlog.records import Arrival, Beat, Communicator, Record
+from thinwire.runlog.tailer import RecordTailer
 
 REPLAYED = RESULTS.with_name("diagnosis_long_replayed.jsonl")
 LATE_S = 0.25

@@ -18,8 +18,8 @@ from typing import Any
 
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.fault_matrix import clean_scenes, compare, pairs_of_faults, scenes
-from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.synthetic_jobs import NOISES, synthesize
+from thinwire.runlog.reader import from_records
 
 RESULTS = Path(__file__).parents[1] / "results" / "diagnosis.jsonl"
 VERDICTS = ("right", "ambiguous", "wrong place", "wrong kind", "missed")

@@ -36,7 +36,7 @@ from peers_job import ENDING, IN_LAB, SLOW, TIMEOUT_S, job, prepare
 from thinwire.errors import DataError
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.run_folder import read_files
 
 RESULTS = Path(__file__).parents[1] / "results" / "peers.jsonl"
 FAULTS = (*ENDING, *SLOW, *IN_LAB)

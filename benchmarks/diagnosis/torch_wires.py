@@ -33,8 +33,8 @@ from lab_report import keep
 from thinwire.lab import Lab, rank_environment
 from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.run_folder import read_files
-from thinwire.monitor.runlog.tailer import RecordTailer
+from thinwire.runlog.run_folder import read_files
+from thinwire.runlog.tailer import RecordTailer
 
 RESULTS = Path(__file__).parents[1] / "results" / "diagnosis_torch_wires.jsonl"
 JOB = Path(__file__).with_name("torch_wires_job.py")

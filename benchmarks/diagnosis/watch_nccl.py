@@ -34,8 +34,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import thinwire
-from thinwire.monitor.runlog.records import Operation
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.records import Operation
+from thinwire.runlog.run_folder import read_files
 
 WIDTH, LAYERS, ROWS, BUCKET_MB = 1024, 8, 128, 4
 FEW_STEPS, PLAIN_CALLS = 5, 10

@@ -62,7 +62,7 @@ def watched_on_gloo() -> dict[str, Any]:
     import torch.distributed as dist
 
     import thinwire
-    from thinwire.monitor.runlog.run_folder import read_files
+    from thinwire.runlog.run_folder import read_files
 
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"

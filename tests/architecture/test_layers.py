@@ -9,8 +9,8 @@ from source_tree import ROOT, module_of, sources
 
 PURE = (
     "errors", "events", "shared_random", "units", "sync.schedule", "averaging.message_pattern", "averaging.mixing",
-    "averaging.topology", "monitor.detect", "monitor.findings", "monitor.flight_recorder", "monitor.nccl",
-    "monitor.runlog", "simulate", "site", "traffic",
+    "averaging.topology", "monitor.detect", "monitor.findings", "monitor.nccl", "runlog",
+    "simulate", "site", "traffic",
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 
 from thinwire.cli.checkpoints import main
 from thinwire.elastic.global_state import GlobalState
-from thinwire.monitor.runlog.run_identity import new_identity
+from thinwire.runlog.run_identity import new_identity
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
 

@@ -13,8 +13,8 @@ import pytest
 
 from thinwire.cli.diagnose import FOUND, DiagnoseOptions, main
 from thinwire.monitor.findings import Place
-from thinwire.monitor.runlog.records import Beat, Communicator, Span, header_line, to_line
 from thinwire.monitor.synthetic_jobs import InjectedFault, Scene, synthesize
+from thinwire.runlog.records import Beat, Communicator, Span, header_line, to_line
 
 HOSTS = ("a", "b", "c")
 

@@ -11,9 +11,9 @@ from thinwire.monitor.detect.diagnose import findings_of
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Place
 from thinwire.monitor.prometheus_text import findings_text
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Communicator, Span, header_line, to_line
 from thinwire.monitor.synthetic_jobs import InjectedFault
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Communicator, Span, header_line, to_line
 
 SLOW = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=24, severity=5.0)
 

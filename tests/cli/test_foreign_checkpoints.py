@@ -12,7 +12,7 @@ import torch
 
 from thinwire.cli.main import main
 from thinwire.elastic.global_state import GlobalState
-from thinwire.monitor.runlog.run_identity import RunIdentity, new_identity, read_identity, write_identity
+from thinwire.runlog.run_identity import RunIdentity, new_identity, read_identity, write_identity
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.config import TrainConfig, config_text, read_config, resolve
 from thinwire.training.run_origin import check_corpus, check_options, keep_corpus, write_origin

@@ -18,8 +18,8 @@ import pytest
 from tests.lab.machine import skip_where_labs_are_impossible
 from tests.sample_texts import TEXTS
 from thinwire.cli.main import main
-from thinwire.monitor.runlog.run_folder import read_files
 from thinwire.planning.plan import load_plan
+from thinwire.runlog.run_folder import read_files
 
 THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]
 OPTIONS_FILE = Path(__file__).with_name("options_of_lab.txt")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from thinwire.cli.main import main
-from thinwire.monitor.runlog.run_identity import new_identity, write_identity
+from thinwire.runlog.run_identity import new_identity, write_identity
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
 from thinwire.training.config import OPTIONS, TrainConfig, config_text, read_config, resolve
 from thinwire.training.run_origin import write_origin

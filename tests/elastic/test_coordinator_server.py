@@ -18,6 +18,7 @@ import zmq
 
 from tests.strangers import GARBAGE, GARBAGE_NAMES, hangs_up, memory_is_bounded
 from thinwire.elastic import coordinator_server as hub_module
+from thinwire.elastic.connection_limits import UNSEEN_BYTES
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_client import CoordinatorConnection, send_command
 from thinwire.elastic.coordinator_server import TOKEN_BYTES, CoordinatorServer, client_keys, coordinator_keys
@@ -25,7 +26,6 @@ from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.join import JoinPlan, join
 from thinwire.elastic.protocol import MOST_BYTES_HERE, VERSION, Message, encode
-from thinwire.elastic.rate_limit import UNSEEN_BYTES
 from thinwire.errors import Refused, WrongCoordinator
 from thinwire.transport.addresses import ListenConfig
 from thinwire.transport.secret import Secret

@@ -12,7 +12,7 @@ from test_elastic_faults import Worker, street
 
 import thinwire.training.elastic.local_snapshot as kept_state
 from thinwire.elastic.global_state import GlobalState, non_finite, spans
-from thinwire.monitor.runlog.run_identity import RunIdentity
+from thinwire.runlog.run_identity import RunIdentity
 from thinwire.training.elastic.local_snapshot import LocalSnapshot
 
 __all__ = ["street"]

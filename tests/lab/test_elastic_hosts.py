@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from thinwire.lab import Lab
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.run_folder import read_files
 
 pytestmark = pytest.mark.multiprocess
 CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos"

@@ -12,8 +12,8 @@ import pytest
 from thinwire.lab import Lab, rank_environment
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.reader import Records
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.reader import Records
+from thinwire.runlog.run_folder import read_files
 
 pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).parent / "watched_script.py"

@@ -16,7 +16,7 @@ from test_elastic_run import runs as runs
 from test_elastic_run import texts as texts
 from training_runs import Started, with_slow_steps
 
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.run_folder import read_files
 from thinwire.training.elastic.job import LocalSettings
 
 pytestmark = pytest.mark.multiprocess

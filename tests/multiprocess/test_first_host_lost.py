@@ -20,7 +20,7 @@ from training_runs import DEADLINE_S, DOCUMENTS, MARK, OPTIONS, with_slow_steps
 
 from thinwire.elastic.coordinator_client import send_command
 from thinwire.elastic.invitation import read_invitation
-from thinwire.monitor.runlog.run_identity import read_identity
+from thinwire.runlog.run_identity import read_identity
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.elastic.job import LocalSettings
 from thinwire.training.elastic.local_snapshot import newest_snapshot

@@ -11,7 +11,7 @@ import pytest
 from thinwire.errors import WorkerFailed
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.run_folder import read_files
 from thinwire.training.config import TrainConfig
 from thinwire.training.launch import launch
 

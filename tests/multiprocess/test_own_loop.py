@@ -17,7 +17,7 @@ from thinwire.elastic.coordinator_server import KEY_FILE, coordinator_keys, own_
 from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.journal import read_journal
 from thinwire.errors import Refused, RunOver
-from thinwire.monitor.runlog.run_identity import new_identity
+from thinwire.runlog.run_identity import new_identity
 from thinwire.training.elastic.coordinator_process import JOURNAL_FILE
 from thinwire.training.elastic.job import LoopJob
 from thinwire.training.elastic.own_loop import RunPlace

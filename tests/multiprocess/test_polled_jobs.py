@@ -22,8 +22,8 @@ import thinwire
 from thinwire import compat
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.record import torch_recorder as watching_module
-from thinwire.monitor.runlog.records import Operation
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.records import Operation
+from thinwire.runlog.run_folder import read_files
 from thinwire.transport.collective_hooks import CollectiveHooks, GroupCall
 
 pytestmark = pytest.mark.multiprocess

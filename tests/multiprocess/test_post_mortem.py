@@ -17,7 +17,7 @@ from training_runs import COMMAND, DEADLINE_S, DOCUMENTS, OPTIONS
 
 from thinwire.cli.main import main
 from thinwire.monitor.detect.diagnose import diagnose
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.run_folder import read_files
 
 pytestmark = pytest.mark.multiprocess
 

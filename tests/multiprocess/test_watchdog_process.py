@@ -17,7 +17,7 @@ from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started
 from thinwire.cli import run_watchdog
 from thinwire.cli.run_watchdog import watchdog_process
 from thinwire.monitor.live_diagnosis import LOOK_S
-from thinwire.monitor.runlog.records import Beat, Communicator, header_line, to_line
+from thinwire.runlog.records import Beat, Communicator, header_line, to_line
 from thinwire.training.config import TrainConfig
 
 

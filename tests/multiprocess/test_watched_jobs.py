@@ -22,8 +22,8 @@ import thinwire
 from thinwire.errors import TransportError
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.reader import Records
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.reader import Records
+from thinwire.runlog.run_folder import read_files
 
 pytestmark = pytest.mark.multiprocess
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from thinwire.monitor.detect.delay_matrix import Cell
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Communicator, Flow, Operation, Probe, Record
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Communicator, Flow, Operation, Probe, Record
 
 HOSTS = ("a", "b", "c")
 EVERY_S, LOOK_S, STEPS, BROKEN = 0.2, 0.5, 100, 60

@@ -11,9 +11,9 @@ import pytest
 
 from thinwire import errors
 from thinwire.errors import UntestedWarning, warn_untested
-from thinwire.monitor.nccl.inspector import read_inspector
-from thinwire.monitor.nccl.ras import read_ras
-from thinwire.monitor.runlog.reader import Records
+from thinwire.runlog.nccl_inspector import read_inspector
+from thinwire.runlog.nccl_ras import read_ras
+from thinwire.runlog.reader import Records
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from thinwire.errors import refusal
 if TYPE_CHECKING:
     from thinwire.monitor.detect.timeline import Job
     from thinwire.monitor.findings import Finding
-    from thinwire.monitor.runlog.reader import Records
+    from thinwire.runlog.reader import Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 def _diagnose(arguments: Sequence[str]) -> int:
     from thinwire.monitor.detect.diagnose import findings_of_whole
     from thinwire.monitor.detect.timeline import build
-    from thinwire.monitor.runlog.run_folder import read_files
+    from thinwire.runlog.run_folder import read_files
 
     options = parse_options(DiagnoseOptions, arguments, prog="thinwire diagnose")
     if not options.files:
@@ -145,7 +145,7 @@ def _write_files(options: DiagnoseOptions, records: Records, job: Job, findings:
     from thinwire.files import write_whole
 
     if options.flight_recorder is not None:
-        from thinwire.monitor.flight_recorder import write_dumps
+        from thinwire.runlog.flight_recorder import write_dumps
 
         written = write_dumps(records, options.flight_recorder)
         print(f"{len(written)} dumps in {options.flight_recorder}", file=sys.stderr)

@@ -20,7 +20,7 @@ from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.journal import Journal
 from thinwire.errors import CheckpointError, ThinwireError, excluded, refusal
 from thinwire.files import write_whole
-from thinwire.monitor.runlog.run_identity import RunIdentity, new_identity, read_identity
+from thinwire.runlog.run_identity import RunIdentity, new_identity, read_identity
 from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig, flag
 from thinwire.training.elastic.coordinator_process import ALONE_FILE, JOB_FILE, JOURNAL_FILE, PORT_FILE

@@ -182,7 +182,7 @@ def _folder(out: Path | None, invitation: Invitation, *, secret: Secret) -> Path
         Refused: The folder that was named is of another run or incarnation; names both.
     """
     from thinwire.elastic.coordinator_client import send_command
-    from thinwire.monitor.runlog.run_identity import RUN_FILE, check_folder, identity_from_json, read_identity
+    from thinwire.runlog.run_identity import RUN_FILE, check_folder, identity_from_json, read_identity
 
     folder = out or Path("runs") / f"joined-{invitation.host}-{invitation.port}"
     if not (folder / RUN_FILE).exists():

@@ -22,11 +22,11 @@ import psutil
 from thinwire.cli.processes import WATCHDOG, log_if_possible
 from thinwire.errors import Stopped
 from thinwire.files import write_whole
-from thinwire.monitor.downtime import Downtime
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.live_diagnosis import Hands, LiveDiagnosis, Members, end_report
 from thinwire.monitor.remediation import Action, Policy, Steering
-from thinwire.monitor.runlog.attempts import RunParts, downtime_of, read_parts
+from thinwire.runlog.attempts import RunParts, downtime_of, read_parts
+from thinwire.runlog.downtime import Downtime
 from thinwire.training.config import TrainConfig
 
 DOWNTIME_FILE = "downtime.json"

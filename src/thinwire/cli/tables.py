@@ -16,7 +16,7 @@ from rich.text import Text
 from thinwire.cli.output import printable
 from thinwire.monitor.report.comparison import HEAD, Comparison
 from thinwire.monitor.report.report import results
-from thinwire.monitor.runlog.run_folder import SUMMARY, Summary, parse
+from thinwire.runlog.run_folder import SUMMARY, Summary, parse
 
 _NO_LIMIT = 10_000
 # Keys of a sample, and what they are called; of one width, so that the texts stand below each other.

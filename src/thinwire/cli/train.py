@@ -212,7 +212,7 @@ def _train_elastic(config: TrainConfig) -> int:
 
 def _prepare(config: TrainConfig) -> tuple[int, int]:
     """Read the data and make the run's folder; return an exit code, 0 to go on, and the step to go on from."""
-    from thinwire.monitor.runlog.run_identity import new_identity, read_identity
+    from thinwire.runlog.run_identity import new_identity, read_identity
     from thinwire.training.launch import rank_folder, step_to_resume
     from thinwire.training.run_origin import check_corpus, keep_corpus
     from thinwire.training.worker import check_data, make_run_folder, occupied, open_data
@@ -258,7 +258,7 @@ def remarks(config: TrainConfig) -> list[str]:
 
 def _with_interval(config: TrainConfig) -> TrainConfig:
     """Return the options with the steps between checkpoints that earlier parts of the run speak for."""
-    from thinwire.monitor.runlog.attempts import chosen_interval
+    from thinwire.runlog.attempts import chosen_interval
 
     if not config.output.checkpoint_auto:
         return config

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from thinwire.cli.tables import plain
 from thinwire.monitor.run_numbers import time_left_s
-from thinwire.monitor.runlog.run_folder import (
+from thinwire.runlog.run_folder import (
     ErrorMetrics,
     EvaluationMetrics,
     StepMetrics,
@@ -25,7 +25,7 @@ from thinwire.monitor.runlog.run_folder import (
     join_evaluations,
     parse_metrics,
 )
-from thinwire.monitor.runlog.tailer import JsonlTailer
+from thinwire.runlog.tailer import JsonlTailer
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
 _JOIN_S = 5.0

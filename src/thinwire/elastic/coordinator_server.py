@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from thinwire.elastic.connection_limits import ConnectionLimits
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encode
-from thinwire.elastic.rate_limit import ConnectionLimits, RateLimit
 from thinwire.errors import PayloadError
+from thinwire.rate_limit import RateLimit
 from thinwire.transport.secret import Secret, make_secret, read_secret
 from thinwire.transport.wire.connection import HANDSHAKE_S, HEARTBEAT_S, KeyPair
 from thinwire.transport.wire.listener import ACCEPTED, Listener, ReceivedFrame

@@ -21,9 +21,9 @@ from thinwire.monitor.detect.live import LiveDetector, News
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.path_limits import PATH_LIMITS_FILE, PathLimit, limit_of, write_path_limits
 from thinwire.monitor.remediation import Action, Steering
-from thinwire.monitor.runlog.run_folder import MEMBERS_FILE
-from thinwire.monitor.runlog.tailer import RecordTailer
-from thinwire.monitor.runlog.writer import JsonlWriter
+from thinwire.runlog.run_folder import MEMBERS_FILE
+from thinwire.runlog.tailer import RecordTailer
+from thinwire.runlog.writer import JsonlWriter
 from thinwire.transport.addresses import host_name
 from thinwire.units import format_bytes, format_moment
 

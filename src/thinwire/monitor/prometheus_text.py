@@ -13,7 +13,7 @@ from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.slow_compute import work_of
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.reader import Records
+from thinwire.runlog.reader import Records
 
 Samples = Iterable[tuple[Mapping[str, object], object]]
 _LATEST = 8

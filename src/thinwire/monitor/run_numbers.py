@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from thinwire.monitor.runlog.run_folder import StepMetrics, Summary
+from thinwire.runlog.run_folder import StepMetrics, Summary
 from thinwire.units import format_bytes, format_rate, format_seconds
 
 RATE_WINDOW_S = 1.0

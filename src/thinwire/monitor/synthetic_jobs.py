@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from thinwire.monitor.findings import Place
-from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
+from thinwire.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
 
 FaultKind = Literal[
     "slow link", "slow work", "growing work", "paused", "killed", "black hole", "flapping",

@@ -29,8 +29,8 @@ def to_trace(job: Job, findings: Sequence[Finding] = (), *, most_events: int = M
         most_events: How many slices are kept.
 
     Example:
-        >>> from thinwire.monitor.runlog.reader import from_records
-        >>> from thinwire.monitor.runlog.records import Span
+        >>> from thinwire.runlog.reader import from_records
+        >>> from thinwire.runlog.records import Span
         >>> from thinwire.monitor.detect.timeline import build
         >>> spans = [Span(rank=0, kind="compute", step=3, started_s=5.0, done_s=5.25)]
         >>> (event,) = [one for one in to_trace(build(from_records(spans)))["traceEvents"] if one["ph"] == "X"]

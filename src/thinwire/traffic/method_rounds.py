@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import DataError, refusal
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.run_folder import read_files
 from thinwire.simulate import ExchangeModel
 from thinwire.sync.schedule import Schedule
 from thinwire.traffic.fabric import Fabric, FabricFlow

@@ -20,8 +20,8 @@ from typing import Any
 from thinwire.errors import Stopped, ThinwireError, TransportError, WorkerFailed
 from thinwire.files import write_whole
 from thinwire.monitor.detect.hangs import HANGS
-from thinwire.monitor.runlog.run_identity import read_identity
-from thinwire.monitor.runlog.writer import last_beat_s, write_obituary
+from thinwire.runlog.run_identity import read_identity
+from thinwire.runlog.writer import last_beat_s, write_obituary
 from thinwire.training.agreed_stop import AgreedStop
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints, choose_step, verify_all
 from thinwire.training.config import TrainConfig

@@ -18,7 +18,7 @@ from thinwire.adaptive_timeout import Deadlines
 from thinwire.errors import CheckpointError, Stopped, ThinwireError
 from thinwire.monitor.record.metrics import Meter, ReplicaCounts
 from thinwire.monitor.record.recorder import Recorder
-from thinwire.monitor.runlog.attempts import note_cost
+from thinwire.runlog.attempts import note_cost
 from thinwire.site.lengths import padded_groups
 from thinwire.sync.optimizer import DistributedOptimizer, checked_state
 from thinwire.training.agreed_stop import AgreedStop

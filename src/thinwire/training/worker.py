@@ -16,7 +16,7 @@ from thinwire.errors import DataError, DesyncError, Stopped, ThinwireError, warn
 from thinwire.files import write_whole
 from thinwire.monitor.record.metrics import Logger, Meter, open_loggers
 from thinwire.monitor.record.recorder import Recorder, own_fault
-from thinwire.monitor.runlog.run_identity import (
+from thinwire.runlog.run_identity import (
     RUN_FILE,
     RunIdentity,
     identity_from_json,

@@ -23,7 +23,7 @@ from thinwire.data.sampler import Sampler, ShardBatches
 from thinwire.elastic.elastic_mean import ElasticMean, elastic_mean
 from thinwire.elastic.elastic_method import elastic
 from thinwire.errors import Refused, Stopped, WorkerFailed
-from thinwire.monitor.runlog.run_identity import new_identity
+from thinwire.runlog.run_identity import new_identity
 from thinwire.training.build import check, make_method
 from thinwire.training.config import OPTIONS, PATH_OPTIONS, TrainConfig, resolve
 from thinwire.training.elastic.job import ElasticJob, LocalSettings

@@ -16,7 +16,7 @@ from thinwire.data.sources import Document
 from thinwire.elastic.global_state import GlobalState
 from thinwire.errors import CheckpointError, DataError
 from thinwire.inference import evaluate, load_trained, read_texts
-from thinwire.monitor.runlog.run_folder import read_run
+from thinwire.runlog.run_folder import read_run
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.config import TrainConfig, config_text, read_config
 from thinwire.training.summary import parameters_sha256

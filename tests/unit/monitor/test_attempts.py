@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.monitor.runlog.attempts import RunParts, chosen_interval, downtime_of, measured_mtbf_s, read_parts
+from thinwire.runlog.attempts import RunParts, chosen_interval, downtime_of, measured_mtbf_s, read_parts
 
 
 class Clock:

@@ -8,8 +8,8 @@ import pytest
 
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Communicator, Operation, Record
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Communicator, Operation, Record
 
 STEP = ["8192@loop:3", "128@loop:3", "1024@loop:3"]
 EVALUATE = "2@loop:9"

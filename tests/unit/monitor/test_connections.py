@@ -32,8 +32,8 @@ from thinwire.monitor.dashboard.window import RankWindow
 from thinwire.monitor.detect.delay_matrix import Cell
 from thinwire.monitor.detect.live import LiveDetector, RecordWindow
 from thinwire.monitor.detect.timeline import build
-from thinwire.monitor.runlog.reader import Records, from_records
-from thinwire.monitor.runlog.records import Beat, Flow, Operation, Probe, Record
+from thinwire.runlog.reader import Records, from_records
+from thinwire.runlog.records import Beat, Flow, Operation, Probe, Record
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from thinwire.monitor.dashboard.chart_data import Curve
 from thinwire.monitor.dashboard.snapshot import RunFollower, snapshot
 from thinwire.monitor.dashboard.window import RankWindow
 from thinwire.monitor.findings import Place
-from thinwire.monitor.runlog.reader import MOST_LINE_BYTES
-from thinwire.monitor.runlog.records import Operation, TransferEnd
-from thinwire.monitor.runlog.tailer import JsonlTailer
 from thinwire.monitor.synthetic_jobs import InjectedFault
+from thinwire.runlog.reader import MOST_LINE_BYTES
+from thinwire.runlog.records import Operation, TransferEnd
+from thinwire.runlog.tailer import JsonlTailer
 
 SLOW = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=30, severity=5.0)
 
@@ -375,7 +375,7 @@ def test_memory_is_bounded_however_long_a_run_is() -> None:
 
 
 def test_an_end_that_was_done_is_not_undone_by_a_line_that_comes_late() -> None:
-    from thinwire.monitor.runlog.reader import Records
+    from thinwire.runlog.reader import Records
 
     window = RankWindow(0)
     window.is_recorded = True

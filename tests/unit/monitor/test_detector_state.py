@@ -17,9 +17,9 @@ from thinwire.monitor.detect.live import LiveDetector, RecordWindow
 from thinwire.monitor.detect.slow_compute import work_times
 from thinwire.monitor.detect.timeline import Job, Message, build
 from thinwire.monitor.findings import Place
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
 from thinwire.monitor.synthetic_jobs import NOISES, InjectedFault, Scene, _Synthesis
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
 
 SLOW = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 1)), begin=40, severity=6.0)
 SLOW_WORK = InjectedFault(kind="slow work", place=Place(kind="rank", ranks=(2,)), begin=50, severity=3.0)

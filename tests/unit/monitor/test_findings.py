@@ -10,8 +10,8 @@ import pytest
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Finding, report
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c", 5: "c"}
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.flight_recorder import fr_trace
 
-from thinwire.monitor.flight_recorder import pickled, write_dumps
-from thinwire.monitor.runlog.reader import Records, from_records
-from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.flight_recorder import pickled, write_dumps
+from thinwire.runlog.reader import Records, from_records
+from thinwire.runlog.records import Beat, Communicator, Operation, Record
+from thinwire.runlog.run_folder import read_files
 
 WORLD = "0 default_pg"
 PAIR = "1 pair"

@@ -7,7 +7,7 @@ import pytest
 from thinwire.monitor.detect.heartbeats import HeartbeatDelays
 from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
+from thinwire.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
 
 WHERE = Communicator(communicator="rounds", ranks=(0, 1, 2), hosts=("a", "a", "b"), clocks=("one", "one", "one"))
 

@@ -14,10 +14,10 @@ from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Place
 from thinwire.monitor.heat import HeatMap, heat_maps, summary_sentence, to_page
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Record, Span
-from thinwire.monitor.runlog.run_folder import read_files
 from thinwire.monitor.synthetic_jobs import InjectedFault, Scene, synthesize
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Record, Span
+from thinwire.runlog.run_folder import read_files
 
 
 def spans(times_s: dict[int, list[float]], kind: str = "compute") -> list[Span]:

@@ -9,8 +9,8 @@ import pytest
 from thinwire.cli.diagnose import main
 from thinwire.monitor.detect.idle_time import idle_causes, shown_causes
 from thinwire.monitor.detect.timeline import build
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Communicator, Operation, Record, header_line, to_line
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Communicator, Operation, Record, header_line, to_line
 
 
 def _operations(*, rounds: bool = False, late_at: tuple[int, ...] = (20, 40)) -> list[Record]:

@@ -13,7 +13,8 @@ import pytest
 from thinwire.errors import DataError
 from thinwire.monitor.detect.live import LiveDetector, News, RecordWindow, is_one_cause
 from thinwire.monitor.findings import Finding, Kind, Place
-from thinwire.monitor.runlog.records import (
+from thinwire.monitor.synthetic_jobs import InjectedFault, Scene, synthesize
+from thinwire.runlog.records import (
     Beat,
     Communicator,
     Operation,
@@ -23,9 +24,8 @@ from thinwire.monitor.runlog.records import (
     header_line,
     to_line,
 )
-from thinwire.monitor.runlog.run_folder import read_files
-from thinwire.monitor.runlog.tailer import RecordTailer
-from thinwire.monitor.synthetic_jobs import InjectedFault, Scene, synthesize
+from thinwire.runlog.run_folder import read_files
+from thinwire.runlog.tailer import RecordTailer
 
 HOSTS = ("a", "b", "c")
 

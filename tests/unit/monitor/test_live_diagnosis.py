@@ -18,11 +18,11 @@ from thinwire.cli.run_watchdog import diagnosis_of, report_end
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.monitor.detect.live import News
-from thinwire.monitor.downtime import Downtime
 from thinwire.monitor.findings import Finding, Place
 from thinwire.monitor.live_diagnosis import LiveDiagnosis, Members, end_report
 from thinwire.monitor.remediation import Action, Policy, Steering
-from thinwire.monitor.runlog.records import Beat, Communicator, Record, header_line, to_line
+from thinwire.runlog.downtime import Downtime
+from thinwire.runlog.records import Beat, Communicator, Record, header_line, to_line
 from thinwire.training.elastic.remediation import DowntimeTracker, ElasticRemediation, ProcessOrder, read_pid, write_pid
 
 

@@ -17,8 +17,8 @@ from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.detect.slow_links import find_slow_links
 from thinwire.monitor.detect.timeline import Job, build
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, TransferEnd
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Beat, Communicator, Operation, Record, TransferEnd
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from nccl_files import HASH, Fleet, cut, line, perf
 from thinwire.errors import DataError
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.reader import Records
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.reader import Records
+from thinwire.runlog.run_folder import read_files
 
 FOUR = ("a", "a", "b", "b")
 

@@ -16,8 +16,8 @@ from nccl_files import HASH, Fleet
 from thinwire.errors import DataError
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.reader import Records
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.reader import Records
+from thinwire.runlog.run_folder import read_files
 
 FORMS = ("json", "verbose", "plain")
 
@@ -362,7 +362,7 @@ def test_answers_in_json_that_never_end_are_given_up(tmp_path: Path) -> None:
 
 
 def test_a_file_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinwire.monitor.nccl.ras.MOST_BYTES", 100)
+    monkeypatch.setattr("thinwire.runlog.nccl_ras.MOST_BYTES", 100)
     with pytest.raises(DataError, match="more than 100 bytes"):
         _read(tmp_path, answer([world(8)]).encode())
 

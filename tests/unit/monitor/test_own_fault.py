@@ -13,8 +13,8 @@ import torch
 from tests.full_disk import file_size_limit
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.record.own_fault import fault_text
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Beat
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Beat
 
 
 def saved(path: Path) -> BaseException:

@@ -14,8 +14,9 @@ from thinwire.cli.main import main
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.findings import Finding, Place
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import (
+from thinwire.monitor.synthetic_jobs import InjectedFault
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import (
     Arrival,
     Beat,
     Communicator,
@@ -25,8 +26,7 @@ from thinwire.monitor.runlog.records import (
     header_line,
     to_line,
 )
-from thinwire.monitor.runlog.run_folder import MEMBERS_FILE, read_files, removed_replicas
-from thinwire.monitor.synthetic_jobs import InjectedFault
+from thinwire.runlog.run_folder import MEMBERS_FILE, read_files, removed_replicas
 
 RECORDED = Path(__file__).parents[2] / "recorded"
 KILLED = InjectedFault(kind="killed", place=Place(kind="rank", ranks=(1,)), begin=20)

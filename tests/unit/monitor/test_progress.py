@@ -10,8 +10,8 @@ import pytest
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.live import LiveDetector, News
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.reader import Records, from_records
-from thinwire.monitor.runlog.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd
+from thinwire.runlog.reader import Records, from_records
+from thinwire.runlog.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd
 
 RANKS, ROUNDS, EVERY_S, STEP_S, MESSAGE_S, SIZE = (0, 1, 2), 30, 0.4, 0.1, 0.1, 1_000_000
 NAME, BEGUN_S = "rounds", ROUNDS * EVERY_S

@@ -8,7 +8,7 @@ from tests.prometheus_text import read
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.findings import Finding, Place
 from thinwire.monitor.prometheus_text import findings_text, metrics_text
-from thinwire.monitor.runlog.reader import Records
+from thinwire.runlog.reader import Records
 
 
 def test_replicas_links_findings_and_lost_time_are_told() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.full_disk import file_size_limit
-from thinwire.monitor.runlog.forwarding import (
+from thinwire.runlog.forwarding import (
     BYTES_A_SECOND,
     MOST_BATCH_BYTES,
     MOST_WAITING_BYTES,
@@ -21,9 +21,9 @@ from thinwire.monitor.runlog.forwarding import (
     pressed,
     unpressed,
 )
-from thinwire.monitor.runlog.reader import parse_line
-from thinwire.monitor.runlog.records import Beat, Communicator, Record, Span, header_line, to_line
-from thinwire.monitor.runlog.writer import record_writer
+from thinwire.runlog.reader import parse_line
+from thinwire.runlog.records import Beat, Communicator, Record, Span, header_line, to_line
+from thinwire.runlog.writer import record_writer
 
 PLACE = Communicator(communicator="rounds", ranks=(3,), hosts=("far",), clocks=("c",))
 
@@ -187,7 +187,7 @@ def test_what_there_is_no_room_for_waits_in_memory_and_is_written_whole_later(tm
 
 
 def test_what_waits_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinwire.monitor.runlog.forwarding.MAX_WAITING_HERE_BYTES", 10 * len(beat(0.0)))
+    monkeypatch.setattr("thinwire.runlog.forwarding.MAX_WAITING_HERE_BYTES", 10 * len(beat(0.0)))
     taken = TakenRecords(tmp_path, say=lambda text: None)
     with file_size_limit(20):
         for second in range(30):
@@ -201,7 +201,7 @@ def test_what_waits_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_long_file_begins_anew_with_the_rank_s_place(taken: TakenRecords, tmp_path: Path, monkeypatch: Any) -> None:
     made = lambda *args, **more: record_writer(*args, **more, most_bytes=2000)  # noqa: E731
-    monkeypatch.setattr("thinwire.monitor.runlog.forwarding.record_writer", made)
+    monkeypatch.setattr("thinwire.runlog.forwarding.record_writer", made)
     taken.take(3, pressed([to_line(PLACE)]))
     for second in range(100):
         taken.take(3, pressed([beat(second)]))

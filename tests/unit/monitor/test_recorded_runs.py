@@ -10,8 +10,8 @@ from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.link_history import alone_s
 from thinwire.monitor.detect.timeline import Job, Message
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
 
 RANKS = (0, 1, 2)
 PLACE = Communicator(communicator="rounds", ranks=RANKS, hosts=("a", "b", "c"), clocks=("one",) * 3)

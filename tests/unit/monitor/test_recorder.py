@@ -17,10 +17,10 @@ from thinwire.elastic.round_driver import blob_name
 from thinwire.events import Posted, RoundMark, Transfer, TransferLog
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.record.recorder import BEAT_S, TURN_S, Recorder
-from thinwire.monitor.runlog.reader import Records, from_records, read_records
-from thinwire.monitor.runlog.records import Communicator, TransferEnd
-from thinwire.monitor.runlog.run_folder import read_files
-from thinwire.monitor.runlog.writer import JsonlWriter, record_paths, record_writer
+from thinwire.runlog.reader import Records, from_records, read_records
+from thinwire.runlog.records import Communicator, TransferEnd
+from thinwire.runlog.run_folder import read_files
+from thinwire.runlog.writer import JsonlWriter, record_paths, record_writer
 
 POSTED = Posted(
     direction="received", peer=1, kind="round", round_id=7, fragment=2, phase=1, num_bytes=100, posted_s=10.0

@@ -15,9 +15,9 @@ from thinwire.monitor.detect.link_history import ENDPOINT_CUSUM, EndpointHistory
 from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.detect.slow_compute import regular_stalls
 from thinwire.monitor.findings import report
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Record
 from thinwire.monitor.synthetic_jobs import InjectedFault, Place, Scene, synthesize
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Record
 
 HOSTS = {0: "a", 1: "b", 2: "c", 3: "d"}
 CELLS = [(source, destination) for source in HOSTS for destination in HOSTS if source != destination]

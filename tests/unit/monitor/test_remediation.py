@@ -7,10 +7,10 @@ import math
 import pytest
 
 from thinwire.monitor.detect.live import News
-from thinwire.monitor.downtime import Incident, account
 from thinwire.monitor.findings import Finding, Kind, Place, SlowdownEvidence
 from thinwire.monitor.remediation import HELPS, ActionKind, Policy, Steering, target_of
-from thinwire.monitor.runlog.attempts import daly_s, interval_steps, mtbf_s, young_s
+from thinwire.runlog.attempts import daly_s, interval_steps, mtbf_s, young_s
+from thinwire.runlog.downtime import Incident, account
 
 PRESENT = (0, 1, 2)
 

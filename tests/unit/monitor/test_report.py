@@ -17,7 +17,7 @@ from thinwire.errors import DataError
 from thinwire.monitor.report.charts import HEIGHT, WIDTH, Axis, Chart, ChartSeries, highest, line_chart, scale, spread
 from thinwire.monitor.report.figures import loss_against_bytes, loss_against_tokens, utilisation, wire_rate
 from thinwire.monitor.report.report import headline, render_report, samples, trouble, write_report
-from thinwire.monitor.runlog.run_folder import read_run
+from thinwire.runlog.run_folder import read_run
 from thinwire.training.config import TrainConfig, command_line, read_config
 
 REPEAT = "thinwire train --replicas 2"

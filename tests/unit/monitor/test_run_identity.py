@@ -9,7 +9,7 @@ import pytest
 
 from thinwire.elastic.journal import Journal
 from thinwire.errors import Refused, ThinwireError
-from thinwire.monitor.runlog.run_identity import (
+from thinwire.runlog.run_identity import (
     check_folder,
     identity_from_json,
     new_identity,

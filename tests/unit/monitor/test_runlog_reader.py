@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from thinwire.errors import DataError
 from thinwire.monitor.detect.clocks import Sighting, align
 from thinwire.monitor.detect.diagnose import diagnose
-from thinwire.monitor.runlog.reader import MOST_LINE_BYTES, Records, from_records, parse_line, read_records, take_line
-from thinwire.monitor.runlog.records import (
+from thinwire.monitor.synthetic_jobs import Scene, synthesize
+from thinwire.runlog.reader import MOST_LINE_BYTES, Records, from_records, parse_line, read_records, take_line
+from thinwire.runlog.records import (
     Arrival,
     Beat,
     Communicator,
@@ -28,7 +29,6 @@ from thinwire.monitor.runlog.records import (
     header_line,
     to_line,
 )
-from thinwire.monitor.synthetic_jobs import Scene, synthesize
 
 ONE_OF_EACH: list[Record] = [
     Communicator(communicator="world", ranks=(0, 1), hosts=("a", "b")),

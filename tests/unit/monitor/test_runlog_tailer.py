@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from thinwire.monitor.runlog.tailer import JsonlTailer
+from thinwire.runlog.tailer import JsonlTailer
 
 
 def test_a_half_line_waits_for_its_rest(tmp_path: Path) -> None:

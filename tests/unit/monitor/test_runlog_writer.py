@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.full_disk import file_size_limit
-from thinwire.monitor.runlog.writer import JsonlWriter
+from thinwire.runlog.writer import JsonlWriter
 
 
 def test_lines_wait_until_they_are_flushed_and_go_to_the_end_of_what_is_there(tmp_path: Path) -> None:

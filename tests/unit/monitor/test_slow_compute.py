@@ -9,8 +9,8 @@ import pytest
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.slow_compute import between_operations
 from thinwire.monitor.detect.timeline import build
-from thinwire.monitor.runlog.reader import Records, from_records
-from thinwire.monitor.runlog.records import Communicator, Operation, Record
+from thinwire.runlog.reader import Records, from_records
+from thinwire.runlog.records import Communicator, Operation, Record
 
 BUCKETS = 3
 STEP_S = 0.1

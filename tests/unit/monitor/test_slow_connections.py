@@ -29,8 +29,8 @@ from flow_scenes import (
 from thinwire.monitor.detect.connections import watch_bursts, watch_flows
 from thinwire.monitor.detect.delay_matrix import Cell
 from thinwire.monitor.detect.timeline import build
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Flow, Operation, Probe, Record, TransferEnd
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Flow, Operation, Probe, Record, TransferEnd
 
 SENDER: list[Cell] = [(1, 0), (1, 2)]
 

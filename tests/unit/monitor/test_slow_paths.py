@@ -15,8 +15,8 @@ from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.live_diagnosis import LiveDiagnosis
 from thinwire.monitor.path_limits import PATH_LIMITS_FILE, PathLimit, PathLimitReader, write_path_limits
 from thinwire.monitor.remediation import Action, Policy, Steering
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import PathReading, to_line
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import PathReading, to_line
 
 Rate = Callable[[int, float], float]
 

@@ -17,8 +17,8 @@ from thinwire.monitor.fault_matrix import (
     scenes,
 )
 from thinwire.monitor.findings import Place
-from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.synthetic_jobs import NOISES, InjectedFault, Scene, synthesize
+from thinwire.runlog.reader import from_records
 
 # Two hundred scenes are played for all tests together: minutes of a core, more where others use it too.
 pytestmark = pytest.mark.timeout(1800)

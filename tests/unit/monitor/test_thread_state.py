@@ -14,9 +14,9 @@ from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.live import RecordWindow
 from thinwire.monitor.record.recorder import Recorder
 from thinwire.monitor.record.thread_state import LONG_S, TrainingThread
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Beat, Communicator, Operation, Record
+from thinwire.runlog.run_folder import read_files
 from thinwire.transport.call_sites import user_site
 
 MEASURED_S = 0.3

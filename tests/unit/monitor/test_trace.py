@@ -12,10 +12,10 @@ import pytest
 from thinwire.monitor.detect.diagnose import findings_of
 from thinwire.monitor.detect.timeline import Job, build
 from thinwire.monitor.findings import Place
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Span, TransferEnd
 from thinwire.monitor.synthetic_jobs import InjectedFault, Scene, synthesize
 from thinwire.monitor.trace import to_trace
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Beat, Communicator, Operation, Span, TransferEnd
 
 HOSTS = ("a", "a", "b", "c")
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record
+from thinwire.runlog.reader import from_records
+from thinwire.runlog.records import Beat, Communicator, Operation, Record
 
 GROUPS: Mapping[str, tuple[int, ...]] = {"world": (0, 1, 2, 3), "tp0": (0, 1), "tp1": (2, 3), "dp0": (0, 2),
                                          "dp1": (1, 3)}  # fmt: skip

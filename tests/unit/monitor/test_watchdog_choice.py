@@ -18,7 +18,7 @@ from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.protocol import VERSION, decode, encode
 from thinwire.monitor.live_diagnosis import LiveDiagnosis, Members
 from thinwire.monitor.remediation import Policy, Steering
-from thinwire.monitor.runlog.records import Beat, header_line, to_line
+from thinwire.runlog.records import Beat, header_line, to_line
 from thinwire.training.elastic.remediation import ElasticRemediation, write_pid
 from thinwire.transport.secret import Secret
 from thinwire.version import __version__

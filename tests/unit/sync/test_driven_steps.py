@@ -16,7 +16,7 @@ from thinwire.data import Sampler
 from thinwire.methods import masha2
 from thinwire.monitor.record.metrics import Meter
 from thinwire.monitor.record.recorder import Recorder
-from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.runlog.run_folder import read_files
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import DataError
-from thinwire.monitor.runlog.records import Communicator, TransferEnd, header_line, to_line
+from thinwire.runlog.records import Communicator, TransferEnd, header_line, to_line
 from thinwire.traffic import Fabric
 from thinwire.traffic.method_rounds import flows_of_run
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import thinwire
 from thinwire.errors import Refused, ThinwireError
-from thinwire.monitor.runlog.run_identity import new_identity
+from thinwire.runlog.run_identity import new_identity
 from thinwire.sync.method import method_of
 from thinwire.training.elastic.job import ElasticJob, LoopJob
 from thinwire.training.elastic.own_loop import RunPlace

@@ -10,7 +10,7 @@ import thinwire
 from thinwire.elastic.global_state import tensors_sha256
 from thinwire.elastic.replica_state import global_tensors, inner_tensors, load_inner_tensors
 from thinwire.errors import CheckpointError
-from thinwire.monitor.runlog.run_identity import new_identity
+from thinwire.runlog.run_identity import new_identity
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.elastic.local_snapshot import LocalSnapshot, newest_snapshot, snapshot_path
 from thinwire.transport.loopback import single

@@ -13,8 +13,8 @@ import pytest
 from loopback_connections import HERE, THERE
 
 from thinwire.monitor.record.connection_records import RankPlace, WatchedWires
-from thinwire.monitor.runlog.reader import parse_line
-from thinwire.monitor.runlog.records import Flow, Probe
+from thinwire.runlog.reader import parse_line
+from thinwire.runlog.records import Flow, Probe
 from thinwire.transport import burst_probe as host_probes
 from thinwire.transport.burst_probe import BURST_BYTES, BurstProbe, open_probe_port
 from thinwire.transport.collective_hooks import TEXT_BYTES

@@ -16,7 +16,7 @@ from loopback_connections import HERE, OTHER, THERE, connection
 
 from thinwire.events import TransferLog
 from thinwire.monitor.record.connection_records import FlowLines, PeerFlows, RankPlace, WatchedWires
-from thinwire.monitor.runlog.records import Flow
+from thinwire.runlog.records import Flow
 from thinwire.transport.collective_hooks import store_port
 from thinwire.transport.loopback import LoopbackWorld
 from thinwire.transport.recording import RecordingTransport

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from thinwire.monitor.runlog.reader import converted
-from thinwire.monitor.runlog.records import CountOrUnknown, Duration, Rank, Seconds
+from thinwire.runlog.reader import converted
+from thinwire.runlog.records import CountOrUnknown, Duration, Rank, Seconds
 
 _MOST_OPEN, _MOST_OVER, _MOST_ACTIONS = 60, 40, 100
 _MOST_TEXT, _MOST_EVIDENCE = 1200, 24

@@ -21,9 +21,9 @@ from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.heat import heat_maps
 from thinwire.monitor.run_numbers import RunNumbers, number_rows, time_left_s
-from thinwire.monitor.runlog.reader import converted
-from thinwire.monitor.runlog.records import Count
-from thinwire.monitor.runlog.run_folder import RECORDS, SUMMARY, Summary, join_evaluations, parse, read_files, setting
+from thinwire.runlog.reader import converted
+from thinwire.runlog.records import Count
+from thinwire.runlog.run_folder import RECORDS, SUMMARY, Summary, join_evaluations, parse, read_files, setting
 
 VERSION = 1
 Entry = TypeVar("Entry")

@@ -18,16 +18,16 @@ from thinwire.monitor.dashboard.chart_data import Curve
 from thinwire.monitor.dashboard.findings_reader import Actions, Findings, text
 from thinwire.monitor.dashboard.window import RankWindow, room_for
 from thinwire.monitor.run_numbers import RATE_WINDOW_S
-from thinwire.monitor.runlog.reader import check_header, converted, parse_line, parse_object
-from thinwire.monitor.runlog.records import Count, Direction, PathReading, Rank, TransferEnd
-from thinwire.monitor.runlog.run_folder import (
+from thinwire.runlog.reader import check_header, converted, parse_line, parse_object
+from thinwire.runlog.records import Count, Direction, PathReading, Rank, TransferEnd
+from thinwire.runlog.run_folder import (
     ErrorMetrics,
     EvaluationMetrics,
     StepMetrics,
     WarningMetrics,
     parse_metrics,
 )
-from thinwire.monitor.runlog.tailer import JsonlTailer
+from thinwire.runlog.tailer import JsonlTailer
 
 _MOST_QUOTED = 12
 _MOST_OBJECT_BYTES = 256 * 1024

@@ -7,8 +7,8 @@ from collections import defaultdict, deque
 from typing import Any
 
 from thinwire.monitor.detect.live import FirstAndLatest
-from thinwire.monitor.runlog.reader import Records
-from thinwire.monitor.runlog.records import (
+from thinwire.runlog.reader import Records
+from thinwire.runlog.records import (
     Arrival,
     Beat,
     Communicator,
@@ -20,7 +20,7 @@ from thinwire.monitor.runlog.records import (
     Span,
     TransferEnd,
 )
-from thinwire.monitor.runlog.run_folder import ROUNDS, StepMetrics, end_of, operation_of
+from thinwire.runlog.run_folder import ROUNDS, StepMetrics, end_of, operation_of
 
 MOST_RECORDS = 12_000
 _LEAST_A_RANK = 128

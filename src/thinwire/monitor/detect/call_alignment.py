@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from thinwire.monitor.runlog.records import Operation
+from thinwire.runlog.records import Operation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from thinwire.monitor.detect.delay_matrix import (
 from thinwire.monitor.detect.progress import PROGRESS
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.findings import Finding, Place, PlaceKind, SlowBytesEvidence, joined
-from thinwire.monitor.runlog.records import Flow
+from thinwire.runlog.records import Flow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

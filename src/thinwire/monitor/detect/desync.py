@@ -12,7 +12,7 @@ from thinwire.monitor.detect.call_alignment import Call, Deviation, align, call_
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.findings import DesyncEvidence, Finding, LossDivergenceEvidence, LossEvidence, Place
-from thinwire.monitor.runlog.records import Operation, Span
+from thinwire.runlog.records import Operation, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,8 +41,8 @@ from thinwire.monitor.nccl.inspector_detectors import (
     series_of,
 )
 from thinwire.monitor.nccl.ras_detectors import find_in_snapshots, short_hash
-from thinwire.monitor.nccl.values import NcclRecords
-from thinwire.monitor.runlog.reader import Records
+from thinwire.runlog.nccl_values import NcclRecords
+from thinwire.runlog.reader import Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ from thinwire.monitor.findings import (
     WaitEvidence,
     joined,
 )
-from thinwire.monitor.runlog.records import FULL_DISK, Operation
+from thinwire.runlog.records import FULL_DISK, Operation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

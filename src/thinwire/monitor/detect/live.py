@@ -17,8 +17,8 @@ from thinwire.monitor.detect.heartbeats import HeartbeatDelays, find_silent
 from thinwire.monitor.detect.progress import PROGRESS
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Finding, Place, WaitEvidence
-from thinwire.monitor.runlog.reader import Records, members_of, without_given_up
-from thinwire.monitor.runlog.records import (
+from thinwire.runlog.reader import Records, members_of, without_given_up
+from thinwire.runlog.records import (
     Arrival,
     Beat,
     Communicator,

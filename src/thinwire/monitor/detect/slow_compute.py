@@ -25,7 +25,7 @@ from thinwire.monitor.detect.change_points import (
 )
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.findings import ComputePeersEvidence, Finding, Kind, Place, SlowComputeEvidence, StallEvidence
-from thinwire.monitor.runlog.records import Operation
+from thinwire.runlog.records import Operation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

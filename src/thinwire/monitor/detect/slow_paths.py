@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.findings import Finding, Place, SlowPathEvidence
-from thinwire.monitor.runlog.records import PathReading
+from thinwire.runlog.records import PathReading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from itertools import pairwise
 
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.clocks import Alignment, Sighting, SightingBook, align
-from thinwire.monitor.nccl.values import NcclRecords
-from thinwire.monitor.runlog.reader import Records
-from thinwire.monitor.runlog.records import Beat, Communicator, Flow, Operation, PathReading, Span, TransferEnd
+from thinwire.runlog.nccl_values import NcclRecords
+from thinwire.runlog.reader import Records
+from thinwire.runlog.records import Beat, Communicator, Flow, Operation, PathReading, Span, TransferEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

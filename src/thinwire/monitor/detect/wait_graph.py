@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.runlog.records import Operation
+from thinwire.runlog.records import Operation
 
 
 @dataclass(frozen=True, slots=True)

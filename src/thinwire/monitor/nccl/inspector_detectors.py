@@ -31,7 +31,7 @@ from thinwire.monitor.findings import (
     joined,
     link_names,
 )
-from thinwire.monitor.nccl.values import TOGETHER, Numbers, Timing
+from thinwire.runlog.nccl_values import TOGETHER, Numbers, Timing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from thinwire.monitor.findings import (
     RasStateEvidence,
     RasSuspectEvidence,
 )
-from thinwire.monitor.nccl.values import HASH_LETTERS, CommunicatorState, Numbers, Process, RankState, Snapshot
+from thinwire.runlog.nccl_values import HASH_LETTERS, CommunicatorState, Numbers, Process, RankState, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from thinwire.monitor.runlog.records import Flow, PathReading, Probe, to_line
+from thinwire.runlog.records import Flow, PathReading, Probe, to_line
 from thinwire.transport.addresses import clock_name, host_name, outer_addresses
 from thinwire.transport.burst_probe import BURST_BYTES, BurstProbe
 from thinwire.transport.collective_hooks import TEXT_BYTES

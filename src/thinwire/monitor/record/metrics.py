@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from thinwire.errors import MissingExtra
 from thinwire.events import Totals, Transfer, TransferLog
 from thinwire.monitor.run_numbers import SendRate
-from thinwire.monitor.runlog.writer import JsonlWriter
+from thinwire.runlog.writer import JsonlWriter
 from thinwire.transport.tcp_stats import ConnectionStats
 
 SAMPLE_S = 0.25

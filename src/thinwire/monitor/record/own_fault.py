@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from thinwire.monitor.runlog.records import FULL_DISK
+from thinwire.runlog.records import FULL_DISK
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LEAST_FREE_BYTES = 1 << 16

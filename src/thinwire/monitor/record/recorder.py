@@ -21,8 +21,8 @@ from thinwire.monitor.path_limits import PathLimitReader
 from thinwire.monitor.record.connection_records import FlowSource, PathSource, PeerFlows
 from thinwire.monitor.record.own_fault import fault_text
 from thinwire.monitor.record.thread_state import TrainingThread
-from thinwire.monitor.runlog.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd, to_line
-from thinwire.monitor.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
+from thinwire.runlog.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd, to_line
+from thinwire.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
 from thinwire.transport.addresses import clock_name, host_name
@@ -81,7 +81,7 @@ class Followed(Protocol):
 
 
 class Recorder:
-    """Writes `records-rank-N.jsonl` of one rank, see `thinwire.monitor.runlog.writer`.
+    """Writes `records-rank-N.jsonl` of one rank, see `thinwire.runlog.writer`.
 
     Memory is bounded: beyond `MOST_EVENTS` waiting events and `MOST_OPEN` open operations the oldest are dropped. While
     the disk is full, lines are kept in memory; a disk that fails otherwise ends the recording, not the run.

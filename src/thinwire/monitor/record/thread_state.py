@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from thinwire.monitor.runlog.records import Beat
+from thinwire.runlog.records import Beat
 from thinwire.transport.call_sites import shown_file
 
 LONG_S = 3.0  # without progress before the first sample; each further one is twice as late

@@ -12,7 +12,7 @@ from thinwire.monitor.report.charts import escape
 from thinwire.monitor.report.figures import figures_of_runs
 from thinwire.monitor.report.report import gallery, grid, page, write_page
 from thinwire.monitor.run_numbers import RunNumbers
-from thinwire.monitor.runlog.run_folder import RunRecord, Summary, read_run, setting
+from thinwire.runlog.run_folder import RunRecord, Summary, read_run, setting
 from thinwire.units import format_bytes, format_count
 
 HEAD = (

@@ -17,9 +17,9 @@ from thinwire.monitor.report import figures
 from thinwire.monitor.report.charts import CHART, PAGE, escape
 from thinwire.monitor.report.figures import Figure
 from thinwire.monitor.run_numbers import LABELS, RunNumbers, format_times
-from thinwire.monitor.runlog.reader import converted, parse_object
-from thinwire.monitor.runlog.run_folder import SUMMARY, RunRecord, Summary, read_outcome, read_run, setting
-from thinwire.monitor.runlog.tailer import JsonlTailer
+from thinwire.runlog.reader import converted, parse_object
+from thinwire.runlog.run_folder import SUMMARY, RunRecord, Summary, read_outcome, read_run, setting
+from thinwire.runlog.tailer import JsonlTailer
 from thinwire.units import format_bytes, format_count, format_moment
 from thinwire.version import __version__
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.elastic.global_state import GlobalState
 from thinwire.errors import CheckpointError
-from thinwire.monitor.runlog.run_identity import RunIdentity
+from thinwire.runlog.run_identity import RunIdentity
 from thinwire.training.checkpoints.checkpoint_files import (
     CheckpointFiles,
     Description,

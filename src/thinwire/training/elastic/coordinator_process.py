@@ -18,7 +18,7 @@ from thinwire.elastic.coordinator_state import CoordinatorConfig, CoordinatorSta
 from thinwire.elastic.journal import HeldMessages, Journal
 from thinwire.errors import ThinwireError
 from thinwire.files import write_whole
-from thinwire.monitor.runlog.forwarding import TakenRecords
+from thinwire.runlog.forwarding import TakenRecords
 from thinwire.transport.secret import read_secret
 from thinwire.units import format_bytes
 

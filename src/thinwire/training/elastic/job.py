@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import CheckpointError, Refused, refusal
 from thinwire.files import write_whole
-from thinwire.monitor.runlog.run_identity import RunIdentity, identity_from_json
+from thinwire.runlog.run_identity import RunIdentity, identity_from_json
 from thinwire.training.config import PATH_OPTIONS, TrainConfig, flag, from_json, to_json, validate
 from thinwire.transport.addresses import ListenConfig, listen_config
 from thinwire.version import __version__

@@ -24,7 +24,7 @@ from thinwire.elastic.global_state import GlobalState, non_finite, spans, tensor
 from thinwire.elastic.replica_state import global_tensors, inner_tensors, load_global_tensors, load_inner_tensors
 from thinwire.errors import ThinwireError
 from thinwire.files import replace_whole
-from thinwire.monitor.runlog.run_identity import RunIdentity
+from thinwire.runlog.run_identity import RunIdentity
 from thinwire.sync.optimizer import DistributedOptimizer
 
 # Shares of training time spent on copying, and of the disk and a core on writing, at most.

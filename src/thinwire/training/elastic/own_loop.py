@@ -35,7 +35,7 @@ from thinwire.errors import (
     refusal,
 )
 from thinwire.files import write_whole
-from thinwire.monitor.runlog.run_identity import new_identity, write_identity
+from thinwire.runlog.run_identity import new_identity, write_identity
 from thinwire.sync.fragments import parameters_by_name
 from thinwire.sync.method import Method, method_of
 from thinwire.sync.optimizer import DistributedOptimizer

@@ -14,10 +14,10 @@ import psutil
 
 from thinwire.files import write_whole
 from thinwire.monitor.detect.live import News
-from thinwire.monitor.downtime import Downtime, Incident, account
 from thinwire.monitor.live_diagnosis import Members
 from thinwire.monitor.remediation import Action, target_of
-from thinwire.monitor.runlog.writer import record_paths
+from thinwire.runlog.downtime import Downtime, Incident, account
+from thinwire.runlog.writer import record_paths
 
 SendCommand = Callable[[str, str], str]
 # A replica beats, and the coordinator is asked, once a second: one that was heard of so lately lives.

@@ -25,9 +25,9 @@ from thinwire.events import RoundMark
 from thinwire.files import write_whole
 from thinwire.monitor.record.metrics import Meter, open_loggers
 from thinwire.monitor.record.recorder import Recorder, own_fault
-from thinwire.monitor.runlog.forwarding import RecordForward
-from thinwire.monitor.runlog.run_identity import check_folder, write_identity
-from thinwire.monitor.runlog.writer import JsonlWriter
+from thinwire.runlog.forwarding import RecordForward
+from thinwire.runlog.run_identity import check_folder, write_identity
+from thinwire.runlog.writer import JsonlWriter
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round

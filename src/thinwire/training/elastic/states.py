@@ -27,7 +27,7 @@ from thinwire.elastic.replica_state import (
 )
 from thinwire.elastic.state_transfer import StateTransfer, publish_state, withdraw_state
 from thinwire.errors import CheckpointError, ConnectError, Expelled, NotThere, Refused, RunOver, ThinwireError
-from thinwire.monitor.runlog.run_identity import RunIdentity
+from thinwire.runlog.run_identity import RunIdentity
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints

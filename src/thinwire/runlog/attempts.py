@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from thinwire.files import write_whole
-from thinwire.monitor.downtime import Downtime, Incident, account
-from thinwire.monitor.runlog.writer import JsonlWriter
+from thinwire.runlog.downtime import Downtime, Incident, account
+from thinwire.runlog.writer import JsonlWriter
 
 # Stands for what is not known yet: one failure in a day.
 PRIOR_MTBF_S = 24 * 3600.0

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import DataError
-from thinwire.monitor.runlog.reader import Records, parse_line
-from thinwire.monitor.runlog.records import Beat, Communicator, Operation, to_line
+from thinwire.runlog.reader import Records, parse_line
+from thinwire.runlog.records import Beat, Communicator, Operation, to_line
 
 MOST_BYTES = 256 * 1024 * 1024
 _RANK = re.compile(r"(\d+)(?:\.json)?$")

@@ -5,4 +5,8 @@
 - `tailer`: reads what was appended to a growing file, in bounded pieces.
 - `reader`: untrusted lines to checked records; refused lines are counted.
 - `run_folder`: a whole folder, as a run with its metrics or as records for diagnosis.
+- `flight_recorder`, `nccl_inspector`, `nccl_ras`: readers of what torch and NCCL write.
+- `forwarding`: records of one host, sent to another in bounded pieces.
+- `attempts`, `downtime`: starts of a resumed run, and what faults cost it.
+- `run_identity`: which run a folder holds.
 """

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thinwire.files import append_whole, is_no_room
-from thinwire.monitor.runlog.reader import parse_line
-from thinwire.monitor.runlog.records import Beat, header_line, to_line
+from thinwire.runlog.reader import parse_line
+from thinwire.runlog.records import Beat, header_line, to_line
 
 # Buffered lines are written at the latest at this size.
 _MOST_BUFFERED_BYTES = 1 << 16

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from thinwire.elastic.rate_limit import RateLimit
 from thinwire.files import is_no_room
-from thinwire.monitor.runlog.reader import parse_line
-from thinwire.monitor.runlog.records import Communicator, Record, to_line
-from thinwire.monitor.runlog.writer import record_paths, record_writer
+from thinwire.rate_limit import RateLimit
+from thinwire.runlog.reader import parse_line
+from thinwire.runlog.records import Communicator, Record, to_line
+from thinwire.runlog.writer import record_paths, record_writer
 
 # Less than 1 % of a link of 5 Mbit/s.
 BYTES_A_SECOND, _BYTES_AT_ONCE = 4096.0, 32768.0

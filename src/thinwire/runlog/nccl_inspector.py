@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import DataError, warn_untested
-from thinwire.monitor.nccl.values import Timing
-from thinwire.monitor.runlog.reader import Records, numbered_lines, parse_object, short, text, whole
-from thinwire.monitor.runlog.records import MOST_RANKS
+from thinwire.runlog.nccl_values import Timing
+from thinwire.runlog.reader import Records, numbered_lines, parse_object, short, text, whole
+from thinwire.runlog.records import MOST_RANKS
 
 _MARK = b'"inspector_output_format_version"'
 _VERSION = re.compile(r"v4(\.\d{1,6})?")

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import DataError, warn_untested
-from thinwire.monitor.nccl.values import CommunicatorState, Process, RankState, Snapshot
-from thinwire.monitor.runlog.reader import MOST_LINE_BYTES, Records, numbered_lines, short, text, whole
-from thinwire.monitor.runlog.records import MOST_RANKS
+from thinwire.runlog.nccl_values import CommunicatorState, Process, RankState, Snapshot
+from thinwire.runlog.reader import MOST_LINE_BYTES, Records, numbered_lines, short, text, whole
+from thinwire.runlog.records import MOST_RANKS
 
 HEADER = re.compile(r"^NCCL version \S+ compiled with CUDA", re.MULTILINE)
 # Numbers are of at most 18 digits, so that none is too long to be one.

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from thinwire.errors import DataError
-from thinwire.monitor.nccl.values import NcclRecords
-from thinwire.monitor.runlog.records import (
+from thinwire.runlog.nccl_values import NcclRecords
+from thinwire.runlog.records import (
     FORMAT,
     KINDS,
     VERSION,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from thinwire.rate_limit import RateLimit
 from thinwire.transport.wire.connection import KernelConnection
 
 _MESSAGES_A_SECOND, _BURST_MESSAGES = 200.0, 2000.0
@@ -11,36 +12,6 @@ _MESSAGES_A_SECOND, _BURST_MESSAGES = 200.0, 2000.0
 # its last one, so the sender of endless frames is cut off. Messages in the queue and heartbeats are allowed.
 UNSEEN_BYTES = 1 << 25
 _FRAME_OVERHEAD_BYTES, _BEAT_BYTES_A_SECOND = 128, 512.0
-
-
-class RateLimit:
-    """A token bucket; pure, time comes in as a number.
-
-    Args:
-        a_second: Tokens added each second.
-        at_once: Capacity.
-
-    Example:
-        >>> limit = RateLimit(a_second=1.0, at_once=2.0)
-        >>> [limit.take(now_s=0.0) for _ in range(3)], limit.take(now_s=1.0)
-        ([True, True, False], True)
-    """
-
-    def __init__(self, *, a_second: float, at_once: float) -> None:
-        self._a_second = a_second
-        self._at_once = at_once
-        self._left = at_once
-        self._taken_s: float | None = None
-
-    def take(self, *, now_s: float, amount: float = 1.0) -> bool:
-        """Take tokens; return whether there were enough."""
-        since_s = 0.0 if self._taken_s is None else now_s - self._taken_s
-        self._taken_s = now_s
-        self._left = min(self._at_once, self._left + since_s * self._a_second)
-        if self._left < amount:
-            return False
-        self._left -= amount
-        return True
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,10 +17,8 @@ from typing import Any, TypeVar
 
 from thinwire.errors import DataError
 from thinwire.events import Transfer
-from thinwire.monitor import flight_recorder
-from thinwire.monitor.nccl import inspector as nccl_inspector
-from thinwire.monitor.nccl import ras as nccl_ras
-from thinwire.monitor.runlog.reader import (
+from thinwire.runlog import flight_recorder, nccl_inspector, nccl_ras
+from thinwire.runlog.reader import (
     Records,
     converted,
     numbered_lines,
@@ -29,7 +27,7 @@ from thinwire.monitor.runlog.reader import (
     record_of,
     short,
 )
-from thinwire.monitor.runlog.records import MOST_RANKS, Communicator, Count, Operation, Seconds, Span, TransferEnd
+from thinwire.runlog.records import MOST_RANKS, Communicator, Count, Operation, Seconds, Span, TransferEnd
 
 CONFIG = "config.json"
 SUMMARY = "summary.json"

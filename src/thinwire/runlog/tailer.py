@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from thinwire.files import open_regular
-from thinwire.monitor.runlog.reader import MOST_LINE_BYTES, parse_line, parse_object
-from thinwire.monitor.runlog.records import FORMAT, VERSION, Communicator, Record
+from thinwire.runlog.reader import MOST_LINE_BYTES, parse_line, parse_object
+from thinwire.runlog.records import FORMAT, VERSION, Communicator, Record
 
 MOST_BYTES = 1 << 20
 # Of a file of records that was long at the first poll: its head, for the communicators, and its end.
