@@ -64,6 +64,9 @@ check: $(TEST_STAMP) ## Lint, format, types, layers: seconds
 QUICK := tests/unit tests/laws tests/architecture -m "not slow"
 QUICK_JOBS := 3
 
+# How long each test took in the last run, for `make slowest` and `make durations`.
+JUNIT := build/tests.xml
+
 # $(1) is the number of workers, $(2) what pytest runs. The tests run also where a check failed: one run reports
 # everything. The checks run beside them, since types need a minute of one core and many tests wait; their output comes
 # last. Files whose tests start processes stay whole on one worker (tests/dealing.py), so that what a file prepares is
@@ -71,7 +74,7 @@ QUICK_JOBS := 3
 define checks_and_tests
 	@status=0; report=$$(mktemp); \
 	$(MAKE) --no-print-directory check > "$$report" 2>&1 & check=$$!; \
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(1) $(2) $(ARGS) || status=1; \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(1) $(2) --junitxml=$(JUNIT) $(ARGS) || status=1; \
 	wait $$check || status=1; \
 	cat "$$report"; rm "$$report"; \
 	exit $$status
@@ -84,6 +87,14 @@ quick: $(TEST_STAMP) ## All checks, unit tests and laws but for long ones, in ab
 .PHONY: test
 test: $(TEST_STAMP) ## All checks and all tests (ARGS="-k word" appends)
 	$(call checks_and_tests,$(JOBS),)
+
+.PHONY: slowest
+slowest: $(TEST_STAMP) ## The slowest 50 tests of the last run, and the seconds of each folder
+	@$(BIN)/python -m tests.durations $(JUNIT)
+
+.PHONY: durations
+durations: $(TEST_STAMP) ## Store the durations of the last `make test`, by which tests are dealt out to workers
+	@$(BIN)/python -m tests.durations $(JUNIT) --store
 
 # A target of its own: counting the lines takes half of the tests' time again.
 .PHONY: coverage

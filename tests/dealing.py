@@ -10,6 +10,8 @@ from __future__ import annotations
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
+from tests import durations
+
 # These start processes of their own, and make much of it once a file: a file's tests stay together on one worker.
 WITH_PROCESSES = ("tests/multiprocess/", "tests/cli/", "tests/lab/", "tests/docs/")
 
@@ -21,53 +23,8 @@ SHARING = (
     "tests/unit/monitor/test_synthetic_jobs.py",
 )
 
-# The longest first, so that none of them is left over for the end: by their times in one run of all tests.
-LONGEST = (
-    "tests/multiprocess/test_elastic_run.py",
-    "tests/multiprocess/test_killed_checkpoints.py",
-    "tests/multiprocess/test_elastic_nan.py",
-    "tests/lab/test_doctor_between_hosts.py",
-    "tests/multiprocess/test_first_host_lost.py",
-    "tests/multiprocess/test_full_run_disk.py",
-    "tests/cli/test_lab.py",
-    "tests/lab/test_planned_wire.py",
-    "tests/cli/test_recipes.py",
-    "tests/lab/test_elastic_hosts.py",
-    "tests/multiprocess/test_training.py",
-    "tests/multiprocess/test_steered_run.py",
-    "tests/cli/test_demo.py",
-    "tests/multiprocess/test_parallel_replica.py",
-    "tests/multiprocess/test_training_options.py",
-    "tests/docs/test_examples.py",
-    "tests/multiprocess/test_elastic_ranks.py",
-    "tests/lab/test_wire_benchmark.py",
-    "tests/lab/test_exchange.py",
-    "tests/docs/test_notebook.py",
-    "tests/multiprocess/test_launch_deaths.py",
-    "tests/multiprocess/test_replica_ranks.py",
-    "tests/multiprocess/test_training_by_closure.py",
-    "tests/lab/test_watched_hosts.py",
-    "tests/multiprocess/test_hf_elastic.py",
-    "tests/multiprocess/test_listeners.py",
-    "tests/multiprocess/test_wire_benchmark_worker.py",
-    "tests/multiprocess/test_post_mortem.py",
-    "tests/multiprocess/test_slow_replica.py",
-    "tests/cli/test_train.py",
-    "tests/lab/test_lab_fabric.py",
-    "tests/lab/test_train_hosts.py",
-    "tests/multiprocess/test_fine_tuning.py",
-    "tests/lab/test_probe_wires.py",
-    "tests/multiprocess/test_one_bit_methods.py",
-    "tests/multiprocess/test_connect.py",
-    "tests/docs/test_command_line_docs.py",
-    "tests/multiprocess/test_integration_examples.py",
-    "tests/multiprocess/test_hf_fsdp.py",
-    "tests/multiprocess/test_hf_trainers.py",
-    "tests/lab/test_active_hosts.py",
-    "tests/multiprocess/test_own_loop.py",
-    "tests/cli/test_early_refusals.py",
-    "tests/lab/test_forwarded_hosts.py",
-)
+# What `make durations` stored of an earlier run: the longest first, so that none of them is left over for the end.
+SECONDS = durations.stored()
 
 
 def unit_of(nodeid: str) -> str:
@@ -75,10 +32,10 @@ def unit_of(nodeid: str) -> str:
     return nodeid.split("::", 1)[0] if nodeid.startswith((*WITH_PROCESSES, *SHARING)) else nodeid
 
 
-def rank(unit: str) -> tuple[bool, int, bool]:
-    """Return the place of a unit in the row: files that wait, the longest first; then tests that compute."""
-    is_long = unit.startswith(("tests/laws/", "tests/reference/", *SHARING))
-    return not unit.startswith(WITH_PROCESSES), LONGEST.index(unit) if unit in LONGEST else len(LONGEST), is_long
+def rank(unit: str) -> tuple[bool, float]:
+    """Return the place of a unit in the row: files that wait, the longest first; then tests that compute, it last."""
+    seconds = SECONDS.get(unit, 0.0)
+    return (False, -seconds) if unit.startswith(WITH_PROCESSES) else (True, seconds)
 
 
 class Dealing(LoadScopeScheduling):

@@ -11,8 +11,9 @@ import pytest
 import torch
 from xdist.remote import Producer
 
+from tests import dealing, durations
 from tests.conftest import pytest_runtest_protocol
-from tests.dealing import LONGEST, SHARING, Dealing, unit_of
+from tests.dealing import SHARING, Dealing, unit_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {"tests/cli/test_a.py": 9, "tests/multiprocess/test_training.py": 2, "tests/lab/test_b.py": 1}
@@ -64,16 +65,43 @@ def test_every_test_runs_once_and_a_file_with_processes_on_one_worker(num_worker
         assert sum(any(test.startswith(file) for test in ran) for ran in done) == 1, file
 
 
-def test_one_of_three_workers_computes_first_and_the_others_begin_with_the_longest_file_that_waits() -> None:
+def test_one_of_three_workers_computes_first_and_all_begin_with_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = {"tests/laws/test_c.py::test_4": 9.0, "tests/multiprocess/test_training.py": 3.0, "tests/gone.py": 99.0}
+    stored["tests/cli/test_a.py"] = 2.0
+    monkeypatch.setattr(dealing, "SECONDS", stored)
     computes, waits, also_waits = deal(3)
-    assert computes[0] == "tests/laws/test_c.py::test_9"
+    assert computes[0] == "tests/laws/test_c.py::test_4"
     assert unit_of(waits[0]) == "tests/multiprocess/test_training.py"
     assert unit_of(also_waits[0]) == "tests/cli/test_a.py"
 
 
 def test_the_files_that_are_named_exist() -> None:
-    assert [name for name in (*LONGEST, *SHARING) if not (ROOT / name).is_file()] == []
-    assert all(unit_of(f"{name}::test") == name for name in (*LONGEST, *SHARING))
+    assert [name for name in SHARING if not (ROOT / name).is_file()] == []
+    assert all(unit_of(f"{name}::test") == name for name in SHARING)
+
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.cli.test_a" name="test_x[a b]" time="2.5" />
+<testcase classname="tests.cli.test_a" name="test_y" time="40" />
+<testcase classname="tests.laws.test_c" name="test_z[&lt;3&gt;]" time="7" />
+<testcase classname="tests.laws.test_c" name="test_short" time="0.2" />
+</testsuite></testsuites>"""
+
+
+def test_durations_are_stored_by_what_is_dealt_out_and_the_slowest_tests_are_printed_first(tmp_path: Path) -> None:
+    junit, path = tmp_path / "tests.xml", tmp_path / "durations.txt"
+    junit.write_text(JUNIT)
+    path.write_text("9 tests/architecture/test_dealing.py::test_w\n8 tests/gone.py\n5 tests/cli/test_a.py\n")
+    seconds = durations.measured(junit)
+    durations.store(seconds, unit_of=unit_of, path=path)
+    assert durations.stored(path) == {
+        "tests/cli/test_a.py": 42.0, "tests/architecture/test_dealing.py::test_w": 9.0,
+        "tests/laws/test_c.py::test_z[<3>]": 7.0,
+    }  # fmt: skip
+    lines = [line.split(" s  ") for line in durations.report(seconds, num_tests=2).splitlines()]
+    assert [line[-1] for line in lines] == [
+        "tests/cli/test_a.py::test_y", "tests/laws/test_c.py::test_z[<3>]", "", "tests/cli", "tests/laws",
+    ]  # fmt: skip
 
 
 def test_a_test_that_sets_torch_s_threads_leaves_those_after_it_alone(request: pytest.FixtureRequest) -> None:
