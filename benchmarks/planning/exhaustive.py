@@ -34,7 +34,7 @@ from thinwire.planning.loss_penalty import compute_worth, loss_penalty
 from thinwire.planning.plan import Plan
 from thinwire.planning.predict import FLOPS_PER_PARAMETER
 from thinwire.planning.search import PlanConstraints, make_plan
-from thinwire.planning.workload import Workload
+from thinwire.planning.training_task import TrainingTask
 
 RESULTS = Path(__file__).parents[1] / "results" / "plan_exhaustive.jsonl"
 SEQ_LEN, TOKENS, WIDTH = 64, 1e7, 256
@@ -60,10 +60,10 @@ SITES = {
 }
 
 
-def workload() -> Workload:
+def workload() -> TrainingTask:
     """Return the model of the lab's workers."""
     with torch.device("meta"):
-        return Workload(name="lab", model=Model(WIDTH), tokens=TOKENS, seq_len=SEQ_LEN, batch_size=1)
+        return TrainingTask(name="lab", model=Model(WIDTH), tokens=TOKENS, seq_len=SEQ_LEN, batch_size=1)
 
 
 def planned(site: Site) -> tuple[Plan, Cluster]:

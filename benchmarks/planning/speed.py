@@ -21,7 +21,7 @@ import torch
 from thinwire.models import build_model
 from thinwire.planning.cluster import Cluster, Machine, Wire
 from thinwire.planning.search import make_plan
-from thinwire.planning.workload import Workload
+from thinwire.planning.training_task import TrainingTask
 from thinwire.training.summary import describe_machine
 
 RESULTS = Path(__file__).parents[1] / "results" / "plan_speed.json"
@@ -53,7 +53,7 @@ def cluster_of(count: int) -> Cluster:
 def timed(count: int, model: str) -> tuple[float, float, str]:
     """Return the seconds of the process and of the wall for one plan, and what it says."""
     shapes = build_model(model, max_seq_len=1024, device="meta")
-    workload = Workload(name=model, model=shapes, tokens=25e9, seq_len=1024, batch_size=8)
+    workload = TrainingTask(name=model, model=shapes, tokens=25e9, seq_len=1024, batch_size=8)
     cluster = cluster_of(count)
     process_s, wall_s = time.process_time(), time.perf_counter()
     plan = make_plan(workload, cluster)

@@ -29,7 +29,7 @@ from thinwire.units import format_bytes, format_count, format_rate, format_secon
 if TYPE_CHECKING:
     from thinwire.planning.plan import Needs, Outlook, Plan
     from thinwire.planning.search import PlanConstraints
-    from thinwire.planning.workload import Workload
+    from thinwire.planning.training_task import TrainingTask
 
 _HEAD = (
     "method", "H", "tau", "layers", "codec", "exchange", "machines", "time", "computing", "loss", "to equal loss",
@@ -246,7 +246,7 @@ def _joined(options: PlanOptions, names: Sequence[str]) -> Cluster:
 
 
 def _plan_between(
-    options: PlanOptions, workload: Workload, cluster: Cluster, *, memory: Callable[[Plan], list[str]],
+    options: PlanOptions, workload: TrainingTask, cluster: Cluster, *, memory: Callable[[Plan], list[str]],
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:  # fmt: skip
     """Plan between machines, print the plan and write it.
@@ -331,19 +331,19 @@ def with_memory(cluster: Cluster, options: ClusterOptions) -> tuple[Cluster, str
     return dataclasses.replace(cluster, machines=machines), f"assumed{who}; {remedy}"
 
 
-def workload_of(options: PlanOptions) -> Workload:
+def workload_of(options: PlanOptions) -> TrainingTask:
     """Return what is to be trained.
 
     Raises:
         ValueError: There is no such model, or a number is out of its range.
     """
     from thinwire.models import build_model
-    from thinwire.planning.workload import Workload
+    from thinwire.planning.training_task import TrainingTask
     from thinwire.training.config import default_seq_len
 
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     model = build_model(options.model, max_seq_len=seq_len, device="meta")
-    return Workload(
+    return TrainingTask(
         name=options.model, model=model, tokens=options.tokens, seq_len=seq_len, batch_size=options.batch_size,
         global_batch=options.global_batch,
     )  # fmt: skip
@@ -388,7 +388,7 @@ def _show(plan: Plan, more: Sequence[str]) -> None:
         line(text)
 
 
-def _memory(plan: Plan, workload: Workload, cluster: Cluster, *, source: str) -> str:
+def _memory(plan: Plan, workload: TrainingTask, cluster: Cluster, *, source: str) -> str:
     """Compare what a replica of the best candidate needs with what the smallest of its machines has."""
     best = plan.best.candidate
     needed = workload.memory_bytes(micro_batch=best.micro_batch or best.batch_size, recompute=best.recompute)

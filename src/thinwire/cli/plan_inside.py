@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from thinwire.cli.plan import PlanOptions
     from thinwire.planning.cluster import Cluster
-    from thinwire.planning.workload import Workload
+    from thinwire.planning.training_task import TrainingTask
 
 # Options of a plan between sites.
 _BETWEEN = (
@@ -128,7 +128,7 @@ def load_sites(options: PlanOptions) -> dict[str, Site]:
     return {name: load_site(path) for name, path in zip(names, options.inside, strict=True)}
 
 
-def site_sequences(options: PlanOptions, workload: Workload, sites: Mapping[str, Site]) -> int:
+def site_sequences(options: PlanOptions, workload: TrainingTask, sites: Mapping[str, Site]) -> int:
     """Return the sequences of a step of each site.
 
     Where no batch is given it is the best published one, in multiples of the sites' devices if that leaves any.

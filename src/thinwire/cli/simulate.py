@@ -181,7 +181,7 @@ def _check_memory(model: nn.Module, cluster: Cluster, *, name: str, seq_len: int
     Raises:
         ValueError: Names the machine, the need and its memory.
     """
-    from thinwire.planning.workload import BYTES_PER_PARAMETER, activation_bytes
+    from thinwire.planning.training_task import BYTES_PER_PARAMETER, activation_bytes
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     needed = BYTES_PER_PARAMETER * parameters + activation_bytes(model, tokens=seq_len, recompute=True)

@@ -178,7 +178,7 @@ def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[s
     from thinwire.models import build_model
     from thinwire.planning.probe import ProbeBudget
     from thinwire.planning.search import PlanConstraints, make_plan
-    from thinwire.planning.workload import Workload
+    from thinwire.planning.training_task import TrainingTask
     from thinwire.training.build import check_device
     from thinwire.training.config import validate
     from thinwire.training.probe_hosts import probe_hosts
@@ -198,7 +198,7 @@ def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[s
     found = probe_hosts(config, budget=ProbeBudget(seconds=_WIRES_S), step_s=_STEPS_S)
     model = build_model(config.model.name, max_seq_len=config.model.seq_len, device="meta")
     tokens = float(config.run.steps * config.num_replicas * config.data.batch_size * config.model.seq_len)
-    workload = Workload(
+    workload = TrainingTask(
         name=config.model.name, model=model, tokens=tokens, seq_len=config.model.seq_len,
         batch_size=config.data.batch_size,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from thinwire.planning.predict import (
     predict,
 )
 from thinwire.planning.simulator_adapter import Traffic, condensed, faster, simulated_cluster, stages_of, traffic_of
-from thinwire.planning.workload import Workload
+from thinwire.planning.training_task import TrainingTask
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Schedule
 from thinwire.sync.views import BoundView
@@ -114,7 +114,7 @@ class Candidate:
 
 
 def candidates(
-    workload: Workload, machines: Sequence[Sequence[str]], *, names: Sequence[str] = COMPARED,
+    workload: TrainingTask, machines: Sequence[Sequence[str]], *, names: Sequence[str] = COMPARED,
     intervals: Sequence[int] = INTERVALS, overlaps: Sequence[int] = OVERLAPS, layers: Sequence[int] = LAYERS,
     codec_names: Sequence[str] = (),
 ) -> Iterator[Candidate]:  # fmt: skip
@@ -260,7 +260,7 @@ def _stage_s(flow: simulate.FluidFlow, links: simulate.SimCluster) -> float:
     return flow.size_bits * max((bits / rate for rate, bits in rates), default=0.0) + flow.latency_s
 
 
-def step_times(cluster: Cluster, workload: Workload, names: Sequence[str], *, num_replicas: int) -> list[float]:
+def step_times(cluster: Cluster, workload: TrainingTask, names: Sequence[str], *, num_replicas: int) -> list[float]:
     """Return the seconds of an inner step of each machine, were there so many replicas."""
     tokens = workload.step_tokens(num_replicas)
     machines = {machine.name: machine for machine in cluster.machines}
@@ -275,7 +275,7 @@ class CandidateTimes:
         cluster: On what.
     """
 
-    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+    def __init__(self, workload: TrainingTask, cluster: Cluster) -> None:
         self.workload, self.cluster = workload, cluster
         self._machines = {machine.name: machine for machine in cluster.machines}
         self._methods: dict[tuple[object, ...], Method] = {}

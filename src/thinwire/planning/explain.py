@@ -15,11 +15,11 @@ from thinwire.planning.loss_penalty import compute_worth, optimal_batch_tokens
 from thinwire.planning.plan import Outlook, Plan, pareto
 from thinwire.planning.predict import FLOPS_PER_PARAMETER, RECOMPUTE_FACTOR, coding_s, inner_step_s, interval_outer_s
 from thinwire.planning.simulator_adapter import simulated_cluster, stages_of, traffic_of
-from thinwire.planning.workload import BYTES_PER_PARAMETER, Workload
+from thinwire.planning.training_task import BYTES_PER_PARAMETER, TrainingTask
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
 
-def explain(plan: Plan, workload: Workload, cluster: Cluster) -> list[str]:
+def explain(plan: Plan, workload: TrainingTask, cluster: Cluster) -> list[str]:
     """Return the lines that lead to what the plan says of its best candidate."""
     best = plan.best
     lines = [*_steps(best, workload, cluster)]
@@ -29,7 +29,7 @@ def explain(plan: Plan, workload: Workload, cluster: Cluster) -> list[str]:
     return lines
 
 
-def _steps(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
+def _steps(best: Outlook, workload: TrainingTask, cluster: Cluster) -> list[str]:
     chosen = best.candidate
     tokens = workload.step_tokens(chosen.num_replicas)
     slowest = min((cluster.machine(name) for name in chosen.replicas), key=lambda m: m.flops_per_s or inf)
@@ -67,7 +67,7 @@ class _Bound:
         return 8 * payload_bytes * self.bits / self.rate
 
 
-def _rounds(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
+def _rounds(best: Outlook, workload: TrainingTask, cluster: Cluster) -> list[str]:
     chosen, method = best.candidate, best.candidate.make()
     traffic = traffic_of(method, workload.model, num_replicas=chosen.num_replicas)
     sizes = [channels[traffic.last_channel] for channels in traffic.payload_bytes]

@@ -27,7 +27,7 @@ from thinwire.planning.cluster import Cluster
 from thinwire.planning.loss_penalty import LossPenalty, compute_worth, loss_penalty
 from thinwire.planning.plan import Needs, Outlook, Plan, Rejection, UnevenBatches
 from thinwire.planning.predict import MAX_EXTENSION
-from thinwire.planning.workload import Workload
+from thinwire.planning.training_task import TrainingTask
 from thinwire.units import format_bytes
 
 # Simulated: the best by the quick look, and of each method and interval the best one.
@@ -87,7 +87,7 @@ class PlanConstraints:
             )
 
 
-def make_plan(workload: Workload, cluster: Cluster, constraints: PlanConstraints | None = None) -> Plan:
+def make_plan(workload: TrainingTask, cluster: Cluster, constraints: PlanConstraints | None = None) -> Plan:
     """Find what to run.
 
     Args:
@@ -120,7 +120,7 @@ class _Guess:
 
 
 class _Search:
-    def __init__(self, workload: Workload, cluster: Cluster, constraints: PlanConstraints) -> None:
+    def __init__(self, workload: TrainingTask, cluster: Cluster, constraints: PlanConstraints) -> None:
         self.workload, self.cluster, self.constraints = workload, cluster, constraints
         self._reasons: dict[str, tuple[str, int]] = {}
         self._machines = {machine.name: machine for machine in cluster.machines}

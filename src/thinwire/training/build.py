@@ -21,7 +21,7 @@ from thinwire.models import PRESETS, HuggingFaceModel, LanguageModel, build_mode
 from thinwire.models.hf import has_weights, load_hf_tokenizer, load_saved_tokenizer
 from thinwire.models.lora import with_adapters
 from thinwire.models.presets import check_vocabulary, load_weights
-from thinwire.planning.workload import activation_bytes
+from thinwire.planning.training_task import activation_bytes
 from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.sync.method import Method
 from thinwire.sync.multi_optimizer import MultiOptimizer

@@ -8,15 +8,15 @@ from torch import nn
 
 from thinwire.planning.candidates import Candidate, CandidateTimes, candidates
 from thinwire.planning.cluster import Cluster, Machine
-from thinwire.planning.workload import Workload
+from thinwire.planning.training_task import TrainingTask
 
 WIDTH, NAMES = 128, "abc"
 
 
-def workload() -> Workload:
+def workload() -> TrainingTask:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
-    return Workload(name="six", model=model, tokens=1e7, seq_len=64, batch_size=8)
+    return TrainingTask(name="six", model=model, tokens=1e7, seq_len=64, batch_size=8)
 
 
 def cluster(seed: int) -> Cluster:

@@ -17,7 +17,7 @@ from thinwire.errors import DataError
 from thinwire.planning.cluster import Cluster, Machine
 from thinwire.planning.plan import Plan, load_plan, pareto, read_plan, save_plan
 from thinwire.planning.search import PlanConstraints, make_plan
-from thinwire.planning.workload import Workload
+from thinwire.planning.training_task import TrainingTask
 
 
 def small_plan() -> Plan:
@@ -25,7 +25,7 @@ def small_plan() -> Plan:
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
     rates = {"flops_per_s": 1e9, "float64_flops_per_s": 1e12, "up_bits_per_s": 1e6, "down_bits_per_s": 1e6}
     machines = tuple(Machine(name=name, **rates) for name in "ab")
-    workload = Workload(name="nano", model=model, tokens=1e6, seq_len=64, batch_size=4)
+    workload = TrainingTask(name="nano", model=model, tokens=1e6, seq_len=64, batch_size=4)
     wishes = PlanConstraints(intervals=(10, 30), overlaps=(1,), layers=(1,), min_replicas=2)
     return make_plan(workload, Cluster(machines=machines), wishes)
 

@@ -19,13 +19,13 @@ from thinwire.planning.loss_penalty import compute_worth, loss_penalty
 from thinwire.planning.predict import Prediction, alone, interval_coding_s, interval_outer_s, predict
 from thinwire.planning.search import PlanConstraints, make_plan
 from thinwire.planning.simulator_adapter import Traffic, simulated_cluster, traffic_of
-from thinwire.planning.workload import Workload
+from thinwire.planning.training_task import TrainingTask
 
 
-def workload(**changes: Any) -> Workload:
+def workload(**changes: Any) -> TrainingTask:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(6)))
-    return Workload(**{"name": "six", "model": model, "tokens": 1e7, "seq_len": 64, "batch_size": 8, **changes})
+    return TrainingTask(**{"name": "six", "model": model, "tokens": 1e7, "seq_len": 64, "batch_size": 8, **changes})
 
 
 # 98,304 parameters and 512 tokens a step: 302 million operations.
@@ -62,7 +62,7 @@ def random_cluster(seed: int) -> Cluster:
     return Cluster(machines=found, wires=wires)
 
 
-def every_candidate(work: Workload, cluster: Cluster, wishes: PlanConstraints) -> list[Candidate]:
+def every_candidate(work: TrainingTask, cluster: Cluster, wishes: PlanConstraints) -> list[Candidate]:
     names = [machine.name for machine in cluster.machines]
     sets = machine_sets(cluster, names, step_s=step_times(cluster, work, names, num_replicas=len(names)))
     sets = [chosen for chosen in sets if len(chosen) >= wishes.min_replicas]
@@ -73,7 +73,7 @@ def every_candidate(work: Workload, cluster: Cluster, wishes: PlanConstraints) -
     )
 
 
-def equal_loss_s(candidate: Candidate, work: Workload, cluster: Cluster) -> float | None:
+def equal_loss_s(candidate: Candidate, work: TrainingTask, cluster: Cluster) -> float | None:
     """Simulate a candidate on all links and with all replicas, and return its time; None without a published loss."""
     penalty = loss_penalty(
         candidate.method, num_parameters=work.num_parameters, num_replicas=candidate.num_replicas,

@@ -1,4 +1,4 @@
-"""Workload of a plan: the model, and how much of it is to be trained."""
+"""Training task of a plan: the model, and how much of it is to be trained."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Language(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class TrainingTask:
     """A model and how much of it is to be trained.
 
     Attributes:
@@ -70,7 +70,7 @@ class Workload:
         """Return the sequences of a step of each of so many replicas: at least one.
 
         Example:
-            >>> work = Workload(name="a", model=nn.Linear(2, 2), tokens=1e6, seq_len=128, global_batch=4096)
+            >>> work = TrainingTask(name="a", model=nn.Linear(2, 2), tokens=1e6, seq_len=128, global_batch=4096)
             >>> work.sequences(4), work.num_steps(4), work.sequences(64)
             (8, 245, 1)
         """
