@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from thinwire.monitor.report.charts import image_file
+from thinwire.charts import image_file
 from thinwire.monitor.report.figures import figures_of_runs
 from thinwire.runlog.run_folder import read_run
 

@@ -46,8 +46,8 @@ from thinwire.monitor.active_test.wire_tests import cells_of, read_flow, read_pa
 from thinwire.monitor.dashboard.server import DashboardServer, Feed
 from thinwire.monitor.dashboard.snapshot import RunFollower
 from thinwire.monitor.doctor.peer import parse_target
-from thinwire.monitor.record.connection_records import RankPlace
 from thinwire.planning import probe
+from thinwire.recording.connection_records import RankPlace
 from thinwire.sync import consistency_check
 from thinwire.transport import burst_probe as host_probes
 from thinwire.transport import connect as connect_module

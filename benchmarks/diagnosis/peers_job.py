@@ -29,7 +29,7 @@ BEGIN, BEGIN_SLOW = 5, 60
 _MANY = 1_000_000
 _LAB_NUMEL = 250_000  # a megabyte
 _ASKED_S = 0.1
-MODULES = ("torch._dynamo", "torch.distributed.fsdp", "thinwire.monitor.record.torch_recorder")
+MODULES = ("torch._dynamo", "torch.distributed.fsdp", "thinwire.recording.torch_recorder")
 
 
 def prepare() -> None:

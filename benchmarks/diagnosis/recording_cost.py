@@ -76,7 +76,7 @@ class Replica:
 
     def block(self, *, is_on: bool) -> tuple[float, float]:
         """Do a block of steps; return its seconds by the clock and of the processor."""
-        from thinwire.monitor.record.recorder import Recorder
+        from thinwire.recording.recorder import Recorder
 
         self.gate.recorder = Recorder(self.folder, rank=self.transport.replica) if is_on else None
         begun = time.perf_counter(), time.process_time()
@@ -141,7 +141,7 @@ def _posted(number: int) -> Any:
 
 def _event_s(folder: Path) -> float:
     """Return the seconds that it takes to make an event and hand it over."""
-    from thinwire.monitor.record.recorder import Recorder
+    from thinwire.recording.recorder import Recorder
 
     recorder = Recorder(folder, rank=98)
     recorder.close()
@@ -150,7 +150,7 @@ def _event_s(folder: Path) -> float:
 
 def _memory(folder: Path) -> int:
     """Return the bytes that a recorder holds when as many events as it takes wait for its thread."""
-    from thinwire.monitor.record.recorder import MOST_EVENTS, Recorder
+    from thinwire.recording.recorder import MOST_EVENTS, Recorder
 
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]

@@ -21,8 +21,8 @@ import lab_times
 from compare import RESULTS, TASKS, entries, read
 from scatter import Dot, scatter
 
+from thinwire.charts import Axis
 from thinwire.methods import about, recipe
-from thinwire.monitor.report.charts import Axis
 
 REFERENCE = "all-reduce, AdamW"
 RATE = "20mbit"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from thinwire.monitor.report.charts import Axis, Scale, escape, frame, image_file, scale, svg, text
+from thinwire.charts import Axis, Scale, escape, frame, image_file, scale, svg, text
 
 WIDTH, HEIGHT = 680.0, 520.0
 _TOP, _BOTTOM, _RIGHT = 46.0, 46.0, 14.0

@@ -27,10 +27,10 @@ from ladder import RESULTS, Side, key_of, read, sides
 from rungs import BASELINE, ENTRIES, RUNGS, SEEDS, SYNC_INTERVAL, Rung
 
 from thinwire import simulate
+from thinwire.charts import Axis, Chart, ChartSeries, image_file, line_chart
 from thinwire.codecs import by_name
 from thinwire.methods import recipe
 from thinwire.models.transformer import TransformerConfig, build_transformer
-from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, image_file, line_chart
 from thinwire.planning.predict import predict
 from thinwire.planning.simulator_adapter import traffic_of
 from thinwire.units import format_bytes

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from thinwire import codecs, lab, methods
     from thinwire.errors import ThinwireError
     from thinwire.integrations.tracking import metrics
-    from thinwire.monitor.record.torch_recorder import watch
+    from thinwire.recording.torch_recorder import watch
     from thinwire.sync.method import Method
     from thinwire.sync.multi_optimizer import MultiOptimizer
     from thinwire.sync.optimizer import DistributedOptimizer
@@ -53,7 +53,7 @@ _HOMES = {
     "join": "thinwire.training.elastic.own_loop",
     "metrics": "thinwire.integrations.tracking",
     "run_replicas": "thinwire.transport.loopback",
-    "watch": "thinwire.monitor.record.torch_recorder",
+    "watch": "thinwire.recording.torch_recorder",
 }
 _MODULES = ("codecs", "lab", "methods")
 

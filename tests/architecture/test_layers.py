@@ -8,8 +8,8 @@ import pytest
 from source_tree import ROOT, module_of, sources
 
 PURE = (
-    "errors", "events", "shared_random", "units", "sync.schedule", "averaging.message_pattern", "averaging.mixing",
-    "averaging.topology", "monitor.detect", "monitor.findings", "monitor.nccl", "runlog",
+    "charts", "errors", "events", "shared_random", "units", "sync.schedule", "averaging.message_pattern",
+    "averaging.mixing", "averaging.topology", "monitor.detect", "monitor.findings", "monitor.nccl", "runlog",
     "simulate", "site", "traffic",
 )  # fmt: skip
 

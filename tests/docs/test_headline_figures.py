@@ -23,7 +23,7 @@ from markdown_pages import ROOT
 from tests.hostile_inputs import SENDERS
 from thinwire.lab.wire_benchmark.result_table import ResultRow, rows
 from thinwire.lab.wire_benchmark.runner import BenchWire, summary
-from thinwire.monitor.run_numbers import format_times
+from thinwire.runlog.run_numbers import format_times
 from thinwire.units import format_bytes
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -23,7 +23,7 @@ import os, pathlib, signal, sys, time
 import psutil
 from thinwire.errors import PeerLost
 from thinwire.training.launch import write_failure_report
-from thinwire.monitor.record.recorder import Recorder
+from thinwire.recording.recorder import Recorder
 folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
 recorder = Recorder(folder, rank=rank)
 time.sleep(1.2)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import thinwire
 from thinwire import compat
 from thinwire.monitor.detect.diagnose import diagnose
-from thinwire.monitor.record import torch_recorder as watching_module
+from thinwire.recording import torch_recorder as watching_module
 from thinwire.runlog.records import Operation
 from thinwire.runlog.run_folder import read_files
 from thinwire.transport.collective_hooks import CollectiveHooks, GroupCall

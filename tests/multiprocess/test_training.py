@@ -25,8 +25,8 @@ from thinwire.cli.tables import final_table
 from thinwire.monitor.dashboard.snapshot import snapshot
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.report.comparison import compare_runs
-from thinwire.monitor.run_numbers import RunNumbers
 from thinwire.runlog.run_folder import Summary, parse, read_files
+from thinwire.runlog.run_numbers import RunNumbers
 from thinwire.transport.base import NOTE_BYTES
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.secret import make_secret

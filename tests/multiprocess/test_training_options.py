@@ -15,7 +15,7 @@ from processes import Processes, free_port, run, values
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, as_rank, metrics
 
-from thinwire.monitor.record.metrics import open_loggers
+from thinwire.recording.metrics import open_loggers
 
 STEPS = 14
 # Name of a run: its options beside `OPTIONS`, with {inputs} for the folder of models and data.

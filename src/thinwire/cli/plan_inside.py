@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
 from thinwire.cli.argument_parsing import check_least
 from thinwire.cli.output import log
 from thinwire.cli.tables import plain, print_wide
 from thinwire.errors import DataError, excluded, refusal
 from thinwire.files import LARGEST_NUMBER, read_json, short, write_json, write_whole
-from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
 from thinwire.site.lengths import LengthsOutlook, cost_of, length_outlook, load_lengths
 from thinwire.site.memory import FRAGMENTATION

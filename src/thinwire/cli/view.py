@@ -16,7 +16,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from thinwire.cli.tables import plain
-from thinwire.monitor.run_numbers import time_left_s
 from thinwire.runlog.run_folder import (
     ErrorMetrics,
     EvaluationMetrics,
@@ -25,6 +24,7 @@ from thinwire.runlog.run_folder import (
     join_evaluations,
     parse_metrics,
 )
+from thinwire.runlog.run_numbers import time_left_s
 from thinwire.runlog.tailer import JsonlTailer
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 from thinwire.monitor.detect.live import LiveDetector, News
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.path_limits import PATH_LIMITS_FILE, PathLimit, limit_of, write_path_limits
 from thinwire.monitor.remediation import Action, Steering
+from thinwire.runlog.path_limits import FINDING_LIMIT, PATH_LIMITS_FILE, PathLimit, write_path_limits
 from thinwire.runlog.run_folder import MEMBERS_FILE
 from thinwire.runlog.tailer import RecordTailer
 from thinwire.runlog.writer import JsonlWriter
@@ -238,7 +238,8 @@ class LiveDiagnosis:
         """Have a rank send less over a path while a finding names it: that loses nothing, so no option asks for it."""
         place, why = news.finding.places[0], f"{news.finding.kind}: {news.finding.where}"
         if news.state == "new":
-            self._limits[news.case] = limit_of(place, why=why)
+            rank, peer = place.ranks[:2]
+            self._limits[news.case] = PathLimit(rank=rank, peer=peer, path=place.path, limit=FINDING_LIMIT, why=why)
         elif self._limits.pop(news.case, None) is None:
             return
         if self._is_dry_run:

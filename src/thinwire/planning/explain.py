@@ -8,8 +8,8 @@ from math import inf
 from pathlib import Path
 
 from thinwire import simulate
+from thinwire.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
 from thinwire.files import write_whole
-from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
 from thinwire.planning.cluster import Cluster
 from thinwire.planning.loss_penalty import compute_worth, optimal_batch_tokens
 from thinwire.planning.plan import Outlook, Plan, pareto

@@ -8,5 +8,7 @@
 - `flight_recorder`, `nccl_inspector`, `nccl_ras`: readers of what torch and NCCL write.
 - `forwarding`: records of one host, sent to another in bounded pieces.
 - `attempts`, `downtime`: starts of a resumed run, and what faults cost it.
+- `run_numbers`: what a run's tables show, and how it is counted.
+- `path_limits`: limits that findings set, for the ranks to follow.
 - `run_identity`: which run a folder holds.
 """

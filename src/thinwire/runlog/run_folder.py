@@ -51,7 +51,7 @@ class StepMetrics:
         compute_fraction: Share of the time since the previous line in which it did not wait for the wire.
         sent_bytes: Wire bytes sent so far.
         received_bytes: Wire bytes received so far.
-        sent_bits_per_s: Rate since the previous line, see `thinwire.monitor.run_numbers`.
+        sent_bits_per_s: Rate since the previous line, see `thinwire.runlog.run_numbers`.
         peak_bits_per_s: Peak rate so far, see there.
         rounds_in_flight: Rounds launched and not applied yet.
         stalled_s: Seconds of waiting for the network so far; None in lines of earlier versions.

@@ -11,8 +11,8 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
+from thinwire.charts import Axis, Chart, ChartSeries, image_file, line_chart
 from thinwire.files import write_whole
-from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, image_file, line_chart
 from thinwire.traffic.fabric import Fabric, FabricFlow
 from thinwire.traffic.planner import HASHED, METHODS, PathPiece, TrafficPlan, plan_traffic
 from thinwire.transport.wire.path_balance import BalanceRules, PathBalancer

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from thinwire.adaptive_timeout import Deadlines
 from thinwire.errors import CheckpointError, Stopped, ThinwireError
-from thinwire.monitor.record.metrics import Meter, ReplicaCounts
-from thinwire.monitor.record.recorder import Recorder
+from thinwire.recording.metrics import Meter, ReplicaCounts
+from thinwire.recording.recorder import Recorder
 from thinwire.runlog.attempts import note_cost
 from thinwire.site.lengths import padded_groups
 from thinwire.sync.optimizer import DistributedOptimizer, checked_state

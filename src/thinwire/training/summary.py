@@ -22,8 +22,8 @@ from thinwire.errors import DesyncError
 from thinwire.files import make_readable, replace_whole, write_whole
 from thinwire.models.generation import Sampling, generate
 from thinwire.models.lora import has_adapters, merged, save_adapters
-from thinwire.monitor.record.metrics import ReplicaCounts
-from thinwire.monitor.run_numbers import all_reduce_bytes, times_fewer
+from thinwire.recording.metrics import ReplicaCounts
+from thinwire.runlog.run_numbers import all_reduce_bytes, times_fewer
 from thinwire.sync.method import Method
 from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig

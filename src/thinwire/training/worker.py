@@ -14,8 +14,8 @@ from torch import nn
 from thinwire.data import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.errors import DataError, DesyncError, Stopped, ThinwireError, warn_untested
 from thinwire.files import write_whole
-from thinwire.monitor.record.metrics import Logger, Meter, open_loggers
-from thinwire.monitor.record.recorder import Recorder, own_fault
+from thinwire.recording.metrics import Logger, Meter, open_loggers
+from thinwire.recording.recorder import Recorder, own_fault
 from thinwire.runlog.run_identity import (
     RUN_FILE,
     RunIdentity,

@@ -12,7 +12,7 @@ import torch
 
 from tests.full_disk import file_size_limit
 from thinwire.monitor.detect.diagnose import diagnose
-from thinwire.monitor.record.own_fault import fault_text
+from thinwire.recording.own_fault import fault_text
 from thinwire.runlog.reader import from_records
 from thinwire.runlog.records import Beat
 

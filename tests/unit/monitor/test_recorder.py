@@ -16,7 +16,7 @@ from tests.full_disk import file_size_limit
 from thinwire.elastic.round_driver import blob_name
 from thinwire.events import Posted, RoundMark, Transfer, TransferLog
 from thinwire.monitor.detect.timeline import build
-from thinwire.monitor.record.recorder import BEAT_S, TURN_S, Recorder
+from thinwire.recording.recorder import BEAT_S, TURN_S, Recorder
 from thinwire.runlog.reader import Records, from_records, read_records
 from thinwire.runlog.records import Communicator, TransferEnd
 from thinwire.runlog.run_folder import read_files
@@ -238,7 +238,7 @@ def test_a_disk_that_does_not_answer_keeps_nobody_from_ending(tmp_path: Path, mo
 
     recorder = Recorder(tmp_path, rank=0, warn=said.append)
     monkeypatch.setattr(JsonlWriter, "write_all", write)
-    monkeypatch.setattr("thinwire.monitor.record.recorder._CLOSE_S", 0.01)
+    monkeypatch.setattr("thinwire.recording.recorder._CLOSE_S", 0.01)
     assert asked.wait(60)
     recorder.close()
     assert said == ["rank 0 ends without its last records: the disk has not answered for 0.01 s"]

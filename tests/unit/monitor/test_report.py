@@ -13,8 +13,8 @@ import pytest
 
 from tests.rehearsed_run import finding_line
 from tests.sample_runs import append, step_line, write_run
+from thinwire.charts import HEIGHT, WIDTH, Axis, Chart, ChartSeries, highest, line_chart, scale, spread
 from thinwire.errors import DataError
-from thinwire.monitor.report.charts import HEIGHT, WIDTH, Axis, Chart, ChartSeries, highest, line_chart, scale, spread
 from thinwire.monitor.report.figures import loss_against_bytes, loss_against_tokens, utilisation, wire_rate
 from thinwire.monitor.report.report import headline, render_report, samples, trouble, write_report
 from thinwire.runlog.run_folder import read_run

@@ -18,12 +18,12 @@ from thinwire.cli.view import RunState, progress_line
 from thinwire.monitor.dashboard.chart_data import timeline
 from thinwire.monitor.dashboard.snapshot import snapshot
 from thinwire.monitor.detect.timeline import build
-from thinwire.monitor.record.metrics import KernelCounts
 from thinwire.monitor.report.figures import utilisation
-from thinwire.monitor.run_numbers import RATE_WINDOW_S, RunNumbers, SendRate, time_left_s
+from thinwire.recording.metrics import KernelCounts
 from thinwire.runlog.reader import from_records
 from thinwire.runlog.records import Span
 from thinwire.runlog.run_folder import StepMetrics, Summary, parse_metrics
+from thinwire.runlog.run_numbers import RATE_WINDOW_S, RunNumbers, SendRate, time_left_s
 from thinwire.transport.tcp_stats import ConnectionStats, connection_stats
 
 LINK_BITS_PER_S = 10e6

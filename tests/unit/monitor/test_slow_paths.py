@@ -13,8 +13,8 @@ from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.detect.slow_paths import find_slow_paths
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.live_diagnosis import LiveDiagnosis
-from thinwire.monitor.path_limits import PATH_LIMITS_FILE, PathLimit, PathLimitReader, write_path_limits
 from thinwire.monitor.remediation import Action, Policy, Steering
+from thinwire.runlog.path_limits import PATH_LIMITS_FILE, PathLimit, PathLimitReader, write_path_limits
 from thinwire.runlog.reader import from_records
 from thinwire.runlog.records import PathReading, to_line
 

@@ -12,8 +12,8 @@ import pytest
 
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.live import RecordWindow
-from thinwire.monitor.record.recorder import Recorder
-from thinwire.monitor.record.thread_state import LONG_S, TrainingThread
+from thinwire.recording.recorder import Recorder
+from thinwire.recording.thread_state import LONG_S, TrainingThread
 from thinwire.runlog.reader import from_records
 from thinwire.runlog.records import Beat, Communicator, Operation, Record
 from thinwire.runlog.run_folder import read_files
@@ -128,7 +128,7 @@ def test_a_sample_outlives_the_heartbeats_that_a_running_diagnosis_keeps() -> No
 def test_a_recorder_of_training_samples_the_thread_that_made_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thinwire.monitor.record.thread_state.LONG_S", 0.1)
+    monkeypatch.setattr("thinwire.recording.thread_state.LONG_S", 0.1)
     recorder = Recorder(tmp_path, rank=0)
     found: list[Beat] = []
     while not found:

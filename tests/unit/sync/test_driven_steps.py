@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from thinwire.data import Sampler
 from thinwire.methods import masha2
-from thinwire.monitor.record.metrics import Meter
-from thinwire.monitor.record.recorder import Recorder
+from thinwire.recording.metrics import Meter
+from thinwire.recording.recorder import Recorder
 from thinwire.runlog.run_folder import read_files
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer

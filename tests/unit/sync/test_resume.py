@@ -14,7 +14,7 @@ import torch
 from thinwire.data import Sampler, validation_batches
 from thinwire.methods import one_bit_adam, one_bit_lamb, zero_one_adam
 from thinwire.models import TransformerConfig, build_transformer
-from thinwire.monitor.record.metrics import Meter
+from thinwire.recording.metrics import Meter
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer, make_method

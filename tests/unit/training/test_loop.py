@@ -13,7 +13,7 @@ from thinwire.data import Sampler
 from thinwire.errors import CheckpointError
 from thinwire.methods import diloco
 from thinwire.models import TransformerConfig, build_transformer
-from thinwire.monitor.record.metrics import Meter
+from thinwire.recording.metrics import Meter
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints

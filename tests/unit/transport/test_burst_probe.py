@@ -12,7 +12,7 @@ from itertools import count, pairwise
 import pytest
 from loopback_connections import HERE, THERE
 
-from thinwire.monitor.record.connection_records import RankPlace, WatchedWires
+from thinwire.recording.connection_records import RankPlace, WatchedWires
 from thinwire.runlog.reader import parse_line
 from thinwire.runlog.records import Flow, Probe
 from thinwire.transport import burst_probe as host_probes
@@ -287,7 +287,7 @@ def test_what_takes_too_long_to_count_is_counted_no_more(stack: ExitStack, monke
         RankPlace(host=name, clock="c", addresses=(address,), port=door.getsockname()[1])
         for name, address, door in zip("ab", (HERE, THERE), doors, strict=True)
     ]
-    monkeypatch.setattr("thinwire.monitor.record.connection_records._LONG_S", -1.0)
+    monkeypatch.setattr("thinwire.recording.connection_records._LONG_S", -1.0)
     wires = [WatchedWires(rank, places, door=door) for rank, door in enumerate(doors)]
     for one in wires:
         stack.callback(one.close)

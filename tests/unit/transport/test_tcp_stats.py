@@ -15,7 +15,7 @@ import torch.distributed as dist
 from loopback_connections import HERE, OTHER, THERE, connection
 
 from thinwire.events import TransferLog
-from thinwire.monitor.record.connection_records import FlowLines, PeerFlows, RankPlace, WatchedWires
+from thinwire.recording.connection_records import FlowLines, PeerFlows, RankPlace, WatchedWires
 from thinwire.runlog.records import Flow
 from thinwire.transport.collective_hooks import store_port
 from thinwire.transport.loopback import LoopbackWorld

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire.charts import Axis, Chart, ChartSeries, image_file, line_chart
 from thinwire.lab.wire_benchmark.contenders import CONTENDERS
 from thinwire.lab.wire_benchmark.runner import BenchWire
-from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, image_file, line_chart
 from thinwire.units import format_bytes, format_rate, format_seconds
 
 HEAD = (

@@ -20,10 +20,10 @@ from thinwire.monitor.detect.diagnose import DetectorState, diagnose, findings_o
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.heat import heat_maps
-from thinwire.monitor.run_numbers import RunNumbers, number_rows, time_left_s
 from thinwire.runlog.reader import converted
 from thinwire.runlog.records import Count
 from thinwire.runlog.run_folder import RECORDS, SUMMARY, Summary, join_evaluations, parse, read_files, setting
+from thinwire.runlog.run_numbers import RunNumbers, number_rows, time_left_s
 
 VERSION = 1
 Entry = TypeVar("Entry")
@@ -134,7 +134,7 @@ def run_state(
 
     Returns:
         Among others `state`: `waiting` before the first line, `training`, `silent` if no file was written for too
-        long, `failed`, or `finished`; `numbers`, rows of `thinwire.monitor.run_numbers` (name, label, value, text);
+        long, `failed`, or `finished`; `numbers`, rows of `thinwire.runlog.run_numbers` (name, label, value, text);
         and `time_left_s`, None where unknown.
     """
     result = _lenient(_Result, summary)

@@ -17,7 +17,6 @@ from thinwire.files import open_regular
 from thinwire.monitor.dashboard.chart_data import Curve
 from thinwire.monitor.dashboard.findings_reader import Actions, Findings, text
 from thinwire.monitor.dashboard.window import RankWindow, room_for
-from thinwire.monitor.run_numbers import RATE_WINDOW_S
 from thinwire.runlog.reader import check_header, converted, parse_line, parse_object
 from thinwire.runlog.records import Count, Direction, PathReading, Rank, TransferEnd
 from thinwire.runlog.run_folder import (
@@ -27,6 +26,7 @@ from thinwire.runlog.run_folder import (
     WarningMetrics,
     parse_metrics,
 )
+from thinwire.runlog.run_numbers import RATE_WINDOW_S
 from thinwire.runlog.tailer import JsonlTailer
 
 _MOST_QUOTED = 12

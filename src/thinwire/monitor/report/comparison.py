@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.monitor.report.charts import escape
+from thinwire.charts import escape
 from thinwire.monitor.report.figures import figures_of_runs
 from thinwire.monitor.report.report import gallery, grid, page, write_page
-from thinwire.monitor.run_numbers import RunNumbers
 from thinwire.runlog.run_folder import RunRecord, Summary, read_run, setting
+from thinwire.runlog.run_numbers import RunNumbers
 from thinwire.units import format_bytes, format_count
 
 HEAD = (
@@ -39,7 +39,7 @@ class ComparedRun:
 
     @property
     def numbers(self) -> RunNumbers:
-        """Numbers of the run, defined in `thinwire.monitor.run_numbers`."""
+        """Numbers of the run, defined in `thinwire.runlog.run_numbers`."""
         return RunNumbers.of_summary(self.summary)
 
     def cells(self) -> tuple[str, ...]:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, Lane, Point, lane_chart, line_chart
-from thinwire.monitor.run_numbers import RATE_WINDOW_S
+from thinwire.charts import Axis, Chart, ChartSeries, Lane, Point, lane_chart, line_chart
 from thinwire.runlog.run_folder import EvaluationMetrics, RunRecord
+from thinwire.runlog.run_numbers import RATE_WINDOW_S
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
 _MOST_WINDOWS = 10_000  # a longer run gets wider ones

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from thinwire.charts import CHART, PAGE, escape
 from thinwire.errors import DataError
 from thinwire.files import open_regular, write_whole
 from thinwire.monitor.dashboard.findings_reader import Actions, Findings, downtime_rows
 from thinwire.monitor.dashboard.sources import ObjectFile, RejectedLines
 from thinwire.monitor.report import figures
-from thinwire.monitor.report.charts import CHART, PAGE, escape
 from thinwire.monitor.report.figures import Figure
-from thinwire.monitor.run_numbers import LABELS, RunNumbers, format_times
 from thinwire.runlog.reader import converted, parse_object
 from thinwire.runlog.run_folder import SUMMARY, RunRecord, Summary, read_outcome, read_run, setting
+from thinwire.runlog.run_numbers import LABELS, RunNumbers, format_times
 from thinwire.runlog.tailer import JsonlTailer
 from thinwire.units import format_bytes, format_count, format_moment
 from thinwire.version import __version__

@@ -23,8 +23,8 @@ from thinwire.elastic.replica_state import global_tensors
 from thinwire.errors import CheckpointError, DroppedBadParts, Expelled, RunOver
 from thinwire.events import RoundMark
 from thinwire.files import write_whole
-from thinwire.monitor.record.metrics import Meter, open_loggers
-from thinwire.monitor.record.recorder import Recorder, own_fault
+from thinwire.recording.metrics import Meter, open_loggers
+from thinwire.recording.recorder import Recorder, own_fault
 from thinwire.runlog.forwarding import RecordForward
 from thinwire.runlog.run_identity import check_folder, write_identity
 from thinwire.runlog.writer import JsonlWriter

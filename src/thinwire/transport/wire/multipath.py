@@ -243,7 +243,7 @@ class MultipathConnection:
     def limit(self, path: int, weight: float) -> None:
         """Take a path's rate for at most this part of what it measures, 1 by default; its share follows at once.
 
-        For findings, see `thinwire.monitor.path_limits`, and for what the wire cannot measure, such as a link that
+        For findings, see `thinwire.runlog.path_limits`, and for what the wire cannot measure, such as a link that
         other traffic needs.
 
         Raises:

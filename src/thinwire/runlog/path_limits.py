@@ -13,7 +13,6 @@ from typing import Annotated
 import msgspec
 
 from thinwire.files import write_whole
-from thinwire.monitor.findings import Place
 
 PATH_LIMITS_FILE = "path-limits.json"
 # Part of its measured rate that a path keeps while a finding names it: enough to measure that it is well again.
@@ -38,11 +37,6 @@ class PathLimit:
     path: Annotated[int, msgspec.Meta(ge=0, lt=256)]
     limit: Annotated[float, msgspec.Meta(gt=0, le=1)]
     why: str = ""
-
-
-def limit_of(place: Place, *, why: str) -> PathLimit:
-    """Return the limit of a path that a finding names."""
-    return PathLimit(rank=place.ranks[0], peer=place.ranks[1], path=place.path, limit=FINDING_LIMIT, why=why)
 
 
 def write_path_limits(run_dir: Path, limits: Iterable[PathLimit]) -> None:

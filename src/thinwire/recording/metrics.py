@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from thinwire.errors import MissingExtra
 from thinwire.events import Totals, Transfer, TransferLog
-from thinwire.monitor.run_numbers import SendRate
+from thinwire.runlog.run_numbers import SendRate
 from thinwire.runlog.writer import JsonlWriter
 from thinwire.transport.tcp_stats import ConnectionStats
 
@@ -72,7 +72,7 @@ class ReplicaCounts:
         stalled_s: Seconds its training thread waited for the wire.
         sent: Messages and bytes sent.
         received: Messages and bytes received.
-        peak_bits_per_s: Peak rate of sending, see `thinwire.monitor.run_numbers`.
+        peak_bits_per_s: Peak rate of sending, see `thinwire.runlog.run_numbers`.
     """
 
     time_s: float = 0.0

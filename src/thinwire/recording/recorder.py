@@ -17,10 +17,10 @@ from thinwire.averaging.round_context import Average
 from thinwire.elastic.round_driver import part_of_name
 from thinwire.errors import TransportError
 from thinwire.events import Direction, Posted, RoundMark, Transfer, TransferLog
-from thinwire.monitor.path_limits import PathLimitReader
-from thinwire.monitor.record.connection_records import FlowSource, PathSource, PeerFlows
-from thinwire.monitor.record.own_fault import fault_text
-from thinwire.monitor.record.thread_state import TrainingThread
+from thinwire.recording.connection_records import FlowSource, PathSource, PeerFlows
+from thinwire.recording.own_fault import fault_text
+from thinwire.recording.thread_state import TrainingThread
+from thinwire.runlog.path_limits import PathLimitReader
 from thinwire.runlog.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd, to_line
 from thinwire.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
 from thinwire.sync.round_engine import RoundEngine

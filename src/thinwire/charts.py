@@ -1,4 +1,4 @@
-"""SVG charts of reports: style sheets, axes with round ticks, line charts and lanes."""
+"""SVG charts: style sheets, axes with round ticks, line charts and lanes."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 
-from thinwire.monitor.record.connection_records import RankPlace, WatchedWires, own_place
-from thinwire.monitor.record.own_fault import fault_text
-from thinwire.monitor.record.thread_state import TrainingThread
+from thinwire.recording.connection_records import RankPlace, WatchedWires, own_place
+from thinwire.recording.own_fault import fault_text
+from thinwire.recording.thread_state import TrainingThread
 from thinwire.runlog.records import Beat, Communicator, Span, to_line
 from thinwire.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
 from thinwire.transport.burst_probe import open_probe_port

@@ -1,1 +1,0 @@
-"""Recorders: flight records of ranks, connections and torch.distributed calls."""

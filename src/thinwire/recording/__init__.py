@@ -1,0 +1,1 @@
+"""Recorders of a rank while it runs: its rounds, calls, connections, threads and metrics, into the run log."""
