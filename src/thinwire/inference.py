@@ -142,7 +142,9 @@ def _checkpoint(config: TrainConfig, step: int | None) -> tuple[CheckpointFiles,
     steps = {number: files for files in reversed(owners) for number in files.steps()}
     if step is not None and step not in steps:
         known = ", ".join(map(str, sorted(steps))) or "none"
-        raise CheckpointError(f"{config.run_dir} has no checkpoint of step {step}; its checkpoints: {known}")
+        raise CheckpointError(
+            f"{config.run_dir} has no checkpoint of step {step}; take one of its checkpoints: {known}"
+        )
     if step is not None:
         return steps[step], step, owners[steps[step]]
     for number in sorted(steps, reverse=True):

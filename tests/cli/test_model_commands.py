@@ -114,7 +114,7 @@ def test_what_the_run_lacks_is_refused_with_a_remedy(run: Path, tmp_path: Path, 
     assert main(["generate", str(tmp_path), "--prompt", "x"]) == 1
     assert "has no checkpoint yet: the first comes after step 4" in capsys.readouterr().err
     assert main(["generate", str(run), "--prompt", "x", "--step", "5"]) == 1
-    assert "has no checkpoint of step 5; its checkpoints: 4, 7" in capsys.readouterr().err
+    assert "has no checkpoint of step 5; take one of its checkpoints: 4, 7" in capsys.readouterr().err
     assert main(["eval", str(run), "--data", "nothing.txt"]) == 1
     assert "--data names no file or folder; got 'nothing.txt'" in capsys.readouterr().err
 

@@ -10,14 +10,23 @@ from processes import run, values
 
 import thinwire
 from thinwire.errors import DesyncError
+from thinwire.transport.base import Transport
 from thinwire.transport.secret import make_secret
 
 pytestmark = pytest.mark.multiprocess
 
 
-def train(counts: list[int], overlap_steps: int, secret: str | None) -> str:
+def train(counts: list[int], overlap_steps: int, secret: str | None) -> list[str]:
     torch.manual_seed(0)
     transport = thinwire.connect(deadline_s=60, secret=None if secret is None else Path(secret))
+    try:
+        found = [train_once(transport, counts=[10, 10], overlap_steps=0, votes=transport.replica == 1)]
+        return [*found, train_once(transport, counts=counts, overlap_steps=overlap_steps)]
+    finally:
+        transport.close()
+
+
+def train_once(transport: Transport, *, counts: list[int], overlap_steps: int, votes: bool = False) -> str:
     model = torch.nn.Linear(4, 1)
     optimizer = thinwire.DistributedOptimizer(
         model, torch.optim.SGD(model.parameters(), lr=0.1), transport=transport, minimum_deadline_s=600,
@@ -29,11 +38,11 @@ def train(counts: list[int], overlap_steps: int, secret: str | None) -> str:
             model(torch.randn(8, 4, generator=generator)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            if votes or step < 3:
+                optimizer.should_stop()
         optimizer.close(final_exchange=True)
     except DesyncError as error:
         return str(error)
-    finally:
-        transport.close()
     return ""
 
 
@@ -50,6 +59,9 @@ def test_both_step_counts_are_in_the_errors_of_both_replicas(tmp_path, has_secre
         )
     )  # fmt: skip
     early = counts.index(min(counts))
-    for text in found:
+    for text, _ in found:  # at the same step, replica 0 ends and replica 1 asks for votes
+        assert "replica 0 ended after 10 steps with close(final_exchange=True)" in text
+        assert "replica 1 waits in should_stop() after 10 steps" in text
+    for _, text in found:
         assert f"replica {early} ended after {min(counts)} steps" in text
         assert f"replica {1 - early} " in text

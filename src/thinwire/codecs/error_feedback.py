@@ -99,12 +99,14 @@ class MemoryVectors:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         if set(state) != set(self._vectors):
             raise CheckpointError(
-                f"the checkpoint holds the vectors {sorted(state)} of a memory, this run has {sorted(self._vectors)}"
+                f"the checkpoint holds the vectors {sorted(state)} of a memory, this run has {sorted(self._vectors)}; "
+                f"resume with its method and codec"
             )
         for name, vector in self._vectors.items():
             if state[name].shape != vector.shape:
                 raise CheckpointError(
-                    f"the checkpoint's {name} has {state[name].numel()} elements, this run's {vector.numel()}"
+                    f"the checkpoint's {name} has {state[name].numel()} elements, this run's {vector.numel()}; resume "
+                    f"with its model, and as many ranks a replica"
                 )
             self._vectors[name] = state[name].to(vector.device, torch.float32).clone()
 

@@ -118,7 +118,7 @@ class Sampler:
         if set(state) != set(self.state_dict()) or any(type(value) is not int for value in state.values()):
             raise CheckpointError(
                 f"this is no state of a sampler: it must hold the integers {', '.join(self.state_dict())}, "
-                f"got {', '.join(map(str, state)) or 'nothing'}"
+                f"got {', '.join(map(str, state)) or 'nothing'}; load what its state_dict() returned"
             )
         different = [name for name in self._identity if state[name] != self._identity[name]]
         if different:
@@ -129,7 +129,8 @@ class Sampler:
         epoch, position = state["epoch"], state["position"]
         if epoch < 0 or not 0 <= position <= len(self._shard):
             raise CheckpointError(
-                f"the sampler's state is corrupt: epoch {epoch}, position {position} of {len(self._shard)}"
+                f"the sampler's state is corrupt: epoch {epoch}, position {position} of {len(self._shard)}; take "
+                f"an earlier checkpoint"
             )
         self.epoch, self._position, self._shard = epoch, position, self._shard_of(epoch)
 

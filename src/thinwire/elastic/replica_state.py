@@ -90,7 +90,8 @@ def load_global_parameters(engine: RoundEngine, model: nn.Module, parameters: di
         for name, parameter in own.items():
             if parameters[name].shape != parameter.shape:
                 raise CheckpointError(
-                    f"{name} has the shape {tuple(parameters[name].shape)} in the state, {tuple(parameter.shape)} here"
+                    f"{name} has the shape {tuple(parameters[name].shape)} in the state, {tuple(parameter.shape)} "
+                    f"here; all replicas must train the same model"
                 )
             if not parameter.requires_grad:
                 values.write_whole(name, parameters[name])

@@ -141,7 +141,9 @@ def _position(state: dict[str, Any], *, identity: dict[str, int], size: int) -> 
         raise CheckpointError(f"the sampler's state is of another run: {said}; resume with the same data and options")
     epoch, position = state.get("epoch"), state.get("position")
     if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= size:
-        raise CheckpointError(f"the sampler's state is corrupt: epoch {epoch}, position {position} of {size}")
+        raise CheckpointError(
+            f"the sampler's state is corrupt: epoch {epoch}, position {position} of {size}; take an earlier one"
+        )
     return epoch, position
 
 

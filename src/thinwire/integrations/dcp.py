@@ -106,6 +106,7 @@ def _to_save(model: nn.Module, optimizer: DistributedOptimizer, ranks: _Ranks) -
     named = _named(model)
     tensors: dict[str, torch.Tensor] = {f"{_MODEL}/{name}": tensor for name, tensor in model.state_dict().items()}
     own = dict(optimizer.state_dict()["param_groups"][0][OWN_STATE])
+    own["sync"].pop("sample")  # the model is in the checkpoint too, and a replica may have other ranks
     layout = _Layout(model, optimizer, ranks)
     inner = {
         "state": {

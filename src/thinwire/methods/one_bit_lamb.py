@@ -196,12 +196,15 @@ class BoundFrozenLamb:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if set(state) != set(self.state_dict()) or len(state["coefficients"]) != len(self._coefficients):
-            raise CheckpointError("the checkpoint is of another update or model than this 1-bit LAMB's")
+            raise CheckpointError(
+                "the checkpoint is of another update or model than this 1-bit LAMB's; resume with its own"
+            )
         parameters = self._view.adam.parameters
         for index, variance in state["fresh"].items():
             if int(index) >= len(parameters) or variance.shape != real_shard(parameters[int(index)]).shape:
                 raise CheckpointError(
-                    f"the checkpoint's variance of parameter {index} has another shape than this run's"
+                    f"the checkpoint's variance of parameter {index} has another shape than this run's; resume with "
+                    f"its model"
                 )
         self._view.load_state_dict(state)
         for own, saved in ((self._coefficients, state["coefficients"]), (self._factors, state["factors"])):

@@ -265,7 +265,8 @@ class BoundLocalAdam:
             raise CheckpointError("the checkpoint is of another update than 0/1 Adam's; resume with its method")
         if len(state["counts"]) != len(self._rates):
             raise CheckpointError(
-                f"the checkpoint counts steps of {len(state['counts'])} parameters, this run has {len(self._rates)}"
+                f"the checkpoint counts steps of {len(state['counts'])} parameters, this run has {len(self._rates)}; "
+                f"resume with its model"
             )
         self._view.load_state_dict(state)
         self._view.counts = state["counts"].tolist()

@@ -332,7 +332,8 @@ class BoundAdamMomentum:
         found = state["equalisers"].tolist()
         if len(found) not in (0, len(self.adam.parameters)):
             raise CheckpointError(
-                f"the checkpoint has factors for {len(found)} parameters, this run has {len(self.adam.parameters)}"
+                f"the checkpoint has factors for {len(found)} parameters, this run has {len(self.adam.parameters)}; "
+                f"resume with its model"
             )
         self._equalisers = found
 

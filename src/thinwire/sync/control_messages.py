@@ -7,22 +7,37 @@ import struct
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import NoReturn
 
 import torch
 
-from thinwire.errors import DeadlineExceeded, DesyncError, PayloadError, TransportError
+from thinwire.errors import DeadlineExceeded, DesyncError, PayloadError, PeerLost, TransportError
 from thinwire.sync.in_flight import CHECK_S
 from thinwire.transport.base import Envelope, Kind, Pending, Transport
 
 _LAYOUT = struct.Struct("<QQBB")
 # Fragments of these messages; those of `all_gather_json` have 0.
 _END, _VOTE = 1, 2
+_NAMES = {_END: "the end of the run", _VOTE: "a vote of should_stop()"}
 # Polling interval in seconds while a vote is missing.
 _POLL_S = 0.005
 # Calls of should_stop after which a loop that does no step is taken for one that never will.
 _MOST_CALLS = 10_000
 # Seconds in which the others can take the message of a replica that fails.
 _SEND_S = 2.0
+
+
+class LoopCall(IntEnum):
+    """Call that a replica is in: one of its loop, or one that others answer with the same call."""
+
+    TRAINING = 0
+    VOTING = 1
+    CLOSING = 2
+    MERGING = 3
+
+
+_CLOSES = {LoopCall.CLOSING: "close()", LoopCall.MERGING: "close(final_exchange=True)"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +47,31 @@ class ReplicaStatus:
     Attributes:
         steps: Inner steps that it has done.
         launched_step: The last step whose rounds it launched.
-        has_ended: Whether it does no more steps.
+        call: What it does after them.
         wants_stop: Whether it asks all replicas to stop.
     """
 
     steps: int
     launched_step: int
-    has_ended: bool = False
+    call: LoopCall = LoopCall.TRAINING
     wants_stop: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it does no more steps."""
+        return self.call in _CLOSES
+
+    def describe(self, replica: int) -> str:
+        """Return what the replica of this number does, for an error."""
+        if self.call in _CLOSES:
+            return f"replica {replica} ended after {self.steps} steps with {_CLOSES[self.call]}"
+        if self.call is LoopCall.VOTING:
+            return f"replica {replica} waits in should_stop() after {self.steps} steps"
+        return f"replica {replica} is at step {self.steps}"
 
     def to_tensor(self) -> torch.Tensor:
         """Return the payload: uint8, one-dimensional, CPU."""
-        raw = _LAYOUT.pack(self.steps, self.launched_step, self.has_ended, self.wants_stop)
+        raw = _LAYOUT.pack(self.steps, self.launched_step, self.call, self.wants_stop)
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
@@ -54,15 +82,16 @@ def read_status(payload: torch.Tensor, *, replica: int) -> ReplicaStatus:
         PayloadError: It is no such message.
 
     Example:
-        >>> read_status(ReplicaStatus(steps=3, launched_step=2, has_ended=True).to_tensor(), replica=1)
-        ReplicaStatus(steps=3, launched_step=2, has_ended=True, wants_stop=False)
+        >>> read_status(ReplicaStatus(steps=3, launched_step=2, call=LoopCall.MERGING).to_tensor(), replica=1)
+        ReplicaStatus(steps=3, launched_step=2, call=<LoopCall.MERGING: 3>, wants_stop=False)
     """
-    steps, launched_step, has_ended, wants_stop = _LAYOUT.unpack(bytes(payload.numpy()))
-    if has_ended > 1 or wants_stop > 1:
-        raise PayloadError(f"replica {replica} sent a status with flags {has_ended} and {wants_stop}, not 0 or 1")
-    return ReplicaStatus(
-        steps=steps, launched_step=launched_step, has_ended=bool(has_ended), wants_stop=bool(wants_stop)
-    )
+    steps, launched_step, call, wants_stop = _LAYOUT.unpack(bytes(payload.numpy()))
+    if call > max(LoopCall) or wants_stop > 1:
+        raise PayloadError(
+            f"replica {replica} sent a status with the flags {call} and {wants_stop}; allowed 0 to "
+            f"{max(LoopCall)}, and 0 or 1"
+        )
+    return ReplicaStatus(steps=steps, launched_step=launched_step, call=LoopCall(call), wants_stop=bool(wants_stop))
 
 
 class ControlMessages:
@@ -94,17 +123,23 @@ class ControlMessages:
         """Compare the step counts of all replicas at their end, and wait for them.
 
         Raises:
-            DesyncError: They differ; names all that are known.
+            DesyncError: They differ, or one does something else; names all that are known.
             TransportError: A replica sent no count.
         """
-        own = self._send_end(has_ended=True)
+        own = self._send_end(LoopCall.MERGING)
         statuses = {self._transport.replica: own}
         for replica in self._others:
             statuses[replica] = self._end_of(replica, deadline_s=deadline_s)
-            if not statuses[replica].has_ended or statuses[replica].steps != own.steps:
-                raise _count_error(statuses)
+            if (statuses[replica].call, statuses[replica].steps) != (own.call, own.steps):
+                raise _difference(statuses)
         for sent in self._sends:
             sent.wait(deadline_s=deadline_s)
+
+    def leave(self) -> None:
+        """Send the step count of a replica that waits for no other, so that who waits for it learns why."""
+        self._send_end(LoopCall.CLOSING)
+        self._listen()  # two replicas that both leave take each other's message at once
+        self._await_sends()
 
     def check(self, step: int) -> None:
         """Look whether a replica has ended that the rounds of a step still need.
@@ -112,18 +147,29 @@ class ControlMessages:
         Raises:
             DesyncError: One has; names the step counts that are known.
         """
+        statuses = self._arrived_statuses()
+        if any(status.launched_step < step for status in statuses.values()):
+            self._fail(statuses, LoopCall.TRAINING)
+
+    def _arrived_statuses(self) -> dict[int, ReplicaStatus]:
         statuses = {}
         for replica, pending in self._listen().items():
             if replica in self._ended or pending.done():
                 with contextlib.suppress(TransportError):  # a round that needs the replica raises it too
                     statuses[replica] = self._end_of(replica, deadline_s=0.0)
-        if any(status.launched_step < step for status in statuses.values()):
-            statuses[self._transport.replica] = self._send_end(has_ended=False)
-            until_s = time.monotonic() + _SEND_S  # whoever waits for this message gets it before the connection ends
-            for sent in self._sends:
-                with contextlib.suppress(TransportError):
-                    sent.wait(deadline_s=max(0.0, until_s - time.monotonic()))
-            raise _count_error(statuses)
+        return statuses
+
+    def _fail(self, statuses: dict[int, ReplicaStatus], call: LoopCall) -> NoReturn:
+        statuses[self._transport.replica] = self._send_end(call)
+        self._await_sends()
+        raise _difference(statuses)
+
+    def _await_sends(self) -> None:
+        """Wait a little, so that who waits for these messages gets them before the connection ends."""
+        until_s = time.monotonic() + _SEND_S
+        for sent in self._sends:
+            with contextlib.suppress(TransportError):
+                sent.wait(deadline_s=max(0.0, until_s - time.monotonic()))
 
     def should_stop(self, local: bool, *, interval: int, deadline_s: float) -> bool:
         """Return whether a replica asked for a stop in the interval before this one: the same on all at one step.
@@ -177,17 +223,25 @@ class ControlMessages:
         check_s = time.monotonic() + CHECK_S
         while self._transport.runs_in_background and not pending.done() and time.monotonic() < until_s:
             if time.monotonic() > check_s:
-                self.check(self._progress().launched_step)
+                self._refuse_ended(pending)
                 check_s = time.monotonic() + CHECK_S
             time.sleep(_POLL_S)
         try:
-            return _read(pending, replica=replica, deadline_s=max(0.0, until_s - time.monotonic()))
-        except DeadlineExceeded:
-            self.check(self._progress().launched_step)
+            return _read(pending, _VOTE, replica=replica, deadline_s=max(0.0, until_s - time.monotonic()))
+        except TransportError:
+            self._refuse_ended(pending)
+            self._send_end(LoopCall.VOTING)  # the other may wait for a round of this one
+            self._await_sends()
             raise
 
-    def _send_end(self, *, has_ended: bool) -> ReplicaStatus:
-        own = replace(self._progress(), has_ended=has_ended)
+    def _refuse_ended(self, vote: Pending) -> None:
+        """Refuse a missing vote where a replica has ended: a vote that comes is sent before."""
+        statuses = self._arrived_statuses()
+        if any(status.has_ended for status in statuses.values()) and not _has_come(vote):
+            self._fail(statuses, LoopCall.VOTING)
+
+    def _send_end(self, call: LoopCall) -> ReplicaStatus:
+        own = replace(self._progress(), call=call)
         if not self._has_sent_end:
             self._has_sent_end = True
             self._send(_END, 0, own)
@@ -195,7 +249,7 @@ class ControlMessages:
 
     def _end_of(self, replica: int, *, deadline_s: float) -> ReplicaStatus:
         if replica not in self._ended:
-            self._ended[replica] = _read(self._listen()[replica], replica=replica, deadline_s=deadline_s)
+            self._ended[replica] = _read(self._listen()[replica], _END, replica=replica, deadline_s=deadline_s)
         return self._ended[replica]
 
     def _listen(self) -> dict[int, Pending]:
@@ -217,19 +271,36 @@ def _envelope(part: int, number: int) -> Envelope:
     return Envelope(kind=Kind.CONTROL, round_id=number, fragment=part, payload_bytes=_LAYOUT.size)
 
 
-def _read(pending: Pending, *, replica: int, deadline_s: float) -> ReplicaStatus:
-    received = pending.wait(deadline_s=deadline_s)
+def _read(pending: Pending, part: int, *, replica: int, deadline_s: float) -> ReplicaStatus:
+    try:
+        received = pending.wait(deadline_s=deadline_s)
+    except DeadlineExceeded as error:
+        raise DeadlineExceeded(
+            f"replica {replica} did not send {_NAMES[part]} within {deadline_s:.3g} s; see whether it hangs, or does "
+            f"other work after its last step"
+        ) from error
+    except PeerLost as error:
+        raise PeerLost(
+            f"replica {replica} closed its connection before it sent {_NAMES[part]}; see its log for an error, and "
+            f"end all loops with close(final_exchange=True)"
+        ) from error
     assert received is not None
     return read_status(received.payload, replica=replica)
 
 
-def _count_error(statuses: Mapping[int, ReplicaStatus]) -> DesyncError:
-    counts = ", ".join(
-        f"replica {replica} ended after {status.steps} steps" if status.has_ended
-        else f"replica {replica} is at step {status.steps}"
-        for replica, status in sorted(statuses.items())
-    )  # fmt: skip
+def _has_come(vote: Pending) -> bool:
+    try:
+        return vote.done() and vote.wait(deadline_s=0.0) is not None
+    except TransportError:
+        return False
+
+
+def _difference(statuses: Mapping[int, ReplicaStatus]) -> DesyncError:
+    found = ", ".join(status.describe(replica) for replica, status in sorted(statuses.items()))
+    if len({status.steps for status in statuses.values()}) > 1:
+        remedy = "all must do the same number: call skip_step() for a batch that one leaves out"
+    else:
+        remedy = "all must make the same calls after the same steps"
     return DesyncError(
-        f"{counts}; all must do the same number: call skip_step() for a batch that one leaves out, and end all loops "
-        f"with should_stop()"
+        f"{found}; {remedy}, call should_stop() after each step on all, and close(final_exchange=True) once it is True"
     )

@@ -175,6 +175,7 @@ def save_state(engine: RoundEngine) -> dict[str, Any]:
     return {
         **_identity(engine),
         "global": engine.view.parameters.state_dict(),
+        "sample": engine.view.parameters.sample(),
         "update": engine.update.state_dict(),
         "exchanges": {str(channel): exchange.state_dict() for channel, exchange in enumerate(engine.exchanges)},
         "in_flight": flights,
@@ -228,10 +229,17 @@ def adopt_state(engine: RoundEngine, state: Mapping[str, Any], *, step: int) -> 
         )
     before = state.get("num_replicas")
     if not isinstance(before, int) or before < 1:
-        raise CheckpointError(f"the checkpoint's num_replicas must be at least 1, got {before!r}; it is damaged")
+        raise CheckpointError(
+            f"the checkpoint's num_replicas must be at least 1, got {before!r}; it is damaged, take an earlier one"
+        )
     has_other_schedule, has_other_parts = _compare_methods(state.get("method"), method.describe(num_replicas=before))
     is_own = state.get("replica") == replica
     _load_common(engine, state)
+    if (sample := state.get("sample")) is not None and not engine.view.parameters.is_loaded(sample):
+        raise CheckpointError(
+            f"the model does not hold what replica {state.get('replica')} had trained when it saved this state; load "
+            f"its model first, with model.load_state_dict(...), then call adopt_state_dict()"
+        )
     reset = []
     if not is_own and engine.view.parameters.forget_locals():
         reset.append(f"local parameters: what replica {state.get('replica')} has trained since its last exchange")
@@ -252,7 +260,7 @@ def adopt_state(engine: RoundEngine, state: Mapping[str, Any], *, step: int) -> 
             if not has_other_parts:
                 raise
             part.load_state_dict(fresh)
-            reset.append(f"{name}: {error}")
+            reset.append(f"{name}: {str(error).partition(';')[0]}")
     return tuple(reset)
 
 
@@ -270,7 +278,10 @@ def _compare_methods(found: object, expected: str) -> tuple[bool, bool]:
     """
     (there, *others), (here, *own) = (str(one).split(" | ") for one in (found, expected))
     if there.split(":")[0] != here.split(":")[0] or len(others) != len(own):
-        raise CheckpointError(f"the checkpoint's method is {found!r}, this run's is {expected!r}")
+        raise CheckpointError(
+            f"the checkpoint's method is {found!r}, this run's is {expected!r}; resume with its method, or begin anew "
+            f"from its model"
+        )
     return there != here, others != own
 
 
@@ -290,7 +301,7 @@ def _drop_rounds(engine: RoundEngine, *, step: int) -> list[str]:
         )
     engine.state.applied_early = missing
     ids = ", ".join(str(round.id) for round in dropped)
-    return [f"rounds in flight: {ids}; what they hold goes into the next ones"] if dropped else []
+    return [f"the rounds in flight (number {ids}): what they hold goes into the next ones"] if dropped else []
 
 
 def _identity(engine: RoundEngine) -> dict[str, Any]:

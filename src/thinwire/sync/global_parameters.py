@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ class MatrixSpan:
         vector[self.start : self.end].view(self.shape).copy_(shard)
 
 
+# Elements of each tensor by which a model that was not loaded is known, and the error that other dtypes may make.
+_SAMPLE, _TOLERANCE = 4, 2.0**-6
 # Elements from which a vector is worth a thread, or pages that the GPU may read by itself.
 _LARGE = 2**20
 
@@ -108,6 +111,21 @@ class GlobalParameters:
                 vector if vector.is_meta else pinned(vector.cpu()) if vector.is_cuda else vector.cpu()
                 for vector in vectors
             ]
+
+    def sample(self) -> torch.Tensor:
+        """Return the first elements of the model's own tensors: float32, one-dimensional, on the CPU."""
+        return flatten([real_shard(p).flatten()[:_SAMPLE] for owned in self.parameters for p in owned]).cpu().float()
+
+    def is_loaded(self, sample: torch.Tensor) -> bool:
+        """Return whether the model holds the values that a sample is of, or the global ones."""
+        own = self.sample()
+        if own.shape != sample.shape:
+            return True  # of other fragments, which are refused by themselves
+        close = partial(torch.allclose, own, atol=_TOLERANCE, rtol=_TOLERANCE, equal_nan=True)
+        if close(sample) or not self._has_values:
+            return close(sample)
+        with self.in_model():
+            return close(self.sample())
 
     def beside(self, value: torch.Tensor) -> torch.Tensor:
         """Return zeros for a vector of the same size beside a global value, in the same kind of memory."""
@@ -347,12 +365,16 @@ def load_vectors(state: dict[str, torch.Tensor], into: Sequence[torch.Tensor], *
         CheckpointError: The number of vectors or a size differs; names what was found and expected.
     """
     if set(state) != {str(index) for index in range(len(into))}:
-        raise CheckpointError(f"the checkpoint holds a {what} for {len(state)} fragments, this run has {len(into)}")
+        raise CheckpointError(
+            f"the checkpoint holds a {what} for {len(state)} fragments, this run has {len(into)}; resume with its "
+            f"model and its layers_per_fragment"
+        )
     for index, target in enumerate(into):
         saved = state[str(index)]
         if saved.shape != target.shape:
             raise CheckpointError(
-                f"the checkpoint's {what} of fragment {index} has {saved.numel()} elements, this run's {target.numel()}"
+                f"the checkpoint's {what} of fragment {index} has {saved.numel()} elements, this run's "
+                f"{target.numel()}; resume with its model, and as many ranks a replica"
             )
         target.copy_(saved)
 

@@ -89,9 +89,15 @@ def checked_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     state_dict = {**own, **state_dict, "param_groups": groups}
     state_dict |= state_dict.pop("inner", {})
     if missing := _STATE_KEYS - set(state_dict):
-        raise CheckpointError(f"this is no state of a DistributedOptimizer; it lacks {sorted(missing)}")
+        raise CheckpointError(
+            f"this is no state of a DistributedOptimizer; it lacks {sorted(missing)}; load what its "
+            f"state_dict() returned"
+        )
     if state_dict["version"] != STATE_VERSION:
-        raise CheckpointError(f"the state has version {state_dict['version']}; this thinwire reads {STATE_VERSION}")
+        raise CheckpointError(
+            f"the state has version {state_dict['version']}; this thinwire reads {STATE_VERSION}; resume with the "
+            f"thinwire that wrote it, or begin anew from its model"
+        )
     return state_dict
 
 
@@ -410,9 +416,21 @@ class DistributedOptimizer(EagerOptimizer):
 
         Raises:
             DesyncError: A replica has ended already, or calls it after other steps.
-            RuntimeError: Replicas come and go, or some may be late, so they have no common step.
+            RuntimeError: The optimizer is closed, or replicas come and go, or some may be late, so they have no common
+                step.
+            ValueError: `local` is neither True nor False.
             TransportError: A replica did not answer.
         """
+        if self._is_closed:
+            raise RuntimeError("should_stop() after close(); call it after each step, and close() once it is True")
+        value: Any = local
+        if getattr(local, "nbytes", 0) == 1:  # of torch or NumPy
+            value = value.item()
+        if not isinstance(value, bool):
+            raise refusal(
+                "should_stop() takes whether this replica asks to stop", got=repr(local), allowed="True or False",
+                remedy="should_stop(bool(...))",
+            )  # fmt: skip
         schedule = self.method.schedule
         if self._control is None or self.method.has_late_replicas:
             raise RuntimeError(
@@ -420,7 +438,7 @@ class DistributedOptimizer(EagerOptimizer):
                 f"late or leave; end the loop once steps_done reaches a number that all know"
             )
         deadline_s = self._deadlines.deadline_s(steps=self._engine.drift_steps)
-        return self._control.should_stop(local, interval=schedule.sync_interval, deadline_s=deadline_s)
+        return self._control.should_stop(value, interval=schedule.sync_interval, deadline_s=deadline_s)
 
     def count_tokens(self, num_tokens: int) -> None:
         """Count tokens of the next step, all or some of them, for methods that weight replicas by tokens.
@@ -520,15 +538,17 @@ class DistributedOptimizer(EagerOptimizer):
                 the same.
 
         Raises:
-            DesyncError: Replicas end after different numbers of steps; names both.
+            DesyncError: Replicas end after different numbers of steps, or in different ways; names both.
             TransportError: A replica was lost, or did not come to its end.
         """
         if self._is_closed:
             return
         with self._copies.in_training():
             self._engine.flush()
-            if final_exchange and self._control is not None:
+            if self._control is not None and final_exchange:
                 self._control.end(deadline_s=self._deadlines.deadline_s(steps=self._engine.drift_steps))
+            elif self._control is not None:
+                self._control.leave()
             if final_exchange and self.method.view.moment == "after_inner_step":
                 self._engine.merge_everything(self._steps_done)
         if self._batches is not None:
@@ -596,7 +616,8 @@ class DistributedOptimizer(EagerOptimizer):
             What was reset or dropped, a line each, to show to the user.
 
         Raises:
-            CheckpointError: The state is of another version, method or model, or its replicas hold different values.
+            CheckpointError: The state is of another version, method or model, its replicas hold different values, or
+                the model does not hold the parameters that it belongs to.
         """
         state_dict = checked_state(state_dict)
         is_after = self.method.view.moment == "after_inner_step"

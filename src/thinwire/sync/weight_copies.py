@@ -18,7 +18,7 @@ import inspect
 import itertools
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,8 @@ from torch.optim import Optimizer
 from thinwire.transport.shards import local_shard
 
 # Steps of a trial after the change, without gradients: Lookahead (arXiv 1907.08610) pulls back every fifth or sixth.
-_STEPS = 8
+# An optimizer that holds the parameters of before or after a step gets the larger number.
+_STEPS, _MOST_STEPS = 8, 256
 # Share of a change that must be left: Lookahead leaves a half, weight decay is off in trials.
 _LEAST_LEFT = 0.75
 # Trials begin within [-1, 1], so that bfloat16 shows the change, and in the search for masters each step.
@@ -145,13 +146,20 @@ def _find(inner: Any) -> WeightCopies:
     if any(p.is_meta for p in parameters):  # sizes are planned with it, and nothing is trained
         return WeightCopies()
     name = type(inner).__name__
+    if not any(local_shard(p).numel() for p in parameters):  # as on a rank that holds no rows: there is nothing to undo
+        return WeightCopies()
     try:
-        left, places = _test(inner)
+        left, places, held = _test(inner)
     except Exception as error:
         return WeightCopies(
             untested=f"{name} could not be tested for copies of the weights of its own ({type(error).__name__}: "
             f"{str(error)[:200]}); if it has some, its steps undo every exchange: compare the parameters before and "
             f"after a step that follows a round"
+        )
+    if left >= _LEAST_LEFT and held:
+        return WeightCopies(
+            untested=f"{name} keeps copies of the weights ({', '.join(held)}) that no exchange changes; in "
+            f"{_MOST_STEPS} steps of a test they changed no parameter; if they ever do, take another optimizer"
         )
     if left >= _LEAST_LEFT:
         return WeightCopies()
@@ -162,7 +170,7 @@ def _find(inner: Any) -> WeightCopies:
         _make_state(inner, place)
         return WeightCopies(companions=reads, averaging=(inner,))
     return WeightCopies(
-        unknown=f"{name} keeps weights of its own: of a change from outside, {max(left, 0):.0%} is left after {_STEPS} "
+        unknown=f"{name} keeps weights of its own: of a change from outside, {max(left, 0):.0%} is left after some "
         f"steps, at least {_LEAST_LEFT:.0%} must be, so it would undo every exchange; take an optimizer that steps the "
         f"parameters themselves, Schedule-Free or one with master weights in its state, or the method all_reduce()"
     )
@@ -187,33 +195,51 @@ class _Place:
         return partial(self.read, optimizer, index, parameter)
 
 
-def _test(inner: Any) -> tuple[float, list[_Place]]:
-    """Return the share of a change that is left, and the places of known kinds that keep the rest of it."""
+def _test(inner: Any) -> tuple[float, list[_Place], list[str]]:
+    """Return the share of a change that is left, places of known kinds that keep the rest, and names of all copies."""
     failure: Exception = ValueError("it holds no parameter with elements")
     for origin, is_sparse in itertools.product(get_args(_Origin), (False, True)):
         make = partial(_Trial, inner, origin=origin, is_sparse=is_sparse)
         try:
-            left = _share_left(make, None)
+            left, held = _share_left(make, None), []
+            if left >= _LEAST_LEFT and (held := _held_places(make)):  # maybe slow weights that wait for their turn
+                left = _share_left(make, None, num_steps=_MOST_STEPS)
         except Exception as error:
             failure = error
             continue
         places = [] if left >= _LEAST_LEFT else [one for one in _places(make) if _share_left(make, one) >= _LEAST_LEFT]
-        return left, places
+        return left, places, held
     raise failure
 
 
-def _share_left(make: Callable[[], _Trial], place: _Place | None) -> float:
+def _share_left(make: Callable[[], _Trial], place: _Place | None, *, num_steps: int = _STEPS) -> float:
     plain, changed = make(), make()
     plain.step(_GRADIENT)
     changed.step(_GRADIENT)
     changed.change(place)
     found = []
-    for _ in range(_STEPS):
+    for _ in range(num_steps):
         plain.step(0.0)
         changed.step(0.0)
         pairs = zip(changed.parameters, plain.parameters, strict=True)
         found += [float((one - other).detach().abs().mean() / _CHANGE) for one, other in pairs]
     return min(found)
+
+
+def _held_places(make: Callable[[], _Trial]) -> list[str]:
+    """Return the names of places that hold the parameters as they were before a step, or are after it.
+
+    That of torch's ASGD is an average, which changes no parameter.
+    """
+    trial = make()
+    if type(trial.optimizer) is torch.optim.ASGD:
+        return []
+    before = [p.detach().clone() for p in trial.parameters]
+    trial.step(_CLEAR_GRADIENT)
+    if any(torch.equal(p, start) for p, start in zip(trial.parameters, before, strict=True)):
+        return []  # what has not moved is equal to any copy
+    places = trial.places()
+    return sorted(one.name for one in places if trial.is_rounded(one) or trial.is_rounded(one, to=before))
 
 
 def _places(make: Callable[[], _Trial]) -> list[_Place]:
@@ -294,9 +320,9 @@ class _Trial:
         places += [_Place(name, is_state=False) for name in names]
         return {place for place in places if all(found is not None for found in self._read(place))}
 
-    def is_rounded(self, place: _Place) -> bool:
-        """Return whether the place holds the parameters, maybe in a wider dtype."""
-        pairs = zip(self._read(place), self.parameters, strict=True)
+    def is_rounded(self, place: _Place, *, to: Sequence[torch.Tensor] | None = None) -> bool:
+        """Return whether the place holds the parameters, or other values, maybe in a wider dtype."""
+        pairs = zip(self._read(place), self.parameters if to is None else to, strict=True)
         return all(one is not None and torch.equal(one.to(p.dtype), p) for one, p in pairs)
 
     def _read(self, place: _Place) -> Iterator[torch.Tensor | None]:

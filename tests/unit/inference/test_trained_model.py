@@ -86,7 +86,7 @@ def test_an_elastic_run_gives_its_newest_checkpoint(config: TrainConfig, tmp_pat
 def test_what_is_not_there_is_named_with_a_remedy(config: TrainConfig, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no run \(no config\.json\); give the --out folder"):
         load_trained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"has no checkpoint of step 5; its checkpoints: 4, 7"):
+    with pytest.raises(CheckpointError, match=r"has no checkpoint of step 5; take one of its checkpoints: 4, 7"):
         load_trained(config.run_dir, step=5)
     (tmp_path / "config.json").write_bytes((config.run_dir / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match=r"no checkpoint yet: the first comes after step 4; let the run go on"):

@@ -113,6 +113,23 @@ def test_a_memory_that_begins_anew_holds_nothing_of_what_the_optimizer_did_befor
         assert set(hop) == {"own", "mean"} and not any(vector.any() for vector in hop.values())
 
 
+def test_a_state_that_comes_before_its_model_is_refused_with_a_remedy_that_works() -> None:
+    """Whose local parameters come after it would count work twice; those of a saved global model are welcome."""
+    states = begin("diloco", replicas=2, count=7)
+    for number in (0, 1):
+        model = build("transformer", seed=9)
+        optimizer = wrap(model, single(), recipe("diloco")(sync_interval=4), adamw(model))
+        weights, state = copy.deepcopy(states[number])
+        with pytest.raises(CheckpointError, match=rf"what replica {number} had trained .*; load its model first, with"):
+            optimizer.adopt_state_dict(copy.deepcopy(state))
+        model.load_state_dict(weights)
+        optimizer.adopt_state_dict(copy.deepcopy(state))
+        with optimizer.global_parameters():
+            of_all = copy.deepcopy(model.state_dict())
+        model.load_state_dict(of_all)
+        optimizer.adopt_state_dict(state)
+
+
 def trained(weights: dict[str, Any]) -> list[torch.Tensor]:
     model = build("transformer")
     model.load_state_dict(weights)
@@ -241,7 +258,7 @@ def test_another_interval_overlap_codec_or_outer_rate_keeps_global_values_and_ou
         is_same_schedule = not {"sync_interval", "overlap_steps"} & set(options)
         dropped = [flight["id"] for flight in saved["in_flight"]] if not is_same_schedule else []
         assert one["anew"] == (
-            (f"rounds in flight: {', '.join(map(str, dropped))}; what they hold goes into the next ones",)
+            (f"the rounds in flight (number {', '.join(map(str, dropped))}): what they hold goes into the next ones",)
             if dropped else ()
         )  # fmt: skip
     assert same(found[0]["values"], found[1]["values"])

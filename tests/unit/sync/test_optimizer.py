@@ -16,7 +16,7 @@ import thinwire
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build, loss_of
 from thinwire.errors import CheckpointError, DeadlineExceeded
-from thinwire.methods import all_reduce, diloco, streaming_diloco
+from thinwire.methods import all_reduce, diloco, sparse_loco, streaming_diloco
 from thinwire.sync.optimizer import MissingStepsWarning
 
 METHODS = {
@@ -440,14 +440,49 @@ def test_a_resumed_run_continues_bit_for_bit_at_every_phase_of_a_round(kind, sto
         assert same(one, other)
 
 
-def test_a_state_of_another_run_is_refused_and_names_what_differs():
-    model = build("linear")
-    state = wrap(model, None, diloco(sync_interval=3)).state_dict()
-    with pytest.raises(CheckpointError, match="method"):
-        wrap(model, None, diloco(sync_interval=4)).load_state_dict(copy.deepcopy(state))
-    with pytest.raises(CheckpointError, match="lacks"):
-        wrap(model, None, diloco()).load_state_dict({"inner": {}})
-    with pytest.raises(CheckpointError, match="version"):
-        wrap(model, None, diloco()).load_state_dict({**state, "version": 99})
-    with pytest.raises(CheckpointError, match="elements"):
-        wrap(nn.Linear(5, 5), None, diloco(sync_interval=3)).load_state_dict(copy.deepcopy(state))
+def test_a_state_of_another_run_is_refused_with_a_remedy_that_works():
+    def load(state, *, method=diloco, change=lambda state: None, model=None, **options):
+        state = copy.deepcopy(state)
+        change(state)
+        model = build("linear") if model is None else model
+        wrap(model, None, method(**options)).load_state_dict(state)
+
+    def state_of(method, **options):
+        model = build("linear")
+        optimizer = wrap(model, None, method(**options))
+        steps(model, optimizer, 3)
+        return optimizer.state_dict()
+
+    def change(key, value):
+        return lambda state: state.update({key: value})
+
+    state = state_of(diloco, sync_interval=3)
+    for wrong, told in [
+        ({"sync_interval": 4}, r"method is .*; adopt_state_dict\(\) goes on with other options"),
+        ({"change": lambda state: state.clear()}, r"it lacks .*; load what its state_dict\(\) returned"),
+        ({"change": change("version", 99)}, r"version 99; .*; resume with the thinwire that wrote it"),
+        ({"model": nn.Linear(5, 5)}, r"fragment 0 has .* elements, this run's 30; resume with its model"),
+        (
+            {"change": lambda state: state["sync"]["global"].clear()},
+            r"for 0 fragments, this run has 1; resume with its",
+        ),
+    ]:
+        with pytest.raises(CheckpointError, match=told):
+            load(state, **{"sync_interval": 3, **wrong})
+    load(state, sync_interval=3)
+    state = state_of(sparse_loco, sync_interval=3)
+    vectors = next(iter(state["sync"]["exchanges"]["0"]["0"].values()))
+    for wrong, told in [
+        (lambda state: residuals(state).clear(), r"vectors \[\] of a memory, .*; resume with its method and codec"),
+        (
+            lambda state: residuals(state).update({next(iter(vectors)): torch.zeros(1)}),
+            "has 1 elements, .*; resume with",
+        ),
+    ]:
+        with pytest.raises(CheckpointError, match=told):
+            load(state, method=sparse_loco, sync_interval=3, change=wrong)
+    load(state, method=sparse_loco, sync_interval=3)
+
+
+def residuals(state):
+    return next(iter(state["sync"]["exchanges"]["0"]["0"].values()))

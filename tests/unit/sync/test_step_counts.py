@@ -8,7 +8,7 @@ import torch
 import thinwire
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build, loss_of
-from thinwire.errors import DesyncError, PayloadError
+from thinwire.errors import DeadlineExceeded, DesyncError, PayloadError
 from thinwire.methods import all_reduce, decoupled_diloco, diloco, masha1, noloco, streaming_diloco
 from thinwire.sync.control_messages import ReplicaStatus, read_status
 from thinwire.transport.recording import RecordingTransport
@@ -55,6 +55,51 @@ def test_different_numbers_of_steps_are_named_on_all_replicas(method, counts):
         assert f"ended after {min(counts)} steps" in told
         assert f"replica {counts.index(max(counts))} " in told
         assert "skip_step()" in told and "should_stop()" in told
+
+
+# what a replica does after 6 steps, and how an error names it
+CALLS = {
+    "close": (lambda one: one.close(), "ended after 6 steps with close()"),
+    "merge": (lambda one: one.close(final_exchange=True), "ended after 6 steps with close(final_exchange=True)"),
+    "vote": (lambda one: one.should_stop(), "waits in should_stop() after 6 steps"),
+}
+
+
+@pytest.mark.parametrize("calls", [("close", "merge"), ("merge", "close"), ("merge", "vote"), ("vote", "merge")])
+def test_replicas_that_end_unlike_each_other_learn_what_each_did(calls):
+    def replica_main(transport):
+        model = build("linear")
+        optimizer = wrap(model, transport, diloco(sync_interval=2))
+        call, _ = CALLS[calls[transport.replica]]
+        try:
+            for step in range(6):
+                steps(model, optimizer, 1, replica=transport.replica, start=step)
+                if "vote" in calls and (step < 3 or (calls[transport.replica] == "vote" and step < 5)):
+                    optimizer.should_stop()
+            call(optimizer)
+        except DesyncError as error:
+            return str(error)
+        except DeadlineExceeded as error:  # one of two that wait for each other, as they run in turns
+            assert f"replica {1 - transport.replica} did not send the end of the run within" in str(error)
+
+    found = [text for text in thinwire.run_replicas(2, replica_main) if text is not None]
+    assert found
+    for text in found:
+        for replica, call in enumerate(calls):
+            assert f"replica {replica} {CALLS[call][1]}" in text
+        assert text.endswith("should_stop() after each step on all, and close(final_exchange=True) once it is True")
+        assert "control" not in text
+
+
+def test_should_stop_refuses_a_closed_optimizer_and_what_is_no_bool():
+    optimizer = wrap(build("linear"), None, diloco(sync_interval=2))
+    for wrong in (None, torch.ones(2) > 0, 1):
+        with pytest.raises(ValueError, match=r"got .*; allowed True or False; try should_stop\(bool\(\.\.\.\)\)"):
+            optimizer.should_stop(wrong)
+    assert optimizer.should_stop(torch.tensor(1.0) > 0) and not optimizer.should_stop(bool(None))
+    optimizer.close()
+    with pytest.raises(RuntimeError, match=r"should_stop\(\) after close\(\)"):
+        optimizer.should_stop()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -163,11 +208,11 @@ def test_a_method_whose_replicas_may_be_late_refuses_an_agreed_stop_and_its_reme
     assert same(*thinwire.run_replicas(2, replica_main))
 
 
-@pytest.mark.parametrize("place", [16, 17])
-def test_a_status_with_impossible_flags_is_refused(place):
+@pytest.mark.parametrize(("place", "value"), [(16, 4), (17, 2)])
+def test_a_status_with_impossible_flags_is_refused(place, value):
     payload = ReplicaStatus(steps=1, launched_step=1).to_tensor()
-    payload[place] = 2
-    with pytest.raises(PayloadError, match="replica 3 sent a status with flags"):
+    payload[place] = value
+    with pytest.raises(PayloadError, match="replica 3 sent a status with the flags"):
         read_status(payload, replica=3)
 
 

@@ -83,7 +83,11 @@ class MastersInList(MastersInState):
 
 
 class Lookahead(torch.optim.SGD):
-    """Slow weights of arXiv 1907.08610, every five steps."""
+    """Slow weights of arXiv 1907.08610, every so many steps."""
+
+    def __init__(self, parameters, *, every=5):
+        super().__init__(parameters, lr=0.1)
+        self.every = every
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -92,7 +96,7 @@ class Lookahead(torch.optim.SGD):
             slow = state.setdefault("slow", parameter.detach().clone())
             state["steps"] = state.get("steps", 0) + 1
             parameter.sub_(parameter.grad, alpha=0.1)
-            if state["steps"] % 5 == 0:
+            if state["steps"] % self.every == 0:
                 parameter.copy_(slow.lerp_(parameter, 0.5))
 
 
@@ -227,13 +231,16 @@ def test_masters_outside_of_the_state_follow_a_loaded_model():
 
 
 def test_weights_of_an_unknown_kind_are_refused_by_name_and_serve_where_gradients_travel():
-    def wrapped(method):
+    def wrapped(method, every):
         model = scalar()
-        return thinwire.DistributedOptimizer(model, Lookahead(model.parameters()), method=method), model
+        return thinwire.DistributedOptimizer(model, Lookahead(model.parameters(), every=every), method=method), model
 
-    with pytest.raises(ValueError, match=r"Lookahead keeps weights of its own: .* 50% is left .* all_reduce\(\)"):
-        wrapped(MEAN)
-    optimizer, model = wrapped(all_reduce())
+    for every in (5, 10, 100):
+        with pytest.raises(ValueError, match=r"Lookahead keeps weights of its own: .* 50% is left .* all_reduce\(\)"):
+            wrapped(MEAN, every)
+    with pytest.warns(UserWarning, match=r"Lookahead keeps copies of the weights \(slow\) that no exchange changes"):
+        wrapped(MEAN, 10_000)
+    optimizer, model = wrapped(all_reduce(), 10)
     pull(optimizer, model.weight, to=1.0)
 
 
@@ -252,6 +259,13 @@ def test_an_optimizer_that_the_test_cannot_step_causes_one_warning():
     model = scalar()
     with pytest.warns(UserWarning, match="Stubborn could not be tested .*only in its own process"):
         thinwire.DistributedOptimizer(model, Stubborn(model.parameters()), method=MEAN)
+
+
+def test_a_model_without_elements_needs_no_test():
+    model = nn.Linear(0, 3, bias=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        thinwire.DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), method=MEAN)
 
 
 def everything_of_torch():

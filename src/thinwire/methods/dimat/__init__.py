@@ -272,7 +272,9 @@ class BoundMatchedMerge:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
-            raise CheckpointError("the checkpoint holds what an update remembers, but this method's has no memory")
+            raise CheckpointError(
+                "the checkpoint holds what an update remembers, but this method's has no memory; resume with its method"
+            )
 
 
 def _check_matchable(model: nn.Module, *, sample: torch.Tensor) -> None:

@@ -416,7 +416,12 @@ class BackgroundSaves:
                 except CheckpointError as error:
                     self._fail(error)
                 except Exception as error:  # a fault of the file system's own code, or of ours
-                    self._fail(CheckpointError(f"the checkpoint of step {state.step} could not be written: {error!r}"))
+                    self._fail(
+                        CheckpointError(
+                            f"the checkpoint of step {state.step} could not be written: {error!r}; see whether "
+                            f"its place has room and can be written"
+                        )
+                    )
                 with self._changed:
                     self._spare = copies or self._spare
         except BaseException:
