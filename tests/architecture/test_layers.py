@@ -8,9 +8,9 @@ import pytest
 from source_tree import ROOT, module_of, sources
 
 PURE = (
-    "charts", "errors", "events", "shared_random", "units", "sync.schedule", "averaging.message_pattern",
-    "averaging.mixing", "averaging.topology", "monitor.detect", "monitor.findings", "monitor.nccl", "runlog",
-    "simulate", "site", "traffic",
+    "averaging.message_pattern", "averaging.mixing", "averaging.topology", "charts", "data.lengths", "errors", "events",
+    "monitor.detect", "monitor.findings", "monitor.nccl", "runlog", "shared_random", "simulate", "site",
+    "sync.schedule", "traffic", "units",
 )  # fmt: skip
 
 

@@ -16,10 +16,10 @@ from thinwire.charts import Axis, Chart, ChartSeries, Point, image_file, line_ch
 from thinwire.cli.argument_parsing import check_least
 from thinwire.cli.output import log
 from thinwire.cli.tables import plain, print_wide
+from thinwire.data.lengths import LengthsOutlook, cost_of, length_outlook, load_lengths
 from thinwire.errors import DataError, excluded, refusal
 from thinwire.files import LARGEST_NUMBER, read_json, short, write_json, write_whole
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
-from thinwire.site.lengths import LengthsOutlook, cost_of, length_outlook, load_lengths
 from thinwire.site.memory import FRAGMENTATION
 from thinwire.site.search import CAUSES, SitePlan, memory_front, plan_site, torchtitan_toml, why_slower
 from thinwire.site.site_file import Site, load_site
@@ -252,7 +252,8 @@ def _lengths_outlook(plan: SitePlan, counts: Mapping[int, int]) -> LengthsOutloo
     ring = best.placement.context_links if degrees.cp > 1 else best.placement.shard_links
     per_rank = degrees.tp * degrees.pp
     cost = cost_of(
-        plan.model, flops_per_s=min(best.placement.speeds) * per_rank,
+        layers=plan.model.layers, width=plan.model.width, num_parameters=plan.model.num_parameters,
+        flops_per_s=min(best.placement.speeds) * per_rank,
         bandwidth_bits_per_s=ring.bandwidth_bits_per_s * per_rank, latency_s=ring.latency_s,
     )  # fmt: skip
     return length_outlook(

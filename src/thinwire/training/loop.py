@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.adaptive_timeout import Deadlines
+from thinwire.data.lengths import padded_groups
 from thinwire.errors import CheckpointError, Stopped, ThinwireError
 from thinwire.recording.metrics import Meter, ReplicaCounts
 from thinwire.recording.recorder import Recorder
 from thinwire.runlog.attempts import note_cost
-from thinwire.site.lengths import padded_groups
 from thinwire.sync.optimizer import DistributedOptimizer, checked_state
 from thinwire.training.agreed_stop import AgreedStop
 from thinwire.training.build import lr_factor

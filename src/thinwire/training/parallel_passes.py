@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from thinwire.data.lengths import assign_sequences, cost_of, padded_groups
 from thinwire.data.sampler import PADDING
 from thinwire.errors import refusal
 from thinwire.models.transformer import (
@@ -26,8 +27,6 @@ from thinwire.models.transformer import (
     take_positions,
 )
 from thinwire.shared_random import derive_seed
-from thinwire.site.cost_model import decoder_shape
-from thinwire.site.lengths import assign_sequences, cost_of, padded_groups
 from thinwire.site.pipeline import chunk_layers
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import Passes, num_targets
@@ -265,11 +264,8 @@ class ParallelPasses:
         lengths, ranks, parts = num_targets(targets), self._mesh.data_ranks, self._mesh.size_of("cp")
         per_rank = -(-len(tokens) // ranks)
         shape = self._model.config
-        cost = cost_of(
-            decoder_shape(layers=shape.layers, width=shape.dim, heads=shape.heads, vocab_size=shape.vocab_size,
-                          seq_len=shape.max_seq_len),
-            flops_per_s=1.0,
-        )  # fmt: skip
+        weights = 12 * shape.layers * shape.dim**2 + 2 * shape.vocab_size * shape.dim
+        cost = cost_of(layers=shape.layers, width=shape.dim, num_parameters=weights, flops_per_s=1.0)
         found = assign_sequences(lengths, num_devices=ranks, cost=cost, max_tokens=max(lengths), may_share=False)
         most = (self._config.data.micro_batch or per_rank) * (self._config.model.seq_len or tokens.shape[1])
         unit = 2 * parts if parts > 1 else 1  # ranks of cp share a sequence in equal parts

@@ -1,4 +1,4 @@
-"""Assignment of sequences of unlike lengths to the devices of a site, so that all finish a step together.
+"""Assignment of sequences of unlike lengths to the devices of a replica, so that all finish a step together.
 
 The time of a sequence is linear in its tokens for matrix products and quadratic for attention. So devices that hold
 equally many sequences finish apart, and those that hold equally many tokens too. Here every sequence of a step goes to
@@ -20,7 +20,6 @@ from statistics import fmean
 
 from thinwire.errors import DataError, refusal
 from thinwire.files import read_json, short
-from thinwire.site.cost_model import ModelShape
 
 FORMAT, VERSION = "thinwire-lengths", 1
 _DRAWN_STEPS = 20
@@ -64,29 +63,31 @@ class SequenceCost:
 
 
 def cost_of(
-    model: ModelShape, *, flops_per_s: float, bandwidth_bits_per_s: float = inf, latency_s: float = 0.0
-) -> SequenceCost:
+    *, layers: int, width: int, num_parameters: float, flops_per_s: float, bandwidth_bits_per_s: float = inf,
+    latency_s: float = 0.0,
+) -> SequenceCost:  # fmt: skip
     """Return the cost of a decoder's sequences.
 
     Args:
-        model: Its blocks, width and parameters.
+        layers: Equal blocks.
+        width: Of the residual stream.
+        num_parameters: Of the whole model.
         flops_per_s: FLOP/s that training reaches on a device.
         bandwidth_bits_per_s: Between neighbours of a group.
         latency_s: One way between them.
 
     Example:
-        >>> from thinwire.site.cost_model import decoder_shape
-        >>> model = decoder_shape(layers=2, width=8, heads=2, vocab_size=16, seq_len=64)
-        >>> cost_of(model, flops_per_s=1e3).alone_s(10)  # 6 x 1792 x 10 and 6 x 2 x 8 x 100 operations
+        >>> cost = cost_of(layers=2, width=8, num_parameters=1792, flops_per_s=1e3)
+        >>> cost.alone_s(10)  # 6 x 1792 x 10 and 6 x 2 x 8 x 100 operations
         117.12
     """
     # of causal attention half the pairs count: 2 x 2 s^2 h / 2 operations forward and twice as many backward
-    attention = 6 * model.layers * model.width
+    attention = 6 * layers * width
     # keys and values of a block travel forward and backward, and their gradients backward: 16 bits each
-    exchanged = 3 * 2 * 16 * model.layers * model.width
+    exchanged = 3 * 2 * 16 * layers * width
     return SequenceCost(
-        seconds_per_token=6 * model.num_parameters / flops_per_s, seconds_per_pair=attention / flops_per_s,
-        exchange_seconds_per_token=exchanged / bandwidth_bits_per_s, latency_s=2 * model.layers * latency_s,
+        seconds_per_token=6 * num_parameters / flops_per_s, seconds_per_pair=attention / flops_per_s,
+        exchange_seconds_per_token=exchanged / bandwidth_bits_per_s, latency_s=2 * layers * latency_s,
     )  # fmt: skip
 
 

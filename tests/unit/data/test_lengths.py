@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from thinwire.data.lengths import SequenceCost, assign_sequences, cost_of, load_lengths, pack, padded_groups
 from thinwire.errors import DataError
-from thinwire.site.cost_model import decoder_shape
-from thinwire.site.lengths import SequenceCost, assign_sequences, cost_of, load_lengths, pack, padded_groups
 
 PLAIN = SequenceCost(seconds_per_token=1.0)
 CURVED = SequenceCost(seconds_per_token=1e-3, seconds_per_pair=1e-6)
@@ -101,9 +100,8 @@ def test_a_sequence_that_would_hold_up_all_is_shared_unless_its_keys_take_longer
 def test_uneven_lengths_on_64_devices_keep_them_busy() -> None:
     draw = random.Random(0)
     cost = cost_of(
-        decoder_shape(layers=32, width=4096, heads=32, vocab_size=32_000, seq_len=2048), flops_per_s=1.4e14,
-        bandwidth_bits_per_s=2.4e12, latency_s=5e-6,
-    )  # fmt: skip
+        layers=32, width=4096, num_parameters=6.7e9, flops_per_s=1.4e14, bandwidth_bits_per_s=2.4e12, latency_s=5e-6
+    )
     lengths = [min(131_072, int(draw.lognormvariate(8, 1.2)) + 1) for _ in range(1024)]
     found = assign_sequences(lengths, num_devices=64, cost=cost, max_tokens=32_768)
     in_turn = [0.0] * 64
