@@ -66,10 +66,6 @@ def entries(task: str, *, steps: int | None = None) -> dict[str, dict[str, Any]]
         "diloco": {"method": "diloco", "arguments": interval},
         "streaming-diloco": {"method": "streaming-diloco", "arguments": interval | {"overlap_steps": 3}},
         "iso-loco": {"method": "iso-loco", "arguments": interval | {"overlap_steps": 3}},
-        "pier": {
-            "method": "pier",
-            "arguments": interval | {"lazy_steps": 10 * round(steps / 100), "total_steps": steps},
-        },
         "decoupled-diloco": {"method": "decoupled-diloco", "arguments": interval | {"overlap_steps": 3}},
         "eager": {"method": "eager", "arguments": interval},
         **(muon if task == "language" else {}),

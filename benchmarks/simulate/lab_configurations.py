@@ -141,10 +141,6 @@ def configurations() -> dict[str, Configuration]:
             method="streaming-sparse-loco", rates=("2mbit",) * 2, sleep_s=0.1, steps=100, warm_steps=20, calm_steps=60,
             arguments={"sync_interval": 10, "overlap_steps": 2},
         ),
-        "pier, 2 at 20": Configuration(
-            method="pier", rates=("20mbit",) * 2, sleep_s=0.1, steps=100, warm_steps=20, calm_steps=60,
-            arguments={"sync_interval": 10, "lazy_steps": 10, "total_steps": 100, "overlap_steps": 2},
-        ),
         "decoupled-diloco, 3 at 3": Configuration(
             method="decoupled-diloco", rates=("3mbit",) * 3, sleep_s=0.06, steps=120, warm_steps=24, calm_steps=72,
             arguments={"sync_interval": 12, "overlap_steps": 2},

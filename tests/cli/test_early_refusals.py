@@ -37,6 +37,11 @@ CASES: dict[str, list[str]] = {
     "train --steps 0": ["--steps is too small; got 0; allowed 1 or more; try --steps 300"],
     "train --lr nan": ["--lr is not above 0; got nan"],
     "train --tokenizer words": ["unknown --tokenizer; got 'words'; allowed auto, bpe, bytes"],
+    "train --method pier": [
+        "the method was removed",
+        "docs/experiments/candidates.md",
+        "try streaming-diloco or all-reduce",
+    ],
     "train --method streming": ["unknown method; got 'streming'", "try streaming-diloco"],
     "train --model nan": [
         "unknown --model; got 'nan'; allowed nano, 35m, 150m, 400m, 1b, tiny, a size such as 125m, hf:PATH; try nano"

@@ -70,7 +70,6 @@ def test_the_options_of_elastic_commands_are_those_that_were_agreed_on() -> None
         (["train", *RANKS, "--batch-size", "1"], "--ranks-per-replica 2 is more than the 1 sequences of a step"),
         (["train", *RANKS, "--inner-optimizer", "muon"], "--inner-optimizer muon needs whole matrices"),
         (["train", *RANKS, "--compile"], "--compile was not tried with --ranks-per-replica above 1"),
-        (["train", "--preserve-norm"], "--preserve-norm is for elastic runs; got --preserve-norm without --elastic"),
         (["train", "--port", "1234"], "--port is for elastic runs"),
         (["train", "--checkpoint-to", "s3://x/y"], "--checkpoint-to is for elastic runs"),
         (["train", "--begin-with", "4"], "--begin-with is for elastic runs"),

@@ -70,7 +70,7 @@ class PacedEngine(RoundEngine):
 
     def __init__(self, runner: "Runner", setting: Setting, driver: ElasticDriver) -> None:
         self.runner = runner
-        self.method = cast(Any, SimpleNamespace(schedule=setting.schedule, lazy_steps=0))
+        self.method = cast(Any, SimpleNamespace(schedule=setting.schedule))
         self._where = {"num_fragments": setting.num_fragments, "replica": 0}
         self.statistics = SyncStatistics()
         self.state = EngineState(work=UncountedWork(num_fragments=setting.num_fragments))

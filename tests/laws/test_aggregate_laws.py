@@ -69,11 +69,6 @@ CASES = {
         make=lambda num, bad: FlagAggregator(num_columns=1, pair_weight=2.0, lengths="unit"), moves_along=False
     ),
     "weighted-mean": Case(make=lambda num, bad: WeightedMean(weights=(0.5,) * num), survives_nan=False),
-    "norm-preserving-mean": Case(
-        make=lambda num, bad: WeightedMean(weights=(0.5,) * num, preserve_norm=True),
-        moves_along=False,
-        survives_nan=False,
-    ),
     "median-norm-clip": Case(make=lambda num, bad: MedianNormClip(), least=lambda bad: 2 * bad + 1, moves_along=False),
 }
 

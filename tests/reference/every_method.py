@@ -15,7 +15,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_interval": 4},
     "streaming-diloco": {"sync_interval": 5, "overlap_steps": 3, "layers_per_fragment": 2},
     "iso-loco": {"sync_interval": 5, "overlap_steps": 3, "layers_per_fragment": 2, "outer_lr": 1.0},
-    "pier": {"sync_interval": 3, "lazy_steps": 3, "total_steps": 12, "overlap_steps": 1, "layers_per_fragment": 2},
     "decoupled-diloco": {"sync_interval": 5, "overlap_steps": 3},
     "sparse-loco": {"sync_interval": 4, "k": 4, "chunk": 32},
     "streaming-sparse-loco": {"sync_interval": 5, "overlap_steps": 3, "k": 4, "chunk": 32, "layers_per_fragment": 2},

@@ -26,7 +26,7 @@ CODEC = block_int8()
 
 def method(**more):
     arguments = {
-        "sync_interval": 4, "overlap_steps": 1, "num_fragments": 1, "preserve_norm": False, "codec": CODEC,
+        "sync_interval": 4, "overlap_steps": 1, "num_fragments": 1, "codec": CODEC,
         "outer_lr": 0.7, "blend": 0.25, "most_behind": 8,
     }  # fmt: skip
     return decoupled_diloco(**(arguments | more))
@@ -115,7 +115,7 @@ def test_with_everyone_and_plain_means_it_is_streaming_diloco_through_a_server(k
     common = {"sync_interval": 5, "overlap_steps": 2, "num_fragments": 3, "outer_lr": 0.6, "codec": float32()}
     star = Star(codec=float32(), server_codec=float32())
     streaming = replace(streaming_diloco(**common), exchange=lambda replicas: star)
-    decoupled = decoupled_diloco(**common, quorum=3, preserve_norm=False)
+    decoupled = decoupled_diloco(**common, quorum=3)
 
     def replica_main(transport, method):
         model = build(kind)
@@ -132,13 +132,13 @@ def test_with_everyone_and_plain_means_it_is_streaming_diloco_through_a_server(k
             torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_lengths_are_averaged_tensor_by_tensor_but_not_of_biases_and_embeddings():
+def test_parts_weigh_by_their_tokens_and_speed():
     shapes = [torch.Size([3, 4]), torch.Size([5]), torch.Size([6, 2]), torch.Size([2, 2, 2])]
     sizes = [shape.numel() for shape in shapes]
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(sum(sizes), generator=generator, dtype=torch.float64).float() for _ in range(3)]
     work = [(10, 5), (40, 8), (3, 3)]
-    exchange = Quorum(codec=float32(), server_codec=float32(), quorum=3).with_directions([[True, False, False, True]])
+    exchange = Quorum(codec=float32(), server_codec=float32(), quorum=3)
 
     def replica_main(transport):
         me = transport.replica
@@ -152,15 +152,8 @@ def test_lengths_are_averaged_tensor_by_tensor_but_not_of_biases_and_embeddings(
         return launch(program, round=round, deadline_s=5, in_background=False, let_others=transport.step_aside).result()
 
     weights = [tokens * tokens / steps for tokens, steps in work]
-    means = []
-    for number, pieces in enumerate(zip(*(part.double().split(sizes) for part in parts), strict=True)):
-        mean = sum(w * piece for w, piece in zip(weights, pieces, strict=True)) / sum(weights)
-        if number in (0, 3):
-            mean = sum(w * piece / piece.norm() for w, piece in zip(weights, pieces, strict=True))
-            length = sum(w * piece.norm() for w, piece in zip(weights, pieces, strict=True)) / sum(weights)
-            mean = length * mean / mean.norm()
-        means.append(mean)
+    mean = sum(weight * part.double() for weight, part in zip(weights, parts, strict=True)) / sum(weights)
     for average in thinwire.run_replicas(3, replica_main):
-        torch.testing.assert_close(average.mean.double(), torch.cat(means), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(average.mean.double(), mean, rtol=1e-6, atol=1e-7)
         assert average.members == (0, 1, 2) and average.is_counted
     assert thinwire.run_replicas(3, replica_main)[0].weights == dict(enumerate(weights))

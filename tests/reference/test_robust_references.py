@@ -75,16 +75,9 @@ def slow_clip(rows: Rows) -> list[float]:
     return by_columns(average)(scaled)
 
 
-def slow_weighted(rows: Rows, weights: Sequence[float], *, preserve_norm: bool) -> list[float]:
+def slow_weighted(rows: Rows, weights: Sequence[float]) -> list[float]:
     total = math.fsum(weights)
-    if not preserve_norm:
-        return by_columns(lambda values: math.fsum(map(math.prod, zip(weights, values, strict=True))) / total)(rows)
-    lengths = [math.sqrt(math.fsum(value**2 for value in row)) for row in rows]
-    units = [[value / length for value in row] for row, length in zip(rows, lengths, strict=True)]
-    direction = slow_weighted(units, weights, preserve_norm=False)
-    size = math.sqrt(math.fsum(value**2 for value in direction))
-    radius = math.fsum(map(math.prod, zip(weights, lengths, strict=True))) / total
-    return [radius * value / size for value in direction]
+    return by_columns(lambda values: math.fsum(map(math.prod, zip(weights, values, strict=True))) / total)(rows)
 
 
 def slow_flag(rows: Rows, *, num_columns: int, pair_weight: float, lengths: str, num_iterations: int) -> list[float]:
@@ -126,11 +119,7 @@ REFERENCES: list[tuple[Aggregate, Callable[[Rows], list[float]]]] = [
     (MultiKrum(num_bad=3), lambda rows: slow_krum(rows, 3, 10)),
     (MultiKrum(num_bad=2, num_kept=4), lambda rows: slow_krum(rows, 2, 4)),
     (MedianNormClip(), slow_clip),
-    (WeightedMean(weights=WEIGHTS), lambda rows: slow_weighted(rows, WEIGHTS, preserve_norm=False)),
-    (
-        WeightedMean(weights=WEIGHTS, preserve_norm=True),
-        lambda rows: slow_weighted(rows, WEIGHTS, preserve_norm=True),
-    ),
+    (WeightedMean(weights=WEIGHTS), lambda rows: slow_weighted(rows, WEIGHTS)),
 ]
 
 
@@ -226,24 +215,6 @@ def test_only_the_lengths_are_limited_by_clipping() -> None:
     torch.testing.assert_close(MedianNormClip()(stack), torch.full((5,), 1 / 15))
 
 
-def test_the_length_of_a_norm_preserving_mean_does_not_depend_on_how_many_replicas_there_are() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for num_replicas in (1, 4, 16):
-        stack = torch.randn(num_replicas, 10_007, generator=generator)
-        stack /= stack.norm(dim=1, keepdim=True)
-        kept = WeightedMean(weights=(1.0,) * num_replicas, preserve_norm=True)(stack)
-        plain = WeightedMean(weights=(1.0,) * num_replicas)(stack)
-        assert kept.norm().item() == pytest.approx(1.0, abs=1e-5)
-        assert plain.norm().item() == pytest.approx(num_replicas**-0.5, rel=0.05)
-
-
-def test_directions_that_cancel_leave_the_plain_weighted_mean() -> None:
-    stack = torch.tensor([[2.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])
-    rule = WeightedMean(weights=(1.0, 1.0, 2.0), preserve_norm=True)
-    torch.testing.assert_close(rule(stack), torch.tensor([0.25, 0.0]))
-
-
 def test_a_replica_without_tokens_may_send_anything() -> None:
     stack = torch.tensor([[2.0, 0.0], [float("nan"), 1.0]])
-    for preserve_norm in (False, True):
-        assert torch.equal(WeightedMean(weights=(3.0, 0.0), preserve_norm=preserve_norm)(stack), stack[0])
+    assert torch.equal(WeightedMean(weights=(3.0, 0.0))(stack), stack[0])

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -172,60 +171,6 @@ def require(aggregate: Aggregate, num_replicas: int, *, at_least: int, num_bad: 
         )
 
 
-def mean_by_tensor(
-    stack: torch.Tensor, *, weights: Sequence[float], sizes: Sequence[int], keeps_norm: Sequence[bool]
-) -> torch.Tensor:
-    """Return a weighted mean whose chosen tensors keep the length of a single part; see `WeightedMean`.
-
-    Args:
-        stack: float32, `(num_replicas, numel)`.
-        weights: One for each replica.
-        sizes: Elements of each tensor of the vector.
-        keeps_norm: For each tensor, whether it keeps its length; empty for none.
-    """
-    plain = WeightedMean(weights=tuple(weights))
-    if not any(keeps_norm):
-        return plain(stack)
-    keeping = replace(plain, preserve_norm=True)
-    pieces = torch.split(stack, list(sizes), dim=1)
-    rules = [keeping if keeps else plain for keeps in keeps_norm]
-    return torch.cat([rule(piece) for rule, piece in zip(rules, pieces, strict=True)])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeanByTensor:
-    """The mean of equal parts, some of whose tensors keep the length of a single part; see `WeightedMean`.
-
-    Attributes:
-        sizes: Elements of each tensor of the vector.
-        keeps_norm: For each tensor, whether it keeps its length.
-
-    Example:
-        >>> rule = MeanByTensor(sizes=(2, 2), keeps_norm=(True, False))
-        >>> rule(torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 1.0]]))
-        tensor([0.7071, 0.7071, 0.5000, 0.5000])
-    """
-
-    sizes: tuple[int, ...]
-    keeps_norm: tuple[bool, ...]
-
-    @property
-    def name(self) -> str:
-        return "norm-preserving-mean"
-
-    def check(self, num_replicas: int) -> None:
-        """See `Aggregate.check`; one replica is enough."""
-        require(self, num_replicas, at_least=1)
-
-    def __call__(self, stack: torch.Tensor) -> torch.Tensor:
-        weights = [1.0] * check_stack(self, stack)
-        return mean_by_tensor(stack, weights=weights, sizes=self.sizes, keeps_norm=self.keeps_norm)
-
-
-# Directions that cancel to less than this share leave nothing but rounding errors of float32.
-_LEAST_DIRECTION = 2.0**-20
-
-
 def token_weight(*, num_tokens: int, num_steps: int) -> float:
     """Return a replica's weight: the tokens that it saw, times its tokens a step (arXiv 2604.21428).
 
@@ -250,21 +195,12 @@ def token_weight(*, num_tokens: int, num_steps: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedMean:
-    """The mean with a weight for each replica, optionally with the length of a single vector.
+    """The mean with a weight for each replica.
 
     It does not withstand a vector of ordinary length that points the wrong way; `thinwire.methods.robust` does.
 
-    Vectors that point in unlike directions have a mean that is shorter than each of them, by the square root of their
-    number if they are orthogonal. So the step would change whenever another number of replicas makes the quorum.
-    With `preserve_norm` the result is the weighted mean of the lengths times the direction of the weighted mean of the
-    unit vectors: `(sum w_i |v_i| / sum w_i) phi(sum w_i phi(v_i))` with `phi(v) = v / |v|` and `phi(0) = 0`
-    ("radial-directional averaging" of Decoupled DiLoCo, arXiv 2604.21428; read in public code that follows it, not in
-    the paper). There it is applied tensor by tensor, and not to embeddings: to do that, call this once for
-    each tensor. Where the directions cancel, the plain weighted mean is the result.
-
     Attributes:
         weights: One for each replica in their order, not negative, not all zero; such as `token_weight`.
-        preserve_norm: Whether the length is averaged on its own.
 
     Raises:
         ValueError: A weight is negative or not finite, or all are zero.
@@ -272,12 +208,9 @@ class WeightedMean:
     Example:
         >>> WeightedMean(weights=(1.0, 3.0))(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
         tensor([0.2500, 0.7500])
-        >>> WeightedMean(weights=(1.0, 1.0), preserve_norm=True)(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
-        tensor([0.7071, 0.7071])
     """
 
     weights: tuple[float, ...]
-    preserve_norm: bool = False
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(weight) and weight >= 0 for weight in self.weights) or not sum(self.weights) > 0:
@@ -288,7 +221,7 @@ class WeightedMean:
 
     @property
     def name(self) -> str:
-        return "norm-preserving-mean" if self.preserve_norm else "weighted-mean"
+        return "weighted-mean"
 
     def check(self, num_replicas: int) -> None:
         """See `Aggregate.check`; there must be as many replicas as weights."""
@@ -300,17 +233,7 @@ class WeightedMean:
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
         check_stack(self, stack)
-        total = sum(self.weights)
-        if self.preserve_norm:
-            lengths = norms(stack)
-            shares = [weight / total for weight in self.weights]
-            length = sum(share * norm for share, norm in zip(shares, lengths, strict=True) if share)
-            units = [share / norm if norm else 0.0 for share, norm in zip(shares, lengths, strict=True)]
-            direction = combine(stack, units)
-            size = norms(direction[None])[0]
-            if _LEAST_DIRECTION < size < math.inf and length < math.inf:
-                return combine(direction[None], [length / size])
-        return combine(stack, self.weights, divisor=total)
+        return combine(stack, self.weights, divisor=sum(self.weights))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

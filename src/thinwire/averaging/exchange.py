@@ -10,13 +10,13 @@ compute the same bits (arXiv 2501.18512, section 2.4: unreduced 4-bit payloads, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from thinwire.averaging.aggregation_rules import Aggregate, MeanByTensor
+from thinwire.averaging.aggregation_rules import Aggregate
 from thinwire.averaging.message_pattern import AllGatherMessages, RoundTraffic, TwoPhaseMessages
 from thinwire.averaging.payloads import (
     EncodeStage,
@@ -115,15 +115,6 @@ class Exchange(Protocol):
         ...
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int: ...
-
-
-@runtime_checkable
-class NeedsDirections(Protocol):
-    """An exchange that treats tensors with a direction of their own otherwise than the rest."""
-
-    def with_directions(self, directions: Sequence[Sequence[bool]]) -> Exchange:
-        """Return the exchange for fragments whose tensors have a direction or none."""
-        ...
 
 
 @runtime_checkable
@@ -226,34 +217,6 @@ class AllGather:
             num_messages=num_members - 1,
             coding_passes=coding_passes(self, shapes, passes=(1 + num_members) / 2),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NormPreservingAllGather:
-    """`AllGather` whose mean keeps the length of a single part, tensor by tensor (arXiv 2604.21428).
-
-    Tensors without a direction of their own (embeddings, norms, biases) have their plain mean. Of a sharded model each
-    shard counts as a tensor.
-
-    Args:
-        codec: The code.
-        directions: For each fragment and tensor, whether it has a direction; set by the engine.
-    """
-
-    codec: Codec
-    directions: tuple[tuple[bool, ...], ...] = field(default=(), repr=False)
-
-    def with_directions(self, directions: Sequence[Sequence[bool]]) -> NormPreservingAllGather:
-        return replace(self, directions=tuple(map(tuple, directions)))
-
-    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
-        return _BoundNormPreservingAllGather(self, shapes)
-
-    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
-        return AllGather(codec=self.codec).sent_bytes(numel, num_replicas=num_replicas)
-
-    def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
-        return AllGather(codec=self.codec).traffic(shapes, num_members=num_members)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -422,22 +385,6 @@ class _BoundAllGather(ExchangeState):
 
     def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         return self._spec.through(self._stages[context.fragment]["out"], tensor, context)
-
-
-class _BoundNormPreservingAllGather(ExchangeState):
-    def __init__(self, spec: NormPreservingAllGather, shapes: Sequence[Shapes]) -> None:
-        super().__init__(spec, [{"out": EncodeStage(code_for(spec.codec, tensors))} for tensors in shapes])
-        directions = spec.directions or [[True] * len(tensors) for tensors in shapes]
-        self._gathers = [
-            AllGather(
-                codec=spec.codec,
-                aggregate=MeanByTensor(sizes=tuple(shape.numel() for shape in tensors), keeps_norm=tuple(keeps)),
-            )
-            for tensors, keeps in zip(shapes, directions, strict=True)
-        ]
-
-    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
-        return self._gathers[context.fragment].through(self._stages[context.fragment]["out"], tensor, context)
 
 
 class _BoundTwoPhase(ExchangeState):

@@ -10,11 +10,11 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from thinwire.averaging.aggregation_rules import mean_by_tensor, token_weight
+from thinwire.averaging.aggregation_rules import WeightedMean, token_weight
 from thinwire.averaging.exchange import BoundExchange, Shapes, coding_passes, laid_out, numel_of
 from thinwire.averaging.message_pattern import RoundTraffic, StarMessages
 from thinwire.averaging.payloads import EncodeStage, ExchangeState, decode, refuse_non_finite
@@ -238,20 +238,16 @@ class Quorum:
     and no timeout in seconds is guessed. A member whose part comes later gets the mean in answer to it. One that is so
     late that it knows the round to be closed sends no part, and asks for the mean.
 
-    A part counts by the tokens behind it, times the tokens a step (see `token_weight`). With `preserve_norm` the mean
-    keeps the length of a single part, tensor by tensor (see `WeightedMean`), but for tensors that have no direction of
-    their own: those of one dimension, and embeddings.
+    A part counts by the tokens behind it, times the tokens a step (see `token_weight`).
 
     Args:
         codec: The code of the parts.
         server_codec: The code of the mean.
         quorum: K: how many parts are enough, at least 1.
         grace_steps: For how many of its own steps the server waits for the others too.
-        preserve_norm: Whether lengths are averaged on their own.
         most_behind: So many rounds of a fragment may wait for the same late member; then the server waits for it. It
             bounds what the server keeps for members that are late.
         server: The replica that is the server.
-        directions: For each fragment and tensor, whether it has a direction; set by the engine.
 
     Raises:
         ValueError: A number is out of its range.
@@ -261,10 +257,8 @@ class Quorum:
     server_codec: Codec
     quorum: int
     grace_steps: int = 0
-    preserve_norm: bool = True
     most_behind: int = 4
     server: int = 0
-    directions: tuple[tuple[bool, ...], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -273,10 +267,6 @@ class Quorum:
         ):  # fmt: skip
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
-
-    def with_directions(self, directions: Sequence[Sequence[bool]]) -> Quorum:
-        """Return the exchange for fragments of tensors with and without a direction of their own."""
-        return replace(self, directions=tuple(map(tuple, directions)))
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
         if not 0 <= self.server < num_replicas:
@@ -332,7 +322,6 @@ class _BoundQuorum(ExchangeState):
         ]
         super().__init__(spec, stages)
         self._num_replicas = num_replicas
-        self._sizes = [[shape.numel() for shape in tensors] for tensors in shapes]
         self._late: list[list[Straggler]] = [[] for _ in shapes]
         self._open: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -445,10 +434,7 @@ class _BoundQuorum(ExchangeState):
             if context.must_be_finite:
                 refuse_non_finite(part, peer=member, what=what)
             parts.append(part)
-        sizes, known = self._sizes[context.fragment], self._spec.directions
-        directions = known[context.fragment] if known else [True] * len(sizes)
-        keeps_norm = directions if self._spec.preserve_norm else []
-        return mean_by_tensor(torch.stack(parts), weights=list(weights.values()), sizes=sizes, keeps_norm=keeps_norm)
+        return WeightedMean(weights=tuple(weights.values()))(torch.stack(parts))
 
     def _sender(
         self, coded: torch.Tensor, members: tuple[int, ...], back: Codec, *, numel: int, context: RoundContext

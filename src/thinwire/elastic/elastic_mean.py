@@ -9,17 +9,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from thinwire.averaging.aggregation_rules import mean_by_tensor
+from thinwire.averaging.aggregation_rules import WeightedMean
 from thinwire.averaging.exchange import (
     AllGather,
     BoundExchange,
     Exchange,
-    NormPreservingAllGather,
     Shapes,
     TwoPhase,
     laid_out,
@@ -139,10 +138,8 @@ class ElasticMean:
     Args:
         codec: The code of a part.
         session: This replica's session, None for a description.
-        preserve_norm: Whether the mean keeps the length of a single part, tensor by tensor (see `WeightedMean`).
         most_length: Longest part, in median lengths.
         find: Called with a text where parts of a replica are shortened in several rounds in a row.
-        directions: For each fragment and tensor, whether it has a direction; set by the engine.
 
     Raises:
         ValueError: `most_length` is below 1.
@@ -150,19 +147,13 @@ class ElasticMean:
 
     codec: Codec
     session: ElasticSession | None = field(default=None, compare=False, repr=False)
-    preserve_norm: bool = False
     most_length: float = MOST_LENGTH
     find: Callable[[str], None] = field(default=lambda text: None, compare=False, repr=False)
-    directions: tuple[tuple[bool, ...], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         """Check the range."""
         if not self.most_length >= 1:
             raise ValueError(f"most_length must be at least 1, got {self.most_length}; infinity shortens nothing")
-
-    def with_directions(self, directions: Sequence[Sequence[bool]]) -> ElasticMean:
-        """Return the exchange for fragments of tensors with and without a direction of their own."""
-        return replace(self, directions=tuple(map(tuple, directions)))
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
         return _BoundElasticMean(self, shapes)
@@ -171,22 +162,17 @@ class ElasticMean:
         return (num_replicas - 1) * (PART_HEADER_BYTES + self.codec.payload_bytes(numel))
 
 
-def elastic_mean(
-    exchange: Exchange, *, session: ElasticSession, preserve_norm: bool, find: Callable[[str], None]
-) -> ElasticMean:
+def elastic_mean(exchange: Exchange, *, session: ElasticSession, find: Callable[[str], None]) -> ElasticMean:
     """Return the elastic variant of an exchange.
 
     Args:
         exchange: The method's own.
         session: This replica's session.
-        preserve_norm: See `ElasticMean`.
         find: See `ElasticMean`.
 
     Raises:
         ValueError: It remembers what it sent, combines parts otherwise than by their mean, or is no all-gather.
     """
-    if isinstance(exchange, NormPreservingAllGather):
-        return ElasticMean(codec=exchange.codec, session=session, preserve_norm=True, find=find)
     is_plain = isinstance(exchange, AllGather | TwoPhase) and exchange.memory is None
     is_mean = getattr(exchange, "aggregate", None) is None and getattr(exchange, "owner_memory", None) is None
     codec = getattr(exchange, "codec", None)
@@ -197,7 +183,7 @@ def elastic_mean(
             f"go; for elastic runs take iso-loco, streaming-diloco, diloco, local-sgd or slowmo, with a codec without "
             f"memory"
         )
-    return ElasticMean(codec=codec, session=session, preserve_norm=preserve_norm, find=find)
+    return ElasticMean(codec=codec, session=session, find=find)
 
 
 class _BoundElasticMean(ExchangeState):
@@ -207,7 +193,6 @@ class _BoundElasticMean(ExchangeState):
 
     def __init__(self, spec: ElasticMean, shapes: Sequence[Shapes]) -> None:
         super().__init__(spec, [{"out": EncodeStage(laid_out(spec.codec, tensors))} for tensors in shapes])
-        self._sizes = [[shape.numel() for shape in tensors] for tensors in shapes]
         self._own_bad, self._others_bad, self._long = _BadParts(), _BadParts(), _BadParts()
 
     def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
@@ -266,15 +251,12 @@ class _BoundElasticMean(ExchangeState):
         weights = {member: offers[member].weight for member in decoded}
         if not decoded:  # no part is usable: nothing moves
             return torch.zeros(numel, dtype=torch.float32, device=device), {}
-        if len(set(weights.values())) == 1 and not self._spec.preserve_norm:
+        if len(set(weights.values())) == 1:
             total = torch.zeros(numel, dtype=torch.float32, device=device)
             for vector in decoded.values():  # in the order in which AllGather sums
                 total += vector
             return total.div_(len(decoded)), weights
-        spec, sizes = self._spec, self._sizes[context.fragment]
-        keeps_norm = spec.directions[context.fragment] if spec.preserve_norm and spec.directions else ()
-        stack = torch.stack(list(decoded.values()))
-        return mean_by_tensor(stack, weights=list(weights.values()), sizes=sizes, keeps_norm=keeps_norm), weights
+        return WeightedMean(weights=tuple(weights.values()))(torch.stack(list(decoded.values()))), weights
 
     def _reject(self, member: int, fault: PartFault, why: str = "", *, context: RoundContext) -> None:
         """Report a part that counts nothing."""

@@ -39,7 +39,7 @@ class Present:
 
 
 def elastic(
-    method: Method, *, session: ElasticSession, preserve_norm: bool = False,
+    method: Method, *, session: ElasticSession,
     find: Callable[[str], None] = lambda text: None, pieces: ReplicaShards | None = None,
 ) -> Method:  # fmt: skip
     """Return a method's variant for replicas that come and go.
@@ -49,7 +49,6 @@ def elastic(
     Args:
         method: One whose rounds average pseudo-gradients over all replicas.
         session: This replica's session.
-        preserve_norm: Whether the mean keeps the length of a single replica's part, tensor by tensor.
         find: Called with a text for each part that was refused or shortened.
         pieces: Reaches the shards of a replica of several ranks, at the one of them that leads.
 
@@ -69,11 +68,11 @@ def elastic(
 
     def exchanges(count: int) -> tuple[Exchange, ...]:
         found = method.exchanges(count)
-        return tuple(elastic_mean(one, session=session, preserve_norm=preserve_norm, find=find) for one in found)
+        return tuple(elastic_mean(one, session=session, find=find) for one in found)
 
     def last(count: int) -> Exchange:
         own = method.exchanges(count)[0] if method.last_exchange is None else method.last_exchange(count)
-        return elastic_mean(own, session=session, preserve_norm=preserve_norm, find=find)
+        return elastic_mean(own, session=session, find=find)
 
     exchanges(2), _with_late_parts(method.update(2), method.name)  # a method that cannot is refused here
     view = (

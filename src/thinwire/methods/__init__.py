@@ -26,7 +26,6 @@ from thinwire.methods.muloco import muloco
 from thinwire.methods.noloco import noloco
 from thinwire.methods.one_bit_adam import one_bit_adam
 from thinwire.methods.one_bit_lamb import one_bit_lamb
-from thinwire.methods.pier import pier
 from thinwire.methods.power_sgd import power_sgd
 from thinwire.methods.registry import About, about, options_of, parse_options, register, story
 from thinwire.methods.robust import robust
@@ -66,7 +65,6 @@ __all__ = [
     "one_bit_lamb",
     "options_of",
     "parse_options",
-    "pier",
     "power_sgd",
     "recipe",
     "register",

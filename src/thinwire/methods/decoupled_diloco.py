@@ -7,7 +7,7 @@ syncer. For each round of a fragment, launched after step t:
     the syncer closes the round with the replicas S that have come: all of them; or, once its own grace steps since the
         launch are over, any K
     w_m = c_m (c_m / s_m)                                                     token weight
-    Delta = (sum_S w_m |Delta_m| / sum_S w_m) phi(sum_S w_m phi(Delta_m))     phi(v) = v / |v|, tensor by tensor
+    Delta = sum_S w_m Delta_m / sum_S w_m
     theta_p' = OuterOpt(theta_p, Delta)                                       Nesterov
     theta_mp = alpha theta_mp + (1 - alpha) theta_p'        for m in S        blend, as in Streaming DiLoCo
     theta_mp = (theta_mp - theta_p) + theta_p'              for the others    their work is kept, and counted once
@@ -18,13 +18,13 @@ syncer will close during its next step. So one that is half as fast does half of
 fewer steps, are counted. `optimizer.steps_done` counts what it passed over: train until that is reached.
 
 What was read where: the paper itself was not at hand. Summaries of it give the syncer, the minimum quorum, the grace
-window, the token weights, the radial-directional average and P = 24, H = 24, tau = 2; the average's formula, that it
-works tensor by tensor and leaves embeddings out, was read in public code that follows the paper. How a late replica
-goes on, how it catches up, that the grace is measured in the syncer's own steps (so that it follows the time that they
-take) and the defaults of K (all but one) and of the grace (half of tau) are ours. In the paper the syncer is a process
-of its own; here it is one of the replicas, and all wait for it: put it on a machine that is not slow. The paper
-packs fragments to equal sizes; here a fragment is a group of blocks, which are alike, and the embedding with the rest
-is one fragment. Replicas do not join or leave.
+window, the token weights, the radial-directional average and P = 24, H = 24, tau = 2. That average, which keeps the
+length of a single part, lowered no loss here (docs/experiments/candidates.md), so the mean is a plain one with weights.
+How a late replica goes on, how it catches up, that the grace is measured in the syncer's own steps (so that it follows
+the time that they take) and the defaults of K (all but one) and of the grace (half of tau) are ours. In the paper the
+syncer is a process of its own; here it is one of the replicas, and all wait for it: put it on a machine that is not
+slow. The paper packs fragments to equal sizes; here a fragment is a group of blocks, which are alike, and the embedding
+with the rest is one fragment. Replicas do not join or leave.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ def decoupled_diloco(
     quorum: int | None = None,
     grace_steps: int | None = None,
     most_behind: int = 4,
-    preserve_norm: bool = True,
     blend: float = 0.5,
     codec: Codec | None = None,
     server_codec: Codec | None = None,
@@ -80,7 +79,6 @@ def decoupled_diloco(
         grace_steps: For how many of its own steps after the launch replica 0 waits for the others too, at most tau; by
             default half of tau, rounded up, so that the mean has the other half to travel.
         most_behind: How many intervals a replica may fall behind before the others wait for it, at least 1.
-        preserve_norm: Whether the mean keeps the length of a single pseudo-gradient.
         blend: alpha: weight of the local value at apply, in [0, 1).
         codec: The pseudo-gradients' code; E3M0 by default.
         server_codec: The mean's code; as `codec` by default.
@@ -111,7 +109,6 @@ def decoupled_diloco(
             server_codec=payload_codec if server_codec is None else server_codec,
             quorum=max(1, num_replicas - 1) if quorum is None else quorum,
             grace_steps=grace,
-            preserve_norm=preserve_norm,
             most_behind=most_behind,
         )
         found.check(num_replicas)

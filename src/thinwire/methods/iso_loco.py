@@ -34,7 +34,7 @@ import torch
 from thinwire.codecs import Codec
 from thinwire.methods.diloco import default_outer_lr
 from thinwire.methods.registry import About, register
-from thinwire.methods.streaming_diloco import restarted, streaming_diloco
+from thinwire.methods.streaming_diloco import streaming_diloco
 from thinwire.sync.global_parameters import MatrixSpan
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer, PlainSGD
@@ -80,8 +80,6 @@ def iso_loco(
     outer_momentum: float = 0.7,
     rest_lr: float | None = None,
     rest_momentum: float = 0.9,
-    restart_every: int | None = None,
-    preserve_norm: bool = False,
 ) -> Method:
     """Exchange one fragment at a time and flatten the spectrum of each hidden matrix's outer step.
 
@@ -99,8 +97,6 @@ def iso_loco(
         outer_momentum: Their momentum; 0 for none.
         rest_lr: Nesterov's learning rate of all other parameters; by default `default_outer_lr`.
         rest_momentum: Their momentum; 0 for none.
-        restart_every: Rounds of a fragment after which its outer momentum restarts from zero (arXiv 2605.28585).
-        preserve_norm: Whether the mean of each matrix keeps the length of a single pseudo-gradient (arXiv 2604.21428).
 
     Raises:
         ValueError: An argument is out of its range; names the value, the limit and the remedy.
@@ -113,7 +109,7 @@ def iso_loco(
     streaming = streaming_diloco(
         sync_interval=sync_interval, overlap_steps=overlap_steps, blend=blend, codec=codec,
         error_feedback=error_feedback, exchange=exchange, fragment_order=fragment_order,
-        layers_per_fragment=layers_per_fragment, num_fragments=num_fragments, preserve_norm=preserve_norm,
+        layers_per_fragment=layers_per_fragment, num_fragments=num_fragments,
     )  # fmt: skip
 
     def update(num_replicas: int) -> OuterStep:
@@ -122,7 +118,7 @@ def iso_loco(
         rest = default_outer_lr(num_replicas) if rest_lr is None else rest_lr
         hidden = default_hidden_lr(num_replicas) if outer_lr is None else outer_lr
         optimizer = Isotropic(hidden=_step_of(hidden, outer_momentum), rest=_step_of(rest, rest_momentum))
-        return replace(plain, optimizer=restarted(optimizer, every=restart_every, sync_interval=sync_interval))
+        return replace(plain, optimizer=optimizer)
 
     update(1)  # a bad argument is refused here, not when training starts
     return replace(streaming, name="iso-loco", update=update)

@@ -33,7 +33,6 @@ from typing import Literal
 from thinwire.averaging.exchange import (
     AllGather,
     Exchange,
-    NormPreservingAllGather,
     TwoPhase,
     cheapest,
     exchange_by_name,
@@ -45,7 +44,7 @@ from thinwire.methods.diloco import default_outer_lr
 from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
-from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer, Restarted
+from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer
 from thinwire.sync.schedule import Staggered
 from thinwire.sync.updates import OuterStep
 from thinwire.sync.views import PseudoGradient
@@ -74,8 +73,6 @@ def streaming_diloco(
     outer_lr: float | None = None,
     outer_momentum: float = 0.9,
     outer_optimizer: OuterOptimizer | None = None,
-    restart_every: int | None = None,
-    preserve_norm: bool = False,
 ) -> Method:
     """Exchange one fragment at a time, in 4 bits, while training goes on.
 
@@ -92,8 +89,6 @@ def streaming_diloco(
         outer_lr: Nesterov's learning rate; by default `default_outer_lr` of the number of replicas.
         outer_momentum: Nesterov's momentum.
         outer_optimizer: Another outer optimizer than Nesterov; then the two arguments above do not count.
-        restart_every: Rounds of a fragment after which its outer momentum restarts from zero (arXiv 2605.28585).
-        preserve_norm: Whether the mean of each matrix keeps the length of a single pseudo-gradient (arXiv 2604.21428).
 
     Raises:
         ValueError: An argument is out of its range; names the value, the limit and the remedy.
@@ -112,11 +107,11 @@ def streaming_diloco(
     def update(num_replicas: int) -> OuterStep:
         lr = default_outer_lr(num_replicas) if outer_lr is None else outer_lr
         optimizer = outer_optimizer or Nesterov(lr=lr, momentum=outer_momentum)
-        return OuterStep(optimizer=restarted(optimizer, every=restart_every, sync_interval=sync_interval), blend=alpha)
+        return OuterStep(optimizer=optimizer, blend=alpha)
 
     update(1)  # a bad argument is refused here, not when training starts
     payload_codec = e3m0() if codec is None else codec
-    exchanges = _exchange_for(exchange, codec=payload_codec, error_feedback=error_feedback, preserve_norm=preserve_norm)
+    exchanges = _exchange_for(exchange, codec=payload_codec, error_feedback=error_feedback)
     return Method(
         name="streaming-diloco",
         schedule=schedule,
@@ -136,29 +131,10 @@ def _check_overlaps(overlaps: tuple[int, ...], *, sync_interval: int) -> None:
         )
 
 
-def restarted(optimizer: OuterOptimizer, *, every: int | None, sync_interval: int) -> OuterOptimizer:
-    """Return an outer optimizer whose momentum restarts after `every` rounds, None for never."""
-    return optimizer if every is None else Restarted(optimizer=optimizer, every=every, sync_interval=sync_interval)
-
-
-def _exchange_for(
-    name: str, *, codec: Codec, error_feedback: float | None, preserve_norm: bool
-) -> Callable[[int], Exchange]:
-    if preserve_norm and name == "two-phase":
-        raise ValueError(
-            "preserve_norm needs each replica's part as a whole, got exchange='two-phase', whose owners see one shard; "
-            "take exchange='all-gather'"
-        )
-    if preserve_norm and error_feedback is not None:
-        raise ValueError(
-            f"preserve_norm takes no error_feedback, got {error_feedback}: a residual is no direction of the replica; "
-            f"leave one of them out"
-        )
+def _exchange_for(name: str, *, codec: Codec, error_feedback: float | None) -> Callable[[int], Exchange]:
     memory = None if error_feedback is None else ErrorFeedback(decay=float(error_feedback))
     memory = None if codec.is_lossless_for_float32 else memory
     chosen = exchange_by_name(name, codec)
-    if preserve_norm:
-        return lambda num_replicas: NormPreservingAllGather(codec=codec)
     return lambda num_replicas: _with_memory(chosen(num_replicas), memory)
 
 

@@ -215,13 +215,6 @@ class GlobalParameters:
         """Return how many elements this rank holds of a fragment."""
         return sum(shape.numel() for shape in self.shapes(fragment))
 
-    def directions(self, fragment: int) -> tuple[bool, ...]:
-        """Return for each tensor of a fragment whether it maps vectors to vectors, and so has a direction of its own.
-
-        Tensors of one dimension scale or shift, and the rows of an embedding are vectors for themselves.
-        """
-        return tuple(p.dim() >= 2 and id(p) not in self._embeddings for p in self._owners[fragment])
-
     def hidden_matrices(self, fragment: int) -> tuple[MatrixSpan, ...]:
         """Return the matrices of the model's blocks, without embeddings, in the order of a fragment's vector."""
         found, start = [], 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from thinwire.averaging.exchange import Exchange
 from thinwire.averaging.topology import Topology
-from thinwire.errors import unknown_name
+from thinwire.removed_methods import unknown_method
 from thinwire.sync.schedule import Schedule
 from thinwire.sync.updates import Update
 from thinwire.sync.views import View
@@ -33,7 +33,6 @@ class Method:
         has_common_value: Whether all replicas hold the same global value; where they do not, only the final exchange
             makes one model of theirs.
         drift_intervals: How many sync intervals one replica may be ahead of another.
-        lazy_steps: Inner steps at the start of a run whose gradients are averaged, by a schedule of `LazyStart`.
     """
 
     name: str
@@ -45,7 +44,6 @@ class Method:
     last_exchange: Callable[[int], Exchange] | None = None
     has_common_value: bool = True
     drift_intervals: int = LEAST_DRIFT
-    lazy_steps: int = 0
 
     @property
     def has_late_replicas(self) -> bool:
@@ -76,7 +74,7 @@ def recipe(name: str) -> Callable[..., Method]:
     """Return the function that makes a method, by the method's name; `_` and `-` are the same.
 
     Raises:
-        ValueError: No method has this name; names the nearest ones.
+        ValueError: No method has this name, or it was removed; names the nearest ones.
 
     Example:
         >>> import thinwire.methods
@@ -85,7 +83,7 @@ def recipe(name: str) -> Callable[..., Method]:
     """
     key = method_key(name)
     if key not in RECIPES:
-        raise unknown_name("method", name, RECIPES)
+        raise unknown_method(name, RECIPES)
     return RECIPES[key]
 
 

@@ -347,8 +347,6 @@ class DistributedOptimizer(EagerOptimizer):
         refuse_turns(self._model, self)
         self._observe_step()
         self._check_tensors()
-        if self._is_lazy:
-            self._begin_lazy_step(closure)
         self._steps_done += 1
         if self.method.view.moment == "around_closure":
             return self._driven_step(closure)
@@ -381,7 +379,7 @@ class DistributedOptimizer(EagerOptimizer):
                 f"{self.method.name} asks for gradients within a step, so none can be left out", got="skip_step()",
                 allowed="step(closure)", remedy="a closure that computes the loss on another batch",
             )  # fmt: skip
-        if self.method.view.moment == "after_inner_step" and not self._is_lazy:
+        if self.method.view.moment == "after_inner_step":
             self._refuse_step(None)
             refuse_turns(self._model, self)
             self._observe_step()
@@ -464,14 +462,11 @@ class DistributedOptimizer(EagerOptimizer):
             RuntimeError: It was called twice before a step.
         """
         acts_alone = self._engine.has_memory or self._engine.update.replaces_inner_step
-        if not self._is_lazy and (self.method.view.moment != "before_inner_step" or acts_alone):
+        if self.method.view.moment != "before_inner_step" or acts_alone:
             return
         if self._has_averaged:
             raise RuntimeError("average_gradients() was called twice; call step() in between")
-        if self._is_lazy:
-            self._engine.average_gradients(self._steps_done + 1)
-        else:
-            self._average_gradients()
+        self._average_gradients()
         self._has_averaged = True
 
     @contextmanager
@@ -702,21 +697,6 @@ class DistributedOptimizer(EagerOptimizer):
             return loss
 
         return averaged() if self._engine.update.replaces_inner_step else self._inner_step(averaged)
-
-    @property
-    def _is_lazy(self) -> bool:
-        """Whether the next step averages gradients before the rounds of pseudo-gradients begin."""
-        return self._steps_done < self.method.lazy_steps
-
-    def _begin_lazy_step(self, closure: Callable[[], Any] | None) -> None:
-        if closure is not None or hasattr(self, "found_inf"):
-            raise ValueError(
-                f"{self.method.name} averages gradients in its first {self.method.lazy_steps} steps, before the inner "
-                f"step; call step() without closure and without GradScaler"
-            )
-        if not self._has_averaged:
-            self._engine.average_gradients(self._steps_done + 1)
-        self._has_averaged = False
 
     def _average_gradients(self) -> None:
         # counted apart from steps: an inner optimizer may call its closure several times a step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -40,18 +40,6 @@ class NeedsMatrices(Protocol):
 
     def matrix_operations(self, matrices: Sequence[MatrixSpan]) -> float:
         """Return the float64 operations of the matrix products of a step on these matrices."""
-        ...
-
-
-@runtime_checkable
-class ChangesByStep(Protocol):
-    """An outer optimizer whose numbers follow from the step at which a round is launched, the same on all replicas.
-
-    So it needs no state but the momentum: a resumed run and a replica that joins find the same numbers.
-    """
-
-    def at_step(self, launch_step: int) -> OuterOptimizer:
-        """Return the optimizer of the rounds that are launched after an inner step."""
         ...
 
 
@@ -97,54 +85,6 @@ class Nesterov:
         assert momentum is not None
         momentum.mul_(self.momentum).add_(pseudo_gradient)
         value.add_(pseudo_gradient.add_(momentum, alpha=self.momentum), alpha=-self.lr)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restarted:
-    """An outer optimizer whose momentum restarts from zero after every few rounds of a fragment (arXiv 2605.28585).
-
-    Parameters, the inner optimizer and the schedule go on. The paper keeps a normalised momentum,
-    `m = mu m + (1 - mu) d` and `value -= nu (mu m + (1 - mu) d)`; that is `Nesterov` with `lr = nu (1 - mu)`. We read
-    the paper's abstract, and its recurrence and settings (nu 0.9, mu 0.7, every 3 rounds) in a public replication plan.
-
-    Args:
-        optimizer: The optimizer that restarts.
-        every: Rounds of a fragment from one restart to the next, at least 1.
-        sync_interval: H: inner steps between two rounds of a fragment.
-
-    Raises:
-        ValueError: `every` is below 1.
-    """
-
-    optimizer: OuterOptimizer
-    every: int
-    sync_interval: int
-
-    def __post_init__(self) -> None:
-        """Check the number."""
-        if self.every < 1:
-            raise ValueError(f"restart_every must be at least 1, got {self.every}; the paper restarts every 3 rounds")
-
-    @property
-    def has_momentum(self) -> bool:
-        return self.optimizer.has_momentum
-
-    def with_matrices(self, matrices: Sequence[MatrixSpan]) -> OuterOptimizer:
-        inside = self.optimizer
-        return replace(self, optimizer=inside.with_matrices(matrices)) if isinstance(inside, NeedsMatrices) else self
-
-    def matrix_operations(self, matrices: Sequence[MatrixSpan]) -> float:
-        return self.optimizer.matrix_operations(matrices) if isinstance(self.optimizer, NeedsMatrices) else 0.0
-
-    def at_step(self, launch_step: int) -> OuterOptimizer:
-        rounds_before = launch_step // self.sync_interval - 1
-        return self if rounds_before % self.every == 0 else self.optimizer
-
-    def step(self, value: torch.Tensor, pseudo_gradient: torch.Tensor, momentum: torch.Tensor | None) -> None:
-        """Do the first step after a restart; see `OuterOptimizer.step`."""
-        if momentum is not None:
-            momentum.zero_()
-        self.optimizer.step(value, pseudo_gradient, momentum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

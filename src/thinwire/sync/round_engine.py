@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from thinwire.adaptive_timeout import Deadlines
-from thinwire.averaging.exchange import BoundExchange, Exchange, NeedsDirections
+from thinwire.averaging.exchange import BoundExchange, Exchange
 from thinwire.averaging.round_context import Average, RoundContext
 from thinwire.averaging.topology import Peers
 from thinwire.errors import DeadlineExceeded, DesyncError, ThinwireError
@@ -22,7 +22,7 @@ from thinwire.sync.consistency_check import check_hashes
 from thinwire.sync.engine_state import EngineState, SyncStatistics, UncountedWork
 from thinwire.sync.in_flight import Arrived, InFlight, RoundObserver, drive_exchange, mark_launch
 from thinwire.sync.method import Method
-from thinwire.sync.schedule import GRADIENTS, LazyStart, Round
+from thinwire.sync.schedule import Round
 from thinwire.transport.base import Transport, step_aside
 
 # Paced rounds use this share of their overlap. The rest is for the receiver's work and for steps below the median.
@@ -124,11 +124,11 @@ class RoundEngine:
 
     def launches(self, step: int) -> Sequence[Round]:
         """Return the rounds that the schedule launches after a step."""
-        return self._after_inner_step(self.method.schedule.launches(step, **self._where))
+        return self.method.schedule.launches(step, **self._where)
 
     def applies(self, step: int) -> Sequence[Round]:
         """Return the rounds to apply after a step, without those that `flush` applied early."""
-        due = self._after_inner_step(self.method.schedule.applies(step, **self._where))
+        due = self.method.schedule.applies(step, **self._where)
         return [round for round in due if round.id not in self.state.applied_early]
 
     def has_arrived(self, round: Round, *, step: int) -> bool:
@@ -209,15 +209,6 @@ class RoundEngine:
         self.launch(round, tensor=tensor)
         return self._take(round)
 
-    def average_gradients(self, step: int) -> None:
-        """Average gradients over the replicas at a step of a lazy start, before the inner step, and wait for it."""
-        schedule = self.method.schedule
-        assert isinstance(schedule, LazyStart)
-        round = schedule.gradient_round(step, num_fragments=self.num_fragments)
-        self.launch(round)
-        self.state.work.discard(round)
-        self.update.apply(round, self._take(round))
-
     def flush(self) -> None:
         """Apply all rounds in flight before they are due, in launch order, then wait for late members."""
         self.apply_overdue()
@@ -280,17 +271,7 @@ class RoundEngine:
 
     def _bind(self, exchange: Exchange, channel: int) -> BoundExchange:
         shapes = [self.view.shapes(fragment=fragment, channel=channel) for fragment in range(self.num_fragments)]
-        if isinstance(exchange, NeedsDirections):
-            parameters = self.view.parameters
-            exchange = exchange.with_directions([parameters.directions(f) for f in range(self.num_fragments)])
         return exchange.bind(shapes, replica=self.transport.replica, num_replicas=self.transport.num_replicas)
-
-    def _after_inner_step(self, rounds: Sequence[Round]) -> Sequence[Round]:
-        """Leave out the gradients of a lazy start, which `average_gradients` exchanges before the inner step."""
-        lazy_steps = self.method.lazy_steps
-        if not lazy_steps:
-            return rounds
-        return [round for round in rounds if round.channel != GRADIENTS or round.launch_step > lazy_steps]
 
     def _reference_hash(self, round: Round, exchange: BoundExchange) -> int:
         """Return the view's hash combined with the exchange state that all members must share."""

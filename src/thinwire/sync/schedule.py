@@ -7,7 +7,7 @@ that step. A round is launched by every replica after the same step; it may be a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from thinwire.shared_random import toss
@@ -445,83 +445,3 @@ class DoublingIntervals:
     def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
         """Return what was launched after the same step."""
         return self.launches(step, num_fragments=num_fragments, replica=replica)
-
-
-# Channels of `LazyStart`.
-GRADIENTS, UNSENT = 1, 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LazyStart:
-    """Average gradients at every step at first, then exchange as `Staggered` does, counted from there.
-
-    Rounds of gradients (channel 1) end before the inner step, all others begin after it. While gradients are averaged,
-    replicas are the same, so fragments send nothing: every `sync_interval` steps each has a round without messages
-    (channel 2), in which the global value follows the local one.
-
-    Args:
-        lazy_steps: Steps with averaged gradients, a multiple of the sync interval.
-        then: The schedule of the steps after that, in channel 0.
-
-    Raises:
-        ValueError: `lazy_steps` is no multiple of the sync interval.
-
-    Example:
-        >>> schedule = LazyStart(lazy_steps=20, then=Staggered(sync_interval=10, overlap_steps=1))
-        >>> launched = [r for t in range(18, 41) for r in schedule.launches(t, num_fragments=1)]
-        >>> [(r.channel, r.launch_step, r.apply_step) for r in launched]
-        [(1, 18, 18), (1, 19, 19), (1, 20, 20), (2, 20, 20), (0, 30, 31), (0, 40, 41)]
-    """
-
-    lazy_steps: int
-    then: Staggered
-
-    def __post_init__(self) -> None:
-        """Check the number."""
-        interval = self.then.sync_interval
-        if self.lazy_steps < 0 or self.lazy_steps % interval:
-            raise ValueError(
-                f"lazy_steps must be a multiple of sync_interval ({interval}), got {self.lazy_steps}; "
-                f"try {interval * max(1, round(self.lazy_steps / interval))}, or about 10 % of all steps"
-            )
-
-    @property
-    def sync_interval(self) -> int:
-        """H."""
-        return self.then.sync_interval
-
-    def check(self, *, num_fragments: int, num_replicas: int) -> None:
-        self.then.check(num_fragments=num_fragments, num_replicas=num_replicas)
-
-    def gradient_round(self, step: int, *, num_fragments: int) -> Round:
-        """Return the round of gradients of one of the first steps, which ends before the inner step."""
-        return self._at(step, 0, num_fragments=num_fragments, channel=GRADIENTS)
-
-    def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
-        """Return those of gradients and those without messages in the first steps, then those of `then`."""
-        if step <= self.lazy_steps:
-            return self._lazy(step, num_fragments=num_fragments)
-        found = self.then.launches(step - self.lazy_steps, num_fragments=num_fragments, replica=replica)
-        return [self._later(round, num_fragments=num_fragments) for round in found]
-
-    def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
-        """Return those of gradients and those without messages in the first steps, then those of `then`."""
-        if step <= self.lazy_steps:
-            return self._lazy(step, num_fragments=num_fragments)
-        found = self.then.applies(step - self.lazy_steps, num_fragments=num_fragments, replica=replica)
-        return [self._later(round, num_fragments=num_fragments) for round in found]
-
-    def _lazy(self, step: int, *, num_fragments: int) -> list[Round]:
-        due = range(0 if step % self.sync_interval or step < 1 else num_fragments)
-        gradients = [self.gradient_round(step, num_fragments=num_fragments)] if step >= 1 else []
-        return gradients + [self._at(step, number, num_fragments=num_fragments, channel=UNSENT) for number in due]
-
-    def _at(self, step: int, fragment: int, *, num_fragments: int, channel: int) -> Round:
-        number = (step - 1) * (num_fragments + 1) + (fragment + 1 if channel == UNSENT else 0)
-        return Round(id=number, fragment=fragment, channel=channel, launch_step=step, apply_step=step)
-
-    def _later(self, round: Round, *, num_fragments: int) -> Round:
-        return replace(
-            round, id=self.lazy_steps * (num_fragments + 1) + round.id,
-            launch_step=self.lazy_steps + round.launch_step, apply_step=self.lazy_steps + round.apply_step,
-        )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import nn
 from thinwire.averaging.round_context import Average
 from thinwire.errors import CheckpointError
 from thinwire.sync.global_parameters import load_vectors
-from thinwire.sync.outer_optimizer import ChangesByStep, NeedsMatrices, OuterOptimizer
+from thinwire.sync.outer_optimizer import NeedsMatrices, OuterOptimizer
 from thinwire.sync.schedule import Round
 from thinwire.sync.views import BoundGradient, BoundPseudoGradient, BoundView, PseudoGradient
 
@@ -176,8 +176,6 @@ class BoundOuterStep:
         mean = average.mean.to(value.dtype)
         momentum = self._momenta[fragment] if self._momenta else None
         optimizer = self._optimizers[fragment]
-        if isinstance(optimizer, ChangesByStep):
-            optimizer = optimizer.at_step(round.launch_step)
         if mean.device == value.device:
             optimizer.step(value, mean, momentum)
         else:

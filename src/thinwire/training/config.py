@@ -207,8 +207,6 @@ class ElasticConfig:
     """Port of the coordinator; 0 chooses a free one."""
     begin_with: int | None = None
     """Replicas on all hosts that must have joined before the first step. Default: --replicas."""
-    preserve_norm: bool = False
-    """Scale each mean to the norm of one replica's update, whatever the number of replicas."""
     checkpoint_to: str | None = None
     """Folder or URL (s3://...) of checkpoints. Default: checkpoints/ in --out."""
     keep_checkpoints: int = 2

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from thinwire.errors import refusal, unknown_name
+from thinwire.removed_methods import unknown_method
 
 # Names of `thinwire.codecs.NAMES`, which a test compares.
 CODECS = (
@@ -70,7 +71,7 @@ def method_entry(name: str) -> MethodEntry:
     key = name.replace("_", "-").lower()
     known = catalog()
     if key not in known:
-        raise unknown_name("method", name, known)
+        raise unknown_method(name, known)
     return known[key]
 
 

@@ -223,7 +223,6 @@ def mean_of(
     vectors: dict[int, torch.Tensor],
     *,
     tokens: dict[int, tuple[int, int]] | None = None,
-    preserve_norm: bool = False,
     rejected: list[int] | None = None,
     alter: Callable[[dict[int, torch.Tensor]], dict[int, torch.Tensor]] = lambda parts: parts,
     rounds: int = 1,
@@ -239,8 +238,8 @@ def mean_of(
     found: list[str] = []
     numel = next(iter(vectors.values())).numel()
     seat = FixedSeat(parts, rejected=[] if rejected is None else rejected)
-    exchange = ElasticMean(codec=float32(), session=seat, preserve_norm=preserve_norm, find=found.append)
-    bound = exchange.with_directions([[True]]).bind([[torch.Size([numel])]], replica=0, num_replicas=3)
+    exchange = ElasticMean(codec=float32(), session=seat, find=found.append)
+    bound = exchange.bind([[torch.Size([numel])]], replica=0, num_replicas=3)
     for _ in range(rounds):
         mean = completed(bound, numel=numel, me=me)
     return mean, found
@@ -263,8 +262,6 @@ def test_parts_weigh_by_their_tokens_and_speed() -> None:
     mean, _ = mean_of(vectors, tokens={0: (30, 3), 4: (10, 1)})
     assert torch.equal(mean, torch.tensor([0.75, 0.25]))
     assert torch.equal(mean_of(vectors)[0], torch.tensor([0.5, 0.5]))
-    kept, _ = mean_of(vectors, preserve_norm=True)
-    assert torch.allclose(kept, torch.full((2,), 0.5**0.5))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -363,9 +360,9 @@ def test_a_replica_that_has_trained_nothing_counts_nothing() -> None:
 
 def test_exchanges_that_remember_are_refused() -> None:
     seat = FixedSeat({})
-    assert elastic_mean(TwoPhase(codec=float32()), session=seat, preserve_norm=False, find=print).codec == float32()
+    assert elastic_mean(TwoPhase(codec=float32()), session=seat, find=print).codec == float32()
     with pytest.raises(ValueError, match="replicas cannot come and go"):
-        elastic_mean(AllGather(codec=float32(), memory=ErrorFeedback()), session=seat, preserve_norm=False, find=print)
+        elastic_mean(AllGather(codec=float32(), memory=ErrorFeedback()), session=seat, find=print)
     with pytest.raises(ValueError, match=r"most_length must be at least 1, got 0\.5"):
         ElasticMean(codec=float32(), most_length=0.5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build
 from thinwire.codecs import block_int8, float32
 from thinwire.errors import CheckpointError
-from thinwire.methods import co2, default_outer_lr, diloco, noloco, pier, recipe, streaming_diloco
+from thinwire.methods import co2, default_outer_lr, diloco, noloco, recipe, streaming_diloco
 from thinwire.sync.outer_optimizer import PlainSGD
 from thinwire.transport.loopback import LoopbackTransport, single
 
@@ -295,10 +296,15 @@ def test_other_options_are_refused_by_a_plain_load_which_names_the_way() -> None
 
 def test_another_schedule_is_refused_where_several_things_that_belong_together_are_under_way() -> None:
     model = build("transformer")
-    optimizer = wrap(model, single(), pier(sync_interval=5, overlap_steps=3, lazy_steps=5), adamw(model))
+
+    def two_channels(sync_interval):
+        plain = streaming_diloco(sync_interval=sync_interval, overlap_steps=3)
+        return replace(plain, exchange=lambda num_replicas: plain.exchanges(num_replicas) * 2)
+
+    optimizer = wrap(model, single(), two_channels(5), adamw(model))
     steps(model, optimizer, 12)
     assert optimizer.rounds_in_flight
     state = copy.deepcopy(optimizer.state_dict())
-    other = wrap(model, single(), pier(sync_interval=8, overlap_steps=3, lazy_steps=8), adamw(model))
+    other = wrap(model, single(), two_channels(8), adamw(model))
     with pytest.raises(CheckpointError, match="sends several things that belong together"):
         other.adopt_state_dict(state)

@@ -274,13 +274,6 @@ def test_there_are_24_fragments_or_as_many_as_the_model_has_blocks_and_the_rest(
     assert sorted(sum(found, ())) == sorted([*sum(names.blocks, ()), *names.rest])
 
 
-def test_tensors_of_one_dimension_and_embeddings_have_no_direction():
-    parameters = PseudoGradient(fragments=Pattern(num_fragments=1)).bind(build("untied")).parameters
-    without = {n for n, has in zip(parameters.fragments[0], parameters.directions(0), strict=True) if not has}
-    assert "embed.weight" in without and "head.weight" not in without and "blocks.0.norm.weight" in without
-    assert "blocks.0.mlp.0.weight" not in without and "blocks.0.mlp.0.bias" in without
-
-
 def test_stepping_aside_lets_the_others_go_on_as_far_as_they_can():
     events = []
 

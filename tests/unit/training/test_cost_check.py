@@ -53,7 +53,7 @@ def test_a_code_that_costs_more_than_it_saves_is_named_with_both_numbers_and_wha
 
 # The channels of the methods whose own codes are smaller than float32; those of the others are dense by default.
 CODED = {
-    "iso-loco": [(0,)], "pier": [(0,)], "streaming-sparse-loco": [(0,)],
+    "iso-loco": [(0,)], "streaming-sparse-loco": [(0,)],
     "streaming-diloco": [(0,)], "muloco": [(0,)], "sparse-loco": [(0,)], "power-sgd": [(0,)], "dgc": [(0,)],
     "decoupled-diloco": [(0,)], "demo": [(0,)], "ef21": [(0,)], "masha1": [(0,)], "masha2": [(0,)],
     "one-bit-adam": [(1,)], "zero-one-adam": [(1, 2)], "one-bit-lamb": [(1,)],

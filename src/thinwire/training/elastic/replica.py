@@ -288,7 +288,7 @@ class _Stay:
             save_tokenizer(config.run_dir, tokenizer_files=corpus.tokenizer.files())
         if membership.replica == 0 and self._rank0 is None and config.output.samples:
             begin_samples(config.run_dir, model, corpus, warn=self._report)
-        elastic_method = stay.elastic_method(method, preserve_norm=config.elastic.preserve_norm, pieces=self._rank0)
+        elastic_method = stay.elastic_method(method, pieces=self._rank0)
         optimizer = DistributedOptimizer(
             model, inner, method=elastic_method, transport=membership.transport, catch_up=stay.driver,
             seed=config.run.seed,

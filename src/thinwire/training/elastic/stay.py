@@ -266,12 +266,10 @@ class ElasticStay(Generic[_Terms]):
         """Whether this replica has begun to write a state of its own."""
         return self._keeper is not None and self._keeper.has_kept
 
-    def elastic_method(
-        self, method: Method, *, preserve_norm: bool = False, pieces: ReplicaShards | None = None
-    ) -> Method:
+    def elastic_method(self, method: Method, *, pieces: ReplicaShards | None = None) -> Method:
         """Return a method's variant for this stay; see `elastic`."""
         return elastic(
-            method, session=self.membership.rounds, preserve_norm=preserve_norm, pieces=pieces,
+            method, session=self.membership.rounds, pieces=pieces,
             find=lambda text: self.membership.session.send("note", level="warning", text=text),
         )  # fmt: skip
 
