@@ -218,6 +218,7 @@ class DesyncEvidence(Evidence, frozen=True, kw_only=True):
     deviation: str = ""  # such as "left out", if the calls around tell
     calls: Sequence[str] = ()  # left out, added or swapped
     steps_early: int = 0
+    steps_done: int = 0  # by a rank that has left its loop, if all of them are recorded
 
 
 class LossEvidence(Evidence, frozen=True, kw_only=True):

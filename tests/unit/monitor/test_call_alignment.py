@@ -53,8 +53,14 @@ def test_an_epoch_that_ends_early_is_told_with_the_missing_steps_if_an_earlier_o
     finding = at_rank_1([*epoch, *STEP * 17, STEP[0]], [*epoch, *STEP * 17, EVALUATE])
     assert "Rank 1 ended its loop 3 steps early" in finding.text and finding.evidence.steps_early == 3
     finding = at_rank_1([*STEP * 18], [*STEP * 17, EVALUATE])
-    assert "left its loop early, or made a call that no rank has made, all_reduce(2) at loop:9" in finding.text
+    said = "at least 1 step before the others, or made a call that no rank has made, all_reduce(2) at loop:9"
+    assert f"left its loop after 17 steps, {said}" in finding.text and finding.evidence.steps_done == 17
     assert "same number of batches" in finding.remedy
+    setup, logged = "7@loop:1", [*STEP * 10, "1@loop:7"]
+    finding = at_rank_1([setup, *STEP * 18], [setup, *STEP * 17, EVALUATE])
+    assert f"left its loop after 17 steps, {said}" in finding.text, "a call before the loop is no step"
+    finding = at_rank_1([*logged * 2, *STEP * 6], [*logged * 2, *STEP * 5, EVALUATE])
+    assert f"left its loop, {said}" in finding.text, "calls every tenth step hide how many steps there were"
     finding = at_rank_1([*STEP * 18], [*STEP * 17, "2@loop:3"], has_sites=False)
     assert "brings 2 elements where the others bring 8192" in finding.text and not finding.evidence.deviation
 

@@ -70,12 +70,14 @@ class Deviation:
         kind: Of the deviation.
         calls: Those that were left out or added, or the two that were swapped; the new call.
         steps: For an early end: repetitions of the loop that are missing; 0 if unknown.
+        steps_done: For a new call: repetitions of the loop before it; 0 if unknown.
         or_extra: Calls that may have been added instead, where the recorded calls do not decide it.
     """
 
     kind: DeviationKind
     calls: tuple[Call, ...]
     steps: int = 0
+    steps_done: int = 0
     or_extra: tuple[Call, ...] = ()
 
 
@@ -189,12 +191,22 @@ def _period(calls: Sequence[Call]) -> int:
     return 0
 
 
+def _repetitions(calls: Sequence[Call]) -> int:
+    """Return how often a loop that sequences end in has run; 0 if its calls also occur before, in another order."""
+    period = _period(calls)
+    begin = len(calls) - period
+    while period and begin >= period and calls[begin - period : begin] == calls[begin : begin + period]:
+        begin -= period
+    is_all = period and not set(calls[:begin]) & set(calls[begin:])
+    return (len(calls) - begin) // period if is_all else 0
+
+
 def _early_end(own: Sequence[Call], others: Sequence[Call], at: int) -> Deviation | None:
     """Return that a rank has left its loop: its call follows loops only, or has never been made before."""
     call = own[at]
     ends = [index for index, other in enumerate(others[:at]) if other == call]
     if not ends:
-        return Deviation("new call", (call,)) if call.site else None
+        return Deviation("new call", (call,), steps_done=_repetitions(others[:at])) if call.site else None
     length = ends[-1] - ends[-2] if len(ends) > 1 else ends[-1] + 1
     missing, period = ends[-1] + length - at, _period(others[:at])
     if missing <= 0 or not period:

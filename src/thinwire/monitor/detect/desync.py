@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from thinwire.monitor.detect.call_alignment import Call, Deviation, align, call_of, is_proved
@@ -136,6 +136,7 @@ def _mismatch(
             deviation="" if deviation is None else deviation.kind,
             calls=() if deviation is None else [str(call) for call in deviation.calls[:_MOST_CALLS]],
             steps_early=0 if deviation is None else deviation.steps,
+            steps_done=0 if deviation is None else deviation.steps_done,
         ),
         text=text,
         confidence=(0.97 if is_sure else 0.6) * job.trust,
@@ -155,7 +156,11 @@ def _deviation(job: Job, own: _Own, sequence: int, culprits: Collection[int]) ->
     calls, at = _calls(job, own[min(own)].communicator, own, sequence)
     other = max((rank for rank in own if rank not in culprits), key=lambda rank: len(calls[rank]))
     found = {align(calls[rank], calls[other], at) for rank in culprits}
-    return found.pop() if len(found) == 1 else None
+    if len(found) != 1:
+        return None
+    deviation = found.pop()
+    # steps that were made before the first record are not counted
+    return deviation if deviation is None or at == sequence else replace(deviation, steps_done=0)
 
 
 def _described(deviation: Deviation) -> str:
@@ -164,12 +169,14 @@ def _described(deviation: Deviation) -> str:
     if deviation.kind == "early end":
         steps = f"{deviation.steps} step{'s' * (deviation.steps != 1)} early" if deviation.steps else "early"
         return f"ended its loop {steps}"
+    if deviation.kind == "new call":
+        done = f" after {deviation.steps_done} step{'s' * (deviation.steps_done != 1)}" if deviation.steps_done else ""
+        return f"left its loop{done}, at least 1 step before the others, or made a call that no rank has made, {shown},"
     twice = ", ".join(map(str, deviation.or_extra[:_MOST_CALLS]))
     return {
         "left out": f"left out {shown}" + (f", or made {twice} twice" if twice else ""),
         "extra": f"made an extra call, {shown},",
         "swapped": f"made {shown} in another order than the others",
-        "new call": f"left its loop early, or made a call that no rank has made, {shown},",
     }[deviation.kind]
 
 
