@@ -21,6 +21,7 @@ from thinwire.monitor.detect.live import LiveDetector, News
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.remediation import Action, Steering
 from thinwire.runlog.path_limits import FINDING_LIMIT, PATH_LIMITS_FILE, PathLimit, write_path_limits
+from thinwire.runlog.process_state import SilentProcesses
 from thinwire.runlog.run_folder import MEMBERS_FILE
 from thinwire.runlog.tailer import RecordTailer
 from thinwire.runlog.writer import JsonlWriter
@@ -107,6 +108,7 @@ class LiveDiagnosis:
         self._is_mine = is_mine
         self._is_said = is_said
         self._tails: dict[Path, RecordTailer] = {}
+        self._processes = SilentProcesses(run_dir)
         self._earlier = {path: _mark(path) for path in run_dir.glob(_RECORDS)}
         self._stop = threading.Event()
         self._last_problem = ""
@@ -182,6 +184,7 @@ class LiveDiagnosis:
                 continue
             tail = self._tails.setdefault(path, RecordTailer(path))
             self._judge.add(tail.new_records())
+        self._judge.add(self._processes.sample())
 
     def _note_members(self, members: Members | None) -> None:
         """Write the present and removed members whenever they change, for `thinwire diagnose`."""

@@ -21,6 +21,7 @@ from thinwire.recording.connection_records import FlowSource, PathSource, PeerFl
 from thinwire.recording.own_fault import fault_text
 from thinwire.recording.thread_state import TrainingThread
 from thinwire.runlog.path_limits import PathLimitReader
+from thinwire.runlog.process_state import write_process
 from thinwire.runlog.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd, to_line
 from thinwire.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
 from thinwire.sync.round_engine import RoundEngine
@@ -125,6 +126,7 @@ class Recorder:
         try:
             self._file = record_writer(run_dir, rank=rank, most_bytes=most_bytes, warn=warn)
             self._file.write_all([to_line(self._place)])
+            write_process(run_dir, rank=rank)
         except OSError as error:
             self._give_up(error)
         if forward is not None:

@@ -6,15 +6,14 @@ recorder's thread samples the training thread once it has made no progress for l
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from pathlib import Path
 
+from thinwire.runlog.process_state import LONG_S, read_text, sleeps_in, wanted_s
 from thinwire.runlog.records import Beat
 from thinwire.transport.call_sites import shown_file
 
-LONG_S = 3.0  # without progress before the first sample; each further one is twice as late
 _MOST_FRAMES = 12
 _MOST_WORKERS = 8
 _TASKS = Path("/proc/self/task")
@@ -52,15 +51,16 @@ class TrainingThread:
         if now_s - self._since_s < self._due_s:
             self._before = None
             return None
-        wanted_s = _wanted_s(self._native)
+        task = _TASKS / str(self._native)
+        wanted = wanted_s(task)
         if self._before is None:
-            self._before = now_s, wanted_s
+            self._before = now_s, wanted
             return None
         (before_s, before), self._before = self._before, None
         self._due_s *= 2
-        cpu = (wanted_s - before) / max(now_s - before_s, 1e-3)
+        cpu = (wanted - before) / max(now_s - before_s, 1e-3)
         return Beat(
-            rank=self._rank, at_s=now_s, cpu=round(min(1.0, max(0.0, cpu)), 2), sleeps_in=_sleeps_in(self._native),
+            rank=self._rank, at_s=now_s, cpu=round(min(1.0, max(0.0, cpu)), 2), sleeps_in=sleeps_in(task),
             stack=_stack(self._ident), workers=_workers(),
         )  # fmt: skip
 
@@ -74,36 +74,11 @@ def _stack(ident: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _read(path: Path) -> str:
-    with contextlib.suppress(OSError, ValueError):
-        return path.read_text(errors="replace").strip()
-    return ""
-
-
-def _wanted_s(native: int) -> float:
-    """Return the seconds that a thread has run or waited for a core so far; 0 if the system does not tell."""
-    with contextlib.suppress(ValueError):
-        ran, waited, *_ = (int(one) for one in _read(_TASKS / str(native) / "schedstat").split())
-        return (ran + waited) / 1e9
-    return 0.0
-
-
-def _sleeps_in(native: int, process: Path = Path("/proc/self")) -> str:
-    """Return `disk` for an uninterruptible sleep, with the kernel's function if it is known; empty if it runs."""
-    task = process / "task" / str(native)
-    state = _read(task / "stat").rpartition(")")[2].split()[:1]
-    if state not in (["S"], ["D"]):
-        return ""
-    place = _read(task / "wchan")
-    place = place if place not in ("", "0") else "sleep"
-    return f"disk: {place}" if state == ["D"] else place
-
-
 def _workers() -> tuple[str, ...]:
     """Return this process's children, with what each sleeps in."""
-    children = " ".join(_read(task / "children") for task in _TASKS.iterdir()) if _TASKS.is_dir() else ""
+    children = " ".join(read_text(task / "children") for task in _TASKS.iterdir()) if _TASKS.is_dir() else ""
     found = []
     for pid in children.split()[:_MOST_WORKERS]:
-        place = _sleeps_in(int(pid), Path("/proc") / pid)
+        place = sleeps_in(Path("/proc") / pid / "task" / pid)
         found.append(f"{pid} {'sleeps in ' + place if place else 'runs'}")
     return tuple(found)

@@ -21,6 +21,7 @@ from types import TracebackType
 from thinwire.recording.connection_records import RankPlace, WatchedWires, own_place
 from thinwire.recording.own_fault import fault_text
 from thinwire.recording.thread_state import TrainingThread
+from thinwire.runlog.process_state import SilentProcesses, write_process
 from thinwire.runlog.records import Beat, Communicator, Span, to_line
 from thinwire.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
 from thinwire.transport.burst_probe import open_probe_port
@@ -48,6 +49,7 @@ class Watching:
 
     Args:
         file: Where the records go.
+        run_dir: Folder of that file.
         rank: This process's, in the whole job.
         places: Where the ranks are, in order.
         store: The port of the store that the ranks met at; 0 where it is not known.
@@ -60,7 +62,7 @@ class Watching:
     """
 
     def __init__(
-        self, file: JsonlWriter, *, rank: int, places: Sequence[RankPlace], store: int = 0,
+        self, file: JsonlWriter, run_dir: Path, *, rank: int, places: Sequence[RankPlace], store: int = 0,
         door: socket.socket | None = None, clock: Callable[[], float] = time.monotonic,
         is_polled: IsPolled = never_polled,
     ) -> None:  # fmt: skip
@@ -80,6 +82,7 @@ class Watching:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._go_on, name="thinwire-watch", daemon=True)
         self._trained = TrainingThread(rank, clock())
+        self._others = SilentProcesses(run_dir, rank=rank, clock=clock)
         self._groups = CollectiveHooks(self, clock=clock, is_polled=is_polled)
         self._thread.start()
         # also where a process was forked or spawned by multiprocessing, which runs nothing of atexit
@@ -178,7 +181,11 @@ class Watching:
             sampled = self._trained.sample(now_s)
             if sampled is not None:
                 self._turn(to_line(sampled))
-            self._turn(*([*self._lines_of_wires(now_s), to_line(Beat(rank=self._rank, at_s=now_s))] if is_due else []))
+            if is_due:
+                seen = map(to_line, self._others.sample())
+                self._turn(*seen, *self._lines_of_wires(now_s), to_line(Beat(rank=self._rank, at_s=now_s)))
+            else:
+                self._turn()
             beat_s = now_s if is_due else beat_s
 
     def _turn(self, *lines: str) -> None:
@@ -294,6 +301,7 @@ def watch(
     run_dir = Path(folder)
     run_dir.mkdir(parents=True, exist_ok=True)
     file = record_writer(run_dir, rank=rank, most_bytes=most_bytes)
+    write_process(run_dir, rank=rank)
     door = open_probe_port() if probe_wires else None
     try:
         words = all_gather_text(own_place(port=0 if door is None else door.getsockname()[1]).to_text())
@@ -302,6 +310,6 @@ def watch(
             door.close()
         raise
     return Watching(
-        file, rank=rank, places=[RankPlace.from_text(word) for word in words], store=store_port(), door=door,
+        file, run_dir, rank=rank, places=[RankPlace.from_text(word) for word in words], store=store_port(), door=door,
         is_polled=calls_on_gpus if gpu_calls else never_polled,
     )  # fmt: skip

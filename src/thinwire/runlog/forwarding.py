@@ -20,7 +20,7 @@ from typing import Protocol
 from thinwire.files import is_no_room
 from thinwire.rate_limit import RateLimit
 from thinwire.runlog.reader import parse_line
-from thinwire.runlog.records import Communicator, Record, to_line
+from thinwire.runlog.records import Communicator, ProcessState, Record, to_line
 from thinwire.runlog.writer import record_paths, record_writer
 
 # Less than 1 % of a link of 5 Mbit/s.
@@ -211,7 +211,7 @@ class TakenRecords:
             self.num_refused += 1
             return None
         is_own = record.ranks == (replica,) if isinstance(record, Communicator) else record.rank == replica
-        if not is_own:
+        if not is_own or isinstance(record, ProcessState):  # these are seen on a host, and only there
             self.num_refused += 1
             return None
         if isinstance(record, Communicator):

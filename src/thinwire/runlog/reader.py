@@ -25,6 +25,7 @@ from thinwire.runlog.records import (
     Operation,
     PathReading,
     Probe,
+    ProcessState,
     Record,
     Span,
     TransferEnd,
@@ -67,6 +68,7 @@ class Records:
         transfers: Ends of transfers.
         spans: Work of ranks.
         beats: Heartbeats.
+        processes: States of silent ranks' processes.
         arrivals: Bytes received while messages were open.
         flows: Kernel counters of connections between hosts.
         probes: Timed bursts.
@@ -84,6 +86,7 @@ class Records:
     transfers: list[TransferEnd] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     beats: list[Beat] = field(default_factory=list)
+    processes: list[ProcessState] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
     flows: list[Flow] = field(default_factory=list)
     probes: list[Probe] = field(default_factory=list)
@@ -110,7 +113,7 @@ class Records:
         place: dict[type[Record], list[Any]] = {
             Operation: self.operations, TransferEnd: self.transfers, Span: self.spans, Beat: self.beats,
             Arrival: self.arrivals, Flow: self.flows, Probe: self.probes,
-            PathReading: self.paths,
+            PathReading: self.paths, ProcessState: self.processes,
         }  # fmt: skip
         place[type(record)].append(record)
 
@@ -119,7 +122,7 @@ class Records:
         """Number of records, without communicators."""
         own = len(self.operations) + len(self.transfers) + len(self.spans)
         of_wires = len(self.arrivals) + len(self.flows) + len(self.probes) + len(self.paths)
-        return own + len(self.beats) + of_wires + len(self.nccl)
+        return own + len(self.beats) + len(self.processes) + of_wires + len(self.nccl)
 
     def check_room(self) -> None:
         """Check that one more record may come.
@@ -146,6 +149,7 @@ class Records:
         found.operations = without_given_up([op for op in self.operations if op.rank not in self.removed])
         found.spans = [span for span in self.spans if span.rank not in self.removed]
         found.beats = [beat for beat in self.beats if beat.rank not in self.removed]
+        found.processes = [one for one in self.processes if one.peer not in self.removed]
         found.transfers = [one for one in self.transfers if self.removed.isdisjoint((one.rank, one.peer))]
         found.arrivals = [one for one in self.arrivals if self.removed.isdisjoint((one.rank, one.peer))]
         found.flows = [one for one in self.flows if self.removed.isdisjoint((one.rank, one.peer))]
@@ -363,7 +367,7 @@ def _check_together(record: Record) -> None:
         return
     if isinstance(record, TransferEnd | Arrival | Flow | Probe | PathReading) and record.peer == record.rank:
         raise ValueError("a transfer of a rank with itself")
-    if isinstance(record, Beat | Arrival | Flow | Probe | PathReading):
+    if isinstance(record, Beat | ProcessState | Arrival | Flow | Probe | PathReading):
         return
     begin = record.started_s if isinstance(record, Span) else record.posted_s
     started_s = begin if record.started_s is None else record.started_s

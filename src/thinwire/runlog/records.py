@@ -17,6 +17,7 @@ FORMAT = "thinwire-records"
 VERSION = 1
 MOST_RANKS = 1 << 20
 FULL_DISK = "the disk is full"  # in the error of a last heartbeat, whatever else it says
+STOPPED, ENDED = "stopped", "ended"  # of a silent rank's process
 
 # Bounds of what a line may hold; the reader refuses the rest.
 Direction = Literal["sent", "received"]
@@ -166,6 +167,25 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessState:
+    """State of a silent rank's process, as another process of its host reads it from the kernel.
+
+    Attributes:
+        rank: The rank that wrote it; the silent one if it was no rank.
+        peer: The silent rank.
+        at_s: Time of the reading.
+        cpu: Share of a core that its threads ran or waited to run, in [0, 1]; -1 if unknown.
+        sleeps_in: As in `Beat`, of its main thread; `stopped` or `ended` for a process that is.
+    """
+
+    rank: Rank
+    peer: Rank
+    at_s: Seconds
+    cpu: Annotated[float, Meta(ge=-1, le=1)] = -1.0
+    sleeps_in: Text = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
     """Bytes received over a connection while a message over it is open.
 
@@ -262,7 +282,7 @@ class PathReading:
     is_up: bool = True
 
 
-Record = Communicator | Operation | TransferEnd | Span | Beat | Arrival | Flow | Probe | PathReading
+Record = Communicator | Operation | TransferEnd | Span | Beat | ProcessState | Arrival | Flow | Probe | PathReading
 
 KINDS: dict[str, type[Record]] = {
     "communicator": Communicator,
@@ -270,6 +290,7 @@ KINDS: dict[str, type[Record]] = {
     "transfer": TransferEnd,
     "span": Span,
     "beat": Beat,
+    "process": ProcessState,
     "arrival": Arrival,
     "flow": Flow,
     "probe": Probe,

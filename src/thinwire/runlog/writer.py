@@ -211,6 +211,11 @@ def record_paths(run_dir: Path, *, rank: int) -> tuple[Path, Path]:
     return run_dir / f"records-rank-{rank}.jsonl", run_dir / f"records-rank-{rank}.old.jsonl"
 
 
+def process_path(run_dir: Path, *, rank: int) -> Path:
+    """Return the path of the file that names a rank's process."""
+    return run_dir / f"records-rank-{rank}.pid"
+
+
 def record_writer(
     run_dir: Path, *, rank: int, most_bytes: int = MOST_FILE_BYTES, is_continued: bool = False,
     max_kept_bytes: int = MAX_KEPT_BYTES, warn: Callable[[str], None] = lambda text: None,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +19,11 @@ from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.live import RecordWindow
 from thinwire.recording.recorder import Recorder
 from thinwire.recording.thread_state import LONG_S, TrainingThread
+from thinwire.runlog.process_state import SilentProcesses, write_process
 from thinwire.runlog.reader import from_records
-from thinwire.runlog.records import Beat, Communicator, Operation, Record
+from thinwire.runlog.records import Beat, Communicator, Operation, ProcessState, Record
 from thinwire.runlog.run_folder import read_files
+from thinwire.runlog.writer import process_path, record_paths
 from thinwire.transport.call_sites import user_site
 
 MEASURED_S = 0.3
@@ -136,3 +143,68 @@ def test_a_recorder_of_training_samples_the_thread_that_made_it(
         found = [beat for beat in read_files([tmp_path]).beats if beat.stack]
     recorder.close()
     assert any("test_thread_state.py" in frame for frame in found[0].stack)
+    if sys.platform == "linux":
+        assert f" {os.getpid()} " in process_path(tmp_path, rank=0).read_text()
+
+
+SILENT = """
+import ctypes, re, sys, threading, time
+def beat():
+    while True:
+        print("{}", file=file, flush=True)
+        time.sleep(0.02)
+file, work = open(sys.argv[1], "w"), sys.argv[2]
+threading.Thread(target=beat, daemon=True).start()
+time.sleep(0.5)
+if work == "runs":
+    re.match("(a+)+$", "a" * 60 + "b")  # C code of hours that never releases the GIL
+elif work == "sleeps":
+    ctypes.PyDLL(None).sleep(60)
+else:
+    time.sleep(60)
+"""
+SEEN = {
+    "runs": "runs without releasing the GIL, with ",
+    "sleeps": "without releasing the GIL, or its container is frozen",
+    "stopped": "is stopped by a signal or a debugger",
+    "ended": "is no process any more",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is read from /proc")
+def test_what_a_rank_does_whose_recorder_cannot_run_is_seen_from_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.runlog.process_state.LONG_S", 0.4)
+    others, found = SilentProcesses(tmp_path, rank=0), dict[int, ProcessState]()
+    works = [*SEEN, "waits"]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank, work in enumerate(works, start=1):
+            line = [sys.executable, "-c", SILENT, str(record_paths(tmp_path, rank=rank)[0]), work]
+            processes.append(stack.enter_context(subprocess.Popen(line)))
+            stack.callback(processes[-1].kill)
+            write_process(tmp_path, rank=rank, process=Path(f"/proc/{processes[-1].pid}"))
+        while len(others.wrote) < len(works):
+            time.sleep(0.05)
+            assert not others.sample(), "a rank that has only begun to write is not silent"
+        processes[works.index("stopped")].send_signal(signal.SIGSTOP)
+        processes[works.index("ended")].kill()
+        for _ in range(1200):
+            time.sleep(0.05)
+            found |= {one.peer: one for one in others.sample()}
+            if len(found) >= len(SEEN):
+                break
+    assert sorted(found) == [1, 2, 3, 4], "the last one lives, and writes"
+    # the records of rank 1 end with its last operation, and those of the others go on
+    records = [one for one in hang() if not (isinstance(one, Beat) and one.rank == 1 and one.at_s > 8.0)]
+    window = RecordWindow()
+    for record in records:
+        window.add(record)
+    for seen, said in zip(sorted(found), SEEN.values(), strict=True):
+        state = replace(found[seen], peer=1, at_s=20.0)
+        window.add(state)
+        for job in (from_records([*records, state]), window.records()):
+            (finding,) = diagnose(job)
+            assert finding.where == "rank 1" and "its recorder is silent. Rank 1 " in finding.text
+            assert said in finding.text, (state, finding.text)

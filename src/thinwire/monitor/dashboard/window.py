@@ -16,6 +16,7 @@ from thinwire.runlog.records import (
     Operation,
     PathReading,
     Probe,
+    ProcessState,
     Record,
     Span,
     TransferEnd,
@@ -26,6 +27,7 @@ MOST_RECORDS = 12_000
 _LEAST_A_RANK = 128
 _MOST_COMMUNICATORS = 64
 _MOST_ARRIVALS, _MOST_FLOWS = 8, 256
+_State = Arrival | Flow | Probe | PathReading | ProcessState
 
 
 class RankWindow:
@@ -51,10 +53,7 @@ class RankWindow:
         self._ends: dict[tuple[str, int, str, int, int], TransferEnd] = {}
         self._spans: dict[tuple[str, int], Span] = {}
         self._beat: Beat | None = None
-        self._arrivals: dict[int, deque[Arrival]] = {}
-        self._flows: dict[int, FirstAndLatest[Flow]] = {}
-        self._probes: dict[int, FirstAndLatest[Probe]] = {}
-        self._paths: dict[tuple[int, int], FirstAndLatest[PathReading]] = {}
+        self._states: dict[type, dict[tuple[int, int], Any]] = defaultdict(dict)  # by peer and path
         self._parts: dict[tuple[int, int, str], int] = defaultdict(int)
 
     def add(self, record: Record, *, room: int) -> None:
@@ -72,12 +71,8 @@ class RankWindow:
             raise ValueError(f"a record of rank {record.rank} in the file of rank {self.rank}")
         if isinstance(record, Beat):
             self._beat = record
-        elif isinstance(record, Arrival | Flow | Probe):
-            self._add_of_wires(record, room=room)
-        elif isinstance(record, PathReading):
-            if (record.peer, record.path) in self._paths or len(self._paths) < room:
-                kept = self._paths.setdefault((record.peer, record.path), FirstAndLatest(_MOST_FLOWS))
-                kept.put(record.at_s, record)
+        elif isinstance(record, _State):
+            self._add_state(record, room=room)
         elif isinstance(record, Operation):
             _keep(self._operations, (record.communicator, record.sequence), record, room=room)
         elif isinstance(record, Span):
@@ -86,16 +81,15 @@ class RankWindow:
             key = (record.communicator, record.peer, record.direction, record.operation, record.part)
             _keep(self._ends, key, record, room=room)
 
-    def _add_of_wires(self, record: Arrival | Flow | Probe, *, room: int) -> None:
-        kept: dict[int, Any] = self._arrivals
-        if isinstance(record, Flow | Probe):
-            kept = self._flows if isinstance(record, Flow) else self._probes
-        if record.peer not in kept and len(kept) >= room:
+    def _add_state(self, record: _State, *, room: int) -> None:
+        key, kept = (record.peer, record.path if isinstance(record, PathReading) else 0), self._states[type(record)]
+        if key not in kept and len(kept) >= room:
             return
-        if isinstance(record, Arrival):
-            kept.setdefault(record.peer, deque(maxlen=_MOST_ARRIVALS)).append(record)
+        if isinstance(record, Arrival | ProcessState):
+            most = 1 if isinstance(record, ProcessState) else _MOST_ARRIVALS
+            kept.setdefault(key, deque(maxlen=most)).append(record)
         else:
-            kept.setdefault(record.peer, FirstAndLatest(_MOST_FLOWS)).put(record.at_s, record)
+            kept.setdefault(key, FirstAndLatest(_MOST_FLOWS)).put(record.at_s, record)
 
     def add_transfer(self, line: dict[str, Any], *, room: int) -> None:
         """Add a line of a run's transfers.
@@ -129,14 +123,15 @@ class RankWindow:
             *self._ends.values(),
             *self._spans.values(),
             *([self._beat] if self._beat else []),
-            *(one for own in self._arrivals.values() for one in own),
-            *(one for own in self._flows.values() for one in own.values()),
-            *(one for own in self._probes.values() for one in own.values()),
-            *(one for own in self._paths.values() for one in own.values()),
+            *(one for kept in self._states.values() for own in kept.values() for one in _values(own)),
         ]
         for record in found:
             records.num_lines += 1
             records.add(record)
+
+
+def _values(kept: deque[Any] | FirstAndLatest[Any]) -> list[Any]:
+    return list(kept) if isinstance(kept, deque) else kept.values()
 
 
 def room_for(num_ranks: int) -> int:

@@ -21,7 +21,7 @@ from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, probe_for
 from thinwire.monitor.detect.heartbeats import unrecorded
 from thinwire.monitor.detect.partition import cut_off, one_sided, partitioned
 from thinwire.monitor.detect.progress import PROGRESS, is_dead, is_still, slow_ranks, slow_wires
-from thinwire.monitor.detect.thread_activity import activity_of
+from thinwire.monitor.detect.thread_activity import activity_of, silent_activity
 from thinwire.monitor.detect.timeline import Job, Message
 from thinwire.monitor.detect.wait_graph import OperationWait, WaitGraph
 from thinwire.monitor.findings import (
@@ -538,7 +538,11 @@ def _outside(
     is_unsure = not gone and not set(still.inside) <= job.left and job.now_s - still.since_s < _sure_s(still)
     if is_unsure and (slow := slow_ranks(job, culprits, place, waited_since_s=still.since_s)) is not None:
         return slow
-    activity = None if gone else activity_of(job, culprits[0], since_s=still.since_s)
+    activity = silent_activity(job, gone[0], since_s=last_s) if gone else (
+        activity_of(job, culprits[0], since_s=still.since_s)
+    )  # fmt: skip
+    if gone and activity is not None:
+        who = "is silent"
     does = f" Rank {culprits[0]} {activity.text}." if activity is not None else ""
     found = Finding(
         kind="non-communication hang",
@@ -555,8 +559,8 @@ def _outside(
         text=f"{place.title} has {came} operation {still.sequence} of {job.group_name(still.communicator)}{sitting}; "
         f"its recorder {who}{', and it may also be very slow' if is_unsure else ''}.{does}",
         confidence=(0.95 if gone else PROGRESS.unsure if is_unsure else 0.9) * job.trust,
-        remedy="restart it or go on without it; its own log ends where it hangs" if gone
-        else activity.remedy if activity is not None
+        remedy=activity.remedy if activity is not None
+        else "restart it or go on without it; its own log ends where it hangs" if gone
         else "take its stack (py-spy dump): it hangs in its own code, such as data loading, a lock or a file",
     )  # fmt: skip
     return partitioned(job, found)

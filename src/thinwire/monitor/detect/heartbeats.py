@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 
 from thinwire.monitor.detect.partition import partitioned
+from thinwire.monitor.detect.thread_activity import silent_activity
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.findings import Finding, NoRecordsEvidence, Place, SilentRankEvidence
 
@@ -43,6 +44,7 @@ def find_silent(job: Job) -> list[Finding]:
         if _works_on(job, rank):
             found.append(_no_records(job, rank, last_s, job.heard_s[rank]))
             continue
+        activity = silent_activity(job, rank, since_s=last_s)
         found.append(partitioned(job, Finding(
             kind="non-communication hang", places=(Place(kind="rank", ranks=(rank,)),), since_s=last_s,
             evidence=SilentRankEvidence(
@@ -50,9 +52,10 @@ def find_silent(job: Job) -> list[Finding]:
                 usual_between_s=round(period_s, 3),
             ),
             text=f"Rank {rank} has given no sign of life for {silent_s:.1f} s, while others write on"
-            + _other(job, rank),
+            + (_other(job, rank) if activity is None else f". It {activity.text}."),
             confidence=0.9 * job.trust,
-            remedy="restart it or go on without it; its own log ends where it stopped",
+            remedy="restart it or go on without it; its own log ends where it stopped" if activity is None
+            else activity.remedy,
         )))  # fmt: skip
     return found
 

@@ -26,6 +26,7 @@ from thinwire.runlog.records import (
     Operation,
     PathReading,
     Probe,
+    ProcessState,
     Record,
     Span,
     TransferEnd,
@@ -111,6 +112,7 @@ class RecordWindow:
         self._spans: FirstAndLatest[Span] = FirstAndLatest(most_records)
         self._beats: dict[int, deque[Beat]] = {}
         self._samples: dict[int, Beat] = {}  # the latest of each rank's training thread, which outlives its heartbeats
+        self._processes: dict[int, ProcessState] = {}  # the latest of each rank
         self._arrivals: dict[tuple[int, int], deque[Arrival]] = {}
         self._flows: FirstAndLatest[Flow] = FirstAndLatest(LIVE.max_flows)
         self._probes: FirstAndLatest[Probe] = FirstAndLatest(LIVE.max_flows)
@@ -143,9 +145,13 @@ class RecordWindow:
         elif isinstance(record, Span):
             self._spans.put((record.rank, record.kind, record.step), record)
         else:
-            self._add_beat(record)
+            self._add_state(record)
 
-    def _add_beat(self, record: Beat) -> None:
+    def _add_state(self, record: Beat | ProcessState) -> None:
+        if isinstance(record, ProcessState):
+            if record.peer in self._beats:
+                self._processes[record.peer] = record
+            return
         _put_latest(self._beats, record.rank, record, most=LIVE.max_beats)
         if record.stack and record.rank in self._beats:
             self._samples[record.rank] = record
@@ -191,6 +197,7 @@ class RecordWindow:
         found.beats = [beat for rank, beats in self._beats.items() if rank not in gone for beat in beats]
         known = set(map(id, found.beats))
         found.beats[:0] = [one for rank, one in self._samples.items() if rank not in gone and id(one) not in known]
+        found.processes = [one for rank, one in self._processes.items() if rank not in gone]
         kept_ways = [own for way, own in self._arrivals.items() if gone.isdisjoint(way)]
         found.arrivals = [one for own in kept_ways for one in own]
         found.flows = [flow for flow in self._flows.values() if flow.rank not in gone and flow.peer not in gone]

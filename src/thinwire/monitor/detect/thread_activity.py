@@ -1,4 +1,4 @@
-"""Activity of a rank that others wait for: from samples of its training thread, whether it loops or waits."""
+"""Activity of a rank that others wait for: from samples of its training thread, or of its process from outside."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.monitor.detect.timeline import Job
+from thinwire.runlog.records import ENDED, STOPPED
 
 RUNNING = 0.5  # share of a core, waits for one included, from which on a thread runs
 _LOADER = "torch/utils/data/dataloader.py:"
+_DISK = "look at the disk or network file system that it reads or writes (dmesg)"
+_NATIVE_STACK = (
+    "take its native stack (py-spy dump --native, or gdb): a call into C code does not release Python's lock"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +28,7 @@ class Activity:
 
     text: str
     remedy: str
-    stack: Sequence[str]
+    stack: Sequence[str] = ()
 
 
 def activity_of(job: Job, rank: int, *, since_s: float) -> Activity | None:
@@ -55,9 +60,32 @@ def activity_of(job: Job, rank: int, *, since_s: float) -> Activity | None:
     if beat.sleeps_in.startswith("disk: "):
         return Activity(
             text=f"waits in the kernel ({beat.sleeps_in.removeprefix('disk: ')}){at}", stack=beat.stack,
-            remedy="look at the disk or network file system that it reads or writes (dmesg)",
+            remedy=_DISK,
         )  # fmt: skip
     return Activity(
         text=f"sleeps ({beat.sleeps_in or 'state unknown'}){at}", stack=beat.stack,
         remedy="look for a lock, a queue, a socket or another thread or process that it waits for at this line",
     )  # fmt: skip
+
+
+def silent_activity(job: Job, rank: int, *, since_s: float) -> Activity | None:
+    """Return what another process saw of a rank whose recorder is silent; None if that was before a time.
+
+    Nothing but the GIL keeps a recorder's thread from running in a process that is neither stopped nor waits for a
+    disk, since the process that saw it writes to the same folder.
+    """
+    at_s, seen = job.processes.get(rank, (since_s, None))
+    if seen is None or at_s < since_s:
+        return None
+    state, remedy = seen.sleeps_in, _NATIVE_STACK
+    if state == STOPPED:
+        text, remedy = "is stopped by a signal or a debugger", "go on with it (kill -CONT), and find out who stopped it"
+    elif state == ENDED:
+        text, remedy = "is no process any more", "read its log and the system's (dmesg names processes out of memory)"
+    elif state.startswith("disk: "):
+        text, remedy = f"waits in the kernel ({state.removeprefix('disk: ')})", _DISK
+    elif seen.cpu >= RUNNING:
+        text = f"runs without releasing the GIL, with {seen.cpu:.0%} of a core"
+    else:
+        text = f"sleeps ({state or 'state unknown'}) without releasing the GIL, or its container is frozen"
+    return Activity(text=text, remedy=remedy)

@@ -12,7 +12,16 @@ from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.clocks import Alignment, Sighting, SightingBook, align
 from thinwire.runlog.nccl_values import NcclRecords
 from thinwire.runlog.reader import Records
-from thinwire.runlog.records import Beat, Communicator, Flow, Operation, PathReading, Span, TransferEnd
+from thinwire.runlog.records import (
+    Beat,
+    Communicator,
+    Flow,
+    Operation,
+    PathReading,
+    ProcessState,
+    Span,
+    TransferEnd,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +133,7 @@ class Job:
         signalled: Sources and destinations whose connections have signs of life of their own.
         nccl: What NCCL's own tools wrote; its clocks are not brought together.
         samples: When each rank's training thread was sampled, and its state then, in order.
+        processes: When the process of a silent rank was read by another one, and its state then; the latest of each.
     """
 
     host_of: dict[int, str] = field(default_factory=dict)
@@ -152,6 +162,7 @@ class Job:
     signalled: set[tuple[int, int]] = field(default_factory=set)
     nccl: NcclRecords = field(default_factory=NcclRecords)
     samples: dict[int, list[tuple[float, Beat]]] = field(default_factory=dict)
+    processes: dict[int, tuple[float, ProcessState]] = field(default_factory=dict)
 
     def silence_s(self, rank: int) -> float:
         """Return the seconds of silence after which a rank counts as stopped."""
@@ -232,6 +243,8 @@ def build(records: Records, book: SightingBook | None = None) -> Job:
             job.samples.setdefault(beat.rank, []).append((fits[beat.rank].to_reference(beat.at_s), beat))
         if beat.is_last:
             job.goodbyes[beat.rank] = (fits[beat.rank].to_reference(beat.at_s), beat.error)
+    for process in sorted(records.processes, key=lambda one: one.at_s):  # both ranks share a clock
+        job.processes[process.peer] = fits[process.peer].to_reference(process.at_s), process
     _take_wires(job, records, shift)
     job.left = {beat.rank for beat in records.beats if beat.error and not beat.is_last}
     job.spans.sort(key=lambda span: span.step)
@@ -320,6 +333,7 @@ def _places(job: Job, records: Records) -> dict[int, str]:
         {operation.rank for operation in records.operations}, {end.rank for end in records.transfers},
         {end.peer for end in records.transfers},
         {span.rank for span in records.spans}, {beat.rank for beat in records.beats},
+        {process.peer for process in records.processes},
         *({one.rank for one in own} | {one.peer for one in own}
           for own in (records.arrivals, records.flows, records.probes, records.paths)),
     ]  # fmt: skip
