@@ -1,6 +1,7 @@
 """What `thinwire.watch` costs: steps of DDP on gloo with and without it, in turns, and the time of one small call.
 
     python benchmarks/diagnosis/watch_cost.py             # a few minutes on two cores; writes the results
+    python benchmarks/diagnosis/watch_cost.py --sites     # the call sites alone: microseconds of each call, in seconds
     python benchmarks/diagnosis/watch_cost.py --report    # the table of what is stored
 
 Two ranks, a thread each, on one machine. Blocks of steps with and without recording follow each other, so that what
@@ -17,6 +18,7 @@ import multiprocessing
 import os
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -89,6 +91,44 @@ def measure(rank: int, port: int, folder: str, pairs: int, steps: int, out: str)
         Path(out).write_text(json.dumps(told))
 
 
+def site_cost(port: int) -> str:
+    """Return the cost of a call's place in the code: the fastest of many repeats, in the real stack of a call."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+    import torch.distributed as dist
+
+    import thinwire
+    from thinwire.transport import collective_hooks
+
+    made: dict[str, Any] = {"user_site": collective_hooks.user_site, "clock": time.perf_counter, "best": {}, "sys": sys}
+    # a frame of the library around it, since the place of a frame of this file would be found at once
+    code = compile(SITE_TIMER, collective_hooks.__file__, "exec")
+    exec(code, made)
+    collective_hooks.user_site = made["timed_site"]
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+    with tempfile.TemporaryDirectory() as folder, thinwire.watch(folder):
+        for _ in range(20):
+            dist.all_reduce(torch.ones(16))
+            model(torch.ones(2, 64)).sum().backward()
+    dist.destroy_process_group()
+    lines = ["| frames above the call's kernel | microseconds |", "| --- | --- |"]
+    return "\n".join(lines + [f"| {depth} | {1e6 * took_s:.2f} |" for depth, took_s in sorted(made["best"].items())])
+
+
+SITE_TIMER = """
+def timed_site():
+    begin = clock()
+    for _ in range(2000):
+        user_site()
+    took_s, depth, frame = (clock() - begin) / 2000, 0, sys._getframe(1)
+    while frame is not None:
+        depth, frame = depth + 1, frame.f_back
+    best[depth] = min(best.get(depth, 1.0), took_s)
+    return user_site()
+"""
+
+
 def table(told: dict[str, Any]) -> str:
     lines = ["| with two ranks | clock, without | with | ratio (quartiles) | CPU, without | with | ratio (quartiles) |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- |")
@@ -108,7 +148,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--sites", action="store_true")
     options = parser.parse_args()
+    if options.sites:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        print(site_cost(port))
+        return
     if not options.report:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]

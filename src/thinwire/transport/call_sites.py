@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import sysconfig
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
-_MOST_FRAMES = 64  # of one stack that are looked at
+_MOST_SITES = 4096
 _OWN = str(Path(__file__).parents[1])
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 # Roots whose files are nobody's own code, with the name that a frame below them is shown with.
@@ -19,6 +19,8 @@ _LIBRARIES = (
     (sysconfig.get_paths()["stdlib"], "python"),
 )
 _shown: dict[str, tuple[str, bool]] = {}
+_library_files: set[str] = set()
+_sites: dict[tuple[int, int], tuple[str, CodeType]] = {}  # by code and instruction
 
 
 def shown_file(path: str) -> tuple[str, bool]:
@@ -44,18 +46,27 @@ def _named(path: str) -> tuple[str, bool]:
     return path.rpartition("/")[2], not path.startswith("<")
 
 
-def user_site(frame: FrameType | None = None) -> str:
+def user_site() -> str:
     """Return the innermost place of the user's own code as `file:line`; empty if the stack holds none.
 
-    Args:
-        frame: Where to begin; the caller's by default.
+    It is called before each call of a process group, so it makes no text twice: a frame's line is decoded from a table
+    whose length is that of the function, and costs more than all else here.
     """
-    frame = sys._getframe(1) if frame is None else frame
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            return ""
-        name, is_own = shown_file(frame.f_code.co_filename)
-        if is_own:
-            return f"{name}:{frame.f_lineno}"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename not in _library_files:
+            place = id(code), frame.f_lasti
+            known = _sites.get(place)
+            if known is not None:
+                return known[0]
+            name, is_own = shown_file(code.co_filename)
+            if is_own:
+                if len(_sites) >= _MOST_SITES:
+                    _sites.clear()
+                site = f"{name}:{frame.f_lineno}"
+                _sites[place] = site, code  # the code is held, so that no other one gets its id
+                return site
+            _library_files.add(code.co_filename)
         frame = frame.f_back
     return ""

@@ -76,6 +76,11 @@ def test_a_loop_and_a_lock_are_told_apart_by_the_share_of_a_core_and_the_sleep()
 def test_a_call_site_is_the_innermost_place_of_own_code() -> None:
     line = sys._getframe().f_lineno + 1
     assert user_site() == f"test_thread_state.py:{line}"
+    assert [user_site() for _ in range(2)] == [f"test_thread_state.py:{line + 1}"] * 2, "also the second time"
+    for number in range(50):  # of codes that are gone, whose place in memory others take
+        made = {"user_site": user_site}
+        exec(compile("\n" * number + "site = user_site()", f"/home/me/run{number}.py", "exec"), made)
+        assert made["site"] == f"run{number}.py:{number + 1}"
 
 
 def hang(**state: object) -> list[Record]:
