@@ -31,6 +31,7 @@ from thinwire.site.layers import LayerOption, cheapest_options
 from thinwire.site.pipeline import chunk_layers
 from thinwire.site.placement import place
 from thinwire.site.site_file import Site
+from thinwire.units import format_seconds
 
 FORMAT, VERSION = "thinwire-site-plan", 1
 # Pipelines that are simulated at most (other layouts have a closed form), layouts whose placement is annealed, and
@@ -544,17 +545,17 @@ CAUSES = {
 
 
 def why_slower(step: StepCost, best: StepCost) -> str:
-    """Return the cause that costs a layout most beside the best one."""
+    """Return the cause that costs a layout most beside the best one, in seconds: shares are of different steps."""
     own, others = step.parts_s, best.parts_s
     cause = max(CAUSES, key=lambda name: own[name] - others[name])
     if step.step_s <= best.step_s * (1 + TIE):
         more = _num_cuts(step.layout.degrees) - _num_cuts(best.layout.degrees)
         return f"as fast within {TIE:.1%}, {'with more degrees above 1' if more > 0 else 'not faster'}"
-    share = step.step_s / best.step_s - 1
-    return (
-        f"{share:.1%} slower: {CAUSES[cause]} take {_percent(own[cause], step.step_s)} of its step, "
-        f"{_percent(others[cause], best.step_s)} of the best one's"
-    )
+    found = f"{step.step_s / best.step_s - 1:.1%} slower"
+    if own[cause] <= others[cause]:  # the ranks that work longest have different causes
+        return found
+    times = f"{format_seconds(own[cause])} a step instead of {format_seconds(others[cause])}"
+    return f"{found}, most by {CAUSES[cause]}: {times}"
 
 
 def _rank(step: StepCost) -> tuple[int, float, float, Degrees]:
@@ -633,7 +634,3 @@ def _degrees_entry(degrees: Degrees) -> dict[str, int]:
 
 def _gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB"
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{part / whole:.0%}"

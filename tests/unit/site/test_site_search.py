@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from dataclasses import replace
 from itertools import pairwise, permutations
@@ -27,6 +28,7 @@ from thinwire.site.search import (
     starts,
 )
 from thinwire.site.site_file import NodeLink, Site, SiteNode
+from thinwire.units import parse_seconds
 
 SMALL = decoder_shape(layers=4, width=256, heads=4, vocab_size=1000, seq_len=128)
 SEVEN = decoder_shape(layers=32, width=4096, heads=32, vocab_size=32_000, seq_len=2048, is_head_tied=True)
@@ -153,9 +155,15 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_it_takes() -> None:
 
 
 def test_the_plan_names_why_the_others_lost() -> None:
-    found = plan_site(nodes(2, 2, flops=1e13), SMALL, global_batch=24).to_json()
+    plan = plan_site(nodes(2, 2, flops=1e13), SMALL, global_batch=24)
+    found = plan.to_json()
     assert {"degrees", "schedule", "micro_batch", "accumulation", "peak_bytes", "step_s", "refused"} <= set(found)
-    assert found["runners_up"] and all(one["reason"] for one in found["runners_up"])
+    assert found["runners_up"]
+    for step, one in zip(plan.runners_up, found["runners_up"], strict=True):
+        slower = re.fullmatch(r"(.*)% slower(?:, most by .*: (.*) a step instead of (.*))?", one["reason"])
+        assert (slower is None) == (step.step_s <= plan.best.step_s * 1.005), one["reason"]
+        if slower is not None and slower[2] is not None:  # a cause costs more in the slower layout
+            assert parse_seconds(slower[2]) >= parse_seconds(slower[3])
     assert sorted(found["rank_order"]) == ["n0/0", "n0/1", "n1/0", "n1/1"]
     degrees = found["degrees"]
     assert degrees["pp"] * degrees["dp_replicate"] * degrees["dp_shard"] * degrees["cp"] * degrees["tp"] == 4
