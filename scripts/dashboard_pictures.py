@@ -3,7 +3,7 @@
     python scripts/dashboard_pictures.py --run runs/demo --sizes small --out docs/assets    # the pictures of the docs
     python scripts/dashboard_pictures.py --out pictures    # of a rehearsed run with a slow link
 
-The rehearsed run is made by `thinwire.monitor.synthetic_jobs`: nothing was trained, and its loss is a formula.
+The rehearsed run is made by `tests.synthetic_jobs`: nothing was trained, and its loss is a formula.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from thinwire.monitor.dashboard.server import DashboardServer, Feed
 from thinwire.monitor.dashboard.snapshot import RunFollower
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Place
-from thinwire.monitor.synthetic_jobs import NOISES, InjectedFault, Scene, synthesize
 from thinwire.runlog.reader import from_records
 from thinwire.runlog.records import Communicator, Record, Span, header_line, to_line
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.synthetic_jobs import NOISES, InjectedFault, Scene, synthesize
 
 _STEPS_A_ROUND, _TOKENS_A_STEP, _WIRE_BYTES = 20, 4096, 500_009
 # Width and height in CSS pixels, and pixels of the picture for each.

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from thinwire.monitor.synthetic_jobs import NOISES, InjectedFault, Scene, synthesize
+from tests.synthetic_jobs import NOISES, InjectedFault, Scene, synthesize
 from thinwire.runlog.records import Communicator, header_line, to_line
 
 HOSTS = ("a", "b", "c")

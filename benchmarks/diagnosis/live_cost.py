@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 from thinwire.monitor.live_diagnosis import LiveDiagnosis, Members
 from thinwire.monitor.remediation import Action, Policy, Steering
-from thinwire.monitor.synthetic_jobs import Scene, synthesize
 from thinwire.runlog.records import Communicator, header_line, to_line
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.synthetic_jobs import Scene, synthesize
 
 
 class Nobody:

@@ -12,14 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 from thinwire.monitor.detect.diagnose import diagnose
-from thinwire.monitor.fault_matrix import clean_scenes, compare, pairs_of_faults, scenes
-from thinwire.monitor.synthetic_jobs import NOISES, synthesize
 from thinwire.runlog.reader import from_records
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.fault_matrix import clean_scenes, compare, pairs_of_faults, scenes
+from tests.synthetic_jobs import NOISES, synthesize
 
 RESULTS = Path(__file__).parents[1] / "results" / "diagnosis.jsonl"
 VERDICTS = ("right", "ambiguous", "wrong place", "wrong kind", "missed")

@@ -4,7 +4,7 @@
     python benchmarks/methods/attacks.py --report   # the table of what is stored
 
 All workers hold the same parameters, so one model computes the gradients of the 12 honest ones, one batch of 16 images
-each and step; the 3 bad vectors come from `thinwire.methods.robust.attacks.attack`, which knows the honest ones.
+each and step; the 3 bad vectors come from `tests.attacks.attack`, which knows the honest ones.
 The rule joins all 15 and SGD with momentum steps with the result. Rates were not tuned for rules or attacks.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from thinwire.methods import robust
-from thinwire.methods.robust.attacks import ATTACKS, attack
 from thinwire.shared_random import derive_seed
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.attacks import ATTACKS, attack
 
 RESULTS = Path(__file__).parents[1] / "results" / "attacks.jsonl"
 WORKERS, BAD, STEPS, BATCH, LR, MOMENTUM = 15, 3, 150, 16, 0.05, 0.9

@@ -14,10 +14,10 @@ import pytest
 
 from tests.rehearsed_run import finding_line, write_records
 from tests.sample_runs import append, step_line, write_run
+from tests.synthetic_jobs import InjectedFault
 from thinwire.monitor.dashboard.server import dashboard_page
 from thinwire.monitor.dashboard.snapshot import snapshot
 from thinwire.monitor.findings import Place
-from thinwire.monitor.synthetic_jobs import InjectedFault
 
 NODE = shutil.which("node")
 PAGE = dashboard_page().holding("").decode()

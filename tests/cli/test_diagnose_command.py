@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.synthetic_jobs import InjectedFault, Scene, synthesize
 from thinwire.cli.diagnose import FOUND, DiagnoseOptions, main
 from thinwire.monitor.findings import Place
-from thinwire.monitor.synthetic_jobs import InjectedFault, Scene, synthesize
 from thinwire.runlog.records import Beat, Communicator, Span, header_line, to_line
 
 HOSTS = ("a", "b", "c")

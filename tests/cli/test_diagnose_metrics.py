@@ -6,12 +6,12 @@ from pathlib import Path
 
 from tests.prometheus_text import read
 from tests.rehearsed_run import write_records
+from tests.synthetic_jobs import InjectedFault
 from thinwire.cli.diagnose import FOUND, main
 from thinwire.monitor.detect.diagnose import findings_of
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Place
 from thinwire.monitor.prometheus_text import findings_text
-from thinwire.monitor.synthetic_jobs import InjectedFault
 from thinwire.runlog.reader import from_records
 from thinwire.runlog.records import Communicator, Span, header_line, to_line
 

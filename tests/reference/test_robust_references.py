@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from tests.attacks import ATTACKS, Attack, attack
 from thinwire.averaging.aggregation_rules import (
     Aggregate,
     CoordinateMedian,
@@ -19,7 +20,6 @@ from thinwire.averaging.aggregation_rules import (
     token_weight,
 )
 from thinwire.methods.robust import Krum, MultiKrum
-from thinwire.methods.robust.attacks import ATTACKS, Attack, attack
 from thinwire.methods.robust.flag import FlagAggregator
 
 Rows = list[list[float]]

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import thinwire
+from tests.attacks import attack_script
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build
 from thinwire.methods import all_reduce, robust
-from thinwire.methods.robust.attacks import attack_script
 from thinwire.transport.faulty import FaultyTransport
 from thinwire.transport.loopback import LoopbackTransport
 

@@ -38,7 +38,7 @@ class Fault:
         delay_s: Seconds of a delay.
         byte: Which byte of the message is flipped, counted from its start (header) or, negative, from its end.
         forge: Makes the payload of a lie (uint8, as many bytes) of the true one and its envelope; only sent messages
-            are hit. `thinwire.methods.robust.attacks` has ready ones.
+            are hit.
 
     Raises:
         ValueError: The kind is unknown, a delay is not positive, a lie has no `forge` or is received, or a death is
@@ -69,7 +69,7 @@ class Fault:
         if (self.kind == "forge") != (self.forge is not None) or (self.forge and self.direction == "received"):
             raise ValueError(
                 f"forge must be given for a lie, which is sent, and for nothing else, got forge={self.forge} for "
-                f"{self.kind} with direction={self.direction}; thinwire.methods.robust.attacks has ready ones"
+                f"{self.kind} with direction={self.direction}"
             )
         if self.is_death and (self.direction is not None or self.fragment is not None):
             raise ValueError(f"{self.kind} ends a whole connection; leave direction and fragment out")

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.averaging.exchange import AllGather
-from thinwire.averaging.round_context import RoundContext
-from thinwire.averaging.topology import Peers
-from thinwire.codecs import by_name
-from thinwire.methods.robust.attacks import (
+from tests.attacks import (
     ATTACKS,
     LONE_ATTACKS,
     PayloadAttack,
@@ -19,6 +15,10 @@ from thinwire.methods.robust.attacks import (
     attack_script,
     largest_hidden_shift,
 )
+from thinwire.averaging.exchange import AllGather
+from thinwire.averaging.round_context import RoundContext
+from thinwire.averaging.topology import Peers
+from thinwire.codecs import by_name
 from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.faulty import FaultyTransport
 from thinwire.transport.loopback import LoopbackTransport, LoopbackWorld

@@ -14,12 +14,12 @@ import pytest
 
 from tests.rehearsed_run import finding_line, write_records
 from tests.sample_runs import append, step_line, write_run
+from tests.synthetic_jobs import InjectedFault
 from thinwire.errors import DataError
 from thinwire.monitor.dashboard.chart_data import Curve
 from thinwire.monitor.dashboard.snapshot import RunFollower, snapshot
 from thinwire.monitor.dashboard.window import RankWindow
 from thinwire.monitor.findings import Place
-from thinwire.monitor.synthetic_jobs import InjectedFault
 from thinwire.runlog.reader import MOST_LINE_BYTES
 from thinwire.runlog.records import Operation, TransferEnd
 from thinwire.runlog.tailer import JsonlTailer

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.synthetic_jobs import NOISES, InjectedFault, Scene, _Synthesis
 from thinwire.monitor.detect import diagnose as diagnose_module
 from thinwire.monitor.detect.change_points import ChangePointDetector
 from thinwire.monitor.detect.clocks import Sighting, SightingBook, align
@@ -17,7 +18,6 @@ from thinwire.monitor.detect.live import LiveDetector, RecordWindow
 from thinwire.monitor.detect.slow_compute import work_times
 from thinwire.monitor.detect.timeline import Job, Message, build
 from thinwire.monitor.findings import Place
-from thinwire.monitor.synthetic_jobs import NOISES, InjectedFault, Scene, _Synthesis
 from thinwire.runlog.reader import from_records
 from thinwire.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.rehearsed_run import write_records
+from tests.synthetic_jobs import InjectedFault, Scene, synthesize
 from thinwire.monitor.dashboard.snapshot import snapshot
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Place
 from thinwire.monitor.heat import HeatMap, heat_maps, summary_sentence, to_page
-from thinwire.monitor.synthetic_jobs import InjectedFault, Scene, synthesize
 from thinwire.runlog.reader import from_records
 from thinwire.runlog.records import Record, Span
 from thinwire.runlog.run_folder import read_files

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.synthetic_jobs import InjectedFault, Scene, synthesize
 from thinwire.errors import DataError
 from thinwire.monitor.detect.live import LiveDetector, News, RecordWindow, is_one_cause
 from thinwire.monitor.findings import Finding, Kind, Place
-from thinwire.monitor.synthetic_jobs import InjectedFault, Scene, synthesize
 from thinwire.runlog.records import (
     Beat,
     Communicator,

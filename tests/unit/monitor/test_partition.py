@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.rehearsed_run import write_records
+from tests.synthetic_jobs import InjectedFault
 from thinwire.cli.main import main
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.findings import Finding, Place
-from thinwire.monitor.synthetic_jobs import InjectedFault
 from thinwire.runlog.reader import from_records
 from thinwire.runlog.records import (
     Arrival,

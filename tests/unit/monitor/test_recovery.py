@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from tests.synthetic_jobs import InjectedFault, Place, Scene, synthesize
 from thinwire.monitor.detect.change_points import ChangePointDetector, median
 from thinwire.monitor.detect.delay_matrix import DelayMatrix
 from thinwire.monitor.detect.diagnose import diagnose
@@ -15,7 +16,6 @@ from thinwire.monitor.detect.link_history import ENDPOINT_CUSUM, EndpointHistory
 from thinwire.monitor.detect.live import LiveDetector
 from thinwire.monitor.detect.slow_compute import regular_stalls
 from thinwire.monitor.findings import report
-from thinwire.monitor.synthetic_jobs import InjectedFault, Place, Scene, synthesize
 from thinwire.runlog.reader import from_records
 from thinwire.runlog.records import Record
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.synthetic_jobs import Scene, synthesize
 from thinwire.errors import DataError
 from thinwire.monitor.detect.clocks import Sighting, align
 from thinwire.monitor.detect.diagnose import diagnose
-from thinwire.monitor.synthetic_jobs import Scene, synthesize
 from thinwire.runlog.reader import MOST_LINE_BYTES, Records, from_records, parse_line, read_records, take_line
 from thinwire.runlog.records import (
     Arrival,

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from thinwire.monitor.detect.diagnose import diagnose
-from thinwire.monitor.fault_matrix import (
+from tests.fault_matrix import (
     HANGS,
     FaultResult,
     clean_scenes,
@@ -16,8 +15,9 @@ from thinwire.monitor.fault_matrix import (
     pairs_of_faults,
     scenes,
 )
+from tests.synthetic_jobs import NOISES, InjectedFault, Scene, synthesize
+from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Place
-from thinwire.monitor.synthetic_jobs import NOISES, InjectedFault, Scene, synthesize
 from thinwire.runlog.reader import from_records
 
 # Two hundred scenes are played for all tests together: minutes of a core, more where others use it too.

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.synthetic_jobs import InjectedFault, Scene, synthesize
 from thinwire.monitor.detect.diagnose import findings_of
 from thinwire.monitor.detect.timeline import Job, build
 from thinwire.monitor.findings import Place
-from thinwire.monitor.synthetic_jobs import InjectedFault, Scene, synthesize
 from thinwire.monitor.trace import to_trace
 from thinwire.runlog.reader import from_records
 from thinwire.runlog.records import Beat, Communicator, Operation, Span, TransferEnd

@@ -280,15 +280,6 @@ class LiveDetector:
     Attributes:
         num_failed: Updates at which the detectors themselves failed, without findings.
         problem: Latest of these errors.
-
-    Example:
-        >>> from thinwire.monitor.synthetic_jobs import synthesize
-        >>> from thinwire.monitor.synthetic_jobs import InjectedFault, Scene
-        >>> slow = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 1)), begin=20, severity=6.0)
-        >>> detector = LiveDetector(updates_until_new=2)
-        >>> detector.add(synthesize(Scene(hosts=("a", "b", "c"), rounds=40, faults=(slow,))))
-        >>> detector.update(), [(news.state, news.finding.where) for news in detector.update()]
-        ([], [('new', 'link 0 -> 1')])
     """
 
     def __init__(

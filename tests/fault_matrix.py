@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tests.synthetic_jobs import NOISES, FaultKind, InjectedFault, Pattern, Scene
 from thinwire.monitor.findings import Finding, Kind, Place
-from thinwire.monitor.synthetic_jobs import NOISES, FaultKind, InjectedFault, Pattern, Scene
 
 Verdict = Literal["right", "ambiguous", "wrong place", "wrong kind", "missed"]
 
