@@ -42,6 +42,8 @@ class Setting:
         num_steps: Where it ends.
         jitter: Standard deviation of a step's time, as a share of it.
         has_own_pace: Whether slow replicas aim ahead.
+        allows_overdue: Whether training goes on where a result is overdue.
+        cut: Replicas that the coordinator does not reach, and from when until when, seconds; messages come late.
     """
 
     schedule: Schedule
@@ -51,6 +53,12 @@ class Setting:
     num_steps: int
     jitter: float = 0.0
     has_own_pace: bool = True
+    allows_overdue: bool | None = None
+    cut: tuple[tuple[int, ...], float, float] = ((), 0.0, 0.0)
+
+    @property
+    def tolerates_overdue(self) -> bool:
+        return self.overlap_steps > 0 if self.allows_overdue is None else self.allows_overdue
 
 
 class _Flight:
@@ -75,6 +83,7 @@ class PacedEngine(RoundEngine):
         self.statistics = SyncStatistics()
         self.state = EngineState(work=UncountedWork(num_fragments=setting.num_fragments))
         self.catch_up = driver
+        self.update = None
         self.offered: dict[int, int] = {}
         driver.bind(self)
 
@@ -107,7 +116,7 @@ class Runner:
     def __init__(self, town: "PacedTown", replica: int, setting: Setting) -> None:
         self.town, self.replica, self.setting = town, replica, setting
         self.parts: dict[int, int] = {}
-        self.ended_s = 0.0
+        self.ended_s = self.waited_s = 0.0
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._waits_for: Callable[[], bool] | None = None
         self.session = CoordinatorSession(
@@ -129,7 +138,7 @@ class Runner:
             slack_steps=overlap_steps / 4, now=lambda: town.clock.now_s,
         )  # fmt: skip
         return ElasticDriver(
-            lambda: session.view.step, tolerates_overdue=overlap_steps > 0,
+            lambda: session.view.step, tolerates_overdue=setting.tolerates_overdue,
             grace_steps=grace_steps(sync_interval=interval_steps, overlap_steps=overlap_steps),
             own_pace=own_pace if setting.has_own_pace else None,
         )  # fmt: skip
@@ -148,7 +157,7 @@ class Runner:
 
     def _say(self, kind: str, **fields: Any) -> None:
         message = decode(encode(kind, **fields), to_member=False)
-        self.town.after(WORD_S, lambda: self.town.hear(self.replica, message))
+        self.town.after(self.town.word_s(self.replica), lambda: self.town.hear(self.replica, message))
 
     def hear(self, message: dict[str, Any]) -> None:
         self.session.receive(message)
@@ -187,8 +196,9 @@ class Runner:
 
     def wait_until(self, what: Callable[[], bool]) -> None:
         if not what():
-            self._waits_for = what
+            self._waits_for, began_s = what, self.town.clock.now_s
             self._yield()
+            self.waited_s += self.town.clock.now_s - began_s
 
     def look(self) -> None:
         if self._waits_for is not None and self._waits_for():
@@ -211,12 +221,14 @@ class Ended:
     Attributes:
         seconds: By replica, how long it took.
         trained: By replica, how many steps it did itself.
+        waited: By replica, how long its training waited for results, seconds.
         rounds: By round, whose parts its mean is made of.
         own_share: By replica, of how many of the rounds' means it is a part, but for the first interval's.
     """
 
     seconds: list[float]
     trained: list[int]
+    waited: list[float]
     rounds: dict[int, tuple[int, ...]]
     own_share: list[float] = field(default_factory=list)
 
@@ -231,6 +243,7 @@ class PacedTown:
             CoordinatorConfig(
                 job={"thinwire": __version__}, initial_replicas=len(setting.step_s),
                 sync_interval=setting.schedule.sync_interval, overlap_steps=setting.overlap_steps, shard_windows=8,
+                allows_overdue=setting.tolerates_overdue,
             ),
             send=self._send, record=lambda what, fields: None, generation="g",
         )  # fmt: skip
@@ -241,13 +254,19 @@ class PacedTown:
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         self.clock.at(self.clock.now_s + seconds, action)
 
+    def word_s(self, number: int) -> float:
+        """Return how long a message takes between the coordinator and a replica."""
+        replicas, from_s, until_s = self.setting.cut
+        is_cut = number in replicas and from_s <= self.clock.now_s < until_s
+        return WORD_S + (until_s - self.clock.now_s if is_cut else 0.0)
+
     def hear(self, number: int, message: dict[str, Any]) -> None:
         self.coordinator.handle(b"%d" % number, message, now_s=self.clock.now_s)
 
     def _send(self, token: bytes, kind: str, fields: dict[str, Any]) -> None:
         message = decode(encode(kind, **fields), to_member=True)
         runner = self.runners[int(token)]
-        self.after(WORD_S, lambda: runner.hear(message))
+        self.after(self.word_s(runner.replica), lambda: runner.hear(message))
 
     def _tick(self) -> None:
         if not all(one.has_ended for one in self.runners):
@@ -265,6 +284,7 @@ class PacedTown:
         return Ended(
             seconds=[one.ended_s - 1.0 for one in self.runners],
             trained=[one.engine.trained for one in self.runners],
+            waited=[one.waited_s for one in self.runners],
             rounds=rounds,
             own_share=[statistics.mean(one.replica in members for members in counted) for one in self.runners],
         )

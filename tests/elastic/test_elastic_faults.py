@@ -45,6 +45,7 @@ class Worker:
         interval: int = INTERVAL,
         steps: int = STEPS,
         bears: bool = False,
+        blend: float = 0.5,
         held: int = 0,
     ) -> None:
         self.resident = Resident(town, name=name, held=held)
@@ -63,7 +64,9 @@ class Worker:
         self.model = build()
         self.driver = ElasticDriver(self.resident.seat.known_step, grace_steps=patience_steps, tolerates_overdue=bears)
         self.driver.observers.append(self)
-        method = thinwire.methods.streaming_diloco(sync_interval=interval, overlap_steps=1, num_fragments=2)
+        method = thinwire.methods.streaming_diloco(
+            sync_interval=interval, overlap_steps=1, num_fragments=2, blend=blend
+        )
         self.optimizer = thinwire.DistributedOptimizer(
             self.model, torch.optim.SGD(self.model.parameters(), lr=0.05),
             method=elastic(method, session=self.resident.seat, find=self.findings.append),

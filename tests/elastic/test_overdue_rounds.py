@@ -39,11 +39,11 @@ def looked_for(what: Callable[[], bool]) -> bool:
     return what()
 
 
-@pytest.mark.parametrize("bears", [False, True])
+@pytest.mark.parametrize(("bears", "blend"), [(False, 0.5), (True, 0.5), (True, 0.0)])
 def test_training_goes_on_while_a_round_is_overdue_until_its_fragment_is_launched_again(
-    street: Callable[..., Street], bears: bool
+    street: Callable[..., Street], bears: bool, blend: float
 ) -> None:
-    run = street(2, interval=20, steps=60, bears=bears)
+    run = street(2, interval=20, steps=60, bears=bears, blend=blend)
     exchanged: list[tuple[int, int]] = []
     first, second = run.workers
     first.driver.observers[:] = [

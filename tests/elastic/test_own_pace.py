@@ -1,5 +1,6 @@
 """A slow replica does fewer steps an interval, is in every mean, and makes no fast one wait: in virtual time."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -8,6 +9,8 @@ from paced_town import Ended, PacedTown, Setting
 import thinwire
 from thinwire.elastic.adaptive_local_steps import AdaptiveLocalSteps, PeerPace, is_slower
 from thinwire.elastic.rounds import ElasticRounds
+from thinwire.runlog.run_identity import RunIdentity
+from thinwire.training.elastic.job import LoopJob
 
 INTERVALS, STEP_S, JITTER = 20, 1.0, 0.1
 # How many times the fastest one's step time each replica needs.
@@ -50,6 +53,20 @@ def test_a_slow_replica_is_in_every_mean_and_a_fast_one_hardly_waits(
         # at most one step an interval is lost to waiting, and a share to what steps' times scatter
         assert trained >= INTERVALS * (0.9 * interval / speed - 1) - 1
         assert trained >= INTERVALS * 0.95
+
+
+@pytest.mark.parametrize("name", ["iso_loco", "streaming_diloco"])
+def test_a_cut_between_the_coordinator_and_most_replicas_makes_none_wait(name: str) -> None:
+    method = getattr(thinwire.methods, name)(sync_interval=60, overlap_steps=5, num_fragments=3)
+    identity = RunIdentity(run="0" * 16, config_digest="0" * 32, incarnations=("0" * 16,))
+    job = LoopJob.of(method, setup={}, num_replicas=4, last_step=240, identity=identity)
+    setting = Setting(
+        schedule=method.schedule, num_fragments=3, overlap_steps=job.overlap_steps, step_s=(0.55,) * 4, num_steps=240,
+        jitter=JITTER, allows_overdue=job.allows_overdue, cut=((1, 2, 3), 31.0, 42.5),
+    )  # fmt: skip
+    found = PacedTown(setting).run()
+    assert sum(found.waited) < 0.01 * sum(found.seconds) and min(found.trained) >= 0.97 * 240
+    assert sum(PacedTown(replace(setting, allows_overdue=False)).run().waited) > 15
 
 
 def test_without_an_own_pace_a_slow_replica_is_late_and_others_wait_for_it() -> None:

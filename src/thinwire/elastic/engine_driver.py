@@ -12,6 +12,7 @@ from thinwire.sync.catch_up import leaps
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round, needed_for
+from thinwire.sync.updates import BoundLateOuterStep
 
 
 class StepObserver(Protocol):
@@ -129,6 +130,10 @@ class ElasticDriver:
         self._overdue.append((step, self._engine.applies(step)))
         while self._overdue and not (self._tolerates_overdue and not self._have_arrived(self._overdue[0][1])):
             yield from self._next_due()
+        update = self._engine.update
+        if self._overdue and isinstance(update, BoundLateOuterStep):
+            for round in self._overdue[-1][1]:
+                update.defer(round)
 
     def overdue(self) -> Iterator[Round]:
         self._load_late_state()

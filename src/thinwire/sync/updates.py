@@ -293,7 +293,7 @@ class LateOuterStep:
     A replica whose part is in the mean blends: `local = alpha * local + (1 - alpha) * global`. One whose part came too
     late moves along: `local = (local - old global) + new global`, so that its distance from the global value stays what
     it was. That distance is its next pseudo-gradient: all that no round has counted yet, once, and what it trains until
-    then.
+    then. At alpha 0 a result that comes after its step would erase what was trained since, so that is added to it.
 
     Args:
         optimizer: Moves the global parameters.
@@ -323,8 +323,22 @@ class LateOuterStep:
 class BoundLateOuterStep(BoundDelayedOuterStep):
     """See `LateOuterStep`."""
 
+    def __init__(self, spec: OuterStep, view: BoundView) -> None:
+        super().__init__(spec, view)
+        self._at_due: dict[int, torch.Tensor] = {}  # by overdue round: the local values at the step that it was due
+
+    def defer(self, round: Round) -> None:
+        """Note that a round is due and its result is not here: training goes on, and `apply` comes later."""
+        if self._spec.blend == 0:
+            self._at_due[round.id] = self._parameters.read(round.fragment)
+
     def apply(self, round: Round, average: Average) -> None:
-        if average.is_counted:
-            BoundOuterStep.apply(self, round, average)
-        else:
+        at_due = self._at_due.pop(round.id, None)
+        if not average.is_counted:
             super().apply(round, average)
+            return
+        trained_since = None if at_due is None else self._parameters.read(round.fragment).sub_(at_due)
+        BoundOuterStep.apply(self, round, average)
+        if trained_since is not None:
+            value = self._parameters.values[round.fragment].to(trained_since.device)
+            self._parameters.write(round.fragment, trained_since.add_(value))

@@ -74,6 +74,28 @@ def test_what_was_counted_is_blended_as_ever():
     assert same(*found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_result_that_comes_after_its_step_erases_nothing_that_was_trained_since(dtype):
+    average = lambda: Average(mean=torch.linspace(-1, 1, 8), reference_hashes={}, members=(0, 1))  # noqa: E731
+    found = []
+    for has_trained in (False, True):
+        model, view, _ = moved_model(dtype)
+        update = LateOuterStep(optimizer=PlainSGD(lr=0.5)).bind(view)
+        update.defer(ROUND)
+        with torch.no_grad():
+            for p in model.parameters() if has_trained else ():
+                p.add_(0.25)
+        update.apply(ROUND, average())
+        found.append([p.detach().float() - (0.25 if has_trained else 0) for p in model.parameters()])
+    in_time, view, _ = moved_model(dtype)
+    LateOuterStep(optimizer=PlainSGD(lr=0.5)).bind(view).apply(ROUND, average())
+    exact = [p.detach().float() for p in in_time.parameters()]
+    assert all(map(torch.equal, found[0], exact)), "nothing was trained since: the bits of a result in time"
+    for late, value in zip(found[1], exact, strict=True):
+        assert torch.allclose(late, value, atol=1e-6 if dtype == torch.float32 else 0.02)
+    assert not update._at_due
+
+
 def test_a_model_in_shards_is_refused(monkeypatch):
     view = PseudoGradient().bind(build("linear"))
     monkeypatch.setattr(global_parameters, "is_sharded", lambda tensor: True)

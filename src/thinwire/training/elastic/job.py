@@ -53,8 +53,7 @@ class ElasticJob:
         overlap_steps: tau.
         shard_windows: Windows of a data lease.
         part_share: Bytes of the parts that a replica sends in an interval, over those of the state.
-        allows_overdue: Whether training goes on where a round's result is overdue: where it would be given up for the
-            result (at blend 0), it does not.
+        allows_overdue: Whether training goes on where a round's result is overdue: where rounds overlap steps.
         identity: The run's id, and the incarnations of its coordinator.
         resumed_step: Step of the state that this incarnation goes on from; 0 where it begins from the seed.
         resumed_sha256: Hash of that state's tensors, in hexadecimal: who holds the same need not fetch them.
@@ -214,10 +213,10 @@ class LoopJob:
 def _terms_of(method: Method) -> dict[str, Any]:
     """Return what the coordinator and a session must know of a method."""
     overlap = getattr(method.schedule, "overlap_steps", 0)
+    overlap_steps = max(overlap) if isinstance(overlap, tuple) else overlap
     return {
-        "sync_interval": method.schedule.sync_interval,
-        "overlap_steps": max(overlap) if isinstance(overlap, tuple) else overlap,
-        "part_share": _part_share(method), "allows_overdue": getattr(method.update(2), "blend", 0.0) > 0,
+        "sync_interval": method.schedule.sync_interval, "overlap_steps": overlap_steps,
+        "part_share": _part_share(method), "allows_overdue": overlap_steps > 0,
     }  # fmt: skip
 
 
