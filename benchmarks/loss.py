@@ -114,8 +114,8 @@ def train_replica(transport: Any, settings: dict[str, Any], *, method: Any, corp
 
     import thinwire
     from thinwire.data import Sampler
-    from thinwire.lab.wire_benchmark.worker import lr_factor
     from thinwire.models import build_model
+    from thinwire.wire_benchmark.worker import lr_factor
 
     steps, seed = settings["steps"], settings["seed"]
     vocab_size = 257 if value(settings, "tokenizer") == "bytes" else None

@@ -31,13 +31,13 @@ from torch.nn import functional
 
 import thinwire
 from thinwire.codecs import by_name
-from thinwire.lab.wire_benchmark.worker import lr_factor
 from thinwire.methods import recipe
 from thinwire.models import build_model
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
 from thinwire.transport.loopback import LoopbackTransport
 from thinwire.transport.recording import RecordingTransport
+from thinwire.wire_benchmark.worker import lr_factor
 
 RESULTS = Path(__file__).parent.parent / "results" / "methods.jsonl"
 CACHE = Path.home() / ".cache" / "thinwire"

@@ -14,7 +14,7 @@ Rule = Callable[[str, ast.Module], Iterator[str]]
 # listens on every interface and unpickles what lies there.
 LAUNCHER = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
 # What thinwire is measured against: torch's own data parallelism, and the group that torchft's users give it.
-REFERENCES = "lab/wire_benchmark/reference_"
+REFERENCES = "wire_benchmark/reference_"
 SHARDS = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed.fsdp")
 # torch's checkpoints are its subject; their collectives stay among the ranks of one replica.
 CHECKPOINTS = "integrations/dcp.py"

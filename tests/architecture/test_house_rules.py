@@ -34,7 +34,7 @@ def test_no_source_file_breaks_the_rule_on(rule: Rule) -> None:
         ("transport/group.py", "from torch.distributed.elastic.rendezvous import RendezvousParameters"),
         ("cli/train.py", "import torch.distributed.run"),
         ("compat.py", "from torch.distributed import elastic"),
-        ("lab/wire_benchmark/worker.py", "import torch.distributed as dist"),
+        ("wire_benchmark/worker.py", "import torch.distributed as dist"),
         ("sync/round_engine.py", "print(1)"),
         ("sync/round_engine.py", "import sys\nsys.stderr.write('x')"),
         ("sync/round_engine.py", "import os\nhome = os.environ['HOME']"),
@@ -61,7 +61,7 @@ def test_a_slip_is_seen(name: str, source: str) -> None:
     [
         ("transport/group.py", "import torch.distributed as dist\ndist.barrier()"),
         ("compat.py", "from torch.distributed.tensor import DTensor"),
-        ("lab/wire_benchmark/reference_trainers.py", "import torch.distributed as dist\ndist.all_reduce(tensor)"),
+        ("wire_benchmark/reference_trainers.py", "import torch.distributed as dist\ndist.all_reduce(tensor)"),
         ("cli/train.py", "import os\nprint(os.environ)"),
         ("transport/connect.py", "import os\nos.environ.get('RANK')"),
         ("transport/job_environment.py", "import os\ndel os.environ['RANK']"),

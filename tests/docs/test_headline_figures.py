@@ -21,10 +21,10 @@ import pytest
 from markdown_pages import ROOT
 
 from tests.hostile_inputs import SENDERS
-from thinwire.lab.wire_benchmark.result_table import ResultRow, rows
-from thinwire.lab.wire_benchmark.runner import BenchWire, summary
 from thinwire.runlog.run_numbers import format_times
 from thinwire.units import format_bytes
+from thinwire.wire_benchmark.result_table import ResultRow, rows
+from thinwire.wire_benchmark.runner import BenchWire, summary
 
 RESULTS = ROOT / "benchmarks" / "results"
 FIVE, ONE, NO_LIMIT = BenchWire(rate_bits_per_s=5e6), BenchWire(rate_bits_per_s=1e6), BenchWire()

@@ -12,7 +12,7 @@ import pytest
 
 from thinwire.cli.main import main
 from thinwire.errors import WorkerFailed
-from thinwire.lab.wire_benchmark.runner import BenchWire, GridCell, run_cell, summary
+from thinwire.wire_benchmark.runner import BenchWire, GridCell, run_cell, summary
 
 pytestmark = pytest.mark.multiprocess
 CACHE = Path.home() / ".cache" / "thinwire"

@@ -16,7 +16,7 @@ import pytest
 from processes import free_port, run, values
 from training_runs import DEADLINE_S, DOCUMENTS
 
-from thinwire.lab.wire_benchmark.contenders import CONTENDERS, REFERENCES
+from thinwire.wire_benchmark.contenders import CONTENDERS, REFERENCES
 
 STEPS, WARMUP_STEPS, BATCH_SIZE, SEQ_LEN = 10, 2, 1, 16
 MEASURED = STEPS - WARMUP_STEPS

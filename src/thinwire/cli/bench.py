@@ -208,9 +208,9 @@ def _show_profile(found: StepProfile) -> None:
 
 def _cells(options: BenchWireOptions) -> Any:
     from thinwire.lab.settings import parse_loss
-    from thinwire.lab.wire_benchmark.contenders import CONTENDERS, check_installed, contender
-    from thinwire.lab.wire_benchmark.runner import BenchWire, cells, check_numbers, paced
     from thinwire.units import parse_rate, parse_seconds
+    from thinwire.wire_benchmark.contenders import CONTENDERS, check_installed, contender
+    from thinwire.wire_benchmark.runner import BenchWire, cells, check_numbers, paced
 
     names = options.contender or tuple(CONTENDERS)
     for name in names:
@@ -243,9 +243,9 @@ def _cells(options: BenchWireOptions) -> Any:
 
 def _run_all(wanted: Sequence[Any], options: BenchWireOptions) -> int:
     from thinwire.data import open_corpus
-    from thinwire.lab.wire_benchmark.result_table import describe
-    from thinwire.lab.wire_benchmark.runner import run_cell
     from thinwire.models import PRESETS
+    from thinwire.wire_benchmark.result_table import describe
+    from thinwire.wire_benchmark.runner import run_cell
 
     path, cache_dir = options.out / "wire.jsonl", options.cache_dir or Path.home() / ".cache" / "thinwire"
     done = [json.dumps(line["cell"], sort_keys=True) for line in _read(path)]
@@ -270,8 +270,8 @@ def _run_all(wanted: Sequence[Any], options: BenchWireOptions) -> int:
 
 
 def _write_report(options: BenchWireOptions) -> None:
-    from thinwire.lab.wire_benchmark.result_table import figure, markdown, rows
-    from thinwire.lab.wire_benchmark.runner import summary
+    from thinwire.wire_benchmark.result_table import figure, markdown, rows
+    from thinwire.wire_benchmark.runner import summary
 
     found = rows(summary(line) for line in _read(options.out / "wire.jsonl"))
     if not found:

@@ -287,10 +287,10 @@ def bench_host(arguments: Sequence[str]) -> int:
     """
     given = vars(_bench_parser().parse_args(arguments))
     from thinwire.errors import ThinwireError
-    from thinwire.lab.wire_benchmark.worker import WorkerOptions, run_worker
     from thinwire.transport.addresses import address_towards, interface_of
     from thinwire.transport.connect import GLOO_INTERFACE
     from thinwire.transport.secret import SECRET_VARIABLE
+    from thinwire.wire_benchmark.worker import WorkerOptions, run_worker
 
     try:
         # one command line serves all hosts

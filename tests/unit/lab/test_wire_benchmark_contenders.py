@@ -10,13 +10,13 @@ import torch
 
 from thinwire.errors import MissingExtra
 from thinwire.events import Transfer, TransferLog
-from thinwire.lab.wire_benchmark import reference_trainers
-from thinwire.lab.wire_benchmark.contenders import ABLATION, CONTENDERS, REFERENCES, check_installed, contender
-from thinwire.lab.wire_benchmark.reference_trainers import matched_fragments, matched_numbers
-from thinwire.lab.wire_benchmark.worker import ByteMeter, WorkerOptions, closing, lr_factor, run_worker, span
 from thinwire.methods import streaming_diloco
 from thinwire.models import build_model
 from thinwire.sync.fragments import find_blocks
+from thinwire.wire_benchmark import reference_trainers
+from thinwire.wire_benchmark.contenders import ABLATION, CONTENDERS, REFERENCES, check_installed, contender
+from thinwire.wire_benchmark.reference_trainers import matched_fragments, matched_numbers
+from thinwire.wire_benchmark.worker import ByteMeter, WorkerOptions, closing, lr_factor, run_worker, span
 
 OURS = sorted(set(CONTENDERS) - set(REFERENCES))
 
@@ -174,7 +174,7 @@ def test_bytes_that_thinwire_does_not_send_are_not_known() -> None:
 
 
 def test_the_mean_of_an_uneven_last_batch_is_a_mean_over_tokens() -> None:
-    from thinwire.lab.wire_benchmark.worker import _mean_nll
+    from thinwire.wire_benchmark.worker import _mean_nll
 
     model = build_model("nano", vocab_size=257, max_seq_len=8, seed=1)
     tokens = torch.arange(24).reshape(3, 8)

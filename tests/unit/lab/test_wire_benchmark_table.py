@@ -7,9 +7,9 @@ import pytest
 
 from thinwire import codecs
 from thinwire.lab.counters import Sample
-from thinwire.lab.wire_benchmark.contenders import CONTENDERS, contender
-from thinwire.lab.wire_benchmark.result_table import HEAD, describe, figure, markdown, rows, spread
-from thinwire.lab.wire_benchmark.runner import (
+from thinwire.wire_benchmark.contenders import CONTENDERS, contender
+from thinwire.wire_benchmark.result_table import HEAD, describe, figure, markdown, rows, spread
+from thinwire.wire_benchmark.runner import (
     CODEC_BYTES,
     BenchWire,
     GridCell,

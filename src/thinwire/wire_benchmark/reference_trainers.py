@@ -32,10 +32,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import MissingExtra, ThinwireError
-from thinwire.lab.wire_benchmark.contenders import ShareNote, Trainer, TrainerSettings, loss_of
 from thinwire.methods import default_outer_lr
 from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.transport.recording import RecordingTransport
+from thinwire.wire_benchmark.contenders import ShareNote, Trainer, TrainerSettings, loss_of
 
 # The least that the hook takes with error feedback and warm start, both of which its documentation wants on: DDP makes
 # its buckets again after the first step. Its rule of a tenth of all steps would leave little to measure in a short run.

@@ -16,7 +16,7 @@ from thinwire.errors import WorkerFailed, excluded, refusal
 from thinwire.lab import HostProcess, Lab
 from thinwire.lab.counters import Sample, at, between, peak_rate, sent_by
 from thinwire.lab.settings import Access, LabSettings, Link
-from thinwire.lab.wire_benchmark.contenders import Contender, contender
+from thinwire.wire_benchmark.contenders import Contender, contender
 
 # What a step of `nano` with the default batch takes on one core, to the nearest power of two: only for budgets.
 _STEP_S = 0.25

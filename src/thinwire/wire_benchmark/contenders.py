@@ -223,11 +223,11 @@ def make_trainer(
         ValueError: A number does not fit the contender.
     """
     if contender.kind == "ddp":
-        from thinwire.lab.wire_benchmark.reference_trainers import ddp_trainer
+        from thinwire.wire_benchmark.reference_trainers import ddp_trainer
 
         return ddp_trainer(model, inner, powersgd_rank=contender.powersgd_rank)
     if contender.kind == "torchft":
-        from thinwire.lab.wire_benchmark.reference_trainers import torchft_trainer
+        from thinwire.wire_benchmark.reference_trainers import torchft_trainer
 
         return torchft_trainer(model, inner, numbers=numbers, transport=transport, tell=tell)
     return _own_trainer(contender, model, inner, numbers=numbers, transport=transport)
@@ -240,7 +240,7 @@ def check_installed(contender: Contender) -> None:
         MissingExtra: With the command that installs it.
     """
     if contender.kind == "torchft":
-        from thinwire.lab.wire_benchmark.reference_trainers import load_torchft
+        from thinwire.wire_benchmark.reference_trainers import load_torchft
 
         load_torchft()
 

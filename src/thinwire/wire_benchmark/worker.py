@@ -41,7 +41,6 @@ from thinwire.data import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.errors import DeadlineExceeded, DesyncError
 from thinwire.events import Direction, Totals, Transfer, TransferLog
 from thinwire.files import write_whole
-from thinwire.lab.wire_benchmark.contenders import Trainer, TrainerSettings, check_installed, contender, make_trainer
 from thinwire.models import PRESETS, build_model
 from thinwire.models.presets import preset
 from thinwire.training.summary import describe_machine, parameters_sha256
@@ -49,6 +48,7 @@ from thinwire.transport.base import all_gather_json
 from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
 from thinwire.version import __version__
+from thinwire.wire_benchmark.contenders import Trainer, TrainerSettings, check_installed, contender, make_trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class ByteMeter:
 
 
 def span(began: MeterReading, ended: MeterReading, *, step_s: Sequence[float], tokens: int) -> dict[str, Any]:
-    """Return the numbers of the measured steps: see `thinwire.lab.wire_benchmark.worker` for the fields."""
+    """Return the numbers of the measured steps: see `thinwire.wire_benchmark.worker` for the fields."""
     return {
         "tokens": tokens,
         "step_s": [round(seconds, 6) for seconds in step_s],

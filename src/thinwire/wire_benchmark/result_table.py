@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.charts import Axis, Chart, ChartSeries, image_file, line_chart
-from thinwire.lab.wire_benchmark.contenders import CONTENDERS
-from thinwire.lab.wire_benchmark.runner import BenchWire
 from thinwire.units import format_bytes, format_rate, format_seconds
+from thinwire.wire_benchmark.contenders import CONTENDERS
+from thinwire.wire_benchmark.runner import BenchWire
 
 HEAD = (
     "hosts", "wire", "contender", "runs", "tokens/s", "share of its own unshaped", "sent a step", "peak in 100 ms",
@@ -72,7 +72,7 @@ def rows(summaries: Iterable[Mapping[str, Any]]) -> list[ResultRow]:
     """Group runs by hosts, wire and contender, and hold each against its own unshaped run of the same repeat.
 
     Args:
-        summaries: As `thinwire.lab.wire_benchmark.runner.summary` returns them.
+        summaries: As `thinwire.wire_benchmark.runner.summary` returns them.
     """
     runs = list(summaries)
     unshaped = {(run["num_hosts"], _label(run), run["repeat"]): run for run in runs if run["wire"] == BenchWire()}
