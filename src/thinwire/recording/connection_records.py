@@ -10,13 +10,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from thinwire.runlog.records import Flow, PathReading, Probe, to_line
 from thinwire.transport.addresses import clock_name, host_name, outer_addresses
 from thinwire.transport.burst_probe import BURST_BYTES, BurstProbe
 from thinwire.transport.collective_hooks import TEXT_BYTES
-from thinwire.transport.tcp_stats import HostFlow, HostFlows
+from thinwire.transport.tcp_stats import ConnectionStats, HostFlow, HostFlows
+
+if TYPE_CHECKING:  # needs pyzmq, an extra
+    from thinwire.transport.wire.multipath import PathStats
 
 # One part in so many of the time goes into reading kernel counters, however many connections there are.
 _PARTS = 200.0
@@ -89,59 +92,6 @@ class FlowLines:
         return [to_line(_flow(self._rank, peer, fresh[peer], now_s)) for peer in sorted(worst)]
 
 
-class FlowSource(Protocol):
-    """Kernel counters of a connection that this rank sends over."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that the other end has acknowledged."""
-        ...
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds with something to send or not yet acknowledged; 0 if unknown."""
-        ...
-
-    @property
-    def held_s(self) -> float:
-        """Of these, seconds in which the other end took no more."""
-        ...
-
-
-class PathSource(FlowSource, Protocol):
-    """State of one of several connections to a rank; see `thinwire.transport.wire.multipath.PathStats`."""
-
-    @property
-    def path(self) -> int:
-        """Its number."""
-        ...
-
-    @property
-    def share(self) -> float:
-        """Its share of the bytes."""
-        ...
-
-    @property
-    def limit(self) -> float:
-        """Part of its measured rate that counts."""
-        ...
-
-    @property
-    def source_port(self) -> int:
-        """Port of the end that dialled; 0 if unknown."""
-        ...
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether there is a connection."""
-        ...
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether it delivers nothing."""
-        ...
-
-
 class PeerFlows:
     """Polls the connections of a rank's own transport, and returns records of what is new.
 
@@ -161,7 +111,7 @@ class PeerFlows:
         if len(self._peers) < _MOST_LINES:
             self._peers.add(peer)
 
-    def records(self, at_s: float, reading: Callable[[int], FlowSource | None]) -> list[Flow]:
+    def records(self, at_s: float, reading: Callable[[int], ConnectionStats | None]) -> list[Flow]:
         """Return a record of each connection with bytes since the last poll.
 
         Args:
@@ -184,7 +134,7 @@ class PeerFlows:
             for peer, one in fresh.items()
         ]  # fmt: skip
 
-    def path_records(self, at_s: float, paths: Callable[[int], Sequence[PathSource]]) -> list[PathReading]:
+    def path_records(self, at_s: float, paths: Callable[[int], Sequence[PathStats]]) -> list[PathReading]:
         """Return a record of each path that has changed since the last poll.
 
         Args:

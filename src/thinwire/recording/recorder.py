@@ -11,15 +11,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from thinwire.averaging.round_context import Average
 from thinwire.elastic.round_driver import part_of_name
 from thinwire.errors import TransportError
-from thinwire.events import Direction, Posted, RoundMark, Transfer, TransferLog
-from thinwire.recording.connection_records import FlowSource, PathSource, PeerFlows
+from thinwire.events import Direction, Posted, RoundMark, Transfer
+from thinwire.recording.connection_records import PeerFlows
 from thinwire.recording.own_fault import fault_text
 from thinwire.recording.thread_state import TrainingThread
+from thinwire.runlog.forwarding import RecordForward
 from thinwire.runlog.path_limits import PathLimitReader
 from thinwire.runlog.process_state import write_process
 from thinwire.runlog.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd, to_line
@@ -27,6 +28,11 @@ from thinwire.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
 from thinwire.transport.addresses import clock_name, host_name
+from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.tcp_stats import ConnectionStats
+
+if TYPE_CHECKING:  # needs pyzmq, an extra
+    from thinwire.transport.wire.multipath import PathStats
 
 COMMUNICATOR = "rounds"
 TURN_S = 0.25
@@ -40,45 +46,6 @@ _PHASES = 4
 
 Event = Posted | Transfer | RoundMark | Span
 _Key = tuple[Direction, int, int, int]
-
-
-class Forward(Protocol):
-    """Sends a rank's lines to another host."""
-
-    def add(self, lines: list[str]) -> None:
-        """Take lines; must be quick."""
-        ...
-
-    def turn(self) -> None:
-        """Send what the rate allows; called every `TURN_S`; must be quick."""
-        ...
-
-    def finish(self) -> None:
-        """Send the rest, within a short time."""
-        ...
-
-
-class ConnectionReading(FlowSource, Protocol):
-    """Counters of a connection."""
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes received over it."""
-        ...
-
-    @property
-    def has_signs(self) -> bool:
-        """Whether heartbeats come over it by themselves."""
-        ...
-
-
-class Followed(Protocol):
-    """A transport to follow."""
-
-    @property
-    def log(self) -> TransferLog:
-        """Log of its transfers."""
-        ...
 
 
 class Recorder:
@@ -102,7 +69,7 @@ class Recorder:
     def __init__(
         self, run_dir: Path, *, rank: int, most_bytes: int = MOST_FILE_BYTES,
         clock: Callable[[], float] = time.monotonic, warn: Callable[[str], None] = lambda text: None,
-        forward: Forward | None = None,
+        forward: RecordForward | None = None,
     ) -> None:  # fmt: skip
         self._forward = forward
         self._run_dir = run_dir
@@ -114,8 +81,8 @@ class Recorder:
         self._unwritten: set[_Key | int] = set()
         self._flows = PeerFlows(rank)
         self._beat_s = -BEAT_S
-        self._reading: Callable[[int], ConnectionReading | None] = lambda peer: None
-        self._paths: Callable[[int], Sequence[PathSource]] = lambda peer: ()
+        self._reading: Callable[[int], ConnectionStats | None] = lambda peer: None
+        self._paths: Callable[[int], Sequence[PathStats]] = lambda peer: ()
         self._limits: PathLimitReader | None = None
         self.num_dropped = 0
         self._place = Communicator(
@@ -135,22 +102,19 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="thinwire-recorder", daemon=True)
         self._thread.start()
 
-    def follow(self, transport: Followed, engine: RoundEngine) -> None:
+    def follow(self, transport: RecordingTransport, engine: RoundEngine) -> None:
         """Record all rounds of an engine and their messages from now on.
 
         Args:
-            transport: Carries them. If it has `reading`, bytes received meanwhile are recorded too; if it has `paths`,
-                so are these, and limits that findings set are applied to them.
+            transport: Carries them. Its connections and paths are recorded too, and limits that findings set are
+                applied to the paths.
             engine: The engine.
         """
         transport.log.add_post_sink(self.add)
         transport.log.add_sink(self.add)
         engine.observers.append(self)
-        self._reading = getattr(transport, "reading", self._reading)
-        self._paths = getattr(transport, "paths", self._paths)
-        limit = getattr(transport, "limit_path", None)
-        if limit is not None:
-            self._limits = PathLimitReader(self._run_dir, rank=self._rank, apply=limit)
+        self._reading, self._paths = transport.reading, transport.paths
+        self._limits = PathLimitReader(self._run_dir, rank=self._rank, apply=transport.limit_path)
 
     def on_mark(self, mark: RoundMark) -> None:
         """Record a launched or arrived round; see `RoundObserver`."""

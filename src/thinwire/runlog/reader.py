@@ -140,22 +140,22 @@ class Records:
 
     def of_members(self) -> Records:
         """Return the records without those of removed replicas and those of others about them."""
-        if not self.removed:
-            return self
-        found = replace(self, communicators={}, removed=frozenset())
-        for name, one in self.communicators.items():
-            if (left := members_of(one, without=self.removed)) is not None:
-                found.communicators[name] = left
-        found.operations = without_given_up([op for op in self.operations if op.rank not in self.removed])
-        found.spans = [span for span in self.spans if span.rank not in self.removed]
-        found.beats = [beat for beat in self.beats if beat.rank not in self.removed]
-        found.processes = [one for one in self.processes if one.peer not in self.removed]
-        found.transfers = [one for one in self.transfers if self.removed.isdisjoint((one.rank, one.peer))]
-        found.arrivals = [one for one in self.arrivals if self.removed.isdisjoint((one.rank, one.peer))]
-        found.flows = [one for one in self.flows if self.removed.isdisjoint((one.rank, one.peer))]
-        found.probes = [one for one in self.probes if self.removed.isdisjoint((one.rank, one.peer))]
-        found.paths = [one for one in self.paths if self.removed.isdisjoint((one.rank, one.peer))]
-        return found
+        return self.without(self.removed) if self.removed else self
+
+    def without(self, ranks: Collection[int]) -> Records:
+        """Return the records without those of some ranks and those of others about them."""
+        gone = frozenset(ranks)
+        communicators = {name: members_of(one, without=gone) for name, one in self.communicators.items()}
+        return replace(
+            self, removed=frozenset(), communicators={name: one for name, one in communicators.items() if one},
+            operations=without_given_up([op for op in self.operations if op.rank not in gone]),
+            spans=[span for span in self.spans if span.rank not in gone],
+            beats=[beat for beat in self.beats if beat.rank not in gone],
+            processes=[one for one in self.processes if one.peer not in gone],
+            transfers=_between_others(self.transfers, gone), arrivals=_between_others(self.arrivals, gone),
+            flows=_between_others(self.flows, gone), probes=_between_others(self.probes, gone),
+            paths=_between_others(self.paths, gone),
+        )  # fmt: skip
 
     def refuse(self, source: str, line: int, reason: str) -> None:
         """Count a refused line, and keep the first few."""
@@ -164,6 +164,13 @@ class Records:
         self.reasons[reason.partition(":")[0]] += 1
         if len(self.refusals) < _MOST_NAMED:
             self.refusals.append(Refusal(source=source, line=line, reason=reason))
+
+
+_Way = TypeVar("_Way", TransferEnd, Arrival, Flow, Probe, PathReading)
+
+
+def _between_others(records: list[_Way], gone: frozenset[int]) -> list[_Way]:
+    return [one for one in records if gone.isdisjoint((one.rank, one.peer))]
 
 
 def members_of(one: Communicator, *, without: Collection[int]) -> Communicator | None:

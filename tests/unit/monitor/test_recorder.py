@@ -259,6 +259,12 @@ class Wire:
             received_bytes=count, has_signs=True, sent_bytes=2 * count, busy_s=0.001 * count, held_s=0.5
         ) if peer in (2, 5) else None  # fmt: skip
 
+    def paths(self, peer: int) -> tuple[()]:
+        return ()
+
+    def limit_path(self, peer: int, path: int, weight: float) -> None:
+        raise AssertionError("no limit is set")
+
 
 def test_what_comes_while_a_message_is_open_is_recorded_and_nothing_where_none_is(tmp_path: Path) -> None:
     wire, engine = Wire(), SimpleNamespace(observers=[])

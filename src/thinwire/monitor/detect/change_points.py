@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Protocol
+
+from thinwire.monitor.findings import Finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,22 +85,8 @@ def at_least(hits: int, trials: int, chance: float) -> float:
     )
 
 
-class Interval(Protocol):
-    """Anything with a begin and an optional end."""
-
-    @property
-    def since_s(self) -> float:
-        """Begin."""
-        ...
-
-    @property
-    def until_s(self) -> float | None:
-        """End; None if it lasts."""
-        ...
-
-
-def is_at_once(one: Interval, other: Interval) -> bool:
-    """Return whether two intervals overlap."""
+def is_at_once(one: Change | Finding, other: Change | Finding) -> bool:
+    """Return whether the times of two changes or findings overlap."""
     return all(
         first.until_s is None or first.until_s >= second.since_s for first, second in ((one, other), (other, one))
     )

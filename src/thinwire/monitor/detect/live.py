@@ -17,7 +17,7 @@ from thinwire.monitor.detect.heartbeats import HeartbeatDelays, find_silent
 from thinwire.monitor.detect.progress import PROGRESS
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Finding, Place, WaitEvidence
-from thinwire.runlog.reader import Records, members_of, without_given_up
+from thinwire.runlog.reader import Records, members_of
 from thinwire.runlog.records import (
     Arrival,
     Beat,
@@ -184,25 +184,21 @@ class RecordWindow:
         Args:
             without: Ranks that do not take part any more; records by them and about them are left out.
         """
-        gone, found = frozenset(without), Records()
+        found = Records(
+            operations=self._operations.values(), transfers=self._transfers.values(), spans=self._spans.values(),
+            beats=[beat for beats in self._beats.values() for beat in beats],
+            processes=list(self._processes.values()),
+            arrivals=[one for own in self._arrivals.values() for one in own],
+            flows=self._flows.values(), probes=self._probes.values(), paths=self._paths.values(),
+        )  # fmt: skip
         for one in self._communicators:
-            left = members_of(one, without=gone)
+            left = members_of(one, without=frozenset(without))
             if left is not None:
                 with contextlib.suppress(ValueError):  # it contradicts an earlier record
                     found.add(left)
-        kept = [op for op in self._operations.values() if op.rank not in gone]
-        found.operations = without_given_up(kept)
-        found.transfers = [end for end in self._transfers.values() if end.rank not in gone and end.peer not in gone]
-        found.spans = [span for span in self._spans.values() if span.rank not in gone]
-        found.beats = [beat for rank, beats in self._beats.items() if rank not in gone for beat in beats]
         known = set(map(id, found.beats))
-        found.beats[:0] = [one for rank, one in self._samples.items() if rank not in gone and id(one) not in known]
-        found.processes = [one for rank, one in self._processes.items() if rank not in gone]
-        kept_ways = [own for way, own in self._arrivals.items() if gone.isdisjoint(way)]
-        found.arrivals = [one for own in kept_ways for one in own]
-        found.flows = [flow for flow in self._flows.values() if flow.rank not in gone and flow.peer not in gone]
-        found.probes = [one for one in self._probes.values() if one.rank not in gone and one.peer not in gone]
-        found.paths = [one for one in self._paths.values() if one.rank not in gone and one.peer not in gone]
+        found.beats[:0] = [one for one in self._samples.values() if id(one) not in known]
+        found = found.without(without)
         found.num_lines = found.num_records
         return found
 
