@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,37 @@ def test_torchrun_joins_ranks_into_the_run_that_a_local_launch_makes(
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["global_parameters_sha256"] == unbroken["global_parameters_sha256"]
+
+
+def test_a_signal_to_torchrun_saves_one_step_on_all_replicas_and_a_resumed_run_goes_on_from_it(
+    texts: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = [*OPTIONS, "--steps", "1000000", "--data", str(texts), "--cache-dir", str(texts / ".cache"), "--out", run]
+    saved = 0
+    for number, more in ((signal.SIGTERM, words), (signal.SIGINT, ["--resume", run, "--quiet"])):
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+             "thinwire.cli.main", "train", *map(str, more)],
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        while max(steps_of(run), default=0) <= saved:
+            assert agent.poll() is None, agent.communicate()
+            time.sleep(0.05)
+        agent.send_signal(number)
+        _, told = agent.communicate(timeout=DEADLINE_S)
+        found = re.search(r"stopped by a signal after step (\d+), which all replicas have saved.*--resume", told)
+        assert found is not None, told
+        assert int(found[1]) > saved and "damaged" not in told
+        saved = int(found[1])
+        assert steps_of(run) & steps_of(run, replica=1) >= {saved}
+        assert max(steps_of(run)) == max(steps_of(run, replica=1)) == saved
+
+
+def steps_of(run: Path, *, replica: int = 0) -> set[int]:
+    """Return the steps of checkpoints."""
+    paths = (run / "checkpoints").glob(f"step-*/replica-{replica}.json")
+    return {int(path.parent.name.removeprefix("step-")) for path in paths}
 
 
 def test_a_disk_without_room_stops_the_run_with_the_folders_name_and_keeps_what_was_there(

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -272,8 +273,13 @@ def _with_interval(config: TrainConfig) -> TrainConfig:
 
 def _train_under_torchrun(config: TrainConfig, plan: Plan | None = None) -> int:
     from thinwire.planning.plan import save_plan
+    from thinwire.training.agreed_stop import NetworkStop
     from thinwire.training.worker import ReplicaStart, run_replica
 
+    stop = NetworkStop()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, stop.request)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent is the parent; other launchers may come and go
         exit_with_parent(os.getppid())
     is_resumed = config.output.resume is not None
@@ -293,7 +299,17 @@ def _train_under_torchrun(config: TrainConfig, plan: Plan | None = None) -> int:
             if plan is not None and is_first:
                 save_plan(plan, config.run_dir / "plan.json")
 
-        summary = run_replica(plain, place=place, warn=lambda text: _log(f"warning: {text}"), on_start=go_on)
+        try:
+            summary = run_replica(
+                plain, place=place, warn=lambda text: _log(f"warning: {text}"), on_start=go_on, stop=stop
+            )
+        except Stopped:
+            if is_first:
+                _log(
+                    f"stopped by a signal after step {stop.step}, which all replicas have saved. Go on with the same "
+                    f"launcher and: thinwire train --resume {config.run_dir}"
+                )
+            return 128 + (stop.signal_number or signal.SIGTERM)
     return 0 if summary is None else _show(config, _report(config, summary))
 
 

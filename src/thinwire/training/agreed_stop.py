@@ -1,23 +1,40 @@
-"""Agreed stop of a local run: a step after which all its processes save a checkpoint and end.
+"""Agreed stop of a run: a step after which all its processes save a checkpoint and end.
 
-The launcher and the processes share a file of numbers. Each process writes the steps it has done, then reads whether
-the run is to stop; the launcher first writes that it is to stop, then reads those steps. Whoever began a step before it
-could see the request has at most one more to do than the launcher reads, so the step after the largest number is one
-that none has passed. Those behind it train up to it, and none waits for another before.
+In a local run, the launcher and the processes share a file of numbers. Each process writes the steps it has done,
+then reads whether the run is to stop; the launcher first writes that it is to stop, then reads those steps. Whoever
+began a step before it could see the request has at most one more to do than the launcher reads, so the step after the
+largest number is one that none has passed. Those behind it train up to it, and none waits for another before.
+
+Processes that torchrun, Slurm or MPI started have no such file. A thread of each answers for it, so that one which
+waits for a round of another is no obstacle: it sends the steps done to all others once, when a signal comes or when
+the first of theirs does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
+import threading
 import time
 from pathlib import Path
+from types import FrameType
+
+import torch
+
+from thinwire.errors import PayloadError, TransportError
+from thinwire.transport.base import Envelope, Kind, Pending, Transport, all_gather_json
+from thinwire.transport.replica_mesh import ReplicaMesh
 
 _NUMBER = struct.Struct("<q")
 # Slots: the step to stop after, the signal that a process was sent, and two numbers of each process.
 _STOP, _SIGNAL, _FIRST = range(3)
 _DECIDING, _NOT_BEGUN = -1, -1
 _POLL_S = 0.01
+# Of control messages: those of the optimizer have the fragments before. Numbers of notes are those of `worker`.
+_FRAGMENT, _NOTE = 3, 100
+# torchrun and Slurm kill what has not ended 30 s after a signal.
+_ANSWER_S, _WATCH_S = 20.0, 0.1
 
 
 class AgreedStop:
@@ -100,3 +117,86 @@ class AgreedStop:
 
     def _write(self, slot: int, number: int) -> None:
         os.pwrite(self._file, _NUMBER.pack(number), slot * _NUMBER.size)
+
+
+class NetworkStop:
+    """One process's part of an agreed stop over the network.
+
+    Attributes:
+        step: The step to stop after, as far as it is known; 0 while the run goes on.
+        signal_number: The signal that came here, else 0.
+    """
+
+    def __init__(self) -> None:
+        self.step = self.signal_number = 0
+        self._done = _NOT_BEGUN
+        self._is_deciding = False
+        self._decided = 0
+        self._mesh: ReplicaMesh | None = None
+        self._transport: Transport | None = None
+        self._receives: list[Pending] = []
+
+    def request(self, number: int, frame: FrameType | None = None) -> None:
+        """Handle a signal: stop the run, or end this process where there is nothing to save yet."""
+        if self._done == _NOT_BEGUN:
+            raise SystemExit(128 + number)
+        self.signal_number = self.signal_number or number
+
+    def join(self, transport: Transport, *, mesh: ReplicaMesh | None) -> None:
+        """Begin to listen to the other replicas; of a replica of several ranks, the first one does."""
+        self._transport, self._mesh = transport, mesh
+        if mesh is None or mesh.rank == 0:
+            others = (peer for peer in range(transport.num_replicas) if peer != transport.replica)
+            self._receives = [transport.receive(source=peer, envelope=_envelope()) for peer in others]
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save and end now, and note that `step` steps are done."""
+        is_first, self._done = self._done == _NOT_BEGUN, step
+        leads = self._mesh is None or self._mesh.rank == 0
+        if is_first and leads:
+            threading.Thread(target=self._watch, name="agreed-stop", daemon=True).start()
+        while self._is_deciding:
+            time.sleep(_POLL_S)
+        self.step = self._decided
+        if self._mesh is not None:  # the ranks of a replica do each step together
+            found = torch.tensor([self.signal_number, self._decided], device=self._mesh.device)
+            signal_number, self.step = map(int, self._mesh.sum(found).tolist())
+            self.signal_number = self.signal_number or (signal_number if leads else 0)
+        return 0 < self.step <= step
+
+    def saved(self) -> None:
+        """Wait until all processes have saved, which may need what this one has yet to send."""
+        assert self._transport is not None
+        with contextlib.suppress(TransportError):  # what is missing is found when the run is resumed
+            all_gather_json({}, transport=self._transport, number=_NOTE, deadline_s=_ANSWER_S)
+        if self._mesh is not None:
+            self._mesh.sum(torch.zeros(1, device=self._mesh.device))
+
+    def _watch(self) -> None:
+        while not self.signal_number and not any(pending.done() for pending in self._receives):
+            time.sleep(_WATCH_S)
+        self._is_deciding = True
+        with contextlib.suppress(TransportError):  # a replica that is lost ends the run by itself
+            self._decided = self._decide(self._done)
+        self._is_deciding = False
+
+    def _decide(self, own: int) -> int:
+        assert self._transport is not None
+        payload = torch.frombuffer(bytearray(_NUMBER.pack(own)), dtype=torch.uint8)
+        peers = [peer for peer in range(self._transport.num_replicas) if peer != self._transport.replica]
+        sends = [self._transport.send(payload, to=peer, envelope=_envelope()) for peer in peers]
+        steps = [own]
+        for peer, pending in zip(peers, self._receives, strict=True):
+            received = pending.wait(deadline_s=_ANSWER_S)
+            assert received is not None
+            (done,) = _NUMBER.unpack(bytes(received.payload.numpy()))
+            if done < 0:
+                raise PayloadError(f"replica {peer} sent {done} steps done; allowed 0 or more")
+            steps.append(done)
+        for sent in sends:
+            sent.wait(deadline_s=_ANSWER_S)
+        return max(steps) + 1
+
+
+def _envelope() -> Envelope:
+    return Envelope(kind=Kind.CONTROL, round_id=0, fragment=_FRAGMENT, payload_bytes=_NUMBER.size)

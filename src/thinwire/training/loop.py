@@ -21,7 +21,7 @@ from thinwire.recording.metrics import Meter, ReplicaCounts
 from thinwire.recording.recorder import Recorder
 from thinwire.runlog.attempts import note_cost
 from thinwire.sync.optimizer import DistributedOptimizer, checked_state
-from thinwire.training.agreed_stop import AgreedStop
+from thinwire.training.agreed_stop import AgreedStop, NetworkStop
 from thinwire.training.build import lr_factor
 from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
@@ -283,7 +283,7 @@ class Training:
         policy: Decisions around the steps; `StaticPolicy` by default.
         passes: Passes of the model; `LocalPasses` by default.
         step: Inner steps that the run has done already.
-        stop: By which a launcher may end the run early.
+        stop: By which a signal may end the run early.
 
     Attributes:
         step: Inner steps done.
@@ -291,7 +291,7 @@ class Training:
 
     def __init__(
         self, setup: LoopSetup, *, checkpoints: ReplicaCheckpoints | None = None, policy: LoopPolicy | None = None,
-        passes: ModelPasses | None = None, step: int = 0, stop: AgreedStop | None = None,
+        passes: ModelPasses | None = None, step: int = 0, stop: AgreedStop | NetworkStop | None = None,
     ) -> None:  # fmt: skip
         self.step = self._reported_step = step
         self._config, self._model, self._device = setup.config, setup.model, setup.device
@@ -325,7 +325,7 @@ class Training:
 
         Raises:
             ThinwireError: A replica was lost, a checkpoint could not be written, or the like.
-            Stopped: The launcher ended the run early, and the state is saved.
+            Stopped: A signal ended the run early, and the state is saved.
         """
         self._model.train()
         self._end_early()

@@ -25,7 +25,7 @@ from thinwire.runlog.run_identity import (
     write_identity,
 )  # fmt: skip
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.training.agreed_stop import AgreedStop
+from thinwire.training.agreed_stop import AgreedStop, NetworkStop
 from thinwire.training.build import make_inner_optimizer, make_method, make_model, own_tokenizer, wanted_vocabulary
 from thinwire.training.checkpoints.replica_checkpoints import (
     Found,
@@ -129,7 +129,7 @@ def held_out_batches(config: TrainConfig, corpus: Corpus, *, num_batches: int) -
 def run_replica(
     config: TrainConfig, *, place: ReplicaStart, loggers: Sequence[Logger] = (),
     warn: Callable[[str], None] = lambda text: None, on_start: Callable[[int], None] = lambda step: None,
-    stop: AgreedStop | None = None,
+    stop: AgreedStop | NetworkStop | None = None,
 ) -> dict[str, Any] | None:  # fmt: skip
     """Train one replica in this process, from joining the others to the end.
 
@@ -139,7 +139,7 @@ def run_replica(
         loggers: Receive metrics besides the files.
         warn: Receives problems that do not stop the run.
         on_start: Receives the step to begin after, once all replicas agree on it and before metrics are written.
-        stop: By which a launcher may end the run early.
+        stop: By which a signal may end the run early.
 
     Returns:
         The run's summary on replica 0, None on the others.
@@ -185,7 +185,7 @@ def _join_ranks(config: TrainConfig, place: ReplicaStart) -> ReplicaMesh:
 class _Replica:
     def __init__(
         self, config: TrainConfig, *, place: ReplicaStart, corpus: Corpus, transport: RecordingTransport,
-        mesh: ReplicaMesh | None = None, stop: AgreedStop | None = None,
+        mesh: ReplicaMesh | None = None, stop: AgreedStop | NetworkStop | None = None,
     ) -> None:  # fmt: skip
         self._config = config
         self._stop = stop
@@ -337,6 +337,8 @@ class _Replica:
             held_out=lambda num_batches: held_out_batches(config, corpus, num_batches=num_batches),
             watch=step_monitor_of(config, optimizer, log=transport.log),
         )  # fmt: skip
+        if isinstance(self._stop, NetworkStop):
+            self._stop.join(transport, mesh=mesh)
         return Training(setup, checkpoints=self._checkpoints, passes=passes, stop=self._stop)
 
     @property
