@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -86,6 +86,13 @@ def joined(places: Iterable[Place]) -> str:
         'rank 1 or job'
     """
     return " or ".join(map(str, places))
+
+
+def ranks_of(places: Iterable[Place], host_of: Mapping[int, str]) -> set[int]:
+    """Return the ranks that places name, as ranks or by their host; a whole job names none."""
+    found = list(places)
+    hosts = {host for place in found for host in place.hosts}
+    return {rank for place in found for rank in place.ranks} | {rank for rank in host_of if host_of[rank] in hosts}
 
 
 def link_names(cells: Iterable[tuple[int, int]]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from thinwire.monitor.detect.resolver import RULES, ranks_of, resolve
+from thinwire.monitor.detect.resolver import RULES, _ranks, resolve
 from thinwire.monitor.detect.timeline import Job, Message
 from thinwire.monitor.findings import (
     ComputePeersEvidence,
@@ -256,5 +256,5 @@ def subclasses(cls: type[Evidence]) -> set[type[Evidence]]:
 
 def test_ranks_of_hosts_and_of_the_job_are_known() -> None:
     everyone = finding(DesyncEvidence(communicator="w", operation=0, differs_in="kind", by_rank=[]), Place(kind="job"))
-    assert ranks_of(everyone, JOB) == {0, 1, 2}
-    assert ranks_of(replace(everyone, places=(Place(kind="host", hosts=("c",)), place(0))), JOB) == {0, 2}
+    assert _ranks(everyone, JOB) == {0, 1, 2}
+    assert _ranks(replace(everyone, places=(Place(kind="host", hosts=("c",)), place(0))), JOB) == {0, 2}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from thinwire.monitor.detect.change_points import median
@@ -21,6 +21,7 @@ from thinwire.monitor.findings import (
     WireFaultEvidence,
     WrongSumEvidence,
     link_names,
+    ranks_of,
 )
 from thinwire.units import format_rate, format_seconds
 
@@ -219,7 +220,7 @@ def evaluate(measured: Measured, *, expect_bits_per_s: float | None = None) -> l
     found += _faulty(measured, "dead") + _faulty(measured, "corrupt")
     found += _slow_loopbacks(measured) + _slow_pairs(measured, expect_bits_per_s)
     if not any(finding.kind == "communication hang" for finding in found):
-        found += _crowded(measured, {rank for finding in found for rank in _ranks(finding, measured)})
+        found += _crowded(measured, ranks_of((place for one in found for place in one.places), measured.host_of))
     return found + _all_reduce(measured, found)
 
 
@@ -249,23 +250,24 @@ def _absent(rank: int, why: str, measured: Measured) -> Finding:
 
 def _faulty(measured: Measured, fault: str) -> list[Finding]:
     """Return findings for pairs that are dead or corrupt, by the places that explain them."""
-    left = {cell: float(pair.fault == fault) for cell, pair in measured.pairs.items()}
-    found: list[Finding] = []
-    while len(found) < _MOST_FAULTS:
+    faulty = {cell: float(pair.fault == fault) for cell, pair in measured.pairs.items()}
+    return [_fault_finding(measured, fault, explained, bad) for explained, bad in _explained(faulty, measured)]
+
+
+def _explained(excess: Mapping[Cell, float], measured: Measured) -> Iterator[tuple[Explanation, list[Cell]]]:
+    """Yield one place after the other, and its links with excess that none before it has explained."""
+    left = dict(excess)
+    for _ in range(_MOST_FAULTS):
         explained = DelayMatrix(left, measured.host_of).explain()
         if explained is None:
-            break
-        bad = sorted(cell for cell in explained.cells if left[cell])
-        details = {measured.pairs[cell].detail for cell in bad} - {""}
-        found.append(_fault_finding(measured, fault, explained, bad, sorted(details)))
-        left = {cell: 0.0 if cell in explained.cells else value for cell, value in left.items()}
-    return found
+            return
+        yield explained, sorted(cell for cell in explained.cells if left[cell])
+        left |= dict.fromkeys(explained.cells, 0.0)
 
 
-def _fault_finding(
-    measured: Measured, fault: str, explained: Explanation, bad: Sequence[Cell], details: Sequence[str]
-) -> Finding:
-    named, links = _named(explained.places, measured), _links(bad)
+def _fault_finding(measured: Measured, fault: str, explained: Explanation, bad: Sequence[Cell]) -> Finding:
+    details = sorted({measured.pairs[cell].detail for cell in bad} - {""})
+    named = _named(explained.places, measured)
     kind: Kind = "communication hang" if fault == "dead" else "corrupt data"
     text = (
         f"Nothing gets over {named}: {_count(len(bad), 'way')} of {len(explained.cells)} stayed without an answer."
@@ -279,10 +281,8 @@ def _fault_finding(
     )
     return Finding(
         kind=kind, places=explained.places, since_s=0.0,
-        evidence=WireFaultEvidence(
-            links=links, said=details[:2],
-        ), text=text,
-        confidence=_confidence(explained), remedy=remedy, probe=probe_for(explained.places),
+        evidence=WireFaultEvidence(links=link_names(bad), said=details[:2]), text=text,
+        confidence=explained.confidence, remedy=remedy, probe=probe_for(explained.places),
     )  # fmt: skip
 
 
@@ -342,11 +342,10 @@ def _slow_pairs(measured: Measured, expect_bits_per_s: float | None) -> list[Fin
 
 def _places(excess: Mapping[Cell, float], measured: Measured, *, least: float) -> list[Explanation]:
     """Return one place after the other that explains what is in excess by at least so much."""
-    left = {cell: value if value >= least / 2 else 0.0 for cell, value in excess.items()}
     found: list[Explanation] = []
-    while len(found) < _MOST_FAULTS:
-        explained = DelayMatrix(left, measured.host_of).explain()
-        if explained is None or explained.excess < least:
+    bare = {cell: value if value >= least / 2 else 0.0 for cell, value in excess.items()}
+    for explained, _ in _explained(bare, measured):
+        if explained.excess < least:
             break
         others = [value for cell, value in excess.items() if cell not in explained.cells]
         # a place stands out by more than the others scatter
@@ -355,7 +354,6 @@ def _places(excess: Mapping[Cell, float], measured: Measured, *, least: float) -
         if explained.excess < middle + _DEVIATIONS * spread / math.sqrt(len(explained.cells)):
             break
         found.append(explained)
-        left = {cell: 0.0 if cell in explained.cells else value for cell, value in left.items()}
     return found
 
 
@@ -369,9 +367,9 @@ def _slow_pair(measured: Measured, explained: Explanation, reference: float, *, 
         kind="communication slow", places=explained.places, since_s=0.0, text=text,
         evidence=LinkRateEvidence(
             rate_bits_per_s=rate, reference_bits_per_s=reference, times_slower=round(ratio, 2),
-            links=_links(explained.cells), explained=round(explained.fit, 3),
+            links=link_names(explained.cells), explained=round(explained.fit, 3),
         ),
-        confidence=_confidence(explained), probe=probe_for(explained.places),
+        confidence=explained.confidence, probe=probe_for(explained.places),
         remedy="look at the interface (rate, duplex, errors), the cable and other traffic there; if this is the wire's "
         "own rate, let thinwire plan know by thinwire probe",
     )  # fmt: skip
@@ -390,13 +388,6 @@ def _all_slow(measured: Measured, reference: float, expect: float) -> Finding:
         confidence=0.5 if limit else 0.9,
         remedy="look at what all share (switch, access, settings of the interfaces), or expect less",
     )  # fmt: skip
-
-
-def _ranks(finding: Finding, measured: Measured) -> set[int]:
-    """Return the ranks that a finding names, by their number or their host."""
-    ranks = {rank for place in finding.places for rank in place.ranks}
-    hosts = {host for place in finding.places for host in place.hosts}
-    return ranks | {rank for rank, host in measured.host_of.items() if host in hosts}
 
 
 def _crowded(measured: Measured, named: Set[int]) -> list[Finding]:
@@ -440,11 +431,11 @@ def _crowd(measured: Measured, flows: Mapping[Cell, FlowTest], explained: Explan
     return Finding(
         kind="communication slow", places=explained.places, since_s=0.0,
         evidence=ContentionEvidence(
-            times_slower_than_alone=round(ratio, 2), rate_bits_per_s=rate, links=_links(explained.cells),
+            times_slower_than_alone=round(ratio, 2), rate_bits_per_s=rate, links=link_names(explained.cells),
         ),
         text=f"While {when}, transfers over {named} take {ratio:.1f} times as long as what both ends carry alone "
         "allows.",
-        confidence=0.8 * _confidence(explained), probe=probe_for(explained.places),
+        confidence=0.8 * explained.confidence, probe=probe_for(explained.places),
         remedy="look for a half-duplex interface, a small queue or other traffic there",
     )  # fmt: skip
 
@@ -458,7 +449,7 @@ def _all_reduce(measured: Measured, found: Sequence[Finding]) -> list[Finding]:
         places = tuple(Place(kind="sender", ranks=(source,)) for source, _ in done.wrong)
         findings.append(Finding(
             kind="corrupt data", places=places, since_s=0.0, confidence=0.9 if len(places) == 1 else 0.6,
-            evidence=WrongSumEvidence(links=_links(done.wrong), elements=done.num_bytes // 4),
+            evidence=WrongSumEvidence(links=link_names(done.wrong), elements=done.num_bytes // 4),
             text=f"The all-reduce came to another sum than the exact one, first in what "
             f"{_named(places, measured)} sent.",
             remedy="test memory and processor of that host, and take it out until then",
@@ -476,12 +467,6 @@ def _all_reduce(measured: Measured, found: Sequence[Finding]) -> list[Finding]:
     return findings
 
 
-def _confidence(explained: Explanation) -> float:
-    if len(explained.places) > 1:
-        return 0.5
-    return min(0.97, 0.5 + 0.3 * explained.fit + 0.2 * min(1.0, 2 * explained.lead))
-
-
 def _named(places: Sequence[Place], measured: Measured) -> str:
     """Return places in words that hold the hosts' names too."""
     named = []
@@ -489,10 +474,6 @@ def _named(places: Sequence[Place], measured: Measured) -> str:
         hosts = " to ".join(measured.hosts[rank] for rank in place.ranks)
         named.append(f"{place} ({hosts})" if hosts.replace(" to ", "") else str(place))
     return " or ".join(named)
-
-
-def _links(cells: Sequence[Cell] | frozenset[Cell]) -> list[str]:
-    return link_names(cells)
 
 
 def _count(number: int, what: str) -> str:

@@ -179,6 +179,10 @@ class Change:
         """Whether durations are usual again."""
         return self.until_s is not None
 
+    def last_round(self, look: int) -> int:
+        """Return the last round that shows by how much durations grew: some rounds after the alarm at most."""
+        return self.until_round - 1 if self.is_over else self.seen_round + look
+
 
 class PeerGroup:
     """Detectors of one kind, whose baselines show together how long durations get without a fault.
@@ -302,7 +306,7 @@ class ChangePointDetector:
         """
         config = self._config
         value = math.log(max(time_s, config.min_time_s))
-        base = self._base(size_class)
+        base = self._bases.get(size_class) or self._bases.setdefault(size_class, Baseline(config))
         if not base.is_known:
             other = self._bases.get(size_class ^ 1)
             sure = max(time_s - margin_s, config.min_time_s)
@@ -324,12 +328,6 @@ class ChangePointDetector:
         else:
             self._detect_return(self.change, round, at_s, value, base)
 
-    def _base(self, size_class: int) -> Baseline:
-        base = self._bases.get(size_class)
-        if base is None:
-            base = self._bases[size_class] = Baseline(self._config)
-        return base
-
     def _detect(self, round: int, at_s: float, value: float, base: Baseline, begin_s: float | None) -> None:
         config = self._config
         if self._sum == 0.0:
@@ -348,7 +346,9 @@ class ChangePointDetector:
             self._record = (round, at_s)
         if len(self._held) < CUSUM.max_history:
             self._held.append((base, value))
-        is_pair = base.count >= 2 * config.min_history and self._is_pair(round, begin_s, at_s, excess)
+        is_pair = False
+        if base.count >= 2 * config.min_history and self._pair is not None and begin_s is not None:
+            is_pair = self._pair.add(round, begin_s, at_s, excess)
         # noise before a fault may have begun the sum, and is not part of the change
         if self._sum >= config.alarm:
             self._raise_alarm(self._begin, round, least=config.min_samples)
@@ -356,9 +356,6 @@ class ChangePointDetector:
             self._raise_alarm(self._record, round, least=config.min_samples)
         if is_pair and self._pair is not None:
             self._raise_alarm(self._pair.begin, round, least=config.pair_samples)
-
-    def _is_pair(self, round: int, begin_s: float | None, at_s: float, excess: float) -> bool:
-        return self._pair is not None and begin_s is not None and self._pair.add(round, begin_s, at_s, excess)
 
     def _raise_alarm(self, begin: tuple[int, float], round: int, *, least: int) -> None:
         """Set `change` if the values since its begin are long and enough, and there is none yet."""

@@ -73,7 +73,7 @@ def find_slow_operations(job: Job) -> list[Finding]:
         slow = [watch for watch in own_watches.values() if watch.change is not None]
         slow = [watch for watch in slow if _lasting(watch) >= math.log(CUSUM.min_ratio)]
         if slow:  # a wire slows large operations by most
-            finding = _slow_operation(job, communicator, max(slow, key=_how_much))
+            finding = _slow_operation(job, communicator, max(slow, key=_added_s))
             found += [] if _will_be_placed(job, finding) else [finding]
     return found
 
@@ -89,15 +89,14 @@ def _will_be_placed(job: Job, slow: Finding) -> bool:
     return not is_placed and waited_s < COLLECTIVES.unplaced_s and are_watched(job)
 
 
-def _how_much(watch: ChangePointDetector) -> tuple[bool, float]:
+def _added_s(watch: ChangePointDetector) -> tuple[bool, float]:
     """Return whether a change lasts, and the seconds that it adds."""
     return watch.change is not None and not watch.change.is_over, watch.usual_s * math.expm1(_lasting(watch))
 
 
 def _lasting(watch: ChangePointDetector) -> float:
     assert watch.change is not None
-    last = watch.change.seen_round + COLLECTIVES.look_rounds
-    return watch.excess_in(watch.change.since_round, watch.change.until_round - 1 if watch.change.is_over else last)
+    return watch.excess_in(watch.change.since_round, watch.change.last_round(COLLECTIVES.look_rounds))
 
 
 def _slow_operation(job: Job, communicator: str, watch: ChangePointDetector) -> Finding:

@@ -68,6 +68,11 @@ class Explanation:
         """Confidence in the place, in [0.5, 1], from its fit and its lead."""
         return 0.5 + 0.3 * self.fit + 0.2 * min(1.0, 2 * self.lead)
 
+    @property
+    def confidence(self) -> float:
+        """Confidence of a finding that names the place, or all of them."""
+        return min(0.97, self.sure) if len(self.places) == 1 else 0.5
+
     def following(self, excess: Mapping[Cell, float]) -> frozenset[Cell]:
         """Return the cells of the way back whose acknowledgements wait on the slow way there."""
         back = {(destination, source) for source, destination in self.cells} - self.cells

@@ -16,7 +16,7 @@ from thinwire.monitor.detect.diagnose import DetectorState, findings_of
 from thinwire.monitor.detect.heartbeats import HeartbeatDelays, find_silent
 from thinwire.monitor.detect.progress import PROGRESS
 from thinwire.monitor.detect.timeline import build
-from thinwire.monitor.findings import Finding, Place, WaitEvidence
+from thinwire.monitor.findings import Finding, WaitEvidence, ranks_of
 from thinwire.runlog.reader import Records, members_of
 from thinwire.runlog.records import (
     Arrival,
@@ -324,10 +324,13 @@ class LiveDetector:
             case = self._case_of(finding, hosts)
             if case is None:
                 continue
+            age_s = max(0.0, job.now_s - finding.since_s)
             if not any(case is other for other in seen):
                 seen.append(case)
-                case.finding = _sharper(case.finding, finding)
-                case.age_s, case.last_s = max(0.0, job.now_s - finding.since_s), job.now_s
+                if case.finding.since_s < finding.since_s:  # the latest form, with the earliest begin
+                    finding = replace(finding, since_s=case.finding.since_s, since_round=case.finding.since_round)
+                case.finding = finding
+                case.age_s, case.last_s = age_s, job.now_s
         return self._count(seen, job.now_s)
 
     @property
@@ -381,16 +384,5 @@ def is_one_cause(one: Finding, other: Finding, *, hosts: Mapping[int, str]) -> b
         return True
     if any(place.kind == "path" for place in (*one.places, *other.places)):
         return False  # paths of one link fail one by one
-    first, second = _ranks(one.places, hosts), _ranks(other.places, hosts)
+    first, second = ranks_of(one.places, hosts), ranks_of(other.places, hosts)
     return bool(first) and bool(second) and (first <= second or second <= first)
-
-
-def _ranks(places: Collection[Place], hosts: Mapping[int, str]) -> set[int]:
-    named = {rank for place in places for rank in place.ranks}
-    return named | {rank for rank, host in hosts.items() if any(host in place.hosts for place in places)}
-
-
-def _sharper(old: Finding, new: Finding) -> Finding:
-    """Return the new finding with the earlier begin."""
-    since = {"since_s": old.since_s, "since_round": old.since_round} if old.since_s < new.since_s else {}
-    return replace(new, **since)  # type: ignore[arg-type]

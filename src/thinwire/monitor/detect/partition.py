@@ -10,12 +10,11 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
 
 import msgspec
 
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, OneSidedEvidence, Place, WaitEvidence
+from thinwire.monitor.findings import Finding, OneSidedEvidence, Place, WaitEvidence, ranks_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +53,12 @@ def one_sided(job: Job, inside: Collection[int], *, since_s: float) -> Finding |
         for m in job.messages
         if m.destination in observers and m.source in peers and m.received_done_s is None
     }
-    silent_s = {peer: _silent_s(job, peer, observers) for peer in waits}
+    came = {
+        peer: [m.received_done_s for m in job.messages
+               if m.source == peer and m.destination in observers and m.received_done_s is not None]
+        for peer in waits
+    }  # fmt: skip
+    silent_s = {peer: job.now_s - max(times, default=-math.inf) for peer, times in came.items()}
     longest_s = max(silent_s.values(), default=0.0)
     quiet = tuple(
         sorted(
@@ -63,7 +67,11 @@ def one_sided(job: Job, inside: Collection[int], *, since_s: float) -> Finding |
             if own_s >= PARTITION.alike * longest_s and not _is_live(job, peer, observers)
         )
     )
-    if not quiet and len(peers) == 1 and _is_given_up(job, peers):
+    # the last message of the peer may have arrived before: then only what was sent to it has an error
+    is_given_up = any(
+        m.error and m.received_done_s is None for m in job.messages if m.source in peers or m.destination in peers
+    )
+    if not quiet and len(peers) == 1 and is_given_up:
         quiet = tuple(peers)  # also where its last signs of life are recent
     places, confidence, text = _suspects(job, observers, peers, quiet)
     return Finding(
@@ -95,14 +103,15 @@ def partitioned(job: Job, finding: Finding) -> Finding:
         job: All records.
         finding: Names ranks or hosts that are silent.
     """
-    named = {rank for place in finding.places for rank in place.ranks}
-    named |= {rank for place in finding.places for rank, host in job.host_of.items() if host in place.hosts}
+    named = ranks_of(finding.places, job.host_of)
     hosts = {job.host_of[rank] for rank in job.last_seen_s if rank not in job.goodbyes}
     heard = {
         job.host_of[rank]
         for rank, seen_s in job.last_seen_s.items()
-        if rank not in job.goodbyes and rank not in job.unsteady and job.now_s - seen_s <= _missing_s(job, rank)
-    }
+        if rank not in job.goodbyes and rank not in job.unsteady
+        and job.now_s - seen_s - job.error_s.get(rank, 0.0)
+        <= max(PARTITION.missing_s, PARTITION.missed_beats * job.beat_s.get(rank, 0.0))
+    }  # fmt: skip
     # a rank is not cut off if others of its host write on
     if not job.has_beats or len(hosts) < 3 or not heard or {job.host_of[rank] for rank in named} & heard:
         return finding
@@ -129,26 +138,12 @@ def partitioned(job: Job, finding: Finding) -> Finding:
     )
 
 
-def _missing_s(job: Job, rank: int) -> float:
-    return max(PARTITION.missing_s, PARTITION.missed_beats * job.beat_s.get(rank, 0.0)) + job.error_s.get(rank, 0.0)
-
-
 def _peers(job: Job, observers: Collection[int]) -> set[int]:
     """Return the ranks on other hosts that exchange messages with some ranks."""
     hosts = {job.host_of[rank] for rank in observers}
     own = set(observers)
     ends = {rank for m in job.messages for rank in (m.source, m.destination) if {m.source, m.destination} & own}
     return {rank for rank in ends if rank not in observers and job.host_of[rank] not in hosts}
-
-
-def _silent_s(job: Job, peer: int, observers: Collection[int]) -> float:
-    """Return the seconds since the last message of a peer."""
-    came = [
-        m.received_done_s
-        for m in job.messages
-        if m.source == peer and m.destination in observers and m.received_done_s is not None
-    ]
-    return job.now_s - max(came, default=-math.inf)
 
 
 def _is_live(job: Job, peer: int, observers: Collection[int]) -> bool:
@@ -159,16 +154,6 @@ def _is_live(job: Job, peer: int, observers: Collection[int]) -> bool:
         if moved and job.now_s - moved[-1] <= PARTITION.silent_s:
             return True
     return False
-
-
-def _is_given_up(job: Job, peers: Collection[int]) -> bool:
-    """Return whether a message to or from a peer ended in an error.
-
-    The last message of the peer may have arrived before: then only what was sent to it has an error.
-    """
-    return any(
-        m.error and m.received_done_s is None for m in job.messages if m.source in peers or m.destination in peers
-    )
 
 
 def _suspects(
@@ -186,15 +171,14 @@ def _suspects(
     if not quiet:
         text = f"{who.capitalize()} waits for messages of live peers, which may wait for other ranks themselves."
         return (Place(kind="communicator"),), PARTITION.none_heard, text
-    kind: Literal["rank"] = "rank"
     if len(quiet) == 1 and len(observers) == 1:
         link = Place(kind="link both ways", ranks=tuple(sorted((quiet[0], observers[0]))))
         text = f"Nothing comes from rank {quiet[0]} to {who}: that rank has stopped, or {link} is cut."
-        return (link, Place(kind=kind, ranks=quiet)), PARTITION.one_of_two, text
+        return (link, Place(kind="rank", ranks=quiet)), PARTITION.one_of_two, text
     text = (
         f"Nothing comes from {_ranks(quiet)} to {who}: these have stopped or wait themselves, or their links are cut."
     )
-    return (Place(kind=kind, ranks=quiet),), PARTITION.none_heard, text
+    return (Place(kind="rank", ranks=quiet),), PARTITION.none_heard, text
 
 
 def _observer_text(ranks: Collection[int]) -> str:

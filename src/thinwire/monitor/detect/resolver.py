@@ -37,6 +37,7 @@ from thinwire.monitor.findings import (
     SlowTransferEvidence,
     StallEvidence,
     StandstillEvidence,
+    ranks_of,
 )
 
 
@@ -77,13 +78,9 @@ class Rule:
     reason: str
 
 
-def ranks_of(finding: Finding, job: Job) -> set[int]:
-    """Return the ranks that a finding names, as ranks, hosts or the whole job."""
-    named: set[int] = set()
-    for place in finding.places:
-        named.update(place.ranks)
-        named.update(rank for rank, host in job.host_of.items() if host in place.hosts or place.kind == "job")
-    return named
+def _ranks(finding: Finding, job: Job) -> set[int]:
+    is_of_all = any(place.kind == "job" for place in finding.places)
+    return set(job.host_of) if is_of_all else ranks_of(finding.places, job.host_of)
 
 
 def _any(pairwise: Pairwise) -> Condition:
@@ -95,7 +92,7 @@ def _is_slow(finding: Finding) -> bool:
 
 
 def _shares_rank(finding: Finding, cause: Finding, job: Job) -> bool:
-    return bool(ranks_of(finding, job) & ranks_of(cause, job))
+    return bool(_ranks(finding, job) & _ranks(cause, job))
 
 
 def _shares_operations(finding: Finding, cause: Finding, job: Job) -> bool:
@@ -117,9 +114,9 @@ def _lacks_time(finding: Finding, cause: Finding, job: Job) -> bool:
     """Return whether the slow end of links is a rank whose compute is as slow, at the same time."""
     if any("link" in place.kind for place in finding.places) or cause.places[0].kind == "job" or cause.since_round <= 0:
         return False
-    own = ranks_of(finding, job)
+    own = _ranks(finding, job)
     is_as_slow = RESOLVER.as_slow * (cause.times_longer or 0.0) >= (finding.times_longer or 0.0)
-    return bool(own) and is_as_slow and own <= ranks_of(cause, job) and is_at_once(finding, cause)
+    return bool(own) and is_as_slow and own <= _ranks(cause, job) and is_at_once(finding, cause)
 
 
 def _is_echo(finding: Finding, cause: Finding, job: Job) -> bool:
@@ -145,7 +142,7 @@ def _is_slow_enough(finding: Finding, cause: Finding, job: Job) -> bool:
 
 
 def _is_of_link(finding: Finding, cause: Finding, job: Job) -> bool:
-    return _is_slow(finding) and set(cause.places[0].ranks) <= ranks_of(finding, job)
+    return _is_slow(finding) and set(cause.places[0].ranks) <= _ranks(finding, job)
 
 
 def _is_gone(finding: Finding, cause: Finding, job: Job) -> bool:
@@ -160,90 +157,66 @@ def _are_lost(finding: Finding, causes: Sequence[Finding], job: Job) -> bool:
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        explained=(StandstillEvidence,),
-        by=(DesyncEvidence,),
-        when=_any(_shares_operations),
+        explained=(StandstillEvidence,), by=(DesyncEvidence,), when=_any(_shares_operations),
         reason="Ranks that call different operations wait for each other because of that.",
     ),
     Rule(
-        explained=_SLOW_LINKS,
-        by=(FlappingEvidence,),
-        when=_any(_shares_rank),
+        explained=_SLOW_LINKS, by=(FlappingEvidence,), when=_any(_shares_rank),
         reason="A link that fails in turns is slow in its bad times.",
     ),
     Rule(
-        explained=_SLOW_COMPUTE,
-        by=(StallEvidence,),
-        when=_any(_shares_rank),
+        explained=_SLOW_COMPUTE, by=(StallEvidence,), when=_any(_shares_rank),
         reason="Compute that stalls at regular steps is slow in these.",
     ),
     Rule(
-        explained=_SLOW_LINKS,
-        by=(SlowComputeEvidence,),
-        when=_any(_lacks_time),
+        explained=_SLOW_LINKS, by=(SlowComputeEvidence,), when=_any(_lacks_time),
         reason="A rank that lacks processor time answers its peers late, over all its links.",
     ),
     Rule(
-        explained=(StandstillEvidence, SlowTransferEvidence, SlowStepEvidence),
-        by=(FlappingEvidence,),
+        explained=(StandstillEvidence, SlowTransferEvidence, SlowStepEvidence), by=(FlappingEvidence,),
         when=_any(_shares_rank_and_moves),
         reason="Of a link that fails in turns, the flapping detector has seen more than the current operation shows.",
     ),
     Rule(
-        explained=(StandstillEvidence, SlowTransferEvidence, SlowStepEvidence),
-        by=(*_SLOW_LINKS, *_SLOW_COMPUTE),
+        explained=(StandstillEvidence, SlowTransferEvidence, SlowStepEvidence), by=(*_SLOW_LINKS, *_SLOW_COMPUTE),
         when=_any(_shares_place_and_lasts),
         reason="A change that lasts was measured in many rounds, the current operation is one.",
     ),
     Rule(
-        explained=_SLOW_OPERATIONS,
-        by=(SlowComputeEvidence,),
-        when=_any(_is_echo),
+        explained=_SLOW_OPERATIONS, by=(SlowComputeEvidence,), when=_any(_is_echo),
         reason="A rank that waits for long wakes up late, which makes the operation longer by little.",
     ),
     Rule(
-        explained=(SlowBytesEvidence,),
-        by=(*_SLOW_LINKS, *_SLOW_COMPUTE, FlappingEvidence, StallEvidence),
+        explained=(SlowBytesEvidence,), by=(*_SLOW_LINKS, *_SLOW_COMPUTE, FlappingEvidence, StallEvidence),
         when=_any(_is_recorded),
         reason="Recorded messages show more than the kernel's counters.",
     ),
     Rule(
-        explained=(SlowBytesEvidence,),
-        by=_WAITS,
-        when=_lasts,
+        explained=(SlowBytesEvidence,), by=_WAITS, when=_lasts,
         reason="While an operation stands still, its ranks and links show the cause.",
     ),
     Rule(
-        explained=(SlowBytesEvidence,),
-        by=(PlacedOperationEvidence,),
-        when=_any(_overlaps),
+        explained=(SlowBytesEvidence,), by=(PlacedOperationEvidence,), when=_any(_overlaps),
         reason="The operations were placed by these connections.",
     ),
     Rule(
-        explained=(SlowOperationEvidence,),
-        by=(SlowBytesEvidence,),
-        when=_any(_is_slow_enough),
+        explained=(SlowOperationEvidence,), by=(SlowBytesEvidence,), when=_any(_is_slow_enough),
         reason="Slow connections make the operations slow that run over them.",
     ),
     Rule(
-        explained=(SilentRankEvidence,),
-        by=(*_WAITS, RasEvidence),
-        when=_any(_is_gone),
+        explained=(SilentRankEvidence,), by=(*_WAITS, RasEvidence), when=_any(_is_gone),
         reason="A hang of the same rank shows more than its silence.",
     ),
     Rule(
-        explained=(EndedFileEvidence, MissingFileEvidence),
-        by=(RasEvidence,),
-        when=_are_lost,
+        explained=(EndedFileEvidence, MissingFileEvidence), by=(RasEvidence,), when=_are_lost,
         reason="A process that RAS cannot reach, or that hangs, writes no file.",
     ),
     Rule(
-        explained=(*_SLOW_LINKS, SlowBytesEvidence, SlowTransferEvidence),
-        by=(SlowPathEvidence,),
+        explained=(*_SLOW_LINKS, SlowBytesEvidence, SlowTransferEvidence), by=(SlowPathEvidence,),
         when=_any(_is_of_link),
         reason="A link whose messages wait for one of its paths is slow because of that path.",
     ),
-)
+)  # fmt: skip
 
 
 def resolve(found: Sequence[Finding], job: Job, rules: Sequence[Rule] = RULES) -> list[Finding]:

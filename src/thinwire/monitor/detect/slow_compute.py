@@ -89,7 +89,9 @@ def between_operations(job: Job) -> dict[int, list[Work]]:
                 ended[communicator, rank] = operation
     if rounds or not steps:
         return {rank: list(works.values()) for rank, works in rounds.items()}
-    return _by_step(max(steps.values(), key=_total_s))
+    return _by_step(
+        max(steps.values(), key=lambda gaps: math.fsum(g.time_s for own in gaps.values() for g in own.values()))
+    )
 
 
 def _gap(before: Operation | None, operation: Operation) -> Work | None:
@@ -126,7 +128,8 @@ def _long_ones(gaps: _Gaps, ranks: Collection[int]) -> Iterator[tuple[int, bool]
     """
     order = sorted(gaps)
     common = [
-        _common_s([own[rank].time_s if rank in own else 0.0 for rank in ranks])
+        # the lower median over ranks, so that a slow one alone makes no step
+        sorted(own[rank].time_s if rank in own else 0.0 for rank in ranks)[(len(ranks) - 1) // 2]
         for own in (gaps[sequence] for sequence in order)
     ]
     halves = [
@@ -134,11 +137,6 @@ def _long_ones(gaps: _Gaps, ranks: Collection[int]) -> Iterator[tuple[int, bool]
     ]
     long_s = COMPUTE.long_share * median(halves)
     yield from ((sequence, time_s >= long_s > 0) for sequence, time_s in zip(order, common, strict=True))
-
-
-def _common_s(times_s: Sequence[float]) -> float:
-    """Return the lower median over ranks, so that a slow one alone makes no step."""
-    return sorted(times_s)[(len(times_s) - 1) // 2]
 
 
 def _weighted_median(times_s: Sequence[float]) -> float:
@@ -154,10 +152,6 @@ def _weighted_median(times_s: Sequence[float]) -> float:
         if left_s <= 0:
             return time_s
     return 0.0
-
-
-def _total_s(gaps: Mapping[int, Mapping[int, Work]]) -> float:
-    return math.fsum(gap.time_s for own in gaps.values() for gap in own.values())
 
 
 @dataclass(slots=True)
@@ -299,7 +293,10 @@ def _slower_ranks(job: Job, times: WorkTimes, *, is_over: bool) -> list[Finding]
         if watch.change is not None and watch.change.is_over == is_over and _grew(times.own[rank], watch)
     ]
     found = []
-    for host, ranks in _hosts_of(job, alarmed).items():
+    on: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(alarmed):
+        on[job.host_of[rank]].append(rank)
+    for host, ranks in on.items():
         all_ranks = [rank for rank, name in job.host_of.items() if name == host]
         change = watches[ranks[0]].change
         assert change is not None
@@ -344,21 +341,13 @@ def _grew(own: ChangePointDetector, beside: ChangePointDetector) -> bool:
     return change is not None and own.excess_in(change.since_round, change.seen_round) >= math.log(CUSUM.min_ratio) / 2
 
 
-def _hosts_of(job: Job, ranks: Iterable[int]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = defaultdict(list)
-    for rank in sorted(ranks):
-        found[job.host_of[rank]].append(rank)
-    return dict(found)
-
-
 def _slow_work(
     job: Job, times: WorkTimes, watches: Mapping[int, ChangePointDetector], ranks: Sequence[int], place: Place
 ) -> Finding:
     changes = [change for rank in ranks if (change := watches[rank].change) is not None]
     first = min(changes, key=lambda change: change.seen_round)
     since = first.since_round
-    last = first.until_round - 1 if first.is_over else first.seen_round + COMPUTE.look_steps
-    excess = median([times.own[rank].excess_in(since, last) for rank in ranks])
+    excess = median([times.own[rank].excess_in(since, first.last_round(COMPUTE.look_steps)) for rank in ranks])
     usual_s = median([times.own[rank].usual_s for rank in ranks])
     is_growing = place.kind != "job" and all(_is_growing(times.own[rank], since) for rank in ranks)
     kind: Kind = "slowing compute" if is_growing else "non-communication slow"

@@ -216,7 +216,6 @@ def _slow_link(
     usual_s = median([times.watches[cell].usual_s for cell in explained.cells])
     ratio, named = math.exp(explained.excess), joined(explained.places)
     retries = sum(times.retries.get(cell, 0) for cell in explained.cells)
-    is_one = len(explained.places) == 1
     num_rounds = max(len(times.watches[cell].since(since_round)) for cell in explained.cells)
     is_young = num_rounds < CUSUM.far_samples  # a third far value is no passing trouble
     return Finding(
@@ -230,7 +229,7 @@ def _slow_link(
         ),
         text=f"Messages over {named} take {ratio:.1f} times as long as they did, counted from when both ends are "
         f"ready{f'; {num_rounds} rounds so far' if is_young else ''}.",
-        confidence=min(PROGRESS.unsure if is_young else 0.97, explained.sure if is_one else 0.5) * job.trust,
+        confidence=min(PROGRESS.unsure if is_young else 1.0, explained.confidence) * job.trust,
         remedy=WIRE_REMEDY,
         probe=probe_for(explained.places),
     )  # fmt: skip
