@@ -28,9 +28,9 @@ from torchft.process_group import ProcessGroupGloo
 
 from thinwire.data import Sampler
 from thinwire.sync.fragments import Pattern, find_blocks
-from thinwire.training.build import lr_factor, make_inner_optimizer, make_model
+from thinwire.training.build import lr_factor, make_inner_optimizer
 from thinwire.training.config import TrainConfig, resolve
-from thinwire.training.worker import open_data
+from thinwire.workloads.language.workload import make_model, open_data
 
 BATCH, SEQ = 1, 64
 # default: torchft's own time-outs and no retry, and the state that its examples hand over (model, inner optimizer).

@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -18,20 +17,20 @@ from torch import Tensor, nn
 from thinwire.data.corpus import HELD_OUT_FRACTION, divide, limit
 from thinwire.data.sampler import windows
 from thinwire.data.sources import Document, open_source
-from thinwire.data.token_files import TOKENIZER
 from thinwire.data.tokenizers import END_OF_TEXT, Tokenizer
 from thinwire.errors import CheckpointError, DataError, ThinwireError, refusal, unknown_name
 from thinwire.files import replace_whole, write_whole
-from thinwire.models import Transformer, build_hf_model, build_transformer, preset
-from thinwire.models.hf import load_saved_tokenizer
+from thinwire.models import Transformer
 from thinwire.models.transformer import RMS_EPSILON, ROTARY_BASE, TransformerConfig
-from thinwire.training.build import check_device, make_inner_optimizer, make_method, make_model
+from thinwire.training.build import check_device, make_inner_optimizer, make_method
 from thinwire.training.checkpoints.checkpoint_files import CheckpointFiles, open_storage, reason_of
 from thinwire.training.checkpoints.global_checkpoints import MODEL_FILE, global_files
 from thinwire.training.checkpoints.replica_checkpoints import replica_files, unflatten_state
 from thinwire.training.config import TrainConfig, find_run, read_config
 from thinwire.training.elastic.job import LocalSettings
 from thinwire.training.summary import save_tensors, write_model
+from thinwire.workloads.cards import LANGUAGE
+from thinwire.workloads.workload import Companion
 
 MODEL_FOLDER = "model"
 _WEIGHTS = "*.safetensors"
@@ -39,13 +38,13 @@ _WEIGHTS = "*.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedModel:
-    """The global model of a run, or a replica's where the method has no global one, with its tokenizer.
+    """The global model of a run, or a replica's where the method has no global one, with its companion.
 
     Attributes:
         run_dir: The run's folder.
         config: The run's options.
-        model: In evaluation mode, on the device that was asked for; a `LanguageModel` too.
-        tokenizer: The run's.
+        model: In evaluation mode, on the device that was asked for; of a run on texts a `LanguageModel` too.
+        companion: What belongs beside the weights: the tokenizer of a language model.
         step: Inner steps after which it was taken.
         is_final: Whether it is the result of the run, with its final exchange.
         replica: Replica whose own parameters these are, as in a checkpoint of noloco; None for global ones.
@@ -54,10 +53,22 @@ class TrainedModel:
     run_dir: Path
     config: TrainConfig
     model: nn.Module
-    tokenizer: Tokenizer
+    companion: Companion
     step: int
     is_final: bool
     replica: int | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The companion of a language model.
+
+        Raises:
+            ValueError: The run trained something else.
+        """
+        if (card := self.config.workload.card) is not LANGUAGE:
+            raise refusal(f"{self.run_dir} holds no language model", got=f"a run of --workload {card.name}",
+                          allowed="a run of --workload language", remedy=f"thinwire eval {self.run_dir}")  # fmt: skip
+        return cast(Tokenizer, self.companion)
 
     @property
     def device(self) -> torch.device:
@@ -83,47 +94,31 @@ def load_trained(run_dir: Path, *, step: int | None = None, device: str = "cpu")
     config = read_config(find_run(run_dir))
     if (own := LocalSettings.of_resumed(config.replace(resume=run_dir))) is not None:
         config = own.with_own_places(config)  # the options may be those of another host
-    config = config.replace(out=run_dir)
+    config, workload = config.replace(out=run_dir), config.workload
     is_final = step is None and any((run_dir / MODEL_FOLDER).glob(_WEIGHTS))
     replica = None
     if is_final:
         step = config.run.steps
-        tokenizer = _read_tokenizer(run_dir)
-        model = _final_model(config, tokenizer=tokenizer)
+        companion = workload.saved_companion(run_dir / MODEL_FOLDER)
+        model = _final_model(config, companion)
     else:
         files, step, replica = _checkpoint(config, step)
-        tokenizer = _read_tokenizer(run_dir)
-        model = _model_of_checkpoint(config, files, step=step, tokenizer=tokenizer)
+        companion = workload.saved_companion(run_dir / MODEL_FOLDER)
+        model = _model_of_checkpoint(config, files, companion, step=step)
     model.eval().requires_grad_(False)
     return TrainedModel(
-        run_dir=run_dir, config=config, model=model.to(device), tokenizer=tokenizer, step=step, is_final=is_final,
+        run_dir=run_dir, config=config, model=model.to(device), companion=companion, step=step, is_final=is_final,
         replica=replica,
     )  # fmt: skip
 
 
-def _read_tokenizer(run_dir: Path) -> Tokenizer:
-    path = run_dir / MODEL_FOLDER / TOKENIZER
+def _final_model(config: TrainConfig, companion: Companion) -> nn.Module:
+    folder, workload = config.run_dir / MODEL_FOLDER, config.workload
     try:
-        return load_saved_tokenizer(path.parent)
-    except FileNotFoundError:
+        return workload.saved_model(config, workload.sizes(companion), folder)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
-            f"{path} is missing, so token ids have no meaning; copy the whole run folder from the host of replica 0"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}; copy it again from the host of replica 0") from error
-
-
-def _final_model(config: TrainConfig, *, tokenizer: Tokenizer) -> nn.Module:
-    folder = config.run_dir / MODEL_FOLDER
-    if config.model.name.startswith("hf:"):
-        return build_hf_model(str(folder))
-    shape = preset(config.model.name, vocab_size=tokenizer.vocab_size, max_seq_len=config.model.seq_len)
-    path = folder / MODEL_FILE
-    try:
-        return build_transformer(shape, weights=safetensors.torch.load_file(path))
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path} is not the model of this run: {reason_of(error)}; take a checkpoint with --step"
+            f"{folder / MODEL_FILE} is not the model of this run: {reason_of(error)}; take a checkpoint with --step"
         ) from error
 
 
@@ -160,9 +155,11 @@ def _checkpoint(config: TrainConfig, step: int | None) -> tuple[CheckpointFiles,
     )
 
 
-def _model_of_checkpoint(config: TrainConfig, files: CheckpointFiles, *, step: int, tokenizer: Tokenizer) -> nn.Module:
+def _model_of_checkpoint(
+    config: TrainConfig, files: CheckpointFiles, companion: Companion, *, step: int
+) -> nn.Module:  # fmt: skip
     tensors, skeleton = files.load(step)
-    model = make_model(config, vocab_size=tokenizer.vocab_size, device="cpu")
+    model = config.workload.make_model(config, config.workload.sizes(companion), "cpu")
     try:
         with torch.no_grad():
             if config.elastic.is_enabled:
@@ -315,7 +312,7 @@ def export_model(trained: TrainedModel, folder: Path, *, to: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if to == "safetensors" or not isinstance(model, Transformer):
-            write_model(folder, model, tokenizer_files=tokenizer_files)
+            write_model(folder, model, files=tokenizer_files)
         else:
             _write_apertus(folder, model, end_of_text=trained.tokenizer.end_of_text)
             for name, content in tokenizer_files.items():

@@ -16,7 +16,7 @@ from thinwire.runlog.run_identity import RunIdentity, new_identity, read_identit
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.config import TrainConfig, config_text, read_config, resolve
 from thinwire.training.run_origin import check_corpus, check_options, keep_corpus, write_origin
-from thinwire.training.worker import open_data
+from thinwire.workloads.language.workload import open_data
 
 Output = pytest.CaptureFixture[str]
 
@@ -167,7 +167,7 @@ def test_data_of_the_same_length_but_other_content_are_refused_and_the_first_one
     write_origin(config)
     text = Path(config.data.source)
     first = text.read_text()
-    keep_corpus(folder, open_data(config).sha256, source=config.data.source)
+    keep_corpus(config.replace(out=folder), open_data(config).sha256)
     text.write_text(first.swapcase())
     assert text.stat().st_size == len(first)
     assert main(["train", "--elastic", "--resume", str(folder)]) == 2
@@ -175,4 +175,4 @@ def test_data_of_the_same_length_but_other_content_are_refused_and_the_first_one
     assert f"the run in {folder} began with other data; got {text} with hash " in told
     assert "try to give it the same files again, or to begin another run with --out NEW-FOLDER" in told
     text.write_text(first)
-    check_corpus(folder, open_data(config).sha256, source=config.data.source)
+    check_corpus(config.replace(out=folder), open_data(config).sha256)

@@ -17,10 +17,10 @@ from tests.pretrained_models import write_llama_with_weights, write_tokenizer
 from thinwire.codecs import by_name
 from thinwire.inference import export_model, load_trained
 from thinwire.sync.fragments import find_blocks
-from thinwire.training.build import make_method, make_model
+from thinwire.training.build import make_method
 from thinwire.training.config import read_config
 from thinwire.training.cost_check import count_rounds
-from thinwire.training.worker import make_sampler, open_data
+from thinwire.workloads.language.workload import make_model, make_sampler, open_data
 
 STEPS, INTERVAL, RANK = 24, 2, 128
 SHARED = (  # noqa: SIM905 - the words as a user types them

@@ -17,9 +17,10 @@ import thinwire
 from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.engine_driver import ElasticDriver
 from thinwire.elastic.replica_state import global_tensors, load_global_tensors
-from thinwire.training.build import make_inner_optimizer, make_model
+from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.elastic.replica_ranks import Rank0Driver, follow, whole_model
+from thinwire.workloads.language.workload import make_model
 
 pytestmark = pytest.mark.multiprocess
 
@@ -173,7 +174,7 @@ def assembled(
         model = make_model(config, vocab_size=30, device="cpu")
         inner = make_inner_optimizer(config, model)
     else:
-        model, inner = rank0.assemble(config, vocab_size=30)
+        model, inner = rank0.assemble(config, sizes={"vocab_size": 30})
     method = thinwire.methods.streaming_diloco(
         sync_interval=INTERVAL, overlap_steps=1, num_fragments=2, codec=thinwire.codecs.float32()
     )
@@ -200,7 +201,7 @@ def train(config: TrainConfig, *, replica: int, rank0: Rank0Driver | None, folde
     assert torch.equal(before, optimizer.engine.view.parameters.read(0)), "the local parameters are back"
     parameters, outer = global_tensors(optimizer.engine, model)
     if rank0 is not None:
-        whole = whole_model(config, vocab_size=30, parameters=parameters, sharded=model)
+        whole = whole_model(config, sizes={"vocab_size": 30}, parameters=parameters, sharded=model)
         assert held_out_loss(whole, None) == pytest.approx(held_out, rel=1e-5)
     torch.save({"parameters": parameters, "outer": outer}, folder / f"end-{replica}.pt")
     return {

@@ -184,20 +184,19 @@ def _train_elastic(config: TrainConfig) -> int:
     from thinwire.cli.elastic_run import alone_in
     from thinwire.cli.elastic_train import keep_newest, prepare, run
     from thinwire.training.run_origin import check_corpus
-    from thinwire.training.worker import check_data, occupied, open_data
+    from thinwire.training.worker import occupied
 
     if config.output.resume is None and not config.output.overwrite and has_run(config.run_dir):
         return _fail(USAGE, occupied(config.run_dir))
     with alone_in(config.run_dir):
         begun = prepare(config)
         if not config.output.quiet:
-            _log(f"reading {begun.local.data or config.data.source}, writing to {config.run_dir}")
+            _log(f"reading {begun.local.data or config.workload.describe(config)[1]}, writing to {config.run_dir}")
         here = begun.local.apply(config)
         try:
-            corpus = open_data(here)
-            check_data(here, corpus)
+            data = here.workload.open_data(here)
             if config.output.resume is not None:
-                check_corpus(config.run_dir, corpus.sha256, source=here.data.source)
+                check_corpus(here.replace(out=config.run_dir), data.sha256)
         except DataError as error:
             return _fail(USAGE, error)
         code, summary = run(begun)
@@ -216,20 +215,19 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
     from thinwire.runlog.run_identity import new_identity, read_identity
     from thinwire.training.launch import rank_folder, step_to_resume
     from thinwire.training.run_origin import check_corpus, keep_corpus
-    from thinwire.training.worker import check_data, make_run_folder, occupied, open_data
+    from thinwire.training.worker import make_run_folder, occupied
 
     is_resumed = config.output.resume is not None
     if not is_resumed and not config.output.overwrite and has_run(config.run_dir):
         return _fail(USAGE, occupied(config.run_dir)), 0
     if not config.output.quiet:
-        _log(f"reading {config.data.source}, writing to {config.run_dir}")
+        _log(f"reading {config.workload.describe(config)[1]}, writing to {config.run_dir}")
         for line in remarks(config):
             _log(line)
     try:
-        corpus = open_data(config)
-        check_data(config, corpus)
+        data = config.workload.open_data(config)
         if is_resumed:
-            check_corpus(config.run_dir, corpus.sha256, source=config.data.source)
+            check_corpus(config, data.sha256)
     except DataError as error:
         return _fail(USAGE, error), 0
     step, warnings = step_to_resume(config) if is_resumed else (0, [])
@@ -242,7 +240,7 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
     for rank in range(config.parallel.ranks):
         own = plain.replace(out=rank_folder(config.run_dir, rank))
         make_run_folder(own, run=run, is_resumed=is_resumed)
-    keep_corpus(config.run_dir, corpus.sha256, source=config.data.source)
+    keep_corpus(config, data.sha256)
     return 0, step
 
 

@@ -7,13 +7,14 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.errors import MissingExtra
 from thinwire.events import Totals, Transfer, TransferLog
+from thinwire.runlog.measures import Measures
 from thinwire.runlog.run_numbers import SendRate
 from thinwire.runlog.writer import JsonlWriter
 from thinwire.transport.tcp_stats import ConnectionStats
@@ -68,7 +69,7 @@ class ReplicaCounts:
 
     Attributes:
         time_s: Seconds since this replica's training began.
-        tokens: Tokens this replica trained on.
+        samples: Tokens, images or the like that this replica trained on.
         stalled_s: Seconds its training thread waited for the wire.
         sent: Messages and bytes sent.
         received: Messages and bytes received.
@@ -76,7 +77,7 @@ class ReplicaCounts:
     """
 
     time_s: float = 0.0
-    tokens: int = 0
+    samples: int = 0
     stalled_s: float = 0.0
     sent: Totals = _NOTHING
     received: Totals = _NOTHING
@@ -101,23 +102,26 @@ class Meter:
         replica: This replica.
         log: The transport's records, streamed to the file as they come.
         loggers: Receive the same values.
+        measures: What the run counts and measures.
         warn: Receives a warning if the disk is full.
         connections: Returns the kernel's statistics of the transport's connections. Where there are none, rates are
             those of messages whose sending has ended.
 
     Attributes:
-        tokens: Tokens trained on so far.
+        samples: Tokens, images or the like trained on so far.
         latest_loss: Mean over the steps of the latest line, NaN before the first.
         latest: Counts of the latest line.
     """
 
     def __init__(
         self, run_dir: Path, *, replica: int, log: TransferLog, loggers: tuple[Logger, ...] = (),
-        warn: Callable[[str], None] = lambda text: None, connections: Connections = dict,
+        measures: Measures | None = None, warn: Callable[[str], None] = lambda text: None,
+        connections: Connections = dict,
     ) -> None:  # fmt: skip
         self._paths = run_dir / f"metrics-replica-{replica}.jsonl", run_dir / f"transfers-replica-{replica}.jsonl"
         self._metrics, self._transfers = (JsonlWriter(path, warn=warn) for path in self._paths)
         self._loggers = loggers
+        self._measures = measures or Measures()
         self._log = log
         self._origin_s = time.monotonic()
         self._carried = ReplicaCounts()
@@ -127,7 +131,7 @@ class Meter:
         self._rate_lock = threading.Lock()
         self._stop = threading.Event()
         self._sampler = threading.Thread(target=self._watch_rate, name="thinwire-rate", daemon=True)
-        self.tokens = 0
+        self.samples = 0
         self.latest = ReplicaCounts()
         self._losses: list[Any] = []
         self.latest_loss = math.nan
@@ -146,15 +150,15 @@ class Meter:
         """Return the counts now; `stalled_s` is the time that this process's training thread waited for the network."""
         carried = self._carried
         return ReplicaCounts(
-            time_s=time.monotonic() - self._origin_s, tokens=self.tokens, stalled_s=carried.stalled_s + stalled_s,
+            time_s=time.monotonic() - self._origin_s, samples=self.samples, stalled_s=carried.stalled_s + stalled_s,
             sent=_sum(carried.sent, self._log.totals("sent")),
             received=_sum(carried.received, self._log.totals("received")), peak_bits_per_s=self._rate.peak_bits_per_s,
         )  # fmt: skip
 
-    def train_step(self, loss: Any, *, tokens: int) -> None:
+    def train_step(self, loss: Any, *, samples: int) -> None:
         """Add a step's loss, a scalar tensor; its value is read only when a line is written."""
         self._losses.append(loss)
-        self.tokens += tokens
+        self.samples += samples
 
     def interval_loss(self) -> float:
         """Return the mean loss over the steps since the latest line, or that line's without a step."""
@@ -172,8 +176,8 @@ class Meter:
         self.latest_loss = loss
         self.latest = now
         line = {
-            "kind": "step", "step": step, "time_s": round(now.time_s, 4), "loss": loss, "tokens": now.tokens,
-            "tokens_per_s": round((now.tokens - last.tokens) / elapsed_s, 2),
+            "kind": "step", "step": step, "time_s": round(now.time_s, 4), "loss": loss,
+            **self._measures.counted(now.samples, per_s=round((now.samples - last.samples) / elapsed_s, 2)),
             "compute_fraction": round(max(0.0, 1 - (now.stalled_s - last.stalled_s) / elapsed_s), 5),
             "sent_bytes": now.sent.wire_bytes, "received_bytes": now.received.wire_bytes,
             "stalled_s": round(now.stalled_s, 4), "sent_bits_per_s": round(sent_bits_per_s, 1),
@@ -181,12 +185,12 @@ class Meter:
         }  # fmt: skip
         self._write(line, step=step)
 
-    def write_eval(self, step: int, *, val_loss: float, targets: int) -> None:
-        """Write the validation loss of the global parameters over so many tokens."""
+    def write_eval(self, step: int, *, shown: Sequence[float], targets: int) -> None:
+        """Write validation loss and metric of the global parameters over so many samples."""
         now = self.read(stalled_s=0.0)
         line = {
-            "kind": "eval", "step": step, "time_s": round(now.time_s, 4), "tokens": now.tokens, "val_loss": val_loss,
-            "targets": targets,
+            "kind": "eval", "step": step, "time_s": round(now.time_s, 4),
+            **self._measures.counted(now.samples), **self._measures.evaluated(shown), "targets": targets,
         }  # fmt: skip
         self._write(line, step=step)
 
@@ -207,9 +211,9 @@ class Meter:
             for name, totals in (("sent", now.sent), ("received", now.received))
         }
         return {
-            "time_s": now.time_s, "tokens": now.tokens, "stalled_s": now.stalled_s,
+            "time_s": now.time_s, "tokens": now.samples, "stalled_s": now.stalled_s,
             "peak_bits_per_s": now.peak_bits_per_s, "losses": [float(loss) for loss in self._losses],
-            "last": [self.latest.time_s, self.latest.tokens, self.latest.stalled_s, self.latest.sent.wire_bytes],
+            "last": [self.latest.time_s, self.latest.samples, self.latest.stalled_s, self.latest.sent.wire_bytes],
             "file_bytes": [path.stat().st_size for path in self._paths], **counts,
         }  # fmt: skip
 
@@ -219,10 +223,10 @@ class Meter:
         self._carried = ReplicaCounts(stalled_s=state["stalled_s"], sent=sent, received=received)
         self._rate = SendRate(state["peak_bits_per_s"])
         self._origin_s = time.monotonic() - state["time_s"]
-        self.tokens = state["tokens"]
+        self.samples = state["tokens"]
         self._losses = list(state["losses"])
-        time_s, tokens, stalled_s, sent_bytes = state["last"]
-        last = ReplicaCounts(time_s=time_s, tokens=tokens, stalled_s=stalled_s)
+        time_s, samples, stalled_s, sent_bytes = state["last"]
+        last = ReplicaCounts(time_s=time_s, samples=samples, stalled_s=stalled_s)
         self.latest = replace(last, sent=Totals(wire_bytes=sent_bytes))
         for file, path, size in zip((self._metrics, self._transfers), self._paths, state["file_bytes"], strict=True):
             file.flush()

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import torch
@@ -15,18 +15,12 @@ from torch import nn
 
 from thinwire import codecs, methods
 from thinwire.compat import eager
-from thinwire.data.tokenizers import Tokenizer
-from thinwire.errors import CheckpointError, MissingExtra, excluded, refusal
-from thinwire.models import PRESETS, HuggingFaceModel, LanguageModel, build_model
-from thinwire.models.hf import has_weights, load_hf_tokenizer, load_saved_tokenizer
-from thinwire.models.lora import with_adapters
-from thinwire.models.presets import check_vocabulary, load_weights
-from thinwire.planning.training_task import activation_bytes
+from thinwire.errors import MissingExtra, excluded, refusal
 from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.sync.method import Method
 from thinwire.sync.multi_optimizer import MultiOptimizer
 from thinwire.sync.schedule import WarmUp
-from thinwire.training.config import METHOD_OPTIONS, TrainConfig, flag, method_problems, validate
+from thinwire.training.config import METHOD_OPTIONS, TrainConfig, method_problems, validate
 from thinwire.units import format_bytes
 
 _FLOOR = 0.1
@@ -71,26 +65,6 @@ def _overlaps(method: Method) -> bool:
     steps = range(1, 2 * method.schedule.sync_interval + 1)
     rounds = [round for step in steps for round in method.schedule.launches(step, num_fragments=1)]
     return any(round.apply_step > round.launch_step for round in rounds)
-
-
-def make_model(config: TrainConfig, *, vocab_size: int | None, device: torch.device | str) -> nn.Module:
-    """Build the model; weights that are not loaded follow from the seed alone, so all replicas start from the same.
-
-    Raises:
-        ValueError: There is no such model, or it does not fit the vocabulary or the sequence.
-        CheckpointError: The weights cannot be read.
-        MissingExtra: `hf:` without transformers, or `--lora` without peft.
-    """
-    seed, run = config.run.seed, config.model.init_from
-    model = build_model(
-        config.model.name, vocab_size=vocab_size, max_seq_len=config.model.seq_len, seed=seed, device=device
-    )
-    cast(LanguageModel, model).recompute = config.model.recompute
-    if isinstance(model, HuggingFaceModel):  # an earlier run's is read as a folder of transformers
-        return model if config.model.lora is None else with_adapters(model, rank=config.model.lora, seed=seed)
-    if run is not None and torch.device(device).type != "meta":
-        load_weights(model, run / "model")
-    return model
 
 
 def make_inner_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -191,11 +165,9 @@ def check(config: TrainConfig, *, num_local: int | None = None) -> None:
     for package, is_wanted in (("tensorboard", config.output.tensorboard), ("wandb", config.output.wandb)):
         if is_wanted:
             MissingExtra.check(package, extra="report")
-    if config.model.lora is not None:
-        MissingExtra.check("peft", extra="peft")
     method = make_method(config)
     _check_warm_ups(config, method)
-    model = _sketch(config)
+    model = config.workload.sketch(config)
     # the pattern alone: binding a view would copy values, and a model on the meta device has none
     pattern = getattr(method.view, "fragments", Pattern(num_fragments=1))
     num_fragments = len(pattern.partition(find_blocks(model)))
@@ -229,80 +201,6 @@ def check_device(name: str) -> None:
                       remedy="--device cpu, or a CUDA build of torch")  # fmt: skip
 
 
-def _sketch(config: TrainConfig) -> nn.Module:
-    """Build the model on the meta device, and check what goes with it."""
-    is_hf = config.model.name.startswith("hf:")
-    if config.model.lora is not None and not (is_hf and has_weights(config.model.name.removeprefix("hf:"))):
-        raise refusal(
-            f"--lora trains adapters of pretrained weights, and --model {config.model.name} has none",
-            got=f"--lora {config.model.lora}", allowed="--model hf:PATH with weights",
-            remedy="--model hf:PATH, or to leave --lora out",
-        )  # fmt: skip
-    tokenizer = None if is_hf else own_tokenizer(config)
-    vocab_size = 257 if config.data.tokenizer == "bytes" else config.model.vocab_size
-    model: Any = make_model(config, vocab_size=tokenizer.vocab_size if tokenizer else vocab_size, device="meta")
-    if is_hf and (tokenizer := own_tokenizer(config)) is not None:
-        check_vocabulary(model, name=config.model.name, vocab_size=tokenizer.vocab_size)
-    return cast(nn.Module, model)
-
-
-def own_tokenizer(config: TrainConfig) -> Tokenizer | None:
-    """Return the tokenizer that comes with the model, None where `--tokenizer` makes one for the data.
-
-    Raises:
-        ValueError: Pretrained weights would get token ids of another tokenizer.
-        CheckpointError: The model's tokenizer cannot be read.
-        MissingExtra: `hf:` without transformers.
-    """
-    name, kind = config.model.name, config.data.tokenizer
-    if not name.startswith("hf:"):
-        return None if config.model.init_from is None else _tokenizer_of_run(config, config.model.init_from)
-    source = name.removeprefix("hf:")
-    is_pretrained = has_weights(source)
-    found = load_hf_tokenizer(source) if kind == "auto" else None
-    if is_pretrained and kind != "auto":
-        raise excluded(
-            f"--tokenizer {kind}", f"the pretrained weights of --model {name}",
-            why="other token ids would be other rows of its embedding",
-            remedy="to leave --tokenizer out, or to remove the weights and train from config.json alone",
-        )  # fmt: skip
-    if is_pretrained and found is None:
-        raise refusal(
-            f"--model {name} has pretrained weights but no tokenizer, and another one's token ids would be other rows "
-            f"of its embedding",
-            got="no tokenizer files", allowed="the tokenizer of the weights",
-            remedy=f"tokenizer.save_pretrained({source!r}), or to remove the weights and train from config.json alone",
-        )  # fmt: skip
-    if found is not None and config.model.vocab_size is not None:
-        raise excluded("--vocab-size", f"--model {name}", why="the model brings its own tokenizer",
-                       remedy="to leave --vocab-size out")  # fmt: skip
-    return found
-
-
-def _tokenizer_of_run(config: TrainConfig, run: Path) -> Tokenizer:
-    for name, is_given in (("tokenizer", config.data.tokenizer != "auto"), ("vocab_size", config.model.vocab_size)):
-        if is_given:
-            raise excluded(flag(name), f"--init-from {run}", why="the run brings the tokenizer of its weights",
-                           remedy=f"to leave {flag(name)} out")  # fmt: skip
-    path = run / "model" / "tokenizer.json"
-    try:
-        return load_saved_tokenizer(path.parent)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"the tokenizer of --init-from cannot be read; got {path} ({error}); allowed the --out of a finished run; "
-            f"try thinwire train --resume {run}"
-        ) from error
-
-
-def wanted_vocabulary(config: TrainConfig) -> int:
-    """Return how many tokens the tokenizer may have: what the user said, else what the model is made for."""
-    if config.model.vocab_size is not None:
-        return config.model.vocab_size
-    if config.model.name in PRESETS:
-        return PRESETS[config.model.name].vocab_size
-    return int(make_model(config, vocab_size=None, device="meta").vocab_size)  # type: ignore[arg-type]
-
-
 # Bytes an element that an inner optimizer remembers, in float32.
 _OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "plain-sgd": 0, "muon": 4}
 # Bytes an element of the global value and its momentum, which a method keeps in the host's memory.
@@ -334,20 +232,12 @@ def estimate_memory(config: TrainConfig, model: nn.Module, method: Method) -> Me
         model: May be on the meta device; frozen parameters have no gradients and nothing is remembered of them.
         method: Of the run.
     """
-    assert config.data.batch_size is not None and config.model.seq_len is not None
+    assert config.data.batch_size is not None
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     stored = sum(p.numel() * p.element_size() for p in model.parameters())
     per_element = 4 + _OPTIMIZER_BYTES.get(config.optimizer.inner_optimizer or "adamw", 8)
     of_rank = -(-config.data.batch_size // config.parallel.data_ranks)
-    sequences = min(config.data.micro_batch or of_rank, of_rank)
-    about = {
-        "tokens": sequences * config.model.seq_len, "bytes_per_value": 2 if config.model.autocast == "bf16" else 4,
-    }  # fmt: skip
-    activations = activation_bytes(model, recompute=config.model.recompute, **about)
-    if config.parallel.recompute_layers:
-        layers = getattr(getattr(model, "config", None), "layers", 0) or 1
-        share = min(1.0, config.parallel.recompute_layers * config.parallel.pp / layers)
-        activations += share * (activation_bytes(model, recompute=True, **about) - activations)
+    activations = config.workload.activation_bytes(config, model, min(config.data.micro_batch or of_rank, of_rank))
     has_copies = method.view.moment == "after_inner_step"
     return MemoryEstimate(
         states=stored + trained * per_element, activations=activations,

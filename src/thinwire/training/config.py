@@ -13,7 +13,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +23,10 @@ from thinwire.training.method_catalog import MethodEntry, check_codec, check_met
 from thinwire.training.parallel_config import ONE_RANK, ParallelConfig, parallel_problems
 from thinwire.transport.addresses import listen_config
 from thinwire.version import __version__
+from thinwire.workloads.cards import card_of
+
+if TYPE_CHECKING:
+    from thinwire.workloads.workload import Workload
 
 # Options that do not change what is computed: a resumed run may change them, and hosts may differ in them.
 FREE = (
@@ -159,8 +163,10 @@ class SyncConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Length, replicas and addresses of the run."""
+    """Subject, length, replicas and addresses of the run."""
 
+    workload: str = "language"
+    """What is trained: language."""
     replicas: int | None = None
     """Number of replicas. Default: 2, or torchrun's WORLD_SIZE."""
     steps: int = 300
@@ -298,6 +304,11 @@ class TrainConfig:
         """`--out` of a resolved configuration."""
         assert self.output.out is not None, "resolve() first"
         return self.output.out
+
+    @property
+    def workload(self) -> Workload:
+        """What is trained; imports torch at the first use."""
+        return card_of(self.run.workload).load()
 
     def digest(self) -> str:
         """Return a hash of all options that change what is computed."""
@@ -659,11 +670,13 @@ def command_line(config: TrainConfig) -> str:
 def meaning(config: TrainConfig) -> dict[str, Any]:
     """Return the options that change what is computed, by name, as JSON values.
 
-    Degrees of parallelism count where they differ from those of one rank a replica.
+    The workload and degrees of parallelism count where they differ from the default.
     """
     return {
         name: _json_value(config.option(name)) for name, (section, _) in OPTIONS.items()
-        if name not in FREE and (section != "parallel" or config.option(name) != _DEFAULTS.option(name))
+        if name not in FREE and (
+            (section != "parallel" and name != "workload") or config.option(name) != _DEFAULTS.option(name)
+        )
     }  # fmt: skip
 
 

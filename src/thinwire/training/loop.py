@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.adaptive_timeout import Deadlines
-from thinwire.data.lengths import padded_groups
 from thinwire.errors import CheckpointError, Stopped, ThinwireError
 from thinwire.recording.metrics import Meter, ReplicaCounts
 from thinwire.recording.recorder import Recorder
@@ -28,6 +27,7 @@ from thinwire.training.config import TrainConfig
 from thinwire.training.drift import StepMonitor
 from thinwire.training.summary import tensors_sha256
 from thinwire.transport.shards import as_shard, local_shard
+from thinwire.workloads.workload import Batch, Batches, Loss
 
 
 class Passes:
@@ -76,22 +76,6 @@ class Passes:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - began_s
 
 
-Batch = tuple[Tensor, Tensor]
-
-
-class Batches(Protocol):
-    """Endless iterator over one replica's share of the training data."""
-
-    def __next__(self) -> Batch:
-        """Return tokens and targets, (batch, seq) int64 each, on the CPU."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a position."""
-
-
 class ModelPasses(Protocol):
     """Forward and backward passes of a replica's model, on one rank or on several."""
 
@@ -100,12 +84,12 @@ class ModelPasses(Protocol):
         """The timer of this rank's passes."""
         ...
 
-    def backward(self, tokens: Tensor, targets: Tensor, *, factor: float) -> Batch:
-        """Compute the gradients of a batch; return loss and nll.
+    def backward(self, inputs: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
+        """Compute the gradients of a batch; return the loss, and what is shown, as a `Loss` does.
 
         Args:
-            tokens: (batch, seq) int64.
-            targets: The token that follows each.
+            inputs: (batch, ...).
+            targets: (batch, ...).
             factor: The step's learning rate as a share of its peak.
         """
         ...
@@ -114,8 +98,8 @@ class ModelPasses(Protocol):
         """Clip the gradient to `clip_norm`."""
         ...
 
-    def held_out(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean nll of a held-out batch."""
+    def held_out(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return what is shown of a held-out batch, (1 + metrics,)."""
         ...
 
 
@@ -124,63 +108,42 @@ class LocalPasses:
 
     Args:
         config: Resolved options.
-        model: A language model on `device`.
+        model: The workload's, on `device`.
         device: Where the model is.
     """
 
     def __init__(self, config: TrainConfig, model: nn.Module, *, device: torch.device) -> None:
         self.timing = Passes(device)
         self._config, self._model, self._device = config, model, device
-        self._is_padded = config.data.sequences == "documents"
-        self._how = {"is_padded": True} if self._is_padded else {}  # other models need not know of padding
-        loss: Callable[..., Batch] = model.loss  # type: ignore[assignment]
+        self._parts = config.workload.parts
+        loss = config.workload.loss(config, model)
         self._loss = _compiled(loss) if config.model.compile else loss
 
-    def backward(self, tokens: Tensor, targets: Tensor, *, factor: float) -> Batch:
-        loss_sum, nll_sum = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
-        for rows, row_targets, share in self._micro_batches(tokens, targets):
+    def backward(self, inputs: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
+        loss_sum, shown_sum = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
+        for rows, row_targets, share in self._parts(self._config, inputs, targets):
             with self.timing.forward(), self._autocast():
-                loss, nll = self._loss(rows, row_targets, **self._how)
+                loss, shown = self._loss(rows, row_targets)
             with self.timing.backward():
                 (loss * share if share < 1 else loss).backward()  # type: ignore[no-untyped-call]
             loss_sum += share * loss.detach()
-            nll_sum += share * nll.detach()
-        return loss_sum, nll_sum
+            shown_sum = shown_sum + share * shown.detach()
+        return loss_sum, shown_sum
 
     def clip(self) -> None:
         if self._config.optimizer.clip_norm > 0:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.clip_norm)
 
-    def held_out(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        nll_sum = torch.zeros((), device=self._device)
-        for rows, row_targets, share in self._micro_batches(tokens, targets):
+    def held_out(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        shown_sum = torch.zeros((), device=self._device)
+        for rows, row_targets, share in self._parts(self._config, inputs, targets):
             with self._autocast():
-                nll_sum += share * self._loss(rows, row_targets, **self._how)[1]
-        return nll_sum
-
-    def _micro_batches(self, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """Yield the parts of a batch that are computed at once, each with its share of the batch."""
-        size = self._config.data.micro_batch or len(tokens)
-        if self._is_padded:
-            lengths = num_targets(targets)
-            longest = self._config.model.seq_len or tokens.shape[1]
-            for places in padded_groups(lengths, max_tokens=size * longest):
-                part, width = torch.tensor(places, device=tokens.device), lengths[places[0]]
-                share = sum(lengths[place] for place in places) / sum(lengths)
-                yield tokens[part, :width], targets[part, :width], share
-            return
-        for rows, row_targets in zip(torch.split(tokens, size), torch.split(targets, size), strict=True):
-            yield rows, row_targets, len(rows) / len(tokens)
+                shown_sum = shown_sum + share * self._loss(rows, row_targets)[1]
+        return shown_sum
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         enabled = self._config.model.autocast == "bf16"
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled)
-
-
-def num_targets(targets: Tensor) -> list[int]:
-    """Return how many targets of each row (batch, seq) count: those that are no padding."""
-    found: list[int] = (targets >= 0).sum(1).tolist()
-    return found
 
 
 class LoopPolicy(Protocol):
@@ -253,7 +216,7 @@ class LoopSetup:
 
     Attributes:
         config: Resolved options.
-        model: A language model on `device`.
+        model: The workload's, on `device`.
         optimizer: Wraps the inner optimizer over the model's parameters.
         batches: This replica's data.
         held_out: Returns at most so many held-out batches, the same at every call.
@@ -297,6 +260,7 @@ class Training:
         self._config, self._model, self._device = setup.config, setup.model, setup.device
         self._optimizer = optimizer = setup.optimizer
         self._batches, self._held_out = setup.batches, setup.held_out
+        self._num_samples = setup.config.workload.num_samples
         self._meter, self._watch, self._recorder = setup.meter, setup.watch, setup.recorder
         self._checkpoints, self._stop = checkpoints, stop
         self._policy: LoopPolicy = policy or StaticPolicy(optimizer)
@@ -352,7 +316,7 @@ class Training:
         self._stop.saved()
         raise Stopped(signal.SIGTERM)
 
-    def evaluate(self, num_batches: int, *, part: int = 0, num_parts: int = 1) -> tuple[float, int]:
+    def evaluate(self, num_batches: int, *, part: int = 0, num_parts: int = 1) -> tuple[list[float], int]:
         """Evaluate the global parameters on held-out batches.
 
         Args:
@@ -361,30 +325,32 @@ class Training:
             num_parts: How many replicas share the batches.
 
         Returns:
-            Mean loss (nll in nats a token), and over how many tokens.
+            Mean loss and metric, and over how many samples.
         """
         self._policy.before_evaluation()
-        total, count = 0.0, 0
+        totals: list[float] = []
+        count = 0
         batches = list(self._held_out(num_batches))
         self._model.eval()
         with self._optimizer.global_parameters(may_lag=True), torch.no_grad():
-            for tokens, targets in batches[part % len(batches) :: num_parts]:
-                nll = self._passes.held_out(tokens.to(self._device), targets.to(self._device))
-                # the last batch may be smaller
-                total += float(nll) * targets.numel()
-                count += targets.numel()
+            for inputs, targets in batches[part % len(batches) :: num_parts]:
+                shown = self._passes.held_out(inputs.to(self._device), targets.to(self._device)).tolist()
+                weight = self._num_samples(targets)  # the last batch may be smaller
+                before = totals or [0.0] * len(shown)
+                totals = [total + value * weight for total, value in zip(before, shown, strict=True)]
+                count += weight
         self._model.train()
-        return total / count, count
+        return [total / count for total in totals], count
 
     def lr_factor(self) -> float:
         """Return the present step's learning rate as a share of its peak."""
         return self._policy.lr_scale() * lr_factor(self.step, config=self._config)
 
-    def evaluate_at_end(self) -> float:
-        """Evaluate on all the batches that the end deserves, write it down, and return the loss."""
-        val_loss, targets = self.evaluate(self._config.output.final_eval_batches)
-        self._meter.write_eval(self.step, val_loss=val_loss, targets=targets)
-        return val_loss
+    def evaluate_at_end(self) -> list[float]:
+        """Evaluate on all the batches that the end deserves, write it down, and return loss and metric."""
+        shown, targets = self.evaluate(self._config.output.final_eval_batches)
+        self._meter.write_eval(self.step, shown=shown, targets=targets)
+        return shown
 
     def save(self) -> None:
         """Write a checkpoint of the state after the present step."""
@@ -440,22 +406,22 @@ class Training:
         factor = self.lr_factor()
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
-        tokens, targets = next(self._batches)
-        num_tokens = sum(num_targets(targets))
-        tokens, targets = tokens.to(self._device), targets.to(self._device)
-        self._optimizer.count_tokens(num_tokens)
+        inputs, targets = next(self._batches)
+        num_samples = self._num_samples(targets)
+        inputs, targets = inputs.to(self._device), targets.to(self._device)
+        self._optimizer.count_tokens(num_samples)
         self._optimizer.next_stop = self._next_stop()
         asks_for_itself = self._optimizer.method.view.moment == "around_closure"
-        nll = self._driven_step(tokens, targets) if asks_for_itself else self._plain_step(tokens, targets)
+        shown = self._driven_step(inputs, targets) if asks_for_itself else self._plain_step(inputs, targets)
         self.step = self._optimizer.steps_done
         self._optimizer.zero_grad(set_to_none=True)
-        self._meter.train_step(nll, tokens=num_tokens)
+        self._meter.train_step(shown[0], samples=num_samples)
         now_s = time.monotonic()
         if self._recorder is not None:
             # steps with an exchange would look like stalls if what it takes counted as their work
             done_s = now_s - (self._optimizer.statistics.exchanging_s - exchanged_s)
             # the value of a loss on a GPU would have to be waited for
-            loss = float(nll) if nll.device.type == "cpu" else None
+            loss = float(shown[0]) if shown.device.type == "cpu" else None
             forward_s, backward_s = self._passes.timing.take()
             self._recorder.add_step(
                 self.step, started_s=began_s, done_s=done_s, loss=loss, forward_s=forward_s, backward_s=backward_s,
@@ -468,29 +434,29 @@ class Training:
         took_s = time.monotonic() - began_s - (self._optimizer.statistics.stalled_s - stalled_s)
         self._policy.after_step(self.step, took_s=took_s)
 
-    def _plain_step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        _, nll = self._passes.backward(tokens, targets, factor=self.lr_factor())
+    def _plain_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        _, shown = self._passes.backward(inputs, targets, factor=self.lr_factor())
         self._optimizer.average_gradients()
         self._passes.clip()
         self._optimizer.step()
-        return nll
+        return shown
 
-    def _driven_step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Let the method ask for this batch's gradients wherever it wants; return the loss where it asked last."""
+    def _driven_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Let the method ask for this batch's gradients wherever it wants; return what the last one showed."""
         before = _random_state(self._device)
-        losses: list[Tensor] = []
+        found: list[Tensor] = []
 
         def closure() -> Tensor:
-            if losses:  # the method takes differences of gradients: dropout must fall alike in all of a step
+            if found:  # the method takes differences of gradients: dropout must fall alike in all of a step
                 _set_random_state(before, self._device)
             self._optimizer.zero_grad(set_to_none=True)
-            loss, nll = self._passes.backward(tokens, targets, factor=self.lr_factor())
+            loss, shown = self._passes.backward(inputs, targets, factor=self.lr_factor())
             self._passes.clip()
-            losses.append(nll)
+            found.append(shown)
             return loss
 
         self._optimizer.step(closure)
-        return losses[-1]
+        return found[-1]
 
     def _next_stop(self) -> int:
         """Return the next step from here after which all replicas do something together."""
@@ -509,8 +475,8 @@ class Training:
             # shared out, so that no replica waits for the one that evaluates
             part, num_parts = self._policy.share()
             with self._apart():
-                val_loss, targets = self.evaluate(self._config.output.eval_batches, part=part, num_parts=num_parts)
-            self._meter.write_eval(self.step, val_loss=val_loss, targets=targets)
+                shown, targets = self.evaluate(self._config.output.eval_batches, part=part, num_parts=num_parts)
+            self._meter.write_eval(self.step, shown=shown, targets=targets)
         self._policy.after_report(self._meter.interval_loss() if is_last else self._meter.latest_loss)
 
     def _write_step(self) -> None:
@@ -533,13 +499,13 @@ class Training:
         return is_last or bool(every and self.step % every == 0)
 
 
-def _compiled(loss: Callable[..., Batch]) -> Callable[..., Batch]:
+def _compiled(loss: Loss) -> Loss:
     """Compile at the first call; a failure of the compiler ends the run with one error instead of its traceback."""
     compiled = torch.compile(loss)
 
-    def run(tokens: Tensor, targets: Tensor, **how: bool) -> Batch:
+    def run(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         try:
-            return compiled(tokens, targets, **how)
+            return compiled(inputs, targets)
         except Exception as error:
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise

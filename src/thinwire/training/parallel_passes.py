@@ -29,9 +29,10 @@ from thinwire.models.transformer import (
 from thinwire.shared_random import derive_seed
 from thinwire.site.pipeline import chunk_layers
 from thinwire.training.config import TrainConfig
-from thinwire.training.loop import Passes, num_targets
+from thinwire.training.loop import Passes
 from thinwire.transport.replica_mesh import ReplicaMesh
 from thinwire.transport.shards import drop_gathered, local_shard, named_failures, own_part
+from thinwire.workloads.language.workload import num_targets
 
 # Layers of a block whose output or input features the ranks of tp share.
 _COLUMNS, _ROWS = ("attention.query_key_value", "up"), ("attention.out", "down")
@@ -211,8 +212,8 @@ class ParallelPasses:
             else:
                 sums = self._pipeline.backward(passes, num_rows=len(tokens))
         self._sum_gains()
-        loss, nll = self._of_batch(sums)
-        return loss, nll
+        summed = self._of_batch(sums)
+        return summed[0], summed[1:]
 
     def clip(self) -> None:
         """Shorten the gradient of all ranks' parts together to `clip_norm`."""
@@ -245,7 +246,7 @@ class ParallelPasses:
                     total += share / self._mesh.size_of("cp") * nll
             # the next pass gathers what an outer step has changed meanwhile
             drop_gathered(self._model)
-        return self._of_batch(total)
+        return self._of_batch(total)[None]
 
     def _of_batch(self, own: Tensor) -> Tensor:
         """Return the sum of what the ranks add up for their rows, from the last stage of a pipeline."""

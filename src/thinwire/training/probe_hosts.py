@@ -19,11 +19,12 @@ from thinwire.planning.predict import FLOPS_PER_PARAMETER
 from thinwire.planning.probe import ProbeBudget, WireMeasurements, probe_wires
 from thinwire.sync.global_parameters import MatrixSpan
 from thinwire.sync.outer_optimizer import PlainSGD
-from thinwire.training.build import make_inner_optimizer, make_model
+from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
 from thinwire.transport.base import Transport, all_gather_json
 from thinwire.transport.connect import connect
 from thinwire.transport.secret import need_pyzmq, read_secret
+from thinwire.workloads.language.workload import make_model
 
 # Enough to drown what a call costs.
 _CODED_ELEMENTS, _OUTER_SIDE = 2**20, 512

@@ -43,36 +43,36 @@ def check_options(run_dir: Path, config: TrainConfig) -> None:
         )
 
 
-def check_corpus(run_dir: Path, sha256: str, *, source: str) -> None:
+def check_corpus(config: TrainConfig, sha256: str) -> None:
     """Refuse data whose content is not what the run began with.
 
     Args:
-        run_dir: The run's folder on this host.
-        sha256: Hash of tokens and tokenizer.
-        source: Name of the data, for the error's text.
+        config: The run's options on this host.
+        sha256: Hash of all that is learnt from.
 
     Raises:
         DataError: It is other data.
     """
-    if (began := _read(run_dir).get("corpus", sha256)) != sha256:
+    if (began := _read(config.run_dir).get("corpus", sha256)) != sha256:
+        data = config.workload.describe(config)[1]
         raise DataError(str(refusal(
-            f"the run in {run_dir} began with other data", got=f"{source} with hash {sha256[:16]}",
+            f"the run in {config.run_dir} began with other data", got=f"{data} with hash {sha256[:16]}",
             allowed=f"data with hash {str(began)[:16]}",
             remedy="to give it the same files again, or to begin another run with --out NEW-FOLDER",
         )))  # fmt: skip
 
 
-def keep_corpus(run_dir: Path, sha256: str, *, source: str) -> None:
+def keep_corpus(config: TrainConfig, sha256: str) -> None:
     """Check the data, and keep its hash where none is kept yet; see `check_corpus`.
 
     Raises:
         DataError: It is other data.
         OSError: The hash could not be written.
     """
-    check_corpus(run_dir, sha256, source=source)
-    found = _read(run_dir)
+    check_corpus(config, sha256)
+    found = _read(config.run_dir)
     if "corpus" not in found:
-        _write(run_dir, {**found, "corpus": sha256})
+        _write(config.run_dir, {**found, "corpus": sha256})
 
 
 def _read(run_dir: Path) -> dict[str, Any]:

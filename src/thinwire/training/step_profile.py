@@ -24,9 +24,10 @@ from torch import nn
 from thinwire.planning.cluster import Machine
 from thinwire.planning.predict import FLOPS_PER_PARAMETER, interval_coding_s, interval_outer_s
 from thinwire.planning.simulator_adapter import traffic_of
-from thinwire.training.build import make_inner_optimizer, make_method, make_model
+from thinwire.training.build import make_inner_optimizer, make_method
 from thinwire.training.config import TrainConfig
 from thinwire.training.probe_hosts import coding_bytes_per_s, outer_flops_per_s
+from thinwire.workloads.language.workload import make_model
 
 FORMAT, VERSION = "thinwire-profile", 1
 # Names of modules in a list differ by their number alone.

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import platform
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from thinwire.data import Corpus, Tokenizer
 from thinwire.errors import DesyncError
 from thinwire.files import make_readable, replace_whole, write_whole
-from thinwire.models.generation import Sampling, generate
 from thinwire.models.lora import has_adapters, merged, save_adapters
 from thinwire.recording.metrics import ReplicaCounts
 from thinwire.runlog.run_numbers import all_reduce_bytes, times_fewer
@@ -28,6 +25,7 @@ from thinwire.sync.method import Method
 from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig
 from thinwire.version import __version__
+from thinwire.workloads.workload import Workload
 
 
 def parameters_sha256(model: nn.Module) -> str:
@@ -52,7 +50,7 @@ def tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
 def replica_note(reading: ReplicaCounts, *, sha256: str) -> dict[str, Any]:
     """Return a replica's result for the others, with times rounded as in its last line."""
     return {
-        "sha256": sha256, "tokens": reading.tokens, "time_s": round(max(reading.time_s, 1e-4), 4),
+        "sha256": sha256, "samples": reading.samples, "time_s": round(max(reading.time_s, 1e-4), 4),
         "stalled_s": round(reading.stalled_s, 4),
         "payload_bytes": reading.sent.payload_bytes, "wire_bytes_sent": reading.sent.wire_bytes,
         "wire_bytes_received": reading.received.wire_bytes, "peak_bits_per_s": reading.peak_bits_per_s,
@@ -60,15 +58,15 @@ def replica_note(reading: ReplicaCounts, *, sha256: str) -> dict[str, Any]:
 
 
 def summarise(
-    config: TrainConfig, notes: Sequence[Mapping[str, Any]], *, val_loss: float, parameters: int, num_fragments: int,
-    all_reduce_dtype: str = "float32",
+    config: TrainConfig, notes: Sequence[Mapping[str, Any]], *, shown: Sequence[float], parameters: int,
+    num_fragments: int, all_reduce_dtype: str = "float32",
 ) -> dict[str, Any]:  # fmt: skip
     """Put the replicas' notes together.
 
     Args:
         config: Resolved options.
         notes: `replica_note` of every replica.
-        val_loss: Of the global parameters, nats a token.
+        shown: Loss and metric of the global parameters.
         parameters: Trained numbers of the model.
         num_fragments: How many fragments the method made.
         all_reduce_dtype: Dtype of the gradients that the comparison with an all-reduce assumes.
@@ -84,19 +82,21 @@ def summarise(
 
     method = make_method(config)
     wall_s = max(note["time_s"] for note in notes)
-    tokens = sum(note["tokens"] for note in notes)
+    samples = sum(note["samples"] for note in notes)
+    measures = config.workload.card.measures
+    model, data = config.workload.describe(config)
     payload_bytes, sent_bytes = mean("payload_bytes"), mean("wire_bytes_sent")
     all_reduce = all_reduce_bytes(parameters=parameters, num_replicas=count, steps=config.run.steps)
     times = times_fewer(all_reduce, sent_bytes)
     return {
-        "method": config.sync.method.replace("_", "-"), "replicas": count, "steps": config.run.steps, "tokens": tokens,
-        "val_loss": val_loss, "wall_s": wall_s, "tokens_per_s": round(tokens / wall_s, 2),
+        "method": config.sync.method.replace("_", "-"), "replicas": count, "steps": config.run.steps,
+        **measures.counted(samples, per_s=round(samples / wall_s, 2)), **measures.evaluated(shown), "wall_s": wall_s,
         "payload_bytes": round(payload_bytes), "wire_bytes_sent": round(sent_bytes),
         "wire_bytes_received": round(mean("wire_bytes_received")),
         "mean_bits_per_s": round(8 * sent_bytes / wall_s, 1), "step_s": round(wall_s / config.run.steps, 5),
         "peak_bits_per_s": round(max(note["peak_bits_per_s"] for note in notes), 1),
         "compute_utilisation": round(sum(1 - note["stalled_s"] / note["time_s"] for note in notes) / count, 8),
-        "global_parameters_sha256": notes[0]["sha256"], "model": config.model.name, "data": config.data.source,
+        "global_parameters_sha256": notes[0]["sha256"], "model": model, "data": data,
         "parameters": parameters, "sync_interval": config.sync.sync_interval or 1,
         "overlap_steps": getattr(method.schedule, "overlap_steps", 0),
         "codec": config.sync.codec or _codec_of(method, num_replicas=count), "num_fragments": num_fragments,
@@ -117,13 +117,13 @@ def describe_machine(device: str) -> dict[str, Any]:
     return machine
 
 
-def save_model(run_dir: Path, model: nn.Module, *, tokenizer_files: Mapping[str, str]) -> None:
+def save_model(run_dir: Path, model: nn.Module, *, files: Mapping[str, str]) -> None:
     """Write `model/`, and `adapters/` where there are some: see `write_model`.
 
     Args:
         run_dir: The run's folder.
         model: With the global parameters in place.
-        tokenizer_files: Content of the tokenizer's files, by name.
+        files: Content of the files beside the weights, by name.
 
     Raises:
         OSError: It could not be written.
@@ -132,34 +132,34 @@ def save_model(run_dir: Path, model: nn.Module, *, tokenizer_files: Mapping[str,
     folder.mkdir(exist_ok=True)
     if has_adapters(model):
         save_adapters(model, run_dir / "adapters")
-    write_model(folder, model, tokenizer_files=tokenizer_files)
+    write_model(folder, model, files=files)
 
 
-def save_tokenizer(run_dir: Path, *, tokenizer_files: Mapping[str, str]) -> None:
-    """Write the tokenizer into `model/`, where checkpoints of a run that has not finished need it too.
+def save_companion(run_dir: Path, *, files: Mapping[str, str]) -> None:
+    """Write files such as the tokenizer into `model/`, where checkpoints of a run that has not finished need them too.
 
-    A full disk ends no run here: `save_model` writes the tokenizer again.
+    A full disk ends no run here: `save_model` writes them again.
 
     Args:
         run_dir: The run's folder.
-        tokenizer_files: Content of the tokenizer's files, by name.
+        files: Content of the files beside the weights, by name.
     """
     folder = run_dir / "model"
     with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
-        for name, content in tokenizer_files.items():
+        for name, content in files.items():
             write_whole(folder / name, content)
 
 
-def write_model(folder: Path, model: nn.Module, *, tokenizer_files: Mapping[str, str]) -> None:
-    """Write weights under their plain names, the shape and the tokenizer; readable without thinwire.
+def write_model(folder: Path, model: nn.Module, *, files: Mapping[str, str]) -> None:
+    """Write weights under their plain names, the shape, and files such as the tokenizer; readable without thinwire.
 
     Adapters are added to the model's weights for good.
 
     Args:
         folder: Where the files go.
         model: With the global parameters in place.
-        tokenizer_files: Content of the tokenizer's files, by name.
+        files: Content of the files beside the weights, by name.
 
     Raises:
         OSError: It could not be written.
@@ -173,7 +173,7 @@ def write_model(folder: Path, model: nn.Module, *, tokenizer_files: Mapping[str,
         shape = getattr(model, "config", None)
         if dataclasses.is_dataclass(shape) and not isinstance(shape, type):
             write_whole(folder / "config.json", json.dumps(dataclasses.asdict(shape), indent=2) + "\n")
-    for name, content in tokenizer_files.items():
+    for name, content in files.items():
         write_whole(folder / name, content)
 
 
@@ -204,101 +204,54 @@ def _check_hashes(hashes: Sequence[str]) -> None:
 
 
 SAMPLES = "samples.json"
-_NUM_SAMPLES = 2
-_SAMPLE_TOKENS = 24
-# A sample ends after so many seconds, so that one of a large model on a CPU does not delay its run.
-_SAMPLE_S = 0.25
-# Whole lines of so many characters: long enough to be a beginning, short enough for a line of a table.
-_PROMPT_LENGTHS = range(15, 41)
-_READ_TOKENS = 2000
 
 
-def begin_samples(run_dir: Path, model: nn.Module, corpus: Corpus, *, warn: Callable[[str], None]) -> None:
-    """Write `samples.json`: prompts from the held-out text, and what the untrained model makes of them.
+def begin_samples(
+    run_dir: Path, workload: Workload, model: nn.Module, data: Any, *, warn: Callable[[str], None]
+) -> None:  # fmt: skip
+    """Write `samples.json`: held-out inputs as prompts, and what the untrained model makes of them.
 
     Each has the keys `prompt`, `before` and `after`; the last one is empty until `finish_samples`. A file that is
     there stays, so that a resumed run keeps what its model wrote before training.
 
     Args:
         run_dir: The run's folder.
+        workload: Of the run; one that shows no samples writes no file.
         model: With its first weights.
-        corpus: The run's.
+        data: The run's.
         warn: Receives a problem; a run goes on without samples.
     """
     path = run_dir / SAMPLES
-    if path.exists():
+    if path.exists() or workload.samples is None:
         return
     with _not_essential(warn):
-        prompts = find_prompts(corpus)
-        texts = continue_briefly(model, corpus.tokenizer, prompts)
+        prompts = workload.samples.prompts(data)
+        texts = workload.samples.answers(model, workload.companion(data), prompts)
         samples = [{"prompt": prompt, "before": text, "after": ""} for prompt, text in zip(prompts, texts, strict=True)]
         write_whole(path, json.dumps(samples, indent=2) + "\n")
 
 
-def finish_samples(run_dir: Path, model: nn.Module, tokenizer: Tokenizer, *, warn: Callable[[str], None]) -> None:
+def finish_samples(
+    run_dir: Path, workload: Workload, model: nn.Module, companion: Any, *, warn: Callable[[str], None]
+) -> None:  # fmt: skip
     """Add what the trained model makes of the prompts to `samples.json`, if the run has one.
 
     Args:
         run_dir: The run's folder.
+        workload: Of the run.
         model: With the global parameters in place.
-        tokenizer: The run's.
+        companion: Of the run's data.
         warn: Receives a problem.
     """
     path = run_dir / SAMPLES
-    if not path.exists():
+    if not path.exists() or workload.samples is None:
         return
     with _not_essential(warn):
         samples = json.loads(path.read_text(encoding="utf-8"))
-        texts = continue_briefly(model, tokenizer, [sample["prompt"] for sample in samples])
+        texts = workload.samples.answers(model, companion, [sample["prompt"] for sample in samples])
         for sample, text in zip(samples, texts, strict=True):
             sample["after"] = text
         write_whole(path, json.dumps(samples, indent=2) + "\n")
-
-
-def find_prompts(corpus: Corpus) -> list[str]:
-    """Return lines, or first words of long ones, from several places of the held-out text; fewer where it is short."""
-    found: list[str] = []
-    for part in range(_NUM_SAMPLES):
-        begin = part * len(corpus.held_out) // _NUM_SAMPLES
-        text = corpus.tokenizer.decode(corpus.held_out[begin : begin + _READ_TOKENS].tolist())
-        # the first line may begin in the middle of a word
-        lines = [line.strip() for line in text.splitlines()[1:]]
-        prompt = next((line for line in lines if len(line) in _PROMPT_LENGTHS), "")
-        prompt = prompt or next((_opening(line) for line in lines if len(line) > max(_PROMPT_LENGTHS)), "")
-        if not prompt and not found:
-            prompt = text.strip()[: max(_PROMPT_LENGTHS)]
-        if prompt and prompt not in found:
-            found.append(prompt)
-    return found
-
-
-def _opening(line: str) -> str:
-    return line[: max(_PROMPT_LENGTHS)].rpartition(" ")[0]
-
-
-def continue_briefly(
-    model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], *, clock: Callable[[], float] = time.monotonic
-) -> list[str]:
-    """Return a continuation of each prompt: a few tokens, the same for the same model, and fewer where they take long.
-
-    The model's mode and torch's random state stay as they are.
-    """
-    # not greedy: a model that has seen little repeats its most likely token for ever
-    sampling = Sampling(max_tokens=_SAMPLE_TOKENS)
-    was_training = model.training
-    model.eval()
-    try:
-        texts = []
-        for prompt in prompts:
-            until_s, pieces = clock() + _SAMPLE_S, []
-            for piece in generate(model, tokenizer, prompt, sampling=sampling):
-                pieces.append(piece)
-                if clock() > until_s:
-                    break
-            texts.append("".join(pieces))
-        return texts
-    finally:
-        model.train(was_training)
 
 
 @contextlib.contextmanager

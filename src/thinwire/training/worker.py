@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.data import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.errors import DataError, DesyncError, Stopped, ThinwireError, warn_untested
 from thinwire.files import write_whole
 from thinwire.recording.metrics import Logger, Meter, open_loggers
@@ -26,7 +25,7 @@ from thinwire.runlog.run_identity import (
 )  # fmt: skip
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.agreed_stop import AgreedStop, NetworkStop
-from thinwire.training.build import make_inner_optimizer, make_method, make_model, own_tokenizer, wanted_vocabulary
+from thinwire.training.build import make_inner_optimizer, make_method
 from thinwire.training.checkpoints.replica_checkpoints import (
     Found,
     Identity,
@@ -38,15 +37,15 @@ from thinwire.training.config import TrainConfig, config_text, has_run, meaning
 from thinwire.training.cost_check import complain
 from thinwire.training.drift import step_monitor_of
 from thinwire.training.launch import RANKS, rank_folder
-from thinwire.training.loop import Batch, LoopSetup, ModelPasses, Training
+from thinwire.training.loop import LoopSetup, ModelPasses, Training
 from thinwire.training.run_origin import ORIGIN_FILE, check_corpus, keep_corpus, write_origin
 from thinwire.training.summary import (
     begin_samples,
     finish_samples,
     parameters_sha256,
     replica_note,
+    save_companion,
     save_model,
-    save_tokenizer,
     summarise,
     write_summary,
 )
@@ -54,6 +53,7 @@ from thinwire.transport.base import all_gather_json
 from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.replica_mesh import ReplicaMesh
+from thinwire.workloads.workload import Data
 
 _OPENING, _READY, _CLOSING, _PROBING = range(4)
 # Known by other names on other hosts; what they stand for is compared by content.
@@ -81,51 +81,6 @@ class ReplicaStart:
     is_resumed: bool = False
 
 
-def open_data(config: TrainConfig) -> Corpus:
-    """Open the corpus; the first time on a host it is tokenised, which takes a while.
-
-    Raises:
-        DataError: There is no such corpus, or it is too small or no text.
-        CheckpointError: The model's own tokenizer cannot be read.
-    """
-    assert config.data.cache_dir is not None
-    tokenizer = own_tokenizer(config)
-    if tokenizer is not None:
-        return open_corpus(config.data.source, cache=config.data.cache_dir, tokenizer=tokenizer)
-    return open_corpus(
-        config.data.source, cache=config.data.cache_dir, vocab_size=wanted_vocabulary(config),
-        tokenizer="bytes" if config.data.tokenizer == "bytes" else "bpe",
-    )  # fmt: skip
-
-
-def check_data(config: TrainConfig, corpus: Corpus) -> None:
-    """Refuse a corpus that is too small for the run, before a replica starts.
-
-    Raises:
-        DataError: It does not fill one window a replica, or not one to validate on.
-    """
-    make_sampler(config, corpus, replica=0)
-    held_out_batches(config, corpus, num_batches=1)
-
-
-def make_sampler(config: TrainConfig, corpus: Corpus, *, replica: int) -> Sampler:
-    """Return one replica's share of the corpus."""
-    assert config.data.batch_size is not None and config.model.seq_len is not None
-    return Sampler(
-        corpus.train, replica=replica, num_replicas=config.num_replicas, batch_size=config.data.batch_size,
-        seq_len=config.model.seq_len, seed=config.run.seed,
-        end_of_text=corpus.tokenizer.end_of_text if config.data.sequences == "documents" else None,
-    )  # fmt: skip
-
-
-def held_out_batches(config: TrainConfig, corpus: Corpus, *, num_batches: int) -> Iterable[Batch]:
-    """Return at most so many held-out batches, the same at every call."""
-    assert config.data.batch_size is not None and config.model.seq_len is not None
-    return validation_batches(
-        corpus.held_out, batch_size=config.data.batch_size, seq_len=config.model.seq_len, max_batches=num_batches
-    )
-
-
 def run_replica(
     config: TrainConfig, *, place: ReplicaStart, loggers: Sequence[Logger] = (),
     warn: Callable[[str], None] = lambda text: None, on_start: Callable[[int], None] = lambda step: None,
@@ -149,7 +104,7 @@ def run_replica(
         ValueError: The run's folder holds a run already, or an option is wrong.
     """
     torch.set_num_threads(config.model.threads or 1)
-    corpus = open_data(config)
+    data = config.workload.open_data(config)
     ranks = config.parallel.ranks
     transport = connect(
         interface=config.run.interface, address=config.run.address, secret=config.run.secret,
@@ -162,7 +117,7 @@ def run_replica(
         if ranks > 1:
             mesh = _join_ranks(config, place)
             config = config.replace(out=rank_folder(config.run_dir, mesh.rank))
-        replica = _Replica(config, place=place, corpus=corpus, transport=transport, mesh=mesh, stop=stop)
+        replica = _Replica(config, place=place, data=data, transport=transport, mesh=mesh, stop=stop)
         return replica.run(loggers, warn, on_start)
     finally:
         if mesh is not None:
@@ -184,7 +139,7 @@ def _join_ranks(config: TrainConfig, place: ReplicaStart) -> ReplicaMesh:
 
 class _Replica:
     def __init__(
-        self, config: TrainConfig, *, place: ReplicaStart, corpus: Corpus, transport: RecordingTransport,
+        self, config: TrainConfig, *, place: ReplicaStart, data: Data, transport: RecordingTransport,
         mesh: ReplicaMesh | None = None, stop: AgreedStop | NetworkStop | None = None,
     ) -> None:  # fmt: skip
         self._config = config
@@ -192,7 +147,9 @@ class _Replica:
         self._mesh = mesh
         self._num_notes = 0
         self._place = place
-        self._corpus = corpus
+        self._data = data
+        self._workload = config.workload
+        self._companion = self._workload.companion(data)
         self._transport = transport
         is_begun = place.is_prepared or place.is_resumed
         # where hosts begin a run under torchrun, that of replica 0 is the run's
@@ -214,7 +171,7 @@ class _Replica:
         )  # fmt: skip
         meter = Meter(
             config.run_dir, replica=self._transport.replica, log=self._transport.log, loggers=(*own, *loggers),
-            warn=warn, connections=self._transport.connections,
+            measures=self._workload.card.measures, warn=warn, connections=self._transport.connections,
         )  # fmt: skip
         recorder = Recorder(config.run_dir, rank=self._transport.replica, warn=warn)
         training: Training | None = None
@@ -256,7 +213,7 @@ class _Replica:
         common = set(found.good).intersection(*(one["good"] for one in of_ranks))
         found = Found(good=tuple(sorted(common)), bad=found.bad)
         note = {
-            "options": _comparable(self._config), "corpus": self._corpus.sha256, "run": self._run.to_json(),
+            "options": _comparable(self._config), "corpus": self._data.sha256, "run": self._run.to_json(),
             "has_run": has_run(self._config.run_dir), "is_resumed": self._place.is_resumed, "good": found.good[-32:],
             "bad": [[step, problem[:200]] for step, problem in sorted(found.bad.items())[-8:]],
             "data_problem": self._data_problem() if self._place.is_resumed else "",
@@ -274,14 +231,14 @@ class _Replica:
         for is_turn in (self._leads, not self._leads):  # the folder of the first rank holds those of the others
             if makes and is_turn:
                 make_run_folder(self._config, run=self._run, is_resumed=self._place.is_resumed)
-                keep_corpus(self._config.run_dir, self._corpus.sha256, source=self._config.data.source)
+                keep_corpus(self._config, self._data.sha256)
             self._of_all_ranks({})
         self._all_gather({}, number=_READY, deadline_s=self._config.run.join_deadline_s)
         return step
 
     def _data_problem(self) -> str:
         try:
-            check_corpus(self._config.run_dir, self._corpus.sha256, source=self._config.data.source)
+            check_corpus(self._config, self._data.sha256)
         except DataError as error:
             return str(error)
         return ""
@@ -308,18 +265,17 @@ class _Replica:
                 )
 
     def _assemble(self, meter: Meter, recorder: Recorder, warn: Callable[[str], None]) -> Training:
-        config, corpus, transport = self._config, self._corpus, self._transport
+        config, data, transport, workload = self._config, self._data, self._transport, self._workload
         mesh = self._mesh
         device = torch.device("cuda", self._place.local_rank) if config.model.device == "cuda" else torch.device("cpu")
         if mesh is not None:
             device = mesh.device
-        check_data(config, corpus)  # a host of its own may hold other files
         torch.manual_seed(config.run.seed)
-        model = make_model(config, vocab_size=corpus.tokenizer.vocab_size, device=device)
+        model = workload.make_model(config, workload.sizes(self._companion), device)
         if self._place.local_rank == 0:
-            save_tokenizer(config.run_dir, tokenizer_files=corpus.tokenizer.files())
+            save_companion(config.run_dir, files=self._companion.files())
         if transport.replica == 0 and self._leads and config.output.samples:
-            begin_samples(config.run_dir, model, corpus, warn=warn)
+            begin_samples(config.run_dir, workload, model, data, warn=warn)
         passes: ModelPasses | None = None
         if mesh is not None:
             from thinwire.training.parallel_passes import ParallelPasses, cut_model
@@ -333,8 +289,8 @@ class _Replica:
         self._model, self._optimizer = model, optimizer
         setup = LoopSetup(
             config=config, model=model, optimizer=optimizer, meter=meter, device=device, recorder=recorder,
-            batches=make_sampler(config, corpus, replica=transport.replica),
-            held_out=lambda num_batches: held_out_batches(config, corpus, num_batches=num_batches),
+            batches=workload.batches(config, data, transport.replica),
+            held_out=lambda num_batches: workload.held_out(config, data, num_batches),
             watch=step_monitor_of(config, optimizer, log=transport.log),
         )  # fmt: skip
         if isinstance(self._stop, NetworkStop):
@@ -361,7 +317,7 @@ class _Replica:
         from thinwire.training.parallel_passes import whole_parameters
 
         values = whole_parameters(self._model, self._mesh)
-        model = make_model(self._config, vocab_size=self._corpus.tokenizer.vocab_size, device="cpu")
+        model = self._workload.make_model(self._config, self._workload.sizes(self._companion), "cpu")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(values[name])
@@ -395,17 +351,17 @@ class _Replica:
         )  # fmt: skip
         if self._transport.replica != 0:
             return None
-        val_loss = training.evaluate_at_end()
+        shown = training.evaluate_at_end()
         with self._optimizer.global_parameters(may_lag=True):
             model = self._whole_model()
             if not self._leads:
                 return None
             # before the model is saved, which merges adapters
             parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            save_model(self._config.run_dir, model, tokenizer_files=self._corpus.tokenizer.files())
-            finish_samples(self._config.run_dir, model, self._corpus.tokenizer, warn=warn)
+            save_model(self._config.run_dir, model, files=self._companion.files())
+            finish_samples(self._config.run_dir, self._workload, model, self._companion, warn=warn)
         summary = summarise(
-            self._config, notes, val_loss=val_loss, parameters=parameters, num_fragments=self._optimizer.num_fragments
+            self._config, notes, shown=shown, parameters=parameters, num_fragments=self._optimizer.num_fragments
         )
         write_summary(self._config.run_dir, summary)
         return summary

@@ -29,7 +29,7 @@ AWKWARD = [
 
 def trained_of(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> TrainedModel:
     return TrainedModel(
-        run_dir=folder, config=TrainConfig(), model=model.eval(), tokenizer=tokenizer, step=1, is_final=True
+        run_dir=folder, config=TrainConfig(), model=model.eval(), companion=tokenizer, step=1, is_final=True
     )
 
 

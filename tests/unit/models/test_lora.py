@@ -14,9 +14,10 @@ import transformers
 from tests.pretrained_models import write_llama_with_weights, write_tokenizer
 from thinwire.errors import MissingExtra
 from thinwire.models import HuggingFaceModel
-from thinwire.training.build import check, make_inner_optimizer, make_model, own_tokenizer
+from thinwire.training.build import check, make_inner_optimizer
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.summary import save_model
+from thinwire.workloads.language.workload import make_model, own_tokenizer
 
 RANK = 4
 TOKENS = torch.arange(24).reshape(2, 12)
@@ -79,7 +80,7 @@ def test_adapters_and_the_merged_model_are_saved(folder: Path, tmp_path: Path) -
     assert (base(TOKENS).logits - expected).abs().max() > 0.1
     run = tmp_path / "run"
     run.mkdir()
-    save_model(run, model, tokenizer_files=tokenizer.files())
+    save_model(run, model, files=tokenizer.files())
     merged = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
     torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=0, atol=1e-5)
     adapted = peft.PeftModel.from_pretrained(base, run / "adapters")

@@ -59,7 +59,7 @@ def training_of(
         model, make_inner_optimizer(config, model), method=masha2(refresh_probability=1.0), transport=transport
     )
     meter = Meter(run_dir, replica=0, log=transport.log)
-    meter.train_step = lambda loss, tokens: seen(loss, tokens)  # type: ignore[method-assign]
+    meter.train_step = lambda loss, samples: seen(loss, samples)  # type: ignore[method-assign]
     setup = LoopSetup(
         config=config, model=model, optimizer=optimizer, meter=meter, device=torch.device("cpu"), recorder=recorder,
         batches=Sampler(TOKENS, replica=0, num_replicas=1, batch_size=2, seq_len=SEQ_LEN, seed=0),

@@ -11,10 +11,10 @@ import torch
 import thinwire
 from tests.reference.small_models import build, loss_of
 from thinwire.methods import muloco
-from thinwire.training import build as assembly
 from thinwire.training.build import check, make_inner_optimizer
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.transport.loopback import LoopbackTransport
+from thinwire.workloads.language import workload as language
 
 
 def parts_of(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
@@ -111,7 +111,7 @@ def test_muon_is_refused_where_no_block_has_a_matrix(monkeypatch: pytest.MonkeyP
     # its stages are of one class twice, a convolution: kernels of four dimensions, and a matrix in the head alone
     assert [p.ndim for p in build("conv").parameters()] == [4, 1, 1, 1, 4, 1, 1, 1, 2, 1]
     check(config)
-    monkeypatch.setattr(assembly, "make_model", lambda *_, **__: build("conv"))
+    monkeypatch.setattr(language, "make_model", lambda *_, **__: build("conv"))
     with pytest.raises(ValueError, match=r"none of two dimensions; .*; try --inner-optimizer adamw"):
         check(config)  # before a worker starts
     check(config.replace(inner_optimizer="adamw"))

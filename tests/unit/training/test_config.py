@@ -8,7 +8,7 @@ import pytest
 
 from thinwire.errors import CheckpointError, MissingExtra
 from thinwire.methods import RECIPES
-from thinwire.training.build import check, lr_factor, make_method, wanted_vocabulary
+from thinwire.training.build import check, lr_factor, make_method
 from thinwire.training.config import (
     FREE,
     TrainConfig,
@@ -20,6 +20,7 @@ from thinwire.training.config import (
     to_json,
     validate,
 )
+from thinwire.workloads.language.workload import wanted_vocabulary
 
 
 def resolved(**options: object) -> TrainConfig:

@@ -10,9 +10,10 @@ import torch
 from thinwire.data.tokenizers import ByteTokenizer
 from thinwire.errors import CheckpointError
 from thinwire.files import write_whole
-from thinwire.training.build import check, make_model, own_tokenizer
+from thinwire.training.build import check
 from thinwire.training.config import TrainConfig, config_text, resolve
 from thinwire.training.summary import save_model
+from thinwire.workloads.language.workload import make_model, own_tokenizer
 
 
 def config_of(tmp_path: Path, **options: object) -> TrainConfig:
@@ -27,7 +28,7 @@ def run(tmp_path: Path) -> Path:
     run.mkdir()
     config = config_of(tmp_path, tokenizer="bytes", seq_len=32, seed=7, out=run)
     write_whole(run / "config.json", config_text(config))
-    save_model(run, make_model(config, vocab_size=257, device="cpu"), tokenizer_files=ByteTokenizer().files())
+    save_model(run, make_model(config, vocab_size=257, device="cpu"), files=ByteTokenizer().files())
     return run
 
 

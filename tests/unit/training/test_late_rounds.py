@@ -51,8 +51,8 @@ class Meter:
     def __init__(self, told):
         self.told = told
 
-    def train_step(self, nll, *, tokens):
-        self.told.append(("tokens", tokens))
+    def train_step(self, loss, *, samples):
+        self.told.append(("tokens", samples))
 
     def interval_loss(self):
         return 1.0

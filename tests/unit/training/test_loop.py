@@ -68,7 +68,7 @@ def test_documents_give_the_gradient_of_their_tokens_one_by_one(micro_batch: int
     means = [sum(len(row) * one[n] for (row, _), one in zip(rows, losses, strict=True)) / 26 for n in (0, 1)]
     means[0].backward()
     # losses are added up in float32
-    torch.testing.assert_close((loss.double(), nll.double()), (means[0].detach(), means[1]), rtol=1e-6, atol=0)
+    torch.testing.assert_close((loss.double(), nll[0].double()), (means[0].detach(), means[1]), rtol=1e-6, atol=0)
     for own, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-9, atol=1e-14)
 

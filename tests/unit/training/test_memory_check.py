@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from thinwire.training import build
-from thinwire.training.build import check, check_memory, device_memory_bytes, estimate_memory, make_method, make_model
+from thinwire.training.build import check, check_memory, device_memory_bytes, estimate_memory, make_method
 from thinwire.training.config import TrainConfig, resolve
+from thinwire.workloads.language.workload import make_model
 
 
 def config_of(**options: object) -> TrainConfig:

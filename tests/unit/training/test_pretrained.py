@@ -12,10 +12,10 @@ import transformers
 from tests.pretrained_models import write_llama_with_weights, write_tokenizer
 from thinwire.data.tokenizers import PretrainedTokenizer
 from thinwire.errors import CheckpointError
-from thinwire.training.build import check, make_model, own_tokenizer
+from thinwire.training.build import check
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.summary import save_model
-from thinwire.training.worker import make_sampler, open_data
+from thinwire.workloads.language.workload import make_model, make_sampler, open_data, own_tokenizer
 
 # The end of a text that quotes special tokens must not be taken for one.
 TEXT = "A thin wire carries little, so say little. Say </s> and <s> as they are. " * 60
@@ -66,7 +66,7 @@ def test_the_saved_model_opens_with_its_tokenizer(model: Path, tmp_path: Path) -
     config = config_of(model)
     tokenizer = own_tokenizer(config)
     assert isinstance(tokenizer, PretrainedTokenizer)
-    save_model(tmp_path, make_model(config, vocab_size=None, device="cpu"), tokenizer_files=tokenizer.files())
+    save_model(tmp_path, make_model(config, vocab_size=None, device="cpu"), files=tokenizer.files())
     before, after = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (model, tmp_path / "model"))
     assert before("Say </s>, little wire").input_ids == after("Say </s>, little wire").input_ids
     assert (after.eos_token, after.bos_token) == ("</s>", "<s>")

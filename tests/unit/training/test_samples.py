@@ -14,7 +14,9 @@ from torch import nn
 from tests.scripted_model import Scripted
 from tests.trained_runs import TEXT, train
 from thinwire.data import ByteTokenizer
-from thinwire.training.summary import begin_samples, continue_briefly, find_prompts, finish_samples
+from thinwire.training.summary import begin_samples, finish_samples
+from thinwire.workloads.language.samples import continue_briefly, find_prompts
+from thinwire.workloads.language.workload import LANGUAGE_MODELLING
 
 
 def test_samples_end_in_time_and_leave_the_model_as_it_was() -> None:
@@ -57,9 +59,9 @@ def test_a_run_without_samples_writes_none(tmp_path: Path) -> None:
 def test_a_resumed_run_keeps_the_text_from_before_training(tmp_path: Path) -> None:
     corpus: Any = SimpleNamespace(tokenizer=ByteTokenizer(), held_out=ByteTokenizer().encode([TEXT])[0])
     warnings: list[str] = []
-    begin_samples(tmp_path, Scripted([*b"ab" * 99]), corpus, warn=warnings.append)
-    begin_samples(tmp_path, Scripted([*b"cd" * 99]), corpus, warn=warnings.append)
-    finish_samples(tmp_path, Scripted([*b"ef" * 99]), ByteTokenizer(), warn=warnings.append)
+    begin_samples(tmp_path, LANGUAGE_MODELLING, Scripted([*b"ab" * 99]), corpus, warn=warnings.append)
+    begin_samples(tmp_path, LANGUAGE_MODELLING, Scripted([*b"cd" * 99]), corpus, warn=warnings.append)
+    finish_samples(tmp_path, LANGUAGE_MODELLING, Scripted([*b"ef" * 99]), ByteTokenizer(), warn=warnings.append)
     samples = json.loads((tmp_path / "samples.json").read_text())
     assert [(sample["before"][:2], sample["after"][:2]) for sample in samples] == [("ab", "ef")] * 2
     assert warnings == []
@@ -68,8 +70,8 @@ def test_a_resumed_run_keeps_the_text_from_before_training(tmp_path: Path) -> No
 def test_a_model_that_cannot_write_ends_no_run(tmp_path: Path) -> None:
     corpus: Any = SimpleNamespace(tokenizer=ByteTokenizer(), held_out=ByteTokenizer().encode([TEXT])[0])
     warnings: list[str] = []
-    begin_samples(tmp_path, nn.Linear(1, 1), corpus, warn=warnings.append)
+    begin_samples(tmp_path, LANGUAGE_MODELLING, nn.Linear(1, 1), corpus, warn=warnings.append)
     (warning,) = warnings
     assert warning.startswith("no samples of the model's text: ") and warning.endswith("--no-samples leaves them out")
-    finish_samples(tmp_path, nn.Linear(1, 1), ByteTokenizer(), warn=warnings.append)
+    finish_samples(tmp_path, LANGUAGE_MODELLING, nn.Linear(1, 1), ByteTokenizer(), warn=warnings.append)
     assert warnings == [warning] and list(tmp_path.iterdir()) == []

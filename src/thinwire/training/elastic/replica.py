@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from thinwire.averaging.round_context import Average
-from thinwire.data import Corpus
-from thinwire.data.sampler import ShardBatches
 from thinwire.elastic.coordinator_session import StateOffer
 from thinwire.elastic.global_state import tensors_sha256
 from thinwire.elastic.invitation import read_invitation
@@ -31,7 +29,7 @@ from thinwire.runlog.writer import JsonlWriter
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
-from thinwire.training.build import check, make_inner_optimizer, make_method, make_model
+from thinwire.training.build import check, make_inner_optimizer, make_method
 from thinwire.training.checkpoints.checkpoint_files import ForeignCheckpoint
 from thinwire.training.config import TrainConfig, config_text
 from thinwire.training.drift import step_monitor_of
@@ -49,13 +47,13 @@ from thinwire.training.summary import (
     finish_samples,
     parameters_sha256,
     replica_note,
+    save_companion,
     save_model,
-    save_tokenizer,
     summarise,
     write_summary,
 )
-from thinwire.training.worker import held_out_batches, open_data
 from thinwire.transport.secret import Secret, read_secret
+from thinwire.workloads.workload import Companion, Data, LeasedBatches, Leases
 
 
 class RoundLog:
@@ -170,11 +168,12 @@ class _Assembly:
 
     config: TrainConfig
     job: ElasticJob
-    corpus: Corpus
+    data: Data
+    companion: Companion
     device: torch.device
     model: torch.nn.Module
     optimizer: DistributedOptimizer
-    batches: ShardBatches
+    batches: LeasedBatches
 
 
 class _Stay:
@@ -281,27 +280,34 @@ class _Stay:
         job.check_method(method)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         self._keep_job(job, config)
-        corpus = open_data(config)
-        keep_corpus(config.run_dir, corpus.sha256, source=config.data.source)
-        model, inner, device = self._model(config, corpus)
+        workload = config.workload
+        data = workload.open_data(config)
+        companion = workload.companion(data)
+        keep_corpus(config, data.sha256)
+        model, inner, device = self._model(config, workload.sizes(companion))
         if self._device_index == 0:
-            save_tokenizer(config.run_dir, tokenizer_files=corpus.tokenizer.files())
+            save_companion(config.run_dir, files=companion.files())
         if membership.replica == 0 and self._rank0 is None and config.output.samples:
-            begin_samples(config.run_dir, model, corpus, warn=self._report)
+            begin_samples(config.run_dir, workload, model, data, warn=self._report)
         elastic_method = stay.elastic_method(method, pieces=self._rank0)
         optimizer = DistributedOptimizer(
             model, inner, method=elastic_method, transport=membership.transport, catch_up=stay.driver,
             seed=config.run.seed,
         )  # fmt: skip
         self._optimizer = optimizer
-        assert config.data.batch_size is not None and config.model.seq_len is not None
-        batches = ShardBatches(
-            corpus.train, batch_size=config.data.batch_size, seq_len=config.model.seq_len, seed=config.run.seed,
-            shard_windows=job.shard_windows, lend=membership.session.lease, ask_ahead=membership.session.ask_lease,
-        )  # fmt: skip
+        session = membership.session
+        leases = Leases(shard_windows=job.shard_windows, lend=session.lease, ask_ahead=session.ask_lease)
+        batches = workload.leased_batches(config, data, leases)
         membership.session.track_windows(batches.used)
         return _Assembly(
-            config=config, job=job, corpus=corpus, device=device, model=model, optimizer=optimizer, batches=batches
+            config=config,
+            job=job,
+            data=data,
+            companion=companion,
+            device=device,
+            model=model,
+            optimizer=optimizer,
+            batches=batches,
         )
 
     def _keep_job(self, job: ElasticJob, config: TrainConfig) -> None:
@@ -326,16 +332,15 @@ class _Stay:
             write_origin(plain)
 
     def _model(
-        self, config: TrainConfig, corpus: Corpus
+        self, config: TrainConfig, sizes: Mapping[str, int]
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.device]:
-        vocab_size = corpus.tokenizer.vocab_size
         if self._rank0 is not None:
             check_ranks(config, num_ranks=self._rank0.num_ranks)
-            return *self._rank0.assemble(config, vocab_size=vocab_size), self._rank0.device
+            return *self._rank0.assemble(config, sizes=sizes), self._rank0.device
         is_cuda = config.model.device == "cuda"
         device = torch.device("cuda", self._device_index) if is_cuda else torch.device("cpu")
         torch.manual_seed(config.run.seed)
-        model = make_model(config, vocab_size=vocab_size, device=device)
+        model = config.workload.make_model(config, sizes, device)
         return model, make_inner_optimizer(config, model), device
 
     def _arrive(self, stay: ElasticStay[ElasticJob], parts: _Assembly) -> StateOffer:
@@ -347,7 +352,7 @@ class _Stay:
             )  # fmt: skip
             self._held = self._kept.read() or self._resumed(parts)
         return stay.announce(
-            corpus=parts.corpus.sha256, num_windows=parts.batches.num_windows, held=self._held,
+            corpus=parts.data.sha256, num_windows=parts.batches.num_windows, held=self._held,
             disk_step=self._disk_step(parts),
         )  # fmt: skip
 
@@ -413,7 +418,7 @@ class _Stay:
         )
         self._meter = Meter(
             config.run_dir, replica=membership.replica, log=membership.transport.log, loggers=loggers,
-            warn=self._report, connections=membership.transport.connections,
+            measures=config.workload.card.measures, warn=self._report, connections=membership.transport.connections,
         )  # fmt: skip
         self._meter.start()
         self._round_log = RoundLog(
@@ -421,7 +426,7 @@ class _Stay:
         )
         setup = LoopSetup(
             config=config, model=parts.model, optimizer=parts.optimizer, batches=parts.batches,
-            held_out=lambda num_batches: held_out_batches(config, parts.corpus, num_batches=num_batches),
+            held_out=lambda num_batches: config.workload.held_out(config, parts.data, num_batches),
             meter=self._meter, device=parts.device, recorder=self._recorder,
             watch=step_monitor_of(config, parts.optimizer, log=membership.transport.log),
         )  # fmt: skip
@@ -444,8 +449,8 @@ class _Stay:
         """Give a model that holds the global parameters whole: this replica's own, or one made of all ranks' shards."""
         if self._rank0 is not None:
             parameters, _ = global_tensors(parts.optimizer.engine, parts.model)
-            vocab_size = parts.corpus.tokenizer.vocab_size
-            yield whole_model(parts.config, vocab_size=vocab_size, parameters=parameters, sharded=parts.model)
+            sizes = parts.config.workload.sizes(parts.companion)
+            yield whole_model(parts.config, sizes=sizes, parameters=parameters, sharded=parts.model)
             return
         with parts.optimizer.global_parameters(may_lag=True):
             yield parts.model
@@ -453,19 +458,19 @@ class _Stay:
     def _write(self, parts: _Assembly, training: Training, finish: Mapping[str, Any]) -> None:
         """Evaluate, and write the model and the run's numbers."""
         config = parts.config
-        val_loss = training.evaluate_at_end()
+        shown = training.evaluate_at_end()
         with self._global_model(parts) as model:
-            save_model(config.run_dir, model, tokenizer_files=parts.corpus.tokenizer.files())
-            finish_samples(config.run_dir, model, parts.corpus.tokenizer, warn=self._report)
+            save_model(config.run_dir, model, files=parts.companion.files())
+            finish_samples(config.run_dir, config.workload, model, parts.companion, warn=self._report)
         count = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
         summary = summarise(
-            config, finish["notes"], val_loss=val_loss, parameters=count, num_fragments=parts.optimizer.num_fragments
+            config, finish["notes"], shown=shown, parameters=count, num_fragments=parts.optimizer.num_fragments
         )
         data = finish["note"]["data"]
-        assert config.model.seq_len is not None
+        samples, each = config.workload.card.measures.samples, config.workload.window_samples(config)
         summary["elastic"] = {
-            "tokens_counted": int(data["counted"]) * config.model.seq_len,
-            "tokens_repeated": int(data["repeated"]) * config.model.seq_len,
+            f"{samples}_counted": int(data["counted"]) * each,
+            f"{samples}_repeated": int(data["repeated"]) * each,
             "replicas_ever": finish["note"]["next_replica"],
         }
         write_summary(config.run_dir, summary)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from thinwire.adaptive_timeout import AdaptiveTimeout, Deadlines
 from thinwire.shared_random import derive_seed
 from thinwire.sync.fragments import find_blocks
-from thinwire.training.build import check_device, make_inner_optimizer, make_model
+from thinwire.training.build import check_device, make_inner_optimizer
 from thinwire.training.config import TrainConfig, from_json, to_json
 from thinwire.training.loop import Passes
 from thinwire.transport.replica_group import ShardedParameters
@@ -40,7 +40,7 @@ class ModelShard:
     Args:
         group: The replica's ranks.
         config: The job's options on this host.
-        vocab_size: Tokens of the job's tokenizer.
+        sizes: What the model's shape takes from the data.
 
     Attributes:
         model: This rank's part; its parameters are DTensors.
@@ -49,47 +49,48 @@ class ModelShard:
         passes: Timer of this rank's passes, including waits for other ranks' shards.
     """
 
-    def __init__(self, group: ReplicaGroup, config: TrainConfig, *, vocab_size: int) -> None:
+    def __init__(self, group: ReplicaGroup, config: TrainConfig, *, sizes: Mapping[str, int]) -> None:
         self._group = group
         self._config = config
         group.use(config.model.device)
         torch.manual_seed(config.run.seed)
         # every rank makes the same weights from the seed, and keeps its shard of them
-        self.model = make_model(config, vocab_size=vocab_size, device=group.device)
+        self.model = config.workload.make_model(config, sizes, group.device)
         group.shard(self.model, blocks=block_modules(self.model))
         self.inner = make_inner_optimizer(config, self.model)
         self.parameters = ShardedParameters(group, self.model)
+        self._loss = config.workload.loss(config, self.model)
         self.passes = Passes(group.device)
         if group.rank:  # ranks see other rows, and drop out other numbers
             torch.manual_seed(derive_seed(config.run.seed, "rank", group.rank))
 
-    def backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Put the mean gradient over the replica's whole batch into each rank's shards.
 
         Args:
-            tokens: (batch, seq) int64: the replica's whole batch, the same on all ranks, no fewer rows than ranks.
-            targets: The token that follows each.
+            inputs: (batch, seq) int64: the replica's whole batch, the same on all ranks, no fewer rows than ranks.
+            targets: (batch, seq) int64.
 
         Returns:
-            Loss and nll of the whole batch, the same on all ranks.
+            Loss and what is shown of the whole batch, the same on all ranks; see `Loss`.
         """
         self.model.train()
-        rows, share = own_rows(tokens.shape[0], rank=self._group.rank, size=self._group.size)
+        rows, share = own_rows(inputs.shape[0], rank=self._group.rank, size=self._group.size)
         with self.passes.forward(), self._autocast():
-            loss, nll = self._loss(tokens[rows], targets[rows])
+            loss, shown = self._loss(inputs[rows], targets[rows])
         # FSDP2 averages the ranks' gradients alike, so each weighs its own by its rows
         with self.passes.backward():
             (loss * (share * self._group.size)).backward()  # type: ignore[no-untyped-call]
-        both = self._group.all_reduce(torch.stack([loss.detach() * share, nll.detach() * share]))
-        return both[0], both[1]
+        summed = self._group.all_reduce(torch.cat([loss.detach()[None] * share, shown.detach() * share]))
+        return summed[0], summed[1:]
 
-    def held_out(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean nll of a held-out batch of any number of rows; see `backward`."""
-        rows, share = own_rows(tokens.shape[0], rank=self._group.rank, size=self._group.size)
+    def held_out(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return what is shown of a held-out batch of any number of rows; see `backward`."""
+        rows, share = own_rows(inputs.shape[0], rank=self._group.rank, size=self._group.size)
         self.model.eval()
         with torch.no_grad(), self._autocast():
-            nll = self._loss(tokens[rows], targets[rows])[1]
-        return self._group.all_reduce(nll.detach() * share)
+            shown = self._loss(inputs[rows], targets[rows])[1]
+        return self._group.all_reduce(shown.detach() * share)
 
     def step(self, factor: float, *, base_lrs: Sequence[float]) -> None:
         """Clip, step and clear, as the training loop does at rank 0."""
@@ -103,10 +104,6 @@ class ModelShard:
         """Shorten the gradient of all shards together to `clip_norm`."""
         if self._config.optimizer.clip_norm > 0:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._config.optimizer.clip_norm)
-
-    def _loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        loss: tuple[Tensor, Tensor] = self.model.loss(tokens, targets)  # type: ignore[operator]
-        return loss
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         enabled = self._config.model.autocast == "bf16"
@@ -152,7 +149,7 @@ def follow(group: ReplicaGroup) -> None:
     while (order := json.loads(group.receive_order()))["do"] != "end":
         if order["do"] == "assemble":
             del shard
-            shard = ModelShard(group, from_json(order["config"]), vocab_size=order["vocab_size"])
+            shard = ModelShard(group, from_json(order["config"]), sizes=order["sizes"])
             base_lrs = [param_group["lr"] for param_group in shard.inner.param_groups]
         else:
             assert shard is not None, "there is a model before it is worked on"
@@ -178,7 +175,7 @@ def _execute(order: dict[str, Any], shard: ModelShard, *, group: ReplicaGroup, b
 
 
 def receive_batch(order: dict[str, Any], *, group: ReplicaGroup) -> Sequence[Tensor]:
-    """Receive the batch of a command: tokens and targets, (batch, seq) int64 each."""
+    """Receive the batch of a command: inputs and targets, (batch, seq) int64 each."""
     return group.broadcast(torch.empty((2, *order["shape"]), dtype=torch.int64, device=group.device)).unbind()
 
 
@@ -216,12 +213,12 @@ class Rank0Driver:
         """Device of this rank."""
         return self._group.device
 
-    def assemble(self, config: TrainConfig, *, vocab_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def assemble(self, config: TrainConfig, *, sizes: Mapping[str, int]) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Build the sharded model on every rank; return this rank's part and its inner optimizer."""
         self._shard = None
         with self._during("making the model", limit_s=_ASSEMBLY_S):
-            self._send("assemble", config=to_json(config), vocab_size=vocab_size)
-            self._shard = ModelShard(self._group, config, vocab_size=vocab_size)
+            self._send("assemble", config=to_json(config), sizes=dict(sizes))
+            self._shard = ModelShard(self._group, config, sizes=sizes)
         self._indices = {name: index for index, name in enumerate(self._shard.parameters.names)}
         return self._shard.model, self._shard.inner
 
@@ -230,31 +227,31 @@ class Rank0Driver:
         """The timer of this rank's passes."""
         return self._made.passes
 
-    def backward(self, tokens: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
+    def backward(self, inputs: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
         """Begin a step on all ranks; `clip` must follow, and the inner optimizer's step.
 
         Args:
-            tokens: (batch, seq) int64, the replica's whole batch.
-            targets: The token that follows each.
+            inputs: (batch, seq) int64, the replica's whole batch.
+            targets: (batch, seq) int64.
             factor: The step's learning rate as a share of its peak.
 
         Returns:
-            Loss and nll of the whole batch.
+            Loss and what is shown of the whole batch.
         """
         with self._during("a step"):
-            self._send("step", shape=list(tokens.shape), factor=factor)
-            return self._made.backward(*self._group.broadcast(torch.stack([tokens, targets])))
+            self._send("step", shape=list(inputs.shape), factor=factor)
+            return self._made.backward(*self._group.broadcast(torch.stack([inputs, targets])))
 
     def clip(self) -> None:
         """Shorten the gradient as the other ranks do; see `ModelShard.clip`."""
         with self._during("the norm of the gradient"):
             self._made.clip()
 
-    def held_out(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean nll of a held-out batch; see `ModelShard.held_out`."""
+    def held_out(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return what is shown of a held-out batch; see `ModelShard.held_out`."""
         with self._during("an evaluation"):
-            self._send("held_out", shape=list(tokens.shape))
-            return self._made.held_out(*self._group.broadcast(torch.stack([tokens, targets])))
+            self._send("held_out", shape=list(inputs.shape))
+            return self._made.held_out(*self._group.broadcast(torch.stack([inputs, targets])))
 
     def gather(self, names: Sequence[str]) -> Tensor:
         with self._during("shards"):
@@ -345,17 +342,17 @@ def check_ranks(config: TrainConfig, *, num_ranks: int, num_replicas: int = 1) -
 
 
 def whole_model(
-    config: TrainConfig, *, vocab_size: int, parameters: dict[str, Tensor], sharded: nn.Module
+    config: TrainConfig, *, sizes: Mapping[str, int], parameters: dict[str, Tensor], sharded: nn.Module
 ) -> nn.Module:  # fmt: skip
     """Return a plain model on the CPU with given parameters and a sharded model's buffers.
 
     Args:
         config: The job's options.
-        vocab_size: Tokens of the job's tokenizer.
+        sizes: What the model's shape takes from the data.
         parameters: All of them, whole, by name.
         sharded: Holds the buffers, whole.
     """
-    model = make_model(config, vocab_size=vocab_size, device="cpu")
+    model = config.workload.make_model(config, sizes, "cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(parameters[name])

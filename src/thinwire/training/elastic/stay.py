@@ -164,10 +164,10 @@ def elastic_training(
         rank0: Drives the ranks of a replica of several ranks.
     """
     config, optimizer = setup.config, setup.optimizer
-    assert config.data.batch_size is not None and config.model.seq_len is not None
+    assert config.data.batch_size is not None
     policy = ElasticPolicy(
         membership, optimizer=optimizer, throughput=throughput,
-        tokens_per_step=config.data.batch_size * config.model.seq_len, step=step, is_fresh=is_fresh,
+        tokens_per_step=config.data.batch_size * config.workload.window_samples(config), step=step, is_fresh=is_fresh,
     )  # fmt: skip
     return Training(setup, policy=policy, passes=rank0, step=step)
 
