@@ -28,8 +28,9 @@ import torch
 from thinwire.codecs.base import Codec
 from thinwire.codecs.dense import float32
 from thinwire.shared_random import derive_seed
-from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.base import Envelope
 from thinwire.transport.faulty import Fault
+from thinwire.transport.streams import ROUNDS
 
 Attack = Literal["random", "reverse", "drop", "little-is-enough", "fall-of-empires"]
 ATTACKS: tuple[Attack, ...] = ("random", "reverse", "drop", "little-is-enough", "fall-of-empires")
@@ -165,9 +166,9 @@ class PayloadAttack:
 
     def __call__(self, payload: torch.Tensor, envelope: Envelope) -> torch.Tensor:
         """Return the forged payload; a message of another kind or code passes unchanged."""
-        if envelope.kind is not Kind.ROUND or envelope.codec_id != self.codec.wire_id:
+        if envelope.stream is not ROUNDS or envelope.codec_id != self.codec.wire_id:
             return payload
-        seed = derive_seed(self.seed, "attacker", self.replica, envelope.round_id, envelope.fragment, envelope.phase)
+        seed = derive_seed(self.seed, "attacker", self.replica, *envelope.address[2:])
         own = self.codec.decode(payload, numel=envelope.numel)
         lie = _single_attack(self.name, own, strength=self.strength, seed=seed)
         return self.codec.encode(lie, seed=derive_seed(seed, "rounding"))

@@ -53,9 +53,10 @@ from thinwire.transport import burst_probe as host_probes
 from thinwire.transport import connect as connect_module
 from thinwire.transport import message
 from thinwire.transport.addresses import RankEndpoint
-from thinwire.transport.base import NOTE_BYTES, Envelope, Kind, read_object
+from thinwire.transport.base import JSON_BYTES, Envelope, read_object
 from thinwire.transport.rendezvous import Rendezvous
 from thinwire.transport.secret import Secret
+from thinwire.transport.streams import ROUNDS, MessageAddress
 from thinwire.transport.wire.connection import key_pair
 from thinwire.transport.wire.framing import (
     CancelFrame,
@@ -484,9 +485,7 @@ def _words_of_a_coordinator() -> bytes:
 
 
 def _envelope() -> Envelope:
-    return Envelope(
-        kind=Kind.ROUND, round_id=2, fragment=0, phase=0, codec_id=3, numel=NUMEL, payload_bytes=64, takes_less=True
-    )
+    return Envelope(stream=ROUNDS, key=(2, 0, 0), codec_id=3, numel=NUMEL, payload_bytes=64, takes_less=True)
 
 
 def _vector(raw: bytes) -> torch.Tensor:
@@ -495,7 +494,7 @@ def _vector(raw: bytes) -> torch.Tensor:
 
 def _frames() -> list[bytes]:
     hello = Hello(replica=1, num_replicas=2, incarnation=bytes(16))
-    opening = MessageStart(number=1, key=(1, 2, 3, 0), message_bytes=5, body=memoryview(b"12345"))
+    opening = MessageStart(number=1, address=MessageAddress(1, 0, 2, 3, 0), message_bytes=5, body=memoryview(b"12345"))
     part = MessagePart(number=1, start=9, body=memoryview(b"xyz"))
     rest = (
         Credit(number=1, end=9),
@@ -554,7 +553,7 @@ def _plans() -> list[bytes]:
 
 def _wire_notes() -> list[bytes]:
     transfers = [(size, 0.01 + size / 1e6) for size in (16384, 32768, 65536) for _ in range(3)]
-    return [json.dumps({"latency_s": 0.005, "transfers": transfers}).encode().ljust(NOTE_BYTES)]
+    return [json.dumps({"latency_s": 0.005, "transfers": transfers}).encode().ljust(JSON_BYTES)]
 
 
 _CLIENT = key_pair(Secret(key=bytes(32)), replica=1, role="dialler").public_bytes

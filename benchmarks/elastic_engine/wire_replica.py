@@ -15,8 +15,9 @@ import torch
 
 import thinwire
 from thinwire.errors import ThinwireError
-from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.base import Envelope
 from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.streams import ROUNDS
 
 SIZE = 4_000
 PAUSE_S = 0.1
@@ -28,7 +29,7 @@ def swap_with(peer: int, transport: RecordingTransport) -> None:
     """Swap until it fails; each peer has a thread, so none waits for another."""
     payload = torch.zeros(SIZE, dtype=torch.uint8)
     for number in range(1_000_000):
-        envelope, error = Envelope(kind=Kind.ROUND, round_id=number, payload_bytes=SIZE), ""
+        envelope, error = Envelope(stream=ROUNDS, key=(number,), payload_bytes=SIZE), ""
         try:
             receive = transport.receive(source=peer, envelope=envelope)
             transport.send(payload, to=peer, envelope=envelope).wait(deadline_s=DEADLINE_S)

@@ -48,7 +48,7 @@ class Echo:
         with self._lock:
             # one message after the other
             self._free_s = max(self._free_s, time.monotonic()) + 8 * payload.numel() / self._rate
-            received = Received(payload=payload, reference_hash=envelope.reference_hash)
+            received = Received(payload=payload, note=envelope.note)
             self._sent[_key(envelope)] = (self._free_s, received)
             return Sent(self._free_s)
 
@@ -96,7 +96,7 @@ def _wait_for(is_done: Callable[[], bool]) -> None:
 
 
 def _key(envelope: Envelope) -> tuple[int, ...]:
-    return (int(envelope.kind), envelope.round_id, envelope.fragment, envelope.phase)
+    return envelope.address
 
 
 class Clock:

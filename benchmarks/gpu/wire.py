@@ -27,7 +27,8 @@ import thinwire
 from thinwire.models import build_model
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig, resolve
-from thinwire.transport.base import Envelope, Kind, Pending
+from thinwire.transport.base import Envelope, Pending
+from thinwire.transport.streams import ROUNDS
 from thinwire.units import parse_rate
 
 RATES = ("none", "1gbit", "100mbit")
@@ -52,7 +53,7 @@ class Limited:
         return getattr(self.inner, name)
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
-        if envelope.kind is not Kind.ROUND:
+        if envelope.stream is not ROUNDS:
             return self.inner.send(payload, to=to, envelope=envelope)  # type: ignore[no-any-return]
         leaving = Leaving(payload, to, envelope)
         self._waiting.put(leaving)

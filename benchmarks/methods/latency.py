@@ -51,12 +51,12 @@ class End:
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> None:
         arrives_s = self.wire.clocks_s[self.replica] + self.wire.draw()
-        received = Received(payload=payload.clone(), reference_hash=0)
-        self.wire.mail[self.replica, to, envelope.phase] = (arrives_s, received)
+        received = Received(payload=payload.clone())
+        self.wire.mail[self.replica, to, envelope.address.phase] = (arrives_s, received)
         self.wire.num_messages += 1
 
     def receive(self, *, source: int, envelope: Envelope) -> tuple[int, int, int]:
-        return (source, self.replica, envelope.phase)
+        return (source, self.replica, envelope.address.phase)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -13,14 +13,15 @@ from pathlib import Path
 import torch
 
 import thinwire
-from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.base import Envelope
 from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.streams import ROUNDS
 
 DEADLINE_S = 200.0
 
 
 def swap(transport: RecordingTransport, size: int, number: int) -> None:
-    peer, envelope = 1 - transport.replica, Envelope(kind=Kind.ROUND, round_id=number, payload_bytes=size)
+    peer, envelope = 1 - transport.replica, Envelope(stream=ROUNDS, key=(number,), payload_bytes=size)
     receive = transport.receive(source=peer, envelope=envelope)
     send = transport.send(torch.zeros(size, dtype=torch.uint8), to=peer, envelope=envelope)
     receive.wait(deadline_s=DEADLINE_S)

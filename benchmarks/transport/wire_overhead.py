@@ -14,9 +14,10 @@ import time
 import torch
 
 from thinwire.transport.addresses import Address
-from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.base import Envelope
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.secret import Secret
+from thinwire.transport.streams import ROUNDS
 from thinwire.transport.wire.wire_transport import WireTransport
 
 SIZES = (0, 1_000, 65_480, 65_481, 1_000_000, 20_000_000)
@@ -24,7 +25,7 @@ DEADLINE_S = 60.0
 
 
 def swap(pair: list[WireTransport], size: int, number: int) -> None:
-    envelope = Envelope(kind=Kind.ROUND, round_id=number, payload_bytes=size)
+    envelope = Envelope(stream=ROUNDS, key=(number,), payload_bytes=size)
     receives = [pair[me].receive(source=1 - me, envelope=envelope) for me in range(2)]
     sends = [pair[me].send(torch.zeros(size, dtype=torch.uint8), to=1 - me, envelope=envelope) for me in range(2)]
     for pending in (*receives, *sends):

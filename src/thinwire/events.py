@@ -25,7 +25,8 @@ class Transfer:
     Attributes:
         direction: Seen from the replica that recorded it.
         peer: The other replica.
-        kind: What the message belonged to, such as `"round"` or `"setup"`.
+        kind: Stream that the message belonged to, such as `"round"` or `"setup"`.
+        owner: Which of several owners on the transport it belonged to.
         round_id: The round, counted from 0.
         fragment: The fragment, counted from 0.
         phase: 0 for a round's first message, 1 for the second of a two-phase exchange.
@@ -51,6 +52,7 @@ class Transfer:
     error: str = ""
     name: bytes = b""
     begun_s: float | None = None
+    owner: int = 0
 
     def to_json(self) -> str:
         """Write the record as one JSON line without the line's end; `name` and `begun_s` are left out."""
@@ -66,7 +68,8 @@ class Posted:
     Attributes:
         direction: Seen from the replica that recorded it.
         peer: The other replica.
-        kind: What the message belongs to.
+        kind: Stream that the message belongs to.
+        owner: Which of several owners on the transport it belongs to.
         round_id: The round, counted from 0.
         fragment: The fragment, counted from 0.
         phase: 0 for a round's first message, 1 for the second of a two-phase exchange.
@@ -84,6 +87,7 @@ class Posted:
     num_bytes: int
     posted_s: float
     name: bytes = b""
+    owner: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

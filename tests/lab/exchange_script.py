@@ -15,7 +15,8 @@ import torch
 
 import thinwire
 from thinwire.transport import process_group
-from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.base import Envelope
+from thinwire.transport.streams import ROUNDS
 
 num_bytes, late_s, spread_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 transport = thinwire.connect()
@@ -59,7 +60,7 @@ def look_again(until: Callable[[], bool]) -> None:
 
 
 def exchange(number: int, num_bytes: int, look_until: Callable[[Callable[[], bool]], None]) -> Envelope:
-    envelope = Envelope(kind=Kind.ROUND, round_id=number, payload_bytes=num_bytes, spread_s=spread_s)
+    envelope = Envelope(stream=ROUNDS, key=(number,), payload_bytes=num_bytes, spread_s=spread_s)
     receive = transport.receive(source=peer, envelope=envelope)
     send = transport.send(torch.full((num_bytes,), peer, dtype=torch.uint8), to=peer, envelope=envelope)
     look_until(receive.done)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from thinwire.transport.base import Envelope, Kind, Pending
+from thinwire.transport.base import Envelope, Pending
 from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.streams import ROUNDS
 
 NUM_BYTES, IN_FLIGHT, LAST_S = 200_000, 4, 60.0
 PORT_RANGE = "29600-29600"
@@ -28,7 +29,7 @@ def content(sender: int, number: int) -> torch.Tensor:
 
 
 def envelope(number: int) -> Envelope:
-    return Envelope(kind=Kind.ROUND, round_id=number, payload_bytes=NUM_BYTES)
+    return Envelope(stream=ROUNDS, key=(number,), payload_bytes=NUM_BYTES)
 
 
 def exchange(transport: RecordingTransport, peer: int, num_rounds: int, found: dict[str, object]) -> None:

@@ -13,11 +13,12 @@ import torch
 
 from thinwire.errors import PayloadError, ThinwireError
 from thinwire.transport.addresses import Address, DialPaths
-from thinwire.transport.base import Envelope, Kind, Transport
+from thinwire.transport.base import Envelope, Transport
 from thinwire.transport.loopback import run_replicas
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.secret import Secret
+from thinwire.transport.streams import ROUNDS
 from thinwire.transport.wire.framing import OPENING_BYTES
 from thinwire.transport.wire.wire_transport import WireTransport
 
@@ -90,7 +91,7 @@ def content(size: int, *, sender: int, round_id: int) -> torch.Tensor:
 
 
 def envelope_of(size: int, round_id: int, **more: Any) -> Envelope:
-    return Envelope(**{"kind": Kind.ROUND, "round_id": round_id, "payload_bytes": size, "numel": size, **more})
+    return Envelope(**{"stream": ROUNDS, "key": (round_id,), "payload_bytes": size, "numel": size, **more})
 
 
 def is_whole(pending: Any, expected: torch.Tensor) -> bool:

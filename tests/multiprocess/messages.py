@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from thinwire.errors import TransportError
-from thinwire.transport.base import Envelope, Kind, Pending
+from thinwire.transport.base import Envelope, Pending
+from thinwire.transport.streams import ROUNDS
 
 SOON_S = 120.0
 # Less than a fault costs that goes unseen: the deadlines of these jobs are 50 and 60 s, and some waits have none.
@@ -20,8 +21,8 @@ def content(size: int, *, sender: int, round_id: int) -> torch.Tensor:
     return ((torch.arange(size) * 31 + 97 * sender + 13 * round_id) % 251).to(torch.uint8)
 
 
-def envelope_of(size: int, round_id: int, **more: Any) -> Envelope:
-    return Envelope(kind=Kind.ROUND, round_id=round_id, payload_bytes=size, numel=size, **more)
+def envelope_of(size: int, round_id: int, *, fragment: int = 0, **more: Any) -> Envelope:
+    return Envelope(stream=ROUNDS, key=(round_id, fragment), payload_bytes=size, numel=size, **more)
 
 
 def failure_of(pending: Pending, *, deadline_s: float = SOON_S) -> list[Any]:

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from namespaces import ADDRESSES, CABLE, Hosts
 from processes import Outcome, Processes, free_port, run, values
 
-from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.base import Envelope
 from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.streams import ROUNDS
 
 pytestmark = pytest.mark.multiprocess
 
@@ -27,7 +28,7 @@ def swap(transport: RecordingTransport, size: int = 1000, *, rounds: int = 1) ->
     other = 1 - transport.replica
     whole = True
     for round_id in range(rounds):
-        envelope = Envelope(kind=Kind.ROUND, round_id=round_id, payload_bytes=size)
+        envelope = Envelope(stream=ROUNDS, key=(round_id,), payload_bytes=size)
         receive = transport.receive(source=other, envelope=envelope)
         mine = torch.full((size,), transport.replica, dtype=torch.uint8)
         send = transport.send(mine, to=other, envelope=envelope)

@@ -30,7 +30,7 @@ from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import LocalPasses
 from thinwire.training.parallel_passes import cut_model
-from thinwire.transport.base import NOTE_BYTES
+from thinwire.transport.base import JSON_BYTES
 
 SHAPE = TransformerConfig(vocab_size=16, dim=16, layers=4, heads=4, max_seq_len=8)
 STEPS, BATCH = 3, 8
@@ -406,7 +406,7 @@ def test_train_runs_the_plan_of_a_site_as_one_rank_would_and_resumes_it(tmp_path
     assert result(cut)["tokens"] < full if is_of_documents else result(cut)["tokens"] == full
     # shard by shard, each parameter crosses once, as it does whole; the second rank adds notes of its own
     more_bytes = result(cut)["payload_bytes"] - result(whole)["payload_bytes"]
-    assert 0 <= more_bytes <= 4 * NOTE_BYTES
+    assert 0 <= more_bytes <= 4 * JSON_BYTES
     for folder in (out, out / "ranks" / "1"):
         shutil.rmtree(folder / "checkpoints" / "step-00000008")
     (out / "summary.json").unlink()

@@ -286,9 +286,9 @@ def test_a_process_that_ends_with_messages_in_flight_ends_cleanly() -> None:
 def ask_for_the_impossible() -> list[str]:
     transport = connect(deadline_s=60)
     texts = []
-    for peer, fragment in ((transport.replica, 0), (2, 0), (-1, 0), (1 - transport.replica, 1 << 11)):
+    for peer, owner in ((transport.replica, 0), (2, 0), (-1, 0), (1 - transport.replica, 1 << 6)):
         try:
-            transport.receive(source=peer, envelope=envelope_of(1, 0, fragment=fragment))
+            transport.receive(source=peer, envelope=envelope_of(1, 0, owner=owner))
         except ValueError as error:
             texts.append(str(error))
     dist.barrier()
@@ -296,6 +296,6 @@ def ask_for_the_impossible() -> list[str]:
     return texts
 
 
-def test_a_peer_or_fragment_that_cannot_be_is_refused_with_its_number() -> None:
+def test_a_peer_or_owner_that_cannot_be_is_refused_with_its_number() -> None:
     for rank, texts in enumerate(values(run(ask_for_the_impossible, num_ranks=2))):
-        assert [text.rsplit("got ")[-1].split(";")[0] for text in texts] == [str(rank), "2", "-1", "2048"]
+        assert [text.rsplit("got ")[-1].split(";")[0] for text in texts] == [str(rank), "2", "-1", "owner 65"]

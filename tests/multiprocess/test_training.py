@@ -28,7 +28,7 @@ from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.report.comparison import compare_runs
 from thinwire.runlog.run_folder import Summary, parse, read_files
 from thinwire.runlog.run_numbers import RunNumbers
-from thinwire.transport.base import NOTE_BYTES
+from thinwire.transport.base import JSON_BYTES
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.secret import make_secret
 
@@ -117,7 +117,7 @@ def test_a_run_ends_with_one_object_on_stdout_and_a_whole_folder(whole: tuple[St
         transfers = [json.loads(line) for line in (run / f"transfers-replica-{replica}.jsonl").read_text().splitlines()]
         sent = sum(line["wire_bytes"] for line in transfers if line["direction"] == "sent")
         # all that was counted, and the note at the end that carries the count itself
-        assert sent == found["wire_bytes_sent"] + NOTE_BYTES + HEADER_BYTES
+        assert sent == found["wire_bytes_sent"] + JSON_BYTES + HEADER_BYTES
         assert found["wire_bytes_sent"] > found["payload_bytes"] > 0
 
 

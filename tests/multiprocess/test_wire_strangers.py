@@ -21,9 +21,10 @@ from zmq.utils import z85
 from tests.strangers import GARBAGE, GARBAGE_NAMES, GREETING, hangs_up, memory_is_bounded
 from thinwire.errors import ConnectError, PeerLost
 from thinwire.transport.addresses import Address
-from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.base import Envelope
 from thinwire.transport.message import pack
 from thinwire.transport.secret import Secret
+from thinwire.transport.streams import BUFFERS, CONTROL, ROUNDS, MessageAddress, Stream
 from thinwire.transport.wire import connection as wire_line
 from thinwire.transport.wire.connection import key_pair
 from thinwire.transport.wire.framing import (
@@ -47,8 +48,8 @@ def made(replica: int, *, num_replicas: int = 3, secret: Secret = SECRET) -> Wir
     return WireTransport(replica=replica, num_replicas=num_replicas, secret=secret, address=HOST)
 
 
-def envelope_of(size: int, round_id: int, kind: Kind = Kind.ROUND) -> Envelope:
-    return Envelope(kind=kind, round_id=round_id, payload_bytes=size, numel=size)
+def envelope_of(size: int, round_id: int, stream: Stream = ROUNDS) -> Envelope:
+    return Envelope(stream=stream, key=(round_id,), payload_bytes=size, numel=size)
 
 
 class Exchange:
@@ -87,7 +88,7 @@ class Exchange:
             self._failure = failure
 
     def _swap(self, size: int, round_id: int) -> None:
-        envelope, pairs = envelope_of(size, round_id, Kind.CONTROL), ((self.low, 1), (self.high, 0))
+        envelope, pairs = envelope_of(size, round_id, CONTROL), ((self.low, 1), (self.high, 0))
         receives = [transport.receive(source=peer, envelope=envelope) for transport, peer in pairs]
         payload = torch.full((size,), round_id % 251, dtype=torch.uint8)
         sends = [transport.send(payload, to=peer, envelope=envelope) for transport, peer in pairs]
@@ -221,7 +222,11 @@ def test_who_breaks_the_bounds_is_cut_off_and_only_its_own_messages_fail(way: st
 
     def opening(number: int, message: torch.Tensor) -> bytearray:
         view = message.numpy().data
-        return write(MessageStart(number=number, key=(1, number, 0, 0), message_bytes=len(view), body=view[: 1 << 16]))
+        return write(
+            MessageStart(
+                number=number, address=MessageAddress(1, 0, number, 0, 0), message_bytes=len(view), body=view[: 1 << 16]
+            )
+        )
 
     frames: dict[str, Any] = {
         "garbage": ([b"\x00" * 100] for _ in range(1)),
@@ -235,7 +240,7 @@ def test_who_breaks_the_bounds_is_cut_off_and_only_its_own_messages_fail(way: st
         with memory_is_bounded(MAX_UNEXPECTED_BYTES + 60_000_000), traitor(exchange.port) as enemy:
             enemy.hello()
             assert enemy.plug.poll(1000 * SOON_S)  # the other's hello: from here on there is a connection
-            receive = exchange.low.receive(source=2, envelope=envelope_of(5, 9, Kind.BUFFERS))
+            receive = exchange.low.receive(source=2, envelope=envelope_of(5, 9, BUFFERS))
             for frame in frames[way]:
                 enemy.plug.send_multipart(frame)
             assert enemy.is_cut_off()
@@ -322,14 +327,10 @@ def test_a_port_that_nobody_listens_on_is_named() -> None:
         lonely.close()
 
 
-def test_a_peer_or_fragment_that_cannot_be_is_refused_with_its_number(running: Exchange) -> None:
+def test_a_peer_that_cannot_be_is_refused_with_its_number(running: Exchange) -> None:
     for peer in (0, 3, -1):
         with pytest.raises(ValueError, match=f"got {peer}"):
             running.low.receive(source=peer, envelope=envelope_of(1, 0))
-    for wrong in ({"fragment": 1 << 32}, {"phase": 256}, {"fragment": -1}):
-        envelope = Envelope(kind=Kind.ROUND, round_id=0, **wrong)
-        with pytest.raises(ValueError, match=f"got {next(iter(wrong.values()))}"):
-            running.low.send(torch.zeros(0, dtype=torch.uint8), to=1, envelope=envelope)
     with pytest.raises(ValueError, match="replica must be in"):
         made(3)
 

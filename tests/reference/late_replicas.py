@@ -9,12 +9,13 @@ import torch
 from tests.reference.loops import values, wrap
 from tests.reference.plain_replicas import Replica, adamw
 from tests.reference.small_models import build, loss_of
-from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.base import Envelope
 from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.streams import CONTROL
 
 
 def control(number):
-    return Envelope(kind=Kind.CONTROL, round_id=number)
+    return Envelope(stream=CONTROL, key=(number,))
 
 
 def wait_where_held(transport, holds, *, before):

@@ -18,8 +18,8 @@ from thinwire.methods import co2, diloco, noloco, slowmo
 from thinwire.methods.noloco import ConsensusStep, SlowWeightsAndPseudoGradient, largest_pull
 from thinwire.sync.outer_optimizer import HeavyBall
 from thinwire.sync.schedule import Round
-from thinwire.transport.base import Kind
 from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.streams import ROUNDS
 
 KINDS = ("conv", "unused", "linear")
 
@@ -243,7 +243,7 @@ def test_noloco_sends_to_its_partner_alone_until_the_last_word():
         model = build("linear")
         optimizer = wrap(model, transport, method, adamw(model))
         steps(model, optimizer, 12, replica=transport.replica)
-        sent = [t for t in transport.log if t.direction == "sent" and t.kind == Kind.ROUND.label]
+        sent = [t for t in transport.log if t.direction == "sent" and t.kind == ROUNDS.name]
         for transfer in sent:
             partners = groups.peers(round_id=transfer.round_id // 2, me=transport.replica, alive=range(6)).others
             assert transfer.peer in partners

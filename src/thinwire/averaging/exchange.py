@@ -29,7 +29,7 @@ from thinwire.averaging.payloads import (
     mean_of,
     most_bytes,
 )
-from thinwire.averaging.round_context import Average, RoundContext, Steps, Wait
+from thinwire.averaging.round_context import Average, RoundContext, RoundNote, Steps, Wait
 from thinwire.codecs.base import Codec, NeedsLayout
 from thinwire.codecs.error_feedback import SenderMemory
 from thinwire.shared_random import derive_seed
@@ -202,7 +202,7 @@ class AllGather:
         if context.must_be_finite:
             check_finite(mean, codec, payloads, what=what)
         # the engine compares them: members with different global values must not average (see `check_hashes`)
-        hashes = {peer: message.reference_hash for peer, message in by_replica.items()}
+        hashes = {peer: RoundNote.of(message).reference_hash for peer, message in by_replica.items()}
         hashes[peers.me] = context.reference_hash
         return Average(mean=stage.received(mean), reference_hashes=hashes, parts=parts if self.keeps_parts else {})
 
@@ -286,7 +286,9 @@ class TwoPhase:
         own = coded[me]
         del tensor, flat, coded  # while the round is in flight, only its payload takes memory
         received = yield Wait(receives=receives, sends=sends)
-        hashes = {peer: message.reference_hash for peer, message in zip(peers.others, received, strict=True)}
+        hashes = {
+            peer: RoundNote.of(message).reference_hash for peer, message in zip(peers.others, received, strict=True)
+        }
         payloads = {peer: message.payload for peer, message in zip(peers.others, received, strict=True)} | {me: own}
         shard = mean_of(codec, payloads, peers=peers, numel=sizes[me], device=device, what=what)
         if context.must_be_finite:

@@ -18,7 +18,7 @@ from thinwire.averaging.aggregation_rules import WeightedMean, token_weight
 from thinwire.averaging.exchange import BoundExchange, Shapes, coding_passes, laid_out, numel_of
 from thinwire.averaging.message_pattern import RoundTraffic, StarMessages
 from thinwire.averaging.payloads import EncodeStage, ExchangeState, decode, refuse_non_finite
-from thinwire.averaging.round_context import Average, Progress, RoundContext, Steps, Wait
+from thinwire.averaging.round_context import Average, Progress, RoundContext, RoundNote, Steps, Wait
 from thinwire.codecs.base import Codec
 from thinwire.errors import DeadlineExceeded, PayloadError, ThinwireError
 from thinwire.shared_random import derive_seed
@@ -354,7 +354,7 @@ class _BoundQuorum(ExchangeState):
         if me in verdict.members and part is None:
             raise PayloadError(f"{what}: replica {me} is said to be in the mean, but has sent no part")
         mean = self._decoded(back, coded, numel=numel, device=device, context=context)
-        hashes = {me: context.reference_hash, server: received[0].reference_hash}
+        hashes = {me: context.reference_hash, server: RoundNote.of(received[0]).reference_hash}
         is_counted = me in verdict.members
         context.hear(verdict.progress, is_counted)
         return Average(mean=mean, reference_hashes=hashes, members=verdict.members, is_counted=is_counted)
@@ -413,7 +413,7 @@ class _BoundQuorum(ExchangeState):
                     f"{context.describe()}: replica {peer} asks for its result before it is closed; the replicas run "
                     f"different set-ups, or it lies"
                 )
-            found[peer] = offer, part, received.reference_hash
+            found[peer] = offer, part, RoundNote.of(received).reference_hash
         return late
 
     def _overdue(self, fragment: int) -> dict[int, Pending]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,33 @@ import torch
 
 from thinwire.averaging.topology import Peers
 from thinwire.codecs.base import Codec
-from thinwire.transport.base import Envelope, Kind, Pending, Received, Transport
+from thinwire.transport.base import Envelope, Pending, Received, Transport
+from thinwire.transport.streams import ROUNDS, Stream
+
+_NOTE = struct.Struct("<II")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundNote:
+    """What a message of a round says beside its payload; the engine compares it over all replicas, not the transport.
+
+    Attributes:
+        reference_hash: Hash of the global value that the payload refers to, 0 for none.
+        data_hash: Hash of the data that the sender trains on, 0 for none.
+    """
+
+    reference_hash: int = 0
+    data_hash: int = 0
+
+    def pack(self) -> bytes:
+        """Return the note's bytes."""
+        return _NOTE.pack(self.reference_hash, self.data_hash)
+
+    @classmethod
+    def of(cls, message: Received | Envelope) -> RoundNote:
+        """Read the note of a message."""
+        reference_hash, data_hash = _NOTE.unpack(message.note)
+        return cls(reference_hash=reference_hash, data_hash=data_hash)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +61,7 @@ class RoundContext:
         transport: Carries the messages.
         round_id: The round's number, the same on all members.
         fragment: The fragment's number.
-        kind: What the messages belong to.
+        stream: What the messages belong to.
         step: The step that the round was launched at; codes may change with it.
         reference_hash: Hash of the value that the tensor refers to, sent to the peers.
         seed: Selects the random stream of a stochastic codec; must differ between replicas and rounds.
@@ -52,7 +79,7 @@ class RoundContext:
     transport: Transport
     round_id: int
     fragment: int = 0
-    kind: Kind = Kind.ROUND
+    stream: Stream = ROUNDS
     step: int = 0
     reference_hash: int = 0
     seed: int = 0
@@ -77,14 +104,13 @@ class RoundContext:
 
     def describe(self) -> str:
         """Name the round in an error's text."""
-        return Envelope(kind=self.kind, round_id=self.round_id, fragment=self.fragment).describe()
+        return Envelope(stream=self.stream, key=(self.round_id, self.fragment)).describe()
 
     def _envelope(self, codec: Codec, *, numel: int, phase: int, payload_bytes: int, takes_less: bool) -> Envelope:
         return Envelope(
-            kind=self.kind, round_id=self.round_id, fragment=self.fragment, phase=self.first_phase + phase,
-            codec_id=codec.wire_id,
-            numel=numel, payload_bytes=payload_bytes, reference_hash=self.reference_hash, takes_less=takes_less,
-            spread_s=self.spread_s,
+            stream=self.stream, key=(self.round_id, self.fragment, self.first_phase + phase),
+            codec_id=codec.wire_id, numel=numel, payload_bytes=payload_bytes, takes_less=takes_less,
+            note=RoundNote(reference_hash=self.reference_hash).pack(), spread_s=self.spread_s,
         )  # fmt: skip
 
 

@@ -409,7 +409,7 @@ class RoundDriver:
         self.agreed = RoundResult(parts=parts, step=decision.step, closed_step=closed_step, refused=refused)
         for member in {member for member, _ in self._asked}:
             self._cancel(member)
-        return Received(payload=torch.empty(0, dtype=torch.uint8), reference_hash=self._hash)
+        return Received(payload=torch.empty(0, dtype=torch.uint8))
 
     def _advance(self) -> Decision | None:
         """Execute all actions due; return the decision, None before."""

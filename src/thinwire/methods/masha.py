@@ -55,7 +55,7 @@ from thinwire.averaging.payloads import (
     mean_of,
     most_bytes,
 )
-from thinwire.averaging.round_context import Average, RoundContext, Steps, Wait
+from thinwire.averaging.round_context import Average, RoundContext, RoundNote, Steps, Wait
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, Sign, float32, random_k, top_k
 from thinwire.codecs.error_feedback import ErrorFeedback, SenderMemory, Shift
@@ -370,7 +370,7 @@ class Star:
             receives = (context.transport.receive(source=self.server, envelope=expected),)
             received = yield Wait(receives=receives, sends=sends)
             coded = received[0].payload.to(device)
-            hashes[self.server] = received[0].reference_hash
+            hashes[self.server] = RoundNote.of(received[0]).reference_hash
         what = context.describe()
         mean = decode(mean_codec, coded, numel=numel, peer=self.server, what=what)
         if context.must_be_finite:
@@ -388,7 +388,7 @@ class Star:
         receives = tuple(transport.receive(source=peer, envelope=expected) for peer in sources)
         received = yield Wait(receives=receives, sends=())
         payloads |= {peer: message.payload for peer, message in zip(sources, received, strict=True)}
-        hashes |= {peer: message.reference_hash for peer, message in zip(sources, received, strict=True)}
+        hashes |= {peer: RoundNote.of(message).reference_hash for peer, message in zip(sources, received, strict=True)}
         mean = mean_of(codec, payloads, peers=peers, numel=numel, device=device, what=what)
         if context.must_be_finite:
             check_finite(mean, codec, payloads, what=what)

@@ -14,7 +14,8 @@ import torch
 
 from thinwire.errors import PayloadError
 from thinwire.planning.cluster import Cluster, Machine, Wire
-from thinwire.transport.base import Envelope, Kind, Transport, all_gather_json
+from thinwire.transport.base import Envelope, Transport, all_gather_json
+from thinwire.transport.streams import SETUP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,11 +265,11 @@ class _PeerChannel:
         self._numbers = itertools.count(number)
 
     def send(self, payload: torch.Tensor, *, to: int) -> None:
-        envelope = Envelope(kind=Kind.SETUP, round_id=next(self._numbers), payload_bytes=payload.numel())
+        envelope = Envelope(stream=SETUP, key=(next(self._numbers),), payload_bytes=payload.numel())
         self.transport.send(payload, to=to, envelope=envelope).wait(deadline_s=self.deadline_s)
 
     def receive(self, num_bytes: int, *, source: int) -> torch.Tensor:
-        envelope = Envelope(kind=Kind.SETUP, round_id=next(self._numbers), payload_bytes=num_bytes)
+        envelope = Envelope(stream=SETUP, key=(next(self._numbers),), payload_bytes=num_bytes)
         received = self.transport.receive(source=source, envelope=envelope).wait(deadline_s=self.deadline_s)
         assert received is not None
         return received.payload
@@ -364,7 +365,7 @@ def _together(channel: _PeerChannel, sizes: Mapping[tuple[int, int], int]) -> di
 
 
 def _envelope(number: int, num_bytes: int) -> Envelope:
-    return Envelope(kind=Kind.SETUP, round_id=number, payload_bytes=num_bytes)
+    return Envelope(stream=SETUP, key=(number,), payload_bytes=num_bytes)
 
 
 def _checked(report: Mapping[str, Any], pair: tuple[int, int]) -> tuple[float, list[TimedTransfer]]:

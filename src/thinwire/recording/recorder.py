@@ -305,10 +305,10 @@ def own_fault(error: Exception) -> str:
 def _key_of(event: Posted | Transfer) -> _Key | None:
     """Return the key that both ends of a round's message know, None for other messages.
 
-    Fragment and phase identify a round's own messages, the owner identifies parts that replicas fetch.
+    Owner, fragment and phase identify a round's own messages, a name identifies parts that replicas fetch.
     """
     if event.kind == "round":
-        return event.direction, event.peer, event.round_id, event.fragment * _PHASES + event.phase
+        return event.direction, event.peer, event.owner << 48 | event.round_id, event.fragment * _PHASES + event.phase
     part = part_of_name(event.name)
     return None if part is None else (event.direction, event.peer, *part)
 

@@ -12,8 +12,9 @@ from torch import nn
 from thinwire.errors import DesyncError, PayloadError
 from thinwire.sync.fragments import parameters_by_name, plain_name
 from thinwire.sync.schedule import Round
-from thinwire.transport.base import Envelope, Kind, Transport
+from thinwire.transport.base import Envelope, Transport
 from thinwire.transport.shards import local_shard
+from thinwire.transport.streams import SETUP
 
 _FINGERPRINT_BYTES = 2048
 # 128 bits of each tensor's SHA-256.
@@ -101,7 +102,7 @@ def _copy_differing(
 
 
 def _values(num_bytes: int) -> Envelope:
-    return Envelope(kind=Kind.SETUP, round_id=1, payload_bytes=num_bytes, numel=num_bytes)
+    return Envelope(stream=SETUP, key=(1,), payload_bytes=num_bytes, numel=num_bytes)
 
 
 def _differing(own: bytes, other: bytes) -> list[int]:
@@ -156,7 +157,7 @@ def _exchange(
 
 
 def _set_up(part: int, num_bytes: int) -> Envelope:
-    return Envelope(kind=Kind.SETUP, round_id=0, fragment=part, payload_bytes=num_bytes)
+    return Envelope(stream=SETUP, key=(0, part), payload_bytes=num_bytes)
 
 
 def _shortened(description: str) -> str:

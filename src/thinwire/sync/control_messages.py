@@ -14,10 +14,11 @@ import torch
 
 from thinwire.errors import DeadlineExceeded, DesyncError, PayloadError, PeerLost, TransportError
 from thinwire.sync.in_flight import CHECK_S
-from thinwire.transport.base import Envelope, Kind, Pending, Transport
+from thinwire.transport.base import Envelope, Pending, Transport
+from thinwire.transport.streams import CONTROL
 
 _LAYOUT = struct.Struct("<QQBB")
-# Fragments of these messages; those of `all_gather_json` have 0.
+# Second parts of these messages' keys; those of `all_gather_json` have 0.
 _END, _VOTE = 1, 2
 _NAMES = {_END: "the end of the run", _VOTE: "a vote of should_stop()"}
 # Polling interval in seconds while a vote is missing.
@@ -268,7 +269,7 @@ class ControlMessages:
 
 
 def _envelope(part: int, number: int) -> Envelope:
-    return Envelope(kind=Kind.CONTROL, round_id=number, fragment=part, payload_bytes=_LAYOUT.size)
+    return Envelope(stream=CONTROL, key=(number, part), payload_bytes=_LAYOUT.size)
 
 
 def _read(pending: Pending, part: int, *, replica: int, deadline_s: float) -> ReplicaStatus:

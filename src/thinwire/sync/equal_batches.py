@@ -6,12 +6,17 @@ import contextlib
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from thinwire.averaging.round_context import RoundNote
+from thinwire.transport.base import Envelope, Pending, Received, Transport
+from thinwire.transport.owned import OwnedTransport
 from thinwire.transport.shards import local_shard
+from thinwire.transport.streams import ROUNDS
 
 # Forward passes whose inputs are hashed: by chance no two shares of data begin alike for so long.
 _NUM_BATCHES = 8
@@ -78,6 +83,40 @@ class EqualBatches:
             self.close()
             if len(set(self._seen)) > 1:
                 self._hash = zlib.crc32(b"".join(one.to_bytes(4, "little") for one in self._seen))
+
+
+class HashedRounds(OwnedTransport):
+    """An owner's transport whose rounds carry the hash of this replica's batches, and hand on those of the others."""
+
+    def __init__(self, inner: Transport, batches: EqualBatches) -> None:
+        super().__init__(inner)
+        self._batches = batches
+
+    def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
+        note = envelope.note
+        if envelope.stream is ROUNDS:
+            note = replace(RoundNote.of(envelope), data_hash=self._batches.data_hash()).pack()
+        return self.inner.send(payload, to=to, envelope=replace(envelope, owner=self.owner, note=note))
+
+    def receive(self, *, source: int, envelope: Envelope) -> Pending:
+        pending = self.inner.receive(source=source, envelope=replace(envelope, owner=self.owner))
+        return _HashedRound(pending, source, self._batches) if envelope.stream is ROUNDS else pending
+
+
+class _HashedRound:
+    """A receive that hands on the hash in its message."""
+
+    def __init__(self, inner: Pending, source: int, batches: EqualBatches) -> None:
+        self._inner, self._source, self._batches = inner, source, batches
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def wait(self, *, deadline_s: float) -> Received | None:
+        received = self._inner.wait(deadline_s=deadline_s)
+        if received is not None and (found := RoundNote.of(received).data_hash):
+            self._batches.on_data_hash(self._source, found)
+        return received
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

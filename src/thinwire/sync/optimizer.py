@@ -28,7 +28,7 @@ from thinwire.sync.closure_methods import BoundProgram, drive, repeatable
 from thinwire.sync.consistency_check import handshake
 from thinwire.sync.control_messages import ControlMessages, ReplicaStatus
 from thinwire.sync.engine_state import SyncStatistics, UncountedWork, adopt_state, load_state, save_state
-from thinwire.sync.equal_batches import EqualBatches
+from thinwire.sync.equal_batches import EqualBatches, HashedRounds
 from thinwire.sync.in_flight import launch
 from thinwire.sync.method import Method, method_of
 from thinwire.sync.model_checks import check_parameters, check_tensors, refuse_turns
@@ -36,11 +36,11 @@ from thinwire.sync.parameter_set import LocalBuffers, ParameterSet
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
 from thinwire.sync.weight_copies import copies_of
-from thinwire.transport.base import Kind, Transport
+from thinwire.transport.base import Transport
 from thinwire.transport.collective_hooks import SharedCollectives, refuse_shared_model
 from thinwire.transport.loopback import single
-from thinwire.transport.owned import OwnedTransport
 from thinwire.transport.shards import drop_gathered, flatten, unflatten_into
+from thinwire.transport.streams import BUFFERS
 
 STATE_VERSION = 1
 # In the first parameter group of a state, where torch's checkpoint functions keep what they do not know.
@@ -122,7 +122,7 @@ def average_tensors(tensors: Sequence[torch.Tensor], *, transport: Transport, nu
     me = transport.replica
     context = RoundContext(
         peers=Peers(me=me, members=tuple(range(transport.num_replicas))), transport=transport, round_id=number,
-        kind=Kind.BUFFERS,
+        stream=BUFFERS,
     )  # fmt: skip
     steps = TwoPhase(codec=float32()).steps(flatten(tensors), context)
     round = Round(id=number, fragment=0, launch_step=0, apply_step=0)
@@ -221,9 +221,7 @@ class DistributedOptimizer(EagerOptimizer):
         self._channel = self.transport
         if self._has_fixed_replicas and self.transport.num_replicas > 1:
             self._batches = batches = EqualBatches(model, replica=self.transport.replica)
-            self._channel = OwnedTransport(
-                self.transport, data_hash=batches.data_hash, on_data_hash=batches.on_data_hash
-            )
+            self._channel = HashedRounds(self.transport, batches)
         if self._has_fixed_replicas:  # replicas that come and go compare their set-ups as they join
             refuse_shared_model(model, transport=self.transport)
             self._shared_collectives = SharedCollectives(self.transport)

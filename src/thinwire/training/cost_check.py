@@ -20,7 +20,8 @@ from thinwire.errors import PayloadError
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.sync.schedule import Schedule
-from thinwire.transport.base import Envelope, Kind, Transport, all_gather_json
+from thinwire.transport.base import Envelope, Transport, all_gather_json
+from thinwire.transport.streams import SETUP
 
 # Bytes of the probes: few first, so that a slow link is not busy for long; more if that took too little time to be
 # distinguished from latency.
@@ -239,7 +240,7 @@ def measure_rate(transport: Transport, *, number: int, deadline_s: float) -> flo
     rate = 0.0
     for place, num_bytes in enumerate(_PROBE_BYTES):
         all_gather_json({}, transport=transport, number=number + 2 * place, deadline_s=deadline_s)
-        envelope = Envelope(kind=Kind.SETUP, round_id=number + place, payload_bytes=num_bytes)
+        envelope = Envelope(stream=SETUP, key=(number + place,), payload_bytes=num_bytes)
         began_s = time.perf_counter()
         receiving = transport.receive(source=(me - 1) % count, envelope=envelope)
         sending = transport.send(torch.zeros(num_bytes, dtype=torch.uint8), to=(me + 1) % count, envelope=envelope)

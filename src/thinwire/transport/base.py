@@ -4,86 +4,85 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from thinwire.errors import DeadlineExceeded, PayloadError, TransportError
+from thinwire.transport.streams import CONTROL, KEY_BITS, OWNER_BITS, MessageAddress, Stream, StreamLimits
 
-# Each owner of messages on one transport numbers its rounds from another multiple of this on. Tags hold the number
-# modulo 2^14, so what four owners have in flight stays apart there too.
-OWNER_STRIDE = (1 << 48) + (1 << 12)
 # In an open set, replica numbers only grow and are never used twice.
 MOST_REPLICAS = 1 << 20
 
 
-class Kind(IntEnum):
-    """Purpose of a message; part of its header and of its tag."""
-
-    ROUND = 1
-    SETUP = 2
-    BUFFERS = 3
-    CONTROL = 4
-    BLOB = 5
-
-    @property
-    def label(self) -> str:
-        """The kind's name in records and errors."""
-        return self.name.lower()
+# Opaque bytes of a message that its stream uses, such as a hash.
+NOTE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """Identity and size of a message, on which sender and receiver agree beforehand; the header proves it.
+    """MessageAddress and size of a message, on which sender and receiver agree beforehand; the header proves them.
 
     Attributes:
-        kind: Purpose of the message.
-        round_id: The round, counted from 0 (for other kinds: their own running number).
-        fragment: The fragment, counted from 0.
-        phase: 0 for a round's first message, 1 for the second of a two-phase exchange.
+        stream: What the message belongs to.
+        key: One to three unsigned integers, which the stream names; the rest is 0.
+        owner: Which of several owners on one transport it belongs to, counted from 0.
         codec_id: `wire_id` of the payload's codec, 0 for raw bytes.
         numel: Elements that the payload stands for.
         payload_bytes: Size of the payload; for a receiver that `takes_less`, the most it can be.
+        note: Up to `NOTE_BYTES` that the stream sends along, such as a hash; zeros follow. They are handed on, and not
+            compared.
         takes_less: For a receiver: whether the payload may be shorter. It does not travel.
-        reference_hash: Hash of the global value that the payload refers to, 0 for none. It is not compared on
-            arrival: the engine compares it over all replicas, so that it can name the odd one. In the response to a
-            request it is 1 if the payload is the requested blob, and 0 if that is not there and will not be.
-        data_hash: Hash of the data that the sender trains on, 0 for none; it is not compared on arrival.
         spread_s: Seconds over which the sender's own transport should spread the message. It does not travel; a
             transport may ignore it.
+
+    Raises:
+        ValueError: The payload is larger than the stream allows, or a number does not fit its field.
     """
 
-    kind: Kind
-    round_id: int
-    fragment: int = 0
-    phase: int = 0
+    stream: Stream
+    key: tuple[int, ...]
+    owner: int = 0
     codec_id: int = 0
     numel: int = 0
     payload_bytes: int = 0
-    reference_hash: int = 0
-    data_hash: int = field(default=0, compare=False)
+    note: bytes = field(default=b"", compare=False)
     takes_less: bool = field(default=False, compare=False)
     spread_s: float = field(default=0.0, compare=False)
+    address: MessageAddress = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        stream, key = self.stream, (*self.key, 0, 0)[: len(KEY_BITS)]
+        for place, (value, bits) in enumerate(zip(key, KEY_BITS, strict=True)):
+            if not 0 <= value < 1 << bits:
+                raise ValueError(
+                    f"{stream.part_name(place)} of stream {stream.name} must be in 0..{(1 << bits) - 1}, got {value}"
+                )
+        if not 0 <= self.owner < 1 << OWNER_BITS:
+            raise ValueError(f"owner must be in 0..{(1 << OWNER_BITS) - 1}, got {self.owner}")
+        if not 0 <= self.payload_bytes <= stream.most_bytes:
+            raise ValueError(
+                f"a message of stream {stream.name} holds at most {stream.most_bytes} bytes, got {self.payload_bytes}; "
+                f"split it, or register the stream with larger most_bytes"
+            )
+        if len(self.note) > NOTE_BYTES:
+            raise ValueError(f"the note of a message holds at most {NOTE_BYTES} bytes, got {len(self.note)}")
+        object.__setattr__(self, "address", MessageAddress(stream.number, self.owner, *key))
+        object.__setattr__(self, "note", self.note.ljust(NOTE_BYTES, b"\0"))
 
     def describe(self) -> str:
         """Name the message in an error's text."""
-        owner, number = divmod(self.round_id, OWNER_STRIDE)
-        whose = f" of optimizer {owner + 1}" if owner else ""
-        if self.kind is Kind.ROUND:
-            return f"round {number} (fragment {self.fragment}){whose}"
-        return f"{self.kind.label} {number}{whose}"
+        return self.stream.describe(self.address[2:], owner=self.owner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """A message that arrived whole: its payload (uint8, `(payload_bytes,)`, CPU) and the sender's hashes."""
+    """A message that arrived whole: its payload (uint8, `(payload_bytes,)`, CPU) and the sender's note."""
 
     payload: torch.Tensor
-    reference_hash: int
-    data_hash: int = 0
+    note: bytes = bytes(NOTE_BYTES)
 
 
 class Pending(Protocol):
@@ -214,6 +213,52 @@ def check_peer(peer: int, *, replica: int, num_replicas: int) -> None:
         raise ValueError(f"replica {replica} can exchange with another of 0..{num_replicas - 1}, got {peer}")
 
 
+class TransportWrapper:
+    """A transport that passes everything on to another one; a wrapper overrides what it is there for.
+
+    Args:
+        inner: The transport that moves the bytes.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+
+    @property
+    def replica(self) -> int:
+        """Number of this end's replica."""
+        return self.inner.replica
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas."""
+        return self.inner.num_replicas
+
+    @property
+    def runs_in_background(self) -> bool:
+        """Whether an exchange may be driven from a thread of its own."""
+        return self.inner.runs_in_background
+
+    def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
+        """Start to send."""
+        return self.inner.send(payload, to=to, envelope=envelope)
+
+    def receive(self, *, source: int, envelope: Envelope) -> Pending:
+        """Start to receive."""
+        return self.inner.receive(source=source, envelope=envelope)
+
+    def close(self) -> None:
+        """Close the wrapped transport."""
+        self.inner.close()
+
+
+def innermost(transport: Transport) -> Any:
+    """Return the transport that moves the bytes, without its wrappers."""
+    found: Any = transport
+    while hasattr(found, "inner"):
+        found = found.inner
+    return found
+
+
 def step_aside(transport: Transport) -> bool:
     """Let other replicas go on, where all of them run in this process in one order and one at a time.
 
@@ -223,10 +268,8 @@ def step_aside(transport: Transport) -> bool:
     Returns:
         Whether another replica went on meanwhile.
     """
-    innermost: Any = transport
-    while hasattr(innermost, "inner"):
-        innermost = innermost.inner
-    return bool(innermost.step_aside()) if hasattr(innermost, "step_aside") else False
+    found = innermost(transport)
+    return bool(found.step_aside()) if hasattr(found, "step_aside") else False
 
 
 class TransferFuture:
@@ -247,6 +290,15 @@ class TransferFuture:
         self._callbacks: list[Callable[[], None]] = []
         self._received: Received | None = None
         self._error: TransportError | None = None
+        self._uncount: Callable[[], None] = lambda: None
+
+    def count(self, in_flight: StreamLimits, *, link: Hashable) -> None:
+        """Count it among the messages of a link that are in flight, until it ends.
+
+        Raises:
+            ValueError: Its stream does not allow it beside those that are.
+        """
+        self._uncount = in_flight.begin(self._envelope, link=link)
 
     def describe(self) -> str:
         """Name the transfer in an error's text."""
@@ -281,13 +333,14 @@ class TransferFuture:
             if self._finished.is_set():
                 return
             self._error = error
+            self._uncount()  # before a waiter can go on and send the next
             self._finished.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
 
 
-NOTE_BYTES = 8192
+JSON_BYTES = 8192
 
 
 def all_gather_json(
@@ -298,7 +351,7 @@ def all_gather_json(
     Nobody returns before everybody has spoken, so it is a barrier too.
 
     Args:
-        note: JSON values, at most `NOTE_BYTES` as text.
+        note: JSON values, at most `JSON_BYTES` as text.
         transport: Joins the replicas.
         number: The same on all replicas, another one for every call of a run.
         deadline_s: Seconds to wait for the others.
@@ -309,10 +362,10 @@ def all_gather_json(
     """
     own = json.dumps(dict(note))
     text = own.encode()
-    if len(text) > NOTE_BYTES:
-        raise ValueError(f"a note holds at most {NOTE_BYTES} bytes, got {len(text)}")
-    payload = torch.frombuffer(bytearray(text.ljust(NOTE_BYTES)), dtype=torch.uint8)
-    envelope = Envelope(kind=Kind.CONTROL, round_id=number, payload_bytes=NOTE_BYTES)
+    if len(text) > JSON_BYTES:
+        raise ValueError(f"a note holds at most {JSON_BYTES} bytes, got {len(text)}")
+    payload = torch.frombuffer(bytearray(text.ljust(JSON_BYTES)), dtype=torch.uint8)
+    envelope = Envelope(stream=CONTROL, key=(number,), payload_bytes=JSON_BYTES)
     others = [peer for peer in range(transport.num_replicas) if peer != transport.replica]
     receives = [transport.receive(source=peer, envelope=envelope) for peer in others]
     sends = [transport.send(payload, to=peer, envelope=envelope) for peer in others]

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 import torch
 
 from thinwire.errors import NotThere, TransportError
-from thinwire.transport.base import Envelope, Kind, Received, Request, RequestTransport, TransferFuture
+from thinwire.transport.base import Envelope, Received, Request, RequestTransport, TransferFuture
+from thinwire.transport.streams import BLOBS
 from thinwire.transport.wire.flow_control import ReceiveWindow
+from thinwire.transport.wire.transfer import IS_THERE
 
 # Bulk responses in flight: the least on a slow link, more on a distant one as long as that raises the rate.
 LEAST_BULK, MOST_BULK = 2, 8
@@ -157,7 +159,7 @@ class _LocalRequest(TransferFuture):
     """Request of this replica for a blob that it will publish itself."""
 
     def __init__(self, *, replica: int, name: bytes, leave: Callable[[_LocalRequest], bool]) -> None:
-        self.envelope = Envelope(kind=Kind.BLOB, round_id=0)
+        self.envelope = Envelope(stream=BLOBS, key=(0,))
         super().__init__(peer_name=f"replica {replica}", envelope=self.envelope, verb="publish")
         self.name = name
         self._stop_waiting = leave
@@ -169,7 +171,7 @@ class _LocalRequest(TransferFuture):
     def give(self, payload: torch.Tensor | None) -> None:
         """Complete with the blob, or without it."""
         found = _NOTHING if payload is None else payload
-        self._received = Received(payload=found, reference_hash=int(payload is not None))
+        self._received = Received(payload=found, note=b"" if payload is None else IS_THERE)
         self._end(None)
 
     def cancel(self) -> None:
@@ -217,7 +219,7 @@ class BlobFetch:
         """
         received = self._ask.wait(deadline_s=deadline_s)
         assert received is not None, "an ask ends with a message"
-        if not received.reference_hash:
+        if not any(received.note):
             raise NotThere(f"replica {self.source} does not have blob {ascii(self.name)[1:]}, and will not have it")
         return received.payload
 

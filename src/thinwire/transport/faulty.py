@@ -12,8 +12,9 @@ import torch
 
 from thinwire.errors import DeadlineExceeded, PeerLost
 from thinwire.events import Direction
-from thinwire.transport.base import Envelope, Kind, Pending, Received, Transport
+from thinwire.transport.base import Envelope, Pending, Received, Transport
 from thinwire.transport.message import pack, unpack
+from thinwire.transport.streams import ROUNDS
 
 FaultKind = Literal["delay", "drop", "corrupt", "forge", "die", "fall_silent"]
 FAULT_KINDS: tuple[FaultKind, ...] = ("delay", "drop", "corrupt", "forge", "die", "fall_silent")
@@ -91,13 +92,14 @@ class Fault:
         pairs = ((self.replica, replica), (self.peer, peer), (self.direction, direction))
         if any(wanted is not None and wanted != found for wanted, found in pairs):
             return False
-        if self.fragment not in (None, envelope.fragment):
+        number, fragment = envelope.address.number, envelope.address.part
+        if self.fragment not in (None, fragment):
             return False
         if self.round_id is None:
             return True
-        if envelope.kind is not Kind.ROUND:
+        if envelope.stream is not ROUNDS:
             return False
-        return envelope.round_id >= self.round_id if self.is_death else envelope.round_id == self.round_id
+        return number >= self.round_id if self.is_death else number == self.round_id
 
 
 class FaultyTransport:
@@ -277,9 +279,7 @@ class _Damaged:
     def wait(self, *, deadline_s: float) -> Received | None:
         received = self._inner.wait(deadline_s=deadline_s)
         assert received is not None, "a receive ends with a message"
-        stamped = replace(
-            self._envelope, reference_hash=received.reference_hash, payload_bytes=received.payload.numel()
-        )
+        stamped = replace(self._envelope, note=received.note, payload_bytes=received.payload.numel())
         message = _flipped(pack(received.payload, sender=self._source, envelope=stamped), self._byte)
         return unpack(message, source=self._source, envelope=self._envelope)
 

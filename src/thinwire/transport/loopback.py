@@ -15,11 +15,12 @@ from typing import TypeVar
 import torch
 
 from thinwire.errors import DeadlineExceeded
-from thinwire.transport.base import Envelope, Kind, Received
+from thinwire.transport.base import Envelope, Received
 from thinwire.transport.message import pack, unpack
+from thinwire.transport.streams import ROUNDS, MessageAddress, StreamLimits
 
 T = TypeVar("T")
-_Key = tuple[int, int, Kind, int, int, int]
+_Key = tuple[int, int, MessageAddress]
 Tamper = Callable[[torch.Tensor], "torch.Tensor | None"]
 
 
@@ -42,7 +43,8 @@ class LoopbackWorld:
             raise ValueError(f"num_replicas must be at least 1, got {num_replicas}")
         self.num_replicas = num_replicas
         self.transports = [LoopbackTransport(self, replica) for replica in range(num_replicas)]
-        self._mail: dict[_Key, deque[torch.Tensor]] = {}
+        self._mail: dict[_Key, deque[tuple[torch.Tensor, Callable[[], None]]]] = {}
+        self._in_flight = StreamLimits()
         self._baton = threading.Lock()
         # one a replica: a turn wakes the replica whose it is, and not all that wait
         self._calls = [threading.Condition(self._baton) for _ in range(num_replicas)]
@@ -86,9 +88,11 @@ class LoopbackWorld:
             raise failures[0]
         return results  # type: ignore[return-value]
 
-    def _post(self, key: _Key, message: torch.Tensor) -> None:
+    def _post(self, key: _Key, message: torch.Tensor, envelope: Envelope) -> Callable[[], None]:
         with self._baton:
-            self._mail.setdefault(key, deque()).append(message)
+            end = self._in_flight.begin(envelope, link=key[:2])
+            self._mail.setdefault(key, deque()).append((message, end))
+            return end
 
     def _has_mail(self, key: _Key) -> bool:
         with self._baton:
@@ -106,9 +110,10 @@ class LoopbackWorld:
             queue = self._mail.get(key)
             if not queue:
                 raise DeadlineExceeded(f"{what} never came: no replica in this process can still send it")
-            message = queue.popleft()
+            message, end = queue.popleft()
             if not queue:
                 del self._mail[key]
+            end()
             return message
 
     def _step_aside(self, replica: int) -> bool:
@@ -136,7 +141,7 @@ class LoopbackWorld:
         else:
             # of those, first one that waits for a round: it sees which replica has ended before that round
             key_of = self._waits_for
-            in_round = [r for r in unfinished if (key := key_of[r]) is not None and key[2] is Kind.ROUND]
+            in_round = [r for r in unfinished if (key := key_of[r]) is not None and key[2].stream == ROUNDS.number]
             self._turn = (in_round or unfinished or [-1])[0]
         if unfinished:
             self._calls[self._turn].notify()
@@ -163,9 +168,9 @@ class LoopbackTransport:
         message: torch.Tensor | None = pack(payload, sender=self.replica, envelope=envelope)
         if self.tamper is not None and message is not None:
             message = self.tamper(message)
-        if message is not None:
-            self._world._post(_key(self.replica, to, envelope), message)
-        return _Sent()
+        if message is None:
+            return _Sent(lambda: None)
+        return _Sent(self._world._post(_key(self.replica, to, envelope), message, envelope))
 
     def receive(self, *, source: int, envelope: Envelope) -> _Awaited:
         """Return a handle on the message that `source` sends under this envelope."""
@@ -180,11 +185,16 @@ class LoopbackTransport:
 
 
 class _Sent:
+    """A message in the other replica's mail, which counts as in flight until one of the two waits for it."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
     def done(self) -> bool:
         return True
 
     def wait(self, *, deadline_s: float) -> None:
-        return None
+        self._end()
 
 
 class _Awaited:
@@ -207,7 +217,7 @@ class _Awaited:
 
 
 def _key(source: int, to: int, envelope: Envelope) -> _Key:
-    return (source, to, envelope.kind, envelope.round_id, envelope.fragment, envelope.phase)
+    return (source, to, envelope.address)
 
 
 def single() -> LoopbackTransport:

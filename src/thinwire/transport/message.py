@@ -4,19 +4,19 @@ Every field is checked on arrival: a peer's bytes are untrusted input. The layou
 
 | offset | bytes | field |
 | --- | --- | --- |
-| 0 | 4 | magic `THWR` |
-| 4 | 1 | version, 1 |
-| 5 | 1 | kind |
-| 6 | 1 | phase |
+| 0 | 2 | magic `TW` |
+| 2 | 1 | version, 2 |
+| 3 | 1 | stream |
+| 4 | 2 | owner |
+| 6 | 1 | third part of the key |
 | 7 | 1 | codec id |
 | 8 | 4 | sender |
-| 12 | 4 | fragment |
-| 16 | 8 | round |
+| 12 | 4 | second part of the key |
+| 16 | 8 | first part of the key |
 | 24 | 8 | elements |
 | 32 | 8 | payload bytes |
-| 40 | 4 | hash of the sender's reference |
-| 44 | 4 | CRC-32 of the payload |
-| 48 | 4 | hash of the sender's data |
+| 40 | 8 | note |
+| 48 | 4 | CRC-32 of the payload |
 | 52 | 4 | CRC-32 of the 52 bytes before |
 """
 
@@ -31,9 +31,9 @@ import torch
 from thinwire.errors import PayloadError
 from thinwire.transport.base import Envelope, Received
 
-MAGIC = b"THWR"
-VERSION = 1
-_FIELDS = struct.Struct("<4sBBBBIIQQQIII")
+MAGIC = b"TW"
+VERSION = 2
+_FIELDS = struct.Struct("<2sBBHBBIIQQQ8sI")
 HEADER_BYTES = _FIELDS.size + 4
 
 
@@ -68,21 +68,11 @@ def header_of(payload_crc: int, *, sender: int, envelope: Envelope) -> bytes:
     Returns:
         `HEADER_BYTES` bytes.
     """
+    stream, owner, number, part, phase = envelope.address
     fields = _FIELDS.pack(
-        MAGIC,
-        VERSION,
-        envelope.kind,
-        envelope.phase,
-        envelope.codec_id,
-        sender,
-        envelope.fragment,
-        envelope.round_id,
-        envelope.numel,
-        envelope.payload_bytes,
-        envelope.reference_hash,
-        payload_crc,
-        envelope.data_hash,
-    )
+        MAGIC, VERSION, stream, owner, phase, envelope.codec_id, sender, part, number, envelope.numel,
+        envelope.payload_bytes, envelope.note, payload_crc,
+    )  # fmt: skip
     return fields + struct.pack("<I", zlib.crc32(fields))
 
 
@@ -93,14 +83,12 @@ class Header:
     Attributes:
         payload_bytes: The payload's size.
         payload_crc: CRC-32 of the payload.
-        reference_hash: Hash of the sender's reference.
-        data_hash: Hash of the sender's data, 0 for none.
+        note: The stream's.
     """
 
     payload_bytes: int
     payload_crc: int
-    reference_hash: int
-    data_hash: int = 0
+    note: bytes
 
 
 def check_header(view: memoryview, *, source: int, envelope: Envelope) -> Header:
@@ -126,28 +114,28 @@ def check_header(view: memoryview, *, source: int, envelope: Envelope) -> Header
             f"{origin}: expected a thinwire message of version {VERSION}, found {magic!r} version {version}; "
             f"run the same thinwire on all hosts"
         )
-    *compared, stated_bytes, reference_hash, payload_crc, data_hash = found
+    *compared, stated_bytes, note, payload_crc = found
+    stream, address = envelope.stream, envelope.address
     expected = (
-        ("kind", envelope.kind),
-        ("phase", envelope.phase),
+        ("stream", address.stream),
+        ("owner", address.owner),
+        (stream.part_name(2), address.phase),
         ("codec", envelope.codec_id),
         ("sender", source),
-        ("fragment", envelope.fragment),
-        ("round", envelope.round_id),
+        (stream.part_name(1), address.part),
+        (stream.part_name(0), address.number),
         ("elements", envelope.numel),
     )
     for (field, want), have in zip(expected, compared, strict=True):
         if want != have:
-            raise PayloadError(f"{origin}: {field} is {have}, expected {int(want)}; the replicas run different set-ups")
+            raise PayloadError(f"{origin}: {field} is {have}, expected {want}; the replicas run different set-ups")
     limit = envelope.payload_bytes
     if stated_bytes > limit or (stated_bytes < limit and not envelope.takes_less):
         raise PayloadError(
             f"{origin}: payload bytes is {stated_bytes}, expected {'at most ' if envelope.takes_less else ''}{limit}; "
             f"the replicas run different set-ups"
         )
-    return Header(
-        payload_bytes=stated_bytes, payload_crc=payload_crc, reference_hash=reference_hash, data_hash=data_hash
-    )
+    return Header(payload_bytes=stated_bytes, payload_crc=payload_crc, note=note)
 
 
 def unpack(message: torch.Tensor, *, source: int, envelope: Envelope) -> Received:
@@ -169,4 +157,4 @@ def unpack(message: torch.Tensor, *, source: int, envelope: Envelope) -> Receive
         raise PayloadError(f"{origin}: {len(body)} payload bytes arrived, expected {header.payload_bytes}")
     if zlib.crc32(body) != header.payload_crc:
         raise PayloadError(f"{origin}: the payload's checksum is wrong; the bytes were damaged on the way")
-    return Received(payload=message[HEADER_BYTES:], reference_hash=header.reference_hash, data_hash=header.data_hash)
+    return Received(payload=message[HEADER_BYTES:], note=header.note)

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from thinwire.errors import PeerLost, TransportError
 from thinwire.transport.base import Envelope, Pending, TransferFuture, check_peer
 from thinwire.transport.message import HEADER_BYTES, pack, unpack
+from thinwire.transport.streams import SLOT_BITS, StreamLimits
 from thinwire.transport.tcp_stats import ConnectionStats, LocalSockets
 
 OPENING_BYTES = 1 << 16
@@ -46,33 +47,34 @@ Tamper = Callable[[torch.Tensor], "torch.Tensor | None"]
 _FOREVER = timedelta(days=30)
 _AT_ONCE = timedelta(milliseconds=1)
 PAYLOAD_BYTES_AT = 32
-_ROUND_BITS, _FRAGMENT_BITS, _KIND_BITS, _PHASE_BITS = 14, 11, 3, 2
+# Beside 8 bits of the stream, those of the slot and one for the rest of a message: 31 in all.
+_OWNER_BITS = 6
 
 
 def tag_of(envelope: Envelope, *, rest: bool = False) -> int:
     """Return gloo's tag for a message: distinct for all that one pair has in flight at the same time.
 
-    Rounds are told apart modulo 16,384; the header holds the whole number.
+    It holds the stream, the owner and the slot of the key in its stream; the header holds the whole address.
 
     Args:
         envelope: The message.
         rest: Whether it is the part behind the opening.
 
     Raises:
-        ValueError: The fragment or phase is too large for its bits.
+        ValueError: There are more owners than tags tell apart.
 
     Example:
-        >>> from thinwire.transport.base import Kind
-        >>> tag_of(Envelope(kind=Kind.ROUND, round_id=1)) != tag_of(Envelope(kind=Kind.SETUP, round_id=1))
+        >>> from thinwire.transport.streams import ROUNDS, SETUP
+        >>> tag_of(Envelope(stream=ROUNDS, key=(1,))) != tag_of(Envelope(stream=SETUP, key=(1,)))
         True
     """
-    for name, value, bits in (("fragment", envelope.fragment, _FRAGMENT_BITS), ("phase", envelope.phase, _PHASE_BITS)):
-        if not 0 <= value < 1 << bits:
-            raise ValueError(f"{name} must be in 0..{(1 << bits) - 1}, got {value}; use fewer, larger fragments")
-    tag = envelope.round_id % (1 << _ROUND_BITS)
-    tag = tag << _FRAGMENT_BITS | envelope.fragment
-    tag = tag << _KIND_BITS | int(envelope.kind)
-    tag = tag << _PHASE_BITS | envelope.phase
+    if envelope.owner >= 1 << _OWNER_BITS:
+        raise ValueError(
+            f"at most {1 << _OWNER_BITS} owners share a process group, got owner {envelope.owner + 1}; give all hosts "
+            f"a secret, so that they connect without a process group"
+        )
+    tag = envelope.stream.number << _OWNER_BITS | envelope.owner
+    tag = tag << SLOT_BITS | envelope.stream.slot(envelope.address[2:])
     return tag << 1 | rest
 
 
@@ -126,6 +128,7 @@ class ProcessGroupTransport:
         self._replica, self._shard = divmod(int(group.rank()), ranks_per_replica)
         self._num_replicas = world_size // ranks_per_replica
         self._in_flight: set[_Transfer] = set()
+        self._limits = StreamLimits()
         # by peer and tag: set once a receive has asked for all of its message, or failed
         self._asked: dict[tuple[int, int], threading.Event] = {}
         self._lock = threading.Lock()
@@ -171,7 +174,7 @@ class ProcessGroupTransport:
             envelope: The message's envelope.
 
         Raises:
-            ValueError: There is no other replica of that number, or the envelope does not fit a tag.
+            ValueError: There is no other replica of that number, or the stream does not allow the message at once.
         """
         transfer = _Transfer(self, peer=to, rank=self._rank_of(to), envelope=envelope, verb="take")
         message: torch.Tensor | None = pack(payload, sender=self._replica, envelope=envelope)
@@ -184,7 +187,7 @@ class ProcessGroupTransport:
         """Start to receive the message that `source` sends under the same envelope.
 
         Raises:
-            ValueError: There is no other replica of that number, or the envelope does not fit a tag.
+            ValueError: There is no other replica of that number, or the stream does not allow the message at once.
         """
         transfer = _Transfer(self, peer=source, rank=self._rank_of(source), envelope=envelope, verb="send")
         transfer.start_receive()
@@ -250,6 +253,7 @@ class _Transfer(TransferFuture):
         self._has_posted = False
         self.begun_s: float | None = None  # when it did not wait for the other direction any more
         self._tags = tag_of(envelope), tag_of(envelope, rest=True)
+        self.count(transport._limits, link=(peer, verb))
 
     def start_send(self, message: torch.Tensor | None) -> None:
         """Post the message's parts and watch them; None is a message lost on purpose."""

@@ -103,7 +103,7 @@ def test_a_verdict_that_cannot_be_is_refused(payload: torch.Tensor, words: str) 
 
 def run_with(lie: Any, *, liar: int, holds: Any = ()) -> None:
     def forge(payload: torch.Tensor, envelope: Envelope) -> torch.Tensor:
-        if envelope.phase == (1 if liar == 0 else 0):
+        if envelope.address.phase == (1 if liar == 0 else 0):
             lie(payload)
         return payload
 

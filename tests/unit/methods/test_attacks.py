@@ -19,9 +19,10 @@ from thinwire.averaging.exchange import AllGather
 from thinwire.averaging.round_context import RoundContext
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import by_name
-from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.base import Envelope
 from thinwire.transport.faulty import FaultyTransport
 from thinwire.transport.loopback import LoopbackTransport, LoopbackWorld
+from thinwire.transport.streams import BUFFERS, ROUNDS
 
 NUM_REPLICAS = 4
 
@@ -102,8 +103,8 @@ def test_a_liar_moves_the_mean_of_all_others_alike_and_only_in_rounds(name: Any,
         peers = Peers(me=transport.replica, members=tuple(range(NUM_REPLICAS)))
         assert list(peers.others) == others
         means = []
-        for kind in (Kind.ROUND, Kind.BUFFERS):
-            context = RoundContext(peers=peers, transport=end, round_id=5, kind=kind)
+        for stream in (ROUNDS, BUFFERS):
+            context = RoundContext(peers=peers, transport=end, round_id=5, stream=stream)
             steps = AllGather(codec=codec).steps(tensors[transport.replica], context)
             wait = next(steps)
             received = [pending.wait(deadline_s=1) for pending in wait.receives]
@@ -116,7 +117,7 @@ def test_a_liar_moves_the_mean_of_all_others_alike_and_only_in_rounds(name: Any,
     results = world.run(replica_main)
     true = torch.stack([codec.decode(codec.encode(row), numel=numel) for row in tensors])
     lie = PayloadAttack(name=name, codec=codec, strength=0.5, seed=0, replica=2)(
-        codec.encode(tensors[2]), Envelope(kind=Kind.ROUND, round_id=5, codec_id=codec.wire_id, numel=numel)
+        codec.encode(tensors[2]), Envelope(stream=ROUNDS, key=(5,), codec_id=codec.wire_id, numel=numel)
     )
     told = true.clone()
     told[2] = codec.decode(lie, numel=numel)

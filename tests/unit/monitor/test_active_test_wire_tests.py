@@ -88,7 +88,7 @@ def test_a_ring_comes_to_the_exact_sum_on_all_ranks(size: int) -> None:
 def test_a_wrong_partial_sum_is_seen_first_by_the_rank_behind_its_sender(step: int) -> None:
     def main(transport: LoopbackTransport) -> int | None:
         def forge(payload: torch.Tensor, envelope: Any) -> torch.Tensor:
-            return lie(payload, envelope) if envelope.round_id == 100 + step else payload
+            return lie(payload, envelope) if envelope.address.number == 100 + step else payload
 
         fault = Fault(kind="forge", replica=1, direction="sent", forge=forge)
         faulty = FaultyTransport(transport, [fault])

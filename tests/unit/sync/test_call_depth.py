@@ -12,8 +12,9 @@ from torch import nn
 
 import thinwire
 from thinwire.sync.method import Method
-from thinwire.transport.base import Envelope, Kind, Pending, Transport
+from thinwire.transport.base import Envelope, Pending, Transport
 from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.streams import ROUNDS
 
 # From `step` to the innermost transport's `send`, both counted; torch's own wrapper around `step` is not ours.
 MOST_FRAMES = 8
@@ -30,7 +31,7 @@ class Depths:
         return getattr(self.inner, name)
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
-        if envelope.kind is Kind.ROUND and envelope.phase == 0:  # later phases are sent while waiting
+        if envelope.stream is ROUNDS and envelope.address.phase == 0:  # later phases are sent while waiting
             frame: FrameType | None = sys._getframe()
             names: list[str] = []
             while frame is not None and (not names or names[-1] != "step"):

@@ -32,7 +32,7 @@ class Transfer:
         assert self.done()
         if self.failure:
             raise self.failure
-        return Received(payload=self.payload, reference_hash=0)
+        return Received(payload=self.payload)
 
 
 def there(**more):

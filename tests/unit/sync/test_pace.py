@@ -9,8 +9,9 @@ from torch import nn
 
 import thinwire
 from thinwire.adaptive_timeout import Deadlines
-from thinwire.transport.base import Envelope, Kind, Pending
+from thinwire.transport.base import Envelope, Pending
 from thinwire.transport.loopback import LoopbackTransport
+from thinwire.transport.streams import ROUNDS
 
 
 class Noting:
@@ -24,7 +25,7 @@ class Noting:
         return getattr(self.inner, name)
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
-        if envelope.kind is Kind.ROUND:
+        if envelope.stream is ROUNDS:
             self.spreads_s.append(envelope.spread_s)
         return self.inner.send(payload, to=to, envelope=envelope)
 
@@ -80,4 +81,4 @@ def test_the_median_of_the_steps_is_0_before_the_first_and_ignores_one_pause() -
 
 
 def test_a_spread_does_not_travel_and_is_not_compared() -> None:
-    assert Envelope(kind=Kind.ROUND, round_id=1, spread_s=3.0) == Envelope(kind=Kind.ROUND, round_id=1)
+    assert Envelope(stream=ROUNDS, key=(1,), spread_s=3.0) == Envelope(stream=ROUNDS, key=(1,))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from thinwire.errors import DeadlineExceeded, NotThere, TransportError
 from thinwire.transport import blob_store as blob_store_module
-from thinwire.transport.base import Envelope, Kind, Received
+from thinwire.transport.base import Envelope, Received
 from thinwire.transport.blob_store import (
     LEAST_BULK,
     LONGEST_HOLD_S,
@@ -22,6 +22,8 @@ from thinwire.transport.blob_store import (
     BlobStore,
     SendScheduler,
 )
+from thinwire.transport.streams import BLOBS
+from thinwire.transport.wire.transfer import IS_THERE
 
 
 class Hand:
@@ -29,7 +31,7 @@ class Hand:
 
     def __init__(self, peer: int, number: int, payload: torch.Tensor | None = None, *, is_there: bool = True) -> None:
         self.peer, self.number, self.payload, self.is_there = peer, number, payload, is_there
-        self.envelope = Envelope(kind=Kind.BLOB, round_id=number)
+        self.envelope = Envelope(stream=BLOBS, key=(number,))
         self.callbacks: list[Callable[[], None]] = []
         self.has_ended = False
         self.received: Received | None = None
@@ -186,9 +188,9 @@ def test_its_own_blobs_need_no_wire(wire: HandTransport) -> None:
 def test_what_comes_is_the_payload_or_the_word_that_it_is_gone(wire: HandTransport) -> None:
     loan, payload = BlobStore(wire).get(1, b"a", most_bytes=9), content()
     assert isinstance(loan._ask, Hand)
-    loan._ask.received = Received(payload=payload, reference_hash=1)
+    loan._ask.received = Received(payload=payload, note=IS_THERE)
     assert loan.wait(deadline_s=0) is payload
-    loan._ask.received = Received(payload=payload, reference_hash=0)
+    loan._ask.received = Received(payload=payload)
     with pytest.raises(NotThere, match="replica 1 does not have blob 'a', and will not have it"):
         loan.wait(deadline_s=0)
 

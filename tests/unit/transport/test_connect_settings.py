@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from thinwire.errors import ConnectError, DataError
 from thinwire.events import TransferLog
 from thinwire.transport.addresses import RENDEZVOUS_FILE
-from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.connect import (
     GLOO_INTERFACE,
     NCCL_INTERFACE,
@@ -21,7 +19,6 @@ from thinwire.transport.connect import (
     keep_nccl_on_loopback,
 )
 from thinwire.transport.job_environment import REQUIRED, job_place
-from thinwire.transport.process_group import tag_of
 from thinwire.transport.secret import make_secret
 
 
@@ -126,27 +123,6 @@ def test_nccl_stays_on_loopback_unless_the_user_chose(monkeypatch: pytest.Monkey
             monkeypatch.delenv(NCCL_INTERFACE)
         keep_nccl_on_loopback()
         assert os.environ[NCCL_INTERFACE] == expected
-
-
-def test_tags_differ_for_all_that_may_be_in_flight_and_fit_an_int() -> None:
-    fields = itertools.product(Kind, (0, 1, 2, 16_383), (0, 1, 2047), (0, 1, 3), (False, True))
-    tags = [
-        tag_of(Envelope(kind=kind, round_id=round_id, fragment=fragment, phase=phase), rest=rest)
-        for kind, round_id, fragment, phase, rest in fields
-    ]
-    assert len(set(tags)) == len(tags)
-    assert min(tags) >= 0 and max(tags) < 2**31
-
-
-def test_tags_repeat_only_after_16384_rounds() -> None:
-    first, later = (tag_of(Envelope(kind=Kind.ROUND, round_id=number)) for number in (5, 5 + 16_384))
-    assert first == later != tag_of(Envelope(kind=Kind.ROUND, round_id=5 + 16_383))
-
-
-@pytest.mark.parametrize(("field", "value"), [("fragment", 2048), ("fragment", -1), ("phase", 4)])
-def test_a_fragment_or_phase_beyond_its_bits_is_refused(field: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"{field} must be in .* got {value}"):
-        tag_of(Envelope(kind=Kind.ROUND, round_id=0, **{field: value}))
 
 
 def test_a_traffic_plan_without_a_secret_is_refused(

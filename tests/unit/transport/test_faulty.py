@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from thinwire.errors import DeadlineExceeded, PayloadError, PeerLost
-from thinwire.transport.base import Envelope, Kind, Pending, Received, Transport
+from thinwire.transport.base import Envelope, Pending, Received, Transport
 from thinwire.transport.faulty import Fault, FaultyTransport
 from thinwire.transport.loopback import LoopbackTransport, LoopbackWorld
 from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.streams import BUFFERS, CONTROL, ROUNDS, Stream
 
 SIZE = 101
 
@@ -23,10 +24,8 @@ def payload() -> torch.Tensor:
     return torch.arange(SIZE).to(torch.uint8)
 
 
-def envelope_of(round_id: int, *, fragment: int = 0, kind: Kind = Kind.ROUND, reference_hash: int = 0) -> Envelope:
-    return Envelope(
-        kind=kind, round_id=round_id, fragment=fragment, payload_bytes=SIZE, numel=SIZE, reference_hash=reference_hash
-    )
+def envelope_of(round_id: int, *, fragment: int = 0, stream: Stream = ROUNDS, note: bytes = b"") -> Envelope:
+    return Envelope(stream=stream, key=(round_id, fragment), payload_bytes=SIZE, numel=SIZE, note=note)
 
 
 class Pair:
@@ -74,8 +73,8 @@ def test_without_faults_it_is_the_transport_it_wraps() -> None:
     pair = Pair()
     assert isinstance(pair.ends[0], Transport)
     assert (pair.ends[1].replica, pair.ends[1].num_replicas, pair.ends[1].runs_in_background) == (1, 2, False)
-    received = pair.pass_on(envelope_of(3, reference_hash=77))
-    assert received is not None and torch.equal(received.payload, payload()) and received.reference_hash == 77
+    received = pair.pass_on(envelope_of(3, note=b"77"))
+    assert received is not None and torch.equal(received.payload, payload()) and received.note.startswith(b"77")
     pair.ends[0].close()
 
 
@@ -97,7 +96,7 @@ def test_a_corrupt_byte_is_caught_by_the_real_check(direction: Any, byte: int, r
     culprit = 0 if direction == "sent" else 1
     pair = Pair(Fault(kind="corrupt", replica=culprit, direction=direction, round_id=3, byte=byte))
     with pytest.raises(PayloadError, match=reason):
-        pair.pass_on(envelope_of(3, reference_hash=5))
+        pair.pass_on(envelope_of(3, note=b"5"))
     assert pair.pass_on(envelope_of(4)) is not None
 
 
@@ -108,7 +107,7 @@ def test_a_fault_hits_only_the_fragment_peer_and_replica_it_names() -> None:
         Fault(kind="drop", replica=7),
     )
     assert pair.pass_on(envelope_of(3, fragment=1)) is not None
-    assert pair.pass_on(envelope_of(3, fragment=2, kind=Kind.BUFFERS)) is not None
+    assert pair.pass_on(envelope_of(3, fragment=2, stream=BUFFERS)) is not None
     with pytest.raises(DeadlineExceeded):
         pair.pass_on(envelope_of(3, fragment=2))
 
@@ -116,8 +115,8 @@ def test_a_fault_hits_only_the_fragment_peer_and_replica_it_names() -> None:
 def test_a_death_lasts_and_covers_what_belongs_to_no_round() -> None:
     pair = Pair(Fault(kind="die", replica=0, peer=1, round_id=3))
     assert pair.pass_on(envelope_of(2)) is not None
-    assert pair.pass_on(envelope_of(0, kind=Kind.CONTROL)) is not None
-    for envelope in (envelope_of(4), envelope_of(1), envelope_of(0, kind=Kind.CONTROL)):
+    assert pair.pass_on(envelope_of(0, stream=CONTROL)) is not None
+    for envelope in (envelope_of(4), envelope_of(1), envelope_of(0, stream=CONTROL)):
         for pending in (
             pair.ends[0].send(payload(), to=1, envelope=envelope),
             pair.ends[0].receive(source=1, envelope=envelope),
@@ -251,12 +250,12 @@ def test_a_script_that_the_transport_cannot_play_is_refused() -> None:
 
 def test_a_lie_passes_every_check_and_leaves_the_true_payload_alone() -> None:
     def forge(payload: torch.Tensor, envelope: Envelope) -> torch.Tensor:
-        return payload.add_(envelope.round_id)
+        return payload.add_(envelope.address.number)
 
     pair = Pair(Fault(kind="forge", replica=0, round_id=3, forge=forge))
     for round_id in (2, 3):
-        received = pair.pass_on(envelope_of(round_id, reference_hash=9))
-        assert received is not None and received.reference_hash == 9
+        received = pair.pass_on(envelope_of(round_id, note=b"9"))
+        assert received is not None and received.note.startswith(b"9")
         assert torch.equal(received.payload, payload() + (3 if round_id == 3 else 0))
     # what the liar receives is what was sent
     assert not pair.ends[0].script[0].hits(envelope_of(3), replica=0, peer=1, direction="received")  # type: ignore[attr-defined]

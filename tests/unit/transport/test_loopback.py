@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from thinwire.errors import DeadlineExceeded, PayloadError
-from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.base import Envelope
 from thinwire.transport.loopback import LoopbackWorld, run_replicas
 from thinwire.transport.message import HEADER_BYTES, pack, unpack
+from thinwire.transport.streams import ROUNDS, SETUP
 
 
 def envelope(round_id, size, **more):
-    return Envelope(kind=Kind.ROUND, round_id=round_id, payload_bytes=size, numel=size, **more)
+    return Envelope(stream=ROUNDS, key=(round_id,), payload_bytes=size, numel=size, **more)
 
 
 def bytes_of(*values):
@@ -82,11 +83,12 @@ def test_a_world_can_run_again_and_needs_a_replica():
 
 
 FIELDS = [
-    ({"kind": Kind.SETUP}, "kind is 1, expected 2"),
-    ({"phase": 1}, "phase is 0, expected 1"),
+    ({"stream": SETUP}, "stream is 1, expected 2"),
+    ({"owner": 3}, "owner is 0, expected 3"),
+    ({"key": (7, 0, 1)}, "phase is 0, expected 1"),
     ({"codec_id": 6}, "codec is 0, expected 6"),
-    ({"fragment": 3}, "fragment is 0, expected 3"),
-    ({"round_id": 8}, "round is 7, expected 8"),
+    ({"key": (7, 3)}, "fragment is 0, expected 3"),
+    ({"key": (8,)}, "round is 7, expected 8"),
     ({"numel": 5}, "elements is 4, expected 5"),
     ({"payload_bytes": 3}, "payload bytes is 4, expected 3"),
 ]
@@ -94,14 +96,14 @@ FIELDS = [
 
 @pytest.mark.parametrize(("difference", "expected"), FIELDS)
 def test_a_message_that_is_not_the_expected_one_is_refused_and_names_the_field(difference, expected):
-    sent = {"kind": Kind.ROUND, "round_id": 7, "numel": 4, "payload_bytes": 4}
+    sent = {"stream": ROUNDS, "key": (7,), "numel": 4, "payload_bytes": 4}
     message = pack(bytes_of(1, 2, 3, 4), sender=0, envelope=Envelope(**sent))
     with pytest.raises(PayloadError, match=expected):
         unpack(message, source=0, envelope=Envelope(**{**sent, **difference}))
 
 
 def test_a_message_from_another_sender_another_version_or_cut_short_is_refused():
-    right = Envelope(kind=Kind.ROUND, round_id=0, numel=4, payload_bytes=4)
+    right = Envelope(stream=ROUNDS, key=(0,), numel=4, payload_bytes=4)
     message = pack(bytes_of(1, 2, 3, 4), sender=2, envelope=right)
     assert unpack(message, source=2, envelope=right).payload.tolist() == [1, 2, 3, 4]
     with pytest.raises(PayloadError, match="sender is 2, expected 0"):
@@ -114,7 +116,7 @@ def test_a_message_from_another_sender_another_version_or_cut_short_is_refused()
 
 @pytest.mark.parametrize("position", range(HEADER_BYTES + 4))
 def test_no_flipped_bit_anywhere_gets_through(position):
-    right = Envelope(kind=Kind.ROUND, round_id=0, numel=4, payload_bytes=4)
+    right = Envelope(stream=ROUNDS, key=(0,), numel=4, payload_bytes=4)
     message = pack(bytes_of(1, 2, 3, 4), sender=2, envelope=right)
     message[position] ^= 1 << (position % 8)
     with pytest.raises(PayloadError):

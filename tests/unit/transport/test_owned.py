@@ -10,11 +10,11 @@ import thinwire
 from tests.reference.loops import same, values, wrap
 from thinwire.errors import DesyncError
 from thinwire.methods import all_reduce, diloco, noloco, streaming_diloco
-from thinwire.transport.base import OWNER_STRIDE, Envelope, Kind
+from thinwire.transport.base import Envelope
 from thinwire.transport.loopback import LoopbackWorld
 from thinwire.transport.owned import OwnedTransport
-from thinwire.transport.process_group import tag_of
 from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.streams import ROUNDS
 
 METHODS = {
     "all-reduce": all_reduce,
@@ -97,13 +97,10 @@ def test_optimizers_built_in_different_orders_are_refused():
         thinwire.run_replicas(2, replica_main)
 
 
-def test_four_owners_have_different_tags_and_all_have_names():
+def test_owners_are_counted_on_each_transport_and_have_names():
     world = LoopbackWorld(2)
     owners = [OwnedTransport(RecordingTransport(world.transports[0])) for _ in range(4)]
     assert [one.owner for one in owners] == [0, 1, 2, 3]
     assert OwnedTransport(world.transports[1]).owner == 0
-    envelopes = [Envelope(kind=Kind.ROUND, round_id=7 + one.owner * OWNER_STRIDE) for one in owners]
-    assert len({tag_of(envelope) for envelope in envelopes}) == 4
-    assert [envelope.describe() for envelope in envelopes[:2]] == [
-        "round 7 (fragment 0)", "round 7 (fragment 0) of optimizer 2",
-    ]  # fmt: skip
+    envelopes = [Envelope(stream=ROUNDS, key=(7,), owner=one.owner) for one in owners[:2]]
+    assert [one.describe() for one in envelopes] == ["round 7 (fragment 0)", "round 7 (fragment 0) of owner 2"]

@@ -10,10 +10,11 @@ import torch
 
 from thinwire.errors import DeadlineExceeded, PayloadError, PeerLost
 from thinwire.events import TransferLog
-from thinwire.transport.base import Envelope, Kind, Pending, Received, Transport
+from thinwire.transport.base import Envelope, Pending, Received, Transport
 from thinwire.transport.loopback import LoopbackWorld
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.streams import ROUNDS
 
 
 class Clock:
@@ -48,7 +49,7 @@ class Manual:
             raise DeadlineExceeded("too late")
         if self.error is not None:
             raise self.error
-        return Received(payload=torch.zeros(0, dtype=torch.uint8), reference_hash=0)
+        return Received(payload=torch.zeros(0, dtype=torch.uint8))
 
     def on_finish(self, callback: Callable[[], None]) -> None:
         self.callbacks.append(callback)
@@ -87,7 +88,7 @@ def payload(size: int) -> torch.Tensor:
 
 
 def envelope_of(size: int) -> Envelope:
-    return Envelope(kind=Kind.ROUND, round_id=5, fragment=2, phase=1, payload_bytes=size, numel=size)
+    return Envelope(stream=ROUNDS, key=(5, 2, 1), payload_bytes=size, numel=size)
 
 
 def test_it_is_a_transport_and_passes_the_inner_ones_facts_on() -> None:

@@ -13,7 +13,8 @@ import torch
 
 from thinwire.errors import PayloadError, TransportError
 from thinwire.monitor.active_test.evaluation import FlowTest, PairTest, rate_of
-from thinwire.transport.base import Envelope, Kind, Pending, Transport
+from thinwire.transport.base import Envelope, Pending, Transport
+from thinwire.transport.streams import SETUP
 
 Cell = tuple[int, int]
 _MOST_CHARACTERS = 300
@@ -154,13 +155,13 @@ class PairChannel:
 
     def send(self, payload: torch.Tensor) -> None:
         """Send, and wait until the message has arrived whole."""
-        envelope = Envelope(kind=Kind.SETUP, round_id=next(self._out), payload_bytes=payload.numel())
+        envelope = Envelope(stream=SETUP, key=(next(self._out),), payload_bytes=payload.numel())
         self._wait(self._transport.send(payload, to=self._peer, envelope=envelope))
 
     def expect(self) -> Pending:
         """Make room for the next message, of at most `MOST_BYTES`."""
         envelope = Envelope(
-            kind=Kind.SETUP, round_id=next(self._into), payload_bytes=MOST_BYTES, takes_less=True
+            stream=SETUP, key=(next(self._into),), payload_bytes=MOST_BYTES, takes_less=True
         )  # fmt: skip
         return self._transport.receive(source=self._peer, envelope=envelope)
 
@@ -254,7 +255,7 @@ def together(
     me, given = transport.replica, list(flows)
 
     def envelope(cell: tuple[int, int], num_bytes: int, step: int) -> Envelope:
-        return Envelope(kind=Kind.SETUP, round_id=number + 2 * given.index(cell) + step, payload_bytes=num_bytes)
+        return Envelope(stream=SETUP, key=(number + 2 * given.index(cell) + step,), payload_bytes=num_bytes)
 
     out, into = [cell for cell in given if cell[0] == me], [cell for cell in given if cell[1] == me]
     receives = [transport.receive(source=cell[0], envelope=envelope(cell, flows[cell], 1)) for cell in into]
@@ -324,7 +325,7 @@ def ring_all_reduce(
     for step in range(2 * (size - 1)):
         out, into = (place - step) % size, (place - step - 1) % size
         payload = parts[out].contiguous().view(torch.uint8)
-        envelope = Envelope(kind=Kind.SETUP, round_id=number + step, payload_bytes=payload.numel())
+        envelope = Envelope(stream=SETUP, key=(number + step,), payload_bytes=payload.numel())
         promise(limit_s)
         pending = transport.receive(source=before, envelope=envelope)
         send = transport.send(payload, to=behind, envelope=envelope)

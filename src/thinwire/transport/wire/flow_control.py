@@ -10,8 +10,8 @@ from itertools import chain
 import torch
 
 from thinwire.errors import PayloadError, TransportError
-from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.message import HEADER_BYTES, check_header
+from thinwire.transport.streams import BLOBS, MessageAddress
 from thinwire.transport.wire.framing import (
     MAX_UNEXPECTED,
     MAX_UNEXPECTED_BYTES,
@@ -21,7 +21,6 @@ from thinwire.transport.wire.framing import (
     Credit,
     Frame,
     FrameError,
-    Key,
     MessagePart,
     MessageRefused,
     MessageStart,
@@ -102,19 +101,6 @@ class ReceiveWindow:
             # double on trial; the next epoch compares its rate with this one's
             self._smaller_bytes_per_s = bytes_per_s
             self.num_bytes *= 2
-
-
-def key_of(envelope: Envelope) -> Key:
-    """Return the key by which a message matches a receive.
-
-    Raises:
-        ValueError: A number does not fit its field.
-    """
-    bounds = (("fragment", envelope.fragment, 32), ("phase", envelope.phase, 8), ("round_id", envelope.round_id, 64))
-    for name, value, bits in bounds:
-        if not 0 <= value < 1 << bits:
-            raise ValueError(f"{name} must be in 0..{(1 << bits) - 1}, got {value}")
-    return (int(envelope.kind), envelope.round_id, envelope.fragment, envelope.phase)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -231,7 +217,7 @@ class OutgoingMessages:
         self._unmatched_bytes += outgoing.sent
         return MessageStart(
             number=outgoing.number,
-            key=key_of(outgoing.transfer.envelope),
+            address=outgoing.transfer.envelope.address,
             message_bytes=outgoing.num_bytes,
             body=outgoing.piece(0, outgoing.sent),
         )
@@ -251,7 +237,7 @@ class OutgoingMessages:
 
 def _refusal(transfer: WireTransfer) -> TransportError:
     who, what = f"replica {transfer.peer}", transfer.describe()
-    if transfer.envelope.kind is Kind.BLOB:
+    if transfer.envelope.stream is BLOBS:
         return TransportError(f"{who} took {what} no further: it does not want it any more, or asked for less")
     return PayloadError(
         f"{who} refused {what}, because it expected another message there; the replicas run different set-ups: see its "
@@ -300,8 +286,8 @@ class IncomingMessages:
 
     def __init__(self) -> None:
         self.replies: deque[Frame] = deque()
-        self._posted: dict[Key, deque[WireTransfer]] = {}
-        self._unexpected: dict[Key, deque[_Unexpected]] = {}
+        self._posted: dict[MessageAddress, deque[WireTransfer]] = {}
+        self._unexpected: dict[MessageAddress, deque[_Unexpected]] = {}
         self._num_unexpected = 0
         self._unexpected_bytes = 0
         self._arriving: dict[int, _Incoming] = {}
@@ -313,7 +299,7 @@ class IncomingMessages:
         """Post a receive; an unexpected message that matches is delivered at once."""
         found = self._pop_unexpected(transfer)
         if found is None:
-            self._posted.setdefault(key_of(transfer.envelope), deque()).append(transfer)
+            self._posted.setdefault(transfer.envelope.address, deque()).append(transfer)
         elif found.body.numel() == found.message_bytes:
             self.replies.append(ReceivePosted(number=found.number))
             transfer.succeed(found.body)
@@ -363,7 +349,7 @@ class IncomingMessages:
         self.replies.clear()
 
     def _pop_unexpected(self, transfer: WireTransfer) -> _Unexpected | None:
-        key = key_of(transfer.envelope)
+        key = transfer.envelope.address
         early = self._unexpected.get(key)
         if not early:
             return None
@@ -379,11 +365,11 @@ class IncomingMessages:
             raise FrameError(f"message {frame.number} where {self._next_number} was next")
         self._next_number += 1
         is_whole = len(frame.body) == frame.message_bytes
-        posted = self._posted.get(frame.key)
+        posted = self._posted.get(frame.address)
         if posted:
             transfer = posted.popleft()
             if not posted:
-                del self._posted[frame.key]
+                del self._posted[frame.address]
             if is_whole:
                 self.replies.append(Receipt(number=frame.number, is_matched=True))
                 transfer.succeed(_copy(frame.body))
@@ -397,7 +383,7 @@ class IncomingMessages:
         self._num_unexpected += 1
         self._unexpected_bytes += len(frame.body)
         found = _Unexpected(number=frame.number, message_bytes=frame.message_bytes, body=_copy(frame.body))
-        self._unexpected.setdefault(frame.key, deque()).append(found)
+        self._unexpected.setdefault(frame.address, deque()).append(found)
         if is_whole:
             self.replies.append(Receipt(number=frame.number, is_matched=False))
 

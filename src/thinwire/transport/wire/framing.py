@@ -5,14 +5,14 @@ Little endian. Every frame starts with the magic `tw`, the version and its kind,
 | kind | fields | meaning |
 | --- | --- | --- |
 | 1 hello | replica u32, replicas u32, incarnation 16 bytes | identity; first on every connection, both ways |
-| 2 start | number u64, kind u8, phase u8, zero u16, fragment u32, round u64, bytes u64; body | a message starts |
+| 2 start | number u64, stream u8, phase u8, owner u16, part u32, key u64, bytes u64; body | a message starts |
 | 3 credit | number u64, end u64 | send this message's bytes up to `end`: a receive is posted for it |
 | 4 part | number u64, start u64; body | bytes of a message after its start |
 | 5 receipt | number u64, matched u8 | the whole message arrived; whether a receive was posted for it |
 | 6 posted | number u64 | a receive was posted for a message that had arrived whole |
 | 7 refused | number u64 | the message is not the expected one, or its rest is not wanted |
 | 8 goodbye | | nothing follows |
-| 9 request | number u64; name, 1 to 64 bytes | asks for a blob; answered by a message of kind 5, round `number` |
+| 9 request | number u64; name, 1 to 64 bytes | asks for a blob; answered by a message of stream 5, key `number` |
 | 10 cancel | number u64 | the response to this request is not wanted; answer that it is gone |
 | 11 path hello | as hello; session 16 bytes, path u8, paths u8 | first on each of several connections of one peer |
 | 12 numbered | number u64; a frame of the kinds 2 to 10 | a frame over one of several connections |
@@ -29,11 +29,13 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-VERSION = 1
+from thinwire.transport.streams import MessageAddress
+
+VERSION = 2
 # First bytes of a message, which may be sent without credit; further parts are short, so that messages interleave.
 OPENING_BYTES = 1 << 16
 PART_BYTES = 1 << 15
-MOST_MESSAGE_BYTES = 1 << 48
+MOST_MESSAGE_BYTES = 1 << 49
 MOST_NAME_BYTES = 64
 INCARNATION_BYTES = 16
 SESSION_BYTES = 16
@@ -56,7 +58,6 @@ _GOT = struct.Struct("<QB")
 _NUMBER = struct.Struct("<Q")
 # of a numbered frame around a message's start
 MOST_FRAME_BYTES = _PREFIX.size + _NUMBER.size + _PREFIX.size + _OPENING.size + OPENING_BYTES
-Key = tuple[int, int, int, int]
 
 
 class FrameError(Exception):
@@ -84,13 +85,13 @@ class MessageStart:
 
     Attributes:
         number: The sender's count.
-        key: Kind, round, fragment and phase: what a receive is matched by.
+        address: What a receive is matched by.
         message_bytes: Of the whole message, its header included.
         body: All of its bytes, or the first `OPENING_BYTES`.
     """
 
     number: int
-    key: Key
+    address: MessageAddress
     message_bytes: int
     body: memoryview
 
@@ -230,8 +231,8 @@ def write(frame: Frame) -> bytearray:
     if isinstance(frame, Hello):
         fields = _HELLO.pack(frame.replica, frame.num_replicas, frame.incarnation)
     elif isinstance(frame, MessageStart):
-        kind, round_id, fragment, phase = frame.key
-        fields = _OPENING.pack(frame.number, kind, phase, 0, fragment, round_id, frame.message_bytes)
+        stream, owner, number, part, phase = frame.address
+        fields = _OPENING.pack(frame.number, stream, phase, owner, part, number, frame.message_bytes)
         body = frame.body
     elif isinstance(frame, MessagePart):
         fields, body = _PART.pack(frame.number, frame.start), frame.body
@@ -340,13 +341,14 @@ def _read_number(kind: type, rest: memoryview) -> Frame:
 
 
 def _read_opening(rest: memoryview) -> MessageStart:
-    number, kind, phase, zero, fragment, round_id, message_bytes = _at_least(_OPENING, rest)
+    count, stream, phase, owner, part, number, message_bytes = _at_least(_OPENING, rest)
     body = rest[_OPENING.size :]
-    if zero or message_bytes > MOST_MESSAGE_BYTES:
+    if message_bytes > MOST_MESSAGE_BYTES:
         raise FrameError(f"an opening of a message of {message_bytes} bytes, expected at most {MOST_MESSAGE_BYTES}")
     if len(body) != min(message_bytes, OPENING_BYTES):
         raise FrameError(f"an opening with {len(body)} of {message_bytes} bytes, expected the first {OPENING_BYTES}")
-    return MessageStart(number=number, key=(kind, round_id, fragment, phase), message_bytes=message_bytes, body=body)
+    address = MessageAddress(stream, owner, number, part, phase)
+    return MessageStart(number=count, address=address, message_bytes=message_bytes, body=body)
 
 
 def _exactly(fields: struct.Struct, raw: memoryview) -> tuple[Any, ...]:

@@ -14,10 +14,13 @@ from collections.abc import Callable
 import torch
 
 from thinwire.errors import TransportError
-from thinwire.transport.base import Envelope, Kind, TransferFuture
+from thinwire.transport.base import Envelope, TransferFuture
 from thinwire.transport.message import unpack
+from thinwire.transport.streams import BLOBS
 from thinwire.transport.wire.framing import MAX_REQUESTS, CancelFrame, FrameError, RequestFrame
 
+# Note of a response that holds the requested blob; without it, the blob is not there and will not be.
+IS_THERE = b"\1"
 Later = Callable[[Callable[[], None]], None]
 
 
@@ -118,7 +121,7 @@ class ResponseTransfer(_SlotTransfer):
     """
 
     def __init__(self, *, peer: int, number: int, num_bytes: int, is_there: bool, later: Later) -> None:
-        envelope = Envelope(kind=Kind.BLOB, round_id=number, payload_bytes=num_bytes, reference_hash=int(is_there))
+        envelope = Envelope(stream=BLOBS, key=(number,), payload_bytes=num_bytes, note=IS_THERE if is_there else b"")
         super().__init__(peer=peer, envelope=envelope, verb="take", later=later)
 
 
@@ -144,7 +147,7 @@ class RequestTransfer(_SlotTransfer):
         later: Later,
         withdraw: Callable[[RequestTransfer], None],
     ) -> None:
-        envelope = Envelope(kind=Kind.BLOB, round_id=number, payload_bytes=most_bytes, takes_less=True)
+        envelope = Envelope(stream=BLOBS, key=(number,), payload_bytes=most_bytes, takes_less=True)
         super().__init__(peer=peer, envelope=envelope, verb="send", later=later)
         self.name = name
         self._withdraw = withdraw
@@ -182,15 +185,15 @@ class RequestTable:
 
     def request(self, transfer: RequestTransfer) -> None:
         """Queue a request, for whose response a receive is posted."""
-        number = transfer.envelope.round_id
+        number = transfer.envelope.address.number
         self._sent.add(number)
         transfer.occupy(lambda: self._sent.discard(number))
         self.frames.append(RequestFrame(number=number, name=transfer.name))
 
     def cancel(self, transfer: RequestTransfer) -> None:
         """Queue a cancellation, unless the response has arrived."""
-        if transfer.envelope.round_id in self._sent:
-            self.frames.append(CancelFrame(number=transfer.envelope.round_id))
+        if transfer.envelope.address.number in self._sent:
+            self.frames.append(CancelFrame(number=transfer.envelope.address.number))
 
     def take(self, frame: RequestFrame | CancelFrame) -> bool:
         """Count a request or cancellation of the other side; return whether it needs an action.
@@ -214,7 +217,7 @@ class RequestTable:
 
     def respond(self, transfer: ResponseTransfer) -> bool:
         """Count a response in flight; return whether the other side waits for it, on this connection."""
-        number = transfer.envelope.round_id
+        number = transfer.envelope.address.number
         if number not in self._received or number in self._answered:
             return False
         self._answered.add(number)

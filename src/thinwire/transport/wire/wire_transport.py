@@ -46,8 +46,8 @@ from thinwire.transport.addresses import Address, DialPaths, check_dial_paths
 from thinwire.transport.base import MOST_REPLICAS, Envelope, Pending, check_peer
 from thinwire.transport.message import header_of, pack
 from thinwire.transport.secret import Secret
+from thinwire.transport.streams import StreamLimits
 from thinwire.transport.tcp_stats import ConnectionStats
-from thinwire.transport.wire.flow_control import key_of
 from thinwire.transport.wire.framing import MOST_NAME_BYTES, CancelFrame, RequestFrame
 from thinwire.transport.wire.io_loop import IoLoop
 from thinwire.transport.wire.multipath import MultipathConnection, PathStats
@@ -121,6 +121,7 @@ class WireTransport:
         self._peers: set[int] = set() if is_open else set(range(num_replicas)) - {replica}
         self._removed: set[int] = set()
         self._asks = itertools.count()
+        self._in_flight = StreamLimits()
         self._lock = threading.Lock()
         self._is_closed = False
         self._loop = IoLoop(
@@ -181,7 +182,7 @@ class WireTransport:
             envelope: The message's envelope.
 
         Raises:
-            ValueError: There is no other replica of that number, or a number of the envelope is out of range.
+            ValueError: There is no other replica of that number, or the stream does not allow the message at once.
         """
         transfer = self._transfer(to, envelope, verb="take")
         message: torch.Tensor | None = pack(payload, sender=self._replica, envelope=envelope)
@@ -198,7 +199,7 @@ class WireTransport:
         """Start to receive the message that `source` sends under the same envelope.
 
         Raises:
-            ValueError: There is no other replica of that number, or a number of the envelope is out of range.
+            ValueError: There is no other replica of that number, or the stream does not allow the message at once.
         """
         transfer = self._transfer(source, envelope, verb="send")
         self._on_peer(transfer, lambda state: state.post_receive(transfer))
@@ -379,8 +380,9 @@ class WireTransport:
 
     def _transfer(self, peer: int, envelope: Envelope, *, verb: str) -> WireTransfer:
         check_peer(peer, replica=self._replica, num_replicas=self._most_replicas)
-        key_of(envelope)
-        return WireTransfer(peer=peer, envelope=envelope, verb=verb, later=self._loop.completion.later)
+        transfer = WireTransfer(peer=peer, envelope=envelope, verb=verb, later=self._loop.completion.later)
+        transfer.count(self._in_flight, link=(peer, verb))
+        return transfer
 
     def _on_peer(self, transfer: WireTransfer, command: Callable[[Peer], None]) -> None:
         def find() -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thinwire.transport.streams import MessageAddress
 from thinwire.transport.wire.framing import (
     INCARNATION_BYTES,
     MOST_FRAME_BYTES,
@@ -33,8 +34,9 @@ from thinwire.transport.wire.framing import (
 )
 
 NUMBERS = st.integers(0, 2**64 - 1)
+HERE = MessageAddress(1, 0, 0, 0, 0)
 SMALL = st.integers(0, 2**32 - 1)
-KEYS = st.tuples(st.integers(0, 255), NUMBERS, SMALL, st.integers(0, 255))
+ADDRESSES = st.builds(MessageAddress, st.integers(0, 255), st.integers(0, 65_535), NUMBERS, SMALL, st.integers(0, 255))
 FRAMES = st.one_of(
     st.builds(Hello, replica=SMALL, num_replicas=SMALL, incarnation=st.binary(min_size=16, max_size=INCARNATION_BYTES)),
     st.builds(Credit, number=NUMBERS, end=NUMBERS),
@@ -60,13 +62,17 @@ def test_a_frame_is_read_as_it_was_written(frame):
 
 
 @pytest.mark.parametrize("size", [0, 1, OPENING_BYTES - 1, OPENING_BYTES, OPENING_BYTES + 1, 2**40])
-@given(key=KEYS, number=NUMBERS)
-def test_an_opening_brings_its_body(size, key, number):
+@given(address=ADDRESSES, number=NUMBERS)
+def test_an_opening_brings_its_body(size, address, number):
     body = bytes(min(size, OPENING_BYTES))
-    raw = write(MessageStart(number=number, key=key, message_bytes=size, body=memoryview(body)))
+    raw = write(MessageStart(number=number, address=address, message_bytes=size, body=memoryview(body)))
     assert len(raw) <= MOST_FRAME_BYTES
     found = read(memoryview(raw))
-    assert isinstance(found, MessageStart) and (found.number, found.key, found.message_bytes) == (number, key, size)
+    assert isinstance(found, MessageStart) and (found.number, found.address, found.message_bytes) == (
+        number,
+        address,
+        size,
+    )
     assert bytes(found.body) == body
 
 
@@ -77,7 +83,11 @@ def test_a_want_brings_its_name(number, name):
 
 
 def test_a_numbered_frame_holds_the_largest_frame():
-    inner = write(MessageStart(number=1, key=(1, 2, 3, 4), message_bytes=2**40, body=memoryview(bytes(OPENING_BYTES))))
+    inner = write(
+        MessageStart(
+            number=1, address=MessageAddress(1, 5, 2, 3, 4), message_bytes=2**40, body=memoryview(bytes(OPENING_BYTES))
+        )
+    )
     raw = write(NumberedFrame(number=7, frame=memoryview(inner)))
     assert len(raw) == MOST_FRAME_BYTES
     found = read(memoryview(raw))
@@ -103,21 +113,21 @@ def test_a_part_brings_its_body(size):
     "raw",
     [
         b"",
-        b"tw\x01",
-        b"TW\x01\x08",
-        b"tw\x02\x08",
-        b"tw\x01\x00",
-        b"tw\x01\x0b",
-        b"tw\x01\x09",
+        b"tw\x02",
+        b"TW\x02\x08",
+        b"tw\x01\x08",
+        b"tw\x02\x00",
+        b"tw\x02\x0b",
+        b"tw\x02\x09",
         write(RequestFrame(number=0, name=b"")),
         write(RequestFrame(number=0, name=bytes(MOST_NAME_BYTES + 1))),
-        b"tw\x01\x08 ",
+        b"tw\x02\x08 ",
         bytes(MOST_FRAME_BYTES + 1),
         write(MessagePart(number=0, start=0, body=memoryview(b""))),
         write(MessagePart(number=0, start=0, body=memoryview(bytes(PART_BYTES + 1)))),
-        write(MessageStart(number=0, key=(1, 0, 0, 0), message_bytes=2, body=memoryview(b"a"))),
-        write(MessageStart(number=0, key=(1, 0, 0, 0), message_bytes=1, body=memoryview(b"ab"))),
-        write(MessageStart(number=0, key=(1, 0, 0, 0), message_bytes=2**60, body=memoryview(bytes(OPENING_BYTES)))),
+        write(MessageStart(number=0, address=HERE, message_bytes=2, body=memoryview(b"a"))),
+        write(MessageStart(number=0, address=HERE, message_bytes=1, body=memoryview(b"ab"))),
+        write(MessageStart(number=0, address=HERE, message_bytes=2**60, body=memoryview(bytes(OPENING_BYTES)))),
         bytes(write(Receipt(number=0, is_matched=True)))[:-1] + b"\x02",
     ],
 )
@@ -128,7 +138,7 @@ def test_what_is_no_frame_is_refused(raw):
 
 @given(st.binary(max_size=200))
 def test_no_bytes_lead_to_anything_but_a_frame_or_a_frame_error(raw):
-    for given_bytes in (raw, b"tw\x01" + raw):
+    for given_bytes in (raw, b"tw\x02" + raw):
         try:
             found = read(memoryview(given_bytes))
         except FrameError:

@@ -8,8 +8,9 @@ import torch
 from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.errors import ConnectError
 from thinwire.transport.addresses import Address
-from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.base import Envelope
 from thinwire.transport.secret import Secret
+from thinwire.transport.streams import CONTROL
 from thinwire.transport.wire.wire_transport import WireTransport
 
 SECRET = Secret(key=bytes(32))
@@ -27,7 +28,7 @@ def test_replicas_listen_on_the_ports_of_a_range_and_reach_each_other(address: s
         try:
             assert first < low.port < high.port < ports.stop
             high.dial({0: Address(host=dialled, port=low.port)}, deadline_s=20)
-            envelope = Envelope(kind=Kind.CONTROL, round_id=1, numel=3, payload_bytes=3)
+            envelope = Envelope(stream=CONTROL, key=(1,), numel=3, payload_bytes=3)
             arriving = low.receive(source=1, envelope=envelope)
             high.send(torch.ones(3, dtype=torch.uint8), to=0, envelope=envelope)
             assert arriving.wait(deadline_s=20).payload.tolist() == [1, 1, 1]

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from thinwire.errors import ConnectError, PeerLost
 from thinwire.transport.addresses import Address, DialPaths
-from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.base import Envelope
 from thinwire.transport.secret import Secret
+from thinwire.transport.streams import ROUNDS
 from thinwire.transport.tcp_stats import ConnectionStats
 from thinwire.transport.wire.framing import FrameError, FramesArrived, Goodbye, NumberedFrame, write
 from thinwire.transport.wire.multipath import MOST_EARLY_FRAMES, MultipathConnection
@@ -254,7 +255,7 @@ def test_messages_in_flight_survive_connections_that_break_and_come_back_from_sp
         for number in range(5):
             # both ends know that the path broken before is back
             until(lambda: all(one.is_connected for one in (*high.paths(0), *low.paths(1))))
-            envelope = Envelope(kind=Kind.ROUND, round_id=number, payload_bytes=size)
+            envelope = Envelope(stream=ROUNDS, key=(number,), payload_bytes=size)
             payload = (torch.arange(size) * 31 + number).to(torch.uint8)
             receives = [wire.receive(source=1 - wire.replica, envelope=envelope) for wire in (low, high)]
             sends = [wire.send(payload, to=1 - wire.replica, envelope=envelope) for wire in (low, high)]
@@ -269,7 +270,7 @@ def test_messages_in_flight_survive_connections_that_break_and_come_back_from_sp
 def test_the_last_path_takes_the_messages_in_flight_with_it() -> None:
     with joined(2) as (_, high, _):
         until(lambda: all(one.is_connected for one in high.paths(0)))
-        receive = high.receive(source=0, envelope=Envelope(kind=Kind.ROUND, round_id=0, payload_bytes=5))
+        receive = high.receive(source=0, envelope=Envelope(stream=ROUNDS, key=(0,), payload_bytes=5))
         for path in range(2):
             break_path(high, 0, path)
         with pytest.raises(PeerLost, match="replica 0 closed its connection"):

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import PayloadError, PeerLost, TransportError
-from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.base import Envelope
 from thinwire.transport.message import HEADER_BYTES, pack
+from thinwire.transport.streams import ROUNDS, MessageAddress
 from thinwire.transport.tcp_stats import ConnectionStats
 from thinwire.transport.wire.connection import MOST_SILENCE_S
 from thinwire.transport.wire.flow_control import (
@@ -44,8 +45,8 @@ from thinwire.transport.wire.transfer import WireTransfer
 OWN = Hello(replica=0, num_replicas=2, incarnation=bytes(16))
 
 
-def envelope_of(size: int, round_id: int = 0, **more) -> Envelope:
-    return Envelope(kind=Kind.ROUND, round_id=round_id, payload_bytes=size, numel=size, **more)
+def envelope_of(size: int, round_id: int = 0, *, fragment: int = 0, **more) -> Envelope:
+    return Envelope(stream=ROUNDS, key=(round_id, fragment), payload_bytes=size, numel=size, **more)
 
 
 def transfer_of(size: int, round_id: int = 0, *, peer: int = 1, **more) -> WireTransfer:
@@ -137,9 +138,13 @@ def test_a_sender_holds_back_bytes_too():
     assert len(out_of(sending)) == 2  # the rest of the first, and one more opening
 
 
+def address_of(round_id: int) -> MessageAddress:
+    return MessageAddress(1, 0, round_id, 0, 0)
+
+
 def opening(number: int, message: torch.Tensor, *, round_id: int = 0) -> MessageStart:
     view = message.numpy().data
-    return MessageStart(number=number, key=(1, round_id, 0, 0), message_bytes=len(view), body=view[:OPENING_BYTES])
+    return MessageStart(number=number, address=address_of(round_id), message_bytes=len(view), body=view[:OPENING_BYTES])
 
 
 @pytest.mark.parametrize("size", [1, OPENING_BYTES])
@@ -355,7 +360,7 @@ RAW = st.one_of(
     ),
     st.builds(
         lambda n, k, b: bytes(
-            write(MessageStart(number=n, key=(1, k, 0, 0), message_bytes=len(b), body=memoryview(b)))
+            write(MessageStart(number=n, address=address_of(k), message_bytes=len(b), body=memoryview(b)))
         ),
         st.integers(0, 3), st.integers(0, 3), st.binary(max_size=90),
     ),
