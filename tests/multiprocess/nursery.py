@@ -202,6 +202,8 @@ def _serve(connection: socket.socket) -> Callable[[], int]:
     subprocess.Popen = forked_starts.ForkingPopen  # type: ignore[misc]  # before torch takes it by name
     for name in _IMPORTS:
         __import__(name)
+    # a command line parsed once fills tyro's caches and the method catalogue, a quarter of a second of each child
+    sys.modules["thinwire.cli.train_options"].parse(["--steps", "1"])
     gc.collect()
     gc.freeze()  # what is here stays: no child looks through it for garbage, nor copies it for that
     wake_up, woken = socket.socketpair()

@@ -34,6 +34,9 @@ RUNS = {
     "more": "--init-from {runs}/lora --steps 1 --lr 1e-9 --out {runs}/more",
 }
 
+# What the processes of both runs need, and which takes seconds to load.
+LOADED_ONCE = ("peft", "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -47,7 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, words in RUNS.items():
         line = [*SHARED, *data, *words.format(inputs=folder, runs=folder).split()]
         arguments = {"lines": [line], "ports": [free_port()]}
-        for ((code, _, stderr),) in values(run(as_rank, num_ranks=2, arguments=arguments, deadline_s=DEADLINE_S)):
+        outcomes = run(as_rank, num_ranks=2, arguments=arguments, deadline_s=DEADLINE_S, imports=LOADED_ONCE)
+        for ((code, _, stderr),) in values(outcomes):
             assert code == 0, f"{name}: {stderr}"
     return folder
 

@@ -77,10 +77,11 @@ class Unused(nn.Module):
 
 
 def build(kind: str, *, seed: int = 0) -> nn.Module:
-    """Build a model by name: transformer, untied, conv, lstm, unused, linear."""
+    """Build a model by name: transformer, shallow, untied, conv, lstm, unused, linear."""
     torch.manual_seed(seed)
     makers = {
         "transformer": Transformer,
+        "shallow": lambda: Transformer(layers=3),
         "untied": lambda: Transformer(is_tied=False),
         "conv": Conv,
         "lstm": Recurrent,
