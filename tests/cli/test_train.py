@@ -24,6 +24,7 @@ THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]
 OPTIONS_FILE = Path(__file__).with_name("options.txt")
 # Runs several command lines in one real process, since each start of torch takes seconds.
 MANY = """
+# begins with torch loaded
 import contextlib, io, json, sys
 from thinwire.cli.main import main
 for words in json.loads(sys.argv[1]):

@@ -161,6 +161,7 @@ def test_the_file_stays_bounded_and_keeps_what_is_needed(tmp_path: Path) -> None
 
 # dies in the n-th call of the system that it makes while it compacts, after half of what is to be written
 KILLED = """
+# begins with torch loaded
 import os, sys, pathlib
 from thinwire.elastic.journal import Journal
 path, stage = pathlib.Path(sys.argv[1]), int(sys.argv[2])

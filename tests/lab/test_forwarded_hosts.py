@@ -45,6 +45,7 @@ async def main():
 asyncio.run(main())
 """
 TRAIN = """
+# begins with torch loaded
 import sys, time, pathlib, torch, thinwire
 folder, steps, options = pathlib.Path(sys.argv[1]), int(sys.argv[2]), dict(word.split("=") for word in sys.argv[3:])
 torch.set_num_threads(1)

@@ -83,6 +83,7 @@ def test_planned_source_ports_fill_all_spines_and_a_cut_cable_loses_nothing() ->
 
 
 PROBE = """
+# begins with torch loaded
 import json, sys
 from thinwire.traffic.source_ports import probe_source_ports
 print(json.dumps(probe_source_ports(sys.argv[1], int(sys.argv[2]), source_ports=range(*map(int, sys.argv[3:5])))))
@@ -133,6 +134,7 @@ def test_timing_finds_the_same_paths_as_the_spines_that_answer(tmp_path: Path) -
 
 
 ALL_REDUCES = """
+# begins with torch loaded
 import json, os, torch, torch.distributed as dist
 def sent():
     lines = open("/proc/net/dev").read().splitlines()

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +34,8 @@ _PLAIN = {
 }  # fmt: skip
 _FIRST_FREE = 3
 TORCHRUN = "torch.distributed.run"
+# `python -c` is forked where its code holds this comment: others ask for a start with nothing loaded.
+FORKED = "# begins with torch loaded"
 _UNBUFFERED = "-u"  # torchrun gives it to its workers
 
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
@@ -47,6 +50,11 @@ def module_of(words: Sequence[str]) -> str:
 
 def _script_of(words: Sequence[str]) -> str:
     return next((word for word in _after_python(words)[:1] if word.endswith(".py")), "")
+
+
+def _code_of(words: Sequence[str]) -> str:
+    rest = _after_python(words)
+    return rest[1] if rest[:1] == ["-c"] and len(rest) > 1 else ""
 
 
 def _after_python(words: Sequence[str]) -> list[str]:
@@ -78,15 +86,24 @@ class Start:
         is_plain = all(given.get(name, value) == value for name, value in _PLAIN.items())
         # an interpreter's own start is what these command lines are not about; any other is
         self.module = module_of(self.words)
-        is_known = self.module.startswith("thinwire.") or self.module == TORCHRUN or _script_of(self.words) != ""
+        self.environment = dict(os.environ if given["env"] is None else given["env"])
+        is_known = self.module.startswith("thinwire.") or self.module == TORCHRUN or self._is_of_a_test()
         self.can_fork = is_plain and self.words[:1] == [sys.executable] and is_known
         self.files = (given["p2cread"], given["c2pwrite"], given["errwrite"])
         self.pipes = [given[f"{pipe}{end}"] for pipe in ("p2c", "c2p", "err") for end in ("read", "write")]
-        self.environment = dict(os.environ if given["env"] is None else given["env"])
         self.folder = os.path.realpath(given["cwd"] or ".")
         self.is_new_session = bool(given["start_new_session"])
         self.kept = sorted(given["pass_fds"])
         self.enter: Callable[[], object] | None = given["preexec_fn"]
+
+    def _is_of_a_test(self) -> bool:
+        """Whether this runs a script, a module in a folder that a test named, or code that allows the fork."""
+        folders = self.environment.get("PYTHONPATH", "").split(os.pathsep)
+        return (
+            _script_of(self.words) != ""
+            or FORKED in _code_of(self.words)
+            or (bool(self.module) and any(Path(folder, f"{self.module}.py").is_file() for folder in folders if folder))
+        )
 
 
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
@@ -146,7 +163,7 @@ def become(
 
 
 def run_program(words: Sequence[str]) -> None:
-    """Run `[python, "-m", module, ...]` or `[python, script, ...]` as Python does; raises SystemExit where it does."""
+    """Run `[python, "-m", module, ...]`, a script or `-c` as Python does; raises SystemExit where it does."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.orig_argv[:] = words
     module, script = module_of(words), _script_of(words)
@@ -163,6 +180,12 @@ def run_program(words: Sequence[str]) -> None:
         runpy.run_path(script, run_name="__main__")
         return
     sys.argv[:] = _after_python(words)[1:]
+    if _code_of(words):
+        sys.argv[0] = "-c"
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(_code_of(words), "<string>", "exec"), vars(main))
+        return
     sys.modules.pop(module, None)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

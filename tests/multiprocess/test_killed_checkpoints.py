@@ -15,7 +15,9 @@ from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 
 PROGRAM = Path(__file__).with_name("killed_writer.py")
 ENDLESS = """
-import sys, torch
+# begins with torch loaded
+import sys, torch, warnings
+warnings.simplefilter('ignore')
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.elastic.global_state import GlobalState
 
@@ -45,7 +47,7 @@ def test_a_run_that_is_killed_again_and_again_goes_on_from_a_whole_state(tmp_pat
     step = 1
     for more_s in (0.0, 0.013, 0.031, 0.052):
         with subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", ENDLESS, str(tmp_path), str(step)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", ENDLESS, str(tmp_path), str(step)], stdout=subprocess.PIPE, text=True
         ) as running:
             assert running.stdout is not None
             try:

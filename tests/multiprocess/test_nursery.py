@@ -75,6 +75,26 @@ def test_the_kernel_shows_of_a_forked_process_what_it_was_started_with() -> None
     assert found == [True, True, "/", True, True, 0]
 
 
+SEEN = """
+import os, sys
+print(os.getppid(), "torch" in sys.modules, __name__, len(sys.argv))
+"""
+
+
+def test_a_program_of_a_test_is_forked_and_other_code_starts_with_nothing_loaded(tmp_path: Path) -> None:
+    (tmp_path / "program_of_a_test.py").write_text(SEEN)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(tmp_path)])}
+    for words in (["-m", "program_of_a_test"], ["-c", f"{forked_starts.FORKED}{SEEN}"], ["-c", SEEN]):
+        done = subprocess.run(
+            [sys.executable, *words, "one"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+        parent, has_torch, name, num_arguments = done.stdout.split()
+        is_forked = words[-1] != SEEN
+        assert (int(parent) != os.getpid()) == (has_torch == "True") == is_forked, (words, done)
+        assert (name, num_arguments) == ("__main__", "2")
+
+
 def test_python_started_for_thinwire_is_forked_and_an_internal_process_is_not(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "thinwire.cli.main", "--version"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
