@@ -23,8 +23,9 @@ from types import FrameType
 import torch
 
 from thinwire.errors import PayloadError, TransportError
-from thinwire.transport.base import Envelope, Kind, Pending, Transport, all_gather_json
+from thinwire.transport.base import Envelope, Pending, Transport, all_gather_json
 from thinwire.transport.replica_mesh import ReplicaMesh
+from thinwire.transport.streams import CONTROL
 
 _NUMBER = struct.Struct("<q")
 # Slots: the step to stop after, the signal that a process was sent, and two numbers of each process.
@@ -32,7 +33,7 @@ _STOP, _SIGNAL, _FIRST = range(3)
 _DECIDING, _NOT_BEGUN = -1, -1
 _POLL_S = 0.01
 # Of control messages: those of the optimizer have the fragments before. Numbers of notes are those of `worker`.
-_FRAGMENT, _NOTE = 3, 100
+_PART, _NOTE = 3, 100
 # torchrun and Slurm kill what has not ended 30 s after a signal.
 _ANSWER_S, _WATCH_S = 20.0, 0.1
 
@@ -199,4 +200,4 @@ class NetworkStop:
 
 
 def _envelope() -> Envelope:
-    return Envelope(kind=Kind.CONTROL, round_id=0, fragment=_FRAGMENT, payload_bytes=_NUMBER.size)
+    return Envelope(stream=CONTROL, key=(0, _PART), payload_bytes=_NUMBER.size)
