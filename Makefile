@@ -114,12 +114,12 @@ docs-serve: $(TEST_STAMP) ## Show the docs on http://127.0.0.1:8000 and follow c
 command-line-page: $(TEST_STAMP) ## Write docs/cli.md from the help of the commands
 	$(BIN)/python scripts/command_line_page.py docs/cli.md
 
-BENCH_WIRE := bench wire --rate 5mbit --repeats 1 --intervals 1 --budget 45s --out runs/bench-wire-short \
+BENCH_WIRE := benchmarks/wire/bench.py --rate 5mbit --repeats 1 --intervals 1 --budget 45s --out runs/bench-wire-short \
 	$(foreach name,all-reduce ddp diloco streaming-dense streaming-e3m0,--contender $(name))
 
 .PHONY: bench
 bench: $(RUN_STAMP) ## A short comparison on real sockets over a thin wire, some minutes (ARGS="--rate 1mbit" appends)
-	OMP_NUM_THREADS=1 $(BIN)/thinwire $(BENCH_WIRE) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python $(BENCH_WIRE) $(ARGS)
 
 .PHONY: benchmarks
 benchmarks: $(TEST_STAMP) ## Run every benchmark of benchmarks/, hours, or those of BENCH="codec memory"

@@ -10,11 +10,8 @@ from source_tree import calls, dotted, imported, is_within
 Rule = Callable[[str, ast.Module], Iterator[str]]
 
 # Where a part of torch.distributed may be named, other than in transport/: DTensor says which shard of the model a rank
-# holds, and the references of the benchmark are built on it. torch's launcher is used by no module: its rendezvous
-# listens on every interface and unpickles what lies there.
+# holds. torch's launcher is used by no module: its rendezvous listens on every interface and unpickles what lies there.
 LAUNCHER = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
-# What thinwire is measured against: torch's own data parallelism, and the group that torchft's users give it.
-REFERENCES = "wire_benchmark/reference_"
 SHARDS = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed.fsdp")
 # torch's checkpoints are its subject; their collectives stay among the ranks of one replica.
 CHECKPOINTS = "integrations/dcp.py"
@@ -30,7 +27,7 @@ OBJECT_COLLECTIVES = (
 
 
 def torch_distributed_outside_the_transport(name: str, tree: ast.Module) -> Iterator[str]:
-    is_transport = name.startswith(("transport/", REFERENCES, CHECKPOINTS))
+    is_transport = name.startswith(("transport/", CHECKPOINTS))
     allowed = SHARDS if name == "compat.py" else ()
     used = [*imported(tree)]
     used += [(dotted(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]

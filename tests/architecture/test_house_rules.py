@@ -61,7 +61,6 @@ def test_a_slip_is_seen(name: str, source: str) -> None:
     [
         ("transport/group.py", "import torch.distributed as dist\ndist.barrier()"),
         ("compat.py", "from torch.distributed.tensor import DTensor"),
-        ("wire_benchmark/reference_trainers.py", "import torch.distributed as dist\ndist.all_reduce(tensor)"),
         ("cli/train.py", "import os\nprint(os.environ)"),
         ("transport/connect.py", "import os\nos.environ.get('RANK')"),
         ("transport/job_environment.py", "import os\ndel os.environ['RANK']"),

@@ -91,7 +91,7 @@ CASES: dict[str, list[str]] = {
     "plan --tokens many": ["--tokens is no number; got 'many'"],
     "simulate --codec e3m1": ["unknown --codec; got 'e3m1'"],
     "simulate --overlap-steps 30": ["--overlap-steps is not below --sync-interval, which is 30; got 30"],
-    "bench wire --contender ddq": ["unknown contender; got 'ddq'", "try ddp"],
+    "bench wire --contender dilco": ["unknown contender; got 'dilco'", "try diloco"],
     "bench wire --rate 5": ["the rate has no unit; got '5'"],
     "methods dilco": ["unknown method; got 'dilco'"],
     "watch": ["RUN is missing; got nothing"],

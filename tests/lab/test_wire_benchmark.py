@@ -89,7 +89,7 @@ def test_half_a_line_is_named_and_nothing_is_lost(tmp_path: Path, capsys: pytest
         (("wire", "--hosts", "2", "--hosts", "0"), "the number of hosts is too small; got 0; allowed 2 or more"),
         (("wire", "--intervals", "0"), "the number of intervals is too small; got 0"),
         (("wire", "--sync-interval", "6", "--overlap-steps", "6"), "not below H, which is 6; got 6"),
-        (("wire", "--pace", "--contender", "ddp"), "--pace does not go with ddp"),
+        (("wire", "--pace", "--contender", "diloco"), "--pace does not go with diloco"),
         (("cable",), "unknown benchmark; got 'cable'; allowed wire"),
     ],
 )

@@ -16,19 +16,23 @@ import pytest
 from processes import free_port, run, values
 from training_runs import DEADLINE_S, DOCUMENTS
 
-from thinwire.wire_benchmark.contenders import CONTENDERS, REFERENCES
+from benchmarks.wire.references import REFERENCES
+from thinwire.wire_benchmark.contenders import CONTENDERS
 
 STEPS, WARMUP_STEPS, BATCH_SIZE, SEQ_LEN = 10, 2, 1, 16
 MEASURED = STEPS - WARMUP_STEPS
 HAS_TORCHFT = importlib.util.find_spec("torchft") is not None
-RUNNING = [name for name in CONTENDERS if HAS_TORCHFT or name != "torchft-diloco"]
-OURS = [name for name in CONTENDERS if name not in REFERENCES]
+RUNNING = [name for name in (*CONTENDERS, *REFERENCES) if HAS_TORCHFT or name != "torchft-diloco"]
+PLACE = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def as_rank(lines: Sequence[Sequence[str]], ports: Sequence[int]) -> list[tuple[int, str]]:
     """Run several command lines one after the other as one rank, and return exit codes and stderr."""
+    from benchmarks.wire.references import REFERENCES
     from thinwire.cli.processes import bench_host
+    from thinwire.wire_benchmark.contenders import CONTENDERS
 
+    CONTENDERS.update(REFERENCES)
     done = []
     for words, port in zip(lines, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -61,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_folder(tmp_path_factory.mktemp("bench"))
     lines = [command(name, folder) for name in RUNNING]
     arguments = {"lines": lines, "ports": [free_port() for _ in lines]}
-    for outcome in values(run(as_rank, num_ranks=2, arguments=arguments, deadline_s=DEADLINE_S)):
+    for outcome in values(run(as_rank, num_ranks=2, arguments=arguments, environment=PLACE, deadline_s=DEADLINE_S)):
         for name, (code, stderr) in zip(RUNNING, outcome, strict=True):
             assert code == 0, f"{name}: {stderr}"
     return folder
@@ -170,7 +174,10 @@ def test_hosts_with_different_options_are_refused_on_both(tmp_path: Path) -> Non
     folder = make_folder(tmp_path)
     lines = [command("diloco", folder, "--seed", "{own seed}")]
     for code, stderr in (
-        done[0] for done in values(run(as_rank, num_ranks=2, arguments={"lines": lines, "ports": [free_port()]}))
+        done[0]
+        for done in values(
+            run(as_rank, num_ranks=2, arguments={"lines": lines, "ports": [free_port()]}, environment=PLACE)
+        )
     ):
         assert code == 1
         assert "DesyncError: replica 1 has seed 1, replica 0 has 0" in stderr
@@ -179,20 +186,8 @@ def test_hosts_with_different_options_are_refused_on_both(tmp_path: Path) -> Non
 
 def test_a_host_that_never_comes_ends_the_wait_in_words(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
-    lines = [command("ddp", folder, "--timeout-s", "1"), command("ddp", folder, "--warmup-steps", "10")]
+    lines = [command("diloco", folder, "--timeout-s", "1"), command("diloco", folder, "--warmup-steps", "10")]
     arguments = {"lines": lines, "ports": [free_port(), free_port()]}
-    alone = values(run(as_rank, num_ranks=2, ranks=[0], arguments=arguments))[0]
-    assert alone[0][0] == 1 and alone[0][1].startswith("ddp: ConnectError: ")
-    assert alone[1][0] == 2 and alone[1][1].startswith("ddp: warmup_steps must be in [0, 10)")
-
-
-def test_torchft_s_contender_runs_or_names_what_to_install(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path)
-    environment = {"RANK": "0", "WORLD_SIZE": "1"}
-    lines = [command("torchft-diloco", folder)]
-    arguments = {"lines": lines, "ports": [free_port()]}
-    code, stderr = values(run(as_rank, num_ranks=1, arguments=arguments, environment=environment))[0][0]
-    if HAS_TORCHFT:
-        assert code == 0, stderr
-    else:
-        assert code == 1 and "pip install 'thinwire[bench]'" in stderr
+    alone = values(run(as_rank, num_ranks=2, ranks=[0], arguments=arguments, environment=PLACE))[0]
+    assert alone[0][0] == 1 and alone[0][1].startswith("diloco: ConnectError: ")
+    assert alone[1][0] == 2 and alone[1][1].startswith("diloco: warmup_steps must be in [0, 10)")

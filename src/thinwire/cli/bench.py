@@ -1,6 +1,6 @@
 """`thinwire bench wire` and `thinwire bench profile`.
 
-The first compares methods of thinwire and of others on real sockets over thin wires, by kernel byte counts. The second
+The first compares methods of thinwire on real sockets over thin wires, by kernel byte counts. The second
 says where the time and the memory of one machine's step go.
 """
 
@@ -209,14 +209,12 @@ def _show_profile(found: StepProfile) -> None:
 def _cells(options: BenchWireOptions) -> Any:
     from thinwire.lab.settings import parse_loss
     from thinwire.units import parse_rate, parse_seconds
-    from thinwire.wire_benchmark.contenders import CONTENDERS, check_installed, contender
+    from thinwire.wire_benchmark.contenders import CONTENDERS, contender
     from thinwire.wire_benchmark.runner import BenchWire, cells, check_numbers, paced
 
     names = options.contender or tuple(CONTENDERS)
     for name in names:
         contender(name)
-    for name in options.contender:  # of all that there are, one without its package is left out with a line
-        check_installed(contender(name))
     check_numbers(
         num_hosts=options.hosts, repeats=options.repeats, sync_interval=options.sync_interval,
         overlap_steps=options.overlap_steps, intervals=options.intervals,

@@ -287,8 +287,7 @@ def bench_host(arguments: Sequence[str]) -> int:
     """
     given = vars(_bench_parser().parse_args(arguments))
     from thinwire.errors import ThinwireError
-    from thinwire.transport.addresses import address_towards, interface_of
-    from thinwire.transport.connect import GLOO_INTERFACE
+    from thinwire.transport.addresses import address_towards
     from thinwire.transport.secret import SECRET_VARIABLE
     from thinwire.wire_benchmark.worker import WorkerOptions, run_worker
 
@@ -297,8 +296,6 @@ def bench_host(arguments: Sequence[str]) -> int:
         given["result"] = Path(str(given["result"]).replace("{rank}", os.environ.get("RANK", "0")))
         if given["address"] is None:
             given["address"] = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-        # torchft makes a gloo group of its own, which reads from this variable where to listen
-        os.environ[GLOO_INTERFACE] = interface_of(given["address"])
         os.environ.pop(SECRET_VARIABLE, None)  # else thinwire would be measured over connections of its own
         run_worker(WorkerOptions(**given))
     except ValueError as error:

@@ -1,31 +1,29 @@
-"""Contenders of `bench wire`: our methods, one part at a time, and what others offer.
+"""Contenders of `bench wire`: methods of thinwire, one part at a time.
 
-| contender | fragments | overlap | payload | program |
-| --- | --- | --- | --- | --- |
-| `all-reduce` | no | no | float32 gradients, every step | thinwire |
-| `all-reduce-bf16` | no | no | bfloat16 gradients, every step | thinwire |
-| `diloco` | no | no | float32 | thinwire |
-| `diloco-e3m0` | no | no | E3M0 | thinwire |
-| `overlap-only` | no | yes | float32 | thinwire |
-| `fragments-only` | yes | no | float32 | thinwire |
-| `streaming-dense` | yes | yes | float32 | thinwire |
-| `streaming-e3m0` | yes | yes | E3M0 | thinwire |
-| `streaming-sparse` | yes | yes | 64 of 4,096 values, in 2 bits | thinwire |
-| `iso-e3m0` | yes | yes | E3M0, with IsoLoCo's outer step: thinwire's default | thinwire |
-| `iso-2bit` | yes | yes | 2 bits and error feedback, with IsoLoCo's outer step | thinwire |
-| `ddp` | - | within a step | float32 gradients, every step | PyTorch |
-| `ddp-powersgd` | - | within a step | gradients of low rank, every step | PyTorch |
-| `torchft-diloco` | yes | yes | float32 | torchft |
+| contender | fragments | overlap | payload |
+| --- | --- | --- | --- |
+| `all-reduce` | no | no | float32 gradients, every step |
+| `all-reduce-bf16` | no | no | bfloat16 gradients, every step |
+| `diloco` | no | no | float32 |
+| `diloco-e3m0` | no | no | E3M0 |
+| `overlap-only` | no | yes | float32 |
+| `fragments-only` | yes | no | float32 |
+| `streaming-dense` | yes | yes | float32 |
+| `streaming-e3m0` | yes | yes | E3M0 |
+| `streaming-sparse` | yes | yes | 64 of 4,096 values, in 2 bits |
+| `iso-e3m0` | yes | yes | E3M0, with IsoLoCo's outer step: thinwire's default |
+| `iso-2bit` | yes | yes | 2 bits and error feedback, with IsoLoCo's outer step |
+
+Other programs can join: `CONTENDERS` takes subclasses that make a trainer of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from thinwire.errors import unknown_name
 
@@ -36,10 +34,7 @@ if TYPE_CHECKING:  # a command line is checked against the names here before tor
     from thinwire.sync.method import Method
     from thinwire.transport.recording import RecordingTransport
 
-Kind = Literal["every-step", "diloco", "streaming", "streaming-sparse", "iso", "ddp", "torchft"]
-# The top of what PyTorch's documentation calls typical (1 to 4; it advises to go up from 1 until the loss is right, and
-# a benchmark has no time to try). On `nano` it sends a fortieth of a block's gradients.
-POWERSGD_RANK = 4
+Kind = Literal["every-step", "diloco", "streaming", "streaming-sparse", "iso"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +43,18 @@ class Contender:
 
     Attributes:
         name: What the command line and the results call it.
-        kind: `"every-step"`, `"diloco"`, `"streaming"`, `"streaming-sparse"` and `"iso"` are methods of thinwire;
-            `"ddp"` is PyTorch's own DistributedDataParallel and `"torchft"` torchft's DiLoCo.
-        codec: Name of the payloads' codec; for references the dtype they send.
+        kind: Family of the method; `"every-step"` exchanges at every step.
+        codec: Name of the payloads' codec; for other programs the dtype they send.
         has_fragments: Whether the model is exchanged in fragments.
         has_overlap: Whether a round may last `overlap_steps` inner steps.
         error_feedback: Share of what the codec dropped that the next round adds; None for no residual.
-        powersgd_rank: Rank of DDP's PowerSGD hook, 0 for no hook.
+        program: Arguments of Python by which a host runs it.
+        is_reference: Whether another program than thinwire trains, whose bytes and stalls nobody counts.
+        payload_share: Part of the codec's bytes that it sends, for budgets of time.
     """
+
+    program: ClassVar[tuple[str, ...]] = ("-m", "thinwire.cli.processes")
+    is_reference: ClassVar[bool] = False
 
     name: str
     kind: Kind
@@ -63,29 +62,22 @@ class Contender:
     has_fragments: bool = False
     has_overlap: bool = False
     error_feedback: float | None = None
-    powersgd_rank: int = 0
-
-    @property
-    def is_reference(self) -> bool:
-        """Whether another program than thinwire trains."""
-        return self.kind in ("ddp", "torchft")
+    payload_share: float = 1.0
 
     def method(self, *, sync_interval: int, overlap_steps: int) -> Method:
-        """Return the method of a contender of ours.
+        """Return its method.
 
         Args:
             sync_interval: H; does not count for `all-reduce`.
             overlap_steps: tau; counts for contenders that overlap.
 
         Raises:
-            ValueError: It is a reference, which has no method of ours, or a number is out of its range.
+            ValueError: A number is out of its range.
 
         Example:
             >>> contender("streaming-e3m0").method(sync_interval=30, overlap_steps=3).schedule.overlap_of(0)
             3
         """
-        if self.is_reference:
-            raise ValueError(f"{self.name} is a reference and no method of thinwire; take its trainer")
         from thinwire import codecs, methods
 
         codec = codecs.by_name(self.codec)
@@ -102,6 +94,41 @@ class Contender:
             )
         pieces: dict[str, Any] = {} if self.has_fragments else {"num_fragments": 1}
         return methods.streaming_diloco(sync_interval=sync_interval, codec=codec, **overlaps, **pieces)
+
+    def trainer(
+        self, model: nn.Module, inner: torch.optim.Optimizer, *, numbers: TrainerSettings,
+        transport: RecordingTransport,
+    ) -> Trainer:  # fmt: skip
+        """Put it to work on a model.
+
+        Args:
+            model: A language model; all replicas start from the same values.
+            inner: Over the model's parameters.
+            numbers: What all contenders share.
+            transport: Joins the replicas; torch's default group does so too.
+
+        Raises:
+            ValueError: A number does not fit the contender.
+        """
+        from thinwire.sync.optimizer import DistributedOptimizer
+
+        method = self.method(sync_interval=numbers.sync_interval, overlap_steps=numbers.overlap_steps)
+        optimizer = DistributedOptimizer(
+            model, inner, method=method, transport=transport, minimum_deadline_s=numbers.timeout_s, seed=numbers.seed,
+            pace=numbers.pace,
+        )  # fmt: skip
+        return Trainer(
+            optimizer=optimizer,
+            loss=loss_of(model),
+            average_gradients=optimizer.average_gradients,
+            close=lambda: optimizer.close(final_exchange=True),
+            release=optimizer.abandon,
+            global_parameters=optimizer.global_parameters,
+            stalled_s=lambda: optimizer.statistics.stalled_s,
+            num_fragments=optimizer.num_fragments,
+            sync_interval=method.schedule.sync_interval,
+            overlap_steps=numbers.overlap_steps if self.has_overlap else 0,
+        )
 
 
 _ALL = (
@@ -121,14 +148,10 @@ _ALL = (
     Contender(
         name="iso-2bit", kind="iso", codec="block-2bit", has_fragments=True, has_overlap=True, error_feedback=1.0,
     ),
-    Contender(name="ddp", kind="ddp"),
-    Contender(name="ddp-powersgd", kind="ddp", powersgd_rank=POWERSGD_RANK),
-    Contender(name="torchft-diloco", kind="torchft", has_fragments=True, has_overlap=True),
 )  # fmt: skip
-CONTENDERS: Mapping[str, Contender] = MappingProxyType({contender.name: contender for contender in _ALL})
+CONTENDERS: dict[str, Contender] = {contender.name: contender for contender in _ALL}
 # From DiLoCo to Streaming DiLoCo, one part at a time; then overlap and E3M0 alone.
 ABLATION = ("diloco", "fragments-only", "streaming-dense", "streaming-e3m0", "overlap-only", "diloco-e3m0")
-REFERENCES = tuple(contender.name for contender in _ALL if contender.is_reference)
 
 
 def contender(name: str) -> Contender:
@@ -146,9 +169,6 @@ def contender(name: str) -> Contender:
     raise unknown_name("contender", name, CONTENDERS)
 
 
-ShareNote = Callable[[Mapping[str, Any]], list[dict[str, Any]]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
     """The numbers that all contenders share.
@@ -157,7 +177,6 @@ class TrainerSettings:
         sync_interval: H, inner steps.
         overlap_steps: tau, inner steps.
         timeout_s: Seconds that any one wait for a peer may last.
-        address: This host's IPv4 address.
         seed: Base of stochastic codecs.
         pace: Whether our methods spread what they send over their overlap.
     """
@@ -165,7 +184,6 @@ class TrainerSettings:
     sync_interval: int
     overlap_steps: int
     timeout_s: float
-    address: str
     seed: int = 0
     pace: bool = False
 
@@ -204,73 +222,7 @@ class Trainer:
     overlap_steps: int = 0
 
 
-def make_trainer(
-    contender: Contender, model: nn.Module, inner: torch.optim.Optimizer, *, numbers: TrainerSettings,
-    transport: RecordingTransport, tell: ShareNote,
-) -> Trainer:  # fmt: skip
-    """Put a contender to work on a model.
-
-    Args:
-        contender: The way to train.
-        model: A language model; all replicas start from the same values.
-        inner: Over the model's parameters.
-        numbers: What all contenders share.
-        transport: Joins the replicas; torch's default group does so too.
-        tell: Sends a note to all replicas and returns the notes of all.
-
-    Raises:
-        MissingExtra: The contender's package is not installed.
-        ValueError: A number does not fit the contender.
-    """
-    if contender.kind == "ddp":
-        from thinwire.wire_benchmark.reference_trainers import ddp_trainer
-
-        return ddp_trainer(model, inner, powersgd_rank=contender.powersgd_rank)
-    if contender.kind == "torchft":
-        from thinwire.wire_benchmark.reference_trainers import torchft_trainer
-
-        return torchft_trainer(model, inner, numbers=numbers, transport=transport, tell=tell)
-    return _own_trainer(contender, model, inner, numbers=numbers, transport=transport)
-
-
-def check_installed(contender: Contender) -> None:
-    """Refuse a contender whose package is missing, before anything is started.
-
-    Raises:
-        MissingExtra: With the command that installs it.
-    """
-    if contender.kind == "torchft":
-        from thinwire.wire_benchmark.reference_trainers import load_torchft
-
-        load_torchft()
-
-
 def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the function from tokens and targets to the loss to train on."""
     loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = model.loss  # type: ignore[assignment]
     return lambda tokens, targets: loss(tokens, targets)[0]
-
-
-def _own_trainer(
-    contender: Contender, model: nn.Module, inner: torch.optim.Optimizer, *, numbers: TrainerSettings,
-    transport: RecordingTransport,
-) -> Trainer:  # fmt: skip
-    from thinwire.sync.optimizer import DistributedOptimizer
-
-    method = contender.method(sync_interval=numbers.sync_interval, overlap_steps=numbers.overlap_steps)
-    optimizer = DistributedOptimizer(
-        model, inner, method=method, transport=transport, minimum_deadline_s=numbers.timeout_s, seed=numbers.seed,
-        pace=numbers.pace,
-    )  # fmt: skip
-    return Trainer(
-        optimizer=optimizer,
-        loss=loss_of(model),
-        average_gradients=optimizer.average_gradients,
-        close=lambda: optimizer.close(final_exchange=True),
-        release=optimizer.abandon,
-        global_parameters=optimizer.global_parameters,
-        stalled_s=lambda: optimizer.statistics.stalled_s,
-        num_fragments=optimizer.num_fragments,
-        sync_interval=method.schedule.sync_interval,
-        overlap_steps=numbers.overlap_steps if contender.has_overlap else 0,
-    )

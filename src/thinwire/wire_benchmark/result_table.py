@@ -17,8 +17,9 @@ HEAD = (
     "hosts", "wire", "contender", "runs", "tokens/s", "share of its own unshaped", "sent a step", "peak in 100 ms",
     "stalled", "bytes / payload", "val loss",
 )  # fmt: skip
-# What the figure shows; the others are in the table.
-_FIGURE = ("all-reduce", "ddp", "ddp-powersgd", "diloco", "torchft-diloco", "streaming-dense", "streaming-e3m0")
+# Of thinwire's contenders, what the figure shows; the others are in the table.
+_FIGURE = ("all-reduce", "diloco", "streaming-dense", "streaming-e3m0")
+_PACED = " (paced)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +118,10 @@ def markdown(found: Sequence[ResultRow]) -> str:
 
 def figure(found: Sequence[ResultRow], *, num_hosts: int) -> str:
     """Return the figure as SVG: the share of unshaped throughput against the wire's rate."""
+    own = {name for name, known in CONTENDERS.items() if not known.is_reference}
+    others = {row.contender for row in found if row.contender.removesuffix(_PACED) not in own}
     series = []
-    for colour, name in enumerate(_FIGURE):
+    for colour, name in enumerate((*_FIGURE, *sorted(others))):
         points = [
             (row.wire.rate_bits_per_s / 1e6, statistics.median(row.shares))
             for row in found
@@ -164,7 +167,7 @@ def _row(group: Sequence[Mapping[str, Any]], unshaped: Mapping[tuple[Any, ...], 
 
 
 def _label(run: Mapping[str, Any]) -> str:
-    return str(run["contender"]) + (" (paced)" if run["pace"] else "")
+    return str(run["contender"]) + (_PACED if run["pace"] else "")
 
 
 def _order(wire: BenchWire) -> tuple[float, ...]:
@@ -172,5 +175,6 @@ def _order(wire: BenchWire) -> tuple[float, ...]:
     return (rate, wire.latency_s, wire.jitter_s, wire.loss)
 
 
-def _place(run: Mapping[str, Any]) -> tuple[int, bool]:
-    return list(CONTENDERS).index(run["contender"]), run["pace"]
+def _place(run: Mapping[str, Any]) -> tuple[int, str, bool]:
+    name = run["contender"]  # of another program, perhaps, which is not known here
+    return list(CONTENDERS).index(name) if name in CONTENDERS else len(CONTENDERS), name, run["pace"]

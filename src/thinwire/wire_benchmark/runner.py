@@ -27,8 +27,6 @@ _NUM_PARAMETERS = 3_050_000  # of the benchmark's model, for estimates of time
 CODEC_BYTES = {
     "float32": 4.0, "bfloat16": 2.0, "e3m0": 4.125 / 8, "block-2bit": 2.0625 / 8, "chunked-top-k-2bit": 0.234375 / 8,
 }  # fmt: skip
-# By this much rank 4 shrinks what `nano` sends (a fortieth of a block, vectors whole): only for budgets.
-_POWERSGD_FACTOR = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +132,7 @@ def cells(
                     chosen = contender(name)
                     # local methods exchange nothing in the first interval, and everything once in the second
                     warmup, measured = 2 * sync_interval, intervals * sync_interval
-                    if exchanges_every_step(chosen):
+                    if chosen.kind == "every-step":
                         warmup = _WIDE_STEPS + 1
                         step_s = _STEP_S + _transfer_s(chosen, wire, num_hosts=hosts)
                         measured = max(_FEWEST_STEPS, min(measured, int(budget_s / step_s)))
@@ -177,15 +175,10 @@ def paced(names: Sequence[str]) -> tuple[str, ...]:
         raise excluded(
             "--pace",
             ", ".join(names),
-            why="nothing overlaps there, or it is no method of ours",
+            why="nothing overlaps there, or it is no method of thinwire",
             remedy="to leave it out",
         )
     return able
-
-
-def exchanges_every_step(chosen: Contender) -> bool:
-    """Return whether a contender exchanges at every step."""
-    return chosen.kind in ("every-step", "ddp")
 
 
 def deadline_s(cell: GridCell) -> float:
@@ -193,17 +186,15 @@ def deadline_s(cell: GridCell) -> float:
     chosen = contender(cell.contender)
     transfer_s = _transfer_s(chosen, cell.wire, num_hosts=cell.num_hosts)
     steps = cell.warmup_steps + cell.measured_steps
-    rounds = cell.measured_steps if exchanges_every_step(chosen) else steps / cell.sync_interval + 1
+    rounds = cell.measured_steps if chosen.kind == "every-step" else steps / cell.sync_interval + 1
     return 120 + 10 * (steps * _STEP_S * cell.num_hosts + (rounds + 1) * transfer_s)
 
 
 def _transfer_s(chosen: Contender, wire: BenchWire, *, num_hosts: int) -> float:
     if wire.rate_bits_per_s is None:
         return 0.0
-    copies = 2 * (num_hosts - 1) / num_hosts if exchanges_every_step(chosen) else num_hosts - 1
-    payload_bytes = _NUM_PARAMETERS * CODEC_BYTES[chosen.codec]
-    if chosen.powersgd_rank:
-        payload_bytes /= _POWERSGD_FACTOR
+    copies = 2 * (num_hosts - 1) / num_hosts if chosen.kind == "every-step" else num_hosts - 1
+    payload_bytes = _NUM_PARAMETERS * CODEC_BYTES[chosen.codec] * chosen.payload_share
     return copies * payload_bytes * 8 / wire.rate_bits_per_s
 
 
@@ -313,7 +304,7 @@ def _command(cell: GridCell, *, folder: Path, gate: Path, cache_dir: Path, timeo
     }
     arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     pace = ["--pace"] if cell.pace else []
-    return [sys.executable, "-m", "thinwire.cli.processes", "bench-host", *arguments, *pace]
+    return [sys.executable, *contender(cell.contender).program, "bench-host", *arguments, *pace]
 
 
 def _wait_until_ready(processes: Sequence[HostProcess], gate: Path, *, output: Path) -> None:

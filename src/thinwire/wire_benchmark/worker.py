@@ -48,7 +48,7 @@ from thinwire.transport.base import all_gather_json
 from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
 from thinwire.version import __version__
-from thinwire.wire_benchmark.contenders import Trainer, TrainerSettings, check_installed, contender, make_trainer
+from thinwire.wire_benchmark.contenders import Trainer, TrainerSettings, contender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +230,6 @@ def run_worker(options: WorkerOptions) -> dict[str, Any]:
         OSError: The file cannot be written.
     """
     torch.set_num_threads(options.threads)
-    check_installed(contender(options.contender))
     corpus = open_corpus(
         options.data, cache=options.cache_dir, tokenizer=options.tokenizer,
         vocab_size=PRESETS[options.model].vocab_size, deadline_s=options.timeout_s,
@@ -331,11 +330,9 @@ class _Run:
         inner = torch.optim.AdamW(model.parameters(), lr=_PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
         numbers = TrainerSettings(
             sync_interval=options.sync_interval, overlap_steps=options.overlap_steps, timeout_s=options.timeout_s,
-            address=options.address, seed=options.seed, pace=options.pace,
+            seed=options.seed, pace=options.pace,
         )  # fmt: skip
-        return make_trainer(
-            self._contender, model, inner, numbers=numbers, transport=self._transport, tell=self._all_gather
-        )
+        return self._contender.trainer(model, inner, numbers=numbers, transport=self._transport)
 
     def _sampler(self) -> Sampler:
         options = self._options

@@ -1,24 +1,17 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from thinwire.errors import MissingExtra
 from thinwire.events import Transfer, TransferLog
-from thinwire.methods import streaming_diloco
 from thinwire.models import build_model
 from thinwire.sync.fragments import find_blocks
-from thinwire.wire_benchmark import reference_trainers
-from thinwire.wire_benchmark.contenders import ABLATION, CONTENDERS, REFERENCES, check_installed, contender
-from thinwire.wire_benchmark.reference_trainers import matched_fragments, matched_numbers
-from thinwire.wire_benchmark.worker import ByteMeter, WorkerOptions, closing, lr_factor, run_worker, span
-
-OURS = sorted(set(CONTENDERS) - set(REFERENCES))
+from thinwire.wire_benchmark.contenders import ABLATION, CONTENDERS, contender
+from thinwire.wire_benchmark.worker import ByteMeter, WorkerOptions, closing, lr_factor, span
 
 
 def options(**changed: Any) -> WorkerOptions:
@@ -29,13 +22,11 @@ def options(**changed: Any) -> WorkerOptions:
     return WorkerOptions(**(given | changed))
 
 
-def test_the_issue_s_contenders_are_all_there() -> None:
-    assert {"all-reduce", "diloco", "streaming-dense", "streaming-e3m0"} <= set(OURS)
-    assert REFERENCES == ("ddp", "ddp-powersgd", "torchft-diloco")
-    assert set(ABLATION) <= set(OURS)
+def test_the_parts_of_streaming_diloco_are_all_there() -> None:
+    assert {"all-reduce", "diloco", "streaming-dense", "streaming-e3m0", *ABLATION} <= set(CONTENDERS)
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", CONTENDERS)
 def test_a_method_exchanges_what_its_contender_says(name: str) -> None:
     row = contender(name)
     method = row.method(sync_interval=30, overlap_steps=3)
@@ -63,52 +54,6 @@ def test_the_ablation_changes_one_part_at_a_time() -> None:
 def test_a_wrong_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"unknown contender; got 'streaming-e3m1'; allowed .*; try streaming-e3m0"):
         contender("streaming-e3m1")
-
-
-@pytest.mark.parametrize("name", REFERENCES)
-def test_a_reference_has_no_method_of_ours(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is a reference"):
-        contender(name).method(sync_interval=30, overlap_steps=3)
-
-
-def test_without_torchft_only_its_contender_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchft", None)
-    for name in ("coordination", "local_sgd", "manager", "process_group"):
-        monkeypatch.setitem(sys.modules, f"torchft.{name}", None)
-    for name in CONTENDERS:
-        if name != "torchft-diloco":
-            check_installed(contender(name))
-    with pytest.raises(MissingExtra, match=r"torchft is not installed; .* pip install 'thinwire\[bench\]'"):
-        run_worker(options(contender="torchft-diloco", data="/nowhere"))
-
-
-def test_another_package_that_torchft_misses_is_named_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'opentelemetry'", name="opentelemetry")
-
-    monkeypatch.setattr(reference_trainers.importlib, "import_module", broken)
-    with pytest.raises(ModuleNotFoundError, match="opentelemetry"):
-        reference_trainers.load_torchft()
-
-
-def test_torchft_gets_the_fragments_that_ours_have() -> None:
-    model = build_model("nano", vocab_size=257)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = [{names[id(parameter)] for parameter in part.parameters()} for part in matched_fragments(model)]
-    fragments = streaming_diloco().view.fragments  # type: ignore[attr-defined]
-    assert found == [set(part) for part in fragments.partition(find_blocks(model))]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "taken"), [((30, 3), (30, 3)), ((100, 3), (99, 3)), ((30, 12), (30, 9)), ((3, 5), (3, 0))]
-)
-def test_torchft_gets_the_nearest_numbers_that_it_takes(wanted: tuple[int, int], taken: tuple[int, int]) -> None:
-    assert matched_numbers(sync_interval=wanted[0], overlap_steps=wanted[1], num_fragments=3) == taken
-
-
-def test_an_interval_that_is_too_short_for_torchft_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"sync_interval must be at least 3 for torchft, .* got 2"):
-        matched_numbers(sync_interval=2, overlap_steps=0, num_fragments=3)
 
 
 @pytest.mark.parametrize(

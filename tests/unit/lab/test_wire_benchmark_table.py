@@ -7,7 +7,7 @@ import pytest
 
 from thinwire import codecs
 from thinwire.lab.counters import Sample
-from thinwire.wire_benchmark.contenders import CONTENDERS, contender
+from thinwire.wire_benchmark.contenders import CONTENDERS
 from thinwire.wire_benchmark.result_table import HEAD, describe, figure, markdown, rows, spread
 from thinwire.wire_benchmark.runner import (
     CODEC_BYTES,
@@ -15,7 +15,6 @@ from thinwire.wire_benchmark.runner import (
     GridCell,
     cells,
     deadline_s,
-    exchanges_every_step,
     kernel_numbers,
     summary,
 )
@@ -86,9 +85,9 @@ def test_a_spread_of_one_value_has_no_range() -> None:
 
 
 def test_every_contender_runs_on_a_wire_without_a_limit_first() -> None:
-    found = list(cells(contenders=["ddp", "diloco"], num_hosts=[2], wires=[BenchWire(), THIN], repeats=range(2)))
+    found = list(cells(contenders=["all-reduce", "diloco"], num_hosts=[2], wires=[BenchWire(), THIN], repeats=range(2)))
     assert [(c.repeat, c.contender, c.wire) for c in found[:4]] == [
-        (0, "ddp", BenchWire()), (0, "ddp", THIN), (0, "diloco", BenchWire()), (0, "diloco", THIN),
+        (0, "all-reduce", BenchWire()), (0, "all-reduce", THIN), (0, "diloco", BenchWire()), (0, "diloco", THIN),
     ]  # fmt: skip
     assert len(found) == 8
 
@@ -104,7 +103,6 @@ def test_an_exchange_at_every_step_gets_as_many_steps_as_fit_the_budget_and_neve
 def test_a_run_s_deadline_is_well_above_what_its_bytes_need() -> None:
     (cell,) = cells(contenders=["all-reduce"], num_hosts=[4], wires=[BenchWire(rate_bits_per_s=1e6)], repeats=[0])
     needed_s = cell.measured_steps * 1.5 * 3_050_000 * 32 / 1e6
-    assert exchanges_every_step(contender(cell.contender))
     assert deadline_s(cell) > 5 * needed_s
 
 
@@ -114,7 +112,7 @@ def test_the_bytes_of_every_contender_are_those_of_its_codec() -> None:
 
 
 def test_a_cell_survives_its_line() -> None:
-    (cell,) = cells(contenders=["ddp"], num_hosts=[2], wires=[THIN], repeats=[0])
+    (cell,) = cells(contenders=["diloco"], num_hosts=[2], wires=[THIN], repeats=[0])
     assert GridCell.from_json(cell.to_json()) == cell
 
 

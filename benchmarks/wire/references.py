@@ -1,4 +1,4 @@
-"""Reference trainers of the wire benchmark: DistributedDataParallel, and DiLoCo of torchft.
+"""What thinwire's methods are measured against on a wire: DistributedDataParallel, and DiLoCo of torchft.
 
 DDP runs plain and with its PowerSGD hook (arXiv 1905.13727). torchft's DiLoCo runs with fragments and overlap on its
 gloo group, with a Lighthouse in rank 0's process. It is matched to ours as far as torchft 0.2 allows:
@@ -17,12 +17,14 @@ torchft would drop a failed round without an error and reset the fragment; here 
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,8 +36,15 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.errors import MissingExtra, ThinwireError
 from thinwire.methods import default_outer_lr
 from thinwire.sync.fragments import Pattern, find_blocks
+from thinwire.transport.addresses import address_towards, interface_of
+from thinwire.transport.base import all_gather_json
+from thinwire.transport.connect import GLOO_INTERFACE
 from thinwire.transport.recording import RecordingTransport
-from thinwire.wire_benchmark.contenders import ShareNote, Trainer, TrainerSettings, loss_of
+from thinwire.wire_benchmark.contenders import Contender, Trainer, TrainerSettings, loss_of
+
+# The top of what PyTorch's documentation calls typical (1 to 4; it advises to go up from 1 until the loss is right, and
+# a benchmark has no time to try). On `nano` it sends a fortieth of a block's gradients, and vectors whole.
+POWERSGD_RANK = 4
 
 # The least that the hook takes with error feedback and warm start, both of which its documentation wants on: DDP makes
 # its buckets again after the first step. Its rule of a tenth of all steps would leave little to measure in a short run.
@@ -95,6 +104,7 @@ class _Loss(nn.Module):
 _OUTER_MOMENTUM = 0.9
 _BLEND = 0.5
 _LIGHTHOUSE_TICK_MS = 10
+_NOTE = 1 << 20  # the worker counts its own notes from 0
 
 
 def load_torchft() -> SimpleNamespace:
@@ -111,7 +121,7 @@ def load_torchft() -> SimpleNamespace:
     except ModuleNotFoundError as error:
         if error.name is not None and not error.name.startswith("torchft"):
             raise  # it is there, and lacks something of its own
-        raise MissingExtra.of("torchft", extra="bench") from error
+        raise MissingExtra("torchft is not installed; install it with: pip install torchft") from error
     return SimpleNamespace(**found)
 
 
@@ -121,7 +131,6 @@ def torchft_trainer(
     *,
     numbers: TrainerSettings,
     transport: RecordingTransport,
-    tell: ShareNote,
 ) -> Trainer:
     """Train with torchft's DiLoCo; each rank is a replica group of its own.
 
@@ -130,7 +139,6 @@ def torchft_trainer(
         inner: Over the model's parameters; torchft hooks its `step`.
         numbers: What all contenders share.
         transport: Says which replica this is, of how many.
-        tell: Carries the Lighthouse's address from rank 0 to the others.
 
     Raises:
         MissingExtra: torchft is not installed.
@@ -143,7 +151,7 @@ def torchft_trainer(
     )
     session = _Session(torchft, numbers=numbers, num_replicas=transport.num_replicas)
     try:
-        session.open(replica=transport.replica, tell=tell)
+        session.open(transport)
         outer_lr = default_outer_lr(transport.num_replicas)
         outer = [torch.optim.SGD(part.parameters(), outer_lr, _OUTER_MOMENTUM, nesterov=True) for part in fragments]
         diloco = torchft.local_sgd.DiLoCo(
@@ -202,10 +210,11 @@ class _Session:
         self._num_replicas = num_replicas
         self._made = _Made()
 
-    def open(self, *, replica: int, tell: ShareNote) -> None:
+    def open(self, transport: RecordingTransport) -> None:
         """Start the Lighthouse on replica 0, and here a store, a group and a manager."""
-        address, made = self._numbers.address, self._made
-        own = ""
+        address, made = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")), self._made
+        os.environ[GLOO_INTERFACE] = interface_of(address)  # where the group listens
+        replica, own = transport.replica, ""
         if replica == 0:
             made.lighthouse = self._torchft.coordination.LighthouseServer(
                 bind="[::]:0", min_replicas=self._num_replicas, quorum_tick_ms=_LIGHTHOUSE_TICK_MS,
@@ -213,8 +222,9 @@ class _Session:
             )  # fmt: skip
             # It calls itself by its host's name, which others need not be able to resolve.
             own = f"http://{address}:{made.lighthouse.address().rsplit(':', 1)[1]}"
-        lighthouse = str(tell({"lighthouse": own})[0].get("lighthouse"))
-        limit = timedelta(seconds=self._numbers.timeout_s)
+        limit_s = self._numbers.timeout_s
+        notes = all_gather_json({"lighthouse": own}, transport=transport, number=_NOTE, deadline_s=limit_s)
+        lighthouse, limit = str(notes[0].get("lighthouse")), timedelta(seconds=limit_s)
         made.store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
         made.group = _Group.of(self._torchft, timeout=limit, works=made.works)
         self.manager = self._torchft.manager.Manager(
@@ -286,3 +296,44 @@ class _Group:
                 return work
 
         return Remembering(timeout=timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reference(Contender):
+    program: ClassVar[tuple[str, ...]] = (str(Path(__file__).resolve().with_name("bench.py")),)
+    is_reference: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ddp(_Reference):
+    """PyTorch's DistributedDataParallel.
+
+    Attributes:
+        powersgd_rank: Rank of its PowerSGD hook, 0 for no hook.
+    """
+
+    powersgd_rank: int = 0
+
+    def trainer(
+        self, model: nn.Module, inner: torch.optim.Optimizer, *, numbers: TrainerSettings,
+        transport: RecordingTransport,
+    ) -> Trainer:  # fmt: skip
+        return ddp_trainer(model, inner, powersgd_rank=self.powersgd_rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torchft(_Reference):
+    """torchft's DiLoCo."""
+
+    def trainer(
+        self, model: nn.Module, inner: torch.optim.Optimizer, *, numbers: TrainerSettings,
+        transport: RecordingTransport,
+    ) -> Trainer:  # fmt: skip
+        return torchft_trainer(model, inner, numbers=numbers, transport=transport)
+
+
+REFERENCES: dict[str, Contender] = {
+    "ddp": Ddp(name="ddp", kind="every-step"),
+    "ddp-powersgd": Ddp(name="ddp-powersgd", kind="every-step", payload_share=1 / 20, powersgd_rank=POWERSGD_RANK),
+    "torchft-diloco": Torchft(name="torchft-diloco", kind="streaming", has_fragments=True, has_overlap=True),
+}
