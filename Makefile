@@ -64,6 +64,20 @@ check: $(TEST_STAMP) ## Lint, format, types, layers: seconds
 QUICK := tests/unit tests/laws tests/architecture -m "not slow"
 QUICK_JOBS := 3
 
+# One wing's tests alone, by the table in tests/wings.py.
+test-core: ## Tests of codecs, averaging, sync, methods and transport
+test-elastic: ## Tests of elastic runs
+test-monitor: ## Tests of monitor, run log and recording
+test-planner: ## Tests of planning, site, traffic and simulate
+test-lab: ## Tests of the lab
+test-training: ## Tests of training, its data and models
+test-faces: ## Tests of commands, integrations, docs and the shape of the source
+
+TEST_WINGS := test-core test-elastic test-monitor test-planner test-lab test-training test-faces
+.PHONY: $(TEST_WINGS)
+$(TEST_WINGS): test-%: $(TEST_STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $$($(BIN)/python -m tests.wings $*) $(ARGS)
+
 # How long each test took in the last run, for `make slowest` and `make durations`.
 JUNIT := build/tests.xml
 

@@ -7,6 +7,8 @@ import tomllib
 import pytest
 from source_tree import ROOT, module_of, sources
 
+from tests import wings
+
 PURE = (
     "averaging.message_pattern", "averaging.mixing", "averaging.topology", "charts", "data.lengths", "errors", "events",
     "monitor.detect", "monitor.findings", "monitor.nccl", "runlog", "shared_random", "simulate", "site",
@@ -30,3 +32,10 @@ def test_the_contracts_cover_every_pure_module_that_exists() -> None:
     listed = {name for contract in contracts if contract["id"] == "pure" for name in contract["source_modules"]}
     missing = {f"thinwire.{name}" for name in PURE} - listed
     assert not missing, f"add to the contract in pyproject.toml: {sorted(missing)}"
+
+
+def test_every_test_file_belongs_to_one_wing_and_each_wing_has_a_target() -> None:
+    lost = [path for path in wings.test_files() if wings.wing_of(path) is None]
+    assert not lost, f"name the wing of each in tests/wings.py: {', '.join(lost)}"
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(f"\ntest-{wing}: ## " in makefile for wing in wings.WINGS)
