@@ -166,7 +166,8 @@ class LiveDiagnosis:
         self.busy_s += time.thread_time() - began_s
 
     def _run(self) -> None:
-        _lower_priority()
+        with contextlib.suppress(OSError, AttributeError):  # only Linux has priorities of threads
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICER)
         pause_s = LOOK_S
         while not self._stop.wait(pause_s):
             busy_s, was_soon = self.busy_s, pause_s == SOON_S
@@ -180,8 +181,12 @@ class LiveDiagnosis:
 
     def _read(self) -> None:
         for path in sorted(self._run_dir.glob(_RECORDS)):
-            if path.name.endswith(".old.jsonl") or (path not in self._tails and not self._is_new(path)):
+            if path.name.endswith(".old.jsonl"):
                 continue
+            if path not in self._tails:  # written now, and not of an earlier part of the run
+                mark = _mark(path)
+                if len(self._tails) >= _MOST_FILES or mark is None or mark == self._earlier.get(path):
+                    continue
             tail = self._tails.setdefault(path, RecordTailer(path))
             self._judge.add(tail.new_records())
         self._judge.add(self._processes.sample())
@@ -214,11 +219,6 @@ class LiveDiagnosis:
                 if self._is_full
                 else f"there is room on the disk of {self._run_dir} again"
             )
-
-    def _is_new(self, path: Path) -> bool:
-        """Return whether a file is being written now, and is not of an earlier part of the run."""
-        mark = _mark(path)
-        return len(self._tails) < _MOST_FILES and mark is not None and mark != self._earlier.get(path)
 
     def _without(self, members: Members | None) -> frozenset[int]:
         """Return ranks with records that take no part any more, or are paused."""
@@ -257,12 +257,10 @@ class LiveDiagnosis:
             except OSError as error:
                 result = f"failed: {error.strerror}"
         verb = "limit path" if news.state == "new" else "lift limit"
-        line = {
+        self._note_action({
             "at": round(time.time(), 3), "action": verb, "target": str(place), "dry_run": self._is_dry_run,
             "finding": why, "case": news.case, "why": news.finding.text, "result": result,
-        }  # fmt: skip
-        self.actions.append(line)
-        self._append(ACTIONS_FILE, line)
+        })  # fmt: skip
         self._say(f"action: {verb}, {place}: {result}")
 
     def _act(self, news: News, members: Members | None) -> None:
@@ -278,21 +276,20 @@ class LiveDiagnosis:
         elif self._is_dry_run:
             result = "nothing, since this is a dry run"
         else:
-            result = self._do(action)
-        line = action.to_json(at_s=time.time(), finding=finding, dry_run=self._is_dry_run, result=result)
-        self.actions.append(line)
-        self._append(ACTIONS_FILE, line)
+            try:
+                result = self._hands.act(action)
+            except Exception as error:
+                result = f"failed: {' '.join(str(error).split())}"
+        self._note_action(action.to_json(at_s=time.time(), finding=finding, dry_run=self._is_dry_run, result=result))
         if action.kind != "warn":
             target = "" if action.target is None else f" replica {action.target}"
             self._say(f"action: {action.kind}{target}, because of {finding}: {result}")
         elif self._steering.policy.on_finding != "warn":
             self._say(f"no action: {action.why}")
 
-    def _do(self, action: Action) -> str:
-        try:
-            return self._hands.act(action)
-        except Exception as error:
-            return f"failed: {' '.join(str(error).split())}"
+    def _note_action(self, line: dict[str, Any]) -> None:
+        self.actions.append(line)
+        self._append(ACTIONS_FILE, line)
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         try:
@@ -328,9 +325,3 @@ def _mark(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _lower_priority() -> None:
-    """Lower the thread's priority below training; only Linux has priorities of threads."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICER)

@@ -87,7 +87,9 @@ def delay_matrix(job: Job, usual: dict[Cell, float]) -> dict[str, Any]:
     times = link_times(job)
     cells = [_cell(cell, times, usual) for cell in sorted({cell for cell, _ in times.times})]
     wires = {} if cells else usual_and_now(job, latest=_LATEST)
-    cells += [_cell_of_wire(cell, *both, usual) for cell, both in wires.items()]
+    for way, (usual_s, now_s) in wires.items():
+        usual[way] = min(usual.get(way, math.inf), _MEGABYTE * usual_s)
+        cells.append(_row(way, _MEGABYTE * now_s, usual, retries=0))
     ranks = {rank for cell in cells for rank in (cell["from"], cell["to"])}
     shown = set(ranks)
     if len(ranks) > MOST_RANKS:
@@ -109,25 +111,19 @@ def delay_matrix(job: Job, usual: dict[Cell, float]) -> dict[str, Any]:
 def _cell(cell: Cell, times: LinkTimes, usual: dict[Cell, float]) -> dict[str, Any]:
     watch = times.watches.get(cell)
     latest = [excess for _, _, excess in list(watch.excess)[-_LATEST:]] if watch is not None else []
-    ratio: float | None = None
     if watch is not None and latest and watch.usual_s > 0:
         usual[cell] = min(usual.get(cell, math.inf), watch.usual_s)
-        now_s = watch.usual_s * math.exp(median(latest))
-        ratio = now_s / usual[cell]
-    else:
-        now_s = median([value for (own, _), values in times.times.items() if own == cell for value in values])
-    return {
-        "from": cell[0], "to": cell[1], "now_s": _number(now_s), "usual_s": _number(usual.get(cell, math.nan)),
-        "times_longer": None if ratio is None else _number(ratio), "retries": times.retries.get(cell, 0),
-    }  # fmt: skip
+        return _row(cell, watch.usual_s * math.exp(median(latest)), usual, retries=times.retries.get(cell, 0))
+    now_s = median([value for (own, _), values in times.times.items() if own == cell for value in values])
+    row = _row(cell, now_s, usual, retries=times.retries.get(cell, 0))
+    return {**row, "times_longer": None}  # what is usual is of an earlier window, or unknown
 
 
-def _cell_of_wire(cell: Cell, usual_s: float, now_s: float, usual: dict[Cell, float]) -> dict[str, Any]:
-    usual[cell] = min(usual.get(cell, math.inf), _MEGABYTE * usual_s)
-    ratio = _MEGABYTE * now_s / usual[cell] if usual[cell] > 0 else None
+def _row(cell: Cell, now_s: float, usual: dict[Cell, float], *, retries: int) -> dict[str, Any]:
+    usual_s = usual.get(cell, math.nan)
     return {
-        "from": cell[0], "to": cell[1], "now_s": _number(_MEGABYTE * now_s), "usual_s": _number(usual[cell]),
-        "times_longer": None if ratio is None else _number(ratio), "retries": 0,
+        "from": cell[0], "to": cell[1], "now_s": _number(now_s), "usual_s": _number(usual_s),
+        "times_longer": _number(now_s / usual_s) if usual_s > 0 else None, "retries": retries,
     }  # fmt: skip
 
 

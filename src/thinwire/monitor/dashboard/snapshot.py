@@ -22,7 +22,7 @@ from thinwire.monitor.findings import Finding
 from thinwire.monitor.heat import heat_maps
 from thinwire.runlog.reader import converted
 from thinwire.runlog.records import Count
-from thinwire.runlog.run_folder import RECORDS, SUMMARY, Summary, join_evaluations, parse, read_files, setting
+from thinwire.runlog.run_folder import RECORDS, SUMMARY, Summary, parse, read_files, setting
 from thinwire.runlog.run_numbers import RunNumbers, number_rows, time_left_s
 
 VERSION = 1
@@ -139,7 +139,7 @@ def run_state(
     """
     result = _lenient(_Result, summary)
     settings = _lenient(_Config, {name: setting(config or {}, *place) for name, place in _OPTIONS.items()})
-    changed_at = sources.changed_at()
+    changed_at, evaluated = sources.changed_at(), sources.evaluations()
     is_failed = bool(sources.replicas) and all(one.error for one in sources.replicas.values())
     if summary is not None or sources.journal.is_finished:
         state = "finished"
@@ -157,7 +157,7 @@ def run_state(
         "is_elastic": sources.journal.is_there or bool(sources.rounds),
         "step": max((one.last.step for one in sources.replicas.values() if one.last is not None), default=0),
         "loss": _mean([one.last.loss for one in sources.replicas.values() if one.last is not None]),
-        "val_loss": result.val_loss if summary is not None else _latest_evaluation(sources),
+        "val_loss": result.val_loss if summary is not None else evaluated[-1].val_loss if evaluated else None,
         "wall_s": result.wall_s, "times_fewer_bytes": result.times_fewer_bytes,
         "numbers": _numbers(summary, sources), "time_left_s": _time_left_s(settings.steps, sources, state=state),
     }  # fmt: skip
@@ -185,11 +185,6 @@ def _numbers(summary: Mapping[str, Any] | None, sources: Sources) -> list[dict[s
 
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
-
-
-def _latest_evaluation(sources: Sources) -> float | None:
-    parts = (part for one in sources.replicas.values() for part in list(one.evaluations.values()))
-    return next((one.val_loss for one in reversed(join_evaluations(parts))), None)
 
 
 def replica_rows(sources: Sources, run: Mapping[str, Any], *, now: float) -> list[dict[str, Any]]:
@@ -435,11 +430,10 @@ class RunFollower:
 
     def _curves(self) -> dict[str, Any]:
         known = sorted(self._sources.replicas.items())
-        evaluations = join_evaluations(part for _, one in known for part in list(one.evaluations.values()))
         return {
             "loss": [{"replica": number, "points": one.loss.points()} for number, one in known[:_MOST_CURVES]],
             "speed": [{"replica": number, "points": one.speed.points()} for number, one in known[:_MOST_CURVES]],
-            "evaluations": [[one.step, one.val_loss] for one in evaluations][-200:],
+            "evaluations": [[one.step, one.val_loss] for one in self._sources.evaluations()][-200:],
             "num_left_out": max(0, len(known) - _MOST_CURVES),
         }
 

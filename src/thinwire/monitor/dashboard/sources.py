@@ -24,6 +24,7 @@ from thinwire.runlog.run_folder import (
     EvaluationMetrics,
     StepMetrics,
     WarningMetrics,
+    join_evaluations,
     parse_metrics,
 )
 from thinwire.runlog.run_numbers import RATE_WINDOW_S
@@ -536,7 +537,8 @@ class Sources:
         for name, file in list(self._files.items()):
             is_restarted, lines = file.poll()
             take, kept = self._taker(name)
-            if is_restarted and not self._is_rotated(name):
+            older = self._folder / f"{name.removesuffix('.jsonl')}.old.jsonl"
+            if is_restarted and not older.exists():  # else its recorder has rotated it
                 for keeper in kept:
                     keeper.restart()
             self.changes += bool(lines) or is_restarted
@@ -547,10 +549,6 @@ class Sources:
                     self.refused.add(f"{name}:{number}", str(error))
         return any(file.is_behind for file in self._files.values())
 
-    def _is_rotated(self, name: str) -> bool:
-        """Return whether a file is new because its recorder rotated it."""
-        return name.startswith("records-rank") and (self._folder / f"{name.removesuffix('.jsonl')}.old.jsonl").exists()
-
     def has(self, start: str) -> bool:
         """Return whether there is a file whose name begins with `start`."""
         return any(name.startswith(start) and file.changed_at is not None for name, file in self._files.items())
@@ -560,6 +558,10 @@ class Sources:
         end = "" if rank is None else f"-{rank}.jsonl"
         return max((file.changed_at for name, file in self._files.items() if name.endswith(end) and file.changed_at is
                     not None), default=None)  # fmt: skip
+
+    def evaluations(self) -> list[EvaluationMetrics]:
+        """Return the evaluations of the global parameters, in order of steps."""
+        return join_evaluations(part for one in self.replicas.values() for part in list(one.evaluations.values()))
 
     def _find(self) -> None:
         """Find new files; names are matched, never made from the contents of files."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from thinwire.monitor.detect.change_points import CUSUM, Change, ChangePointDetector, is_at_once, median
@@ -253,17 +253,13 @@ def _explain(
     ways = {one for cell in explained.cells for one in own[cell]}
     if len(first) == len(job.host_of):
         return explained, ways
-    places = tuple(dict.fromkeys(_of_hosts(job, place) for place in explained.places))
-    return Explanation(
-        places=places, cells=explained.cells, excess=explained.excess, fit=explained.fit, lead=explained.lead
-    ), ways
-
-
-def _of_hosts(job: Job, place: Place) -> Place:
-    """Return a place of ranks, which stand for their hosts, as a place of hosts."""
-    if place.kind not in _OF_HOSTS:
-        return place
-    return Place(kind=_OF_HOSTS[place.kind], hosts=tuple(job.host_of[rank] for rank in place.ranks))
+    # ranks stand for their hosts
+    places = dict.fromkeys(
+        Place(kind=_OF_HOSTS[place.kind], hosts=tuple(job.host_of[rank] for rank in place.ranks))
+        if place.kind in _OF_HOSTS else place
+        for place in explained.places
+    )  # fmt: skip
+    return replace(explained, places=tuple(places)), ways
 
 
 _BITS, _MILLION = 8.0, 1e6
@@ -286,7 +282,7 @@ def find_slow_flows(job: Job) -> list[Finding]:
 
     Jobs with recorded messages are left to these, unless they are thinwire's own rounds.
     """
-    has_rounds = _has_rounds(job)
+    has_rounds = any(one.kind == "round" for own in job.operations.values() for one in own.values())  # thinwire's own
     if job.messages and not has_rounds:
         return []
     watches = watch_flows(job)
@@ -378,11 +374,6 @@ def _will_be_placed(job: Job, wires: SlowerWires, change: Change) -> bool:
     """Return whether the next bursts over other links may decide between several places."""
     is_young = change.until_s is None and job.now_s - change.since_s < CONNECTIONS.undecided_s
     return is_young and len(wires.explained.places) > 1 and is_probed(job)
-
-
-def _has_rounds(job: Job) -> bool:
-    """Return whether these are thinwire's own rounds."""
-    return any(one.kind == "round" for own in job.operations.values() for one in own.values())
 
 
 def _is_still_so(job: Job, wires: SlowerWires, change: Change) -> bool:

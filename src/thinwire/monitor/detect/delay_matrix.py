@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.findings import Place
@@ -29,11 +30,13 @@ class DelayMatrixConfig:
     min_link: float = 1.4  # ratio of a single link; less may be an access that is shared more than before
     # ratio of several links; all links of an endpoint showed 1.20 after other faults (LOG 2026-11-24)
     min_endpoint: float = 1.25
+    min_peers: int = 4  # links that are compared with each other
 
 
 DELAYS = DelayMatrixConfig()
 
 Cell = tuple[int, int]
+_Group = TypeVar("_Group", bound=tuple[int, ...])
 WIRE_REMEDY = (
     "look at the interface, cable and other traffic there; until then send less over it: larger sync_interval, a "
     "smaller codec, other partners"
@@ -210,6 +213,25 @@ class DelayMatrix:
         if len(ranks) > 1:
             yield Place(kind="host sender", hosts=(host,)), frozenset(out)
             yield Place(kind="host receiver", hosts=(host,)), frozenset(into)
+
+
+def slower_than_peers(
+    groups: Mapping[_Group, Mapping[Cell, float]], host_of: Mapping[int, str], *, ratio: float
+) -> Iterator[tuple[_Group, Explanation, float]]:
+    """Yield the place of links that were slow from the start, and the median of all links, for each group of like ones.
+
+    Args:
+        groups: Seconds of each link's messages, by what makes them alike.
+        host_of: The host of each rank.
+        ratio: To the median, of the place.
+    """
+    for group, cells in sorted(groups.items()):
+        middle_s = median(list(cells.values()))
+        ratios = {cell: math.log(max(time_s, 1e-6) / max(middle_s, 1e-6)) for cell, time_s in cells.items()}
+        bare = {cell: one if one >= math.log(ratio) / 2 else 0.0 for cell, one in ratios.items()}
+        explained = DelayMatrix(bare, host_of).explain() if len(cells) >= DELAYS.min_peers else None
+        if explained is not None and explained.excess >= math.log(ratio):
+            yield group, explained, middle_s
 
 
 def probe_for(places: Iterable[Place]) -> str:

@@ -123,7 +123,7 @@ def _mismatch(
     if deviation is not None:
         text, remedy = f"{place.title} {_described(deviation)} at {at}: it {differs}.", _remedy(deviation)
     elif name == "round":
-        is_ahead = str(max(known.values(), key=_as_number)) == str(known[culprits[0]])
+        is_ahead = known[culprits[0]] == max(known.values(), key=lambda value: int(str(value)))
         text = f"At {at} {place} {differs}; it {'left out' if is_ahead else 'repeated'} an operation."
     round = first.round if first.round >= 0 else sequence
     return Finding(
@@ -190,10 +190,6 @@ def _remedy(deviation: Deviation) -> str:
     return _REMEDY
 
 
-def _as_number(value: Hashable) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
 def _minority(known: Mapping[int, Hashable]) -> tuple[tuple[int, ...], Hashable]:
     """Return the ranks that differ from the majority, and the majority's value."""
     counts = Counter(known.values())
@@ -257,19 +253,17 @@ def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Finding]
                 # of an odd number of ranks one is the median itself, at a distance of 0
                 usual.append(abs(apart))
             if scale is not None and len(run) >= LOSSES.far_steps:
-                return {"loss": _parting(job, rank, by_step[run[0][0]][rank], step, abs(apart) / scale)}
+                first = by_step[run[0][0]][rank]
+                return {"loss": Finding(
+                    kind="loss divergence", places=(Place(kind="rank", ranks=(rank,)),),
+                    since_s=first.done_s, since_round=first.step, seen_round=step,
+                    evidence=LossDivergenceEvidence(
+                        loss_then=first.loss, deviations_from_the_others=round(abs(apart) / scale, 1)
+                    ),
+                    text=f"The loss of rank {rank} has parted from the others' since step {first.step}.",
+                    confidence=0.85 * job.trust,
+                    remedy="compare its parameters with the others' by a hash; look at its data order and its memory",
+                )}  # fmt: skip
         # the spread changes as losses fall
         del usual[: -LOSSES.history]
     return {}
-
-
-def _parting(job: Job, rank: int, first: Span, step: int, scores: float) -> Finding:
-    return Finding(
-        kind="loss divergence",
-        places=(Place(kind="rank", ranks=(rank,)),),
-        since_s=first.done_s, since_round=first.step, seen_round=step,
-        evidence=LossDivergenceEvidence(loss_then=first.loss, deviations_from_the_others=round(scores, 1)),
-        text=f"The loss of rank {rank} has parted from the others' since step {first.step}.",
-        confidence=0.85 * job.trust,
-        remedy="compare its parameters with the others' by a hash; look at its data order and its memory",
-    )  # fmt: skip

@@ -23,7 +23,7 @@ from thinwire.monitor.detect.partition import cut_off, one_sided, partitioned
 from thinwire.monitor.detect.progress import PROGRESS, is_dead, is_still, slow_ranks, slow_wires
 from thinwire.monitor.detect.thread_activity import activity_of, silent_activity
 from thinwire.monitor.detect.timeline import Job, Message
-from thinwire.monitor.detect.wait_graph import OperationWait, WaitGraph
+from thinwire.monitor.detect.wait_graph import WaitGraph
 from thinwire.monitor.findings import (
     DeadlockEvidence,
     EndedRankEvidence,
@@ -97,16 +97,14 @@ def find_hangs(job: Job) -> list[Finding]:
                 found += _findings_of(job, still)
             # if the others have gone on without these ranks, they may stand still elsewhere
             are_silent = set(still.inside) <= set(_silent(job, still.gone_s)) - left_behind
-            if not are_silent or not _has_gone_on(job, communicator, left_behind | set(still.inside)):
-                break
-            left_behind |= set(still.inside)
+            without = left_behind | set(still.inside)
+            own = [
+                ops for (name, _), ops in job.operations.items() if name == communicator and not ops.keys() & without
+            ]
+            if not are_silent or not any(op.done_s is not None for ops in own for op in ops.values()):
+                break  # the others wait for these
+            left_behind = without
     return _merged(found) or _given_up(job)
-
-
-def _has_gone_on(job: Job, communicator: str, without: Set[int]) -> bool:
-    """Return whether an operation has ended without any of some ranks: else the others wait for these."""
-    operations = [ops for (name, _), ops in job.operations.items() if name == communicator]
-    return any(not ops.keys() & without and any(op.done_s is not None for op in ops.values()) for ops in operations)
 
 
 def _given_up(job: Job) -> list[Finding]:
@@ -275,7 +273,10 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
     gone_s, limit_s = limits_s(op for _, all_ops in own for op in all_ops.values())
     limit_s = max(limit_s, _first_limit_s(job, (ops for _, ops in own)))
     # a killed rank's last operation stays open in the records: operations with failed calls come first
-    failed = [(number, ops) for number, ops in still if _waiting_in(ops) <= job.left]
+    failed = [
+        (number, ops) for number, ops in still
+        if {rank for rank, op in ops.items() if op.done_s is None} <= job.left
+    ]  # fmt: skip
     sequence, ops = (failed or still)[0]
     known = job.communicators.get(communicator)
     members = set(known.ranks) if known is not None else {rank for _, all_ops in own for rank in all_ops}
@@ -360,17 +361,6 @@ def _took(messages: Sequence[Message]) -> list[float]:
     return sorted(m.transfer_s for m in messages[-HANGS.latest_messages :] if m.transfer_s is not None)
 
 
-def _times_late(job: Job, stuck: Iterable[Message], communicator: str) -> float:
-    """Return the wait for the latest stuck message, in usual durations of a message."""
-    usual_s = median(_took([m for m in job.messages if m.communicator == communicator]))
-    begun_s = max((m.begin_s for m in stuck if m.begin_s is not None), default=-math.inf)
-    return (job.now_s - begun_s) / usual_s if usual_s > 0 else math.inf
-
-
-def _waiting_in(ops: Mapping[int, Operation]) -> set[int]:
-    return {rank for rank, op in ops.items() if op.done_s is None}
-
-
 def _findings_of(job: Job, still: _Standstill) -> list[Finding]:
     if still.ended:
         return [_ended_early(job, still)]
@@ -432,7 +422,14 @@ def _deadlock(job: Job, still: _Standstill, graph: WaitGraph, circle: frozenset[
     """Return that ranks wait for each other, each in an operation that another one has not come to."""
     first = min(circle)
     steps = graph.path(first, {first})
-    chain = " ".join(f"{rank} waits for {other} in {_call_name(job, rank, wait)};" for rank, wait, other in steps)
+    named_steps = []
+    for rank, wait, other in steps:
+        one = wait.inside[rank]
+        name = (
+            f"{one.kind} {wait.sequence} of {job.group_name(wait.communicator)}{f' at {one.site}' if one.site else ''}"
+        )
+        named_steps.append(f"{rank} waits for {other} in {name}")
+    chain = "; ".join(named_steps)
     waiting = sorted(graph.waiting_for(circle) | circle)
     named = ", ".join(map(str, sorted(circle)))
     return Finding(
@@ -441,20 +438,14 @@ def _deadlock(job: Job, still: _Standstill, graph: WaitGraph, circle: frozenset[
         evidence=DeadlockEvidence(
             communicator=still.communicator, operation=still.sequence, waiting=waiting[:32],
             waited_s=round(job.now_s - still.since_s, 3), longer_than_s=round(still.limit_s, 3),
-            last_sign_s=round(min(job.last_seen_s[rank] for rank in circle), 3), wait_chain=chain.rstrip(";"),
+            last_sign_s=round(min(job.last_seen_s[rank] for rank in circle), 3), wait_chain=chain,
         ),
-        text=f"Ranks {named} wait for each other in a circle: rank {chain.rstrip(';')}. They call these operations in "
+        text=f"Ranks {named} wait for each other in a circle: rank {chain}. They call these operations in "
         "different order.",
         confidence=0.9 * job.trust,
         remedy="call the operations of all groups in one order on all ranks; let one side of a pair receive first, or "
         "use batch_isend_irecv",
     )  # fmt: skip
-
-
-def _call_name(job: Job, rank: int, wait: OperationWait) -> str:
-    operation = wait.inside[rank]
-    site = f" at {operation.site}" if operation.site else ""
-    return f"{operation.kind} {wait.sequence} of {job.group_name(wait.communicator)}{site}"
 
 
 def _silent(job: Job, limit_s: float) -> tuple[int, ...]:
@@ -535,7 +526,9 @@ def _outside(
     came = "not come to" if still.missing else "stopped inside of"
     others = set(still.inside) - set(culprits)
     sitting = f", which {len(others)} other{'s sit' if len(others) > 1 else ' sits'} in" if others else ""
-    is_unsure = not gone and not set(still.inside) <= job.left and job.now_s - still.since_s < _sure_s(still)
+    # a live rank that others wait for may be very slow for so long
+    sure_s = min(HANGS.very_slow * still.gone_s / HANGS.periods, max(HANGS.max_unsure_s, 2 * still.limit_s))
+    is_unsure = not gone and not set(still.inside) <= job.left and job.now_s - still.since_s < sure_s
     if is_unsure and (slow := slow_ranks(job, culprits, place, waited_since_s=still.since_s)) is not None:
         return slow
     activity = silent_activity(job, gone[0], since_s=last_s) if gone else (
@@ -566,11 +559,6 @@ def _outside(
     return partitioned(job, found)
 
 
-def _sure_s(still: _Standstill) -> float:
-    """Return the seconds for which a live rank that others wait for may be very slow."""
-    return min(HANGS.very_slow * still.gone_s / HANGS.periods, max(HANGS.max_unsure_s, 2 * still.limit_s))
-
-
 def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
     if (slow := slow_wires(job, messages)) is not None:
         return slow
@@ -598,7 +586,10 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
     share = explained.fit if explained is not None else 0.0
     confidence = 0.5 if len(places) > 1 or not stuck else 0.6 + 0.35 * share
     text += _by_size(job, stuck)
-    times = _times_late(job, stuck, still.communicator)
+    # the wait for the latest stuck message, in usual durations of a message
+    usual_s = median(_took([m for m in job.messages if m.communicator == still.communicator]))
+    begun_s = max((m.begin_s for m in stuck if m.begin_s is not None), default=-math.inf)
+    times = (job.now_s - begun_s) / usual_s if usual_s > 0 else math.inf
     if is_dead(job, stuck):
         text += " Not a byte comes over it, nor a sign of life of the connection."
     elif times < HANGS.very_slow:

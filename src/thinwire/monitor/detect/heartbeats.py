@@ -125,12 +125,8 @@ class HeartbeatDelays:
                 self._late.setdefault(rank, deque(maxlen=HEARTBEATS.kept)).append(before[1])
             self._ages[rank] = seen_s, age_s
             if age_s > HEARTBEATS.lately_s:
-                found[rank] = max(self._floor_s(job, rank), self._again_s(rank))
+                is_far = bool(self._own_host) and job.host_of.get(rank) != self._own_host
+                late = nlargest(HEARTBEATS.times, self._late.get(rank, ()))
+                again_s = late[-1] if len(late) == HEARTBEATS.times else 0.0
+                found[rank] = max(HEARTBEATS.remote_s if is_far else 0.0, again_s)
         return found
-
-    def _floor_s(self, job: Job, rank: int) -> float:
-        return HEARTBEATS.remote_s if self._own_host and job.host_of.get(rank) != self._own_host else 0.0
-
-    def _again_s(self, rank: int) -> float:
-        latest = nlargest(HEARTBEATS.times, self._late.get(rank, ()))
-        return latest[-1] if len(latest) == HEARTBEATS.times else 0.0

@@ -18,6 +18,7 @@ from thinwire.monitor.detect.delay_matrix import (
     DelayMatrix,
     Explanation,
     probe_for,
+    slower_than_peers,
 )
 from thinwire.monitor.detect.link_history import LinkTimes
 from thinwire.monitor.detect.progress import PROGRESS
@@ -124,11 +125,14 @@ class _Search:
         if explained is None:
             return None, frozenset()
         own = min(explained.excess, median([*_bare({cell: matrix.get(cell, 0.0) for cell in first}).values()]))
-        if own < math.log(_least(explained)) or not _stands_out(matrix, explained, alarmed):
+        least = DELAYS.min_link if explained.is_wire_alone else DELAYS.min_endpoint
+        if own < math.log(least) or not _stands_out(matrix, explained, alarmed):
             return None, frozenset()
         if own < min(math.log(SLOW_LINKS.little), self._spread(explained)):
             return None, frozenset()
-        return explained, _claimed(explained, matrix, first)
+        # the alarm's own link too, if its excess is small
+        is_little = len(first) == 1 and matrix.get(min(first), 0.0) < SLOW_LINKS.own_share * explained.excess
+        return explained, explained.cells | explained.following(matrix) | (first if is_little else frozenset())
 
     def _spread(self, explained: Explanation) -> float:
         """Return the spread of a single link with a young baseline; else 0."""
@@ -152,17 +156,6 @@ class _Search:
         )
         common = max(0.0, least)
         return {cell: excess - common for cell, excess in found.items()}
-
-
-def _least(explained: Explanation) -> float:
-    """Return the least ratio at which a place is reported."""
-    return DELAYS.min_link if explained.is_wire_alone else DELAYS.min_endpoint
-
-
-def _claimed(explained: Explanation, matrix: Mapping[Cell, float], first: frozenset[Cell]) -> frozenset[Cell]:
-    """Return the links that a place explains: its own, those that follow, and the alarm's if its excess is small."""
-    is_little = len(first) == 1 and matrix.get(min(first), 0.0) < SLOW_LINKS.own_share * explained.excess
-    return explained.cells | explained.following(matrix) | (first if is_little else frozenset())
 
 
 def _change_of(watch: ChangePointDetector, alone: ChangePointDetector) -> Change | None:
@@ -236,46 +229,31 @@ def _slow_link(
 
 
 def _slower_than_peers(job: Job, times: LinkTimes) -> list[Finding]:
-    """Return links that were slow from the start: three times the median of similar ones, or more."""
-    groups: dict[tuple[bool, int], dict[Cell, float]] = defaultdict(dict)
-    quartiles: dict[tuple[bool, int], dict[Cell, tuple[float, float]]] = defaultdict(dict)
+    """Return links between hosts that were slow from the start: three times the median of similar ones, or more."""
+    ordered: dict[tuple[int], dict[Cell, list[float]]] = defaultdict(dict)
     for (cell, classed), values in times.times.items():
-        if len(values) >= CUSUM.min_history:
-            is_near = job.host_of[cell[0]] == job.host_of[cell[1]]
-            ordered = sorted(values)
-            groups[is_near, classed][cell] = median(ordered)
-            quartiles[is_near, classed][cell] = ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
+        if len(values) >= CUSUM.min_history and job.host_of[cell[0]] != job.host_of[cell[1]]:
+            ordered[(classed,)][cell] = sorted(values)
+    groups = {group: {cell: median(values) for cell, values in own.items()} for group, own in ordered.items()}
     found = []
-    for (is_near, classed), cells in sorted(groups.items()):
-        middle = median(list(cells.values()))
-        ratios = {cell: math.log(max(time_s, 1e-6) / max(middle, 1e-6)) for cell, time_s in cells.items()}
-        if is_near or len(cells) < 4 or max(ratios.values()) < math.log(SLOW_LINKS.peers_ratio):
-            continue
-        bare = {cell: ratio if ratio >= math.log(SLOW_LINKS.peers_ratio) / 2 else 0.0 for cell, ratio in ratios.items()}
-        explained = DelayMatrix(bare, job.host_of).explain()
-        if explained is None or explained.excess < math.log(SLOW_LINKS.peers_ratio):
-            continue
+    for group, explained, middle_s in slower_than_peers(groups, job.host_of, ratio=SLOW_LINKS.peers_ratio):
         # small messages on busy machines vary tenfold: quartiles must not overlap
-        own = quartiles[is_near, classed]
-        others = [own[cell][1] for cell in cells if cell not in explained.cells]
-        if others and median([own[cell][0] for cell in explained.cells]) > median(others):
-            found.append(_always_slow(job, explained, middle))
+        others = [own[-1 - len(own) // 4] for cell, own in ordered[group].items() if cell not in explained.cells]
+        slow = [own[len(own) // 4] for own in (ordered[group][cell] for cell in explained.cells)]
+        if not others or median(slow) <= median(others):
+            continue
+        ratio, named = math.exp(explained.excess), joined(explained.places)
+        begin_s = min((message.sent_posted_s or 0.0 for message in job.messages), default=0.0)
+        found.append(Finding(
+            kind="communication slow", places=explained.places, since_s=begin_s, since_round=0, seen_round=-1,
+            evidence=LinkPeersEvidence(
+                times_longer_than_peers=round(ratio, 2), peers_s=round(middle_s, 6),
+                clock_error_s=round(job.alignment.error_s, 6),
+            ),
+            text=f"Messages over {named} have taken {ratio:.1f} times as long as those between other hosts since the "
+            "records begin; it may be the rate of this wire.",
+            confidence=0.5 * job.trust,
+            remedy="measure this wire with thinwire probe; if it is its own rate, let thinwire plan know",
+            probe=probe_for(explained.places),
+        ))  # fmt: skip
     return found
-
-
-def _always_slow(job: Job, explained: Explanation, middle_s: float) -> Finding:
-    ratio, named = math.exp(explained.excess), joined(explained.places)
-    begin_s = min((message.sent_posted_s or 0.0 for message in job.messages), default=0.0)
-    return Finding(
-        kind="communication slow", places=explained.places, since_s=begin_s, since_round=0, seen_round=-1,
-        evidence=LinkPeersEvidence(
-            times_longer_than_peers=round(ratio, 2), peers_s=round(middle_s, 6),
-            clock_error_s=round(job.alignment.error_s, 6),
-        ),
-        text=f"Messages over {named} have taken {ratio:.1f} times as long as those between other hosts since the "
-        "records begin; "
-        "it may be the rate of this wire.",
-        confidence=0.5 * job.trust,
-        remedy="measure this wire with thinwire probe; if it is its own rate, let thinwire plan know",
-        probe=probe_for(explained.places),
-    )  # fmt: skip

@@ -100,6 +100,13 @@ def wrong_by(name: str, error: Exception) -> Check:
     return wrong(name, found, remedy=remedy or "see the text")
 
 
+def _enough(name: str, found: str, amount: float, *, least: float, scarce: float, remedy: str) -> Check:
+    """Judge an amount: below `least` nothing works, below `scarce` it may end."""
+    if amount < least:
+        return wrong(name, found, remedy=remedy)
+    return warning(name, found, remedy=remedy) if amount < scarce else ok(name, found)
+
+
 LEAST_DISK_BYTES, SCARCE_DISK_BYTES = 100e6, 2e9
 LEAST_MEMORY_BYTES, SCARCE_MEMORY_BYTES = 500e6, 2e9
 LEAST_FILES, SCARCE_FILES = 256, 1024
@@ -227,7 +234,7 @@ def check_folder(name: str, folder: Path, *, free_bytes: Callable[[Path], int] |
     try:
         with tempfile.TemporaryFile(dir=place):
             pass
-        free = (free_bytes or _free_bytes)(place)
+        free = shutil.disk_usage(place).free if free_bytes is None else free_bytes(place)
     except OSError as error:
         return wrong(
             name, f"{folder} cannot be written: {error.strerror} ({place})",
@@ -235,13 +242,7 @@ def check_folder(name: str, folder: Path, *, free_bytes: Callable[[Path], int] |
         )  # fmt: skip
     found = f"{format_bytes(free)} are free for {folder}"
     remedy = "make room, or give a folder on another disk (--out, --cache-dir)"
-    if free < LEAST_DISK_BYTES:
-        return wrong(name, found, remedy=remedy)
-    return warning(name, found, remedy=remedy) if free < SCARCE_DISK_BYTES else ok(name, found)
-
-
-def _free_bytes(place: Path) -> int:
-    return shutil.disk_usage(place).free
+    return _enough(name, found, free, least=LEAST_DISK_BYTES, scarce=SCARCE_DISK_BYTES, remedy=remedy)
 
 
 def check_open_files(limit: int | None = None) -> Check:
@@ -256,9 +257,7 @@ def check_open_files(limit: int | None = None) -> Check:
         return ok("open files", "no limit")
     found = f"{limit:,} files and sockets may be open"
     remedy = "raise it: ulimit -n 65536, or LimitNOFILE= of the service"
-    if limit < LEAST_FILES:
-        return wrong("open files", found, remedy=remedy)
-    return warning("open files", found, remedy=remedy) if limit < SCARCE_FILES else ok("open files", found)
+    return _enough("open files", found, limit, least=LEAST_FILES, scarce=SCARCE_FILES, remedy=remedy)
 
 
 def check_memory(available: int | None = None, total: int | None = None) -> Check:
@@ -272,9 +271,7 @@ def check_memory(available: int | None = None, total: int | None = None) -> Chec
     available = memory.available if available is None else available
     found = f"{format_bytes(available)} of {format_bytes(memory.total if total is None else total)} are free"
     remedy = "end what else runs here, or take a smaller model or batch; thinwire plan says what a model needs"
-    if available < LEAST_MEMORY_BYTES:
-        return wrong("memory", found, remedy=remedy)
-    return warning("memory", found, remedy=remedy) if available < SCARCE_MEMORY_BYTES else ok("memory", found)
+    return _enough("memory", found, available, least=LEAST_MEMORY_BYTES, scarce=SCARCE_MEMORY_BYTES, remedy=remedy)
 
 
 def check_speed(
@@ -487,7 +484,10 @@ def check_port(address: str, *, connect: Callable[[str, int], None] | None = Non
     try:
         with listen(address, backlog=1) as listener:
             port = listener.getsockname()[1]
-            (connect or _connect)(address, port)
+            if connect is None:
+                socket.create_connection((address, port), timeout=_REACH_S).close()
+            else:
+                connect(address, port)
     except ConnectError as error:
         return wrong("listening", str(error), remedy="name an address of this host: --address, --interface")
     except OSError as error:
@@ -498,34 +498,24 @@ def check_port(address: str, *, connect: Callable[[str, int], None] | None = Non
     return ok("listening", f"port {port} of {address} was opened and reached from here")
 
 
-def _connect(address: str, port: int) -> None:
-    with socket.create_connection((address, port), timeout=_REACH_S):
-        pass
-
-
 def check_firewall(root: Path = Path("/")) -> Check:
     """Look for a firewall that is switched on; its rules are not read.
 
     Args:
         root: The folder that holds `etc`, `run` and `proc`.
     """
-    found = [name for name, is_on in _firewalls(root) if is_on]
+    ufw = _text(root / "etc/ufw/ufw.conf")
+    is_on = {
+        "ufw": re.search(r"^\s*ENABLED\s*=\s*yes", ufw, re.MULTILINE | re.IGNORECASE) is not None,
+        "firewalld": (root / "run/firewalld.pid").exists() or (root / "run/firewalld").is_dir(),
+        "iptables": "filter" in _text(root / "proc/net/ip_tables_names").split(),
+    }
+    found = [name for name in is_on if is_on[name]]
     if found:
         return warning("firewall", f"{' and '.join(found)} may drop what the others send", remedy=firewall_hint())
     return ok(
         "firewall", f"neither ufw nor firewalld nor iptables is seen (nftables is not looked at); {firewall_hint()}"
     )
-
-
-def _firewalls(root: Path) -> list[tuple[str, bool]]:
-    ufw = _text(root / "etc/ufw/ufw.conf")
-    is_ufw = re.search(r"^\s*ENABLED\s*=\s*yes", ufw, re.MULTILINE | re.IGNORECASE) is not None
-    is_firewalld = (root / "run/firewalld.pid").exists() or (root / "run/firewalld").is_dir()
-    return [
-        ("ufw", is_ufw),
-        ("firewalld", is_firewalld),
-        ("iptables", "filter" in _text(root / "proc/net/ip_tables_names").split()),
-    ]
 
 
 def _text(path: Path) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from thinwire.monitor.detect.change_points import CUSUM, Change, ChangePointDetector, median
-from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
+from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, Explanation, probe_for, slower_than_peers
 from thinwire.monitor.detect.link_history import size_class
 from thinwire.monitor.findings import (
     EndedFileEvidence,
@@ -46,7 +46,6 @@ class InspectorConfig:
     alike: float = 0.6  # least over most lateness of the ranks of a late host
     follows: float = 0.5  # of a rank's lateness; one that is waited for elsewhere and is this late explains it
     peers_ratio: float = 3.0  # of a link that was slow from the start
-    min_peers: int = 4  # links that are compared
     min_left: int = 8  # operations of others after a file ends: one dump may be lost
     min_left_s: float = 10.0  # the same in seconds
     dumps: float = 3.0  # longest times between two own operations
@@ -236,9 +235,7 @@ class _LateTimes:
     def late(self, ranks: Sequence[int], change: Change | None, host: str = "") -> _Late:
         """Return the lateness of ranks since a change, or since the begin."""
         first = self.series.operations[0][0] if change is None else change.since_round
-        last = (
-            None if change is None else change.until_round - 1 if change.is_over else change.seen_round + INSPECTOR.look
-        )
+        last = None if change is None else change.last_round(INSPECTOR.look)
         rows = [
             row for rank in ranks for row in self.rows[rank] if first <= row[0] and (last is None or row[0] <= last)
         ]
@@ -344,9 +341,7 @@ def find_slow_collectives(all_series: Iterable[CollectiveSeries], numbers: Numbe
 
 
 def _lasting(watch: ChangePointDetector, change: Change) -> float:
-    return watch.excess_in(
-        change.since_round, change.until_round - 1 if change.is_over else change.seen_round + INSPECTOR.look
-    )
+    return watch.excess_in(change.since_round, change.last_round(INSPECTOR.look))
 
 
 def _slow_collectives(
@@ -487,13 +482,7 @@ def _than_peers(links: _Links, trust: float) -> list[Finding]:
         if len(times) >= CUSUM.min_history:
             groups[links.host_of[cell[0]] == links.host_of[cell[1]], classed][cell] = median(times)
     found: dict[tuple[Place, ...], Finding] = {}
-    for _, cells in sorted(groups.items()):
-        middle_s = median(list(cells.values()))
-        excess = {cell: max(0.0, math.log(time_s / middle_s)) for cell, time_s in cells.items()}
-        bare = {cell: one if one >= math.log(INSPECTOR.peers_ratio) / 2 else 0.0 for cell, one in excess.items()}
-        explained = DelayMatrix(bare, links.host_of).explain() if len(cells) >= INSPECTOR.min_peers else None
-        if explained is None or explained.excess < math.log(INSPECTOR.peers_ratio):
-            continue
+    for _, explained, middle_s in slower_than_peers(groups, links.host_of, ratio=INSPECTOR.peers_ratio):
         ratio, named = math.exp(explained.excess), joined(explained.places)
         found.setdefault(explained.places, Finding(
             kind="communication slow", places=explained.places, since_s=links.began_s, since_round=0,

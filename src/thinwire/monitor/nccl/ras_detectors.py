@@ -177,7 +177,7 @@ def short_hash(communicator: str) -> str:
     return communicator[:HASH_LETTERS]
 
 
-_ASK_AGAIN = "ask RAS again after some seconds, and diagnose both answers together: one that moves is well"
+_ASK_AGAIN = "ask RAS again after some seconds, and diagnose both answers together"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +314,7 @@ def _not_come(history: RasHistory, behind: _Behind, unchanged: Unchanged) -> Fin
         + ("" if is_few else " As these are most of them, the others may have called it once too often instead."),
         confidence=(sure if named else min(sure, 0.5)) * history.trust,
         remedy="take the stacks of these ranks (py-spy dump): they hang in their own code, or wait for somebody else"
-        if unchanged.has_stood else _ASK_AGAIN,
+        if unchanged.has_stood else f"{_ASK_AGAIN}: one that moves is well",
         probe="" if named else "ask RAS for all ranks: ncclras -f json",
     )  # fmt: skip
 
@@ -362,7 +362,6 @@ def _total(one: CommunicatorState) -> list[int]:
 
 REMOTE_ERROR = "Remote process error"
 _SYSTEM_ERROR = "System error"
-_ASK_AGAIN_STATES = "ask RAS again after some seconds, and diagnose both answers together"
 
 
 def find_in_snapshots(snapshots: Sequence[Snapshot], *, trust: float) -> list[Finding]:
@@ -382,7 +381,17 @@ def find_in_snapshots(snapshots: Sequence[Snapshot], *, trust: float) -> list[Fi
     found = [*gone, *errors, *behind, *states]
     told = {name for one in found if isinstance(one.evidence, RasEvidence)
             for name in one.evidence.communicators}  # fmt: skip
-    bare = [_bare(history, one) for one in history.latest.communicators if _is_bare(one, told)]
+    bare = [  # RAS calls these faulty, and no finding is about them
+        Finding(
+            kind="non-communication hang", places=(Place(kind="communicator"),), since_s=history.latest.at_s or 0.0,
+            evidence=RasSuspectEvidence(communicators=[one.communicator], ras_says=one.errors, size=one.size),
+            text=f"RAS calls a communicator {one.communicator} {one.errors}, and which ranks is not in what was read.",
+            confidence=0.3 * history.trust,
+            remedy="ask RAS for all: ncclras -f json, or verbose status",
+        )
+        for one in history.latest.communicators
+        if not one.members and not one.unlisted and one.errors not in ("", "OK") and one.communicator not in told
+    ]  # fmt: skip
     return [*found, *bare] or find_still(history)
 
 
@@ -510,7 +519,7 @@ def _find_states(history: RasHistory) -> Iterator[Finding]:
             text=f"{place.title} {said} communicator {one.communicator}, and others are not so far"
             + (f": {same.said}." if same.has_stood else "; this may be on its way."),
             confidence=(0.75 if same.has_stood else 0.3) * history.trust,
-            remedy="take the stacks of these ranks (py-spy dump)" if same.has_stood else _ASK_AGAIN_STATES,
+            remedy="take the stacks of these ranks (py-spy dump)" if same.has_stood else _ASK_AGAIN,
         )  # fmt: skip
 
 
@@ -524,18 +533,3 @@ def _odd(states: dict[str, list[int]]) -> tuple[list[int], str]:
     if not running or len(ended) < len(running):
         return (ended, "has ended or left") if running else (states["FINALIZE"], "has not ended with the others of")
     return running, "has not ended, as others have,"
-
-
-def _is_bare(one: CommunicatorState, told: Iterable[str]) -> bool:
-    """Return whether RAS calls a communicator faulty and no finding is about it."""
-    return not one.members and not one.unlisted and one.errors not in ("", "OK") and one.communicator not in told
-
-
-def _bare(history: RasHistory, one: CommunicatorState) -> Finding:
-    return Finding(
-        kind="non-communication hang", places=(Place(kind="communicator"),), since_s=history.latest.at_s or 0.0,
-        evidence=RasSuspectEvidence(communicators=[one.communicator], ras_says=one.errors, size=one.size),
-        text=f"RAS calls a communicator {one.communicator} {one.errors}, and which ranks is not in what was read.",
-        confidence=0.3 * history.trust,
-        remedy="ask RAS for all: ncclras -f json, or verbose status",
-    )  # fmt: skip
