@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from xdist.remote import Producer
 from tests import dealing, durations
 from tests.conftest import pytest_runtest_protocol
 from tests.dealing import SHARING, Dealing, unit_of
+from tests.every_case import over
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {"tests/cli/test_a.py": 9, "tests/multiprocess/test_training.py": 2, "tests/lab/test_b.py": 1}
@@ -102,6 +104,21 @@ def test_durations_are_stored_by_what_is_dealt_out_and_the_slowest_tests_are_pri
     assert [line[-1] for line in lines] == [
         "tests/cli/test_a.py::test_y", "tests/laws/test_c.py::test_z[<3>]", "", "tests/cli", "tests/laws",
     ]  # fmt: skip
+
+
+def test_a_law_over_many_cases_names_the_one_that_it_fails_in() -> None:
+    seen = []
+
+    @over([("a", 1), ("b", 2), ("c", 3)])
+    @pytest.mark.parametrize("other", [5])
+    def law(name: str, number: int, other: int) -> None:
+        seen.append((name, number, other))
+        assert number != 2
+
+    assert list(inspect.signature(law).parameters) == ["other"] and law.pytestmark[0].args == ("other", [5])  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError) as failed:
+        law(other=5)
+    assert failed.value.__notes__ == ["in the case 'b', 2"] and seen == [("a", 1, 5), ("b", 2, 5)]
 
 
 def test_a_test_that_sets_torch_s_threads_leaves_those_after_it_alone(request: pytest.FixtureRequest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.every_case import over
 from thinwire.averaging.aggregation_rules import (
     Aggregate,
     CoordinateMedian,
@@ -72,7 +74,7 @@ CASES = {
     "median-norm-clip": Case(make=lambda num, bad: MedianNormClip(), least=lambda bad: 2 * bad + 1, moves_along=False),
 }
 
-every_rule = pytest.mark.parametrize("name", CASES)
+every_rule = over(CASES)
 
 
 def gathered(num_replicas: int, numel: int, *, seed: int = 0, spread: float = 0.5) -> torch.Tensor:
@@ -103,8 +105,7 @@ def test_it_is_a_frozen_value_with_a_name(name: str) -> None:
         rule.name = "other"  # type: ignore[misc]
 
 
-@every_rule
-@pytest.mark.parametrize("numel", AWKWARD_SIZES)
+@over(itertools.product(CASES, AWKWARD_SIZES))
 def test_it_gives_one_float32_vector_leaves_the_stack_alone_and_does_not_care_for_its_layout(
     name: str, numel: int
 ) -> None:
@@ -175,7 +176,7 @@ def test_it_scales_with_what_is_sent(name: str, data: st.DataObject) -> None:
     assert torch.equal(rule(8.0 * stack), factor * rule(stack))  # a power of two: exact in every sum
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.moves_along])
+@over(name for name, case in CASES.items() if case.moves_along)
 @given(data=st.data())
 @settings(max_examples=10, deadline=None)
 def test_it_moves_along_when_all_are_moved(name: str, data: st.DataObject) -> None:
@@ -187,7 +188,7 @@ def test_it_moves_along_when_all_are_moved(name: str, data: st.DataObject) -> No
     torch.testing.assert_close(rule(whole + shift), rule(whole) + shift, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.stays_between])
+@over(name for name, case in CASES.items() if case.stays_between)
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_the_bad_cannot_pull_it_out_of_the_range_of_the_honest(name: str, data: st.DataObject) -> None:
@@ -209,8 +210,7 @@ def test_krum_hands_on_an_honest_vector_where_the_bad_are_far(size: float) -> No
     assert any(torch.equal(Krum(num_bad=3)(stack), stack[replica]) for replica in (1, 2, 4, 5, 7, 8))
 
 
-@every_rule
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@over(itertools.product(CASES, (float("nan"), float("inf"), float("-inf"))))
 def test_what_is_not_finite_is_left_out_or_shows(name: str, value: float) -> None:
     num = CASES[name].least(1) + 2
     stack = gathered(num, 101)

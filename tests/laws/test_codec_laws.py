@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.every_case import over
 from thinwire.codecs import (
     E3M0,
     NAMES,
@@ -83,10 +84,10 @@ WORST_ERROR = {
     "e3m0-stochastic": 1.0,
 }
 
-every_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
-every_lossy_codec = pytest.mark.parametrize("codec", LOSSY, ids=repr)
-every_bounded_codec = pytest.mark.parametrize("codec", [by_name(name) for name in WORST_ERROR], ids=repr)
-every_codec_by_block = pytest.mark.parametrize("codec", BY_BLOCK, ids=repr)
+every_codec = over(CODECS)
+every_lossy_codec = over(LOSSY)
+every_bounded_codec = over(by_name(name) for name in WORST_ERROR)
+every_codec_by_block = over(BY_BLOCK)
 
 
 @st.composite
@@ -183,7 +184,7 @@ def test_the_error_stays_within_its_bound(codec: Codec, tensor: torch.Tensor) ->
     assert (error <= bound + (2.0**-25 if codec.name == "float16" else 0.0)).all()
 
 
-@pytest.mark.parametrize("codec", SETTLED, ids=repr)
+@over(SETTLED)
 @given(tensor=tensors())
 @settings(max_examples=40, deadline=None)
 def test_encoding_what_was_decoded_changes_nothing(codec: Codec, tensor: torch.Tensor) -> None:
@@ -204,7 +205,7 @@ def test_the_opposite_tensor_decodes_to_the_opposite(codec: Codec, tensor: torch
     assert torch.equal(round_trip(codec, -tensor, seed=3), -round_trip(codec, tensor, seed=3))
 
 
-@pytest.mark.parametrize("codec", REPEATABLE_BY_BLOCK, ids=repr)
+@over(REPEATABLE_BY_BLOCK)
 @given(tensor=tensors(), cuts=st.lists(st.integers(0, 10), max_size=3))
 @settings(max_examples=40, deadline=None)
 def test_payloads_of_parts_concatenate_to_the_payload_of_the_whole(

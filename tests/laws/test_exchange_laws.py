@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.every_case import over
 from thinwire.averaging.exchange import AllGather, TwoPhase, cheapest, shard_bounds
 from thinwire.averaging.round_context import RoundContext
 from thinwire.averaging.topology import AllReplicas, Participation, Peers
@@ -52,10 +53,7 @@ def random_tensors(replicas, numel, *, seed=0):
     return [torch.randn(numel, generator=generator) for _ in range(replicas)]
 
 
-@pytest.mark.parametrize(
-    ("name", "codec"),
-    [(name, codec) for name in EXCHANGES for codec in NAMES if name != "two-phase" or not by_name(codec).is_sparse],
-)
+@over((name, codec) for name in EXCHANGES for codec in NAMES if name != "two-phase" or not by_name(codec).is_sparse)
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_all_replicas_get_the_same_bits_and_send_no_more_than_the_formula(name, codec, replicas):
     exchange = EXCHANGES[name](codec=by_name(codec))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.every_case import over
 from thinwire.averaging.mixing import (
     Complete,
     Edges,
@@ -51,12 +52,10 @@ def spectral_gap(mixing: np.ndarray) -> float:
     return 1 - float(np.linalg.norm(mixing - np.full((size, size), 1 / size), 2))
 
 
-graphs = pytest.mark.parametrize(
-    ("graph", "size"),
+graphs = over(
     [(graph, size) for graph in GRAPHS for size in SIZES if exists(graph, size)]
     + [(Edges(edges=tuple((0, other) for other in range(1, size))), size) for size in SIZES]
-    + [(Edges(edges=((0, 1), (2, 1), (2, 3), (1, 3), (3, 4))), 5)],
-    ids=lambda value: type(value).__name__ if not isinstance(value, int) else str(value),
+    + [(Edges(edges=((0, 1), (2, 1), (2, 3), (1, 3), (3, 4))), 5)]
 )
 
 
@@ -230,8 +229,7 @@ def test_what_is_no_graph_is_refused_with_the_remedy() -> None:
         Edges(edges=((0, 1), (2, 3))).neighbours(num_replicas=4, me=0)
 
 
-@pytest.mark.parametrize("graph", GRAPHS, ids=lambda graph: type(graph).__name__)
-@pytest.mark.parametrize(("size", "me"), [(4, 4), (4, -1), (0, 0)])
+@over((graph, size, me) for graph in GRAPHS for size, me in ((4, 4), (4, -1), (0, 0)))
 def test_a_replica_outside_of_the_graph_is_refused(graph, size: int, me: int) -> None:
     with pytest.raises(ValueError, match=f"got {me if size else size}"):
         graph.weights(num_replicas=size, me=me)
