@@ -1,7 +1,7 @@
 """Parts that a broken replica sends: they are left out, named, and cost no other replica its run."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import cast
 
 import pytest
@@ -11,6 +11,7 @@ from town import TownShelf
 
 from thinwire.elastic.coordinator import MOST_BAD_PARTS
 from thinwire.elastic.coordinator_session import CoordinatorSession
+from thinwire.elastic.part_disputes import PartDisputes, PartReport
 from thinwire.elastic.round_driver import (
     HEAD_BYTES,
     CastVote,
@@ -95,6 +96,79 @@ def test_a_replica_whose_parameters_are_huge_is_dropped_and_pulls_no_other(
     told = [text for text in run.town.coordinator.state.findings if "in a row are far longer than those" in text]
     assert len(told) == 1 and "replica 2 on host2 was dropped" in told[0]
     assert not any(worker.findings for worker in run.workers), "the coordinator makes the finding"
+
+
+@pytest.mark.parametrize("factor", [1e3, 1e20])
+def test_a_huge_part_of_one_of_two_pulls_none_and_neither_is_dropped(
+    street: Callable[..., Street], factor: float
+) -> None:
+    calm, run = street(2), street(2)
+    calm.begin()
+    usual = torch.cat([value.flatten() for value in calm.workers[0].end()])
+    run.workers[1].spoil = lambda step: factor if step == 9 else None
+    run.begin()
+    values = [worker.end() for worker in run.workers]
+    assert are_alike(*values)
+    found = torch.cat([value.flatten() for value in values[0]])
+    assert float((found - usual).norm()) < 0.5 * float(usual.norm())
+    (named,) = [text for text in run.town.coordinator.state.findings if "far longer" in text]
+    assert "the part of replica 1" in named and "it is not known which one is wrong, so neither is dropped" in named
+
+
+def test_who_calls_a_sound_part_bad_is_dropped_and_not_its_sender(street: Callable[..., Street]) -> None:
+    run = street(3)
+    liar = run.workers[2].resident.seat
+    confirm = liar.confirm
+
+    def confirm_and_lie(round_id: int, sound: Collection[int]) -> None:
+        for since in (round_id - 1, round_id) if round_id >= 4 else ():
+            liar.reject(0, round_id=round_id, bad_parts=round_id - since + 1, since=since, fault="non_finite")
+        confirm(round_id, sound)
+
+    liar.confirm = confirm_and_lie  # type: ignore[method-assign]
+    run.begin()
+    values = [worker.end() for worker in run.workers[:2]]
+    assert are_alike(*values) and [worker.steps for worker in run.workers[:2]] == [list(range(1, STEPS + 1))] * 2
+    run.workers[2].ended()
+    assert run.workers[2].expelled
+    (dropped,) = [text for text in run.town.coordinator.state.findings if "was dropped" in text]
+    assert "replica 2 on host2 was dropped: it reported that parts of replica 0 hold NaN or infinity" in dropped
+    assert "most others hold the same bytes of round" in dropped and "find them sound" in dropped
+
+
+def dispute(answers: dict[int, PartReport], *, active: set[int], is_counted: bool = True) -> tuple[bool, list[int]]:
+    """Let those accuse who find the part of 0 bad, and the others answer; return whether 0 goes, and who else does."""
+    disputes = PartDisputes(lambda some, of: 2 * len(some) > len(of))
+    for replica, report in answers.items():
+        if report.verdict == "bad" and replica:
+            disputes.accuse(replica, report, round_id=7, member=0, is_counted=is_counted, now_s=0.0)
+    for replica, report in answers.items():
+        disputes.answer(replica, report, round_id=7, member=0)
+    (settled,) = disputes.settle(active, now_s=100.0)
+    return settled.is_bad, list(settled.liars)
+
+
+BAD, SOUND = PartReport(verdict="bad", sha256="aa"), PartReport(verdict="sound", sha256="aa")
+OTHER, NONE = PartReport(verdict="sound", sha256="bb"), PartReport(verdict="unknown")
+
+
+@pytest.mark.parametrize(
+    ("answers", "outcome"),
+    [
+        ({1: BAD, 2: BAD, 3: NONE}, (True, [])),
+        ({1: BAD, 2: NONE, 3: NONE}, (False, [])),
+        ({1: BAD, 2: BAD, 3: BAD, 4: SOUND}, (False, [])),  # one honest copy against any number of liars
+        ({0: SOUND, 1: BAD, 2: SOUND, 3: SOUND}, (False, [1])),
+        ({0: SOUND, 1: BAD, 2: OTHER, 3: OTHER}, (False, [])),  # its sender may have sent each other bytes
+        ({0: SOUND, 1: PartReport(verdict="bad"), 2: OTHER, 3: OTHER}, (False, [1])),  # counted, and not looked at
+        ({0: SOUND, 1: BAD}, (False, [])),
+    ],
+    ids=["most", "one alone", "a sound copy", "a lie", "other bytes", "no hash", "of two"],
+)
+def test_a_report_counts_by_what_the_others_find_in_the_same_bytes(
+    answers: dict[int, PartReport], outcome: tuple[bool, list[int]]
+) -> None:
+    assert dispute(answers, active={0, *answers}) == outcome
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -416,7 +416,7 @@ def test_what_rounds_counted_of_parts_that_most_others_found_bad_is_trained_agai
     assert not desk.words(b"c", "expelled"), "one bad part may be an accident"
     again = Three(desk.journal)
     for found in (desk, again):  # also where the coordinator is another process by now
-        found.hear(b"a", "reject", round=2, member=2, parts=2, since=1, fault="non_finite", why="")
+        found.hear(b"a", "reject", round=3, member=2, parts=2, since=1, fault="non_finite", why="")
         found.hear(b"b", "reject", round=3, member=2, parts=2, since=1, fault="non_finite", why="")
         assert [one["has_bad_parts"] for one in found.words(b"c", "expelled")] == [True]
         assert (found.coordinator.state.leases.counted, found.coordinator.state.leases.repeated) == (2, 6)

@@ -49,6 +49,27 @@ def test_a_step_that_no_time_allows_does_not_count_and_dies_with_its_member() ->
     assert desk.furthest == desk.coordinator.state.roster.in_state("active")[0].step == 100  # type: ignore[arg-type]
 
 
+def test_one_of_two_claims_no_step_that_no_time_allows() -> None:
+    desk = Watched()
+    desk.hear(b"b", "leave", why="")
+    for _ in range(10):
+        desk.now_s += 0.5
+        desk.hear(b"a", "beat", step=int(STEPS_A_S * desk.now_s), step_s=0.1, roster=0)
+        desk.hear(b"x", "beat", step=HUGE, step_s=0.1, roster=0)
+    desk.coordinator.tick(desk.now_s)
+    assert desk.furthest <= 100 + 2 * 10 + 1 + 10 and not desk.words(b"a", "expelled")
+
+
+def test_claimed_tokens_a_second_are_bounded_by_the_steps_that_the_coordinator_saw() -> None:
+    desk = Watched()
+    desk.coordinator.state.config.job["config"] = {"data": {"batch_size": 2}, "model": {"seq_len": 8}}  # type: ignore[index]
+    desk.train(until_s=10.0, step=HUGE)
+    for token, loss, tokens_s in ((b"a", 2.0, 160.0), (b"b", 2.0, 160.0), (b"x", 9e9, float(HUGE))):
+        desk.hear(token, "work", steps_per_interval=10.0, tokens_s=tokens_s, loss=loss)
+    honest, _, liar = (one["tokens_s"] for one in desk.coordinator.admin.status()["members"])
+    assert honest == 160.0 and liar <= 64 * 16 * 40, "64 batches a step, at four times the others' rate"
+
+
 def test_a_replica_that_joins_beside_a_liar_gets_a_state_of_a_step_that_comes() -> None:
     desk = Watched()
     desk.train(until_s=6.0, step=HUGE)

@@ -53,6 +53,9 @@ class _NoSession:
     def reject(self, member: int, **rest: Any) -> None:
         raise AssertionError
 
+    def confirm(self, round_id: int, sound: Any) -> None:
+        raise AssertionError
+
 
 def check_elastic(config: TrainConfig) -> None:
     """Check the options of an elastic run.

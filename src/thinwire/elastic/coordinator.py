@@ -23,7 +23,16 @@ from typing import Any, ClassVar
 
 from thinwire.elastic.admin_commands import AdminCommands, Send
 from thinwire.elastic.coordinator_state import CoordinatorConfig, CoordinatorState
-from thinwire.elastic.protocol import PART_FAULTS, RUN_OVER, VERSION, Message, PartFault, printable
+from thinwire.elastic.part_disputes import PartReport
+from thinwire.elastic.protocol import (
+    PART_FAULTS,
+    RELATIVE_FAULTS,
+    RUN_OVER,
+    VERSION,
+    Message,
+    PartFault,
+    printable,
+)
 from thinwire.elastic.roster import MemberState, RosterMember
 from thinwire.elastic.rounds import Decision, Vote
 from thinwire.elastic.snapshots import StateSnapshot
@@ -43,6 +52,8 @@ _EPISODE_ROUNDS = 32
 # A replica is dropped with so many bad parts in a row. One may be an accident on the way of one message or in one
 # tensor. A second one means parameters or code that are not right, and no later step makes those right.
 MOST_BAD_PARTS = 2
+# Members of which no majority tells which one is wrong.
+_LEAST_MEMBERS = 2
 
 Record = Callable[[str, dict[str, Any]], None]
 _Handler = Callable[["Coordinator", RosterMember, Message, float], None]
@@ -115,7 +126,7 @@ class Coordinator:
         for member in state.roster.silent(now_s=now_s):
             self._remove(member, why=f"was silent for {now_s - member.heard_s:.1f} s", is_lost=True)
         for member in state.stalled(now_s=now_s):
-            behind = state.furthest_step() - member.step
+            behind = state.steps_behind(member)
             why = (
                 f"did no step for {now_s - member.moved_s:.1f} s and is {behind} steps behind, where the others keep "
                 f"{state.most_steps_behind}; it joins again with their state"
@@ -294,8 +305,9 @@ class Coordinator:
             self._send_roster(to=member)  # the last one was lost on its way
 
     def _on_work(self, member: RosterMember, message: Message, now_s: float) -> None:
-        member.steps_per_interval, member.tokens_s = message["steps_per_interval"], message["tokens_s"]
-        member.loss = message["loss"]
+        # the run's loss is weighted by them
+        member.tokens_s = min(message["tokens_s"], self.state.most_tokens_s(member, now_s=now_s))
+        member.steps_per_interval, member.loss = message["steps_per_interval"], message["loss"]
 
     def _on_rates(self, member: RosterMember, message: Message, now_s: float) -> None:
         self.state.sites.add_rates(member.replica, message["rates"])
@@ -387,28 +399,59 @@ class Coordinator:
             self._drop_bad_replica(member.replica, message["parts"])
 
     def _on_reject(self, member: RosterMember, message: Message, now_s: float) -> None:
-        """Drop a replica whose parts most others, or it itself, found bad."""
+        """Drop a replica that found its own parts bad; let the others check what it says of another one's."""
         state, bad = self.state, self.state.roster.get(message["member"])
         if bad is None or member.state is not MemberState.ACTIVE:
             return
-        fault, why = message["fault"], printable(message["why"], most=200)
-        if fault != "non_finite":
+        report = PartReport(
+            verdict="bad", sha256=message["sha256"], since=message["since"], num_parts=message["parts"],
+            fault=message["fault"], why=printable(message["why"], most=200),
+        )  # fmt: skip
+        are_two = len(state.roster.active) == _LEAST_MEMBERS
+        if report.fault != "non_finite" or (are_two and member is not bad):
             # one finding an episode: observers differ in its first round, and good parts may lie between
             before, bad.named_at = bad.named_at, state.rounds.num_decided
             if before is None or bad.named_at - before > _EPISODE_ROUNDS:
-                text = _left_out(bad, message["round"], fault=fault, why=why)
+                text = _left_out(bad, message["round"], report, are_two=are_two)
                 self._on_note(member, {"text": text, "about": ""}, now_s)
-        if message["parts"] < MOST_BAD_PARTS:
+        if report.num_parts < MOST_BAD_PARTS:
             return
-        bad.rejected_by[member.replica] = message["since"]
-        others = set(state.roster.active) - {bad.replica}
-        reporters = others & set(bad.rejected_by)
-        # one reporter alone could drop all others
-        if member is bad or state.roster.are_most(reporters, of=others):
-            since = statistics.median_low(bad.rejected_by[one] for one in reporters or {bad.replica})
-            if state.uncount(bad.replica, since=since):
-                self._record("accounts", {"accounts": [list(account) for account in state.accounts]})
-            self._drop_bad_replica(bad.replica, message["parts"], fault=fault, why=why)
+        if member is bad:
+            if report.fault not in RELATIVE_FAULTS:
+                self._drop_for_parts(bad, report, since=report.since)
+            return
+        decision = state.rounds.decisions.get(message["round"])
+        is_new = state.disputes.accuse(
+            member.replica, report, round_id=message["round"], member=bad.replica, now_s=now_s,
+            is_counted=decision is not None and bad.replica in decision.members,
+        )  # fmt: skip
+        for replica in set(state.roster.active) - {member.replica} if is_new else ():
+            self._send_to(replica, "verify", {"round": message["round"], "member": bad.replica})
+
+    def _on_verdict(self, member: RosterMember, message: Message, now_s: float) -> None:
+        report = PartReport(verdict=message["verdict"], sha256=message["sha256"])
+        self.state.disputes.answer(member.replica, report, round_id=message["round"], member=message["member"])
+
+    def _settle_disputes(self, now_s: float) -> None:
+        state = self.state
+        for one in state.disputes.settle(state.roster.active, now_s=now_s):
+            bad = state.roster.get(one.dispute.member)
+            if one.is_bad and bad is not None:
+                since = statistics.median_low(report.since for report in one.dispute.accusers.values())
+                self._drop_for_parts(bad, next(iter(one.dispute.accusers.values())), since=since)
+            for replica in one.liars:
+                if (liar := state.roster.get(replica)) is not None:
+                    fault = PART_FAULTS[one.dispute.accusers[replica].fault]
+                    self._remove(liar, why=(
+                        f"was dropped: it reported that parts of replica {one.dispute.member} {fault}, and most others "
+                        f"hold the same bytes of round {one.dispute.round_id} and find them sound; it joins again with "
+                        f"the state of the others"
+                    ))  # fmt: skip
+
+    def _drop_for_parts(self, bad: RosterMember, report: PartReport, *, since: int) -> None:
+        if self.state.uncount(bad.replica, since=since):
+            self._record("accounts", {"accounts": [list(account) for account in self.state.accounts]})
+        self._drop_bad_replica(bad.replica, report.num_parts, fault=report.fault, why=report.why)
 
     def _on_vote(self, member: RosterMember, message: Message, now_s: float) -> None:
         state = self.state
@@ -481,7 +524,8 @@ class Coordinator:
 
     _HANDLERS: ClassVar[Mapping[str, _Handler]] = {
         "here": _on_ready, "active": _on_active, "beat": _on_heartbeat, "work": _on_work, "rates": _on_rates,
-        "launch": _on_launch, "withhold": _on_withhold, "reject": _on_reject, "vote": _on_vote, "lease": _on_lease,
+        "launch": _on_launch, "withhold": _on_withhold, "reject": _on_reject, "verdict": _on_verdict, "vote": _on_vote,
+        "lease": _on_lease,
         "captured": _on_captured, "account": _on_account, "missed": _on_missed, "lost": _on_connection_lost,
         "stuck": _on_stuck, "note": _on_note, "records": _on_records, "done": _on_done, "leave": _on_leave,
     }  # fmt: skip
@@ -503,6 +547,7 @@ class Coordinator:
             self._announce(decision)
             for replica, parts in state.rounds.take_withheld(decision.round_id).items():
                 self._drop_bad_replica(replica, parts)
+        self._settle_disputes(now_s)
         self._fail_if_diverged()
         self._schedule_snapshots(state.roster.active)
         self._finish_when_done(present)
@@ -716,9 +761,10 @@ class Coordinator:
         self._send_to(replica, "state", fields)
 
 
-def _left_out(bad: RosterMember, round_id: int, *, fault: PartFault, why: str) -> str:
-    detail = f" ({why})" if why else ""
+def _left_out(bad: RosterMember, round_id: int, report: PartReport, *, are_two: bool) -> str:
+    detail = f" ({report.why})" if report.why else ""
+    unknown = "; of two replicas it is not known which one is wrong, so neither is dropped" if are_two else ""
     return (
         f"round {round_id} was applied without the part of replica {bad.replica} on {bad.host}: its parts "
-        f"{PART_FAULTS[fault]}{detail}"
+        f"{PART_FAULTS[report.fault]}{detail}{unknown}"
     )

@@ -168,6 +168,7 @@ class CoordinatorSession:
         transfer_timeout: Time that parts take to arrive after a round was called.
         relay_timeout: The same for parts that come through a relay.
         missing_parts: Number of parts not here yet, by decided round.
+        verifiers: Called with a round and a replica whose part in it the coordinator asks about.
         pace: Launches of the fastest replicas.
         link_rates: Rates at which this replica's answers reach the others.
     """
@@ -191,6 +192,7 @@ class CoordinatorSession:
         self.activity: LinkActivity = activity or _NoActivity()
         self.limits = limits
         self.missing_parts: dict[int, int] = {}
+        self.verifiers: list[Callable[[int, int], None]] = []
         self._used_windows: Mapping[int, int] = {}
         self._now = now
         self._send = send
@@ -489,6 +491,10 @@ class CoordinatorSession:
         if self.view.offer is None or self.view.offer.step == offer.step:
             self.view.offer = offer
 
+    def _on_verify(self, message: Message) -> None:
+        for verify in self.verifiers:
+            verify(message["round"], message["member"])
+
     def _on_account(self, message: Message) -> None:
         self.view.accounts[message["step"]] = message["note"]
 
@@ -533,6 +539,7 @@ _HANDLERS: Mapping[str, Callable[[CoordinatorSession, Message], None]] = {
     "decision": CoordinatorSession._on_decision,
     "progress": CoordinatorSession._on_progress,
     "pace": CoordinatorSession._on_pace,
+    "verify": CoordinatorSession._on_verify,
     "capture": CoordinatorSession._on_capture,
     "state": CoordinatorSession._on_state,
     "account": CoordinatorSession._on_account,

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from thinwire.elastic.data_leases import DataLeases, Lease
+from thinwire.elastic.part_disputes import PartDisputes
 from thinwire.elastic.roster import LEAST_SILENCE_S, MemberState, Roster, RosterMember
 from thinwire.elastic.rounds import Decision, ElasticRounds
 from thinwire.elastic.routing import DetourTable, SiteTable
@@ -162,6 +163,9 @@ _MOST_INTERVALS_AHEAD = 2
 # A replica that is further behind is removed once it has done no step for so many seconds, as one that is silent, and
 # for so many times its usual step. So diagnosis has time to find a process that hangs.
 _LEAST_STALL_S, _MAX_STEPS_STALLED = LEAST_SILENCE_S, 4.0
+# Tokens of a step that a claimed rate may be of: in the job's batches, since a host may have a batch of its own, and
+# where the job names none. Then steps that a replica may have done since its last report.
+_MOST_BATCHES, _MOST_TOKENS_A_STEP, _STEPS_UNDER_WAY = 64, 1 << 24, 2
 # Parts kept for replicas that may come back are at most this share of the state: beyond it, the state is cheaper.
 _MAX_KEPT_SHARE = 0.5
 _MAX_FINDINGS = 1000
@@ -211,6 +215,7 @@ class CoordinatorState:
     rounds: ElasticRounds = field(init=False)
     leases: DataLeases = field(init=False)
     snapshots: StateSnapshots = field(default_factory=StateSnapshots)
+    disputes: PartDisputes = field(init=False)
     standby_hosts: StandbyHosts = field(default_factory=StandbyHosts)
     has_started: bool = False
     has_finished: bool = False
@@ -254,6 +259,7 @@ class CoordinatorState:
             allows_overdue=config.allows_overdue,
             last_step=config.last_step or math.inf,
         )  # fmt: skip
+        self.disputes = PartDisputes(self.roster.are_most)
         self.leases = DataLeases(shard_windows=config.shard_windows)
         self.resumed_step = config.resumed_step
         self.is_from_disk = config.resumed_step > 0
@@ -283,10 +289,23 @@ class CoordinatorState:
         ahead = _MOST_INTERVALS_AHEAD * self.config.sync_interval + self.config.overlap_steps
         return max(self.roster.most_step(member, now_s=now_s), self.rounds.decided_step) + ahead
 
+    def most_tokens_s(self, member: RosterMember, *, now_s: float) -> float:
+        """Return the tokens a second that a replica can have trained, by the steps that it has done here."""
+        first_step, first_s = member.first_move or (member.step, member.moved_s)
+        steps = min(member.step, self.most_step(member, now_s=now_s)) - first_step + _STEPS_UNDER_WAY
+        config = self.config.job.get("config", {})
+        batch_size, seq_len = config.get("data", {}).get("batch_size"), config.get("model", {}).get("seq_len")
+        most = _MOST_BATCHES * batch_size * seq_len if batch_size and seq_len else _MOST_TOKENS_A_STEP
+        return float(max(0.0, steps) / max(1.0, now_s - first_s) * most)
+
     @property
     def most_steps_behind(self) -> int:
         """Steps that a replica may be behind: parts of older rounds are not kept for it."""
         return _MAX_INTERVALS_BEHIND * self.config.sync_interval
+
+    def steps_behind(self, member: RosterMember) -> int:
+        """Return the steps that a replica is behind what others are known to have reached."""
+        return max(self.roster.witnessed_step(), self.rounds.decided_step) - member.step
 
     def stalled(self, *, now_s: float) -> list[RosterMember]:
         """Return the active replicas that stand still and have fallen too far behind to follow the others.
@@ -295,8 +314,8 @@ class CoordinatorState:
         """
         if any(round_id >= FIRST_LAST_ROUND for round_id in (*self.rounds.open_rounds, *self.rounds.decisions)):
             return []  # at the end of the run there is nothing left to follow
-        oldest = max(self.roster.witnessed_step(), self.rounds.decided_step) - self.most_steps_behind
-        behind = [member for member in self.roster.in_state(MemberState.ACTIVE) if member.step < oldest]
+        active = self.roster.in_state(MemberState.ACTIVE)
+        behind = [member for member in active if self.steps_behind(member) > self.most_steps_behind]
         return [
             member
             for member in behind
@@ -418,6 +437,7 @@ class CoordinatorState:
         self.rounds.forget(replica)
         self.rounds.drop_empty()
         self.snapshots.forget(replica)
+        self.disputes.forget(replica)
         self.leases.release(replica)
         for by_replica in (self.leased, self.notes, self.num_notices, self.member_lines):
             by_replica.pop(replica, None)

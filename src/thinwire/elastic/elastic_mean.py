@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -125,6 +125,10 @@ class ElasticSession(Protocol):
         """
         ...
 
+    def confirm(self, round_id: int, sound: Collection[int]) -> None:
+        """Record whose parts of a round could be used, after the last `reject` of that round."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticMean:
@@ -216,6 +220,7 @@ class _BoundElasticMean(ExchangeState):
         for member, (fault, why) in found.refused.items():
             self._reject(member, fault, why, context=context)
         mean, weights = self._mean(found.parts, codec, numel=numel, device=device, context=context)
+        session.confirm(context.round_id, weights)
         me = context.peers.me
         context.hear(Progress(step=found.step, closed_step=min(found.closed_step, found.step)), me in found.parts)
         return Average(
@@ -273,8 +278,7 @@ class _BoundElasticMean(ExchangeState):
         # no claim, however high, makes a part as long as one likes
         steps = {member: min(offers[member].num_steps, max(1, context.step)) for member in decoded}
         counted = {member: vector for member, vector in decoded.items() if offers[member].weight > 0}
-        are_enough = len(counted) > 2  # of two, the outlier cannot be identified
-        lengths = dict(zip(counted, norms(torch.stack([*counted.values()])), strict=True)) if are_enough else {}
+        lengths = dict(zip(counted, norms(torch.stack([*counted.values()])), strict=True)) if len(counted) > 1 else {}
         claims = {member: offers[member].num_tokens / offers[member].num_steps for member in counted}
         for member in list(decoded):
             fault, why = self._outlier(member, lengths, claims, steps) if member in lengths else (None, "")
@@ -306,22 +310,27 @@ class _BoundElasticMean(ExchangeState):
         """Return why a part is one that no sound replica sends; None for the fault of a sound one."""
         # others that did far fewer steps do not show how long a part of this many may be
         near = {one: length for one, length in lengths.items() if one == member or 4 * steps[one] >= steps[member]}
-        usual = _usual_length(member, near, steps)
+        are_two = len(lengths) == 2
+        whose = "that of the other one" if are_two else "the median of the others"
+        # of two the longer one is left out: a part that is too short for its steps costs a round, and no parameters
+        usual = _usual_length(member, near, steps, least=1 if are_two else 2)
         if usual and lengths[member] > max(_BAD_LENGTH, self._spec.most_length) * usual:
-            return "too_long", f"{lengths[member] / usual:.3g} times as long as the median of the others"
+            return "too_long", f"{lengths[member] / usual:.3g} times as long as {whose}"
         others = [claim for one, claim in claims.items() if one != member]
         if claims[member] > _MOST_TOKENS * statistics.median_high(others):
-            return "malformed", f"{claims[member]:.3g} tokens a step, where others have {max(others):.3g} at most"
+            return "too_heavy", f"{claims[member]:.3g} tokens a step, where others have {max(others):.3g} at most"
         return None, ""
 
 
-def _usual_length(member: int, lengths: Mapping[int, float], steps: Mapping[int, int]) -> float | None:
+def _usual_length(
+    member: int, lengths: Mapping[int, float], steps: Mapping[int, int], *, least: int = 2
+) -> float | None:
     """Return the median length of the other parts, or of their steps times this one's number of steps.
 
-    A replica does not move the measure of its own part. None where there are fewer than two others.
+    A replica does not move the measure of its own part. None where there are fewer others than `least`.
     """
     others = [one for one in lengths if one != member]
-    if len(others) < 2:
+    if len(others) < least:
         return None
     a_step = statistics.median_high([lengths[one] / max(1, steps[one]) for one in others])
     # a replica that did more steps may have moved further

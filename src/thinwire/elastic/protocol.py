@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from thinwire.errors import PayloadError
 
-VERSION = 8
+VERSION = 9
 # Bytes of a message to a replica, and to the coordinator, which receives no large ones.
 MOST_BYTES, MOST_BYTES_HERE = 1 << 20, 1 << 16
 _MAX_DEPTH = 16
@@ -30,14 +30,20 @@ RUN_OVER = "the run has come to its end"
 
 Message = dict[str, Any]
 
-PartFault = Literal["non_finite", "malformed", "foreign", "too_long"]
+PartFault = Literal["non_finite", "malformed", "foreign", "too_long", "too_heavy"]
 # What is wrong with parts that are left out of a mean, as the end of a sentence about several of them.
 PART_FAULTS: Mapping[PartFault, str] = {
     "non_finite": "hold NaN or infinity",
     "malformed": "are malformed",
     "foreign": "refer to other global parameters or to another round",
     "too_long": "are far longer than those of the others",
+    "too_heavy": "claim far more tokens than those of the others",
 }
+# Faults that only a comparison with other parts shows: a sound part has them too, beside one of a member that lies.
+RELATIVE_FAULTS = frozenset({"foreign", "too_long", "too_heavy"})
+
+# What a member makes of its own copy of a part; unknown where it holds none, or has not looked.
+PartVerdict = Literal["sound", "bad", "unknown"]
 
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Number = Annotated[float, Meta(ge=0, lt=1 << 63)]
@@ -67,8 +73,10 @@ _TO_COORDINATOR: dict[str, dict[str, Any]] = {
     "launch": {"round": _Count, "step": _Count, "used": _Windows},
     "withhold": {"round": _Count, "step": _Count, "used": _Windows, "parts": _Count},
     "reject": {
-        "round": _Count, "member": _Count, "parts": _Count, "since": _Count, "fault": PartFault, "why": _Text
+        "round": _Count, "member": _Count, "parts": _Count, "since": _Count, "fault": PartFault, "why": _Text,
+        "sha256": (_MaybeSha256, ""),
     },
+    "verdict": {"round": _Count, "member": _Count, "verdict": PartVerdict, "sha256": _MaybeSha256},
     "vote": {"round": _Count, "step": _Count, "has": tuple[_ReplicaNumber, ...], "hash": _Count},
     "lease": {"number": _Count},
     "captured": {"step": _Count, "root": _Sha256, "bytes": _Count},
@@ -92,6 +100,7 @@ _TO_MEMBER: dict[str, dict[str, Any]] = {
     },
     "progress": {"step": _Count, "closed": _Count, "floor": _Count, "kept": _Count, "generation": _Text},
     "pace": {"step_s": _Number, "sites": list, "detours": list},
+    "verify": {"round": _Count, "member": _Count},
     "capture": {"step": _Count},
     "state": {"step": _Count, "root": _Text, "bytes": _Count, "holders": list, "note": dict, "era": _Count},
     "account": {"step": _Count, "note": dict},

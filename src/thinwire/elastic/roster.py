@@ -64,8 +64,6 @@ class RosterMember:
     first_values: str = ""  # hash of the values that its model began with; empty where all begin with the same
     has_counted: bool = False  # a part of it has been in a mean
     named_at: int | None = None  # number of rounds decided at the latest report of its bad parts
-    # by replica that found several of its parts in a row bad, the first's round
-    rejected_by: dict[int, int] = field(default_factory=dict)
 
     @property
     def steps_per_s(self) -> float:
@@ -154,13 +152,11 @@ class Roster:
             member.first_move = member.first_move or (step, now_s)
 
     def most_step(self, member: RosterMember, *, now_s: float) -> float:
-        """Return the furthest step that others may have reached; infinite where that is not known.
+        """Return the furthest step that others may have reached; infinite where there are none.
 
-        Of two replicas it is not known which one is wrong. One of several may have been held up, so twice its usual
-        rate counts since its last report.
+        One of them may have been held up, so twice its usual rate counts since its last report.
         """
-        reached = self._reached_by_others(member, now_s=now_s, rates=_MOST_RATES)
-        return max(reached) if len(reached) >= _LEAST_WITNESSES else math.inf
+        return max(self._reached_by_others(member, now_s=now_s, rates=_MOST_RATES), default=math.inf)
 
     def witnessed_step(self) -> int:
         """Return the furthest step that two active replicas have reached, or one where there are only two."""
@@ -188,9 +184,9 @@ class Roster:
         if member is not None and now_s - member.heard_s < SUSPECT_SILENCE_S:
             member.suspected_by.add(by)
             others = set(self.active) - {replica}
-            member.is_suspect = self.are_most(member.suspected_by & others, of=others)
+            member.is_suspect = self.are_most(member.suspected_by & others, others)
 
-    def are_most(self, reporters: set[int], *, of: set[int]) -> bool:
+    def are_most(self, reporters: set[int], of: set[int]) -> bool:
         """Return whether replicas are more than half of others, and their addresses more than half of the addresses.
 
         So that a holder of the secret gets no majority by joining many times from one host.

@@ -7,7 +7,9 @@ replica that holds a blob offers it too, so that it survives its sender. `RoundS
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -264,6 +266,8 @@ class RoundStateMachine:
 _MOST_BAD_COPIES = 2
 # Characters of an error's text that a report holds.
 _MOST_WHY = 200
+# Rounds whose verdicts are kept for the coordinator; and the limit on a blob that is here already.
+_MOST_VERDICTS, _ANY_BYTES = 64, 1 << 62
 _HEAD = struct.Struct("<IxxxxQ")
 HEAD_BYTES = _HEAD.size
 # Seconds between two polls for blobs; coordinator messages wake a waiting round at once.
@@ -581,6 +585,11 @@ class ReplicaRounds:
         self._session = session
         self._store = store
         self._kept: dict[int, int] = {}
+        self._bad: dict[int, set[int]] = {}  # by applied round: whose parts were bad
+        self._sound: dict[int, frozenset[int]] = {}  # and whose were not
+        self._unanswered: set[tuple[int, int]] = set()  # parts that the coordinator asks about
+        self._lock = threading.Lock()
+        session.verifiers.append(self._verify)
 
     def active(self) -> tuple[int, ...]:
         """Return the replicas that take part, this one among them."""
@@ -612,9 +621,47 @@ class ReplicaRounds:
         self, member: int, *, round_id: int, bad_parts: int, since: int, fault: PartFault, why: str = ""
     ) -> None:
         """Report that a part was left out; see `ElasticSession.reject`."""
+        with self._lock:
+            self._bad.setdefault(round_id, set()).add(member)
         self._session.send(
-            "reject", round=round_id, member=member, parts=bad_parts, since=since, fault=fault, why=why[:_MOST_WHY]
-        )
+            "reject", round=round_id, member=member, parts=bad_parts, since=since, fault=fault, why=why[:_MOST_WHY],
+            sha256=self._own_copy_sha256(round_id, member) if bad_parts > 1 else "",
+        )  # fmt: skip
+
+    def confirm(self, round_id: int, sound: Collection[int]) -> None:
+        """Record whose parts of a round were sound; the coordinator may ask, see `ElasticSession.confirm`."""
+        with self._lock:
+            self._sound[round_id] = frozenset(sound)
+            for verdicts in (self._sound, self._bad):
+                while len(verdicts) > _MOST_VERDICTS:
+                    del verdicts[next(iter(verdicts))]
+            asked = {part for part in self._unanswered if part[0] == round_id}
+            self._unanswered -= asked
+        for _, member in asked:
+            self._verify(round_id, member)
+
+    def _verify(self, round_id: int, member: int) -> None:
+        """Tell the coordinator what this replica makes of a part; once the round is applied, where it is not yet."""
+        with self._lock:
+            if round_id not in self._sound:
+                if len(self._unanswered) < _MOST_VERDICTS:
+                    self._unanswered.add((round_id, member))
+                return
+            is_bad = member in self._bad.get(round_id, ())
+            is_sound = member in self._sound[round_id] and not is_bad
+        sha256 = self._own_copy_sha256(round_id, member)
+        verdict = "bad" if is_bad else "sound" if is_sound and sha256 else "unknown"
+        self._session.send("verdict", round=round_id, member=member, verdict=verdict, sha256=sha256)
+
+    def _own_copy_sha256(self, round_id: int, member: int) -> str:
+        """Return the hash of this replica's copy of a part; empty where it holds none any more."""
+        fetch = self._store.get(self._session.replica, blob_name(round_id, member), most_bytes=_ANY_BYTES)
+        if not fetch.done():
+            fetch.cancel()
+            return ""
+        with contextlib.suppress(TransportError, PayloadError):
+            return hashlib.sha256(fetch.wait(deadline_s=0.0).numpy().data).hexdigest()
+        return ""
 
     def is_past(self, name: bytes) -> bool:
         """Return whether a name is that of a part of a round that no replica needs any more."""

@@ -212,6 +212,8 @@ class FixedSeat:
     def reject(self, member: int, **rest: object) -> None:
         self.rejected.append(member)
 
+    def confirm(self, round_id: int, sound: object) -> None: ...
+
     def done(self) -> bool:
         return True
 
