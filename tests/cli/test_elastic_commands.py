@@ -13,7 +13,7 @@ import pytest
 
 from thinwire.cli.main import main
 
-COMMANDS = ("join", "status", "pause", "resume", "leave")
+COMMANDS = ("join", "invite", "status", "pause", "resume", "leave")
 WORDS = "thinwire://127.0.0.1:1/" + 52 * "a"
 
 RANKS = ("--elastic", "--ranks-per-replica", "2")
@@ -55,6 +55,8 @@ def test_the_options_of_elastic_commands_are_those_that_were_agreed_on() -> None
         (["train", "--elastic", "--method", "noloco"], "exchanges with chosen replicas"),
         (["train", "--elastic", "--method", "sparse-loco"], "depends on who sent what before"),
         (["train", "--elastic", "--method", "all-reduce"], "for elastic runs take iso-loco, streaming-diloco, diloco"),
+        (["train", "--invite-only"], "--invite-only is for elastic runs; got --invite-only without --elastic"),
+        (["invite", "/nowhere"], "the folder is of no elastic run whose first host is this one; got /nowhere"),
         (["train", "--elastic", "--pace"], "--pace does not go with --elastic"),
         (
             ["train", "--elastic", "--overlap-steps", "1,2"],

@@ -19,7 +19,8 @@ class Desk:
     """A coordinator without wires."""
 
     def __init__(
-        self, journal: list[dict[str, Any]] | None = None, *, planned: int = 2, resumed_step: int = 0
+        self, journal: list[dict[str, Any]] | None = None, *, planned: int = 2, resumed_step: int = 0,
+        is_invite_only: bool = False,
     ) -> None:  # fmt: skip
         self.journal: list[dict[str, Any]] = [] if journal is None else journal
         self.said: list[tuple[bytes, Message]] = []
@@ -27,7 +28,7 @@ class Desk:
         self.coordinator = Coordinator(
             CoordinatorConfig(
                 job={"thinwire": __version__}, initial_replicas=planned, sync_interval=10, overlap_steps=1,
-                shard_windows=8, resumed_step=resumed_step,
+                shard_windows=8, resumed_step=resumed_step, is_invite_only=is_invite_only,
             ),
             send=self._send, record=lambda what, fields: self.journal.append({"what": what, **fields}),
             generation="g",

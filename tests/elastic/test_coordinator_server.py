@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,18 +18,23 @@ import pytest
 import zmq
 
 from tests.strangers import GARBAGE, GARBAGE_NAMES, hangs_up, memory_is_bounded
+from thinwire.cli.main import main
 from thinwire.elastic import coordinator_server as hub_module
+from thinwire.elastic import join as join_module
 from thinwire.elastic.connection_limits import UNSEEN_BYTES
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_client import CoordinatorConnection, send_command
-from thinwire.elastic.coordinator_server import TOKEN_BYTES, CoordinatorServer, client_keys, coordinator_keys
+from thinwire.elastic.coordinator_server import KEY_FILE, TOKEN_BYTES, CoordinatorServer, client_keys, coordinator_keys
 from thinwire.elastic.coordinator_state import CoordinatorConfig
-from thinwire.elastic.invitation import Invitation
+from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.join import JoinPlan, join
 from thinwire.elastic.protocol import MOST_BYTES_HERE, VERSION, Message, encode
-from thinwire.errors import Refused, WrongCoordinator
+from thinwire.elastic.seats import INVITATIONS_FILE, InvitedCallers, add_invitation
+from thinwire.errors import ConnectError, Refused, WrongCoordinator
+from thinwire.training.elastic.coordinator_process import JOB_FILE, PORT_FILE
+from thinwire.training.elastic.job import LocalSettings
 from thinwire.transport.addresses import ListenConfig
-from thinwire.transport.secret import Secret
+from thinwire.transport.secret import Secret, make_secret
 from thinwire.transport.wire import listener as wire_door
 from thinwire.transport.wire.listener import MAX_UNPROVEN
 from thinwire.version import __version__
@@ -40,16 +46,19 @@ HOST, SOON_S = "127.0.0.1", 120.0
 class Port:
     """A coordinator at a port of this host, and an honest replica that talks with it."""
 
-    def __init__(self, *, key: Secret | None = None) -> None:
+    def __init__(self, *, key: Secret | None = None, invitations: Path | None = None) -> None:
         self.said: list[str] = []
         self.journal: list[tuple[str, dict[str, Any]]] = []
-        self.hub = CoordinatorServer(secret=SECRET, key=key, address=HOST, port=0, say=self.said.append)
+        self.hub = CoordinatorServer(
+            secret=SECRET, key=key, address=HOST, port=0, say=self.said.append, invitations=invitations
+        )
         self.coordinator = Coordinator(
             CoordinatorConfig(
                 job={"thinwire": __version__}, initial_replicas=1, sync_interval=10, overlap_steps=1,
-                shard_windows=8,
+                shard_windows=8, is_invite_only=invitations is not None,
             ),
             send=self.hub.send, record=lambda what, fields: self.journal.append((what, fields)), generation="g",
+            secret=SECRET,
         )  # fmt: skip
         self._is_over = threading.Event()
         self._failure: BaseException | None = None
@@ -200,6 +209,63 @@ def test_a_member_that_poses_as_the_coordinator_is_refused(key: Secret | None) -
     finally:
         honest.close()
         posing.close()
+
+
+def test_an_invitation_seats_one_replica_and_a_used_one_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = Port(key=Secret(key=b"c" * 32), invitations=tmp_path / INVITATIONS_FILE)
+    plan = lambda job: JoinPlan(num_replicas=2, interval_steps=10)  # noqa: E731
+    listen = ListenConfig(address=HOST)
+    try:
+        first, second = (add_invitation(tmp_path, public_of=lambda key: client_keys(key).public_bytes) for _ in "ab")
+        assert first.key.hex() not in (tmp_path / INVITATIONS_FILE).read_text(), "who reads the file is not invited"
+        secrets: list[Secret] = []
+        wire = join_module.WireTransport
+        seen = lambda *, secret, **rest: (secrets.append(secret), wire(secret=secret, **rest))[1]  # noqa: E731
+        monkeypatch.setattr(join_module, "WireTransport", seen)
+        seated, _ = join(port.invitation, secret=first, plan_of=plan, listen=listen, deadline_s=SOON_S)
+        try:
+            assert secrets == [SECRET], "it is sent the job's secret, with which replicas reach each other"
+            with pytest.raises(Refused, match="a replica has joined by this invitation, which seats one; ask whoever"):
+                join(port.invitation, secret=first, plan_of=plan, listen=listen, deadline_s=SOON_S)
+            monkeypatch.setattr(hub_module, "is_own", lambda host: False)
+            with pytest.raises(Refused, match=r"takes new replicas by invitation only; ask .* thinwire invite FOLDER"):
+                join(port.invitation, secret=SECRET, plan_of=plan, listen=listen, deadline_s=SOON_S)
+            answer = send_command(port.invitation, secret=first, deadline_s=SOON_S, verb="status", target="")
+            assert answer["ok"] and [one["replica"] for one in answer["status"]["members"]] == [0, 1]
+            with pytest.raises(ConnectError):
+                send_command(port.invitation, secret=first, deadline_s=1.0, verb="leave", target="0")
+            other, _ = join(port.invitation, secret=second, plan_of=plan, listen=listen, deadline_s=SOON_S)
+            other.close()
+        finally:
+            seated.close()
+        port.goes_on()
+        assert [fields for what, fields in port.journal if what == "seat"] == [
+            {"seat": 1, "origin": HOST}, {"seat": 2, "origin": HOST},
+        ]  # fmt: skip
+    finally:
+        port.close()
+
+
+def test_invite_prints_an_address_of_a_key_of_its_own_for_a_run_that_asks_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_secret(tmp_path / KEY_FILE)
+    (tmp_path / PORT_FILE).write_text(json.dumps({"address": HOST, "port": 29400}))
+    LocalSettings(
+        invitation="", secret="", out=str(tmp_path), cache_dir="", threads=1, address=HOST,
+        advertise="gate.example:7000", port_range="29400-29400",
+    ).save()  # fmt: skip
+    (tmp_path / JOB_FILE).write_text(json.dumps({"is_invite_only": False}))
+    assert main(["invite", str(tmp_path)]) == 2
+    assert "an invitation would limit nothing" in capsys.readouterr().err
+    (tmp_path / JOB_FILE).write_text(json.dumps({"is_invite_only": True}))
+    assert main(["invite", str(tmp_path)]) == 0 == main(["invite", str(tmp_path)])
+    first, second = (read_invitation(line) for line in capsys.readouterr().out.splitlines())
+    assert (first.host, first.port) == ("gate.example", 7000) and first.coordinator_key == second.coordinator_key
+    assert first.secret != second.secret and first.secret is not None
+    callers = InvitedCallers(client_keys(SECRET).public_bytes, tmp_path / INVITATIONS_FILE)
+    callers.reload()
+    assert [callers[client_keys(one.secret).public_bytes] for one in (first, second) if one.secret] == [1, 2]
 
 
 def test_garbage_of_one_that_has_the_secret_is_refused_and_told_of_a_few_times(port: Port) -> None:

@@ -18,6 +18,7 @@ from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.global_state import GlobalState, tensors_sha256
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.journal import Journal
+from thinwire.elastic.seats import INVITATIONS_FILE
 from thinwire.errors import CheckpointError, ThinwireError, excluded, refusal
 from thinwire.files import write_whole
 from thinwire.runlog.run_identity import RunIdentity, new_identity, read_identity
@@ -197,7 +198,7 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
         checkpoints_of(config, run=begun.identity).write(begun.state)
     secret, secret_path = _secret(config, is_new=begun.is_taken_over)
     old = (KEY_FILE,) if begun.is_taken_over else ()  # from an earlier time as the run's first host
-    for name in (PORT_FILE, JOURNAL_FILE, ALONE_FILE, *old):
+    for name in (PORT_FILE, JOURNAL_FILE, ALONE_FILE, INVITATIONS_FILE, *old):
         (run_dir / name).unlink(missing_ok=True)
     key = coordinator_keys(own_key(run_dir, is_made=True) or secret).public_bytes
     # the replicas wait for the coordinator by themselves, but must know where it will be
@@ -223,7 +224,9 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
             log(f"going on with run {begun.identity.run} from step {step}{new_host}")
         where = " (this host has no address that others reach)" if shown.host == "127.0.0.1" else ""
         places = "".join(f" {flag(name)} {shlex.quote(value)}" for name, value in shared_places_of(config).items())
-        log(f"others join with: thinwire join -{places} <<< {invitation.text()}{where}")
+        how = "what this prints, once each: thinwire invite " + shlex.quote(str(run_dir))
+        address_text = how if config.elastic.invite_only else f"thinwire join -{places} <<< {invitation.text()}{where}"
+        log(f"others join with: {address_text}")
     coordinator = Role(
         name="coordinator", module=COORDINATOR, is_needed=False,
         arguments=(str(secret_path), address, str(port)),

@@ -32,6 +32,7 @@ COMMANDS = {
     "doctor": "check what keeps a run from starting on this host, and on the way to another",
     "secret": "make the secret that authenticates and encrypts the traffic of a job",
     "join": "add this host to a running elastic job",
+    "invite": "print a one-time invitation to an elastic job, on its first host",
     "status": "show the state and the members of an elastic job",
     "pause": "pause replicas of an elastic job",
     "resume": "resume paused replicas of an elastic job",

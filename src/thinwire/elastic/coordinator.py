@@ -33,11 +33,13 @@ from thinwire.elastic.protocol import (
     PartFault,
     printable,
 )
-from thinwire.elastic.roster import MemberState, RosterMember
+from thinwire.elastic.roster import SUSPECT_SILENCE_S, MemberState, RosterMember
 from thinwire.elastic.rounds import Decision, Vote
+from thinwire.elastic.seats import NO_SEAT, check_verb
 from thinwire.elastic.snapshots import StateSnapshot
 from thinwire.errors import PayloadError
 from thinwire.events import FIRST_LAST_ROUND
+from thinwire.transport.secret import Secret
 
 PROGRESS_S = 1.0
 # Findings written down of one replica, and leases to it that no round has counted yet.
@@ -73,6 +75,7 @@ class Coordinator:
         generation: Names this process of the coordinator.
         keep_records: Takes lines that a replica recorded.
         clock: Returns the time of day, which others compare with theirs.
+        secret: The job's, which who joins by an invitation is sent.
 
     Attributes:
         state: All that it knows.
@@ -82,6 +85,7 @@ class Coordinator:
     def __init__(
         self, config: CoordinatorConfig, *, send: Send, record: Record, generation: str,
         keep_records: Callable[[int, str], None] = _discard, clock: Callable[[], float] = time.time,
+        secret: Secret | None = None,
     ) -> None:  # fmt: skip
         self.state = CoordinatorState(config=config)
         self.admin = AdminCommands(self.state, send=send, expel=self.expel, report=self.report, clock=clock)
@@ -90,9 +94,13 @@ class Coordinator:
         self._record = record
         self._generation = generation
         self._keep_records = keep_records
+        self._secret = secret
         self._next_progress_s = 0.0
 
-    def handle(self, token: bytes, message: Message, *, now_s: float, origin: str = "") -> None:
+    def handle(
+        self, token: bytes, message: Message, *, now_s: float, origin: str = "", seat: int = NO_SEAT,
+        is_own_host: bool = True,
+    ) -> None:  # fmt: skip
         """Act on a validated message of a connection.
 
         Args:
@@ -100,17 +108,23 @@ class Coordinator:
             message: The message.
             now_s: The time.
             origin: IP address from which the connection comes; empty where it is not known.
+            seat: Number of the invitation that it has proven, 0 for the job's secret.
+            is_own_host: Whether it comes from the coordinator's own host.
 
         Raises:
             PayloadError: It contradicts the state, or exceeds a limit.
         """
         kind = message["kind"]
         if kind == "command":
+            check_verb(seat, message["verb"])
             self.admin.handle(token, verb=message["verb"], target=message["target"], now_s=now_s)
             return
         member = self.state.roster.by_token(token)
         if kind == "join":
-            self._join(token, member, message, now_s=now_s, origin=origin)
+            seat_refusal = "" if member is not None else self._seat_refusal(
+                seat, origin, now_s=now_s, is_own_host=is_own_host
+            )  # fmt: skip
+            self._join(token, member, message, now_s=now_s, origin=origin, seat=seat, seat_refusal=seat_refusal)
             return
         if member is None:
             self._send(token, "unknown", {"generation": self._generation})
@@ -162,8 +176,21 @@ class Coordinator:
 
     # -- joining
 
+    def _seat_refusal(self, seat: int, origin: str, *, now_s: float, is_own_host: bool) -> str:
+        """Return why a caller gets no seat; a silent replica of its invitation makes room."""
+        state = self.state
+        if not self._config.is_invite_only:
+            return ""
+        held = [member for member in state.roster if seat != NO_SEAT and member.seat == seat]
+        silent = [member for member in held if now_s - member.heard_s > SUSPECT_SILENCE_S and member.origin == origin]
+        refusal = state.seats.refusal(seat, origin, is_own_host=is_own_host, is_taken=len(held) > len(silent))
+        for member in silent if not refusal else ():
+            self._remove(member, why="has fallen silent, and its invitation's holder joins again")
+        return refusal
+
     def _join(
-        self, token: bytes, member: RosterMember | None, message: Message, *, now_s: float, origin: str
+        self, token: bytes, member: RosterMember | None, message: Message, *, now_s: float, origin: str, seat: int,
+        seat_refusal: str,
     ) -> None:  # fmt: skip
         state, job = self.state, self._config.job
         refusal = ""
@@ -175,6 +202,8 @@ class Coordinator:
             )
         elif state.failure or state.has_finished:
             refusal = state.failure or RUN_OVER
+        elif seat_refusal:
+            refusal = seat_refusal
         elif member is None and len(state.roster) >= _MAX_MEMBERS:
             refusal = f"the job has {_MAX_MEMBERS} replicas, which is the most"
         elif member is None and origin and sum(one.origin == origin for one in state.roster) >= _MAX_PER_ADDRESS:
@@ -193,13 +222,16 @@ class Coordinator:
         state.has_been_left = False
         if member is None:
             member = state.roster.add(token, host=printable(message["host"], most=200), now_s=now_s)
-            member.origin = origin
+            member.origin, member.seat = origin, seat
+            if state.seats.take(seat, origin):
+                self._record("seat", {"seat": seat, "origin": origin})
             # in the journal before the welcome: a number must never be given twice
             self._record("member", state.member_line(member))
             state.standby_hosts.joined(member.host)
             self.report(f"replica {member.replica} on {member.host} joins")
         # a repeated join gets the same number again: the first welcome was lost
-        welcome = {"replica": member.replica, "generation": self._generation, "job": dict(job)}
+        secret = self._secret.key.hex() if seat != NO_SEAT and self._secret is not None else ""
+        welcome = {"replica": member.replica, "generation": self._generation, "job": dict(job), "secret": secret}
         self._send(token, "welcome", welcome)
 
     def _on_ready(self, member: RosterMember, message: Message, now_s: float) -> None:

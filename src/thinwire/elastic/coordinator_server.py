@@ -12,8 +12,10 @@ from typing import Any
 from thinwire.elastic.connection_limits import ConnectionLimits
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encode
+from thinwire.elastic.seats import InvitedCallers
 from thinwire.errors import PayloadError
 from thinwire.rate_limit import RateLimit
+from thinwire.transport.addresses import is_own
 from thinwire.transport.secret import Secret, make_secret, read_secret
 from thinwire.transport.wire.connection import HANDSHAKE_S, HEARTBEAT_S, KeyPair
 from thinwire.transport.wire.listener import ACCEPTED, Listener, ReceivedFrame
@@ -84,6 +86,7 @@ class CoordinatorServer:
         address: The IP address to listen on; `::` is all of IPv6 and IPv4.
         port: The port; 0 takes a free one.
         say: Reports connections that were refused.
+        invitations: File of the run's invitations.
 
     Raises:
         ConnectError: The address or port cannot be listened on.
@@ -94,7 +97,8 @@ class CoordinatorServer:
     """
 
     def __init__(
-        self, *, secret: Secret, address: str, port: int, say: Callable[[str], None], key: Secret | None = None
+        self, *, secret: Secret, address: str, port: int, say: Callable[[str], None], key: Secret | None = None,
+        invitations: Path | None = None,
     ) -> None:  # fmt: skip
         self._say = say
         self._num_invalid: dict[bytes, int] = {}
@@ -103,11 +107,11 @@ class CoordinatorServer:
         self._guard_s = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.generation = secrets.token_hex(8)
-        callers = {client_keys(secret).public_bytes: 0}
+        self._callers = InvitedCallers(client_keys(secret).public_bytes, invitations)
         try:
             self._door = Listener(
-                self._context, address=address, ports=(port,), keys=coordinator_keys(key or secret), callers=callers,
-                decide=lambda replica: ACCEPTED, prepare=_set_server_options,
+                self._context, address=address, ports=(port,), keys=coordinator_keys(key or secret),
+                callers=self._callers, decide=lambda replica: ACCEPTED, prepare=_set_server_options,
             )  # fmt: skip
         except BaseException:
             self._context.destroy(linger=0)
@@ -134,6 +138,7 @@ class CoordinatorServer:
         last_s = 0.0
         while not until():
             poller.poll(round(1000 * _TICK_S))
+            self._callers.reload()
             for fd in self._door.departed():
                 self._limits.ended(fd)  # its replica may dial again
             self._door.decisions()
@@ -173,7 +178,11 @@ class CoordinatorServer:
             if found.frame is None:
                 raise PayloadError("a message of several frames")
             message = decode(bytes(found.frame), to_member=False)
-            coordinator.handle(caller, message, now_s=now_s, origin=self._limits.origin(found.fd))
+            origin, is_join = self._limits.origin(found.fd), message["kind"] == "join"
+            coordinator.handle(
+                caller, message, now_s=now_s, origin=origin, seat=found.replica,
+                is_own_host=is_join and bool(origin) and is_own(origin),
+            )  # fmt: skip
         except PayloadError as error:
             self._num_invalid[caller] = self._num_invalid.get(caller, 0) + 1
             if self._num_invalid[caller] <= _MAX_INVALID:

@@ -13,6 +13,7 @@ from thinwire.elastic.part_disputes import PartDisputes
 from thinwire.elastic.roster import LEAST_SILENCE_S, MemberState, Roster, RosterMember
 from thinwire.elastic.rounds import Decision, ElasticRounds
 from thinwire.elastic.routing import DetourTable, SiteTable
+from thinwire.elastic.seats import Seats
 from thinwire.elastic.snapshots import StateSnapshots
 from thinwire.events import FIRST_LAST_ROUND
 
@@ -190,6 +191,7 @@ class CoordinatorConfig:
         start_timeout_s: Wait for initial replicas that are late.
         resumed_step: Step of the checkpoint that the run resumes from, 0 where it begins from the seed.
         last_step: The run's last inner step, 0 where it has none.
+        is_invite_only: Whether other hosts join by invitations alone.
     """
 
     job: Mapping[str, Any]
@@ -201,6 +203,7 @@ class CoordinatorConfig:
     allows_overdue: bool = False
     start_timeout_s: float = 60.0
     resumed_step: int = 0
+    is_invite_only: bool = False
     last_step: int = 0
 
 
@@ -216,6 +219,7 @@ class CoordinatorState:
     leases: DataLeases = field(init=False)
     snapshots: StateSnapshots = field(default_factory=StateSnapshots)
     disputes: PartDisputes = field(init=False)
+    seats: Seats = field(default_factory=Seats)
     standby_hosts: StandbyHosts = field(default_factory=StandbyHosts)
     has_started: bool = False
     has_finished: bool = False
@@ -420,7 +424,7 @@ class CoordinatorState:
         """Return a member's journal line, and keep it for the compacted journal."""
         self.member_lines[member.replica] = {
             **member.describe(), "token": member.token.hex(), "held_step": member.held_step,
-            "begin_step": member.begin_step, "disk_step": member.disk_step,
+            "begin_step": member.begin_step, "disk_step": member.disk_step, "seat": member.seat,
             "first_values": member.first_values,
         }  # fmt: skip
         return self.member_lines[member.replica]
@@ -477,6 +481,8 @@ class CoordinatorState:
                 self.leases.load_state_dict(line)
             case "accounts":
                 self.accounts = deque((applied, round_id, data) for applied, round_id, data in line["accounts"])
+            case "seat":
+                self.seats.used[line["seat"]] = line["origin"]
             case "undo":
                 self.leases.load_undo_state(line["rounds"])
             case what:
@@ -517,6 +523,7 @@ class CoordinatorState:
             address=line["address"], port=line["port"], state=MemberState(line["state"]), step=line["step"],
             is_awaited=True, moved_s=now_s, held_step=line["held_step"], begin_step=line["begin_step"],
             disk_step=line["disk_step"], has_counted=has_counted, first_values=line.get("first_values", ""),
+            seat=line.get("seat", 0),
         ))  # fmt: skip
 
     def journal_lines(self) -> list[dict[str, Any]]:
@@ -535,6 +542,7 @@ class CoordinatorState:
         if self.corpus is not None:
             lines.append({"what": "corpus", "corpus": self.corpus[0], "windows": self.corpus[1]})
         lines += [{"what": "started"}] if self.has_started else []
+        lines += [{"what": "seat", "seat": seat, "origin": origin} for seat, origin in self.seats.used.items()]
         for member in self.roster:
             if member.replica in self.member_lines:
                 own = self.member_lines[member.replica]

@@ -143,7 +143,7 @@ def join(
 
     Args:
         invitation: Where its coordinator is.
-        secret: Secret of the job.
+        secret: Secret of the job, or the key of an invitation.
         plan_of: Reads what the session needs from the job.
         listen: Where this replica listens; None for the address from which the coordinator is reached.
         deadline_s: Seconds to wait for the coordinator.
@@ -164,6 +164,8 @@ def join(
     try:
         welcome = _request_join(connection, handshake, invitation, deadline_s=deadline_s)
         replica, job = welcome["replica"], welcome["job"]
+        if welcome["secret"]:  # an invitation opens the way to the coordinator alone
+            secret = Secret(key=bytes.fromhex(welcome["secret"]))
         plan = plan_of(job)
         wire = WireTransport(
             replica=replica,

@@ -91,7 +91,7 @@ _TO_COORDINATOR: dict[str, dict[str, Any]] = {
     "command": {"verb": _Text, "target": _Text},
 }  # fmt: skip
 _TO_MEMBER: dict[str, dict[str, Any]] = {
-    "welcome": {"replica": _Count, "generation": _Text, "job": dict},
+    "welcome": {"replica": _Count, "generation": _Text, "job": dict, "secret": (_MaybeSha256, "")},
     "refused": {"why": _Text},
     "roster": {"members": list, "started": bool, "number": _Count},
     "call": {"round": _Count, "members": list},

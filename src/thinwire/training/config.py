@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Options that do not change what is computed: a resumed run may change them, and hosts may differ in them.
 FREE = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret",
-    "advertise", "port_range", "traffic_plan",
+    "advertise", "port_range", "traffic_plan", "invite_only",
     "join_deadline_s", "samples", "port", "begin_with", "checkpoint_to", "keep_checkpoints", "log_every",
     "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan", "config",
     "expected_step_s", "ranks_per_replica", "on_finding", "on_finding_dry_run", "checkpoint_auto",
@@ -213,6 +213,8 @@ class ElasticConfig:
     """Port of the coordinator; 0 chooses a free one."""
     begin_with: int | None = None
     """Replicas on all hosts that must have joined before the first step. Default: --replicas."""
+    invite_only: bool = False
+    """Let other hosts join by one-time invitations of thinwire invite only."""
     checkpoint_to: str | None = None
     """Folder or URL (s3://...) of checkpoints. Default: checkpoints/ in --out."""
     keep_checkpoints: int = 2

@@ -16,6 +16,7 @@ from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_server import CoordinatorServer, own_key
 from thinwire.elastic.coordinator_state import CoordinatorConfig, CoordinatorState
 from thinwire.elastic.journal import HeldMessages, Journal
+from thinwire.elastic.seats import INVITATIONS_FILE
 from thinwire.errors import ThinwireError
 from thinwire.files import write_whole
 from thinwire.runlog.forwarding import TakenRecords
@@ -63,7 +64,10 @@ def coordinate(
     # a restarted coordinator must be where the earlier one was
     wanted = known[1] if port == 0 and known is not None else port
     secret = read_secret(secret_path)
-    server = CoordinatorServer(secret=secret, key=own_key(run_dir), address=address, port=wanted, say=say)
+    server = CoordinatorServer(
+        secret=secret, key=own_key(run_dir), address=address, port=wanted, say=say,
+        invitations=run_dir / INVITATIONS_FILE,
+    )  # fmt: skip
     if known != (address, server.port):  # else there may be no room for it
         write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": server.port}) + "\n")
     held = HeldMessages(journal, send=server.send)
@@ -72,10 +76,16 @@ def coordinate(
         sync_interval=job["sync_interval"], overlap_steps=job["overlap_steps"], shard_windows=job["shard_windows"],
         part_share=job.get("part_share", 0.0), allows_overdue=job.get("allows_overdue", False),
         start_timeout_s=job["start_timeout_s"], resumed_step=job["resumed_step"],
+        is_invite_only=job.get("is_invite_only", False),
     )  # fmt: skip
     records = TakenRecords(run_dir, say=say)
     coordinator = Coordinator(
-        config, send=held.send, record=journal.write, generation=server.generation, keep_records=records.take
+        config,
+        send=held.send,
+        record=journal.write,
+        generation=server.generation,
+        keep_records=records.take,
+        secret=secret,
     )
     coordinator.replay(journal.lines(), now_s=time.monotonic())
     end = _EndOfRun(coordinator.state, until, alone=run_dir / ALONE_FILE, idle_s=job.get("idle_s"))

@@ -103,6 +103,7 @@ class ElasticJob:
             "allows_overdue": self.allows_overdue, "identity": self.identity.to_json(),
             "resumed_step": self.resumed_step, "resumed_sha256": self.resumed_sha256,
             "begin_with": self.config.elastic.begin_with or self.config.num_replicas, "last_step": self.last_step,
+            "is_invite_only": self.config.elastic.invite_only,
             "start_timeout_s": self.config.run.join_deadline_s,
         }  # fmt: skip
 
