@@ -444,7 +444,9 @@ class Coordinator:
             # one finding an episode: observers differ in its first round, and good parts may lie between
             before, bad.named_at = bad.named_at, state.rounds.num_decided
             if before is None or bad.named_at - before > _EPISODE_ROUNDS:
-                text = _left_out(bad, message["round"], report, are_two=are_two)
+                text = report.left_out_text(
+                    message["round"], of=f"replica {bad.replica} on {bad.host}", are_two=are_two
+                )
                 self._on_note(member, {"text": text, "about": ""}, now_s)
         if report.num_parts < MOST_BAD_PARTS:
             return
@@ -791,12 +793,3 @@ class Coordinator:
         """Offer a state that no replica shows: the seed's, that on the replica's disk, or that which it holds."""
         fields = {"step": step, "root": root, "bytes": 0, "holders": [], "note": {}, "era": self.state.era}
         self._send_to(replica, "state", fields)
-
-
-def _left_out(bad: RosterMember, round_id: int, report: PartReport, *, are_two: bool) -> str:
-    detail = f" ({report.why})" if report.why else ""
-    unknown = "; of two replicas it is not known which one is wrong, so neither is dropped" if are_two else ""
-    return (
-        f"round {round_id} was applied without the part of replica {bad.replica} on {bad.host}: its parts "
-        f"{PART_FAULTS[report.fault]}{detail}{unknown}"
-    )

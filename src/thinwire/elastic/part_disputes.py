@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from thinwire.elastic.protocol import PartFault, PartVerdict
+from thinwire.elastic.protocol import PART_FAULTS, PartFault, PartVerdict
 
 # Seconds for the answers: who has not applied the round yet answers when it has.
 _ANSWER_S = 15.0
@@ -35,6 +35,19 @@ class PartReport:
     num_parts: int = 0
     fault: PartFault = "non_finite"
     why: str = ""
+
+    def left_out_text(self, round_id: int, *, of: str, are_two: bool) -> str:
+        """Return a finding about a part that was left out.
+
+        Args:
+            round_id: The round.
+            of: Whose part it is.
+            are_two: Whether the run has two replicas.
+        """
+        detail = f" ({self.why})" if self.why else ""
+        unknown = "; of two replicas it is not known which one is wrong, so neither is dropped" if are_two else ""
+        fault = PART_FAULTS[self.fault]
+        return f"round {round_id} was applied without the part of {of}: its parts {fault}{detail}{unknown}"
 
 
 @dataclass(slots=True, kw_only=True)
