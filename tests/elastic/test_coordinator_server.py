@@ -28,8 +28,8 @@ from thinwire.elastic.coordinator_server import KEY_FILE, TOKEN_BYTES, Coordinat
 from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.join import JoinPlan, join
+from thinwire.elastic.one_time_invitations import INVITATIONS_FILE, InvitedCallers, add_invitation
 from thinwire.elastic.protocol import MOST_BYTES_HERE, VERSION, Message, encode
-from thinwire.elastic.seats import INVITATIONS_FILE, InvitedCallers, add_invitation
 from thinwire.errors import ConnectError, Refused, WrongCoordinator
 from thinwire.training.elastic.coordinator_process import JOB_FILE, PORT_FILE
 from thinwire.training.elastic.job import LocalSettings
@@ -239,8 +239,8 @@ def test_an_invitation_seats_one_replica_and_a_used_one_none(tmp_path: Path, mon
         finally:
             seated.close()
         port.goes_on()
-        assert [fields for what, fields in port.journal if what == "seat"] == [
-            {"seat": 1, "origin": HOST}, {"seat": 2, "origin": HOST},
+        assert [fields for what, fields in port.journal if what == "invitation"] == [
+            {"invitation": 1, "origin": HOST}, {"invitation": 2, "origin": HOST},
         ]  # fmt: skip
     finally:
         port.close()

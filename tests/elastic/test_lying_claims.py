@@ -178,21 +178,23 @@ def test_many_members_of_one_address_are_no_majority_and_their_number_is_limited
 def test_an_invitation_stays_with_the_address_that_used_it_also_at_another_coordinator() -> None:
     desk = Desk(planned=1, is_invite_only=True)
 
-    def ask(desk: Desk, token: bytes, *, seat: int, origin: str) -> None:
+    def ask(desk: Desk, token: bytes, *, invitation: int, origin: str) -> None:
         message = {"kind": "join", "version": VERSION, "thinwire": __version__, "host": token.decode()}
-        desk.coordinator.handle(token, message, now_s=desk.now_s, origin=origin, seat=seat, is_own_host=False)
+        desk.coordinator.handle(
+            token, message, now_s=desk.now_s, origin=origin, invitation=invitation, is_own_host=False
+        )
 
-    ask(desk, b"a", seat=1, origin="10.0.0.1")
-    ask(desk, b"thief", seat=1, origin="10.0.0.9")
+    ask(desk, b"a", invitation=1, origin="10.0.0.1")
+    ask(desk, b"thief", invitation=1, origin="10.0.0.9")
     assert "a replica has joined by this invitation" in desk.words(b"thief", "refused")[-1]["why"]
     desk.hear(b"a", "leave", why="")
     again = Desk(list(desk.journal), planned=1, is_invite_only=True)
     for found in (desk, again):
-        ask(found, b"thief", seat=1, origin="10.0.0.9")
+        ask(found, b"thief", invitation=1, origin="10.0.0.9")
         why = found.words(b"thief", "refused")[-1]["why"]
         assert "this invitation was used from 10.0.0.1, and seats one replica" in why
-        ask(found, b"b", seat=1, origin="10.0.0.1")
+        ask(found, b"b", invitation=1, origin="10.0.0.1")
         assert found.words(b"b", "welcome"), "its host comes back"
         found.now_s += 4.0
-        ask(found, b"c", seat=1, origin="10.0.0.1")
+        ask(found, b"c", invitation=1, origin="10.0.0.1")
         assert found.words(b"c", "welcome") and len(found.coordinator.state.roster) == 1, "a killed process makes room"

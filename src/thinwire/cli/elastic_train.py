@@ -18,7 +18,7 @@ from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.global_state import GlobalState, tensors_sha256
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.journal import Journal
-from thinwire.elastic.seats import INVITATIONS_FILE
+from thinwire.elastic.one_time_invitations import INVITATIONS_FILE
 from thinwire.errors import CheckpointError, ThinwireError, excluded, refusal
 from thinwire.files import write_whole
 from thinwire.runlog.run_identity import RunIdentity, new_identity, read_identity

@@ -20,7 +20,7 @@ class InviteOptions:
     """Print an address that seats one replica of another host, once.
 
     Run it on the first host of a job that was started with thinwire train --elastic --invite-only. A leaked invitation
-    is one seat, and a used one is none.
+    is one invitation, and a used one is none.
     """
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     from thinwire.elastic.coordinator_server import client_keys, coordinator_keys, own_key
     from thinwire.elastic.invitation import Invitation
-    from thinwire.elastic.seats import add_invitation
+    from thinwire.elastic.one_time_invitations import add_invitation
     from thinwire.training.elastic.coordinator_process import JOB_FILE, read_port
     from thinwire.training.elastic.job import LocalSettings
     from thinwire.transport.secret import need_pyzmq

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 from thinwire.elastic.admin_commands import AdminCommands, Send
 from thinwire.elastic.coordinator_state import CoordinatorConfig, CoordinatorState
+from thinwire.elastic.one_time_invitations import NO_INVITATION, check_verb
 from thinwire.elastic.part_disputes import PartReport
 from thinwire.elastic.protocol import (
     PART_FAULTS,
@@ -35,7 +36,6 @@ from thinwire.elastic.protocol import (
 )
 from thinwire.elastic.roster import SUSPECT_SILENCE_S, MemberState, RosterMember
 from thinwire.elastic.rounds import Decision, Vote
-from thinwire.elastic.seats import NO_SEAT, check_verb
 from thinwire.elastic.snapshots import StateSnapshot
 from thinwire.errors import PayloadError
 from thinwire.events import FIRST_LAST_ROUND
@@ -98,7 +98,7 @@ class Coordinator:
         self._next_progress_s = 0.0
 
     def handle(
-        self, token: bytes, message: Message, *, now_s: float, origin: str = "", seat: int = NO_SEAT,
+        self, token: bytes, message: Message, *, now_s: float, origin: str = "", invitation: int = NO_INVITATION,
         is_own_host: bool = True,
     ) -> None:  # fmt: skip
         """Act on a validated message of a connection.
@@ -108,7 +108,7 @@ class Coordinator:
             message: The message.
             now_s: The time.
             origin: IP address from which the connection comes; empty where it is not known.
-            seat: Number of the invitation that it has proven, 0 for the job's secret.
+            invitation: Number of the invitation that it has proven, 0 for the job's secret.
             is_own_host: Whether it comes from the coordinator's own host.
 
         Raises:
@@ -116,15 +116,16 @@ class Coordinator:
         """
         kind = message["kind"]
         if kind == "command":
-            check_verb(seat, message["verb"])
+            check_verb(invitation, message["verb"])
             self.admin.handle(token, verb=message["verb"], target=message["target"], now_s=now_s)
             return
         member = self.state.roster.by_token(token)
         if kind == "join":
-            seat_refusal = "" if member is not None else self._seat_refusal(
-                seat, origin, now_s=now_s, is_own_host=is_own_host
+            caller = token, member, origin, invitation
+            why_not = "" if member is not None else self._invitation_refusal(
+                invitation, origin, now_s=now_s, is_own_host=is_own_host
             )  # fmt: skip
-            self._join(token, member, message, now_s=now_s, origin=origin, seat=seat, seat_refusal=seat_refusal)
+            self._join(caller, message, now_s=now_s, why_not=why_not)
             return
         if member is None:
             self._send(token, "unknown", {"generation": self._generation})
@@ -176,22 +177,24 @@ class Coordinator:
 
     # -- joining
 
-    def _seat_refusal(self, seat: int, origin: str, *, now_s: float, is_own_host: bool) -> str:
-        """Return why a caller gets no seat; a silent replica of its invitation makes room."""
+    def _invitation_refusal(self, invitation: int, origin: str, *, now_s: float, is_own_host: bool) -> str:
+        """Return why a caller is not admitted; a silent replica of its invitation makes room."""
         state = self.state
         if not self._config.is_invite_only:
             return ""
-        held = [member for member in state.roster if seat != NO_SEAT and member.seat == seat]
+        held = [member for member in state.roster if invitation != NO_INVITATION and member.invitation == invitation]
         silent = [member for member in held if now_s - member.heard_s > SUSPECT_SILENCE_S and member.origin == origin]
-        refusal = state.seats.refusal(seat, origin, is_own_host=is_own_host, is_taken=len(held) > len(silent))
+        refusal = state.used_invitations.refusal(
+            invitation, origin, is_own_host=is_own_host, is_taken=len(held) > len(silent)
+        )
         for member in silent if not refusal else ():
             self._remove(member, why="has fallen silent, and its invitation's holder joins again")
         return refusal
 
     def _join(
-        self, token: bytes, member: RosterMember | None, message: Message, *, now_s: float, origin: str, seat: int,
-        seat_refusal: str,
+        self, caller: tuple[bytes, RosterMember | None, str, int], message: Message, *, now_s: float, why_not: str
     ) -> None:  # fmt: skip
+        token, member, origin, invitation = caller
         state, job = self.state, self._config.job
         refusal = ""
         if message["version"] != VERSION or message["thinwire"] != job.get("thinwire"):
@@ -202,8 +205,8 @@ class Coordinator:
             )
         elif state.failure or state.has_finished:
             refusal = state.failure or RUN_OVER
-        elif seat_refusal:
-            refusal = seat_refusal
+        elif why_not:
+            refusal = why_not
         elif member is None and len(state.roster) >= _MAX_MEMBERS:
             refusal = f"the job has {_MAX_MEMBERS} replicas, which is the most"
         elif member is None and origin and sum(one.origin == origin for one in state.roster) >= _MAX_PER_ADDRESS:
@@ -222,15 +225,15 @@ class Coordinator:
         state.has_been_left = False
         if member is None:
             member = state.roster.add(token, host=printable(message["host"], most=200), now_s=now_s)
-            member.origin, member.seat = origin, seat
-            if state.seats.take(seat, origin):
-                self._record("seat", {"seat": seat, "origin": origin})
+            member.origin, member.invitation = origin, invitation
+            if state.used_invitations.take(invitation, origin):
+                self._record("invitation", {"invitation": invitation, "origin": origin})
             # in the journal before the welcome: a number must never be given twice
             self._record("member", state.member_line(member))
             state.standby_hosts.joined(member.host)
             self.report(f"replica {member.replica} on {member.host} joins")
         # a repeated join gets the same number again: the first welcome was lost
-        secret = self._secret.key.hex() if seat != NO_SEAT and self._secret is not None else ""
+        secret = self._secret.key.hex() if invitation != NO_INVITATION and self._secret is not None else ""
         welcome = {"replica": member.replica, "generation": self._generation, "job": dict(job), "secret": secret}
         self._send(token, "welcome", welcome)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from thinwire.elastic.connection_limits import ConnectionLimits
 from thinwire.elastic.coordinator import Coordinator
+from thinwire.elastic.one_time_invitations import InvitedCallers
 from thinwire.elastic.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encode
-from thinwire.elastic.seats import InvitedCallers
 from thinwire.errors import PayloadError
 from thinwire.rate_limit import RateLimit
 from thinwire.transport.addresses import is_own
@@ -180,7 +180,7 @@ class CoordinatorServer:
             message = decode(bytes(found.frame), to_member=False)
             origin, is_join = self._limits.origin(found.fd), message["kind"] == "join"
             coordinator.handle(
-                caller, message, now_s=now_s, origin=origin, seat=found.replica,
+                caller, message, now_s=now_s, origin=origin, invitation=found.replica,
                 is_own_host=is_join and bool(origin) and is_own(origin),
             )  # fmt: skip
         except PayloadError as error:

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from thinwire.elastic.data_leases import DataLeases, Lease
+from thinwire.elastic.one_time_invitations import UsedInvitations
 from thinwire.elastic.part_disputes import PartDisputes
 from thinwire.elastic.roster import LEAST_SILENCE_S, MemberState, Roster, RosterMember
 from thinwire.elastic.rounds import Decision, ElasticRounds
 from thinwire.elastic.routing import DetourTable, SiteTable
-from thinwire.elastic.seats import Seats
 from thinwire.elastic.snapshots import StateSnapshots
 from thinwire.events import FIRST_LAST_ROUND
 
@@ -219,7 +219,7 @@ class CoordinatorState:
     leases: DataLeases = field(init=False)
     snapshots: StateSnapshots = field(default_factory=StateSnapshots)
     disputes: PartDisputes = field(init=False)
-    seats: Seats = field(default_factory=Seats)
+    used_invitations: UsedInvitations = field(default_factory=UsedInvitations)
     standby_hosts: StandbyHosts = field(default_factory=StandbyHosts)
     has_started: bool = False
     has_finished: bool = False
@@ -424,7 +424,7 @@ class CoordinatorState:
         """Return a member's journal line, and keep it for the compacted journal."""
         self.member_lines[member.replica] = {
             **member.describe(), "token": member.token.hex(), "held_step": member.held_step,
-            "begin_step": member.begin_step, "disk_step": member.disk_step, "seat": member.seat,
+            "begin_step": member.begin_step, "disk_step": member.disk_step, "invitation": member.invitation,
             "first_values": member.first_values,
         }  # fmt: skip
         return self.member_lines[member.replica]
@@ -481,8 +481,8 @@ class CoordinatorState:
                 self.leases.load_state_dict(line)
             case "accounts":
                 self.accounts = deque((applied, round_id, data) for applied, round_id, data in line["accounts"])
-            case "seat":
-                self.seats.used[line["seat"]] = line["origin"]
+            case "invitation":
+                self.used_invitations.used[line["invitation"]] = line["origin"]
             case "undo":
                 self.leases.load_undo_state(line["rounds"])
             case what:
@@ -523,7 +523,7 @@ class CoordinatorState:
             address=line["address"], port=line["port"], state=MemberState(line["state"]), step=line["step"],
             is_awaited=True, moved_s=now_s, held_step=line["held_step"], begin_step=line["begin_step"],
             disk_step=line["disk_step"], has_counted=has_counted, first_values=line.get("first_values", ""),
-            seat=line.get("seat", 0),
+            invitation=line.get("invitation", 0),
         ))  # fmt: skip
 
     def journal_lines(self) -> list[dict[str, Any]]:
@@ -542,7 +542,10 @@ class CoordinatorState:
         if self.corpus is not None:
             lines.append({"what": "corpus", "corpus": self.corpus[0], "windows": self.corpus[1]})
         lines += [{"what": "started"}] if self.has_started else []
-        lines += [{"what": "seat", "seat": seat, "origin": origin} for seat, origin in self.seats.used.items()]
+        lines += [
+            {"what": "invitation", "invitation": number, "origin": origin}
+            for number, origin in self.used_invitations.used.items()
+        ]
         for member in self.roster:
             if member.replica in self.member_lines:
                 own = self.member_lines[member.replica]

@@ -41,7 +41,7 @@ class RosterMember:
     token: bytes  # names its connection
     host: str
     heard_s: float  # time of its last message
-    seat: int = 0  # number of the invitation that it joined by, 0 for none
+    invitation: int = 0  # number of the invitation that it joined by, 0 for none
     origin: str = ""  # IP address from which its connection comes; empty until it is heard
     address: str = ""  # for other replicas, with the port
     port: int = 0

@@ -16,7 +16,7 @@ from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_server import CoordinatorServer, own_key
 from thinwire.elastic.coordinator_state import CoordinatorConfig, CoordinatorState
 from thinwire.elastic.journal import HeldMessages, Journal
-from thinwire.elastic.seats import INVITATIONS_FILE
+from thinwire.elastic.one_time_invitations import INVITATIONS_FILE
 from thinwire.errors import ThinwireError
 from thinwire.files import write_whole
 from thinwire.runlog.forwarding import TakenRecords

@@ -1,7 +1,7 @@
 """One-time invitations of an elastic run: each seats one replica, and says nothing of the job's secret.
 
 An invitation is a key. Its holder proves it to the coordinator as others prove the job's secret, and is sent the secret
-once it has its seat. The run folder holds public keys only, so that reading the file invites nobody.
+once it is admitted. The run folder holds public keys only, so that reading the file invites nobody.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from thinwire.transport.secret import SECRET_BYTES, Secret
 INVITATIONS_FILE = "invitations.txt"
 # Of one run; those that have been used count too.
 _MAX_INVITATIONS = 4096
-# Seat of who proves the job's secret itself.
-NO_SEAT = 0
+# Number of who proves the job's secret itself.
+NO_INVITATION = 0
 
 
 def add_invitation(run_dir: Path, *, public_of: Callable[[Secret], bytes]) -> Secret:
@@ -45,14 +45,14 @@ def add_invitation(run_dir: Path, *, public_of: Callable[[Secret], bytes]) -> Se
 
 
 def read_invitations(path: Path) -> list[bytes]:
-    """Return the public keys of a run's invitations, in the order of their seats."""
+    """Return the public keys of a run's invitations, in the order of their numbers."""
     with contextlib.suppress(OSError, ValueError):
         return [bytes.fromhex(line) for line in path.read_text().splitlines()][:_MAX_INVITATIONS]
     return []
 
 
 class InvitedCallers(Mapping[bytes, int]):
-    """Seats by the public keys with which callers may dial: 0 of the job's secret, else the invitation's number.
+    """Invitations' numbers by the public keys with which callers may dial; 0 of the key of the job's secret.
 
     Args:
         public: The public key that follows from the job's secret.
@@ -63,7 +63,7 @@ class InvitedCallers(Mapping[bytes, int]):
         self._path = path
         self._public = public
         self._mark = 0.0, 0
-        self._seats = {public: NO_SEAT}
+        self._numbers = {public: NO_INVITATION}
 
     def reload(self) -> None:
         """Read the file again if it has changed."""
@@ -74,63 +74,63 @@ class InvitedCallers(Mapping[bytes, int]):
             if self._mark != (status.st_mtime, status.st_size):
                 self._mark = status.st_mtime, status.st_size
                 found = {key: number for number, key in enumerate(read_invitations(self._path), start=1)}
-                self._seats = found | {self._public: NO_SEAT}
+                self._numbers = found | {self._public: NO_INVITATION}
 
     def __getitem__(self, key: bytes) -> int:
-        return self._seats[key]
+        return self._numbers[key]
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self._seats)
+        return iter(self._numbers)
 
     def __len__(self) -> int:
-        return len(self._seats)
+        return len(self._numbers)
 
 
-class Seats:
+class UsedInvitations:
     """Which invitations were used, and from which address; kept in the journal.
 
     Example:
-        >>> seats = Seats()
-        >>> seats.refusal(1, "192.0.2.1", is_own_host=False, is_taken=False), seats.take(1, "192.0.2.1")
+        >>> used = UsedInvitations()
+        >>> used.refusal(1, "192.0.2.1", is_own_host=False, is_taken=False), used.take(1, "192.0.2.1")
         ('', True)
-        >>> "was used from 192.0.2.1" in seats.refusal(1, "192.0.2.9", is_own_host=False, is_taken=False)
+        >>> "was used from 192.0.2.1" in used.refusal(1, "192.0.2.9", is_own_host=False, is_taken=False)
         True
     """
 
     def __init__(self) -> None:
         self.used: dict[int, str] = {}
 
-    def refusal(self, seat: int, origin: str, *, is_own_host: bool, is_taken: bool) -> str:
+    def refusal(self, invitation: int, origin: str, *, is_own_host: bool, is_taken: bool) -> str:
         """Return why no replica may join; empty where one may.
 
         Args:
-            seat: Number of the invitation that was proven, 0 for none.
+            invitation: Number of the invitation that was proven, 0 for none.
             origin: IP address of the caller.
             is_own_host: Whether that is the coordinator's own host.
             is_taken: Whether a replica of this invitation takes part.
         """
         again = "ask whoever runs the first host for another one: thinwire invite FOLDER"
-        if seat == NO_SEAT:
+        if invitation == NO_INVITATION:
             return "" if is_own_host else f"this run takes new replicas by invitation only; {again}"
         if is_taken:
             return f"a replica has joined by this invitation, which seats one; {again}"
-        if self.used.get(seat, origin) != origin:
-            return f"this invitation was used from {self.used[seat]}, and seats one replica; {again}"
+        if self.used.get(invitation, origin) != origin:
+            return f"this invitation was used from {self.used[invitation]}, and seats one replica; {again}"
         return ""
 
-    def take(self, seat: int, origin: str) -> bool:
+    def take(self, invitation: int, origin: str) -> bool:
         """Note that an invitation is used; return whether it was not before."""
-        is_new = seat != NO_SEAT and seat not in self.used
+        is_new = invitation != NO_INVITATION and invitation not in self.used
         if is_new:
-            self.used[seat] = origin
+            self.used[invitation] = origin
         return is_new
 
 
-def check_verb(seat: int, verb: str) -> None:
+def check_verb(invitation: int, verb: str) -> None:
     """Refuse commands about the run to who only proved an invitation, which may be a used one.
 
     Raises:
         PayloadError: Names the command.
     """
-    if seat != NO_SEAT and verb not in ("status", "spare"):
+    if invitation != NO_INVITATION and verb not in ("status", "spare"):
         raise PayloadError(f"a command {verb[:40]!r} by an invitation, which allows status alone")
