@@ -211,7 +211,7 @@ def test_a_member_that_poses_as_the_coordinator_is_refused(key: Secret | None) -
         posing.close()
 
 
-def test_an_invitation_seats_one_replica_and_a_used_one_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invitation_admits_one_replica_and_a_used_one_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = Port(key=Secret(key=b"c" * 32), invitations=tmp_path / INVITATIONS_FILE)
     plan = lambda job: JoinPlan(num_replicas=2, interval_steps=10)  # noqa: E731
     listen = ListenConfig(address=HOST)
@@ -225,7 +225,7 @@ def test_an_invitation_seats_one_replica_and_a_used_one_none(tmp_path: Path, mon
         seated, _ = join(port.invitation, secret=first, plan_of=plan, listen=listen, deadline_s=SOON_S)
         try:
             assert secrets == [SECRET], "it is sent the job's secret, with which replicas reach each other"
-            with pytest.raises(Refused, match="a replica has joined by this invitation, which seats one; ask whoever"):
+            with pytest.raises(Refused, match="a replica has joined by this invitation, which admits one; ask whoever"):
                 join(port.invitation, secret=first, plan_of=plan, listen=listen, deadline_s=SOON_S)
             monkeypatch.setattr(hub_module, "is_own", lambda host: False)
             with pytest.raises(Refused, match=r"takes new replicas by invitation only; ask .* thinwire invite FOLDER"):

@@ -192,7 +192,7 @@ def test_an_invitation_stays_with_the_address_that_used_it_also_at_another_coord
     for found in (desk, again):
         ask(found, b"thief", invitation=1, origin="10.0.0.9")
         why = found.words(b"thief", "refused")[-1]["why"]
-        assert "this invitation was used from 10.0.0.1, and seats one replica" in why
+        assert "this invitation was used from 10.0.0.1, and admits one replica" in why
         ask(found, b"b", invitation=1, origin="10.0.0.1")
         assert found.words(b"b", "welcome"), "its host comes back"
         found.now_s += 4.0

@@ -1,4 +1,4 @@
-"""`thinwire invite FOLDER`: prints an invitation that seats one replica, on the first host of an elastic run."""
+"""`thinwire invite FOLDER`: prints an invitation that admits one replica, on the first host of an elastic run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from thinwire.errors import refusal
 
 @dataclass(frozen=True, kw_only=True)
 class InviteOptions:
-    """Print an address that seats one replica of another host, once.
+    """Print an address that admits one replica of another host, once.
 
-    Run it on the first host of a job that was started with thinwire train --elastic --invite-only. A leaked invitation
-    is one invitation, and a used one is none.
+    Run it on the first host of a job that was started with thinwire train --elastic --invite-only. A leaked
+    invitation admits one replica, and a used one none.
     """
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]

@@ -1,4 +1,4 @@
-"""One-time invitations of an elastic run: each seats one replica, and says nothing of the job's secret.
+"""One-time invitations of an elastic run: each admits one replica, and says nothing of the job's secret.
 
 An invitation is a key. Its holder proves it to the coordinator as others prove the job's secret, and is sent the secret
 once it is admitted. The run folder holds public keys only, so that reading the file invites nobody.
@@ -113,9 +113,9 @@ class UsedInvitations:
         if invitation == NO_INVITATION:
             return "" if is_own_host else f"this run takes new replicas by invitation only; {again}"
         if is_taken:
-            return f"a replica has joined by this invitation, which seats one; {again}"
+            return f"a replica has joined by this invitation, which admits one; {again}"
         if self.used.get(invitation, origin) != origin:
-            return f"this invitation was used from {self.used[invitation]}, and seats one replica; {again}"
+            return f"this invitation was used from {self.used[invitation]}, and admits one replica; {again}"
         return ""
 
     def take(self, invitation: int, origin: str) -> bool:
