@@ -66,9 +66,8 @@ def lives(log: Path) -> list[tuple[int, int]]:
     return [(int(replica), int(step)) for replica, step in found]
 
 
-@pytest.mark.parametrize("num_drops", [1, 3])
 def test_a_replica_with_nan_is_dropped_fetches_the_state_and_what_it_trained_on_is_trained_again(
-    texts: Path, tmp_path: Path, runs: list[Started], num_drops: int
+    texts: Path, tmp_path: Path, runs: list[Started]
 ) -> None:
     run, folder = tmp_path / "run", tmp_path / "nan"
     started = started_with_nan(runs, texts, run, folder, replicas=3)
@@ -77,7 +76,7 @@ def test_a_replica_with_nan_is_dropped_fetches_the_state_and_what_it_trained_on_
     log = run / "logs" / "replica-process-2.err"
     ((first, _),) = lives(log)
     (folder / pid).touch()
-    wait_until(run, lambda found: log.read_text().count("was dropped") >= num_drops, started)
+    wait_until(run, lambda found: "was dropped" in log.read_text(), started)
     (folder / pid).unlink()
     dropped = wait_until(run, lambda found: True, started)["step"]
     # the lives before were bad from their beginning: who takes part in a mean from here on is finite again
@@ -93,8 +92,6 @@ def test_a_replica_with_nan_is_dropped_fetches_the_state_and_what_it_trained_on_
     # on a busy machine the first part of a later life, before any step, may have counted: that ends a finding
     later = {replica for replica, _ in lives(log)[1:-1]}
     has_counted = any(later & set(line["members"]) for line in decisions(run))
-    if num_drops > 1:  # it waits longer before each attempt, so that the others are not kept busy
-        assert has_counted or "s before it takes part again" in said
     told = nan_findings(found)
     assert len(told) == 1 or has_counted, told
     of_first = [text for text in told if f"replica {first} on" in text]
@@ -102,10 +99,9 @@ def test_a_replica_with_nan_is_dropped_fetches_the_state_and_what_it_trained_on_
     # no part of a bad life counted: between the drop and the first finite part there are none of its number
     own = [line for line in decisions(run) if number in line["members"]]
     assert own[0]["launch_step"] <= begin + INTERVAL
-    if num_drops == 1:
-        last = max(line["launch_step"] for line in decisions(run) if first in line["members"])
-        # two rounds with bad parts, then at most three intervals
-        assert own[0]["launch_step"] <= last + 5 * INTERVAL
+    last = max(line["launch_step"] for line in decisions(run) if first in line["members"])
+    # two rounds with bad parts, then at most three intervals
+    assert own[0]["launch_step"] <= last + 5 * INTERVAL
     counts = counted_windows(run)
     assert set(counts.values()) == {1}, "each window counted once"
     # all windows before those that are lent now have been counted: what the bad lives had went to others
