@@ -41,6 +41,8 @@ _BAD_LENGTH = 10.0
 _MOST_TOKENS = 1000.0
 # Long parts in a row that a finding names.
 _LONG_ROUNDS = 4
+# Rounds without a long part of a replica after which its next ones are a new episode.
+_EPISODE_ROUNDS = 32
 # Parts with a magnitude from here on count as infinite: sums over replicas and blocks of a codec would overflow.
 _MOST_MAGNITUDE = 1e30
 
@@ -198,6 +200,8 @@ class _BoundElasticMean(ExchangeState):
     def __init__(self, spec: ElasticMean, shapes: Sequence[Shapes]) -> None:
         super().__init__(spec, [{"out": EncodeStage(laid_out(spec.codec, tensors))} for tensors in shapes])
         self._own_bad, self._others_bad, self._long = _BadParts(), _BadParts(), _BadParts()
+        self._num_rounds = 0
+        self._named_long: dict[int, int] = {}  # by replica with a finding: the latest round of a long part
 
     def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         session, codec = self._spec.session, self._stages[context.fragment]["out"].codec(context.step)
@@ -289,6 +293,7 @@ class _BoundElasticMean(ExchangeState):
             if fault is not None or member not in counted:
                 del decoded[member]
         left = {member: length for member, length in lengths.items() if member in decoded}
+        self._num_rounds += 1
         for member, length in left.items():
             usual = _usual_length(member, left, steps)
             limit = math.inf if usual is None else self._spec.most_length * usual
@@ -297,7 +302,12 @@ class _BoundElasticMean(ExchangeState):
                 decoded[member] = decoded[member] * (limit / length)
             rounds, _ = self._long.note(member, context, is_good=not is_long)
             # one finding an episode, from one replica; a few in a row are usual after a start with fresh moments
-            if rounds == _LONG_ROUNDS and context.peers.me == min(one for one in left if one != member):
+            if is_long and self._num_rounds - self._named_long.get(member, self._num_rounds) >= _EPISODE_ROUNDS:
+                del self._named_long[member]
+            is_new = rounds == _LONG_ROUNDS and member not in self._named_long
+            if is_new or (is_long and member in self._named_long):
+                self._named_long[member] = self._num_rounds
+            if is_new and context.peers.me == min(one for one in left if one != member):
                 most = self._spec.most_length
                 self._spec.find(
                     f"{context.describe()}: the part of replica {member} was {length / limit * most:.1f} times as long "

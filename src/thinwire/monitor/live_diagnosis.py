@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -38,6 +39,8 @@ SOON_S = 0.25
 _MOST_SHARE = 0.1
 _NICER = 10
 _STOP_S = 10.0
+# A place that is slow again so soon after it was reported is in the same episode.
+_EPISODE_S = 120.0
 _MOST_FILES = 4096
 # Room for what ranks write between two polls.
 _LEAST_FREE_BYTES = 1 << 20
@@ -117,6 +120,8 @@ class LiveDiagnosis:
         self._is_full = False
         self._files: dict[str, JsonlWriter] = {}
         self._limits: dict[int, PathLimit] = {}
+        self._slow_s: dict[str, float] = {}  # by slow place: when it was last reported, new or over
+        self._unsaid: set[int] = set()  # cases of places that were reported shortly before
         self.news: list[tuple[float, News]] = []
         self.actions: list[dict[str, Any]] = []
         self.num_looks = 0
@@ -231,11 +236,23 @@ class LiveDiagnosis:
         self._append(FINDINGS_FILE, news.to_json(at_s=at_s))
         if not self._is_said(finding):
             return
+        if self._is_in_episode(news, now_s=at_s):
+            return
         self.news.append((at_s, news))
         if news.state == "over":
             self._say(f"over: {finding.kind}: {finding.where}")
             return
         self._say(f"finding: {finding.kind}: {finding.where} (confidence {finding.confidence:.2f}). {finding.text}")
+
+    def _is_in_episode(self, news: News, *, now_s: float) -> bool:
+        """Return whether a slow link or sender was reported a moment ago: it comes and goes in one episode."""
+        where = news.finding.where
+        if news.finding.kind != "communication slow":
+            return False
+        if news.state == "new" and now_s - self._slow_s.get(where, -math.inf) < _EPISODE_S:
+            self._unsaid.add(news.case)
+        self._slow_s[where] = now_s
+        return news.case in self._unsaid
 
     def _limit_path(self, news: News) -> None:
         """Have a rank send less over a path while a finding names it: that loses nothing, so no option asks for it."""

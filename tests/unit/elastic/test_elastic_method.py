@@ -229,20 +229,26 @@ def mean_of(
     alter: Callable[[dict[int, torch.Tensor]], dict[int, torch.Tensor]] = lambda parts: parts,
     rounds: int = 1,
     me: int = 0,
+    turns: list[dict[int, torch.Tensor]] | None = None,
 ) -> tuple[torch.Tensor, list[str]]:
     offers = tokens or dict.fromkeys(vectors, (10, 2))
-    parts = {}
-    for member, vector in vectors.items():
-        num_tokens, num_steps = offers[member]
-        offer = PartHeader(num_tokens=num_tokens, num_steps=num_steps, has_part=True)
-        parts[member] = with_part_header(offer, float32().encode(vector, seed=0))
-    parts = alter(parts)
+
+    def coded(vectors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        parts = {}
+        for member, vector in vectors.items():
+            num_tokens, num_steps = offers[member]
+            offer = PartHeader(num_tokens=num_tokens, num_steps=num_steps, has_part=True)
+            parts[member] = with_part_header(offer, float32().encode(vector, seed=0))
+        return alter(parts)
+
+    parts = coded(vectors)
     found: list[str] = []
     numel = next(iter(vectors.values())).numel()
     seat = FixedSeat(parts, rejected=[] if rejected is None else rejected)
     exchange = ElasticMean(codec=float32(), session=seat, find=found.append)
     bound = exchange.bind([[torch.Size([numel])]], replica=0, num_replicas=3)
-    for _ in range(rounds):
+    for found_there in turns or [vectors] * rounds:
+        seat.parts = coded(found_there)
         mean = completed(bound, numel=numel, me=me)
     return mean, found
 
@@ -323,6 +329,10 @@ def test_parts_much_longer_than_the_median_are_shortened_and_named_once_by_one_r
     assert len(found) == 1 and "replica 3 was 8.0 times as long as the median one, and the 4th" in found[0]
     assert not mean_of(vectors, rounds=3)[1], "as after a start with fresh moments"
     assert not mean_of(vectors, rounds=9, me=1)[1], "replica 0 has named it"
+    usual = dict.fromkeys(range(4), vectors[0])
+    for gap, num_found in ((5, 1), (40, 2)):
+        turns = [*[vectors] * 6, *[usual] * gap, *[vectors] * 6]
+        assert len(mean_of(vectors, turns=turns)[1]) == num_found, "one finding an episode"
     assert torch.equal(mean_of({0: vectors[0], 3: vectors[3]})[0], torch.tensor([0.5, 4.0])), "of two, none is odd"
 
 

@@ -17,6 +17,7 @@ import pytest
 from thinwire.cli.run_watchdog import diagnosis_of, report_end
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_state import CoordinatorConfig
+from thinwire.monitor import live_diagnosis
 from thinwire.monitor.detect.live import News
 from thinwire.monitor.findings import Finding, Place
 from thinwire.monitor.live_diagnosis import LiveDiagnosis, Members, end_report
@@ -61,6 +62,34 @@ def judge(run_dir: Path, hands: FakeHands, said: list[str], *, on_finding: str, 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_link_that_is_slow_by_turns_is_one_finding_an_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, now_s = list[str](), [1000.0]
+    diagnosis = judge(tmp_path, FakeHands(members(0, 1)), said, on_finding="warn")
+    monkeypatch.setattr(live_diagnosis, "time", SimpleNamespace(time=lambda: now_s[0]))
+
+    def report(state: str, case: int, *, ranks: tuple[int, ...] = (0, 1)) -> None:
+        finding = Finding(
+            kind="communication slow", places=(Place(kind="link both ways", ranks=ranks),), since_s=0.0, confidence=0.9,
+            text="", remedy="",
+        )  # fmt: skip
+        diagnosis._report(News(case=case, state=state, finding=finding, age_s=1.0))  # type: ignore[arg-type]
+        now_s[0] += 20.0
+
+    for case in range(3):
+        report("new", case)
+        report("over", case)
+    report("new", 3, ranks=(0, 2))
+    now_s[0] += 500.0
+    report("new", 4)
+    assert [text.split(" (")[0] for text in said] == [
+        "finding: communication slow: link 0 <-> 1", "over: communication slow: link 0 <-> 1",
+        "finding: communication slow: link 0 <-> 2", "finding: communication slow: link 0 <-> 1",
+    ]  # fmt: skip
+    assert len(lines(tmp_path / "findings.jsonl")) == 8, "the file holds all of them"
 
 
 @pytest.mark.parametrize("dry", [False, True])
