@@ -21,9 +21,10 @@ from thinwire.elastic.journal import Journal
 from thinwire.elastic.one_time_invitations import INVITATIONS_FILE
 from thinwire.errors import CheckpointError, ThinwireError, excluded, refusal
 from thinwire.files import write_whole
+from thinwire.options import flag
 from thinwire.runlog.run_identity import RunIdentity, new_identity, read_identity
 from thinwire.training.build import make_method
-from thinwire.training.config import TrainConfig, flag
+from thinwire.training.config import TrainConfig
 from thinwire.training.elastic.coordinator_process import ALONE_FILE, JOB_FILE, JOURNAL_FILE, PORT_FILE
 from thinwire.training.elastic.job import ElasticJob, LocalSettings, shared_places_of
 from thinwire.training.elastic.launch import Role

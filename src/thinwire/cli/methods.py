@@ -77,7 +77,8 @@ def _print_table(found: dict[str, dict[str, str]]) -> None:
 
 def _explain(name: str) -> None:
     from thinwire.methods import about, options_of, recipe, story
-    from thinwire.training.config import OPTIONS, flag
+    from thinwire.options import flag
+    from thinwire.training.config import OPTIONS
 
     card = about(name)
     print(f"{name} ({card.paper})\n\n{story(name)}\n")

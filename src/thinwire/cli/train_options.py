@@ -16,18 +16,13 @@ from thinwire.cli.argument_parsing import parse_options
 from thinwire.cli.help_text import OptionHelp, format_help, options_of_dataclass
 from thinwire.cli.secret import secret_file
 from thinwire.errors import excluded, refusal, unknown_name
-from thinwire.training.config import FREE, OPTIONS, SECTIONS, TrainConfig, flag, free_folder, read_config, resolve
+from thinwire.options import flag
+from thinwire.training.config import BASIC, FREE, OPTIONS, SECTIONS, TrainConfig, free_folder, read_config, resolve
 from thinwire.training.method_catalog import method_entry
 from thinwire.training.run_origin import check_options
 
 # The table of a file of options that is for readers: title, machines, expected numbers.
 RECIPE = "recipe"
-# Options that `thinwire train --help` lists first.
-BASIC = (
-    "replicas", "steps", "model", "data", "batch_size", "device", "method", "sync_interval", "overlap_steps", "codec",
-    "lr", "secret", "elastic", "config", "out", "resume",
-)  # fmt: skip
-
 _HEADINGS = {"sync": "Exchange", "elastic": "Elastic run", "parallel": "Ranks of a replica"}
 
 

@@ -20,7 +20,7 @@ from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.sync.method import Method
 from thinwire.sync.multi_optimizer import MultiOptimizer
 from thinwire.sync.schedule import WarmUp
-from thinwire.training.config import METHOD_OPTIONS, TrainConfig, method_problems, validate
+from thinwire.training.config import OF_METHODS, TrainConfig, method_problems, validate
 from thinwire.units import format_bytes
 
 _FLOOR = 0.1
@@ -37,7 +37,7 @@ def make_method(config: TrainConfig) -> Method:
     recipe = methods.recipe(config.sync.method)
     takes = inspect.signature(recipe).parameters
     arguments: dict[str, Any] = {}
-    for name in METHOD_OPTIONS:
+    for name in OF_METHODS:
         value = config.sync.overlaps if name == "overlap_steps" else config.option(name)
         if value is not None:
             arguments[name] = codecs.by_name(str(value)) if name == "codec" else value
@@ -54,7 +54,7 @@ def _check_run(config: TrainConfig, method: Method, *, takes_overlap: bool) -> N
         method_of_run = f"--method {config.sync.method}"
         raise excluded("--no-final-exchange", method_of_run, why=why, remedy="to leave --no-final-exchange out")
     if config.sync.pace and not isinstance(config.sync.overlaps, tuple) and not _overlaps(method):
-        reason = METHOD_OPTIONS["overlap_steps"]
+        reason = OF_METHODS["overlap_steps"]
         if takes_overlap:
             reason = "with --overlap-steps 0 every exchange is waited for, so there are no steps to spread it over"
         raise excluded("--pace", f"--method {config.sync.method}", why=reason, remedy="to leave --pace out")

@@ -19,6 +19,7 @@ import msgspec
 
 from thinwire.errors import CheckpointError, excluded, refusal, unknown_name
 from thinwire.monitor.remediation import ON_FINDING
+from thinwire.options import flag, option, rules_of
 from thinwire.training.method_catalog import MethodEntry, check_codec, check_method_option, method_entry
 from thinwire.training.parallel_config import ONE_RANK, ParallelConfig, parallel_problems
 from thinwire.transport.addresses import listen_config
@@ -28,15 +29,6 @@ from thinwire.workloads.cards import card_of
 if TYPE_CHECKING:
     from thinwire.workloads.workload import Workload
 
-# Options that do not change what is computed: a resumed run may change them, and hosts may differ in them.
-FREE = (
-    "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret",
-    "advertise", "port_range", "traffic_plan", "invite_only",
-    "join_deadline_s", "samples", "port", "begin_with", "checkpoint_to", "keep_checkpoints", "log_every",
-    "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan", "config",
-    "expected_step_s", "ranks_per_replica", "on_finding", "on_finding_dry_run", "checkpoint_auto",
-)  # fmt: skip
-
 # Default of --batch-size: sequences of one replica's step.
 BATCH_SIZE = 8
 
@@ -45,25 +37,25 @@ BATCH_SIZE = 8
 class ModelConfig:
     """The model and how it computes."""
 
-    name: str = "nano"
+    name: str = option("nano", name="model", is_basic=True, is_place=True)
     """nano, 35m, 150m, 400m, 1b, a size such as 125m, or hf:PATH for a transformers model."""
-    init_from: Path | None = None
+    init_from: Path | None = option(None, is_place=True)
     """Start from the model and the tokenizer of an earlier run: its --out."""
-    lora: int | None = None
+    lora: int | None = option(None, least=1)
     """Train and send LoRA adapters of this rank alone, beside frozen hf: weights (pip install 'thinwire[peft]')."""
-    seq_len: int | None = None
+    seq_len: int | None = option(None, least=1)
     """Tokens per sequence. Default: 128 for nano, else 1024."""
-    vocab_size: int | None = None
+    vocab_size: int | None = option(None, least=1)
     """Tokens of a BPE tokenizer that is trained. Default: the model's."""
-    device: str = "cpu"
+    device: str = option("cpu", choices=("cpu", "cuda"), is_basic=True, is_free=True)
     """cpu or cuda; replica n uses GPU n of this host."""
-    autocast: str = "none"
+    autocast: str = option("none", choices=("none", "bf16"))
     """Dtype of the forward pass: none or bf16."""
     compile: bool = False
     """Compile the model with torch.compile."""
     recompute: bool = False
     """Compute activations again in the backward pass: less memory, a third more work, the same bits."""
-    threads: int | None = None
+    threads: int | None = option(None, least=1, is_free=True, is_local=True)
     """Threads of torch per replica. Default: the host's cores divided by its replicas."""
 
 
@@ -71,17 +63,17 @@ class ModelConfig:
 class DataConfig:
     """The corpus and its batches."""
 
-    source: str = "stdlib"
+    source: str = option("stdlib", name="data", is_basic=True, is_place=True)
     """stdlib, a file or folder (txt, md, py, jsonl, parquet), or hf:NAME for a Hugging Face data set."""
-    tokenizer: str = "auto"
+    tokenizer: str = option("auto", choices=("auto", "bpe", "bytes"))
     """auto (the hf: model's own, else bpe), bpe (trained once on the data, then cached) or bytes."""
-    batch_size: int | None = None
+    batch_size: int | None = option(None, least=1, is_basic=True)
     """Sequences per step and replica. Default: 8."""
-    sequences: str = "windows"
+    sequences: str = option("windows", choices=("windows", "documents"))
     """windows (of joined text, all of --seq-len tokens) or documents (whole, or in pieces of at most --seq-len)."""
-    micro_batch: int | None = None
+    micro_batch: int | None = option(None, least=1)
     """Sequences per forward pass, to save memory; gradients add up. Default: the whole batch."""
-    cache_dir: Path | None = None
+    cache_dir: Path | None = option(None, is_free=True)
     """Folder of tokenizers and token files. Default: ~/.cache/thinwire."""
 
 
@@ -89,19 +81,19 @@ class DataConfig:
 class OptimizerConfig:
     """The inner optimizer and its learning rate."""
 
-    inner_optimizer: str | None = None
+    inner_optimizer: str | None = option(None, choices=("adamw", "adam", "sgd", "plain-sgd", "muon"))
     """adamw, adam, sgd (momentum 0.9), plain-sgd (no momentum) or muon. Default: by method."""
-    lr: float | None = None
+    lr: float | None = option(None, above=0, usual="1e-3", is_basic=True)
     """Peak learning rate of the inner optimizer. Default: by method, model and optimizer."""
-    warmup_steps: int | None = None
+    warmup_steps: int | None = option(None, least=0)
     """Steps of linear warm-up. Default: a tenth of the steps, at most 1000."""
-    schedule: str = "cosine"
+    schedule: str = option("cosine", choices=("cosine", "constant"))
     """Learning rate after the warm-up: cosine (down to a tenth of the peak) or constant."""
-    weight_decay: float = 0.1
+    weight_decay: float = option(0.1, least=0)
     """Weight decay of matrices; gains of norms do not decay."""
-    beta2: float = 0.99
+    beta2: float = option(0.99, least=0, below=1, usual=0.99)
     """Decay of Adam's and AdamW's mean squared gradients, in [0, 1)."""
-    clip_norm: float = 1.0
+    clip_norm: float = option(1.0, least=0)
     """Largest gradient norm; 0 turns clipping off."""
 
 
@@ -109,31 +101,37 @@ class OptimizerConfig:
 class SyncConfig:
     """Exchange between replicas; `thinwire methods NAME` lists the options of one method."""
 
-    method: str = "iso-loco"
+    method: str = option("iso-loco", is_basic=True)
     """Training method, see `thinwire methods`; auto measures the links and plans."""
-    sync_interval: int | None = None
+    sync_interval: int | None = option(None, least=1, is_basic=True, unused="it exchanges at every step")
     """H: inner steps between two exchanges of a fragment. Default: 30 for nano, else 100."""
-    overlap_steps: str | None = None
+    overlap_steps: str | None = option(None, is_basic=True, unused="it waits for every exchange, so nothing overlaps")
     """tau: inner steps during which an exchange travels; one number, or one per replica: 1,6. Default: 1."""
-    blend: float | None = None
+    blend: float | None = option(
+        None, least=0, below=1, usual=0.5, unused="nothing overlaps, so there is nothing to blend"
+    )
     """alpha: weight of the local parameters when a round is applied, in [0, 1). Default: by method; 0 if tau is 0."""
-    codec: str | None = None
+    codec: str | None = option(None, is_basic=True, unused="its code is a part of it")
     """Compression: float32, bfloat16, e3m0, top-k, sign or another of thinwire.codecs.NAMES. Default: by method."""
-    exchange: str | None = None
+    exchange: str | None = option(
+        None, choices=("auto", "all-gather", "two-phase"), unused="its exchange is the cheaper one"
+    )
     """Exchange pattern: auto (the cheaper one), all-gather or two-phase. Default: auto."""
-    fragment_order: str | None = None
+    fragment_order: str | None = option(
+        None, choices=("strided", "sequential"), unused="it exchanges the whole model at once"
+    )
     """Assignment of blocks to fragments: strided or sequential. Default: strided."""
-    layers_per_fragment: int | None = None
+    layers_per_fragment: int | None = option(None, least=1, unused="it exchanges the whole model at once")
     """Blocks per fragment. Default: 3."""
-    num_fragments: int | None = None
+    num_fragments: int | None = option(None, least=1, unused="it exchanges the whole model at once")
     """P: number of fragments, embedding included; replaces --layers-per-fragment."""
-    outer_lr: float | None = None
+    outer_lr: float | None = option(None, above=0, most=10, usual=0.7, unused="it has no outer optimizer")
     """Learning rate of the outer step. Default: by method; iso-loco 1.8 on hidden matrices, 2.4 from 8 replicas on."""
-    outer_momentum: float | None = None
+    outer_momentum: float | None = option(None, least=0, below=1, usual=0.9, unused="it has no outer optimizer")
     """Momentum of the outer step. Default: by method; iso-loco 0.7 on hidden matrices."""
     method_option: tuple[str, ...] = ()
     """Option of the method as NAME=VALUE, see `thinwire methods NAME`; --NAME VALUE works too. Repeatable."""
-    pace: bool = False
+    pace: bool = option(False, is_free=True)
     """Spread each transfer over most of the overlap, for a lower peak rate."""
     final_exchange: bool = True
     """Leave out the exchange after the last step; steps since the last round are then lost."""
@@ -167,37 +165,37 @@ class RunConfig:
 
     workload: str = "language"
     """What is trained: language."""
-    replicas: int | None = None
+    replicas: int | None = option(None, least=1, is_basic=True)
     """Number of replicas. Default: 2, or torchrun's WORLD_SIZE."""
-    steps: int = 300
+    steps: int = option(300, least=1, is_basic=True)
     """Inner steps of each replica."""
     seed: int = 0
     """Random seed of weights, data order and stochastic codecs."""
-    interface: str | None = None
+    interface: str | None = option(None, is_free=True, is_local=True)
     """Network interface that other hosts can reach, such as eth0."""
-    address: str | None = None
+    address: str | None = option(None, is_free=True, is_local=True)
     """Address of this host that other hosts can reach, IPv4 or IPv6."""
-    advertise: str | None = None
+    advertise: str | None = option(None, is_free=True, is_local=True)
     """HOST:PORT that other hosts dial, such as a port forward; leads to the first port of --port-range."""
-    port_range: str | None = None
+    port_range: str | None = option(None, is_free=True, is_local=True)
     """FIRST-LAST: the only ports to listen on; needs --elastic or --secret."""
-    secret: Path | None = None
+    secret: Path | None = option(None, is_basic=True, is_free=True)
     """File of the job's secret (`thinwire secret FILE`): replicas authenticate each other and encrypt traffic.
     Default: the environment's THINWIRE_SECRET_FILE."""
-    traffic_plan: Path | None = None
+    traffic_plan: Path | None = option(None, is_free=True)
     """Plan of `thinwire traffic plan --probe`: connections take planned paths; needs --secret and --port-range.
     Default: the environment's THINWIRE_TRAFFIC_PLAN."""
-    join_deadline_s: float = 300.0
+    join_deadline_s: float = option(300.0, above=0, usual=300, is_free=True)
     """Longest wait for the other replicas at the start, in seconds."""
-    config: Path | None = None
+    config: Path | None = option(None, is_basic=True, is_free=True)
     """TOML file of options by section, such as a recipe (`thinwire recipes`); options given here override it."""
-    plan: Path | None = None
+    plan: Path | None = option(None, is_free=True)
     """Plan file (`thinwire plan`) with model, method, batch and steps; options given here override it."""
-    expected_step_s: float | None = None
+    expected_step_s: float | None = option(None, above=0, usual=0.5, is_free=True)
     """Expected seconds per step; slower steps give a warning. Default: the plan's."""
-    on_finding: str = "warn"
+    on_finding: str = option("warn", choices=ON_FINDING, is_free=True, is_local=True)
     """Reaction to a finding: warn, exclude, restart, replace, abort or off."""
-    on_finding_dry_run: bool = False
+    on_finding_dry_run: bool = option(False, is_free=True, is_local=True)
     """Report what --on-finding would do, and do nothing."""
 
 
@@ -205,19 +203,19 @@ class RunConfig:
 class ElasticConfig:
     """Runs whose replicas join and leave."""
 
-    is_enabled: bool = False
+    is_enabled: bool = option(False, name="elastic", is_basic=True)
     """Let replicas join and leave; the run prints the command for other hosts."""
-    ranks_per_replica: int = 1
+    ranks_per_replica: int = option(1, least=1, is_free=True, is_local=True)
     """Processes per elastic replica; each holds a shard of the model (FSDP2)."""
-    port: int = 29400
+    port: int = option(29400, least=0, is_free=True)
     """Port of the coordinator; 0 chooses a free one."""
-    begin_with: int | None = None
+    begin_with: int | None = option(None, is_free=True)
     """Replicas on all hosts that must have joined before the first step. Default: --replicas."""
-    invite_only: bool = False
+    invite_only: bool = option(False, is_free=True)
     """Let other hosts join by one-time invitations of thinwire invite only."""
-    checkpoint_to: str | None = None
+    checkpoint_to: str | None = option(None, is_free=True, is_place=True)
     """Folder or URL (s3://...) of checkpoints. Default: checkpoints/ in --out."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = option(2, least=1, is_free=True)
     """Number of checkpoints to keep."""
 
 
@@ -225,33 +223,33 @@ class ElasticConfig:
 class OutputConfig:
     """Files and output of the run."""
 
-    out: Path | None = None
+    out: Path | None = option(None, is_basic=True, is_free=True)
     """Folder of the run. Default: runs/METHOD-MODEL-seedN, then -2 and so on where a run is there."""
-    resume: Path | None = None
+    resume: Path | None = option(None, is_basic=True, is_free=True)
     """Resume the run in this folder, with its own options."""
-    overwrite: bool = False
+    overwrite: bool = option(False, is_free=True, is_local=True)
     """Replace the run in --out."""
-    eval_every: int | None = None
+    eval_every: int | None = option(None, least=0)
     """Steps between evaluations; 0 evaluates only at the end. Default: a sixth of the steps."""
-    eval_batches: int = 8
+    eval_batches: int = option(8, least=1)
     """Held-out batches per evaluation while training."""
-    final_eval_batches: int = 64
+    final_eval_batches: int = option(64, least=1)
     """Held-out batches of the final evaluation."""
-    log_every: int = 10
+    log_every: int = option(10, least=1, is_free=True)
     """Steps between two lines of metrics."""
-    checkpoint_every: int | None = None
+    checkpoint_every: int | None = option(None, least=0, is_free=True)
     """Steps between two checkpoints; 0 saves only at the end. Default: 100 for nano, else 500."""
-    checkpoint_auto: bool = False
+    checkpoint_auto: bool = option(False, is_free=True)
     """Choose the interval from the cost of a checkpoint and the failures so far."""
-    samples: bool = True
+    samples: bool = option(True, is_free=True)
     """Write samples.json: how the model continues two texts before and after training. On by default."""
-    tensorboard: bool = False
+    tensorboard: bool = option(False, is_free=True, is_local=True)
     """Also write metrics for TensorBoard (pip install 'thinwire[report]')."""
-    wandb: bool = False
+    wandb: bool = option(False, is_free=True, is_local=True)
     """Also send metrics to Weights & Biases (pip install 'thinwire[report]')."""
-    quiet: bool = False
+    quiet: bool = option(False, is_free=True, is_local=True)
     """Print only the result and errors."""
-    json: bool = False
+    json: bool = option(False, is_free=True, is_local=True)
     """Print the result as one JSON object, the last line on stdout."""
 
 
@@ -319,48 +317,23 @@ class TrainConfig:
 
 
 SECTIONS: Mapping[str, type[Any]] = typing.get_type_hints(TrainConfig)
-# Options whose section names them already.
-_SHORT_NAMES = {("model", "name"): "model", ("data", "source"): "data", ("elastic", "is_enabled"): "elastic"}
+_RULES = rules_of(SECTIONS)
 # Section and field of each option, by its name on the command line.
-OPTIONS: Mapping[str, tuple[str, str]] = {
-    _SHORT_NAMES.get((section, field.name), field.name): (section, field.name)
-    for section, kind in SECTIONS.items()
-    for field in dataclasses.fields(kind)
-}
+OPTIONS: Mapping[str, tuple[str, str]] = {name: (section, field.name) for name, (section, field, _) in _RULES.items()}
+BASIC = tuple(name for name, (_, _, rule) in _RULES.items() if rule.is_basic)
+FREE = tuple(name for name, (_, _, rule) in _RULES.items() if rule.is_free)
+PLACES = tuple(name for name, (_, _, rule) in _RULES.items() if rule.is_place)
 # Options whose values are files or folders of a host.
 PATH_OPTIONS = tuple(
     name for name, (section, field) in OPTIONS.items()
     if Path in typing.get_args(typing.get_type_hints(SECTIONS[section])[field])
 )  # fmt: skip
-
-_CHOICES = {
-    "tokenizer": ("auto", "bpe", "bytes"), "inner_optimizer": ("adamw", "adam", "sgd", "plain-sgd", "muon"),
-    "schedule": ("cosine", "constant"), "autocast": ("none", "bf16"), "device": ("cpu", "cuda"),
-    "exchange": ("auto", "all-gather", "two-phase"), "fragment_order": ("strided", "sequential"),
-    "on_finding": ON_FINDING, "sequences": ("windows", "documents"),
-}  # fmt: skip
-_LEAST = {
-    "steps": 1, "replicas": 1, "batch_size": 1, "seq_len": 1, "warmup_steps": 0, "weight_decay": 0, "clip_norm": 0,
-    "threads": 1, "eval_every": 0, "eval_batches": 1, "final_eval_batches": 1, "log_every": 1, "checkpoint_every": 0,
-    "vocab_size": 1, "port": 0, "keep_checkpoints": 1, "ranks_per_replica": 1, "sync_interval": 1,
-    "layers_per_fragment": 1, "num_fragments": 1, "lora": 1, "micro_batch": 1, "dp_replicate": 1, "dp_shard": 1,
-    "cp": 1, "tp": 1, "pp": 1, "interleave": 1, "zero_stage": 1, "unsharded_layers": 0, "recompute_layers": 0,
-}  # fmt: skip
-_POSITIVE = {"lr": "1e-3", "expected_step_s": "0.5", "join_deadline_s": "300"}
-# Least value, limit, whether the limit itself is allowed, and a usual value.
-_WITHIN = {
-    "blend": (0.0, 1.0, False, 0.5), "outer_momentum": (0.0, 1.0, False, 0.9), "beta2": (0.0, 1.0, False, 0.99),
-    "outer_lr": (1e-9, 10.0, True, 0.7),
-}  # fmt: skip
+# Options of the first host that other hosts of an elastic run do not use.
+LOCAL = tuple(
+    name for name, (_, _, rule) in _RULES.items() if rule.is_local or (name in PATH_OPTIONS and not rule.is_place)
+)
 # Options that a method may take, and why one that does not take them has no use for them.
-METHOD_OPTIONS = {
-    "sync_interval": "it exchanges at every step", "overlap_steps": "it waits for every exchange, so nothing overlaps",
-    "blend": "nothing overlaps, so there is nothing to blend", "exchange": "its exchange is the cheaper one",
-    "fragment_order": "it exchanges the whole model at once",
-    "layers_per_fragment": "it exchanges the whole model at once",
-    "num_fragments": "it exchanges the whole model at once", "outer_lr": "it has no outer optimizer",
-    "outer_momentum": "it has no outer optimizer", "codec": "its code is a part of it",
-}  # fmt: skip
+OF_METHODS = {name: rule.unused for name, (_, _, rule) in _RULES.items() if rule.unused}
 
 # Peak learning rates of AdamW. nano's was tuned: `thinwire train --replicas 2 --sync-interval 30 --overlap-steps 3
 # --steps 300` on stdlib ended at 4.70, 4.55, 4.51, 4.55 for 1e-3, 3e-3, 6e-3, 1e-2. The others: the papers' scale.
@@ -388,34 +361,11 @@ def validate(config: TrainConfig, *, world_size: int | None = None) -> None:
 
 
 def _bad_values(config: TrainConfig) -> list[str]:
-    values = {name: value for name in OPTIONS if (value := config.option(name)) is not None}
-    found = [
-        *(
-            refusal(f"{flag(name)} is too small", got=values[name], allowed=f"{least} or more",
-                    remedy=f"{flag(name)} {_DEFAULTS.option(name) or max(1, least)}")
-            for name, least in _LEAST.items()
-            if name in values and not values[name] >= least
-        ),
-        *(
-            refusal(f"{flag(name)} is not above 0", got=values[name], allowed="above 0 and finite",
-                    remedy=f"{flag(name)} {usual}")
-            for name, usual in _POSITIVE.items()
-            if name in values and not 0 < values[name] < math.inf
-        ),
-        *(
-            refusal(f"{flag(name)} is out of its range", got=values[name],
-                    allowed=f"above 0, at most {limit:g}" if is_allowed else f"at least {least:g}, below {limit:g}",
-                    remedy=f"{flag(name)} {usual}")
-            for name, (least, limit, is_allowed, usual) in _WITHIN.items()
-            if name in values and not (least <= values[name] < limit or (is_allowed and values[name] == limit))
-        ),
-        *(
-            unknown_name(flag(name), values[name], choices)
-            for name, choices in _CHOICES.items()
-            if name in values and values[name] not in choices
-        ),
-    ]  # fmt: skip
-    problems = [str(problem) for problem in found]
+    problems = [
+        str(problem)
+        for name, (_, field, rule) in _RULES.items()
+        if (problem := rule.problem(flag(name), config.option(name), default=field.default)) is not None
+    ]
     try:
         check_model(config.model.name)
     except ValueError as error:
@@ -456,11 +406,11 @@ def method_problems(config: TrainConfig) -> list[str]:
         return [str(error)]
     problems = [
         str(excluded(flag(name), f"--method {method}", why=reason, remedy=f"to leave {flag(name)} out"))
-        for name, reason in METHOD_OPTIONS.items()
+        for name, reason in OF_METHODS.items()
         if config.option(name) is not None and name not in entry.takes
     ]
     for name in named:
-        if name in METHOD_OPTIONS and config.option(name) is not None:
+        if name in OF_METHODS and config.option(name) is not None:
             twice = f"--method-option {name} and {flag(name)}"
             problems.append(str(refusal(f"{name} is given twice", got=twice, allowed="one of them", remedy=flag(name))))
     if len(set(named)) < len(named):
@@ -784,11 +734,6 @@ def read_config(run_dir: Path) -> TrainConfig:
 def config_text(config: TrainConfig) -> str:
     """Return the content of a run's `config.json`."""
     return json.dumps({**to_json(config), "thinwire_version": __version__}, indent=2) + "\n"
-
-
-def flag(name: str) -> str:
-    """Return an option as the command line writes it."""
-    return "--" + name.replace("_", "-")
 
 
 _DEFAULTS = TrainConfig()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from thinwire.errors import excluded, refusal
+from thinwire.options import flag, option
 
 if TYPE_CHECKING:
     from thinwire.training.config import TrainConfig
@@ -18,23 +19,23 @@ _BATCH_SIZE = 8
 class ParallelConfig:
     """Ranks of each replica; the product of the five degrees is their number. `--plan` of a site sets them."""
 
-    dp_replicate: int = 1
+    dp_replicate: int = option(1, least=1)
     """Copies of the sharded states inside each replica."""
-    dp_shard: int = 1
+    dp_shard: int = option(1, least=1)
     """Shards of the states inside each replica (FSDP2)."""
-    cp: int = 1
+    cp: int = option(1, least=1)
     """Ranks that share each sequence (context parallelism); CPUs alone."""
-    tp: int = 1
+    tp: int = option(1, least=1)
     """Ranks that share each layer (tensor parallelism)."""
-    pp: int = 1
+    pp: int = option(1, least=1)
     """Pipeline stages of each replica (1F1B)."""
-    interleave: int = 1
+    interleave: int = option(1, least=1)
     """Chunks of layers on each pipeline stage; above 1 the schedule is interleaved 1F1B."""
-    zero_stage: int = 2
+    zero_stage: int = option(2, least=1)
     """ZeRO stage of the shards: 1, 2 (gradients in shards too) or 3 (parameters too); a pipeline has 1."""
-    unsharded_layers: int = 0
+    unsharded_layers: int = option(0, least=0)
     """Layers, the last ones, whose parameters stay together all through a step, with --zero-stage 3."""
-    recompute_layers: int = 0
+    recompute_layers: int = option(0, least=0)
     """Layers of each pipeline stage whose activations are computed again in the backward pass."""
 
     @property
@@ -88,11 +89,11 @@ def _bad_with_ranks(config: TrainConfig) -> list[ValueError]:
     """Check what else is given where a replica has several ranks."""
     own = config.parallel
     problems: list[ValueError] = []
-    which = next(_flag(name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+    which = next(flag(name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")
                  if config.option(name) > 1)  # fmt: skip
     for name, why in _NOT_PARALLEL.items():
         if config.option(name):
-            problems.append(excluded(_flag(name), which, why=why, remedy=f"to leave {_flag(name)} out"))
+            problems.append(excluded(flag(name), which, why=why, remedy=f"to leave {flag(name)} out"))
     if config.model.name.startswith("hf:"):
         problems.append(excluded(which, f"--model {config.model.name}", why="it shards thinwire's own models",
                                  remedy="a preset or a size, such as --model 35m"))  # fmt: skip
@@ -128,7 +129,3 @@ def _bad_with_ranks(config: TrainConfig) -> list[ValueError]:
                     allowed=f"multiples of {own.pp}", remedy="--micro-batch 1, or --interleave 1")
         )  # fmt: skip
     return problems
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -33,7 +33,7 @@ from thinwire.training.checkpoints.replica_checkpoints import (
     choose_step,
     verify_all,
 )
-from thinwire.training.config import TrainConfig, config_text, has_run, meaning
+from thinwire.training.config import PLACES, TrainConfig, config_text, has_run, meaning
 from thinwire.training.cost_check import complain
 from thinwire.training.drift import step_monitor_of
 from thinwire.training.launch import RANKS, rank_folder
@@ -57,7 +57,6 @@ from thinwire.workloads.workload import Data
 
 _OPENING, _READY, _CLOSING, _PROBING = range(4)
 # Known by other names on other hosts; what they stand for is compared by content.
-_LOCAL_NAMES = ("data", "model", "init_from")
 _OUTPUTS = (
     "config.json", RUN_FILE, ORIGIN_FILE, "summary.json", "report.html", "metrics-replica-*", "transfers-replica-*",
     "records-rank-*", "findings.jsonl", "actions.jsonl", "path-limits.json", "downtime.json", "parts.jsonl",
@@ -408,7 +407,7 @@ def make_run_folder(config: TrainConfig, *, run: RunIdentity, is_resumed: bool) 
 
 
 def _comparable(config: TrainConfig) -> dict[str, Any]:
-    return {name: value for name, value in meaning(config).items() if name not in _LOCAL_NAMES}
+    return {name: value for name, value in meaning(config).items() if name not in PLACES}
 
 
 def _check_same(notes: list[dict[str, Any]]) -> None:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import CheckpointError, Refused, refusal
 from thinwire.files import write_whole
+from thinwire.options import flag
 from thinwire.runlog.run_identity import RunIdentity, identity_from_json
-from thinwire.training.config import PATH_OPTIONS, TrainConfig, flag, from_json, to_json, validate
+from thinwire.training.config import LOCAL, PLACES, TrainConfig, from_json, to_json, validate
 from thinwire.transport.addresses import ListenConfig, listen_config
 from thinwire.version import __version__
 
@@ -26,14 +27,6 @@ _IDLE_S = 600.0
 _START_S = 300.0
 # Batches per data lease, at least; else a quarter of an interval, so that uncounted work is a few shards at most.
 _BATCHES_A_SHARD = 16
-# Options that name what a host reads and writes. A job states them, and each host says where it has the same.
-SHARED_PLACES = ("data", "model", "init_from", "checkpoint_to")
-# Options of the first host that other hosts do not use: all places, and what is of one host or of one command.
-_LOCAL = (
-    *(name for name in PATH_OPTIONS if name not in SHARED_PLACES), "overwrite", "quiet", "json", "threads", "interface",
-    "address", "advertise", "port_range", "ranks_per_replica", "on_finding", "on_finding_dry_run",
-    "tensorboard", "wandb",
-)  # fmt: skip
 LOCAL_FILE = "elastic.json"
 # Bounds of a job's counts: replicas as at the coordinator, and steps of an interval, over which schedules iterate.
 _MOST_REPLICAS, _MOST_INTERVAL_STEPS = 1024, 1 << 20
@@ -97,7 +90,7 @@ class ElasticJob:
     def to_json(self) -> dict[str, Any]:
         """Return the coordinator's description of the job."""
         return {
-            "thinwire": __version__, "config": to_json(self.config, without=_LOCAL),
+            "thinwire": __version__, "config": to_json(self.config, without=LOCAL),
             "sync_interval": self.sync_interval,
             "overlap_steps": self.overlap_steps, "shard_windows": self.shard_windows, "part_share": self.part_share,
             "allows_overdue": self.allows_overdue, "identity": self.identity.to_json(),
@@ -245,17 +238,17 @@ def _read_terms(values: Mapping[str, Any], *, more: tuple[str, ...]) -> dict[str
 def _without_places(config: TrainConfig) -> TrainConfig:
     """Return options from the network without those that are each host's own."""
     default = TrainConfig()
-    return config.replace(**{name: default.option(name) for name in _LOCAL})
+    return config.replace(**{name: default.option(name) for name in LOCAL})
 
 
 def shared_places_of(config: TrainConfig) -> dict[str, str]:
-    """Return what `SHARED_PLACES` name, by option; a name that means the same on all hosts is no place.
+    """Return what `PLACES` name, by option; a name that means the same on all hosts is no place.
 
     Example:
         >>> shared_places_of(TrainConfig.of(data="texts", model="35m"))
         {'data': 'texts'}
     """
-    found = {name: config.option(name) for name in SHARED_PLACES}
+    found = {name: config.option(name) for name in PLACES}
     is_everywhere = {"data": config.data.source == "stdlib", "model": not config.model.name.startswith("hf:")}
     return {name: str(value) for name, value in found.items() if value is not None and not is_everywhere.get(name)}
 
@@ -371,6 +364,6 @@ class LocalSettings:
 
     def with_own_places(self, config: TrainConfig) -> TrainConfig:
         """Return options that read and write where this host does."""
-        own = {name: getattr(self, name) for name in SHARED_PLACES}
+        own = {name: getattr(self, name) for name in PLACES}
         own["init_from"] = self.init_from and Path(self.init_from)
         return config.replace(**{name: value for name, value in own.items() if value is not None})
