@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeVar
 
 from thinwire.monitor.detect.change_points import median
-from thinwire.monitor.detect.clocks import Alignment, Sighting, SightingBook, align
+from thinwire.monitor.detect.clocks import Alignment, ClockFit, Sighting, SightingBook, align
 from thinwire.runlog.nccl_values import NcclRecords
 from thinwire.runlog.reader import Records
 from thinwire.runlog.records import (
+    Arrival,
     Beat,
     Communicator,
     Flow,
     Operation,
     PathReading,
+    Probe,
     ProcessState,
     Span,
     TransferEnd,
@@ -120,7 +123,6 @@ class Job:
         clock_of: The clock of each rank.
         error_s: What the clock of each rank may be wrong by.
         unsteady: Ranks whose clock was set; their times are compared with nobody's.
-        num_said_twice: Records that repeat or contradict an earlier one.
         trust: Part of the lines that could be used, in [0, 1].
         beat_s: Usual seconds between two beats of each rank that gives any.
         heard_s: When the latest message of each rank reached another one, as that one wrote.
@@ -150,7 +152,6 @@ class Job:
     clock_of: dict[int, str] = field(default_factory=dict)
     error_s: dict[int, float] = field(default_factory=dict)
     unsteady: frozenset[int] = frozenset()
-    num_said_twice: int = 0
     trust: float = 1.0
     beat_s: dict[int, float] = field(default_factory=dict)
     heard_s: dict[int, float] = field(default_factory=dict)
@@ -216,8 +217,7 @@ def build(records: Records, book: SightingBook | None = None) -> Job:
     """
     job = Job(communicators=records.communicators, has_beats=bool(records.beats), nccl=records.nccl)
     clock_of = _places(job, records)
-    ends, twice = _latest_reports(records.transfers)
-    job.num_said_twice += twice
+    ends = _latest_reports(records.transfers)
     messages = _sightings(ends, clock_of)
     sightings = [seen for _, seen in messages] if book is None else book.take(messages, of=clock_of.values())
     job.alignment = align(clock_of.values(), sightings or _sightings_of_operations(records.operations, clock_of))
@@ -245,7 +245,7 @@ def build(records: Records, book: SightingBook | None = None) -> Job:
             job.goodbyes[beat.rank] = (fits[beat.rank].to_reference(beat.at_s), beat.error)
     for process in sorted(records.processes, key=lambda one: one.at_s):  # both ranks share a clock
         job.processes[process.peer] = fits[process.peer].to_reference(process.at_s), process
-    _take_wires(job, records, shift)
+    _take_wires(job, records, fits)
     job.left = {beat.rank for beat in records.beats if beat.error and not beat.is_last}
     job.spans.sort(key=lambda span: span.step)
     job.last_seen_s = {rank: fits[rank].to_reference(at_s) for rank, at_s in job.last_seen_s.items()}
@@ -258,33 +258,31 @@ def build(records: Records, book: SightingBook | None = None) -> Job:
     return job
 
 
-def _take_wires(job: Job, records: Records, shift: _Shift) -> None:
-    for one in sorted(records.arrivals, key=lambda one: one.at_s):
-        at_s = shift(one.rank, one.at_s)
-        assert at_s is not None
+_Timed = TypeVar("_Timed", Arrival, Flow, PathReading, Probe)
+
+
+def _take_wires(job: Job, records: Records, fits: Mapping[int, ClockFit]) -> None:
+    def timed(found: Iterable[_Timed]) -> Iterator[tuple[float, _Timed]]:
+        for one in sorted(found, key=lambda one: one.at_s):
+            yield fits[one.rank].to_reference(one.at_s), one
+
+    signs: list[Arrival | Flow | PathReading] = [*records.arrivals, *records.flows, *records.paths]
+    for sign in signs:
+        _see(job, sign.rank, sign.at_s)
+    for at_s, one in timed(records.arrivals):
         job.arrivals.setdefault((one.peer, one.rank), []).append((at_s, one.num_bytes))
         if one.has_signs:
             job.signalled.add((one.peer, one.rank))
-        _see(job, one.rank, one.at_s)
-    for flow in sorted(records.flows, key=lambda flow: flow.at_s):
-        at_s = shift(flow.rank, flow.at_s)
-        assert at_s is not None
+    for at_s, flow in timed(records.flows):
         job.flows.setdefault((flow.rank, flow.peer), []).append((at_s, flow))
-        _see(job, flow.rank, flow.at_s)
-    for path in sorted(records.paths, key=lambda path: path.at_s):
-        at_s = shift(path.rank, path.at_s)
-        assert at_s is not None
+    for at_s, path in timed(records.paths):
         job.paths.setdefault((path.rank, path.peer, path.path), []).append((at_s, path))
-        _see(job, path.rank, path.at_s)
-    for probe in sorted(records.probes, key=lambda probe: probe.at_s):
-        at_s = shift(probe.rank, probe.at_s)
-        assert at_s is not None
+    for at_s, probe in timed(records.probes):
         # a burst with a small share of the access says little, and its count of the other bytes may be wrong
         if probe.num_bytes > 0 and probe.num_beside <= TIMELINE.max_beside * probe.num_bytes:
             # divided by all bytes, since it had only its share of the access
             each_s = probe.took_s / (probe.num_bytes + probe.num_beside)
-            done_s = at_s + probe.took_s
-            job.probes.setdefault((probe.rank, probe.peer), []).append((at_s, done_s, each_s))
+            job.probes.setdefault((probe.rank, probe.peer), []).append((at_s, at_s + probe.took_s, each_s))
 
 
 def _heard(job: Job) -> dict[int, float]:
@@ -346,19 +344,16 @@ def _places(job: Job, records: Records) -> dict[int, str]:
 EndKey = tuple[str, int, int, str, int, int]
 
 
-def _latest_reports(transfers: list[TransferEnd]) -> tuple[dict[EndKey, TransferEnd], int]:
-    """Return the latest report of each end of a transfer, and the number of repeated ones."""
+def _latest_reports(transfers: list[TransferEnd]) -> dict[EndKey, TransferEnd]:
+    """Return the latest report of each end of a transfer."""
     ends: dict[EndKey, TransferEnd] = {}
-    twice = 0
     for end in transfers:
         key = (end.communicator, end.rank, end.peer, end.direction, end.operation, end.part)
         known = ends.get(key)
         # a transfer that failed a deadline may still end well; an open one says no more than a failed one
         if known is None or (known.done_s is None and (end.done_s is not None or not known.error)):
             ends[key] = end
-        else:
-            twice += 1
-    return ends, twice
+    return ends
 
 
 def _sightings(ends: dict[EndKey, TransferEnd], clock_of: dict[int, str]) -> list[tuple[int, Sighting]]:
@@ -416,8 +411,6 @@ def _place_operation(job: Job, operation: Operation) -> None:
     known = own.get(operation.rank)
     if known is None or known.done_s is None:
         own[operation.rank] = operation
-    else:
-        job.num_said_twice += 1
 
 
 def _shifted(operation: Operation, shift: _Sure) -> Operation:
