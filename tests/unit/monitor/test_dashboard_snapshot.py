@@ -18,7 +18,8 @@ from tests.synthetic_jobs import InjectedFault
 from thinwire.errors import DataError
 from thinwire.monitor.dashboard.chart_data import Curve
 from thinwire.monitor.dashboard.snapshot import RunFollower, snapshot
-from thinwire.monitor.dashboard.window import RankWindow
+from thinwire.monitor.dashboard.window import RunWindow
+from thinwire.monitor.detect.live import RecordWindow
 from thinwire.monitor.findings import Place
 from thinwire.runlog.reader import MOST_LINE_BYTES
 from thinwire.runlog.records import Operation, TransferEnd
@@ -341,17 +342,21 @@ def test_records_that_were_put_aside_are_no_new_beginning(tmp_path: Path) -> Non
     write_records(tmp_path, rounds=30)
     follower = RunFollower(tmp_path)
     follower.poll()
-    before = len(follower._sources.windows[0]._ends)
+
+    def num_ends() -> int:
+        return sum(end.rank == 0 for end in follower._sources.window.records().transfers)
+
+    before = num_ends()
     path = tmp_path / "records-rank-0.jsonl"
     head = path.read_text().splitlines(keepends=True)[:2]
     path.rename(tmp_path / "records-rank-0.old.jsonl")
     path.write_text("".join(head))
     follower.poll()
-    assert len(follower._sources.windows[0]._ends) == before > 0
+    assert num_ends() == before > 0
     (tmp_path / "records-rank-0.old.jsonl").unlink()
     path.write_text(head[0])  # a new run in this folder
     follower.poll()
-    assert len(follower._sources.windows[0]._ends) == 0
+    assert num_ends() == 0
 
 
 def test_pipes_in_the_folder_are_not_waited_for(tmp_path: Path) -> None:
@@ -362,26 +367,22 @@ def test_pipes_in_the_folder_are_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded_however_long_a_run_is() -> None:
-    curve, window = Curve(most=100), RankWindow(0)
+    curve, window = Curve(most=100), RecordWindow(most_records=50)
     for number in range(5000):
         curve.add(float(number), 1.0)
-        window.add(Operation(communicator="w", rank=0, sequence=number, kind="k", posted_s=float(number)), room=50)
+        window.add(Operation(communicator="w", rank=0, sequence=number, kind="k", posted_s=float(number)))
         end = TransferEnd(
             communicator="w", rank=0, peer=1, direction="sent", operation=number, num_bytes=1, posted_s=0.0
         )
-        window.add(end, room=50)
+        window.add(end)
     assert len(curve.points()) <= 101 and curve.points()[0][0] == 0.0 and curve.points()[-1][0] == 4999.0
-    assert len(window._operations) == len(window._ends) == 50
+    kept = window.records()
+    assert len(kept.operations) == 50 and len(kept.transfers) == 100
 
 
 def test_an_end_that_was_done_is_not_undone_by_a_line_that_comes_late() -> None:
-    from thinwire.runlog.reader import Records
-
-    window = RankWindow(0)
-    window.is_recorded = True
+    window = RunWindow()
     words: dict[str, Any] = {"communicator": "w", "rank": 0, "sequence": 1, "kind": "k", "posted_s": 1.0}
     for done_s in (None, 2.0, None):
-        window.add(Operation(**words, done_s=done_s), room=8)
-    records = Records()
-    window.to(records)
-    assert [one.done_s for one in records.operations] == [2.0]
+        window.add_record(0, Operation(**words, done_s=done_s))
+    assert [one.done_s for one in window.records().operations] == [2.0]

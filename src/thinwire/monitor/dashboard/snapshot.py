@@ -14,7 +14,6 @@ from thinwire.errors import DataError
 from thinwire.monitor.dashboard.chart_data import delay_matrix, timeline
 from thinwire.monitor.dashboard.findings_reader import downtime_rows, finding_row, text
 from thinwire.monitor.dashboard.sources import MOST_RANKS, ObjectFile, Sources, link_table, path_table
-from thinwire.monitor.dashboard.window import joined
 from thinwire.monitor.detect.clocks import SightingBook
 from thinwire.monitor.detect.diagnose import DetectorState, diagnose, findings_of
 from thinwire.monitor.detect.timeline import build
@@ -64,7 +63,7 @@ _MOST_REPLICAS = 256
 
 def data_gaps(sources: Sources, sections: Mapping[str, Any]) -> dict[str, str]:
     """Return a sentence for each section that has less than it could have, so that empty is not read as good."""
-    is_elastic, is_recorded = sections["run"]["is_elastic"], any(one.is_recorded for one in sources.windows.values())
+    is_elastic, is_recorded = sections["run"]["is_elastic"], bool(sources.window.recorded)
     left_out = f"{sources.num_left_out} more ranks have files here; {MOST_RANKS} are followed."
     is_alone = sections["run"]["num_replicas"] == 1 and not is_elastic
     no_matrix = _NO_PEER if is_alone else _ONE_END if is_elastic and not is_recorded else _FEW_MESSAGES
@@ -148,7 +147,7 @@ def run_state(
     elif changed_at is None:
         state = "waiting"
     else:
-        limit_s = min((_silence_limit_s(sources, rank) for rank in sources.windows), default=_DEFAULT_SILENCE_S)
+        limit_s = min((_silence_limit_s(sources, rank) for rank in sources.window.ranks), default=_DEFAULT_SILENCE_S)
         state = "training" if now - changed_at <= limit_s else "silent"
     return {
         "name": text(folder.resolve().name), "state": state, "changed_at": changed_at,
@@ -195,7 +194,7 @@ def replica_rows(sources: Sources, run: Mapping[str, Any], *, now: float) -> lis
         for one whose files are on another host. A replica of a finished run is never `silent`.
     """
     members = sources.journal.members
-    written = {*sources.replicas, *sources.windows, *sources.links}
+    written = {*sources.replicas, *sources.window.ranks, *sources.links}
     expected = range(0 if run["is_elastic"] else min(_MOST_REPLICAS, run["num_replicas"] or 0))
     found = []
     for number in sorted({*written, *expected, *members})[:_MOST_REPLICAS]:
@@ -231,8 +230,8 @@ def _state(number: int, sources: Sources, run: Mapping[str, Any], row: Mapping[s
 
 
 def _silence_limit_s(sources: Sources, rank: int) -> float:
-    window, own = sources.windows.get(rank), sources.replicas.get(rank)
-    if window is not None and window.is_recorded:
+    own = sources.replicas.get(rank)
+    if rank in sources.window.recorded:
         return _BEAT_SILENCE_S
     return own.silence_s if own is not None else _DEFAULT_SILENCE_S
 
@@ -376,14 +375,13 @@ class RunFollower:
         if self._sources.changes == self._analysed or begun < self._next_analysis_s:
             return
         self._analysed = self._sources.changes
-        windows = [window for _, window in sorted(self._sources.windows.items())]
-        job = build(joined(windows), self._book)
+        job = build(self._sources.window.records(), self._book)
         if job.messages or job.operations or job.spans:
             matrix = delay_matrix(job, self._usual)
             heat = [one.to_json() for one in heat_maps(job)[:_MOST_MAPS]]
             shown = matrix if matrix["cells"] else None
             self._charts = {"matrix": shown, "timeline": timeline(job), "heat": heat}
-            if any(window.is_recorded for window in windows) and not self._sources.has("findings"):
+            if self._sources.window.recorded and not self._sources.has("findings"):
                 self._own = [_page_row(finding) for finding in findings_of(job, self._history)]
         self._next_analysis_s = time.monotonic() + (time.monotonic() - begun) / _MOST_SHARE
 
@@ -400,7 +398,7 @@ class RunFollower:
     def _findings(self, *, is_over: bool) -> tuple[list[dict[str, Any]], str]:
         """Return the findings, and their source: `run`, `page` (this process), `records` (all of them), or `none`."""
         sources = self._sources
-        is_recorded = any(window.is_recorded for window in sources.windows.values())
+        is_recorded = bool(sources.window.recorded)
         if self._diagnoses_all and is_recorded:
             found = self._diagnosed()
             if found is not None:

@@ -7,8 +7,9 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -16,7 +17,7 @@ from thinwire.errors import DataError
 from thinwire.files import open_regular
 from thinwire.monitor.dashboard.chart_data import Curve
 from thinwire.monitor.dashboard.findings_reader import Actions, Findings, text
-from thinwire.monitor.dashboard.window import RankWindow, room_for
+from thinwire.monitor.dashboard.window import RunWindow
 from thinwire.runlog.reader import check_header, converted, parse_line, parse_object
 from thinwire.runlog.records import Count, Direction, PathReading, Rank, TransferEnd
 from thinwire.runlog.run_folder import (
@@ -492,10 +493,6 @@ _NAMED = re.compile(r"(metrics-replica|transfers-replica|rounds-replica|records-
 _Take = Callable[[dict[str, Any]], object]
 
 
-class _Keeper(Protocol):
-    def restart(self) -> None: ...
-
-
 class Sources:
     """Contents of a run's JSONL files.
 
@@ -506,7 +503,7 @@ class Sources:
         replicas: By number, from the metrics.
         links: By the rank that wrote them.
         paths: Likewise.
-        windows: The latest records, by rank.
+        window: The latest records.
         rounds: By replica, of elastic runs.
         journal: The coordinator's.
         findings: From `findings.jsonl`.
@@ -522,7 +519,7 @@ class Sources:
         self.replicas: dict[int, Replica] = {}
         self.links: dict[int, LinkTotals] = {}
         self.paths: dict[int, PathTraffic] = {}
-        self.windows: dict[int, RankWindow] = {}
+        self.window = RunWindow()
         self.rounds: dict[int, AppliedRounds] = {}
         self.journal = CoordinatorLog()
         self.findings = Findings()
@@ -536,11 +533,11 @@ class Sources:
         self._find()
         for name, file in list(self._files.items()):
             is_restarted, lines = file.poll()
-            take, kept = self._taker(name)
+            take, restarts = self._taker(name)
             older = self._folder / f"{name.removesuffix('.jsonl')}.old.jsonl"
             if is_restarted and not older.exists():  # else its recorder has rotated it
-                for keeper in kept:
-                    keeper.restart()
+                for restart in restarts:
+                    restart()
             self.changes += bool(lines) or is_restarted
             for number, line in lines:
                 try:
@@ -590,44 +587,38 @@ class Sources:
                 left_out.add(number)
         self.num_left_out = len(left_out)
 
-    def _taker(self, name: str) -> tuple[_Take, list[_Keeper]]:
-        """Return the receiver of a file's lines, and what to reset when the file is read again."""
+    def _taker(self, name: str) -> tuple[_Take, list[Callable[[], None]]]:
+        """Return the receiver of a file's lines, and what to do when the file is read again."""
         if (match := _NAMED.fullmatch(name)) is None:
             takers: Mapping[str, Findings | Actions | CoordinatorLog] = {
                 "findings.jsonl": self.findings, "actions.jsonl": self.actions, "coordinator.jsonl": self.journal,
             }  # fmt: skip
-            return takers[name].take, [takers[name]]
+            return takers[name].take, [takers[name].restart]
         number = int(match[2])
         if match[1] == "rounds-replica":
             applied = self.rounds.setdefault(number, AppliedRounds(number))
-            return applied.take, [applied]
-        window = self.windows.setdefault(number, RankWindow(number))
+            return applied.take, [applied.restart]
+        self.window.ranks.add(number)
+        forget = partial(self.window.restart, number)
         if match[1] == "metrics-replica":
             replica = self.replicas.setdefault(number, Replica(number))
-            return lambda line: self._take_metrics(replica, window, line), [replica]
+            return partial(self._take_metrics, replica), [replica.restart]
         if match[1] == "transfers-replica":
             links = self.links.setdefault(number, LinkTotals(number))
-            kept: list[_Keeper] = [links] if window.is_recorded else [links, window]
-            return lambda line: self._take_transfer(links, window, line), kept
-        return lambda line: None, [window]
+            return partial(self._take_transfer, links), [links.restart] if number in self.window.recorded else [
+                links.restart, forget
+            ]  # fmt: skip
+        return lambda line: None, [forget]
 
     def _take(self, name: str, number: int, line: bytes | None, take: _Take) -> None:
-        if name.startswith("records-rank"):
-            self._take_record(name, number, line)
-        else:
+        if not name.startswith("records-rank"):
             take(parse_object(line))
-
-    def _take_record(self, name: str, number: int, line: bytes | None) -> None:
+            return
         if number == 1:
             check_header(line, self._folder / name)
             return
-        rank = int(name.removesuffix(".jsonl").rpartition("-")[2])
-        window = self.windows[rank]
-        if not window.is_recorded:  # records are more exact than metrics
-            window.restart()
-            window.is_recorded = True
-        record = parse_line(line)
-        window.add(record, room=room_for(len(self.windows)))
+        rank, record = int(name.removesuffix(".jsonl").rpartition("-")[2]), parse_line(line)
+        self.window.add_record(rank, record)
         if isinstance(record, PathReading):
             self.paths.setdefault(rank, PathTraffic(rank)).add(record)
         if isinstance(record, TransferEnd) and f"transfers-replica-{rank}.jsonl" not in self._files:
@@ -641,16 +632,16 @@ class Sources:
                 done_s=end.posted_s if end.done_s is None else end.done_s, failed=bool(end.error),
             )  # fmt: skip
 
-    def _take_metrics(self, replica: Replica, window: RankWindow, line: dict[str, Any]) -> None:
+    def _take_metrics(self, replica: Replica, line: dict[str, Any]) -> None:
         found = replica.take(line)
-        if found is not None and not window.is_recorded:
-            window.add_steps(*found, room=room_for(len(self.windows)))
+        if found is not None and replica.number not in self.window.recorded:
+            self.window.add_steps(replica.number, *found)
 
-    def _take_transfer(self, links: LinkTotals, window: RankWindow, line: dict[str, Any]) -> None:
+    def _take_transfer(self, links: LinkTotals, line: dict[str, Any]) -> None:
         transfer = converted(line, TransferEntry)
         links.add(
             peer=transfer.peer, is_sent=transfer.direction == "sent", num_bytes=transfer.wire_bytes,
             started_s=transfer.started_s, done_s=transfer.finished_s, failed=bool(transfer.error),
         )  # fmt: skip
-        if transfer.kind == "round" and not window.is_recorded:
-            window.add_transfer(line, room=room_for(len(self.windows)))
+        if transfer.kind == "round" and links.rank not in self.window.recorded:
+            self.window.add_transfer(links.rank, line)

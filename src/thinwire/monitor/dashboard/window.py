@@ -1,170 +1,80 @@
-"""Window of the latest records of each rank in fixed memory, for the delay matrix and the timeline."""
+"""Window of the latest records of a run in fixed memory, for the charts of the page and its diagnosis."""
 
 from __future__ import annotations
 
-import contextlib
-from collections import defaultdict, deque
+from collections import defaultdict
 from typing import Any
 
-from thinwire.monitor.detect.live import FirstAndLatest
+from thinwire.monitor.detect.live import RecordWindow
 from thinwire.runlog.reader import Records
-from thinwire.runlog.records import (
-    Arrival,
-    Beat,
-    Communicator,
-    Flow,
-    Operation,
-    PathReading,
-    Probe,
-    ProcessState,
-    Record,
-    Span,
-    TransferEnd,
-)
+from thinwire.runlog.records import Communicator, Record, Span, TransferEnd
 from thinwire.runlog.run_folder import ROUNDS, StepMetrics, end_of, operation_of
 
-MOST_RECORDS = 12_000
-_LEAST_A_RANK = 128
-_MOST_COMMUNICATORS = 64
-_MOST_ARRIVALS, _MOST_FLOWS = 8, 256
-_State = Arrival | Flow | Probe | PathReading | ProcessState
+MOST_RECORDS = 6_000
+_MOST_PARTS = 1 << 13
 
 
-class RankWindow:
-    """The latest records of one rank, from its recorder, or from the lines of its metrics and transfers.
-
-    Args:
-        rank: The rank.
+class RunWindow:
+    """Latest records of all ranks: from their recorders, or from their lines of metrics and transfers without one.
 
     Attributes:
-        is_recorded: Whether they come from a recorder, which reports open operations too.
+        ranks: Ranks with files.
+        recorded: Of these, those with a recorder, which reports open operations too.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.is_recorded = False
-        self.communicators: dict[str, Communicator] = {}
-        self.restart()
+    def __init__(self) -> None:
+        self._kept = RecordWindow(most_records=MOST_RECORDS)
+        self._parts: dict[int, dict[tuple[int, int, str], int]] = {}
+        self.ranks: set[int] = set()
+        self.recorded: set[int] = set()
 
-    def restart(self) -> None:
-        """Forget all records."""
-        self.communicators.clear()
-        self._operations: dict[tuple[str, int], Operation] = {}
-        self._ends: dict[tuple[str, int, str, int, int], TransferEnd] = {}
-        self._spans: dict[tuple[str, int], Span] = {}
-        self._beat: Beat | None = None
-        self._states: dict[type, dict[tuple[int, int], Any]] = defaultdict(dict)  # by peer and path
-        self._parts: dict[tuple[int, int, str], int] = defaultdict(int)
+    def restart(self, rank: int) -> None:
+        """Forget what a rank has written."""
+        self._kept.forget(rank)
+        self._parts.pop(rank, None)
 
-    def add(self, record: Record, *, room: int) -> None:
-        """Add a record; the oldest of its kind go where there are more than `room`.
+    def add_record(self, rank: int, record: Record) -> None:
+        """Add a record of a rank's recorder; it is more exact than metrics, which are forgotten.
 
         Raises:
-            ValueError: It is another rank's, or there are too many communicators.
+            ValueError: It is another rank's.
         """
-        if isinstance(record, Communicator):
-            if len(self.communicators) >= _MOST_COMMUNICATORS and record.communicator not in self.communicators:
-                raise ValueError(f"more than {_MOST_COMMUNICATORS} communicators")
-            self.communicators[record.communicator] = record
-            return
-        if record.rank != self.rank:
-            raise ValueError(f"a record of rank {record.rank} in the file of rank {self.rank}")
-        if isinstance(record, Beat):
-            self._beat = record
-        elif isinstance(record, _State):
-            self._add_state(record, room=room)
-        elif isinstance(record, Operation):
-            _keep(self._operations, (record.communicator, record.sequence), record, room=room)
-        elif isinstance(record, Span):
-            _keep(self._spans, (record.kind, record.step), record, room=room)
-        else:
-            key = (record.communicator, record.peer, record.direction, record.operation, record.part)
-            _keep(self._ends, key, record, room=room)
+        if rank not in self.recorded:
+            self.restart(rank)
+            self.recorded.add(rank)
+        if not isinstance(record, Communicator) and record.rank != rank:
+            raise ValueError(f"a record of rank {record.rank} in the file of rank {rank}")
+        self._kept.add(record)
 
-    def _add_state(self, record: _State, *, room: int) -> None:
-        key, kept = (record.peer, record.path if isinstance(record, PathReading) else 0), self._states[type(record)]
-        if key not in kept and len(kept) >= room:
-            return
-        if isinstance(record, Arrival | ProcessState):
-            most = 1 if isinstance(record, ProcessState) else _MOST_ARRIVALS
-            kept.setdefault(key, deque(maxlen=most)).append(record)
-        else:
-            kept.setdefault(key, FirstAndLatest(_MOST_FLOWS)).put(record.at_s, record)
-
-    def add_transfer(self, line: dict[str, Any], *, room: int) -> None:
+    def add_transfer(self, rank: int, line: dict[str, Any]) -> None:
         """Add a line of a run's transfers.
 
         Raises:
             ValueError: It holds what cannot be.
         """
-        if len(self._parts) > 8 * room:  # rounds that are long over
-            for key in list(self._parts)[: 4 * room]:
-                del self._parts[key]
-        self.add(end_of(line, self.rank, self._parts), room=room)
+        parts = self._parts.setdefault(rank, defaultdict(int))
+        for key in list(parts)[: len(parts) - _MOST_PARTS]:  # rounds that are long over
+            del parts[key]
+        self._kept.add(end_of(line, rank, parts))
 
-    def add_steps(self, line: StepMetrics, before: StepMetrics | None, *, room: int) -> None:
+    def add_steps(self, rank: int, line: StepMetrics, before: StepMetrics | None) -> None:
         """Add the work between a line of metrics and the one before, with the waiting at its end."""
         begin_s = before.time_s if before is not None else 0.0
         if line.time_s > begin_s:
             work_s = (line.time_s - begin_s) * min(1.0, max(0.0, line.compute_fraction))
-            span = Span(rank=self.rank, kind="compute", step=line.step, started_s=begin_s, done_s=begin_s + work_s)
-            self.add(span, room=room)
+            self._kept.add(Span(rank=rank, kind="compute", step=line.step, started_s=begin_s, done_s=begin_s + work_s))
 
-    def to(self, records: Records) -> None:
-        """Put all of them into `records`."""
-        operations = list(self._operations.values())
-        if not self.is_recorded:
-            rounds: dict[int, list[TransferEnd]] = defaultdict(list)
-            for end in self._ends.values():
-                rounds[end.operation].append(end)
-            operations = [operation_of(rounds[round], sequence=round) for round in sorted(rounds)]
-        found: list[Record] = [
-            *operations,
-            *self._ends.values(),
-            *self._spans.values(),
-            *([self._beat] if self._beat else []),
-            *(one for kept in self._states.values() for own in kept.values() for one in _values(own)),
-        ]
-        for record in found:
-            records.num_lines += 1
-            records.add(record)
-
-
-def _values(kept: deque[Any] | FirstAndLatest[Any]) -> list[Any]:
-    return list(kept) if isinstance(kept, deque) else kept.values()
-
-
-def room_for(num_ranks: int) -> int:
-    """Return the number of records of a kind that each of `num_ranks` may keep."""
-    return max(_LEAST_A_RANK, MOST_RECORDS // max(1, num_ranks))
-
-
-def joined(windows: list[RankWindow]) -> Records:
-    """Return the records of all ranks; if they contradict each other about a communicator, the first rank counts."""
-    records = Records()
-    if not any(window.is_recorded for window in windows):
-        ranks = tuple(sorted(window.rank for window in windows))
-        if ranks:  # each replica's times begin with its own training
+    def records(self) -> Records:
+        """Return the records that are kept; each replica without a recorder has a clock of its own."""
+        found = self._kept.records()
+        if self.ranks and not self.recorded:
+            ranks = tuple(sorted(self.ranks))
             hosts = tuple(f"replica-{rank}" for rank in ranks)
-            records.communicators[ROUNDS] = Communicator(communicator=ROUNDS, ranks=ranks, hosts=hosts)
-    for window in windows:
-        for communicator in window.communicators.values():
-            with contextlib.suppress(ValueError):  # ranks contradict each other: the first is believed
-                records.add(communicator)
-        window.to(records)
-    return records
-
-
-def _begin(record: Any) -> float:
-    return float(record.started_s if isinstance(record, Span) else record.posted_s)
-
-
-def _keep(kept: dict[Any, Any], key: Any, record: Record, *, room: int) -> None:
-    known = kept.get(key)
-    # a later line replaces an earlier one; a late line does not undo the end of an operation
-    is_newer = known is None or known.done_s is None or _begin(record) > _begin(known)
-    if is_newer or getattr(record, "done_s", None) is not None:
-        kept.pop(key, None)
-        kept[key] = record
-    while len(kept) > room:
-        kept.pop(next(iter(kept)))
+            found.communicators[ROUNDS] = Communicator(communicator=ROUNDS, ranks=ranks, hosts=hosts)
+        rounds: dict[int, dict[int, list[TransferEnd]]] = defaultdict(lambda: defaultdict(list))
+        for end in found.transfers:
+            if end.rank not in self.recorded:
+                rounds[end.rank][end.operation].append(end)
+        for own in rounds.values():
+            found.operations += [operation_of(own[round], sequence=round) for round in sorted(own)]
+        return found

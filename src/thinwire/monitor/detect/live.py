@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Generic, Literal, TypeVar
 
 from thinwire.monitor.detect.clocks import SightingBook
@@ -80,9 +81,28 @@ class FirstAndLatest(Generic[_Kept]):
         if len(self._latest) > self._most_latest:
             self._latest.popitem(last=False)
 
+    def get(self, key: Hashable) -> _Kept | None:
+        """Return the value of a key."""
+        return self._first.get(key) or self._latest.get(key)
+
+    def drop(self, is_gone: Callable[[_Kept], bool]) -> None:
+        """Leave out some values."""
+        self._first = {key: value for key, value in self._first.items() if not is_gone(value)}
+        self._latest = OrderedDict((key, value) for key, value in self._latest.items() if not is_gone(value))
+
     def values(self) -> list[_Kept]:
         """Return all values in the order of their keys' arrival."""
         return [*self._first.values(), *self._latest.values()]
+
+
+_KEYS: Mapping[type, Callable[[Any], Hashable]] = {
+    Operation: attrgetter("communicator", "rank", "sequence"),
+    TransferEnd: attrgetter("communicator", "rank", "peer", "direction", "operation", "part"),
+    Span: attrgetter("rank", "kind", "step"),
+    Flow: attrgetter("rank", "peer", "at_s"),
+    Probe: attrgetter("rank", "peer", "at_s"),
+    PathReading: attrgetter("rank", "peer", "path", "at_s"),
+}
 
 
 class RecordWindow:
@@ -107,64 +127,60 @@ class RecordWindow:
             raise ValueError(f"most_records must be at least 4, got {most_records}")
         # a rank may know only itself, so that each writes another record of the same communicator
         self._communicators: OrderedDict[Communicator, None] = OrderedDict()
-        self._operations: FirstAndLatest[Operation] = FirstAndLatest(most_records)
-        self._transfers: FirstAndLatest[TransferEnd] = FirstAndLatest(2 * most_records)
-        self._spans: FirstAndLatest[Span] = FirstAndLatest(most_records)
+        most = {Operation: most_records, TransferEnd: 2 * most_records, Span: most_records}
+        self._kept: dict[type, FirstAndLatest[Any]] = {
+            kind: FirstAndLatest(most.get(kind, LIVE.max_flows)) for kind in _KEYS
+        }
         self._beats: dict[int, deque[Beat]] = {}
         self._samples: dict[int, Beat] = {}  # the latest of each rank's training thread, which outlives its heartbeats
         self._processes: dict[int, ProcessState] = {}  # the latest of each rank
         self._arrivals: dict[tuple[int, int], deque[Arrival]] = {}
-        self._flows: FirstAndLatest[Flow] = FirstAndLatest(LIVE.max_flows)
-        self._probes: FirstAndLatest[Probe] = FirstAndLatest(LIVE.max_flows)
-        self._paths: FirstAndLatest[PathReading] = FirstAndLatest(LIVE.max_flows)
         self._writers: set[int] = set()
         self._ways: set[tuple[int, int, str]] = set()
 
     def add(self, record: Record) -> None:
-        """Add a record."""
-        if isinstance(record, Communicator):
+        """Add a record; one that comes late does not undo an end."""
+        if (kept := self._kept.get(type(record))) is not None:
+            self._make_room(record)
+            key = _KEYS[type(record)](record)
+            if not _undoes(record, kept.get(key)):
+                kept.put(key, record)
+        elif isinstance(record, Communicator):
             self._communicators.pop(record, None)
             self._communicators[record] = None
             if len(self._communicators) > LIVE.max_communicators:
                 self._communicators.popitem(last=False)
-        elif isinstance(record, Arrival | Flow | Probe | PathReading):
-            self._add_of_wires(record)
-        elif isinstance(record, Operation):
-            if record.rank not in self._writers and len(self._writers) < LIVE.max_ranks:
-                self._writers.add(record.rank)
-                for kept in (self._operations, self._spans, self._flows, self._probes, self._paths):
-                    kept.hold(max(kept.most, _most_of(len(self._writers))))
-            self._operations.put((record.communicator, record.rank, record.sequence), record)
-        elif isinstance(record, TransferEnd):
+        elif isinstance(record, Arrival):
+            _put_latest(self._arrivals, (record.rank, record.peer), record, most=LIVE.max_arrivals)
+        elif isinstance(record, ProcessState):
+            if record.peer in self._beats:
+                self._processes[record.peer] = record
+        elif isinstance(record, Beat):
+            _put_latest(self._beats, record.rank, record, most=LIVE.max_beats)
+            if record.stack and record.rank in self._beats:
+                self._samples[record.rank] = record
+
+    def _make_room(self, record: Record) -> None:
+        """Keep a few records of each rank and way that writes, however many there are."""
+        if isinstance(record, TransferEnd):
             one_way = (record.rank, record.peer, record.direction)
             if one_way not in self._ways and len(self._ways) < LIVE.max_records:
                 self._ways.add(one_way)
-                self._transfers.hold(max(self._transfers.most, _most_of(len(self._ways))))
-            key = (record.communicator, record.rank, record.peer, record.direction, record.operation, record.part)
-            self._transfers.put(key, record)
-        elif isinstance(record, Span):
-            self._spans.put((record.rank, record.kind, record.step), record)
-        else:
-            self._add_state(record)
+                kept = self._kept[TransferEnd]
+                kept.hold(max(kept.most, _most_of(len(self._ways))))
+        elif isinstance(record, Operation) and record.rank not in self._writers and len(self._writers) < LIVE.max_ranks:
+            self._writers.add(record.rank)
+            for kind, kept in self._kept.items():
+                kept.hold(kept.most if kind is TransferEnd else max(kept.most, _most_of(len(self._writers))))
 
-    def _add_state(self, record: Beat | ProcessState) -> None:
-        if isinstance(record, ProcessState):
-            if record.peer in self._beats:
-                self._processes[record.peer] = record
-            return
-        _put_latest(self._beats, record.rank, record, most=LIVE.max_beats)
-        if record.stack and record.rank in self._beats:
-            self._samples[record.rank] = record
-
-    def _add_of_wires(self, record: Arrival | Flow | Probe | PathReading) -> None:
-        if isinstance(record, Flow):
-            self._flows.put((record.rank, record.peer, record.at_s), record)
-        elif isinstance(record, Probe):
-            self._probes.put((record.rank, record.peer, record.at_s), record)
-        elif isinstance(record, PathReading):
-            self._paths.put((record.rank, record.peer, record.path, record.at_s), record)
-        else:
-            _put_latest(self._arrivals, (record.rank, record.peer), record, most=LIVE.max_arrivals)
+    def forget(self, rank: int) -> None:
+        """Forget what a rank has written."""
+        for kept in self._kept.values():
+            kept.drop(lambda record: record.rank == rank)
+        self._communicators = OrderedDict.fromkeys(one for one in self._communicators if rank not in one.ranks)
+        self._arrivals = {way: own for way, own in self._arrivals.items() if way[0] != rank}
+        for known in (self._beats, self._samples, self._processes):
+            known.pop(rank, None)
 
     def ranks(self) -> set[int]:
         """Return the ranks with a heartbeat or a communicator."""
@@ -185,11 +201,12 @@ class RecordWindow:
             without: Ranks that do not take part any more; records by them and about them are left out.
         """
         found = Records(
-            operations=self._operations.values(), transfers=self._transfers.values(), spans=self._spans.values(),
+            operations=self._kept[Operation].values(), transfers=self._kept[TransferEnd].values(),
+            spans=self._kept[Span].values(), flows=self._kept[Flow].values(), probes=self._kept[Probe].values(),
+            paths=self._kept[PathReading].values(),
             beats=[beat for beats in self._beats.values() for beat in beats],
             processes=list(self._processes.values()),
             arrivals=[one for own in self._arrivals.values() for one in own],
-            flows=self._flows.values(), probes=self._probes.values(), paths=self._paths.values(),
         )  # fmt: skip
         for one in self._communicators:
             left = members_of(one, without=frozenset(without))
@@ -201,6 +218,13 @@ class RecordWindow:
         found = found.without(without)
         found.num_lines = found.num_records
         return found
+
+
+def _undoes(record: Record, known: Record | None) -> bool:
+    """Return whether a record would open what has ended, and not for another time."""
+    if not isinstance(record, Operation | TransferEnd) or not isinstance(known, Operation | TransferEnd):
+        return False
+    return record.done_s is None and known.done_s is not None and record.posted_s <= known.posted_s
 
 
 def _put_latest(kept: dict[_Key, deque[_Kept]], key: _Key, record: _Kept, *, most: int) -> None:
