@@ -109,7 +109,12 @@ def test_trainers_go_on_without_a_killed_one_and_it_comes_back_to_the_same_model
         unset = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
         environment = {**unset, "HF_HUB_OFFLINE": "1"}
         return Processes(
-            train, num_ranks=4, ranks=[rank], arguments=arguments, environment=environment, imports=("transformers",)
+            train,
+            num_ranks=4,
+            ranks=[rank],
+            arguments=arguments,
+            environment=environment,
+            imports=("datasets", "transformers.trainer"),
         )
 
     try:
