@@ -18,12 +18,13 @@ from thinwire.cli.argument_parsing import FAILED, check_least, command, parse_op
 from thinwire.cli.output import log, print_error
 from thinwire.cli.plan_inside import load_sites, plan_each, plan_inside, site_line, site_sequences, with_speeds
 from thinwire.cli.tables import plain, print_wide
+from thinwire.codec_specs import codec_key
 from thinwire.errors import excluded, refusal
 from thinwire.files import write_json
 from thinwire.lab.settings import parse_access
 from thinwire.planning.cluster import Cluster, Machine, load_cluster
 from thinwire.training.config import check_model
-from thinwire.training.method_catalog import check_codec, method_entry
+from thinwire.training.method_catalog import method_entry
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -299,7 +300,7 @@ def check_options(options: PlanOptions) -> None:
     for name in options.method:
         method_entry(name)
     for name in options.codec:
-        check_codec(name, what="--codec")
+        codec_key(name, what="--codec")
     if options.batch_size is not None and options.global_batch is not None:
         why = "one is of one replica, the other of all together"
         raise excluded("--batch-size", "--global-batch", why=why, remedy="--batch-size alone")

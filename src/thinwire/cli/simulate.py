@@ -16,10 +16,11 @@ from thinwire.cli.argument_parsing import check_least, command, parse_options
 from thinwire.cli.output import log
 from thinwire.cli.plan import ClusterOptions, cluster_of
 from thinwire.cli.tables import plain, print_wide
+from thinwire.codec_specs import codec_key
 from thinwire.errors import excluded, refusal
 from thinwire.simulate import SimRecovery, SimReplica, simulate_training
 from thinwire.training.config import BATCH_SIZE, TrainConfig, check_model, default_seq_len, method_problems, resolve
-from thinwire.training.method_catalog import check_codec, method_entry
+from thinwire.training.method_catalog import method_entry
 from thinwire.units import format_bytes, format_rate, format_seconds, parse_seconds
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def _check(options: SimulateOptions, names: Sequence[str], cluster: Cluster) -> 
                       remedy="--hosts 2")  # fmt: skip
     check_model(options.model)
     if options.codec is not None:
-        check_codec(options.codec, what="--codec")
+        codec_key(options.codec, what="--codec")
     taken = set().union(*map(_taken_by, names))
     for option in _SETTINGS:
         if option not in taken and getattr(options, option) is not None:

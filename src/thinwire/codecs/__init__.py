@@ -27,9 +27,7 @@ numbers of bits hold for values in float16 and random positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-
+from thinwire.codec_specs import CODEC_SPECS, codec_key
 from thinwire.codecs.base import Codec, NeedsLayout
 from thinwire.codecs.block_2bit import Block2Bit, block_2bit
 from thinwire.codecs.block_int import BlockInt, block_int4, block_int8
@@ -41,7 +39,6 @@ from thinwire.codecs.random_k import RandomK, random_k
 from thinwire.codecs.sign import Sign, sign
 from thinwire.codecs.threshold import Threshold, threshold
 from thinwire.codecs.top_k import TopK, top_k
-from thinwire.errors import unknown_name
 
 __all__ = [
     "E3M0",
@@ -74,29 +71,7 @@ __all__ = [
 ]
 
 
-_FACTORIES: Mapping[str, Callable[[], Codec]] = MappingProxyType(
-    {
-        "float32": float32,
-        "bfloat16": bfloat16,
-        "float16": float16,
-        "block-int8": block_int8,
-        "block-int4": block_int4,
-        "block-2bit": block_2bit,
-        "e3m0": e3m0,
-        "e3m0-stochastic": lambda: e3m0("stochastic"),
-        "top-k": top_k,
-        "top-k-sampled": lambda: top_k(selection="sampled"),
-        "chunked-top-k": chunked_top_k,
-        "chunked-top-k-2bit": lambda: chunked_top_k(values="codebook2"),
-        "random-k": random_k,
-        "threshold": threshold,
-        "sign": sign,
-        "sign-mean": lambda: sign("mean"),
-        "dct-top-k": dct_top_k,
-    }
-)
-
-NAMES: tuple[str, ...] = tuple(_FACTORIES)
+NAMES: tuple[str, ...] = tuple(CODEC_SPECS)
 """The names that `by_name` knows; each is its codec's `name`."""
 
 
@@ -110,7 +85,6 @@ def by_name(name: str) -> Codec:
         >>> by_name("block_int8").name, by_name("e3m0").bits_per_element
         ('block-int8', 4.125)
     """
-    factory = _FACTORIES.get(name.lower().replace("_", "-"))
-    if factory is None:
-        raise unknown_name("codec", name, NAMES)
-    return factory()
+    function, arguments = CODEC_SPECS[codec_key(name)]
+    codec: Codec = globals()[function](**arguments)
+    return codec

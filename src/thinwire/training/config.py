@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from thinwire.codec_specs import codec_key
 from thinwire.errors import CheckpointError, excluded, refusal, unknown_name
 from thinwire.monitor.remediation import ON_FINDING
 from thinwire.options import flag, option, rules_of
-from thinwire.training.method_catalog import MethodEntry, check_codec, check_method_option, method_entry
+from thinwire.training.method_catalog import MethodEntry, check_method_option, method_entry
 from thinwire.training.parallel_config import ONE_RANK, ParallelConfig, parallel_problems
 from thinwire.transport.addresses import listen_config
 from thinwire.version import __version__
@@ -372,7 +373,7 @@ def _bad_values(config: TrainConfig) -> list[str]:
         problems.append(str(error))
     try:
         if config.sync.codec is not None:
-            check_codec(config.sync.codec, what="--codec")
+            codec_key(config.sync.codec, what="--codec")
     except ValueError as error:
         problems.append(str(error))
     return problems

@@ -16,14 +16,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from thinwire.codec_specs import CODEC_SPECS, codec_key
 from thinwire.errors import refusal, unknown_name
 from thinwire.removed_methods import unknown_method
 
-# Names of `thinwire.codecs.NAMES`, which a test compares.
-CODECS = (
-    "float32", "bfloat16", "float16", "block-int8", "block-int4", "block-2bit", "e3m0", "e3m0-stochastic", "top-k",
-    "top-k-sampled", "chunked-top-k", "chunked-top-k-2bit", "random-k", "threshold", "sign", "sign-mean", "dct-top-k",
-)  # fmt: skip
 _PACKAGE = Path(__file__).parents[1] / "methods"
 _BOOLS = ("true", "yes", "false", "no")
 _NUMBERS = "numbers joined by commas"
@@ -75,16 +71,6 @@ def method_entry(name: str) -> MethodEntry:
     return known[key]
 
 
-def check_codec(name: str, *, what: str = "codec") -> None:
-    """Refuse a codec that does not exist.
-
-    Raises:
-        ValueError: Names the nearest ones.
-    """
-    if name.lower().replace("_", "-") not in CODECS:
-        raise unknown_name(what, name, CODECS)
-
-
 def check_method_option(text: str, *, method: str) -> str:
     """Refuse a NAME=VALUE that a method does not take, and return the name.
 
@@ -101,7 +87,7 @@ def check_method_option(text: str, *, method: str) -> str:
         raise unknown_name(f"option of --method {method}", name, kinds)
     if not any(_fits(value, kind) for kind in kinds[name]):
         if kinds[name] == ("codec",):
-            check_codec(value)
+            codec_key(value)
         raise refusal(f"--method-option {name} is of another kind", got=repr(value), allowed=" or ".join(kinds[name]),
                       remedy=f"thinwire methods {method}")  # fmt: skip
     return name
@@ -111,7 +97,7 @@ def _fits(value: str, kind: str) -> bool:
     if value == "none":
         return True  # whether it may be none is known once the method is loaded
     if kind == "codec":
-        return value.lower().replace("_", "-") in CODECS
+        return value.lower().replace("_", "-") in CODEC_SPECS
     if kind == _NUMBERS:
         return all(_is_number(part, float) for part in value.split(","))
     if kind in ("int", "float"):
