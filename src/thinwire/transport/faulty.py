@@ -12,7 +12,7 @@ import torch
 
 from thinwire.errors import DeadlineExceeded, PeerLost
 from thinwire.events import Direction
-from thinwire.transport.base import Envelope, Pending, Received, Transport
+from thinwire.transport.base import Envelope, Pending, Received, Transport, TransportWrapper, innermost
 from thinwire.transport.message import pack, unpack
 from thinwire.transport.streams import ROUNDS
 
@@ -102,7 +102,7 @@ class Fault:
         return number >= self.round_id if self.is_death else number == self.round_id
 
 
-class FaultyTransport:
+class FaultyTransport(TransportWrapper):
     """Wrap a transport and let the faults of a script happen; the first fault that hits a message counts.
 
     A death, once it hit, also covers messages that belong to no round. Put it inside a `RecordingTransport` to have the
@@ -120,32 +120,17 @@ class FaultyTransport:
     def __init__(
         self, inner: Transport, script: Sequence[Fault], *, sleep: Callable[[float], None] = time.sleep
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.script = tuple(script)
         self._sleep = sleep
         self._lock = threading.Lock()
         self._deaths: set[tuple[int, int]] = set()
         for fault in self.script:
             sends = fault.direction != "received"
-            if fault.kind == "corrupt" and sends and not hasattr(_innermost(inner), "tamper"):
+            if fault.kind == "corrupt" and sends and not hasattr(innermost(inner), "tamper"):
                 raise ValueError(f"{type(inner).__name__} has no `tamper`; corrupt what is received instead")
             if fault.kind == "delay" and sends and not inner.runs_in_background:
                 raise ValueError(f"{type(inner).__name__} sends at once; delay what is received instead")
-
-    @property
-    def replica(self) -> int:
-        """The number of the replica that this end belongs to."""
-        return self.inner.replica
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas."""
-        return self.inner.num_replicas
-
-    @property
-    def runs_in_background(self) -> bool:
-        """Whether an exchange may be driven from a thread of its own."""
-        return self.inner.runs_in_background
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
         """Start to send, or do what the script says, see `Transport.send`."""
@@ -183,10 +168,6 @@ class FaultyTransport:
                 return _Late(pending, source, envelope, cast(Fault, fault).delay_s, self._sleep)
         return pending
 
-    def close(self) -> None:
-        """Close the wrapped transport."""
-        self.inner.close()
-
     def _fault(self, envelope: Envelope, *, peer: int, direction: Direction) -> Fault | None:
         for number, fault in enumerate(self.script):
             is_dead = (number, peer) in self._deaths
@@ -201,7 +182,7 @@ class FaultyTransport:
             return self.inner.send(payload, to=to, envelope=envelope)
 
     def _send_corrupt(self, payload: torch.Tensor, *, to: int, envelope: Envelope, fault: Fault) -> Pending:
-        wire = _innermost(self.inner)
+        wire = innermost(self.inner)
         with self._lock:
             wire.tamper = lambda message: _flipped(message, fault.byte)  # type: ignore[attr-defined]
             try:
@@ -354,9 +335,3 @@ def _flipped(message: torch.Tensor, byte: int) -> torch.Tensor:
     # A byte that the message does not have must not turn the fault into nothing.
     changed[max(-changed.numel(), min(byte, changed.numel() - 1))] ^= 0x40
     return changed
-
-
-def _innermost(transport: Transport) -> Transport:
-    while hasattr(transport, "inner"):
-        transport = transport.inner
-    return transport

@@ -13,7 +13,16 @@ import torch
 
 from thinwire.errors import DeadlineExceeded, TransportError
 from thinwire.events import Direction, Posted, Transfer, TransferLog
-from thinwire.transport.base import Envelope, Pending, Received, Request, RequestTransport, Response, Transport
+from thinwire.transport.base import (
+    Envelope,
+    Pending,
+    Received,
+    Request,
+    RequestTransport,
+    Response,
+    Transport,
+    TransportWrapper,
+)
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.tcp_stats import ConnectionStats
 
@@ -30,7 +39,7 @@ class FinishNotifier(Protocol):
         ...
 
 
-class RecordingTransport:
+class RecordingTransport(TransportWrapper):
     """Wrap a transport and record one `Transfer` for each message that ended, and for each deadline it missed.
 
     If the transport moves bytes in the background, a message's end is recorded when it happens; otherwise by `wait`. A
@@ -55,48 +64,9 @@ class RecordingTransport:
     def __init__(
         self, inner: Transport, *, log: TransferLog | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.log = TransferLog() if log is None else log
         self._clock = clock
-
-    @property
-    def replica(self) -> int:
-        """The number of the replica that this end belongs to."""
-        return self.inner.replica
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas."""
-        return self.inner.num_replicas
-
-    @property
-    def runs_in_background(self) -> bool:
-        """Whether an exchange may be driven from a thread of its own."""
-        return self.inner.runs_in_background
-
-    def reading(self, peer: int) -> ConnectionStats | None:
-        """Return the kernel's statistics of the connection to a replica, None if the transport has none."""
-        read = getattr(self.inner, "reading", None)
-        found: ConnectionStats | None = None if read is None else read(peer)
-        return found
-
-    def connections(self) -> Mapping[Hashable, ConnectionStats]:
-        """Return the kernel's statistics of all connections to other replicas, none if the transport has none."""
-        read = getattr(self.inner, "connections", None)
-        found: Mapping[Hashable, ConnectionStats] = {} if read is None else read()
-        return found
-
-    def paths(self, peer: int) -> list[PathStats]:
-        """Return the state of each path to a replica; nothing where one connection leads there."""
-        read = getattr(self.inner, "paths", None)
-        found: list[PathStats] = [] if read is None else read(peer)
-        return found
-
-    def limit_path(self, peer: int, path: int, weight: float) -> None:
-        """Use a path to a replica for at most this part of its rate; see `WireTransport.limit_path`."""
-        limit = getattr(self.inner, "limit_path", None)
-        if limit is not None:
-            limit(peer, path, weight)
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
         """Start to send, see `Transport.send`."""
@@ -111,10 +81,6 @@ class RecordingTransport:
         """Start to receive, see `Transport.receive`."""
         entry = _Entry(self.log, self._clock, direction="received", peer=source, envelope=envelope)
         return _begin(entry, partial(self.inner.receive, source=source, envelope=envelope))
-
-    def close(self) -> None:
-        """Close the wrapped transport; the log stays."""
-        self.inner.close()
 
 
 class RecordingRequestTransport(RecordingTransport):
