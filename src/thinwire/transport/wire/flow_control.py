@@ -112,11 +112,14 @@ class _Outgoing:
     number: int = 0
     sent: int = 0
     asked: int = 0
-    is_matched: bool = False
 
     @property
     def num_bytes(self) -> int:
         return len(self.header) + len(self.rest)
+
+    @property
+    def priority(self) -> int:
+        return self.transfer.envelope.stream.priority
 
     def piece(self, start: int, end: int) -> memoryview:
         """Return some of its bytes; a copy only if they span the header and the payload."""
@@ -137,36 +140,51 @@ class _Outgoing:
 
 
 class OutgoingMessages:
-    """The messages that go out over one connection, in the order in which they were posted; parts take turns."""
+    """The messages that go out over one connection: by the priority of their streams, then in the order of posting.
+
+    Parts of equal priority take turns.
+    """
 
     def __init__(self) -> None:
-        self._waiting: deque[_Outgoing] = deque()
+        # by priority: those that have not begun, and those whose parts take turns
+        self._waiting: dict[int, deque[_Outgoing]] = {}
+        self._turns: dict[int, deque[_Outgoing]] = {}
         self._known: dict[int, _Outgoing] = {}
-        self._turns: deque[_Outgoing] = deque()
         self._unmatched: dict[int, int] = {}
         self._unmatched_bytes = 0
         self._next_number = 0
 
     def post(self, transfer: WireTransfer, message: torch.Tensor, *, now_s: float, header: bytes = b"") -> None:
         """Add a packed message, or a payload and its header; the bytes are read until the transfer ends."""
-        self._waiting.append(_Outgoing(transfer=transfer, header=header, rest=message.numpy().data, posted_s=now_s))
+        outgoing = _Outgoing(transfer=transfer, header=header, rest=message.numpy().data, posted_s=now_s)
+        if outgoing.priority not in self._turns:  # kept in the order of priority
+            for queues in (self._waiting, self._turns):
+                ordered = sorted({**queues, outgoing.priority: deque()}.items())
+                queues.clear()
+                queues.update(ordered)
+        self._waiting[outgoing.priority].append(outgoing)
 
     def next_frame(self, *, now_s: float) -> MessageStart | MessagePart | None:
         """Return what may go out now."""
-        if self._waiting and self._has_room(min(self._waiting[0].num_bytes, OPENING_BYTES)):
-            return self._open(self._waiting.popleft())
-        for _ in range(len(self._turns)):
-            outgoing = self._turns[0]
-            self._turns.rotate(-1)
-            due_s = outgoing.due_s()
-            if due_s is not None and due_s <= now_s:
-                start, outgoing.sent = outgoing.sent, min(outgoing.sent + PART_BYTES, outgoing.asked)
-                return MessagePart(number=outgoing.number, start=start, body=outgoing.piece(start, outgoing.sent))
+        for priority, waiting in self._waiting.items():
+            if waiting and self._has_room(min(waiting[0].num_bytes, OPENING_BYTES)):
+                return self._open(waiting.popleft())
+            turns = self._turns[priority]
+            for _ in range(len(turns)):
+                outgoing = turns[0]
+                turns.rotate(-1)
+                due_s = outgoing.due_s()
+                if due_s is not None and due_s <= now_s:
+                    start, outgoing.sent = outgoing.sent, min(outgoing.sent + PART_BYTES, outgoing.asked)
+                    return MessagePart(number=outgoing.number, start=start, body=outgoing.piece(start, outgoing.sent))
         return None
 
     def due_s(self) -> float | None:
         """Return when the next part is due, None without credit for one."""
-        return min((due_s for outgoing in self._turns if (due_s := outgoing.due_s()) is not None), default=None)
+        return min(
+            (due_s for outgoing in chain(*self._turns.values()) if (due_s := outgoing.due_s()) is not None),
+            default=None,
+        )
 
     def take(self, frame: Frame) -> None:
         """Act on the receiver's frame about a message.
@@ -200,7 +218,7 @@ class OutgoingMessages:
 
     def fail(self, error_of: Callable[[WireTransfer], TransportError]) -> None:
         """Fail all transfers in flight; nothing may be posted after."""
-        for outgoing in (*self._known.values(), *self._waiting):
+        for outgoing in chain(self._known.values(), *self._waiting.values()):
             outgoing.transfer.fail(error_of(outgoing.transfer))
 
     def _has_room(self, num_bytes: int) -> bool:
@@ -212,7 +230,7 @@ class OutgoingMessages:
         outgoing.sent = outgoing.asked = min(outgoing.num_bytes, OPENING_BYTES)
         self._known[outgoing.number] = outgoing
         if outgoing.sent < outgoing.num_bytes:
-            self._turns.append(outgoing)
+            self._turns[outgoing.priority].append(outgoing)
         self._unmatched[outgoing.number] = outgoing.sent
         self._unmatched_bytes += outgoing.sent
         return MessageStart(
@@ -227,8 +245,8 @@ class OutgoingMessages:
 
     def _end(self, outgoing: _Outgoing, *, error: TransportError | None) -> None:
         del self._known[outgoing.number]
-        if outgoing in self._turns:
-            self._turns.remove(outgoing)
+        if outgoing in self._turns[outgoing.priority]:
+            self._turns[outgoing.priority].remove(outgoing)
         if error is None:
             outgoing.transfer.succeed()
         else:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from thinwire.errors import PayloadError, PeerLost, TransportError
 from thinwire.transport.base import Envelope
 from thinwire.transport.message import HEADER_BYTES, pack
-from thinwire.transport.streams import ROUNDS, MessageAddress
+from thinwire.transport.streams import BLOBS, CONTROL, ROUNDS, MessageAddress
 from thinwire.transport.tcp_stats import ConnectionStats
 from thinwire.transport.wire.connection import MOST_SILENCE_S
 from thinwire.transport.wire.flow_control import (
@@ -125,6 +125,18 @@ def test_a_sender_holds_back_what_the_receiver_would_not_keep():
         receiving.post(transfer_of(1, number))
     carry(sending, receiving)
     assert [send.done() for send in sends] == [True] * (MAX_UNEXPECTED + 2) + [False]
+
+
+def test_control_goes_before_rounds_and_these_before_blobs():
+    sending, size = OutgoingMessages(), 3 * PART_BYTES
+    for number, stream in enumerate((BLOBS, BLOBS, ROUNDS, CONTROL, ROUNDS)):
+        envelope = Envelope(stream=stream, key=(number,), payload_bytes=size)
+        transfer = WireTransfer(peer=0, envelope=envelope, verb="take", later=lambda task: task())
+        sending.post(transfer, pack(torch.zeros(size).byte(), sender=1, envelope=envelope), now_s=0.0)
+    assert [frame.address.stream for frame in out_of(sending)] == [4, 1, 1, 5, 5]
+    for number in (4, 3, 1, 0):
+        sending.take(Credit(number=number, end=size + HEADER_BYTES))
+    assert [frame.number for frame in out_of(sending)] == [0, 0, 1, 1, 3, 4, 3, 4]  # blobs take turns
 
 
 def test_a_sender_holds_back_bytes_too():
