@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from thinwire.elastic.coordinator import MOST_BAD_PARTS, Coordinator
+from thinwire.elastic.coordinator_session import Neighbour
 from thinwire.elastic.coordinator_state import CoordinatorConfig
-from thinwire.elastic.protocol import VERSION, Message, decode, encode
+from thinwire.elastic.protocol import VERSION, Message, checked_member, decode, encode
 from thinwire.errors import PayloadError
 from thinwire.training.elastic.coordinator_process import _EndOfRun
 from thinwire.version import __version__
@@ -89,6 +90,26 @@ def test_replicas_with_other_first_values_wait_for_the_state_of_those_that_begin
     for token in (b"a", b"c"):
         desk.hear(token, "leave", why="")
     assert [one["root"] for one in desk.words(b"b", "state")] == ["seed"]  # nobody holds the others any more
+
+
+def test_a_member_has_a_role_that_others_learn_and_an_unknown_one_is_refused_by_name() -> None:
+    desk = Desk().begun()
+    desk.hear(b"c", "join", version=VERSION, thinwire=__version__, host="h", role="reader")
+    desk.hear(b"c", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=0, era=0, disk=0)
+    roles = ["replica", "replica", "reader"]
+    assert [one["role"] for one in desk.words(b"a", "roster")[-1]["members"]] == roles
+    assert [member.role for member in desk.again().coordinator.state.roster] == roles
+    desk.hear(b"d", "join", version=VERSION, thinwire=__version__, host="h", role="king\x1b[2J")
+    (refusal,) = desk.words(b"d", "refused")
+    assert refusal["why"].startswith(
+        "there is no role 'king?[2J'; allowed are replica, stage, server, client, rollout,"
+    )
+    where = {"replica": 1, "host": "h", "address": "127.0.0.1", "port": 1, "state": "active"}
+    assert Neighbour.of(checked_member({**where, "role": "stage"})).role == "stage"
+    with pytest.raises(
+        PayloadError, match="a member of the roster: there is no role 'king'; allowed are replica, stage"
+    ):
+        checked_member({**where, "role": "king"})
 
 
 def test_a_lost_call_is_said_again_to_who_launches_again() -> None:

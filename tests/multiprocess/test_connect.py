@@ -15,10 +15,13 @@ import torch.distributed as dist
 from namespaces import ADDRESSES, CABLE, Hosts
 from processes import Outcome, Processes, free_port, run, values
 
+from thinwire.errors import ThinwireError
 from thinwire.transport.base import Envelope
 from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.secret import make_secret
 from thinwire.transport.streams import ROUNDS
+from thinwire.transport.wire import framing
 
 pytestmark = pytest.mark.multiprocess
 
@@ -242,3 +245,23 @@ def test_torchrun_joins_the_ranks_whose_store_its_agent_serves(tmp_path: Path) -
 def _without_torchrun() -> dict[str, str]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     return {**{k: v for k, v in os.environ.items() if k not in names}, "OMP_NUM_THREADS": "1"}
+
+
+def speak_another_version(secret: str) -> list[str]:
+    """Connect and exchange, where rank 1 speaks a later version of the format."""
+    if os.environ["RANK"] == "1":
+        framing.FORMAT_VERSION = 9  # type: ignore[misc]
+    texts = []
+    try:
+        with connect_and_close(secret=Path(secret)) as transport:
+            swap(transport)
+    except ThinwireError as error:
+        texts.append(str(error))
+    return texts
+
+
+def test_hosts_with_different_versions_both_say_so(tmp_path: Path) -> None:
+    make_secret(tmp_path / "secret")
+    low, high = values(run(speak_another_version, num_ranks=2, arguments={"secret": str(tmp_path / "secret")}))
+    for texts in (low, high):
+        assert "sent frames of version 2, and this host reads 9; run the same thinwire on all hosts" in texts[0]

@@ -34,6 +34,7 @@ from thinwire.transport.wire.framing import (
     Hello,
     MessagePart,
     MessageStart,
+    read,
     write,
 )
 from thinwire.transport.wire.listener import MAX_UNPROVEN
@@ -214,6 +215,26 @@ def test_who_proves_a_key_but_says_no_hello_is_cut_off(running: Exchange) -> Non
             enemy.plug.send_multipart(said)
             assert enemy.is_cut_off(), said
         running.goes_on()
+
+
+def test_who_speaks_another_version_learns_ours_and_is_named() -> None:
+    exchange = Exchange()
+    try:
+        with traitor(exchange.port) as enemy:
+            raw = write(Hello(replica=2, num_replicas=3, incarnation=bytes(16)))
+            raw[2] = 9
+            enemy.plug.send(raw)
+            assert enemy.plug.poll(1000 * SOON_S)
+            answer = enemy.plug.recv()
+            assert isinstance(read(memoryview(answer)), Hello)
+            receive = exchange.low.receive(source=2, envelope=envelope_of(5, 9))
+            with pytest.raises(
+                PeerLost, match="replica 2 sent frames of version 9, and this host reads 2; run the same"
+            ):
+                receive.wait(deadline_s=SOON_S)
+        exchange.goes_on()
+    finally:
+        exchange.close()
 
 
 @pytest.mark.parametrize("way", ["garbage", "two frames", "too many early", "too many early bytes", "unasked"])

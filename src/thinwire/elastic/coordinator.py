@@ -39,6 +39,7 @@ from thinwire.elastic.rounds import Decision, Vote
 from thinwire.elastic.snapshots import StateSnapshot
 from thinwire.errors import PayloadError
 from thinwire.events import FIRST_LAST_ROUND
+from thinwire.roles import ROLES, unknown_role
 from thinwire.transport.secret import Secret
 
 PROGRESS_S = 1.0
@@ -195,8 +196,8 @@ class Coordinator:
         self, caller: tuple[bytes, RosterMember | None, str, int], message: Message, *, now_s: float, why_not: str
     ) -> None:  # fmt: skip
         token, member, origin, invitation = caller
-        state, job = self.state, self._config.job
-        refusal = ""
+        state, job, role = self.state, self._config.job, message.get("role", ROLES[0])
+        refusal, why_not = "", why_not or unknown_role(role)
         if message["version"] != VERSION or message["thinwire"] != job.get("thinwire"):
             refusal = (
                 f"the job runs thinwire {job.get('thinwire')} with protocol version {VERSION}, and this host "
@@ -224,7 +225,7 @@ class Coordinator:
             return
         state.has_been_left = False
         if member is None:
-            member = state.roster.add(token, host=printable(message["host"], most=200), now_s=now_s)
+            member = state.roster.add(token, host=printable(message["host"], most=200), now_s=now_s, role=role)
             member.origin, member.invitation = origin, invitation
             if state.used_invitations.take(invitation, origin):
                 self._record("invitation", {"invitation": invitation, "origin": origin})

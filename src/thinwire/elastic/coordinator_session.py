@@ -15,6 +15,7 @@ from thinwire.elastic.protocol import FROM_NOBODY, RUN_OVER, Message, checked_me
 from thinwire.elastic.rounds import Decision
 from thinwire.elastic.routing import BEGINS, LATEST, Detour, LinkRates, Sites, slow_sources
 from thinwire.errors import ConnectError, DroppedBadParts, Expelled, NonFiniteError, RunOver
+from thinwire.roles import ROLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class Neighbour:
         host: Its host name.
         address: Where it is reached.
         port: Its port.
+        role: What it does in the run.
         is_active: Whether it takes part in rounds.
     """
 
@@ -33,13 +35,15 @@ class Neighbour:
     host: str
     address: str
     port: int
+    role: str = ROLES[0]
     is_active: bool
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Neighbour:
         """Return the replica that a checked description is of."""
         names = ("replica", "host", "address", "port")
-        return cls(**{name: described[name] for name in names}, is_active=described["state"] == "active")
+        role, is_active = described.get("role", ROLES[0]), described["state"] == "active"
+        return cls(**{name: described[name] for name in names}, role=role, is_active=is_active)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from thinwire.elastic.rounds import Decision, ElasticRounds
 from thinwire.elastic.routing import DetourTable, SiteTable
 from thinwire.elastic.snapshots import StateSnapshots
 from thinwire.events import FIRST_LAST_ROUND
+from thinwire.roles import ROLES, checked_role
 
 # A host asks once a second: one heard of within this time is there.
 HEARD_S = 5.0
@@ -524,6 +525,7 @@ class CoordinatorState:
             is_awaited=True, moved_s=now_s, held_step=line["held_step"], begin_step=line["begin_step"],
             disk_step=line["disk_step"], has_counted=has_counted, first_values=line.get("first_values", ""),
             invitation=line.get("invitation", 0),
+            role=checked_role(line.get("role", ROLES[0])),
         ))  # fmt: skip
 
     def journal_lines(self) -> list[dict[str, Any]]:

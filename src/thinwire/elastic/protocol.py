@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from thinwire.errors import PayloadError
+from thinwire.roles import ROLES, checked_role
 
 VERSION = 9
 # Bytes of a message to a replica, and to the coordinator, which receives no large ones.
@@ -61,7 +62,7 @@ _Rates = Annotated[dict[Annotated[int, Meta(ge=0, lt=10**10)], _Count], Meta(max
 _Probes = Annotated[dict[Annotated[int, Meta(ge=0, lt=10**10)], tuple[_Count, _Count]], Meta(max_length=256)]
 
 _TO_COORDINATOR: dict[str, dict[str, Any]] = {
-    "join": {"version": _Count, "thinwire": _Text, "host": _Text},
+    "join": {"version": _Count, "thinwire": _Text, "host": _Text, "role": (_Text, ROLES[0])},
     "here": {
         "address": _Address, "port": _Port, "corpus": _Text, "windows": _Count, "held": _Count, "era": _Count,
         "disk": _Count, "first_values": (_MaybeSha256, ""),
@@ -134,6 +135,7 @@ class _Reachable(msgspec.Struct):
     address: _Address
     port: _Port
     state: str
+    role: str = ROLES[0]
 
 
 _T = TypeVar("_T")
@@ -193,7 +195,11 @@ def checked_member(described: Any) -> Mapping[str, Any]:
     Raises:
         PayloadError: It names no replica that could be dialled.
     """
-    _convert(described, _Reachable, what="a member of the roster that is none")
+    found = _convert(described, _Reachable, what="a member of the roster that is none")
+    try:
+        checked_role(found.role)
+    except ValueError as error:
+        raise PayloadError(f"a member of the roster: {error}") from None
     return dict(described)
 
 

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic.adaptive_local_steps import is_slower
+from thinwire.roles import ROLES
 
 # Heartbeats come once a second. The limit on silence adapts between these bounds. Rounds wait for a silent replica only
 # once, and a removed one has to fetch the whole state: patience is cheap.
@@ -62,6 +63,7 @@ class RosterMember:
     disk_step: int = 0  # step of the checkpoint that it can read, 0 for none
     own_step: int = 0  # step of its own state that it reported, 0 for none
     own_era: int = 0  # era of that state
+    role: str = ROLES[0]  # what it does in the run
     first_values: str = ""  # hash of the values that its model began with; empty where all begin with the same
     has_counted: bool = False  # a part of it has been in a mean
     named_at: int | None = None  # number of rounds decided at the latest report of its bad parts
@@ -75,7 +77,7 @@ class RosterMember:
     def describe(self) -> dict[str, object]:
         """Return its entry in the roster and in the status."""
         return {
-            "replica": self.replica, "host": self.host, "address": self.address, "port": self.port,
+            "replica": self.replica, "role": self.role, "host": self.host, "address": self.address, "port": self.port,
             "state": str(self.state), "step": self.step, "step_s": round(self.step_s, 4),
             "paused": self.is_paused, "steps_per_interval": round(self.steps_per_interval, 1),
             "tokens_s": round(self.tokens_s, 1), "loss": round(self.loss, 4),
@@ -108,9 +110,9 @@ class Roster:
     def __len__(self) -> int:
         return len(self._members)
 
-    def add(self, token: bytes, *, host: str, now_s: float) -> RosterMember:
+    def add(self, token: bytes, *, host: str, now_s: float, role: str = ROLES[0]) -> RosterMember:
         """Give a replica a number."""
-        member = RosterMember(replica=self.next_replica, token=token, host=host, heard_s=now_s)
+        member = RosterMember(replica=self.next_replica, token=token, host=host, heard_s=now_s, role=role)
         self.next_replica += 1
         self.put(member)
         return member

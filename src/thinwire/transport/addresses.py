@@ -20,6 +20,7 @@ import msgspec
 import psutil
 
 from thinwire.errors import ConnectError, DataError, refusal
+from thinwire.transport.streams import FORMAT_VERSION
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
@@ -284,6 +285,7 @@ class RankEndpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         address: The IP address it advertises, or a name.
         port: A port on which it listens while the addresses are checked, or as long as it lives.
         secret: Fingerprint of the job's secret, empty where there is none.
+        version: Of the format that its messages have.
     """
 
     rank: int
@@ -293,6 +295,7 @@ class RankEndpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     address: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
     secret: str = ""
+    version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
         """Write the text that the other ranks read."""
@@ -314,6 +317,8 @@ class RankEndpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             # names are shown in errors: a terminal must not obey them
             if not all(name.isprintable() for name in (found.hostname, found.host, found.secret)):
                 raise ValueError("a field cannot be printed")
+            if found.version != FORMAT_VERSION:
+                raise ValueError(f"messages of version {found.version}, and this host reads {FORMAT_VERSION}")
             if found.rank != rank:
                 raise ValueError(f"rank {found.rank}")
         except (ValueError, RecursionError, msgspec.MsgspecError) as error:

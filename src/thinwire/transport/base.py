@@ -6,12 +6,16 @@ import json
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
 from thinwire.errors import DeadlineExceeded, PayloadError, TransportError
 from thinwire.transport.streams import CONTROL, KEY_BITS, OWNER_BITS, MessageAddress, Stream, StreamLimits
+
+if TYPE_CHECKING:
+    from thinwire.transport.tcp_stats import ConnectionStats
+    from thinwire.transport.wire.multipath import PathStats  # needs pyzmq, an extra
 
 # In an open set, replica numbers only grow and are never used twice.
 MOST_REPLICAS = 1 << 20
@@ -245,6 +249,30 @@ class TransportWrapper:
     def receive(self, *, source: int, envelope: Envelope) -> Pending:
         """Start to receive."""
         return self.inner.receive(source=source, envelope=envelope)
+
+    def reading(self, peer: int) -> ConnectionStats | None:
+        """Return the kernel's statistics of the connection to a replica, None if the transport has none."""
+        read = getattr(self.inner, "reading", None)
+        found: ConnectionStats | None = None if read is None else read(peer)
+        return found
+
+    def connections(self) -> Mapping[Hashable, ConnectionStats]:
+        """Return the kernel's statistics of all connections to other replicas, none if the transport has none."""
+        read = getattr(self.inner, "connections", None)
+        found: Mapping[Hashable, ConnectionStats] = {} if read is None else read()
+        return found
+
+    def paths(self, peer: int) -> list[PathStats]:
+        """Return the state of each path to a replica; nothing where one connection leads there."""
+        read = getattr(self.inner, "paths", None)
+        found: list[PathStats] = [] if read is None else read(peer)
+        return found
+
+    def limit_path(self, peer: int, path: int, weight: float) -> None:
+        """Use a path to a replica for at most this part of its rate; see `WireTransport.limit_path`."""
+        limit = getattr(self.inner, "limit_path", None)
+        if limit is not None:
+            limit(peer, path, weight)
 
     def close(self) -> None:
         """Close the wrapped transport."""

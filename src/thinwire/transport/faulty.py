@@ -184,11 +184,11 @@ class FaultyTransport(TransportWrapper):
     def _send_corrupt(self, payload: torch.Tensor, *, to: int, envelope: Envelope, fault: Fault) -> Pending:
         wire = innermost(self.inner)
         with self._lock:
-            wire.tamper = lambda message: _flipped(message, fault.byte)  # type: ignore[attr-defined]
+            wire.tamper = lambda message: _flipped(message, fault.byte)
             try:
                 return self.inner.send(payload, to=to, envelope=envelope)
             finally:
-                wire.tamper = None  # type: ignore[attr-defined]
+                wire.tamper = None
 
     def _pass_time(self, seconds: float) -> None:
         # In one deterministic order nothing happens while time passes, so none needs to.

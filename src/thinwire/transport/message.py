@@ -30,9 +30,9 @@ import torch
 
 from thinwire.errors import PayloadError
 from thinwire.transport.base import Envelope, Received
+from thinwire.transport.streams import FORMAT_VERSION
 
 MAGIC = b"TW"
-VERSION = 2
 _FIELDS = struct.Struct("<2sBBHBBIIQQQ8sI")
 HEADER_BYTES = _FIELDS.size + 4
 
@@ -70,7 +70,7 @@ def header_of(payload_crc: int, *, sender: int, envelope: Envelope) -> bytes:
     """
     stream, owner, number, part, phase = envelope.address
     fields = _FIELDS.pack(
-        MAGIC, VERSION, stream, owner, phase, envelope.codec_id, sender, part, number, envelope.numel,
+        MAGIC, FORMAT_VERSION, stream, owner, phase, envelope.codec_id, sender, part, number, envelope.numel,
         envelope.payload_bytes, envelope.note, payload_crc,
     )  # fmt: skip
     return fields + struct.pack("<I", zlib.crc32(fields))
@@ -109,9 +109,9 @@ def check_header(view: memoryview, *, source: int, envelope: Envelope) -> Header
     if struct.unpack("<I", view[_FIELDS.size : HEADER_BYTES])[0] != zlib.crc32(fields):
         raise PayloadError(f"{origin}: the header's checksum is wrong; the bytes were damaged on the way")
     magic, version, *found = _FIELDS.unpack(fields)
-    if magic != MAGIC or version != VERSION:
+    if magic != MAGIC or version != FORMAT_VERSION:
         raise PayloadError(
-            f"{origin}: expected a thinwire message of version {VERSION}, found {magic!r} version {version}; "
+            f"{origin}: expected a thinwire message of version {FORMAT_VERSION}, found {magic!r} version {version}; "
             f"run the same thinwire on all hosts"
         )
     *compared, stated_bytes, note, payload_crc = found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -24,10 +24,9 @@ from thinwire.transport.base import (
     TransportWrapper,
 )
 from thinwire.transport.message import HEADER_BYTES
-from thinwire.transport.tcp_stats import ConnectionStats
 
 if TYPE_CHECKING:  # needs pyzmq, an extra
-    from thinwire.transport.wire.multipath import PathStats
+    pass
 
 
 @runtime_checkable

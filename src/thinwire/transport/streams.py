@@ -13,6 +13,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+# Of headers, frames and introductions: both ends of a connection must have the same.
+FORMAT_VERSION = 2
 MOST_BYTES = 1 << 48
 # Bits of a key's parts on the wire, and of an owner's number.
 KEY_BITS = (64, 32, 8)

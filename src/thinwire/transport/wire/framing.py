@@ -4,7 +4,7 @@ Little endian. Every frame starts with the magic `tw`, the version and its kind,
 
 | kind | fields | meaning |
 | --- | --- | --- |
-| 1 hello | replica u32, replicas u32, incarnation 16 bytes | identity; first on every connection, both ways |
+| 1 hello | replica u32, replicas u32, role u8, incarnation 16 bytes | identity; first on every connection, both ways |
 | 2 start | number u64, stream u8, phase u8, owner u16, part u32, key u64, bytes u64; body | a message starts |
 | 3 credit | number u64, end u64 | send this message's bytes up to `end`: a receive is posted for it |
 | 4 part | number u64, start u64; body | bytes of a message after its start |
@@ -29,9 +29,9 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.transport.streams import MessageAddress
+from thinwire.roles import ROLES, checked_role
+from thinwire.transport.streams import FORMAT_VERSION, MessageAddress
 
-VERSION = 2
 # First bytes of a message, which may be sent without credit; further parts are short, so that messages interleave.
 OPENING_BYTES = 1 << 16
 PART_BYTES = 1 << 15
@@ -49,8 +49,8 @@ MAX_UNEXPECTED_BYTES = 1 << 25
 MAX_REQUESTS = 4096
 _PREFIX = struct.Struct("<2sBB")
 _MAGIC = b"tw"
-_HELLO = struct.Struct(f"<II{INCARNATION_BYTES}s")
-_PATH_HELLO = struct.Struct(f"<II{INCARNATION_BYTES}s{SESSION_BYTES}sBB")
+_HELLO = struct.Struct(f"<IIB{INCARNATION_BYTES}s")
+_PATH_HELLO = struct.Struct(f"<IIB{INCARNATION_BYTES}s{SESSION_BYTES}sBB")
 _OPENING = struct.Struct("<QBBHIQQ")
 _ASK = struct.Struct("<QQ")
 _PART = struct.Struct("<QQ")
@@ -64,6 +64,19 @@ class FrameError(Exception):
     """A peer broke the protocol; the text says how, and becomes part of a `PeerLost`."""
 
 
+class VersionError(FrameError):
+    """A peer speaks another version of the format.
+
+    Args:
+        version: The peer's.
+    """
+
+    def __init__(self, version: int) -> None:
+        super().__init__(
+            f"frames of version {version}, and this host reads {FORMAT_VERSION}; run the same thinwire on all hosts"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     """Identity of a replica.
@@ -72,11 +85,13 @@ class Hello:
         replica: Its number.
         num_replicas: Number of replicas in its configuration.
         incarnation: Random bytes of its process; a restarted replica has others.
+        role: What it does in the run.
     """
 
     replica: int
     num_replicas: int
     incarnation: bytes
+    role: str = ROLES[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +244,7 @@ def write(frame: Frame) -> bytearray:
     """
     body: memoryview | None = None
     if isinstance(frame, Hello):
-        fields = _HELLO.pack(frame.replica, frame.num_replicas, frame.incarnation)
+        fields = _HELLO.pack(frame.replica, frame.num_replicas, ROLES.index(frame.role), frame.incarnation)
     elif isinstance(frame, MessageStart):
         stream, owner, number, part, phase = frame.address
         fields = _OPENING.pack(frame.number, stream, phase, owner, part, number, frame.message_bytes)
@@ -248,7 +263,7 @@ def write(frame: Frame) -> bytearray:
         fields, body = _path_fields(frame)
     else:
         fields = _NUMBER.pack(frame.number)
-    written = bytearray(_PREFIX.pack(_MAGIC, VERSION, 1 + _KINDS.index(type(frame))))
+    written = bytearray(_PREFIX.pack(_MAGIC, FORMAT_VERSION, 1 + _KINDS.index(type(frame))))
     written += fields
     if body is not None:
         written += body
@@ -266,8 +281,8 @@ def read(raw: memoryview) -> Frame:
     magic, version, kind = _PREFIX.unpack_from(raw)
     if magic != _MAGIC:
         raise FrameError("a frame that is none of thinwire's")
-    if version != VERSION:
-        raise FrameError(f"a frame of version {version}, expected {VERSION}: run the same thinwire on all hosts")
+    if version != FORMAT_VERSION:
+        raise VersionError(version)
     if not 1 <= kind <= len(_KINDS):
         raise FrameError(f"a frame of kind {kind}, expected 1 to {len(_KINDS)}")
     return _read_fields(_KINDS[kind - 1], raw[_PREFIX.size :])
@@ -281,8 +296,7 @@ def _read_fields(kind: type, rest: memoryview) -> Frame:
 
 def _read_plain(kind: type, rest: memoryview) -> Frame:
     if kind is Hello:
-        replica, num_replicas, incarnation = _exactly(_HELLO, rest)
-        return Hello(replica=replica, num_replicas=num_replicas, incarnation=incarnation)
+        return _hello(*_exactly(_HELLO, rest))
     if kind is MessageStart:
         return _read_opening(rest)
     if kind is MessagePart:
@@ -312,8 +326,16 @@ def _path_fields(frame: PathHello | NumberedFrame | FramesArrived) -> tuple[byte
         return _NUMBER.pack(frame.count), None
     hello = frame.hello
     return _PATH_HELLO.pack(
-        hello.replica, hello.num_replicas, hello.incarnation, frame.session, frame.path, frame.num_paths
-    ), None
+        hello.replica, hello.num_replicas, ROLES.index(hello.role), hello.incarnation, frame.session, frame.path,
+        frame.num_paths,
+    ), None  # fmt: skip
+
+
+def _hello(replica: int, num_replicas: int, role: int, incarnation: bytes) -> Hello:
+    try:
+        return Hello(replica=replica, num_replicas=num_replicas, incarnation=incarnation, role=checked_role(role))
+    except ValueError as error:
+        raise FrameError(f"a hello of which {error}") from None
 
 
 def _read_path_frame(kind: type, rest: memoryview) -> PathHello | NumberedFrame | FramesArrived:
@@ -323,11 +345,10 @@ def _read_path_frame(kind: type, rest: memoryview) -> PathHello | NumberedFrame 
     if kind is FramesArrived:
         (count,) = _exactly(_NUMBER, rest)
         return FramesArrived(count=count)
-    replica, num_replicas, incarnation, session, path, num_paths = _exactly(_PATH_HELLO, rest)
+    *identity, session, path, num_paths = _exactly(_PATH_HELLO, rest)
     if not path < num_paths <= MOST_PATHS:
         raise FrameError(f"a hello of path {path} of {num_paths}, expected at most {MOST_PATHS}")
-    hello = Hello(replica=replica, num_replicas=num_replicas, incarnation=incarnation)
-    return PathHello(hello=hello, session=session, path=path, num_paths=num_paths)
+    return PathHello(hello=_hello(*identity), session=session, path=path, num_paths=num_paths)
 
 
 def _read_number(kind: type, rest: memoryview) -> Frame:

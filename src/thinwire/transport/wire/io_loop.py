@@ -23,6 +23,7 @@ from thinwire.transport.wire.framing import (
     Hello,
     PathHello,
     RequestFrame,
+    VersionError,
     read,
     write,
 )
@@ -72,6 +73,7 @@ class IoLoop:
         secret: The job's.
         address: The IP address to listen on.
         ports: Ports to try; 0 stands for a free one.
+        role: What this replica does in the run.
         on_request: Called in the completion thread with a replica and its request or cancellation, or with None when
             its connection ended.
 
@@ -89,6 +91,7 @@ class IoLoop:
         secret: Secret,
         address: str,
         ports: Sequence[int],
+        role: str,
         on_request: Callable[[int, RequestFrame | CancelFrame | None], None],
     ) -> None:
         self._replica = replica
@@ -99,6 +102,7 @@ class IoLoop:
             replica=replica,
             num_replicas=num_replicas or MOST_REPLICAS,
             incarnation=secrets.token_bytes(INCARNATION_BYTES),
+            role=role,
         )
         self.peers: dict[int, Peer] = {}
         self._known_keys: dict[bytes, int] = {}
@@ -320,6 +324,16 @@ class IoLoop:
             bundle = state.connection
             if state.is_over or not (bundle is None or _is_of_session(bundle, first)):
                 raise FrameError("a hello while it is connected")
+        except VersionError as error:
+            # the other end reads the version of the answer, and closes; each then knows both
+            assert state is not None
+            if state.connection is None and not state.is_over:
+                self.listener.send(found.caller, write(self._own))
+                state.drop(f"sent {error}", for_good=True)
+                self._notify()
+            else:
+                self.listener.turn_away(found)
+            return
         except FrameError:
             self.listener.turn_away(found)
             return
@@ -348,7 +362,8 @@ class IoLoop:
                     break
         except FrameError as error:
             self._forget_dialed(key[0])
-            state.drop(f"sent {error} and was disconnected", for_good=True)
+            ended = "" if isinstance(error, VersionError) else " and was disconnected"
+            state.drop(f"sent {error}{ended}", for_good=True)
             self._notify()
             return
         if dial.problem:

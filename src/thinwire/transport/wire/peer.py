@@ -79,6 +79,7 @@ class Peer:
         reason: Reason why the last one ended, as the end of "replica 3 ...".
         is_over: Whether there will be no other: the peer sent a goodbye, or broke the protocol.
         redial_s: Time of the next attempt to dial.
+        role: What it does in the run, as its latest hello says.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Peer:
         self.connection: Connection | None = None
         self.reason = "is not connected"
         self.is_over = False
+        self.role = own.role
         self.redial_s = 0.0
         self._own = own
         self._is_open = is_open
@@ -132,7 +134,7 @@ class Peer:
         """Start to use a connection whose hello was checked."""
         self._begin()
         self.connection = line
-        self._incarnation = hello.incarnation
+        self._incarnation, self.role = hello.incarnation, hello.role
         self._redial_delay_s = _REDIAL_S
 
     def post_send(self, transfer: WireTransfer, message: torch.Tensor) -> None:

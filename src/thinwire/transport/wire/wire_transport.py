@@ -42,6 +42,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import torch
 
 from thinwire.errors import ConnectError, TransportError
+from thinwire.roles import ROLES, checked_role
 from thinwire.transport.addresses import Address, DialPaths, check_dial_paths
 from thinwire.transport.base import MOST_REPLICAS, Envelope, Pending, check_peer
 from thinwire.transport.message import header_of, pack
@@ -76,6 +77,7 @@ class WireTransport:
         is_open: Whether the set is open. Then `num_replicas` is only the planned number, a replica's number may be any
             below `MOST_REPLICAS`, there are no others until they are added, and a message for one that is not in the
             set is a `PeerLost`.
+        role: What this replica does in the run, one of `thinwire.roles.ROLES`; the others learn it.
 
     Attributes:
         tamper: Called with each packed message that this replica sends; returns what goes on the wire, or None to lose
@@ -89,7 +91,7 @@ class WireTransport:
             not delay.
 
     Raises:
-        ValueError: There is no such replica.
+        ValueError: There is no such replica or role.
         ConnectError: The address cannot be listened on.
 
     Example:
@@ -106,7 +108,7 @@ class WireTransport:
 
     def __init__(
         self, *, replica: int, num_replicas: int, secret: Secret, address: str, ports: Sequence[int] = (0,),
-        is_open: bool = False,
+        is_open: bool = False, role: str = ROLES[0],
     ) -> None:  # fmt: skip
         self._most_replicas = MOST_REPLICAS if is_open else num_replicas
         if not 0 <= replica < self._most_replicas:
@@ -130,6 +132,7 @@ class WireTransport:
             secret=secret,
             address=address,
             ports=ports,
+            role=checked_role(role),
             on_request=self._on_request,
         )
         # libzmq's threads must end before the interpreter does
@@ -246,6 +249,11 @@ class WireTransport:
         """Return the other replicas of the set, connected or not, in ascending order."""
         with self._lock:
             return tuple(sorted(self._peers))
+
+    def role_of(self, peer: int) -> str | None:
+        """Return what a replica does in the run, None if it is not connected."""
+        state = self._loop.peers.get(peer)
+        return state.role if state is not None and state.is_up else None
 
     def is_connected(self, peer: int) -> bool:
         """Return whether a replica is connected now."""

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thinwire.roles import ROLES
 from thinwire.transport.streams import MessageAddress
 from thinwire.transport.wire.framing import (
     INCARNATION_BYTES,
@@ -38,7 +39,13 @@ HERE = MessageAddress(1, 0, 0, 0, 0)
 SMALL = st.integers(0, 2**32 - 1)
 ADDRESSES = st.builds(MessageAddress, st.integers(0, 255), st.integers(0, 65_535), NUMBERS, SMALL, st.integers(0, 255))
 FRAMES = st.one_of(
-    st.builds(Hello, replica=SMALL, num_replicas=SMALL, incarnation=st.binary(min_size=16, max_size=INCARNATION_BYTES)),
+    st.builds(
+        Hello,
+        replica=SMALL,
+        num_replicas=SMALL,
+        incarnation=st.binary(min_size=16, max_size=INCARNATION_BYTES),
+        role=st.sampled_from(ROLES),
+    ),
     st.builds(Credit, number=NUMBERS, end=NUMBERS),
     st.builds(Receipt, number=NUMBERS, is_matched=st.booleans()),
     st.builds(ReceivePosted, number=NUMBERS),
@@ -99,6 +106,16 @@ def test_a_path_out_of_its_range_is_refused(path, num_paths):
     hello = Hello(replica=0, num_replicas=2, incarnation=bytes(16))
     raw = write(PathHello(hello=hello, session=bytes(SESSION_BYTES), path=path, num_paths=num_paths))
     with pytest.raises(FrameError, match="path"):
+        read(memoryview(raw))
+
+
+def test_a_hello_of_an_unknown_role_is_refused_with_those_that_there_are():
+    raw = write(Hello(replica=1, num_replicas=2, incarnation=bytes(16), role="reader"))
+    assert read(memoryview(raw)).role == "reader"
+    raw[12] = 9
+    with pytest.raises(
+        FrameError, match="a hello of which there is no role '9'; allowed are replica, stage, server, cl"
+    ):
         read(memoryview(raw))
 
 
