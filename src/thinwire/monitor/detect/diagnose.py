@@ -20,7 +20,7 @@ from thinwire.monitor.detect.resolver import resolve
 from thinwire.monitor.detect.slow_compute import WorkHistory, WorkTimes, find_slow_work, find_stalls, work_times
 from thinwire.monitor.detect.slow_links import find_slow_links
 from thinwire.monitor.detect.slow_paths import find_slow_paths
-from thinwire.monitor.detect.timeline import Job, Message, build
+from thinwire.monitor.detect.timeline import Job, build
 from thinwire.monitor.findings import (
     ClockEvidence,
     Finding,
@@ -88,7 +88,9 @@ class DetectorState:
             self._links, self._work, self._is_remembered = LinkHistory(), WorkHistory(), False
             self._since_s = restart_s
             job = self._of_now(job)
-        self._is_remembered = self._is_remembered or _is_worth_it(job)
+        count, rounds = len(job.messages) + len(job.spans), {message.operation for message in job.messages}
+        is_enough = count >= STATE.max_records or len(rounds) >= STATE.min_rounds
+        self._is_remembered = self._is_remembered or (count >= STATE.min_records and is_enough)
         if not self._is_remembered:
             return link_times(job), work_times(job)
         is_one = len({message.communicator for message in job.messages}) == 1
@@ -102,7 +104,10 @@ class DetectorState:
         """Return a job without the records before its restart."""
         if self._since_s == -math.inf:
             return job
-        messages = [message for message in job.messages if _done_s(message) >= self._since_s]
+        messages = [
+            message for message in job.messages
+            if message.received_done_s is None or message.received_done_s >= self._since_s
+        ]  # fmt: skip
         return replace(job, messages=messages, spans=[span for span in job.spans if span.done_s >= self._since_s])
 
     def _restart_s(self, job: Job) -> float | None:
@@ -116,13 +121,6 @@ class DetectorState:
         return None
 
 
-def _is_worth_it(job: Job) -> bool:
-    count = len(job.messages) + len(job.spans)
-    if count < STATE.min_records:
-        return False
-    return count >= STATE.max_records or len({message.operation for message in job.messages}) >= STATE.min_rounds
-
-
 def settled_s(job: Job) -> float:
     """Return the time up to which all ranks have written that are not silent."""
     seen = [
@@ -131,10 +129,6 @@ def settled_s(job: Job) -> float:
         if rank not in job.unsteady and job.now_s - seen_s <= job.silence_s(rank)
     ]
     return min(seen, default=job.now_s)
-
-
-def _done_s(message: Message) -> float:
-    return math.inf if message.received_done_s is None else message.received_done_s
 
 
 def diagnose(records: Records) -> list[Finding]:

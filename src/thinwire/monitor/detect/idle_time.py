@@ -86,12 +86,25 @@ def idle_causes(job: Job) -> list[IdleCause]:
         if len(steady) < 2:
             continue
         last = max(steady, key=lambda rank: (steady[rank].posted_s, rank))
-        late_s = {rank: steady[last].posted_s - op.posted_s for rank, op in steady.items()
-                  if rank != last and not _goes_on(posts[rank], op.posted_s, steady[last].posted_s)}  # fmt: skip
+        last_s = steady[last].posted_s
+        # a rank that makes its next call before the last one has come did not wait
+        nexts = {rank: bisect_right(posts[rank], op.posted_s) for rank, op in steady.items()}
+        late_s = {
+            rank: last_s - op.posted_s for rank, op in steady.items()
+            if rank != last and not (nexts[rank] < len(posts[rank]) and posts[rank][nexts[rank]] < last_s)
+        }  # fmt: skip
         if late_s:
             mean_s = math.fsum(late_s.values()) / len(late_s)
             waits[last, call_of(steady[last]), communicator].append((mean_s, tuple(sorted(late_s))))
-    causes = [_cause(job, *key, waited) for key, waited in waits.items()]
+    causes = []
+    for (rank, call, communicator), found in waits.items():
+        most_s = max(waited_s for waited_s, _ in found)
+        causes.append(IdleCause(
+            rank=rank, call=call, group=job.group_name(communicator),
+            times=sum(waited_s >= IDLE.late_share * most_s for waited_s, _ in found),
+            waited_s=math.fsum(waited_s for waited_s, _ in found), most_s=most_s,
+            waiting=tuple(sorted({other for _, ranks in found for other in ranks})),
+        ))  # fmt: skip
     return sorted(causes, key=lambda one: one.waited_s, reverse=True)
 
 
@@ -100,21 +113,3 @@ def shown_causes(job: Job, causes: Sequence[IdleCause]) -> list[IdleCause]:
     posted = [op.posted_s for own in job.operations.values() for op in own.values()]
     least_s = max(IDLE.min_s, IDLE.min_share * (job.now_s - min(posted, default=job.now_s)))
     return [one for one in causes if one.waited_s >= least_s][: IDLE.shown]
-
-
-def _goes_on(posts: Sequence[float], posted_s: float, until_s: float) -> bool:
-    """Return whether a rank makes another call before an operation can end."""
-    following = bisect_right(posts, posted_s)
-    return following < len(posts) and posts[following] < until_s
-
-
-def _cause(
-    job: Job, rank: int, call: Call, communicator: str, waits: Sequence[tuple[float, tuple[int, ...]]]
-) -> IdleCause:
-    most_s = max(waited_s for waited_s, _ in waits)
-    late = [waited_s for waited_s, _ in waits if waited_s >= IDLE.late_share * most_s]
-    return IdleCause(
-        rank=rank, call=call, group=job.group_name(communicator), times=len(late),
-        waited_s=math.fsum(waited_s for waited_s, _ in waits), most_s=most_s,
-        waiting=tuple(sorted({other for _, ranks in waits for other in ranks})),
-    )  # fmt: skip

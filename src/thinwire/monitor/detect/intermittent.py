@@ -71,14 +71,8 @@ def usual_share(watches: Mapping[Cell, ChangePointDetector], least: float) -> fl
     Of the latest messages or of all, whichever is less: an earlier fault does not count.
     """
     own = [watch.excess if watch.was_long else () for watch in watches.values() if watch.excess]
-    return INTERMITTENT.usual_bad + 2 * _middle_share(own, least)
-
-
-def _middle_share(histories: Sequence[Sequence[_Value]], least: float) -> float:
-    shares = []
-    for latest in (INTERMITTENT.latest, None):
-        shares.append(median([_share(values, least, latest) for values in histories] or [0.0]))
-    return min(shares)
+    shares = [median([_share(one, least, latest) for one in own] or [0.0]) for latest in (INTERMITTENT.latest, None)]
+    return INTERMITTENT.usual_bad + 2 * min(shares)
 
 
 def _share(values: Sequence[_Value], least: float, latest: int | None) -> float:
@@ -117,7 +111,11 @@ class BothWays:
         self._watches = watches
         pairs = [(a, b) for a, b in watches if a < b and (b, a) in watches]
         self._num_pairs = len(pairs)
-        self._often = [pair for pair in pairs if self._is_often_long(pair)]
+        self._often = [
+            pair for pair in pairs
+            if all(watches[way].num_long(of=INTERMITTENT.window) >= INTERMITTENT.min_episodes
+                   for way in (pair, pair[::-1]))
+        ]  # fmt: skip
         looked_at = {*self._often, *pairs[:: 1 + len(pairs) // INTERMITTENT.max_pairs]} if self._often else set()
         joint = {
             pair: _joint(watches[pair], watches[pair[::-1]])[-INTERMITTENT.window :]
@@ -126,12 +124,6 @@ class BothWays:
         }
         self._lately = {pair: _lately(values) for pair, values in joint.items()}
         self._values = {pair: _above(self._lately[pair], values) for pair, values in joint.items()}
-
-    def _is_often_long(self, pair: Cell) -> bool:
-        return all(
-            self._watches[way].num_long(of=INTERMITTENT.window) >= INTERMITTENT.min_episodes
-            for way in (pair, pair[::-1])
-        )
 
     def flapping(self) -> dict[Cell, Flapping]:
         """Return the bad times of each intermittent link, under both of its ways."""
@@ -213,7 +205,10 @@ def _in_turns(
     bad = _alike(bad, len(values))
     if len(bad) < least_bad:
         return None
-    bad = _least_likely(bad, chance, least_bad)
+    # the suffix of bad messages with the least chance
+    begins = [place for place, index in enumerate(bad) if not place or bad[place - 1] < index - 1]
+    enough = [bad[place:] for place in begins[: 1 - INTERMITTENT.min_episodes] if len(bad) - place >= least_bad]
+    bad = min(enough, key=chance, default=[])
     stretch = [excess for _, _, excess in values[bad[0] : bad[-1] + 1]] if bad else []
     # a slow link whose excess is near the limit is never good between its bad times
     if (
@@ -252,13 +247,6 @@ def _alike(bad: list[int], count: int) -> list[int]:
     return [index for own in times if len(own) <= most for index in own]
 
 
-def _least_likely(bad: list[int], chance: Callable[[Sequence[int]], float], least_bad: int) -> list[int]:
-    """Return the suffix of bad messages with the least chance; none if they are too few."""
-    begins = [place for place, index in enumerate(bad) if not place or bad[place - 1] < index - 1]
-    enough = [bad[place:] for place in begins[: 1 - INTERMITTENT.min_episodes] if len(bad) - place >= least_bad]
-    return min(enough, key=chance, default=[])
-
-
 def _is_over(bad: list[int], count: int) -> bool:
     """Return whether the calm since the last bad message is longer than any before, and no chance at their rate."""
     share, since = len(bad) / (bad[-1] - bad[0] + 1), count - 1 - bad[-1]
@@ -282,8 +270,16 @@ def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
         flapping.setdefault(cell, found)
     if not flapping:
         return []
-    matrix = {cell: _excess_in(watch, flapping) for cell, watch in times.watches.items()}
-    known = {cell: value for cell, value in matrix.items() if not math.isnan(value)}
+    # the median excess of each link in the bad rounds of all intermittent ones
+    rounds = frozenset.union(*(found.bad for found in flapping.values()))
+    matrix = {
+        cell: median([excess for number, _, excess in watch.excess if number in rounds])
+        for cell, watch in times.watches.items()
+    }
+    known = {
+        cell: 0.0 if value < INTERMITTENT.bad[0] / 2 else value
+        for cell, value in matrix.items() if not math.isnan(value)
+    }  # fmt: skip
     explained = DelayMatrix(known, job.host_of).explain()
     # if few links of a place are intermittent, that is their noise, or the place was slow
     if explained is None or 2 * len(explained.cells & set(flapping)) < len(explained.cells):
@@ -308,13 +304,6 @@ def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
         remedy="look at cable, plug and signal quality; make deadlines longer than a bad time, or leave this link out",
         probe=probe_for(explained.places),
     )]  # fmt: skip
-
-
-def _excess_in(watch: ChangePointDetector, flapping: Mapping[Cell, Flapping]) -> float:
-    """Return the median excess of a link in the bad rounds of all intermittent links."""
-    rounds = frozenset.union(*(found.bad for found in flapping.values()))
-    middle = median([excess for number, _, excess in watch.excess if number in rounds])
-    return 0.0 if middle < INTERMITTENT.bad[0] / 2 else middle
 
 
 def _is_often_bad(watch: ChangePointDetector, least: float) -> bool:

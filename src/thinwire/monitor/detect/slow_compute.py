@@ -225,7 +225,11 @@ class WorkHistory:
             for work in own:
                 if work.step > self._taken.get(rank, -1):
                     self._add(rank, work)
-        done = max(self._held, default=-1) if is_all else self._all_done(job, works)
+        # the last step that all live ranks have done
+        alive = [rank for rank in works if job.now_s - job.last_seen_s.get(rank, job.now_s) <= job.silence_s(rank)]
+        steps = [self._taken[rank] for rank in alive if rank in self._taken]
+        all_done = min((step for step in steps if step >= self.newest - COMPUTE.max_behind), default=-1)
+        done = max(self._held, default=-1) if is_all else all_done
         for step in sorted(step for step in self._held if step <= done):
             self._compare(step, self._held.pop(step))
         if all(operation.round < 0 for own in job.operations.values() for operation in own.values()):
@@ -240,12 +244,6 @@ class WorkHistory:
         times.own[rank].add(work.step, work.at_s, work.time_s)
         if len(times.first[rank]) < 4 * CUSUM.min_history:
             times.first[rank].append(work.time_s)
-
-    def _all_done(self, job: Job, ranks: Iterable[int]) -> int:
-        """Return the last step that all live ranks have done."""
-        alive = [rank for rank in ranks if job.now_s - job.last_seen_s.get(rank, job.now_s) <= job.silence_s(rank)]
-        steps = [self._taken[rank] for rank in alive if rank in self._taken]
-        return min((step for step in steps if step >= self.newest - COMPUTE.max_behind), default=-1)
 
     def _compare(self, step: int, works: dict[int, Work]) -> None:
         middle = median([work.time_s for work in works.values()])

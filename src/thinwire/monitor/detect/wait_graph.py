@@ -7,7 +7,7 @@ communicator, so that only a rank without waits of its own, or a circle of waits
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from thinwire.monitor.detect.timeline import Job
@@ -55,7 +55,8 @@ class WaitGraph:
 
     def roots(self, ranks: Iterable[int]) -> list[frozenset[int]]:
         """Return where the chains of waits of some ranks end: single ranks that wait for none, or circles."""
-        reached = {rank: self._reached(rank) for rank in self._closed(ranks)}
+        start = set(ranks)
+        reached = {rank: self._reached(rank) for rank in start.union(*map(self._reached, start))}
         # the end of a chain is reached by all that it reaches itself
         ends = {rank for rank, ahead in reached.items() if all(rank in reached[other] for other in ahead)}
         circles = {frozenset({rank, *reached[rank]}) for rank in ends}
@@ -94,10 +95,6 @@ class WaitGraph:
         """Return of a circle the ranks whose calls do not block them: these hang in their own code."""
         free = {rank for rank in circle if all(wait.inside[rank].is_async for wait in self.waits_of(rank))}
         return frozenset(free) if len(circle) > 1 and free else circle
-
-    def _closed(self, ranks: Iterable[int]) -> Set[int]:
-        start = set(ranks)
-        return start.union(*(self._reached(rank) for rank in start))
 
     def _reached(self, start: int) -> set[int]:
         found: set[int] = set()
