@@ -195,6 +195,14 @@ def test_an_invitation_stays_with_the_address_that_used_it_also_at_another_coord
         assert "this invitation was used from 10.0.0.1, and admits one replica" in why
         ask(found, b"b", invitation=1, origin="10.0.0.1")
         assert found.words(b"b", "welcome"), "its host comes back"
-        found.now_s += 4.0
+        for _ in range(3):  # the process was killed, and another one started at once
+            ask(found, b"c", invitation=1, origin="10.0.0.1")
+            assert not found.words(b"c", "refused") and not found.words(b"c", "welcome")
+            found.now_s += 1.5
         ask(found, b"c", invitation=1, origin="10.0.0.1")
         assert found.words(b"c", "welcome") and len(found.coordinator.state.roster) == 1, "a killed process makes room"
+        for _ in range(4):  # this one lives
+            ask(found, b"d", invitation=1, origin="10.0.0.1")
+            found.now_s += 1.0
+            found.hear(b"c", "beat", step=0, step_s=0.1, roster=0)
+        assert "a replica has joined by this invitation" in found.words(b"d", "refused")[-1]["why"]

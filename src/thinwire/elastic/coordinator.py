@@ -59,6 +59,7 @@ MOST_BAD_PARTS = 2
 _LEAST_MEMBERS = 2
 
 Record = Callable[[str, dict[str, Any]], None]
+_Caller = tuple[bytes, RosterMember | None, str, int]  # token, IP address, and number of the proven invitation
 _Handler = Callable[["Coordinator", RosterMember, Message, float], None]
 
 
@@ -123,10 +124,9 @@ class Coordinator:
         member = self.state.roster.by_token(token)
         if kind == "join":
             caller = token, member, origin, invitation
-            why_not = "" if member is not None else self._invitation_refusal(
-                invitation, origin, now_s=now_s, is_own_host=is_own_host
-            )  # fmt: skip
-            self._join(caller, message, now_s=now_s, why_not=why_not)
+            why_not = "" if member else self._invitation_refusal(caller, now_s=now_s, is_own_host=is_own_host)
+            if why_not is not None:  # else it asks again in a second
+                self._join(caller, message, now_s=now_s, why_not=why_not)
             return
         if member is None:
             self._send(token, "unknown", {"generation": self._generation})
@@ -178,23 +178,22 @@ class Coordinator:
 
     # -- joining
 
-    def _invitation_refusal(self, invitation: int, origin: str, *, now_s: float, is_own_host: bool) -> str:
-        """Return why a caller is not admitted; a silent replica of its invitation makes room."""
-        state = self.state
+    def _invitation_refusal(self, caller: _Caller, *, now_s: float, is_own_host: bool) -> str | None:
+        """Return why a caller is not admitted, None to wait; a silent replica of its invitation makes room."""
+        state, (token, _, origin, invitation) = self.state, caller
         if not self._config.is_invite_only:
             return ""
         held = [member for member in state.roster if invitation != NO_INVITATION and member.invitation == invitation]
         silent = [member for member in held if now_s - member.heard_s > SUSPECT_SILENCE_S and member.origin == origin]
+        heard_s = max((member.heard_s for member in held if member not in silent), default=None)
         refusal = state.used_invitations.refusal(
-            invitation, origin, is_own_host=is_own_host, is_taken=len(held) > len(silent)
+            token, invitation, origin, is_own_host=is_own_host, heard_s=heard_s, now_s=now_s
         )
-        for member in silent if not refusal else ():
+        for member in silent if refusal == "" else ():
             self._remove(member, why="has fallen silent, and its invitation's holder joins again")
         return refusal
 
-    def _join(
-        self, caller: tuple[bytes, RosterMember | None, str, int], message: Message, *, now_s: float, why_not: str
-    ) -> None:  # fmt: skip
+    def _join(self, caller: _Caller, message: Message, *, now_s: float, why_not: str) -> None:
         token, member, origin, invitation = caller
         state, job, role = self.state, self._config.job, message.get("role", ROLES[0])
         refusal, why_not = "", why_not or unknown_role(role)

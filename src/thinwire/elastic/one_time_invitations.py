@@ -17,6 +17,8 @@ from thinwire.transport.secret import SECRET_BYTES, Secret
 INVITATIONS_FILE = "invitations.txt"
 # Of one run; those that have been used count too.
 _MAX_INVITATIONS = 4096
+# Heartbeats come once a second; one this long after a request shows that the sender lives.
+_BEAT_S = 2.0
 # Number of who proves the job's secret itself.
 NO_INVITATION = 0
 
@@ -91,28 +93,39 @@ class UsedInvitations:
 
     Example:
         >>> used = UsedInvitations()
-        >>> used.refusal(1, "192.0.2.1", is_own_host=False, is_taken=False), used.take(1, "192.0.2.1")
+        >>> about = dict(is_own_host=False, heard_s=None, now_s=9.0)
+        >>> used.refusal(b"a", 1, "192.0.2.1", **about), used.take(1, "192.0.2.1")
         ('', True)
-        >>> "was used from 192.0.2.1" in used.refusal(1, "192.0.2.9", is_own_host=False, is_taken=False)
+        >>> "was used from 192.0.2.1" in used.refusal(b"b", 1, "192.0.2.9", **about)
         True
     """
 
     def __init__(self) -> None:
         self.used: dict[int, str] = {}
+        self._asked_s: dict[bytes, float] = {}  # by connection, when it first asked for a place that is taken
 
-    def refusal(self, invitation: int, origin: str, *, is_own_host: bool, is_taken: bool) -> str:
-        """Return why no replica may join; empty where one may.
+    def refusal(
+        self, token: bytes, invitation: int, origin: str, *, is_own_host: bool, heard_s: float | None, now_s: float
+    ) -> str | None:
+        """Return why no replica may join; empty where one may, None where the next request will show it.
 
         Args:
+            token: The caller's connection.
             invitation: Number of the invitation that was proven, 0 for none.
             origin: IP address of the caller.
             is_own_host: Whether that is the coordinator's own host.
-            is_taken: Whether a replica of this invitation takes part.
+            heard_s: When a replica of this invitation that takes part was heard last, None where there is none.
+            now_s: The time.
         """
         again = "ask whoever runs the first host for another one: thinwire invite FOLDER"
         if invitation == NO_INVITATION:
             return "" if is_own_host else f"this run takes new replicas by invitation only; {again}"
-        if is_taken:
+        if heard_s is not None:
+            if len(self._asked_s) >= _MAX_INVITATIONS:
+                self._asked_s.clear()
+            # a process started anew asks before its killed predecessor is missed: one that is alive beats again
+            if self.used.get(invitation) == origin and heard_s < self._asked_s.setdefault(token, now_s) + _BEAT_S:
+                return None
             return f"a replica has joined by this invitation, which admits one; {again}"
         if self.used.get(invitation, origin) != origin:
             return f"this invitation was used from {self.used[invitation]}, and admits one replica; {again}"
