@@ -19,7 +19,6 @@ Names are loaded when they are first used, so that the parts without torch stay 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +86,8 @@ def __getattr__(name: str) -> Any:
         importlib.import_module("thinwire.methods")  # registers the names that its `method` may be
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    import difflib
+
     near = difflib.get_close_matches(name, __all__, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise AttributeError(f"module 'thinwire' has no attribute {name!r}{hint}")

@@ -28,13 +28,20 @@ Exception
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
+import errno
 import signal
 import threading
 import warnings
 from collections.abc import Iterable
 from typing import Literal
+
+# A full disk, a quota and a file size limit; room may come, so what is to be written is kept until then.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_no_room(error: OSError) -> bool:
+    """Return whether a write failed for lack of room, so that the same write may succeed later."""
+    return error.errno in _NO_ROOM
 
 
 def refusal(what: str, *, got: object, allowed: object, remedy: str) -> ValueError:
@@ -76,6 +83,8 @@ def unknown_name(kind: str, name: str, names: Iterable[str], *, others: str = ""
         >>> print(unknown_name("codec", "e3m1", ["float32", "e3m0"]))
         unknown codec; got 'e3m1'; allowed float32, e3m0; try e3m0
     """
+    import difflib  # this and others like it: `thinwire --help` shows at once what needs none of them
+
     known = list(names)
     near = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=2, cutoff=0.4) or known[:1]
     allowed = ", ".join([*known, others] if others else known)
@@ -162,6 +171,8 @@ class MissingExtra(ThinwireError):
     @classmethod
     def check(cls, package: str, *, extra: str) -> None:
         """Raise it unless the package is installed, without importing the package, which may take seconds."""
+        import importlib.util
+
         if importlib.util.find_spec(package) is None:
             raise cls.of(package, extra=extra)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import stat
@@ -13,17 +12,10 @@ from typing import Any, BinaryIO
 
 from thinwire.errors import DataError
 
-# A full disk, a quota and a file size limit; room may come, so what is to be written is kept until then.
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Of a number in a file: a whole number of any length is no float.
 LARGEST_NUMBER = 1e300
 MOST_PLAN_BYTES = 16 * 2**20
 _LONGEST = 60  # characters of a value in an error's text
-
-
-def is_no_room(error: OSError) -> bool:
-    """Return whether a write failed for lack of room, so that the same write may succeed later."""
-    return error.errno in _NO_ROOM
 
 
 def append_whole(descriptor: int, data: bytes) -> None:

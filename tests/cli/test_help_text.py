@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -51,3 +54,12 @@ def test_a_default_is_shown_as_a_person_writes_it(capsys: pytest.CaptureFixture[
     text = " ".join(capsys.readouterr().out.split())
     assert "such as 25e9. Default: 1e+09." in text
     assert "Default: 24GB. --model" in text, "a default that the text names is not repeated"
+
+
+def test_the_list_of_commands_shows_before_anything_is_imported_that_takes_long() -> None:
+    code = "import sys; from thinwire.cli.main import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
+    shown = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True,
+                           env={"PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    assert "train one model on several replicas" in shown.stdout
+    slow = {"torch", "numpy", "tyro", "rich", "msgspec", "json", "difflib", "pathlib", "dataclasses", "inspect"}
+    assert not slow & set(shown.stderr.split())

@@ -15,7 +15,7 @@ import sys
 import threading
 from typing import TextIO
 
-from thinwire.files import is_no_room
+from thinwire.errors import is_no_room
 
 # What one stream keeps in memory; a log line has about 100 bytes.
 MAX_WAITING_BYTES = 1 << 20

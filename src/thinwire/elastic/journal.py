@@ -25,8 +25,8 @@ from typing import Any
 
 import msgspec
 
-from thinwire.errors import ThinwireError
-from thinwire.files import is_no_room, sync_folder
+from thinwire.errors import ThinwireError, is_no_room
+from thinwire.files import sync_folder
 
 RESERVE_BYTES = 8 << 20
 COMPACT_BYTES = 4 << 20

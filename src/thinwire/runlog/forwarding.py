@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from thinwire.files import is_no_room
+from thinwire.errors import is_no_room
 from thinwire.rate_limit import RateLimit
 from thinwire.runlog.reader import parse_line
 from thinwire.runlog.records import Communicator, ProcessState, Record, to_line

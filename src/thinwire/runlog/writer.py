@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from thinwire.files import append_whole, is_no_room
+from thinwire.errors import is_no_room
+from thinwire.files import append_whole
 from thinwire.runlog.reader import parse_line
 from thinwire.runlog.records import Beat, header_line, to_line
 
