@@ -9,7 +9,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 Direction = Literal["sent", "received"]
@@ -133,6 +133,7 @@ class TransferLog:
         self._sinks = list(sinks)
         self._post_sinks: list[PostSink] = []
         self._totals = {"sent": Totals(), "received": Totals()}
+        self._streams: dict[tuple[str, Direction], StreamTotals] = {}
         self._lock = threading.Lock()
 
     def add(self, transfer: Transfer) -> None:
@@ -141,6 +142,8 @@ class TransferLog:
             self._ring.append(transfer)
             if not transfer.error:
                 self._totals[transfer.direction] = self._totals[transfer.direction].plus(transfer)
+                stream = self._stream(transfer)
+                stream.totals = stream.totals.plus(transfer)
             for sink in self._sinks:
                 sink(transfer)
 
@@ -150,9 +153,26 @@ class TransferLog:
             self._sinks.append(sink)
 
     def post(self, posted: Posted) -> None:
-        """Hand on that an end of a message was asked for; it is not kept."""
+        """Hand on that an end of a message was asked for, and count it as in flight until it is settled."""
+        with self._lock:
+            stream = self._stream(posted)
+            stream.in_flight_bytes += posted.num_bytes
+            stream.peak_bytes = max(stream.peak_bytes, stream.in_flight_bytes)
         for sink in self._post_sinks:
             sink(posted)
+
+    def settle(self, posted: Posted) -> None:
+        """Count a message as in flight no longer."""
+        with self._lock:
+            self._stream(posted).in_flight_bytes -= posted.num_bytes
+
+    def streams(self, direction: Direction) -> dict[str, StreamTotals]:
+        """Return sums and peaks of one direction by the name of the stream."""
+        with self._lock:
+            return {name: replace(one) for (name, way), one in self._streams.items() if way == direction}
+
+    def _stream(self, event: Transfer | Posted) -> StreamTotals:
+        return self._streams.setdefault((event.kind, event.direction), StreamTotals())
 
     def add_post_sink(self, sink: PostSink) -> None:
         """Tell `sink` of all that is asked for later; it may be called from several threads at once."""
@@ -187,3 +207,18 @@ class Totals:
             payload_bytes=self.payload_bytes + transfer.payload_bytes,
             wire_bytes=self.wire_bytes + transfer.wire_bytes,
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class StreamTotals:
+    """Traffic of one stream in one direction.
+
+    Attributes:
+        totals: Sums over its transfers, failed ones left out.
+        in_flight_bytes: Payload bytes that were asked for and have not ended.
+        peak_bytes: The most of these at any time; for a receiver that takes less, the room for them.
+    """
+
+    totals: Totals = Totals()
+    in_flight_bytes: int = 0
+    peak_bytes: int = 0

@@ -205,26 +205,19 @@ class _Entry:
         self._has_ended = False
         self._has_missed = False
         self._name = name
-        log.post(
-            Posted(
-                direction=direction,
-                peer=peer,
-                kind=envelope.stream.name,
-                owner=envelope.owner,
-                round_id=envelope.address.number,
-                fragment=envelope.address.part,
-                phase=envelope.address.phase,
-                num_bytes=envelope.payload_bytes,
-                posted_s=self._started_s,
-                name=name,
-            )
-        )
+        self._posted = Posted(
+            direction=direction, peer=peer, kind=envelope.stream.name, owner=envelope.owner,
+            round_id=envelope.address.number, fragment=envelope.address.part, phase=envelope.address.phase,
+            num_bytes=envelope.payload_bytes, posted_s=self._started_s, name=name,
+        )  # fmt: skip
+        log.post(self._posted)
 
     def end(self, *, error: str, received: Received | None = None, begun_s: float | None = None) -> None:
         """Write the end; only the first call counts."""
         with self._lock:
             if not self._has_ended:
                 self._has_ended = True
+                self._log.settle(self._posted)
                 self._write(error, received, begun_s)
 
     def miss(self, *, error: str) -> None:
@@ -237,24 +230,13 @@ class _Entry:
     def _write(self, error: str, received: Received | None = None, begun_s: float | None = None) -> None:
         envelope = self._envelope
         payload_bytes = envelope.payload_bytes if received is None else received.payload.numel()
-        self._log.add(
-            Transfer(
-                direction=self._direction,
-                peer=self._peer,
-                kind=envelope.stream.name,
-                owner=envelope.owner,
-                round_id=envelope.address.number,
-                fragment=envelope.address.part,
-                phase=envelope.address.phase,
-                payload_bytes=payload_bytes,
-                wire_bytes=HEADER_BYTES + payload_bytes,
-                started_s=self._started_s,
-                finished_s=self._clock(),
-                error=error,
-                name=self._name,
-                begun_s=begun_s,
-            )
-        )
+        transfer = Transfer(
+            direction=self._direction, peer=self._peer, kind=envelope.stream.name, owner=envelope.owner,
+            round_id=envelope.address.number, fragment=envelope.address.part, phase=envelope.address.phase,
+            payload_bytes=payload_bytes, wire_bytes=HEADER_BYTES + payload_bytes, started_s=self._started_s,
+            finished_s=self._clock(), error=error, name=self._name, begun_s=begun_s,
+        )  # fmt: skip
+        self._log.add(transfer)
 
 
 class _Recorded:

@@ -152,6 +152,17 @@ def test_a_run_without_a_recorder_is_drawn_from_its_metrics_and_transfers(tmp_pa
     assert (
         links[0, 1]["bytes"] == sum(sent) and links[0, 1]["messages"] == len(sent) and links[0, 1]["reported_by"] == 0
     )
+    both = [
+        line for replica in (0, 1)
+        for line in map(json.loads, (tmp_path / "demo" / f"transfers-replica-{replica}.jsonl").read_text().splitlines())
+        if line["direction"] == "sent" and not line["error"]
+    ]  # fmt: skip
+    rows = {row["stream"]: row for row in found["links"]["streams"]}
+    assert set(rows) == {line["kind"] for line in both}
+    for name, row in rows.items():
+        sizes = [line["wire_bytes"] for line in both if line["kind"] == name]
+        assert (row["messages"], row["bytes"], row["most_bytes"]) == (len(sizes), sum(sizes), max(sizes))
+        assert 8 * max(sizes) <= row["peak_bits_per_s"] <= 8 * sum(sizes)
     assert found["curves"]["evaluations"] and len(found["curves"]["loss"]) == 2
     assert "metrics and finished transfers" in found["notes"]["missing"]["timeline"]
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from thinwire.errors import DeadlineExceeded, PayloadError, PeerLost
-from thinwire.events import TransferLog
+from thinwire.events import StreamTotals, Totals, TransferLog
 from thinwire.transport.base import Envelope, Pending, Received, Transport
 from thinwire.transport.loopback import LoopbackWorld
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.recording import RecordingTransport
-from thinwire.transport.streams import ROUNDS
+from thinwire.transport.streams import CONTROL, ROUNDS
 
 
 class Clock:
@@ -116,6 +116,23 @@ def test_each_message_is_recorded_once_on_both_sides_with_its_real_bytes(size: i
         assert (record.direction, record.peer, record.kind) == (direction, peer, "round")
         assert (record.round_id, record.fragment, record.phase) == (5, 2, 1)
         assert (record.payload_bytes, record.wire_bytes, record.error) == (size, size + HEADER_BYTES, "")
+
+
+def test_the_log_sums_each_stream_and_keeps_the_most_bytes_that_were_in_flight() -> None:
+    inner = Background()
+    transport = RecordingTransport(inner)
+    for size in (30, 70):
+        transport.send(payload(size), to=1, envelope=envelope_of(size))
+    control = Envelope(stream=CONTROL, key=(0,), payload_bytes=5)
+    with pytest.raises(DeadlineExceeded):
+        transport.receive(source=1, envelope=control).wait(deadline_s=0)  # it may still come
+    assert transport.log.streams("sent")["round"].in_flight_bytes == 100
+    inner.pending.end()
+    found = transport.log.streams("sent")
+    assert list(found) == ["round"]
+    assert found["round"] == StreamTotals(totals=Totals(messages=2, wire_bytes=2 * HEADER_BYTES), peak_bytes=100)
+    assert transport.log.streams("received")["control"].peak_bytes == 5
+    assert transport.log.streams("received")["control"].in_flight_bytes == 0
 
 
 def test_the_end_in_the_background_is_recorded_when_it_happens_not_when_somebody_asks() -> None:

@@ -231,6 +231,7 @@ class AppliedRounds:
 RECENT_S = 10.0
 _MOST_RECENT = 2000
 _MOST_LINKS = 4096
+_MOST_STREAMS = 64
 _MOST_SHOWN = 200
 # Part of the time from which a path, or its receiver, counts as the limit.
 _BUSY_SHARE = 0.5
@@ -247,8 +248,27 @@ class _Traffic:
     recent: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))
 
 
+@dataclass(slots=True, kw_only=True)
+class _StreamTraffic:
+    """What one replica sent in a stream; seconds are those in which transfers ended."""
+
+    messages: int = 0
+    num_bytes: int = 0
+    most_bytes: int = 0
+    second: int = 0
+    second_bytes: int = 0
+    peak_bytes: int = 0
+
+    def add(self, num_bytes: int, *, done_s: float) -> None:
+        self.messages += 1
+        self.num_bytes += num_bytes
+        self.most_bytes = max(self.most_bytes, num_bytes)
+        self.second_bytes = num_bytes + (self.second_bytes if int(done_s) == self.second else 0)
+        self.second, self.peak_bytes = int(done_s), max(self.peak_bytes, self.second_bytes)
+
+
 class LinkTotals:
-    """Sums over all transfers that one replica wrote, by (from, to).
+    """Sums over all transfers that one replica wrote, by (from, to), and over those that it sent, by stream.
 
     Args:
         rank: The rank that wrote them.
@@ -256,6 +276,7 @@ class LinkTotals:
     Attributes:
         latest_s: The latest end of a transfer, on this replica's clock.
         earliest_s: The earliest begin.
+        streams: What it sent, by the name of the stream.
     """
 
     def __init__(self, rank: int) -> None:
@@ -265,16 +286,17 @@ class LinkTotals:
     def restart(self) -> None:
         """Forget all transfers."""
         self._links: dict[Cell, _Traffic] = defaultdict(_Traffic)
+        self.streams: dict[str, _StreamTraffic] = defaultdict(_StreamTraffic)
         self.latest_s = 0.0
         self.earliest_s = 0.0
 
     def add(
-        self, *, peer: int, is_sent: bool, num_bytes: int, started_s: float, done_s: float, failed: bool
+        self, *, stream: str, peer: int, is_sent: bool, num_bytes: int, started_s: float, done_s: float, failed: bool
     ) -> None:  # fmt: skip
         """Count one transfer.
 
         Raises:
-            ValueError: More links than any replica has.
+            ValueError: More links or streams than any replica has.
         """
         cell = (self.rank, peer) if is_sent else (peer, self.rank)
         if cell not in self._links and len(self._links) >= _MOST_LINKS:
@@ -288,6 +310,10 @@ class LinkTotals:
         link.messages += 1
         link.num_bytes += num_bytes
         link.recent.append((started_s, done_s, num_bytes))
+        if stream not in self.streams and len(self.streams) >= _MOST_STREAMS:
+            raise ValueError(f"more than {_MOST_STREAMS} streams of one replica")
+        if is_sent:
+            self.streams[stream].add(num_bytes, done_s=done_s)
 
     def rows(self) -> dict[Cell, dict[str, Any]]:
         """Return each link's sums and its rates: over all, and over the latest seconds of this replica's clock.
@@ -397,7 +423,23 @@ def link_table(totals: Mapping[int, LinkTotals]) -> dict[str, Any]:
     joined = {cell: row | arrived.get(cell, {}) for cell, row in joined.items()}
     busiest = sorted(joined.values(), key=lambda link: -link["bytes"])
     shown = sorted(busiest[:_MOST_SHOWN], key=lambda link: (link["from"], link["to"]))
-    return {"links": shown, "num_left_out": len(busiest) - len(shown), "recent_s": RECENT_S}
+    return {
+        "links": shown, "num_left_out": len(busiest) - len(shown), "recent_s": RECENT_S,
+        "streams": _stream_rows(totals),
+    }  # fmt: skip
+
+
+def _stream_rows(totals: Mapping[int, LinkTotals]) -> list[dict[str, Any]]:
+    """Join what all replicas sent by stream; the fullest second is that of one replica."""
+    rows: dict[str, dict[str, Any]] = {}
+    for own in totals.values():
+        for name, sent in own.streams.items():
+            row = rows.setdefault(name, dict.fromkeys(("messages", "bytes", "most_bytes", "peak_bits_per_s"), 0))
+            row["messages"] += sent.messages
+            row["bytes"] += sent.num_bytes
+            row["most_bytes"] = max(row["most_bytes"], sent.most_bytes)
+            row["peak_bits_per_s"] = max(row["peak_bits_per_s"], 8 * sent.peak_bytes)
+    return [{"stream": text(name), **row} for name, row in sorted(rows.items(), key=lambda one: -one[1]["bytes"])]
 
 
 _MOST_EVALUATIONS = 1000
@@ -628,8 +670,9 @@ class Sources:
         """Count a transfer that only the recorder reports, once it has ended."""
         if end.done_s is not None or end.error:
             self.links.setdefault(rank, LinkTotals(rank)).add(
-                peer=end.peer, is_sent=end.direction == "sent", num_bytes=end.num_bytes, started_s=end.posted_s,
-                done_s=end.posted_s if end.done_s is None else end.done_s, failed=bool(end.error),
+                stream="round", peer=end.peer, is_sent=end.direction == "sent", num_bytes=end.num_bytes,
+                started_s=end.posted_s, done_s=end.posted_s if end.done_s is None else end.done_s,
+                failed=bool(end.error),
             )  # fmt: skip
 
     def _take_metrics(self, replica: Replica, line: dict[str, Any]) -> None:
@@ -640,8 +683,9 @@ class Sources:
     def _take_transfer(self, links: LinkTotals, line: dict[str, Any]) -> None:
         transfer = converted(line, TransferEntry)
         links.add(
-            peer=transfer.peer, is_sent=transfer.direction == "sent", num_bytes=transfer.wire_bytes,
-            started_s=transfer.started_s, done_s=transfer.finished_s, failed=bool(transfer.error),
+            stream=transfer.kind, peer=transfer.peer, is_sent=transfer.direction == "sent",
+            num_bytes=transfer.wire_bytes, started_s=transfer.started_s, done_s=transfer.finished_s,
+            failed=bool(transfer.error),
         )  # fmt: skip
         if transfer.kind == "round" and links.rank not in self.window.recorded:
             self.window.add_transfer(links.rank, line)

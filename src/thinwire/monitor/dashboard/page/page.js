@@ -256,11 +256,14 @@ function showTimeline(timeline) {
     lanes.map((lane) => [lane.rank, inPercent(lane.computing), inPercent(lane.waiting), lane.num_rounds, lane.num_open])));
 }
 
-function showLinks({ links, num_left_out: numLeftOut, recent_s: recentS }) {
+function showLinks({ links, streams, num_left_out: numLeftOut, recent_s: recentS }) {
   if (!showSection("links", links.length > 0)) return;
   show("links", table(`“Now” is the latest ${inSeconds(recentS)} of the sender's data.${numLeftOut ? ` ${numLeftOut} links with fewer bytes are left out.` : ""}`,
     [["Link"], ["Bytes", "number"], ["Messages", "number"], ["Rate now", "number"], ["Mean rate", "number"], ["Failed", "number"]],
     links.map((link) => [`${link.from} → ${link.to}`, inBytes(link.bytes), link.messages, inRate(link.now_bits_per_s), inRate(link.mean_bits_per_s), link.failed ? flag(link.failed) : 0])));
+  show("streams", table("What all replicas sent, by stream. The peak is the fullest second of one replica.",
+    [["Stream"], ["Bytes", "number"], ["Messages", "number"], ["Largest message", "number"], ["Peak", "number"]],
+    streams.map((one) => [one.stream, inBytes(one.bytes), one.messages, inBytes(one.most_bytes), inRate(one.peak_bits_per_s)])));
 }
 
 function showPaths({ paths, num_left_out: numLeftOut, recent_s: recentS }) {
