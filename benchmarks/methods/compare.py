@@ -160,7 +160,7 @@ def one_step(optimizer: thinwire.DistributedOptimizer, model: nn.Module, loss: C
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         return found
 
-    if optimizer.method.view.moment == "around_closure":
+    if optimizer.needs_closure:
         optimizer.step(closure)
     else:
         closure()

@@ -125,7 +125,7 @@ def figure(task: str, found: Sequence[Row]) -> str:
     dots = [
         Dot(
             name=row.name, x=row.bits, y=statistics.median(row.losses), low=min(row.losses), high=max(row.losses),
-            group=int(recipe(row.method)().view.moment == "after_inner_step"),
+            group=int(recipe(row.method)().update(2).program.has_local_steps),
         )
         for row in found
     ]  # fmt: skip

@@ -143,7 +143,7 @@ def step_times(
             parameter.grad = gradient.clone()
         return torch.zeros(())
 
-    is_driven = optimizer.method.view.moment == "around_closure"
+    is_driven = optimizer.needs_closure
     ends_s: list[float] = []
     stalls_s: list[float] = []
     began_s, before_s = time.perf_counter(), 0.0

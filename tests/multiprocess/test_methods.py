@@ -147,7 +147,7 @@ def launched_fragments(name: str, *, num_fragments: int) -> list[int]:
     method = method_of(name)
     steps = range(1, STEPS + 1)
     launched = [r.fragment for t in steps for r in method.schedule.launches(t, num_fragments=num_fragments)]
-    has_final_exchange = method.view.moment == "after_inner_step"
+    has_final_exchange = method.update(2).program.has_local_steps
     return launched + (list(range(num_fragments)) if has_final_exchange else [])
 
 

@@ -51,7 +51,7 @@ def one_step(optimizer: thinwire.DistributedOptimizer, model: torch.nn.Module, *
         loss.backward()
         return loss
 
-    if optimizer.method.view.moment == "around_closure":
+    if optimizer.needs_closure:
         loss = optimizer.step(closure)
     else:
         loss = closure()

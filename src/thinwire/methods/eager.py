@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,6 +35,7 @@ from thinwire.sync.fragments import Pattern
 from thinwire.sync.global_parameters import load_vectors, load_waiting
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer
+from thinwire.sync.program import LocalSteps, Program
 from thinwire.sync.schedule import Round, Staggered
 from thinwire.sync.updates import BoundOuterStep, OuterStep
 from thinwire.sync.views import BoundOwnPseudoGradient, BoundView, OwnPseudoGradient
@@ -142,6 +143,8 @@ class EagerOuterStep:
         lr: Of the last step, by which a round that is still in flight at the end is taken in, without momentum.
     """
 
+    program: ClassVar[Program] = LocalSteps()
+
     optimizer: OuterOptimizer
     num_replicas: int
     lr: float
@@ -165,11 +168,6 @@ class BoundEagerOuterStep:
         self._outer = outer
         self._own = [torch.zeros_like(value) for value in view.parameters.values]
         self._arrived: dict[int, torch.Tensor] = {}
-
-    @property
-    def replaces_inner_step(self) -> bool:
-        """Never: it comes after the inner steps."""
-        return False
 
     def apply(self, round: Round, average: Average) -> None:
         """See `BoundUpdate.apply`: what all have sent waits for what this replica has made since, and comes first."""

@@ -26,11 +26,12 @@ a batch that never changes it is the method of the paper.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from thinwire.averaging.exchange import (
     LATE_STEP,
@@ -64,11 +65,14 @@ from thinwire.errors import CheckpointError
 from thinwire.methods.ef21 import check_contractive
 from thinwire.methods.registry import About, register
 from thinwire.shared_random import derive_seed
-from thinwire.sync.closure_methods import BoundOperator, Operator, Program
+from thinwire.sync.fragments import Pattern, find_blocks, parameters_by_name
+from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.method import Method
+from thinwire.sync.program import ExchangeRound, Gradients, Parts, Program, Requests, Scheduled
 from thinwire.sync.schedule import RandomRefresh, Round
 from thinwire.sync.views import BoundView
 from thinwire.transport.base import Received
+from thinwire.transport.shards import drop_gathered, flatten, gradient_shard, real_shard, unflatten_into
 
 ABOUT = About(
     paper="arXiv 2110.03313",
@@ -165,6 +169,109 @@ def _masha(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """The operator of a variational inequality at any point: the gradients of all trainable parameters, with signs.
+
+    For a minimisation it is the gradient; for a game of several players that share one loss, those of the players that
+    maximise it are negated. The inner optimizer's weight decay is added to all of them, as to gradients, so it pulls
+    every player to zero.
+
+    Args:
+        ascent: Parameters that maximise the loss, by name; the name of a module stands for all below it.
+        hash_interval: Every how many steps the parameters are hashed to prove that replicas agree.
+
+    Raises:
+        ValueError: `hash_interval` is below 1.
+    """
+
+    ascent: tuple[str, ...] = ()
+    hash_interval: int = 50
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        if self.hash_interval < 1:
+            raise ValueError(f"hash_interval must be at least 1, got {self.hash_interval}")
+
+    def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundOperator:
+        return BoundOperator(self, model, inner)
+
+
+class BoundOperator:
+    """See `Operator`."""
+
+    def __init__(self, spec: Operator, model: nn.Module, inner: torch.optim.Optimizer | None) -> None:
+        names = Pattern(num_fragments=1).partition(find_blocks(model))[0]
+        by_name = parameters_by_name(model)
+        for wanted in spec.ascent:
+            if not any(_is_below(name, wanted) for name in names):
+                raise ValueError(
+                    f"ascent names {wanted!r}, but the model has no trainable parameter of that name or below it; it "
+                    f"has {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+                )
+        self._model = model
+        self._tensors = [by_name[name] for name in names]
+        self._rises = [any(_is_below(name, wanted) for wanted in spec.ascent) for name in names]
+        self._hash_interval = spec.hash_interval
+        self._inner = inner
+        # every replica holds the global values in its own parameters already: no second copy
+        self.parameters = GlobalParameters(model, [names], has_values=False)
+        self.parameters.need_float32("this method moves the parameters as one vector")
+
+    def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
+        return tuple(real_shard(tensor).shape for tensor in self._tensors)
+
+    def read(self, round: Round) -> torch.Tensor:
+        """See `BoundView.read`; the same as `values`."""
+        return self.values()
+
+    def read_last(self, fragment: int) -> torch.Tensor:
+        """There is no final exchange of gradients."""
+        raise NotImplementedError("gradients are exchanged at every step; nothing is left for a final exchange")
+
+    def reference_hash(self, round: Round) -> int:
+        """Hash the parameters at every `hash_interval`-th step: all replicas ask at the same point."""
+        if round.launch_step % self._hash_interval:
+            return 0
+        return checksum(self.point().cpu())
+
+    def values(self) -> torch.Tensor:
+        """Return the operator where the closure was called last: float32, `(numel,)`; 0 where there is no gradient."""
+        found = [gradient_shard(tensor) for tensor in self._tensors]
+        flat, decays = flatten(found), self._decays()
+        parts = torch.split(flat, [tensor.numel() for tensor in found])
+        for part, tensor, rises in zip(parts, self._tensors, self._rises, strict=True):
+            if rises:
+                part.neg_()
+            if tensor.grad is not None and decays.get(id(tensor)):
+                part.add_(real_shard(tensor).reshape(-1), alpha=decays[id(tensor)])
+        return flat
+
+    def _decays(self) -> dict[int, float]:
+        # looked up at every step: the inner optimizer's groups are others once a state was loaded
+        groups = self._inner.param_groups if self._inner is not None else []
+        return {id(tensor): group.get("weight_decay", 0.0) for group in groups for tensor in group["params"]}
+
+    def point(self) -> torch.Tensor:
+        """Return the parameters: float32, `(numel,)`."""
+        return flatten(self.parameters.locals(0))
+
+    def move_to(self, point: torch.Tensor) -> None:
+        """Put parameters into the model."""
+        unflatten_into(point, self.parameters.locals(0))
+        drop_gathered(self._model)
+
+
+class ExtragradientStep(Program):
+    """Two evaluations of the operator a step, at points that the update chooses."""
+
+    needs_closure = True
+
+    def step(self, parts: Parts) -> Requests:
+        assert isinstance(parts.update, BoundExtragradient)
+        return parts.update.step()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Extragradient:
     """Half a step with the reference point's operator, the other half with what has changed since.
 
@@ -184,6 +291,8 @@ class Extragradient:
     Raises:
         ValueError: `present_weight` is out of its range.
     """
+
+    program: ClassVar[Program] = ExtragradientStep()
 
     present_weight: float
     sends_moves: bool = False
@@ -211,34 +320,30 @@ class BoundExtragradient:
         self._reference = view.point()
         self._mean = torch.zeros_like(self._reference)
 
-    @property
-    def replaces_inner_step(self) -> bool:
-        """Always."""
-        return True
-
-    def program(self, rounds: Sequence[Round], oracle: Callable[[], Any]) -> Program:
-        """See `BoundProgram.program`; returns the loss at the half step."""
-        present = self._view.point()
-        refreshes = [round for round in rounds if round.channel == 1]
-        changes = [round for round in rounds if round.channel == 0]
+    def step(self) -> Requests:
+        """Return the generator of one step, which returns the loss at the half step."""
+        present = half = self._view.point()
         is_done = False
         try:
+            rounds = yield Scheduled()
+            refreshes = [round for round in rounds if round.channel == 1]
+            changes = [round for round in rounds if round.channel == 0]
             reference = present.clone() if refreshes else self._reference
             self._view.move_to(reference)
-            oracle()
+            yield Gradients()
             own, mean = self._view.values(), self._mean
             for round in refreshes:
-                mean = (yield round, own.clone()).mean
+                mean = (yield ExchangeRound(round=round, tensor=own.clone())).mean
             lr, tau = _learning_rate(self._inner), self._spec.present_weight
             half = present.mul(tau).add_(reference, alpha=1 - tau).sub_(mean, alpha=lr)
             self._view.move_to(half)
-            loss = oracle()
+            loss = yield Gradients()
             change = self._view.values().sub_(own)
             for round in changes:
                 if self._spec.sends_moves:
-                    half.sub_((yield round, change.mul_(lr)).mean)
+                    half.sub_((yield ExchangeRound(round=round, tensor=change.mul_(lr))).mean)
                 else:
-                    half.sub_((yield round, change).mean, alpha=lr)
+                    half.sub_((yield ExchangeRound(round=round, tensor=change)).mean, alpha=lr)
             self._reference, self._mean = reference, mean
             is_done = True
             return loss
@@ -262,6 +367,10 @@ class BoundExtragradient:
             raise CheckpointError("the checkpoint holds no reference point of this model; resume with its method")
         self._reference = state["reference"].to(self._mean.device).clone()
         self._mean = state["mean"].to(self._mean.device).clone()
+
+
+def _is_below(name: str, wanted: str) -> bool:
+    return name == wanted or name.startswith(wanted + ".")
 
 
 def _learning_rate(inner: torch.optim.Optimizer) -> float:

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -53,6 +53,7 @@ from thinwire.sync.fragments import Pattern
 from thinwire.sync.global_parameters import load_waiting
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import HeavyBall
+from thinwire.sync.program import LocalSteps, Program
 from thinwire.sync.schedule import Prefetched, Round
 from thinwire.sync.updates import BoundOuterStep, OuterStep
 from thinwire.sync.views import BoundOwnPseudoGradient, BoundView, OwnPseudoGradient
@@ -218,6 +219,8 @@ class ConsensusStep:
         ValueError: A number is out of its range.
     """
 
+    program: ClassVar[Program] = LocalSteps()
+
     lr: float
     momentum: float
     pull: float
@@ -247,11 +250,6 @@ class BoundConsensusStep:
         self._view = view
         self._outer = outer
         self._distances: dict[int, torch.Tensor] = {}
-
-    @property
-    def replaces_inner_step(self) -> bool:
-        """Never: it comes after the inner steps."""
-        return False
 
     def apply(self, round: Round, average: Average) -> None:
         """See `BoundUpdate.apply`: a group's mean value waits for its mean pseudo-gradient, which comes right after."""

@@ -30,7 +30,7 @@ Let the warm-up of the learning rate end before this one: the variance of small 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,6 +43,7 @@ from thinwire.errors import CheckpointError
 from thinwire.methods.registry import About, register
 from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, check_adam
 from thinwire.sync.method import Method
+from thinwire.sync.program import AveragedStep, Program
 from thinwire.sync.schedule import Round, WarmUp
 from thinwire.sync.views import BoundView
 
@@ -93,6 +94,8 @@ class FrozenAdam:
         warmup_steps: How many steps the warm-up has.
     """
 
+    program: ClassVar[Program] = AveragedStep()
+
     warmup_steps: int
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundFrozenAdam:
@@ -111,11 +114,6 @@ class BoundFrozenAdam:
         self._view = view
         self._inner = inner
         self._frozen_at: list[int] = []
-
-    @property
-    def replaces_inner_step(self) -> bool:
-        """Always."""
-        return True
 
     def apply(self, round: Round, average: Average) -> None:
         with torch.no_grad():

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,6 +43,7 @@ from thinwire.errors import CheckpointError
 from thinwire.methods.registry import About, register
 from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, Slot, check_adam
 from thinwire.sync.method import Method
+from thinwire.sync.program import AveragedStep, Program
 from thinwire.sync.schedule import Round, WarmUp
 from thinwire.sync.views import BoundView
 from thinwire.transport.shards import gather_over_shards, real_shard
@@ -127,6 +128,8 @@ class FrozenLamb:
         ValueError: A number is out of its range.
     """
 
+    program: ClassVar[Program] = AveragedStep()
+
     coeff_beta: float = 0.9
     coeff_range: tuple[float, float] = (0.01, 10.0)
     factor_range: tuple[float, float] = (0.5, 4.0)
@@ -164,11 +167,6 @@ class BoundFrozenLamb:
         self._coefficients = [_number(0.0, like=parameter) for parameter in view.adam.parameters]
         self._factors = [_number(1.0, like=parameter) for parameter in view.adam.parameters]
         self._fresh: dict[int, torch.Tensor] = {}
-
-    @property
-    def replaces_inner_step(self) -> bool:
-        """Always."""
-        return True
 
     def apply(self, round: Round, average: Average) -> None:
         with torch.no_grad():

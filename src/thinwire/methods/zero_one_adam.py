@@ -30,7 +30,7 @@ Between two exchanges replicas differ. `global_parameters()` gives p'; steps aft
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ from thinwire.methods.registry import About, register
 from thinwire.sync.adam_momentum_view import AdamMomentum, AdamState, BoundAdamMomentum, Slot, check_adam
 from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.method import Method
+from thinwire.sync.program import AveragedStep, Program
 from thinwire.sync.schedule import DoublingIntervals, Round
 from thinwire.sync.views import BoundGradient, BoundView, Gradient
 from thinwire.transport.shards import flatten, unflatten_into
@@ -209,6 +210,8 @@ class LocalAdam:
     from the last exchanged parameters p', with the mean u; the momentum becomes `u / sum(lr)`.
     """
 
+    program: ClassVar[Program] = AveragedStep()
+
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundLocalAdam:
         if not isinstance(view, BoundLocalMomentum):
             raise ValueError(
@@ -226,11 +229,6 @@ class BoundLocalAdam:
         # by parameter, since the last exchange: the sum of learning rates, and what decoupled decay has left
         self._rates = [0.0 for _ in view.adam.parameters]
         self._shares = [1.0 for _ in view.adam.parameters]
-
-    @property
-    def replaces_inner_step(self) -> bool:
-        """Always."""
-        return True
 
     def apply(self, round: Round, average: Average) -> None:
         with torch.no_grad():

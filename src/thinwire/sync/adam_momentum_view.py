@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -243,11 +243,6 @@ class AdamMomentum:
     """
 
     hash_interval: int = 50
-
-    @property
-    def moment(self) -> Literal["before_inner_step", "after_inner_step"]:
-        """Before the inner step."""
-        return "before_inner_step"
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundAdamMomentum:
         gradients = Gradient(hash_interval=self.hash_interval).bind(model)

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from inspect import Parameter, signature
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -24,7 +23,6 @@ from thinwire.codecs import float32
 from thinwire.compat import EagerOptimizer, is_making_state
 from thinwire.errors import CheckpointError, refusal
 from thinwire.sync.catch_up import CatchUp
-from thinwire.sync.closure_methods import BoundProgram, drive, repeatable
 from thinwire.sync.consistency_check import handshake
 from thinwire.sync.control_messages import ControlMessages, ReplicaStatus
 from thinwire.sync.engine_state import SyncStatistics, UncountedWork, adopt_state, load_state, save_state
@@ -35,6 +33,7 @@ from thinwire.sync.model_checks import check_parameters, check_tensors, refuse_t
 from thinwire.sync.parameter_set import LocalBuffers, ParameterSet
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
+from thinwire.sync.step_driver import StepDriver, StepInput
 from thinwire.sync.weight_copies import copies_of
 from thinwire.transport.base import Transport
 from thinwire.transport.collective_hooks import SharedCollectives, refuse_shared_model
@@ -197,7 +196,7 @@ class DistributedOptimizer(EagerOptimizer):
         self._model = model
         self._deadlines = Deadlines(minimum_s=minimum_deadline_s)
         self._seed, self._pace = seed, pace
-        self._has_closures = self._is_skipping = False
+        self._is_skipping = False
         self._connect(method, single() if transport is None else transport, catch_up)
 
     def _connect(self, method: Method, transport: Transport, catch_up: CatchUp | None) -> None:
@@ -232,6 +231,7 @@ class DistributedOptimizer(EagerOptimizer):
                 model, method=method, transport=self._channel, deadlines=self._deadlines, inner=self.inner,
                 catch_up=catch_up, seed=self._seed, pace=self._pace,
             )  # fmt: skip
+        self._driver = StepDriver(self._engine, model, self.inner)
         self._parameter_set = ParameterSet(model, self._engine.view.parameters)
         self._local_buffers: LocalBuffers | None = None
         # one warning at most among fixed replicas
@@ -246,8 +246,6 @@ class DistributedOptimizer(EagerOptimizer):
         self._steps_done = 0
         self._tokens = 0
         self._buffer_rounds = 0
-        self._gradient_rounds = 0
-        self._has_averaged = False
         self._last_step_s: float | None = None
         self._holds_global = False
         self._is_closed = False
@@ -282,9 +280,14 @@ class DistributedOptimizer(EagerOptimizer):
         """
         return self._steps_done
 
+    @property
+    def needs_closure(self) -> bool:
+        """Whether the method asks for gradients at points of its own choice, so that `step` needs a closure."""
+        return self._engine.program.needs_closure
+
     def begin_at(self, step: int) -> None:
         """Count from a step on whose global values the engine holds already, as a replica does that joins others."""
-        self._steps_done = step
+        self._steps_done = self._driver.schedule_step = step
         self._engine.state.reached_step = step
 
     @property
@@ -346,21 +349,16 @@ class DistributedOptimizer(EagerOptimizer):
         self._observe_step()
         self._check_tensors()
         self._steps_done += 1
-        if self.method.view.moment == "around_closure":
-            return self._driven_step(closure)
-        if self.method.view.moment == "after_inner_step":
-            result = self._inner_step(closure)
-            self._count_step()
-            self._steps_done = self._engine.advance(self._steps_done, stop=self.next_stop)
-            return result
-        if closure is not None:
-            return self._closure_step(closure)
-        self._unscale()
-        if not self._has_averaged:
-            self._gradient_rounds += 1
-            self._engine.advance(self._gradient_rounds)
-        self._has_averaged = False
-        return None if self._engine.update.replaces_inner_step else self._inner_step(None)
+        num_tokens, self._tokens = self._tokens or 1, 0
+        result = self._driver.step(
+            StepInput(
+                closure=closure, is_skipped=self._is_skipping, next_stop=self.next_stop, num_tokens=num_tokens,
+                # GradScaler sets these for the time of a step
+                grad_scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None),
+            )
+        )  # fmt: skip
+        self._steps_done += self._driver.steps_passed
+        return result
 
     def skip_step(self) -> None:
         """Count a step in which this replica does not train, as for a batch whose loss is not finite.
@@ -372,29 +370,7 @@ class DistributedOptimizer(EagerOptimizer):
             ValueError: The method or the inner optimizer needs a closure.
             TransportError, DesyncError, RuntimeError: As from `step`.
         """
-        if self.method.view.moment == "around_closure":
-            raise refusal(
-                f"{self.method.name} asks for gradients within a step, so none can be left out", got="skip_step()",
-                allowed="step(closure)", remedy="a closure that computes the loss on another batch",
-            )  # fmt: skip
-        if self.method.view.moment == "after_inner_step":
-            self._refuse_step(None)
-            refuse_turns(self._model, self)
-            self._observe_step()
-            self._steps_done += 1
-            self._count_step()
-            self._steps_done = self._engine.advance(self._steps_done, stop=self.next_stop)
-            return
-        taken = signature(self.inner.step).parameters.get("closure")
-        needs_closure = taken is not None and taken.default is Parameter.empty
-        if self._has_closures or (needs_closure and not self._engine.update.replaces_inner_step):
-            raise refusal(
-                "gradients are averaged at each call of a closure, and a step that is left out has none",
-                got="skip_step()", allowed="step(closure)", remedy="a closure that computes the loss on another batch",
-            )  # fmt: skip
-        if not self._has_averaged:  # else the gradients are those of all replicas already
-            for parameter in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
-                parameter.grad = torch.zeros_like(parameter)
+        self._driver.check_skip()
         self._is_skipping = True
         try:
             self.step()
@@ -459,13 +435,8 @@ class DistributedOptimizer(EagerOptimizer):
             TransportError: A peer was lost, was late or sent something wrong.
             RuntimeError: It was called twice before a step.
         """
-        acts_alone = self._engine.has_memory or self._engine.update.replaces_inner_step
-        if self.method.view.moment != "before_inner_step" or acts_alone:
-            return
-        if self._has_averaged:
-            raise RuntimeError("average_gradients() was called twice; call step() in between")
-        self._average_gradients()
-        self._has_averaged = True
+        if self._engine.program.can_average_ahead and not self._engine.has_memory:
+            self._driver.average_ahead()
 
     @contextmanager
     def global_parameters(self, *, may_lag: bool = False) -> Iterator[None]:
@@ -542,7 +513,7 @@ class DistributedOptimizer(EagerOptimizer):
                 self._control.end(deadline_s=self._deadlines.deadline_s(steps=self._engine.drift_steps))
             elif self._control is not None:
                 self._control.leave()
-            if final_exchange and self.method.view.moment == "after_inner_step":
+            if final_exchange and self._engine.program.has_local_steps:
                 self._engine.merge_everything(self._steps_done)
         if self._batches is not None:
             self._batches.warn(stacklevel=2)
@@ -579,7 +550,7 @@ class DistributedOptimizer(EagerOptimizer):
             "version": STATE_VERSION,
             "steps_done": self._steps_done,
             "buffer_rounds": self._buffer_rounds,
-            "gradient_rounds": self._gradient_rounds,
+            "gradient_rounds": self._driver.schedule_step,
             "sync": save_state(self._engine),
         }
         groups = [dict(group) for group in inner["param_groups"]]
@@ -613,9 +584,7 @@ class DistributedOptimizer(EagerOptimizer):
                 the model does not hold the parameters that it belongs to.
         """
         state_dict = checked_state(state_dict)
-        is_after = self.method.view.moment == "after_inner_step"
-        step = state_dict["steps_done" if is_after else "gradient_rounds"]
-        reset = adopt_state(self._engine, state_dict["sync"], step=step)
+        reset = adopt_state(self._engine, state_dict["sync"], step=_schedule_step(state_dict))
         self._load_own(state_dict)
         if state_dict["sync"].get("replica") != self.transport.replica:
             with self._copies.in_training():  # the copies that came with the inner state are that replica's own
@@ -630,7 +599,7 @@ class DistributedOptimizer(EagerOptimizer):
             self._copies.follow(p for group in self.param_groups for p in group["params"])
         self._steps_done = state_dict["steps_done"]
         self._buffer_rounds = state_dict["buffer_rounds"]
-        self._gradient_rounds = state_dict["gradient_rounds"]
+        self._driver.schedule_step = _schedule_step(state_dict)
 
     def _refuse_step(self, closure: Callable[[], Any] | None) -> None:
         if self._is_closed:
@@ -642,7 +611,7 @@ class DistributedOptimizer(EagerOptimizer):
                 f"{self.method.name} remembers what it did not send, and a GradScaler's infinite gradients would spoil "
                 f"that for ever; train in bfloat16 without GradScaler, or take a method without memory"
             )
-        if self.method.view.moment == "around_closure" and closure is None:
+        if self.needs_closure and closure is None:
             raise ValueError(
                 f"{self.method.name} asks for gradients at points of its own choice, so one backward pass is not "
                 f"enough; call step(closure), where closure clears the gradients, computes the loss on this step's "
@@ -650,11 +619,7 @@ class DistributedOptimizer(EagerOptimizer):
             )
 
     def _progress(self) -> ReplicaStatus:
-        return ReplicaStatus(steps=self._steps_done, launched_step=max(self._steps_done, self._gradient_rounds))
-
-    def _count_step(self) -> None:
-        self._engine.state.work.add_step(num_tokens=self._tokens or 1)
-        self._tokens = 0
+        return ReplicaStatus(steps=self._steps_done, launched_step=max(self._steps_done, self._driver.schedule_step))
 
     def _check_tensors(self) -> None:
         """Compare the model's tensors with those at wrapping; buffers at steps 1, 2, 4, 8 and so on."""
@@ -678,55 +643,10 @@ class DistributedOptimizer(EagerOptimizer):
             self._deadlines.observe_step(now_s - self._last_step_s)
         self._last_step_s = now_s
 
-    def _driven_step(self, closure: Callable[[], Any] | None) -> Any:
-        update = self._engine.update
-        assert closure is not None and isinstance(update, BoundProgram)
-        rounds = self._engine.launches(self._steps_done)
-        with torch.no_grad():
-            return drive(update.program(rounds, repeatable(closure, self._model)), exchange=self._engine.exchange)
 
-    def _closure_step(self, closure: Callable[[], Any]) -> Any:
-        self._has_closures = True
-
-        def averaged() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            self._average_gradients()
-            return loss
-
-        return averaged() if self._engine.update.replaces_inner_step else self._inner_step(averaged)
-
-    def _average_gradients(self) -> None:
-        # counted apart from steps: an inner optimizer may call its closure several times a step
-        self._gradient_rounds += 1
-        self._engine.advance(self._gradient_rounds)
-
-    def _unscale(self) -> None:
-        """Divide a GradScaler's scale out before gradients are averaged: replicas' scales may differ."""
-        scale = getattr(self, "grad_scale", None)
-        if scale is None:
-            return
-        for parameter in self._gradients_owners():
-            assert parameter.grad is not None
-            parameter.grad.div_(scale.to(parameter.grad.device))
-        self.grad_scale: torch.Tensor | None = None
-
-    def _inner_step(self, closure: Callable[[], Any] | None) -> Any:
-        # a replica that skips has no GradScaler's word, and leaves the step out where those of the others do
-        if not hasattr(self, "found_inf") and not self._is_skipping:
-            return self.inner.step(closure) if closure is not None else self.inner.step()
-        self._unscale()
-        found_inf = bool(getattr(self, "found_inf", False)) or not self._gradients_are_finite()
-        return None if found_inf else self.inner.step()
-
-    def _gradients_are_finite(self) -> bool:
-        if self.method.view.moment == "after_inner_step":
-            return True  # GradScaler has looked already
-        # the mean is infinite on all replicas as soon as one replica's gradient was
-        return all(bool(torch.isfinite(p.grad).all()) for p in self._gradients_owners() if p.grad is not None)
-
-    def _gradients_owners(self) -> list[torch.Tensor]:
-        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+def _schedule_step(state_dict: dict[str, Any]) -> int:
+    """Return the last step of the schedule; where steps are local it was not saved apart from them."""
+    return max(int(state_dict["steps_done"]), int(state_dict["gradient_rounds"]))
 
 
 def _set_mode(inner: torch.optim.Optimizer, mode: Literal["train", "eval"]) -> None:

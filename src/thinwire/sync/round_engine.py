@@ -67,7 +67,9 @@ class RoundEngine:
         self.exchanges = [self._bind(e, channel) for channel, e in enumerate(method.exchanges(count))]
         last = method.last_exchange
         self._last_exchange = self.exchanges[0] if last is None else self._bind(last(count), 0)
-        self.update = method.update(count).bind(self.view, inner=inner)
+        update = method.update(count)
+        self.program = update.program
+        self.update = update.bind(self.view, inner=inner)
         self.statistics = SyncStatistics()
         self.state = EngineState(work=UncountedWork(num_fragments=self.num_fragments))
         self.observers: list[RoundObserver] = []
@@ -90,12 +92,13 @@ class RoundEngine:
         """Whether any exchange keeps a residual."""
         return any(exchange.has_memory for exchange in self.exchanges)
 
-    def advance(self, step: int, *, stop: int | None = None) -> int:
+    def advance(self, step: int, *, stop: int | None = None, may_be_infinite: bool = False) -> int:
         """Launch and apply what is due at inner step `step`, counted from 1.
 
         Args:
             step: The step.
             stop: A step that must not be passed over.
+            may_be_infinite: Whether replicas may send infinity.
 
         Returns:
             The step that the replica is at now: `step`, one that it has caught up to, or the one before `step` where
@@ -110,7 +113,7 @@ class RoundEngine:
         reached = step - 1
         for reached in self.catch_up.steps(step, stop=stop):
             for round in self.catch_up.launches(reached):
-                self.launch(round)
+                self.launch(round, may_be_infinite=may_be_infinite)
             self.state.reached_step = reached
             for round in self.catch_up.applies(reached):
                 self.apply(round)
@@ -136,13 +139,16 @@ class RoundEngine:
         flight = self.state.in_flight.get(round.id)
         return flight is None or flight.poll(step)
 
-    def launch(self, round: Round, *, tensor: torch.Tensor | None = None, is_last: bool = False) -> None:
+    def launch(
+        self, round: Round, *, tensor: torch.Tensor | None = None, is_last: bool = False, may_be_infinite: bool = False
+    ) -> None:
         """Start the exchange of one round.
 
         Args:
             round: The round.
             tensor: What is exchanged; None reads it from the view.
             is_last: Whether it belongs to the final exchange, which covers all replicas whatever the topology.
+            may_be_infinite: Whether replicas may send infinity, which a GradScaler checks for; a residual must not be.
         """
         began_s = time.perf_counter()
         me, exchange = self.transport.replica, self.exchanges[round.channel]
@@ -161,8 +167,7 @@ class RoundEngine:
         context = RoundContext(
             peers=peers, transport=self.transport, round_id=round.id, fragment=round.fragment, step=round.launch_step,
             reference_hash=self._reference_hash(round, exchange),
-            # gradients may be infinite, since a GradScaler checks for that; a residual must not be
-            must_be_finite=self.method.view.moment != "before_inner_step" or exchange.has_memory,
+            must_be_finite=not may_be_infinite or exchange.has_memory,
             seed=derive_seed(self._seed, "round", round.id, me), spread_s=self._spread_s(round),
             num_tokens=num_tokens, num_steps=num_steps,
             is_closed=not is_last and round.launch_step <= self.catch_up.closed_step,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -12,17 +12,13 @@ from thinwire.averaging.round_context import Average
 from thinwire.errors import CheckpointError
 from thinwire.sync.global_parameters import load_vectors
 from thinwire.sync.outer_optimizer import NeedsMatrices, OuterOptimizer
+from thinwire.sync.program import AveragedGradients, LocalSteps, Program
 from thinwire.sync.schedule import Round
 from thinwire.sync.views import BoundGradient, BoundPseudoGradient, BoundView, PseudoGradient
 
 
 class BoundUpdate(Protocol):
     """An update with its state (momenta) on one replica."""
-
-    @property
-    def replaces_inner_step(self) -> bool:
-        """Whether `apply` does the inner step too, so that the inner optimizer must not."""
-        ...
 
     def apply(self, round: Round, average: Average) -> None:
         """Apply a round's result.
@@ -56,7 +52,13 @@ class BoundUpdate(Protocol):
 
 
 class Update(Protocol):
-    """A rule that applies means, as a value; `bind` attaches it to a view."""
+    """A rule that applies means, as a value; `bind` attaches it to a view.
+
+    Attributes:
+        program: What happens in a step of a method with this update.
+    """
+
+    program: ClassVar[Program]
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundUpdate:
         """Return the update on a view.
@@ -80,6 +82,8 @@ class InnerStep:
         takes_sign: Whether the inner optimizer gets only the mean's signs.
     """
 
+    program: ClassVar[Program] = AveragedGradients()
+
     has_momentum_already: bool = False
     takes_sign: bool = False
 
@@ -100,11 +104,6 @@ class BoundInnerStep:
     def __init__(self, spec: InnerStep, view: BoundGradient) -> None:
         self._takes_sign = spec.takes_sign
         self._view = view
-
-    @property
-    def replaces_inner_step(self) -> bool:
-        """Never."""
-        return False
 
     def apply(self, round: Round, average: Average) -> None:
         self._view.write(round, average.mean.sign_() if self._takes_sign else average.mean)
@@ -136,6 +135,8 @@ class OuterStep:
         ValueError: `blend` is out of its range.
     """
 
+    program: ClassVar[Program] = LocalSteps()
+
     optimizer: OuterOptimizer
     blend: float = 0.0
 
@@ -164,11 +165,6 @@ class BoundOuterStep:
             for fragment in range(len(values))
         ]
         self._momenta = [self._parameters.beside(value) for value in values] if spec.optimizer.has_momentum else []
-
-    @property
-    def replaces_inner_step(self) -> bool:
-        """Never: it comes after the inner steps."""
-        return False
 
     def apply(self, round: Round, average: Average) -> None:
         fragment = round.fragment
@@ -270,6 +266,8 @@ class DelayedOuterStep:
         optimizer: Moves the global parameters.
     """
 
+    program: ClassVar[Program] = LocalSteps()
+
     optimizer: OuterOptimizer
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundDelayedOuterStep:
@@ -302,6 +300,8 @@ class LateOuterStep:
     Raises:
         ValueError: `blend` is out of its range.
     """
+
+    program: ClassVar[Program] = LocalSteps()
 
     optimizer: OuterOptimizer
     blend: float = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -14,12 +14,6 @@ from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.schedule import Round
 from thinwire.sync.weight_copies import copies_of
 from thinwire.transport.shards import flatten, gradient_shard, real_shard
-
-Moment = Literal["before_inner_step", "after_inner_step", "around_closure"]
-"""The moment of launching and applying rounds, relative to the inner optimizer's step.
-
-`around_closure`: there is no inner step; the update calls the closure where it wants the gradients.
-"""
 
 
 class BoundView(Protocol):
@@ -50,11 +44,6 @@ class BoundView(Protocol):
 class View(Protocol):
     """The choice of what is exchanged, as a value; `bind` attaches it to a model."""
 
-    @property
-    def moment(self) -> Moment:
-        """The moment of launching and applying rounds, relative to the inner optimizer's step."""
-        ...
-
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundView:
         """Find the fragments in a model and return the view on it.
 
@@ -77,11 +66,6 @@ class PseudoGradient:
     """
 
     fragments: Pattern = field(default_factory=Pattern)
-
-    @property
-    def moment(self) -> Moment:
-        """After the inner step."""
-        return "after_inner_step"
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundPseudoGradient:
         return BoundPseudoGradient(self.cut(model, inner))
@@ -159,11 +143,6 @@ class Gradient:
 
     hash_interval: int = 50
     is_split: bool = False
-
-    @property
-    def moment(self) -> Moment:
-        """Before the inner step."""
-        return "before_inner_step"
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundGradient:
         names = Pattern(num_fragments=1).partition(find_blocks(model))[0]

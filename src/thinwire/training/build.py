@@ -238,7 +238,7 @@ def estimate_memory(config: TrainConfig, model: nn.Module, method: Method) -> Me
     per_element = 4 + _OPTIMIZER_BYTES.get(config.optimizer.inner_optimizer or "adamw", 8)
     of_rank = -(-config.data.batch_size // config.parallel.data_ranks)
     activations = config.workload.activation_bytes(config, model, min(config.data.micro_batch or of_rank, of_rank))
-    has_copies = method.view.moment == "after_inner_step"
+    has_copies = method.update(1).program.has_local_steps
     return MemoryEstimate(
         states=stored + trained * per_element, activations=activations,
         host_copies=trained * _GLOBAL_BYTES if has_copies else 0.0,

@@ -411,8 +411,8 @@ class Training:
         inputs, targets = inputs.to(self._device), targets.to(self._device)
         self._optimizer.count_tokens(num_samples)
         self._optimizer.next_stop = self._next_stop()
-        asks_for_itself = self._optimizer.method.view.moment == "around_closure"
-        shown = self._driven_step(inputs, targets) if asks_for_itself else self._plain_step(inputs, targets)
+        needs_closure = self._optimizer.needs_closure
+        shown = self._driven_step(inputs, targets) if needs_closure else self._plain_step(inputs, targets)
         self.step = self._optimizer.steps_done
         self._optimizer.zero_grad(set_to_none=True)
         self._meter.train_step(shown[0], samples=num_samples)

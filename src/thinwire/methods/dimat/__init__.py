@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
@@ -44,6 +44,7 @@ from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.method import Method
+from thinwire.sync.program import LocalSteps, Program
 from thinwire.sync.schedule import Round, Staggered
 from thinwire.sync.views import BoundView
 from thinwire.transport.shards import flatten, real_shard, unflatten_into
@@ -124,11 +125,6 @@ class Parameters:
         """Floating buffers travel with the parameters."""
         return True
 
-    @property
-    def moment(self) -> Literal["before_inner_step", "after_inner_step"]:
-        """After the inner step."""
-        return "after_inner_step"
-
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundParameters:
         return BoundParameters(model)
 
@@ -195,6 +191,8 @@ class MatchedMerge:
         ValueError: `matching` is unknown or needs batches, or the batches could be gone through only once.
     """
 
+    program: ClassVar[Program] = LocalSteps()
+
     matching: MergeMethod = "activations"
     batches: Batches | None = field(default=None, repr=False, compare=False)  # each replica has its own
 
@@ -229,11 +227,6 @@ class BoundMatchedMerge:
     def __init__(self, spec: MatchedMerge, view: BoundParameters) -> None:
         self._spec = spec
         self._view = view
-
-    @property
-    def replaces_inner_step(self) -> bool:
-        """Never: it comes after the inner steps."""
-        return False
 
     def calibration(self) -> list[torch.Tensor]:
         """Return the batches of one merge, on the model's device.

@@ -1,0 +1,209 @@
+"""Carries out what the program of a step asks for: gradients, the inner step and rounds; also a GradScaler's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.errors import refusal
+from thinwire.sync.program import (
+    ExchangeRound,
+    Gradients,
+    InnerStep,
+    Request,
+    Requests,
+    Rounds,
+    Scheduled,
+    drive,
+)
+from thinwire.sync.round_engine import RoundEngine
+
+Closure = Callable[[], Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class StepInput:
+    """What one call of `DistributedOptimizer.step` brings.
+
+    Attributes:
+        closure: The caller's; None where the backward pass has been.
+        grad_scale: A GradScaler's scale that the gradients still hold; None for none.
+        found_inf: Whether that GradScaler has found infinity; None without one.
+        is_skipped: Whether this replica leaves the step out.
+        next_stop: A step that must not be passed over to catch up.
+        num_tokens: Tokens of the step.
+    """
+
+    closure: Closure | None = None
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    is_skipped: bool = False
+    next_stop: int | None = None
+    num_tokens: int = 1
+
+
+class StepDriver:
+    """Drives the program of a method, one step after the other.
+
+    Args:
+        engine: Its rounds.
+        model: The replica's model.
+        inner: Its optimizer.
+
+    Attributes:
+        schedule_step: The last step whose rounds were launched; an inner optimizer that calls its closure several times
+            makes several in one of its own.
+        steps_passed: Requests that the last one has passed over to catch up; -1 where it was held back.
+        has_averaged: Whether the gradients of the next step are means already.
+    """
+
+    def __init__(self, engine: RoundEngine, model: nn.Module, inner: torch.optim.Optimizer) -> None:
+        self._engine, self._model, self._inner = engine, model, inner
+        self.schedule_step = 0
+        self.steps_passed = 0
+        self.has_averaged = False
+        self._has_closures = False
+        self._input = StepInput()
+
+    def step(self, given: StepInput) -> Any:
+        """Do one step; return what the program does."""
+        self._input, self.steps_passed = given, 0
+        if given.closure is not None and self._engine.program.needs_closure:
+            given.closure = repeatable(given.closure, self._model)
+        try:
+            return drive(self._engine.program.step(self._engine), self._carry_out)
+        finally:
+            self.has_averaged, self._input = False, StepInput()
+
+    def average_ahead(self) -> None:
+        """Average the gradients of the next step now.
+
+        Raises:
+            RuntimeError: They are means already.
+        """
+        if self.has_averaged:
+            raise RuntimeError("average_gradients() was called twice; call step() in between")
+        drive(self._engine.program.gradients(), self._carry_out)
+        self.has_averaged = True
+
+    def check_skip(self) -> None:
+        """Refuse to leave out a step whose gradients a closure makes.
+
+        Raises:
+            ValueError: Names the reason.
+        """
+        program = self._engine.program
+        if program.needs_closure:
+            raise refusal(
+                f"{self._engine.method.name} asks for gradients within a step, so none can be left out",
+                got="skip_step()", allowed="step(closure)", remedy="a closure that computes the loss on another batch",
+            )  # fmt: skip
+        taken = signature(self._inner.step).parameters.get("closure")
+        needs_closure = taken is not None and taken.default is Parameter.empty and program.can_average_ahead
+        if not program.has_local_steps and (self._has_closures or needs_closure):
+            raise refusal(
+                "gradients are averaged at each call of a closure, and a step that is left out has none",
+                got="skip_step()", allowed="step(closure)", remedy="a closure that computes the loss on another batch",
+            )  # fmt: skip
+
+    def _carry_out(self, request: Request) -> Any:
+        match request:
+            case Gradients():
+                return self._own_gradients()
+            case InnerStep(gradients=None):
+                return self._local_step()
+            case InnerStep():
+                assert request.gradients is not None
+                return self._averaged_step(request.gradients)
+            case Rounds():
+                self.schedule_step = step = self.schedule_step + 1
+                self.schedule_step = self._engine.advance(
+                    step, stop=self._input.next_stop, may_be_infinite=request.may_be_infinite
+                )
+                self.steps_passed += self.schedule_step - step
+            case Scheduled():
+                self.schedule_step += 1
+                return list(self._engine.launches(self.schedule_step))
+            case ExchangeRound():
+                return self._engine.exchange(request.round, request.tensor)
+        return None
+
+    def _own_gradients(self) -> Any:
+        if self._input.closure is not None:
+            self._has_closures = True
+            with torch.enable_grad():
+                return self._input.closure()
+        if self._input.is_skipped:  # they count as zero
+            for parameter in (p for group in self._inner.param_groups for p in group["params"] if p.requires_grad):
+                parameter.grad = torch.zeros_like(parameter)
+        self._unscale()
+        return None
+
+    def _local_step(self) -> Any:
+        given, result = self._input, None
+        if not given.is_skipped:
+            if given.found_inf is None:
+                result = self._inner.step(given.closure) if given.closure is not None else self._inner.step()
+            else:
+                self._unscale()
+                result = None if bool(given.found_inf) else self._inner.step()
+        self._engine.state.work.add_step(num_tokens=given.num_tokens)
+        return result
+
+    def _averaged_step(self, gradients: Callable[[], Requests]) -> Any:
+        given = self._input
+        if given.closure is not None:
+            return self._inner.step(lambda: drive(gradients(), self._carry_out))
+        if self.has_averaged:
+            self._unscale()
+        else:
+            drive(gradients(), self._carry_out)
+        if given.found_inf is None and not given.is_skipped:
+            return self._inner.step()
+        # The mean is infinite on all replicas as soon as one replica's gradient was. A replica that skips has no
+        # GradScaler's word, and leaves the step out where those of the others do.
+        is_infinite = given.found_inf is not None and bool(given.found_inf)
+        is_infinite = is_infinite or not all(bool(torch.isfinite(p.grad).all()) for p in self._with_gradient())
+        return None if is_infinite else self._inner.step()
+
+    def _unscale(self) -> None:
+        """Divide a GradScaler's scale out before gradients are averaged: replicas' scales may differ."""
+        scale, self._input.grad_scale = self._input.grad_scale, None
+        if scale is not None:
+            for parameter in self._with_gradient():
+                parameter.grad.div_(scale.to(parameter.grad.device))
+
+    def _with_gradient(self) -> list[Any]:
+        return [p for group in self._inner.param_groups for p in group["params"] if p.grad is not None]
+
+
+def repeatable(closure: Closure, model: nn.Module) -> Closure:
+    """Return a closure of which every call finds the model's buffers as they are now.
+
+    A forward pass may change them. So all calls compute the same function, and what stays is of the last one alone:
+    statistics of BatchNorm belong to the parameters that they were gathered with.
+
+    Args:
+        closure: Computes the loss and its gradients.
+        model: Whose buffers are kept.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(1, momentum=0.5)
+        >>> oracle = repeatable(lambda: norm(torch.tensor([[1.0], [3.0]])), norm)
+        >>> oracle().mean().item(), oracle().mean().item(), norm.running_mean.item()
+        (0.0, 0.0, 1.0)
+    """
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def oracle() -> Any:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+        return closure()
+
+    return oracle
