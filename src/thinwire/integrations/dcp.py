@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from thinwire.errors import CheckpointError, MissingExtra
 from thinwire.sync.fragments import parameters_by_name
-from thinwire.sync.optimizer import OWN_STATE, DistributedOptimizer
+from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.sync.optimizer_state import OWN_STATE
 from thinwire.transport.shards import local_shard
 
 _TEXT = "thinwire.json"

@@ -21,8 +21,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 import thinwire.methods  # noqa: F401 - registers the names that `method` may be
 from thinwire.errors import CheckpointError, DesyncError, MissingExtra, excluded, refusal
 from thinwire.integrations.tracking import metrics
+from thinwire.sync.buffers import average_tensors
 from thinwire.sync.method import Method
-from thinwire.sync.optimizer import DistributedOptimizer, average_tensors
+from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.transport.base import Transport
 from thinwire.transport.connect import given_join_uri
 from thinwire.transport.secret import JOIN_VARIABLE, need_pyzmq

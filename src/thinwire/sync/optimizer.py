@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -16,21 +12,19 @@ import torch
 from torch import nn
 
 from thinwire.adaptive_timeout import Deadlines
-from thinwire.averaging.exchange import TwoPhase
-from thinwire.averaging.round_context import RoundContext
-from thinwire.averaging.topology import Peers
-from thinwire.codecs import float32
 from thinwire.compat import EagerOptimizer, is_making_state
-from thinwire.errors import CheckpointError, refusal
+from thinwire.errors import refusal
+from thinwire.sync import missing_steps
+from thinwire.sync.buffers import LocalBuffers, average_tensors, saved_buffers
 from thinwire.sync.catch_up import CatchUp
 from thinwire.sync.consistency_check import handshake
 from thinwire.sync.control_messages import ControlMessages, ReplicaStatus
-from thinwire.sync.engine_state import SyncStatistics, UncountedWork, adopt_state, load_state, save_state
+from thinwire.sync.engine_state import SyncStatistics, adopt_state, load_state, save_state
 from thinwire.sync.equal_batches import EqualBatches, HashedRounds
-from thinwire.sync.in_flight import launch
 from thinwire.sync.method import Method, method_of
 from thinwire.sync.model_checks import check_parameters, check_tensors, refuse_turns
-from thinwire.sync.parameter_set import LocalBuffers, ParameterSet
+from thinwire.sync.optimizer_state import OWN_KEYS, OWN_STATE, STATE_VERSION, checked_state, schedule_step
+from thinwire.sync.parameter_set import ParameterSet
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
 from thinwire.sync.step_driver import StepDriver, StepInput
@@ -38,95 +32,7 @@ from thinwire.sync.weight_copies import copies_of
 from thinwire.transport.base import Transport
 from thinwire.transport.collective_hooks import SharedCollectives, refuse_shared_model
 from thinwire.transport.loopback import single
-from thinwire.transport.shards import drop_gathered, flatten, unflatten_into
-from thinwire.transport.streams import BUFFERS
-
-STATE_VERSION = 1
-# In the first parameter group of a state, where torch's checkpoint functions keep what they do not know.
-OWN_STATE = "thinwire"
-_OWN_KEYS = {"version", "sync", "steps_done", "buffer_rounds", "gradient_rounds"}
-_STATE_KEYS = {"state", "param_groups", *_OWN_KEYS}
-
-# Work of the optimizers of this process that are not closed yet, for the warning at its end.
-_unclosed: set[UncountedWork] = set()
-
-
-class MissingStepsWarning(UserWarning):
-    """Local steps that no exchange has put into the global parameters, when these are used or the process ends."""
-
-
-@cache
-def _watch_exit() -> None:
-    atexit.register(_warn_at_exit)
-
-
-def _warn_at_exit() -> None:
-    """Warn about the optimizer that lacks most steps; a process that ends by an error has printed that already."""
-    work = max(_unclosed, key=lambda one: one.num_missing_steps, default=None)
-    if work is not None and work.num_missing_steps and not hasattr(sys, "last_value"):
-        _warn_missing(work, remedy="call close(final_exchange=True) after the last step", stacklevel=2)
-
-
-def _warn_missing(work: UncountedWork, *, remedy: str, stacklevel: int) -> None:
-    warnings.warn(
-        f"{work.num_missing_steps} of {work.num_steps} local steps are not in the global parameters; {remedy}",
-        MissingStepsWarning, stacklevel=stacklevel + 1,
-    )  # fmt: skip
-
-
-def checked_state(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state of a `DistributedOptimizer` with all its keys at the top, and the inner optimizer's groups alone.
-
-    Accepted are what `state_dict` returns, what torch's `get_optimizer_state_dict` leaves of it, and the layout of
-    thinwire 0.2, with the inner optimizer's state under `inner`.
-
-    Raises:
-        CheckpointError: Something is missing, or it is of another version.
-    """
-    groups = [dict(group) for group in state_dict.get("param_groups", ())]
-    own = groups[0].pop(OWN_STATE, {}) if groups else {}
-    state_dict = {**own, **state_dict, "param_groups": groups}
-    state_dict |= state_dict.pop("inner", {})
-    if missing := _STATE_KEYS - set(state_dict):
-        raise CheckpointError(
-            f"this is no state of a DistributedOptimizer; it lacks {sorted(missing)}; load what its "
-            f"state_dict() returned"
-        )
-    if state_dict["version"] != STATE_VERSION:
-        raise CheckpointError(
-            f"the state has version {state_dict['version']}; this thinwire reads {STATE_VERSION}; resume with the "
-            f"thinwire that wrote it, or begin anew from its model"
-        )
-    return state_dict
-
-
-def saved_buffers(model: nn.Module) -> list[torch.Tensor]:
-    """Return a model's floating buffers that are part of its state; others are caches."""
-    saved = model.state_dict(keep_vars=True)
-    return [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
-
-
-def average_tensors(tensors: Sequence[torch.Tensor], *, transport: Transport, number: int, deadline_s: float) -> None:
-    """Replace tensors by their mean over the replicas, and wait for it.
-
-    Args:
-        tensors: Floating, of any shapes, the same on all replicas.
-        transport: Joins the replicas.
-        number: The same on all replicas, another one for every call.
-        deadline_s: Seconds until a peer counts as hung.
-
-    Raises:
-        TransportError: A replica did not take part.
-    """
-    me = transport.replica
-    context = RoundContext(
-        peers=Peers(me=me, members=tuple(range(transport.num_replicas))), transport=transport, round_id=number,
-        stream=BUFFERS,
-    )  # fmt: skip
-    steps = TwoPhase(codec=float32()).steps(flatten(tensors), context)
-    round = Round(id=number, fragment=0, launch_step=0, apply_step=0)
-    flight = launch(steps, round=round, deadline_s=deadline_s, in_background=transport.runs_in_background)
-    unflatten_into(flight.result().mean, tensors)
+from thinwire.transport.shards import drop_gathered
 
 
 class DistributedOptimizer(EagerOptimizer):
@@ -251,8 +157,7 @@ class DistributedOptimizer(EagerOptimizer):
         self._is_closed = False
         self._has_warned = False
         if self.transport.replica == 0:  # one line at the end of a run, not one a replica
-            _watch_exit()
-            _unclosed.add(self._engine.state.work)
+            missing_steps.watch(self._engine.state.work)
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -454,9 +359,9 @@ class DistributedOptimizer(EagerOptimizer):
         work = self._engine.state.work
         if work.num_missing_steps and not may_lag and not self._has_warned:
             self._has_warned = True
-            _unclosed.discard(work)
+            missing_steps.unwatch(work)
             remedy = "call close(final_exchange=True) after the last step, or pass may_lag=True between two exchanges"
-            _warn_missing(work, remedy=remedy, stacklevel=3)
+            missing_steps.warn_missing(work, remedy=remedy, stacklevel=3)
         self._parameter_set.check_replaced()
         self._holds_global = True
         drop_gathered(self._model)
@@ -521,7 +426,7 @@ class DistributedOptimizer(EagerOptimizer):
 
     def abandon(self) -> None:
         """Close without waiting for any replica: rounds in flight are not applied. For a run that has failed."""
-        _unclosed.discard(self._engine.state.work)
+        missing_steps.unwatch(self._engine.state.work)
         if self._batches is not None:
             self._batches.close()
         self._is_closed = True
@@ -584,7 +489,7 @@ class DistributedOptimizer(EagerOptimizer):
                 the model does not hold the parameters that it belongs to.
         """
         state_dict = checked_state(state_dict)
-        reset = adopt_state(self._engine, state_dict["sync"], step=_schedule_step(state_dict))
+        reset = adopt_state(self._engine, state_dict["sync"], step=schedule_step(state_dict))
         self._load_own(state_dict)
         if state_dict["sync"].get("replica") != self.transport.replica:
             with self._copies.in_training():  # the copies that came with the inner state are that replica's own
@@ -592,14 +497,14 @@ class DistributedOptimizer(EagerOptimizer):
         return reset
 
     def _load_own(self, state_dict: dict[str, Any]) -> None:
-        own = {OWN_STATE, *_OWN_KEYS}
+        own = {OWN_STATE, *OWN_KEYS}
         self.inner.load_state_dict({name: value for name, value in state_dict.items() if name not in own})
         self._share_state()
         with torch.no_grad():
             self._copies.follow(p for group in self.param_groups for p in group["params"])
         self._steps_done = state_dict["steps_done"]
         self._buffer_rounds = state_dict["buffer_rounds"]
-        self._driver.schedule_step = _schedule_step(state_dict)
+        self._driver.schedule_step = schedule_step(state_dict)
 
     def _refuse_step(self, closure: Callable[[], Any] | None) -> None:
         if self._is_closed:
@@ -642,11 +547,6 @@ class DistributedOptimizer(EagerOptimizer):
         if self._last_step_s is not None:
             self._deadlines.observe_step(now_s - self._last_step_s)
         self._last_step_s = now_s
-
-
-def _schedule_step(state_dict: dict[str, Any]) -> int:
-    """Return the last step of the schedule; where steps are local it was not saved apart from them."""
-    return max(int(state_dict["steps_done"]), int(state_dict["gradient_rounds"]))
 
 
 def _set_mode(inner: torch.optim.Optimizer, mode: Literal["train", "eval"]) -> None:

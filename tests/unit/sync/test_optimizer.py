@@ -17,7 +17,7 @@ from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build, loss_of
 from thinwire.errors import CheckpointError, DeadlineExceeded
 from thinwire.methods import all_reduce, diloco, sparse_loco, streaming_diloco
-from thinwire.sync.optimizer import MissingStepsWarning
+from thinwire.sync.missing_steps import MissingStepsWarning
 
 METHODS = {
     "all-reduce": all_reduce,
