@@ -37,6 +37,8 @@ class Gradients:
 class InnerStep:
     """Step the inner optimizer. The answer is what its `step` returns.
 
+    It gets the caller's closure, unless the program asks for gradients itself.
+
     Attributes:
         gradients: The program that makes the gradients of this step, run at each call of a closure. None: they are the
             replica's own, so the step is one that only later rounds exchange.

@@ -146,9 +146,11 @@ class StepDriver:
 
     def _local_step(self) -> Any:
         given, result = self._input, None
+        # a program that asks for gradients itself has them by now
+        closure = None if self._engine.program.needs_closure else given.closure
         if not given.is_skipped:
             if given.found_inf is None:
-                result = self._inner.step(given.closure) if given.closure is not None else self._inner.step()
+                result = self._inner.step(closure) if closure is not None else self._inner.step()
             else:
                 self._unscale()
                 result = None if bool(given.found_inf) else self._inner.step()
