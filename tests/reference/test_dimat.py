@@ -279,8 +279,8 @@ IMAGES = [torch.zeros(2, 1, 8, 8)]
         (lambda: dimat(batches=iter(IMAGES)), "batches is an iterator, .* give a list, or a function"),
         (lambda: dimat(graph="torus").exchanges(5), r"prime above 3, got 5: .*take Ring\(\)"),
         (lambda: dimat(graph=Exponential()).exchanges(4), r"must be undirected, got Exponential\(\) for 4 .*take Ring"),
-        (lambda: MatchedMerge(matching="none").bind(PseudoGradient().bind(convnet())), "only Parameters\\(\\) reads"),
-        (lambda: InnerStep().bind(Parameters().bind(convnet())), "use Gradient\\(\\) as the view"),
+        (lambda: MatchedMerge(matching="none").init(PseudoGradient().bind(convnet())), "only Parameters\\(\\) reads"),
+        (lambda: InnerStep().init(Parameters().bind(convnet())), "use Gradient\\(\\) as the view"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_training(make: Callable[[], Any], problem: str) -> None:

@@ -109,7 +109,7 @@ def test_a_mean_of_another_size_in_a_checkpoint_is_refused():
     optimizer = wrap(model, single(), eager(sync_interval=3), adamw(model))
     state = copy.deepcopy(optimizer.state_dict())
     state["sync"]["update"]["arrived"] = {"0": torch.zeros(3)}
-    with pytest.raises(CheckpointError, match="mean of fragment 0 has 3 elements and fits none"):
+    with pytest.raises(CheckpointError, match=r"mean 0 has the shape \(3,\), this run's"):
         optimizer.load_state_dict(state)
 
 
@@ -127,7 +127,7 @@ def test_a_view_with_a_common_global_value_is_refused():
     method = diloco(sync_interval=4)
     update = EagerOuterStep(optimizer=PlainSGD(), num_replicas=2, lr=1.0)
     with pytest.raises(ValueError, match="OwnPseudoGradient"):
-        update.bind(method.view.bind(Replica("conv", 0).model))
+        update.init(method.view.bind(Replica("conv", 0).model))
 
 
 def test_an_interval_below_one_is_refused():

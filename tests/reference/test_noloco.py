@@ -101,7 +101,7 @@ def test_the_mean_of_noloco_replicas_follows_heavy_ball_on_the_mean_pseudo_gradi
     views = [SlowWeightsAndPseudoGradient().bind(model) for model in models]
     for view in views:  # the parts themselves count in float32; the equation is tested in float64
         view.parameters.values = [torch.randn(88, dtype=torch.float64, generator=generator)]
-    bound = [update.bind(view) for view in views]
+    states = [update.init(view) for view in views]
     phi = torch.stack([view.parameters.values[0] for view in views]).mean(0)
     momentum = torch.zeros_like(phi)
     for k in range(12):
@@ -111,7 +111,8 @@ def test_the_mean_of_noloco_replicas_follows_heavy_ball_on_the_mean_pseudo_gradi
             for m in members:
                 for channel, vectors in enumerate((slow, deltas)):
                     average = Average(mean=vectors[list(members)].mean(0), reference_hashes={})
-                    bound[m].apply(Round(id=0, fragment=0, channel=channel, launch_step=1, apply_step=1), average)
+                    round = Round(id=0, fragment=0, channel=channel, launch_step=1, apply_step=1)
+                    update.apply(states[m], round, average)
         momentum = 0.5 * momentum - 0.7 * deltas.mean(0)
         phi = phi + momentum
         mean = torch.stack([view.parameters.values[0] for view in views]).mean(0)

@@ -12,7 +12,7 @@ from thinwire.sync.catch_up import leaps
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round, needed_for
-from thinwire.sync.updates import BoundLateOuterStep
+from thinwire.sync.updates import LateOuterStep
 
 
 class StepObserver(Protocol):
@@ -131,9 +131,9 @@ class ElasticDriver:
         while self._overdue and not (self._tolerates_overdue and not self._have_arrived(self._overdue[0][1])):
             yield from self._next_due()
         update = self._engine.update
-        if self._overdue and isinstance(update, BoundLateOuterStep):
+        if self._overdue and isinstance(update, LateOuterStep):
             for round in self._overdue[-1][1]:
-                update.defer(round)
+                update.defer(self._engine.update_state, round)
 
     def overdue(self) -> Iterator[Round]:
         self._load_late_state()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from thinwire import tagged_state
 from thinwire.elastic.global_state import MOST_HEADER_BYTES
 from thinwire.errors import CheckpointError
 from thinwire.sync.fragments import parameters_by_name
@@ -45,8 +46,7 @@ def global_tensors(engine: RoundEngine, model: nn.Module) -> tuple[dict[str, tor
         for name, tensor in zip(names, tensors, strict=True):
             parameters[name] = vector[start : start + tensor.numel()].clone().view(tensor.shape)
             start += tensor.numel()
-    outer = {f"momentum.{fragment}": vector.clone() for fragment, vector in engine.update.state_dict().items()}
-    return parameters, outer
+    return parameters, tagged_state.transfer(engine.update_state)
 
 
 def load_global_tensors(
@@ -67,7 +67,7 @@ def load_outer(engine: RoundEngine, outer: dict[str, torch.Tensor]) -> None:
     Raises:
         CheckpointError: It is of another model or method.
     """
-    engine.update.load_state_dict({key.removeprefix("momentum."): vector for key, vector in outer.items()})
+    tagged_state.take_over(engine.update_state, outer)
 
 
 def load_global_parameters(engine: RoundEngine, model: nn.Module, parameters: dict[str, torch.Tensor]) -> None:

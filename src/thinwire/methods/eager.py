@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -32,13 +32,13 @@ from thinwire.codecs import Codec, float32
 from thinwire.methods.diloco import default_outer_lr
 from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
-from thinwire.sync.global_parameters import load_vectors, load_waiting
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer
 from thinwire.sync.program import LocalSteps, Program
 from thinwire.sync.schedule import Round, Staggered
-from thinwire.sync.updates import BoundOuterStep, OuterStep
+from thinwire.sync.updates import OuterState, outer_state, outer_step
 from thinwire.sync.views import BoundOwnPseudoGradient, BoundView, OwnPseudoGradient
+from thinwire.tagged_state import own
 
 ABOUT = About(
     paper="arXiv 2502.12996",
@@ -149,60 +149,54 @@ class EagerOuterStep:
     num_replicas: int
     lr: float
 
-    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundEagerOuterStep:
+    def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> EagerState:
         # not those below it, which send something else in channel 0
         if type(view) is not BoundOwnPseudoGradient:
             raise ValueError(
                 "EagerOuterStep() applies a replica's own pseudo-gradients before the others', which only "
                 "OwnPseudoGradient() reads; use that as the view"
             )
-        return BoundEagerOuterStep(self, view, outer=OuterStep(optimizer=self.optimizer).bind(view))
+        outer = outer_state(self.optimizer, view.parameters)
+        return EagerState(outer, [torch.zeros_like(value) for value in view.parameters.values])
 
-
-class BoundEagerOuterStep:
-    """See `EagerOuterStep`."""
-
-    def __init__(self, spec: EagerOuterStep, view: BoundView, *, outer: BoundOuterStep) -> None:
-        self._spec = spec
-        self._parameters = view.parameters
-        self._outer = outer
-        self._own = [torch.zeros_like(value) for value in view.parameters.values]
-        self._arrived: dict[int, torch.Tensor] = {}
-
-    def apply(self, round: Round, average: Average) -> None:
-        """See `BoundUpdate.apply`: what all have sent waits for what this replica has made since, and comes first."""
+    def apply(self, state: EagerState, round: Round, average: Average) -> None:
+        """See `Update.apply`: what all have sent waits for what this replica has made since, and comes first."""
         fragment = round.fragment
         if round.channel == 0:
-            self._arrived[fragment] = average.mean
+            state.arrived[fragment] = average.mean
             return
-        fresh, own = average.mean, self._own[fragment]
+        fresh, sent = average.mean, state.sent[fragment]
         # what it sent an interval ago is in the mean, and was applied then
-        step = (fresh - own.to(fresh.device)).div_(self._spec.num_replicas)
-        arrived = self._arrived.pop(fragment, None)
+        step = (fresh - sent.to(fresh.device)).div_(self.num_replicas)
+        arrived = state.arrived.pop(fragment, None)
         if arrived is not None:
             step.add_(arrived)
-        own.copy_(fresh)
-        self._outer.apply(round, replace(average, mean=step))
+        sent.copy_(fresh)
+        outer_step(state.outer, round, step, blend=0.0)
 
-    def merge(self, fragment: int, mean: torch.Tensor) -> None:
+    def merge(self, state: EagerState, fragment: int, mean: torch.Tensor) -> None:
         """Set the global value and the local one to the mean of all local ones, and take in what was in flight.
 
         Each replica has taken in its own share of that round already, a part in M of the mean.
         """
-        value = self._parameters.values[fragment]
+        value = state.outer.parameters.values[fragment]
         value.copy_(mean)
-        arrived = self._arrived.pop(fragment, None)
+        arrived = state.arrived.pop(fragment, None)
         if arrived is not None:
-            value.sub_(arrived.to(value.device), alpha=self._spec.lr * (1 - 1 / self._spec.num_replicas))
-        self._parameters.blend_into_locals(fragment, blend=0.0)
+            value.sub_(arrived.to(value.device), alpha=self.lr * (1 - 1 / self.num_replicas))
+        state.outer.parameters.blend_into_locals(fragment, blend=0.0)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the momenta, and what this replica sent last, by fragment; and means that wait for the next step."""
-        own = {str(fragment): sent for fragment, sent in enumerate(self._own)}
-        arrived = {str(fragment): mean for fragment, mean in self._arrived.items()}
-        return {"momenta": self._outer.state_dict(), "own": own, "arrived": arrived}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._outer.load_state_dict(state["momenta"])
-        load_vectors(state["own"], self._own, what="last pseudo-gradient of its own")
-        self._arrived = load_waiting(state["arrived"], self._parameters, what="mean")
+@dataclass(slots=True)
+class EagerState:
+    """State of `EagerOuterStep`.
+
+    Attributes:
+        outer: The momenta.
+        sent: By fragment, what this replica sent last.
+        arrived: By fragment, means that wait for the next step.
+    """
+
+    outer: OuterState = own("outer momentum")
+    sent: list[torch.Tensor] = own("last pseudo-gradient of its own")
+    arrived: dict[int, torch.Tensor] = own("mean", like="sent", default_factory=dict)

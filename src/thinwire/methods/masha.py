@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -61,7 +61,6 @@ from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, Sign, float32, random_k, top_k
 from thinwire.codecs.error_feedback import ErrorFeedback, SenderMemory, Shift
 from thinwire.compat import kind_of
-from thinwire.errors import CheckpointError
 from thinwire.methods.ef21 import check_contractive
 from thinwire.methods.registry import About, register
 from thinwire.shared_random import derive_seed
@@ -70,7 +69,9 @@ from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.method import Method
 from thinwire.sync.program import ExchangeRound, Gradients, Parts, Program, Requests, Scheduled
 from thinwire.sync.schedule import RandomRefresh, Round
+from thinwire.sync.updates import no_final_exchange
 from thinwire.sync.views import BoundView
+from thinwire.tagged_state import same
 from thinwire.transport.base import Received
 from thinwire.transport.shards import drop_gathered, flatten, gradient_shard, real_shard, unflatten_into
 
@@ -267,8 +268,8 @@ class ExtragradientStep(Program):
     needs_closure = True
 
     def step(self, parts: Parts) -> Requests:
-        assert isinstance(parts.update, BoundExtragradient)
-        return parts.update.step()
+        assert isinstance(parts.update, Extragradient)
+        return parts.update.step(parts.update_state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,71 +303,67 @@ class Extragradient:
         if not 0 <= self.present_weight < 1:
             raise ValueError(f"present_weight must be in [0, 1), got {self.present_weight}")
 
-    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundExtragradient:
+    def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> ExtragradientState:
         if not isinstance(view, BoundOperator):
             raise ValueError("Extragradient() asks for gradients at points of its own; use Operator() as the view")
         assert inner is not None
         _check_inner(inner, view)
-        return BoundExtragradient(self, view, inner)
+        reference = view.point()
+        return ExtragradientState(view, inner, reference, torch.zeros_like(reference))
 
-
-class BoundExtragradient:
-    """See `Extragradient`."""
-
-    def __init__(self, spec: Extragradient, view: BoundOperator, inner: torch.optim.Optimizer) -> None:
-        self._spec = spec
-        self._view = view
-        self._inner = inner
-        self._reference = view.point()
-        self._mean = torch.zeros_like(self._reference)
-
-    def step(self) -> Requests:
+    def step(self, state: ExtragradientState) -> Requests:
         """Return the generator of one step, which returns the loss at the half step."""
-        present = half = self._view.point()
+        present = half = state.view.point()
         is_done = False
         try:
             rounds = yield Scheduled()
             refreshes = [round for round in rounds if round.channel == 1]
             changes = [round for round in rounds if round.channel == 0]
-            reference = present.clone() if refreshes else self._reference
-            self._view.move_to(reference)
+            reference = present.clone() if refreshes else state.reference
+            state.view.move_to(reference)
             yield Gradients()
-            own, mean = self._view.values(), self._mean
+            own, mean = state.view.values(), state.mean
             for round in refreshes:
                 mean = (yield ExchangeRound(round=round, tensor=own.clone())).mean
-            lr, tau = _learning_rate(self._inner), self._spec.present_weight
+            lr, tau = _learning_rate(state.inner), self.present_weight
             half = present.mul(tau).add_(reference, alpha=1 - tau).sub_(mean, alpha=lr)
-            self._view.move_to(half)
+            state.view.move_to(half)
             loss = yield Gradients()
-            change = self._view.values().sub_(own)
+            change = state.view.values().sub_(own)
             for round in changes:
-                if self._spec.sends_moves:
+                if self.sends_moves:
                     half.sub_((yield ExchangeRound(round=round, tensor=change.mul_(lr))).mean)
                 else:
                     half.sub_((yield ExchangeRound(round=round, tensor=change)).mean, alpha=lr)
-            self._reference, self._mean = reference, mean
+            state.reference, state.mean = reference, mean
             is_done = True
             return loss
         finally:
-            self._view.move_to(half if is_done else present)
+            state.view.move_to(half if is_done else present)
 
-    def apply(self, round: Round, average: Average) -> None:
+    def apply(self, state: ExtragradientState, round: Round, average: Average) -> None:
         """Nothing is applied outside of the program."""
         raise NotImplementedError("the program takes its means in itself")
 
-    def merge(self, fragment: int, mean: torch.Tensor) -> None:
-        """There is no final exchange of gradients."""
-        raise NotImplementedError("gradients are exchanged at every step; nothing is left for a final exchange")
+    def merge(self, state: ExtragradientState, fragment: int, mean: torch.Tensor) -> None:
+        no_final_exchange()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the reference point and the operator there."""
-        return {"reference": self._reference, "mean": self._mean}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if set(state) != {"reference", "mean"} or any(v.shape != self._mean.shape for v in state.values()):
-            raise CheckpointError("the checkpoint holds no reference point of this model; resume with its method")
-        self._reference = state["reference"].to(self._mean.device).clone()
-        self._mean = state["mean"].to(self._mean.device).clone()
+@dataclass(slots=True)
+class ExtragradientState:
+    """State of `Extragradient`.
+
+    Attributes:
+        view: The operator.
+        inner: Says the step size.
+        reference: w: float32, `(numel,)`.
+        mean: F(w), the mean over the replicas: float32, `(numel,)`.
+    """
+
+    view: BoundOperator
+    inner: torch.optim.Optimizer
+    reference: torch.Tensor = same("reference point")
+    mean: torch.Tensor = same("mean operator at the reference point")
 
 
 def _is_below(name: str, wanted: str) -> bool:

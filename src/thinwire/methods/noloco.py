@@ -37,8 +37,8 @@ Nesterov's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -50,13 +50,13 @@ from thinwire.averaging.topology import Peers
 from thinwire.codecs import Codec, float32
 from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
-from thinwire.sync.global_parameters import load_waiting
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import HeavyBall
 from thinwire.sync.program import LocalSteps, Program
 from thinwire.sync.schedule import Prefetched, Round
-from thinwire.sync.updates import BoundOuterStep, OuterStep
+from thinwire.sync.updates import OuterState, OuterStep, outer_state, outer_step
 from thinwire.sync.views import BoundOwnPseudoGradient, BoundView, OwnPseudoGradient
+from thinwire.tagged_state import own
 
 ABOUT = About(
     paper="arXiv 2506.10911",
@@ -232,47 +232,45 @@ class ConsensusStep:
         if not self.pull > 0:
             raise ValueError(f"the pull must be positive, got {self.pull}; without it replicas drift apart")
 
-    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundConsensusStep:
+    def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> ConsensusState:
         if not isinstance(view, BoundSlowWeights):
             raise ValueError(
                 "ConsensusStep() applies slow weights and pseudo-gradients, which only SlowWeightsAndPseudoGradient() "
                 "reads; use that as the view"
             )
-        outer = OuterStep(optimizer=HeavyBall(lr=1.0, momentum=self.momentum), blend=self.blend)
-        return BoundConsensusStep(self, view, outer=outer.bind(view))
+        return ConsensusState(outer_state(HeavyBall(lr=1.0, momentum=self.momentum), view.parameters))
 
-
-class BoundConsensusStep:
-    """See `ConsensusStep`."""
-
-    def __init__(self, spec: ConsensusStep, view: BoundView, *, outer: BoundOuterStep) -> None:
-        self._spec = spec
-        self._view = view
-        self._outer = outer
-        self._distances: dict[int, torch.Tensor] = {}
-
-    def apply(self, round: Round, average: Average) -> None:
-        """See `BoundUpdate.apply`: a group's mean value waits for its mean pseudo-gradient, which comes right after."""
+    def apply(self, state: ConsensusState, round: Round, average: Average) -> None:
+        """See `Update.apply`: a group's mean value waits for its mean pseudo-gradient, which comes right after."""
         fragment = round.fragment
         if round.channel == 0:
-            value = self._view.parameters.values[fragment]
-            self._distances[fragment] = value - average.mean.to(value.device)
+            value = state.values[fragment]
+            state.distances[fragment] = value - average.mean.to(value.device)
             return
         # channel 1 completes the step: beta mean(d) + gamma (phi - mean(phi))
-        distance = self._distances.pop(fragment).to(average.mean.device)
-        step = average.mean.mul_(self._spec.lr).add_(distance, alpha=self._spec.pull)
-        self._outer.apply(round, replace(average, mean=step))
+        distance = state.distances.pop(fragment).to(average.mean.device)
+        step = average.mean.mul_(self.lr).add_(distance, alpha=self.pull)
+        outer_step(state.outer, round, step, blend=self.blend)
 
-    def merge(self, fragment: int, mean: torch.Tensor) -> None:
-        """Set the global value and the local one to the mean of all local ones; see `BoundUpdate.merge`."""
-        self._view.parameters.values[fragment].copy_(mean)
-        self._view.parameters.blend_into_locals(fragment, blend=0.0)
+    def merge(self, state: ConsensusState, fragment: int, mean: torch.Tensor) -> None:
+        """Set the global value and the local one to the mean of all local ones; see `Update.merge`."""
+        state.values[fragment].copy_(mean)
+        state.outer.parameters.blend_into_locals(fragment, blend=0.0)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the momenta by fragment, and distances that wait for the next step."""
-        distances = {str(fragment): distance for fragment, distance in self._distances.items()}
-        return {"momenta": self._outer.state_dict(), "distances": distances}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._outer.load_state_dict(state["momenta"])
-        self._distances = load_waiting(state["distances"], self._view.parameters, what="distance")
+@dataclass(slots=True)
+class ConsensusState:
+    """State of `ConsensusStep`.
+
+    Attributes:
+        outer: The momenta.
+        distances: By fragment, to the group's mean value; they wait for the next step.
+    """
+
+    outer: OuterState = own("outer momentum")
+    distances: dict[int, torch.Tensor] = own("distance to the group's mean", like="values", default_factory=dict)
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """The replica's global values."""
+        return self.outer.parameters.values

@@ -30,7 +30,7 @@ Let the warm-up of the learning rate end before this one: the variance of small 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -39,13 +39,14 @@ from thinwire.averaging.round_context import Average
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32, sign
 from thinwire.codecs.error_feedback import ErrorFeedback
-from thinwire.errors import CheckpointError
 from thinwire.methods.registry import About, register
-from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, check_adam
+from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, Factors, check_adam
 from thinwire.sync.method import Method
 from thinwire.sync.program import AveragedStep, Program
 from thinwire.sync.schedule import Round, WarmUp
+from thinwire.sync.updates import no_final_exchange
 from thinwire.sync.views import BoundView
+from thinwire.tagged_state import same
 
 ABOUT = About(
     paper="arXiv 2102.02888",
@@ -98,49 +99,43 @@ class FrozenAdam:
 
     warmup_steps: int
 
-    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundFrozenAdam:
+    def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> FrozenAdamState:
         if not isinstance(view, BoundAdamMomentum):
             raise ValueError(
                 "FrozenAdam() applies mean momenta, but the view reads others; use AdamMomentum() as the view"
             )
-        return BoundFrozenAdam(self, view, check_adam(inner))
+        return FrozenAdamState(view, check_adam(inner), view.factors)
 
-
-class BoundFrozenAdam:
-    """See `FrozenAdam`."""
-
-    def __init__(self, spec: FrozenAdam, view: BoundAdamMomentum, inner: torch.optim.Optimizer) -> None:
-        self._warmup_steps = spec.warmup_steps
-        self._view = view
-        self._inner = inner
-        self._frozen_at: list[int] = []
-
-    def apply(self, round: Round, average: Average) -> None:
+    def apply(self, state: FrozenAdamState, round: Round, average: Average) -> None:
         with torch.no_grad():
             if round.channel == 0:
-                self._view.gradients.write(round, average.mean)
-                self._inner.step()
-            else:
-                self._step(average.mean, since=round.launch_step - self._warmup_steps)
+                state.view.gradients.write(round, average.mean)
+                state.inner.step()
+                return
+            since = round.launch_step - self.warmup_steps
+            if not state.frozen_at:  # reading steps may wait for the device, so once is enough
+                state.frozen_at = [steps - (since - 1) for steps in state.view.adam.steps()]
+            for index, slot, part in state.view.received(average.mean):
+                slot.first.copy_(part)
+                slot.count_step()
+                slot.descend(steps=state.frozen_at[index] + since, updates=state.frozen_at[index])
 
-    def merge(self, fragment: int, mean: torch.Tensor) -> None:
-        """There is no final exchange."""
-        raise NotImplementedError("momenta are exchanged at every step; nothing is left for a final exchange")
+    def merge(self, state: FrozenAdamState, fragment: int, mean: torch.Tensor) -> None:
+        no_final_exchange()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the view's factors; the rest is the inner optimizer's, or follows from the step."""
-        return self._view.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if set(state) != set(self.state_dict()):
-            raise CheckpointError("the checkpoint is of another update than 1-bit Adam's; resume with its method")
-        self._view.load_state_dict(state)
-        self._frozen_at = []
+@dataclass(slots=True)
+class FrozenAdamState:
+    """State of `FrozenAdam`; momentum and variance are the inner optimizer's.
 
-    def _step(self, mean: torch.Tensor, *, since: int) -> None:
-        if not self._frozen_at:  # reading steps may wait for the device, so once is enough
-            self._frozen_at = [steps - (since - 1) for steps in self._view.adam.steps()]
-        for index, slot, part in self._view.received(mean):
-            slot.first.copy_(part)
-            slot.count_step()
-            slot.descend(steps=self._frozen_at[index] + since, updates=self._frozen_at[index])
+    Attributes:
+        view: What is exchanged.
+        inner: The inner optimizer.
+        factors: The view's.
+        frozen_at: By parameter, the steps that its variance had at the end of the warm-up; empty before.
+    """
+
+    view: BoundAdamMomentum
+    inner: torch.optim.Optimizer
+    factors: Factors = same("factors")
+    frozen_at: list[int] = same("steps at the end of the warm-up", default_factory=list)

@@ -27,9 +27,8 @@ moments, and never steps. What we do where the public code differs or is silent:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -39,13 +38,14 @@ from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32, sign
 from thinwire.codecs.base import ordered_sum
 from thinwire.codecs.error_feedback import ErrorFeedback
-from thinwire.errors import CheckpointError
 from thinwire.methods.registry import About, register
-from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, Slot, check_adam
+from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, Factors, Slot, check_adam
 from thinwire.sync.method import Method
 from thinwire.sync.program import AveragedStep, Program
 from thinwire.sync.schedule import Round, WarmUp
+from thinwire.sync.updates import no_final_exchange
 from thinwire.sync.views import BoundView
+from thinwire.tagged_state import same
 from thinwire.transport.shards import gather_over_shards, real_shard
 
 ABOUT = About(
@@ -145,7 +145,7 @@ class FrozenLamb:
             if not 0 < least <= 1 <= largest:
                 raise ValueError(f"{name} must hold 1 and start above 0, got {least} to {largest}")
 
-    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundFrozenLamb:
+    def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> LambState:
         if not isinstance(view, BoundAdamMomentum):
             raise ValueError(
                 "FrozenLamb() applies mean momenta, but the view reads others; use AdamMomentum() as the view"
@@ -155,62 +155,25 @@ class FrozenLamb:
                 "LAMB decays weights as AdamW does, but the inner optimizer is Adam, which adds decay to the gradient; "
                 "give torch.optim.AdamW"
             )
-        return BoundFrozenLamb(self, view)
+        coefficients, scales = ([_number(first, like=one) for one in view.adam.parameters] for first in (0.0, 1.0))
+        return LambState(view, view.factors, coefficients, scales)
 
-
-class BoundFrozenLamb:
-    """See `FrozenLamb`. Coefficients and factors stay on the device, so that no step waits for it."""
-
-    def __init__(self, spec: FrozenLamb, view: BoundAdamMomentum) -> None:
-        self._spec = spec
-        self._view = view
-        self._coefficients = [_number(0.0, like=parameter) for parameter in view.adam.parameters]
-        self._factors = [_number(1.0, like=parameter) for parameter in view.adam.parameters]
-        self._fresh: dict[int, torch.Tensor] = {}
-
-    def apply(self, round: Round, average: Average) -> None:
+    def apply(self, state: LambState, round: Round, average: Average) -> None:
         with torch.no_grad():
             if round.channel == 0:
-                self._view.gradients.write(round, average.mean)
-                for index, slot in enumerate(self._view.adam.slots()):
+                state.view.gradients.write(round, average.mean)
+                for index, slot in enumerate(state.view.adam.slots()):
                     if slot.group is not None and slot.own_gradient() is not None:
-                        self._warm_step(index, slot)
+                        self._warm_step(state, index, slot)
             else:
-                for index, slot, part in self._view.received(average.mean):
+                for index, slot, part in state.view.received(average.mean):
                     if slot.parameter.numel():  # of the whole: a rank with an empty shard speaks to the others too
-                        self._frozen_step(index, slot, part)
+                        self._frozen_step(state, index, slot, part)
 
-    def merge(self, fragment: int, mean: torch.Tensor) -> None:
-        """There is no final exchange."""
-        raise NotImplementedError("momenta are exchanged at every step; nothing is left for a final exchange")
+    def merge(self, state: LambState, fragment: int, mean: torch.Tensor) -> None:
+        no_final_exchange()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return coefficients, factors and fresh variances, and the view's factors."""
-        return self._view.state_dict() | {
-            "coefficients": _stacked(self._coefficients),
-            "factors": _stacked(self._factors),
-            "fresh": {str(index): variance for index, variance in self._fresh.items()},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if set(state) != set(self.state_dict()) or len(state["coefficients"]) != len(self._coefficients):
-            raise CheckpointError(
-                "the checkpoint is of another update or model than this 1-bit LAMB's; resume with its own"
-            )
-        parameters = self._view.adam.parameters
-        for index, variance in state["fresh"].items():
-            if int(index) >= len(parameters) or variance.shape != real_shard(parameters[int(index)]).shape:
-                raise CheckpointError(
-                    f"the checkpoint's variance of parameter {index} has another shape than this run's; resume with "
-                    f"its model"
-                )
-        self._view.load_state_dict(state)
-        for own, saved in ((self._coefficients, state["coefficients"]), (self._factors, state["factors"])):
-            for number, value in zip(own, saved.tolist(), strict=True):
-                number.fill_(value)
-        self._fresh = {int(i): v.to(parameters[int(i)].device, copy=True) for i, v in state["fresh"].items()}
-
-    def _warm_step(self, index: int, slot: Slot) -> None:
+    def _warm_step(self, state: LambState, index: int, slot: Slot) -> None:
         slot.begin()
         slot.count_step()
         gradient, (beta1, beta2) = slot.gradient(), slot.betas
@@ -219,17 +182,17 @@ class BoundFrozenLamb:
         update = slot.first.to(torch.float32) / _denominator(slot.second, eps=slot.eps)
         update.add_(slot.value, alpha=slot.decoupled_decay)
         weight, length = _norms(slot, slot.value, update)
-        found = (weight / length).clamp(*self._spec.coeff_range)
+        found = (weight / length).clamp(*self.coeff_range)
         coefficient = torch.where((weight > 0) & (length > 0), found, 1.0)
-        average, beta = self._coefficients[index], self._spec.coeff_beta
+        average, beta = state.coefficients[index], self.coeff_beta
         average.copy_(torch.where(coefficient == 1, average, beta * average + (1 - beta) * coefficient))
         slot.value.sub_(update.mul_(slot.lr * coefficient))
 
-    def _frozen_step(self, index: int, slot: Slot, mean: torch.Tensor) -> None:
+    def _frozen_step(self, state: LambState, index: int, slot: Slot, mean: torch.Tensor) -> None:
         beta1, beta2 = slot.betas
-        fresh = self._fresh.get(index)
+        fresh = state.fresh.get(index)
         if fresh is None:
-            fresh = self._fresh[index] = slot.second.to(torch.float32, copy=True)
+            fresh = state.fresh[index] = slot.second.to(torch.float32, copy=True)
         # the mean gradient that would have led from the last mean momentum to this one
         gradient = (mean - slot.first.to(torch.float32) * beta1).div_(1 - beta1)
         fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -241,16 +204,37 @@ class BoundFrozenLamb:
         ratios = (denominator / _denominator(fresh, eps=slot.eps)).masked_fill_(slot.is_dead(), 0)
         largest = ratios.max() if ratios.numel() else _number(0.0, like=ratios)
         ratio = gather_over_shards(largest.to(torch.float64), parameter=slot.parameter).max()
-        self._follow(index, ratio, share=_share(slot, step, update))
-        frozen = self._coefficients[index]
-        coefficient = torch.where(frozen > 0, frozen, 1.0) * self._factors[index]
+        factor, threshold, share = state.scales[index], self.factor_threshold, _share(slot, step, update)
+        wanted = torch.where(ratio > 0, ratio, 1.0) * share + (1 - share)
+        wanted = wanted.clamp(*self.factor_range)
+        factor.copy_(torch.minimum(torch.maximum(wanted, factor * (1 - threshold)), factor * (1 + threshold)))
+        frozen = state.coefficients[index]
+        coefficient = torch.where(frozen > 0, frozen, 1.0) * factor
         slot.value.sub_(update.mul_(slot.lr * coefficient))
 
-    def _follow(self, index: int, ratio: torch.Tensor, *, share: torch.Tensor) -> None:
-        factor, threshold = self._factors[index], self._spec.factor_threshold
-        wanted = torch.where(ratio > 0, ratio, 1.0) * share + (1 - share)
-        wanted = wanted.clamp(*self._spec.factor_range)
-        factor.copy_(torch.minimum(torch.maximum(wanted, factor * (1 - threshold)), factor * (1 + threshold)))
+
+@dataclass(slots=True)
+class LambState:
+    """State of `FrozenLamb`. Coefficients and scales stay on the device, so that no step waits for it.
+
+    Attributes:
+        view: What is exchanged.
+        factors: The view's.
+        coefficients: By parameter, the mean of LAMB's coefficients in the warm-up.
+        scales: By parameter, by what the coefficient is multiplied after it.
+        fresh: By parameter, the variance that goes on after the warm-up.
+    """
+
+    view: BoundAdamMomentum
+    factors: Factors = same("factors")
+    coefficients: list[torch.Tensor] = same("coefficient")
+    scales: list[torch.Tensor] = same("scale")
+    fresh: dict[int, torch.Tensor] = same("fresh variance", like="shards", default_factory=dict)
+
+    @property
+    def shards(self) -> list[torch.Tensor]:
+        """The shards of the parameters that this rank holds."""
+        return [real_shard(parameter) for parameter in self.view.adam.parameters]
 
 
 def _denominator(variance: torch.Tensor, *, eps: float) -> torch.Tensor:
@@ -272,7 +256,3 @@ def _share(slot: Slot, step: torch.Tensor, update: torch.Tensor) -> torch.Tensor
 
 def _number(value: float, *, like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64, device=like.device)
-
-
-def _stacked(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([number.cpu() for number in numbers]) if numbers else torch.zeros(0, dtype=torch.float64)

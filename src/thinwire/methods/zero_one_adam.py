@@ -30,7 +30,7 @@ Between two exchanges replicas differ. `global_parameters()` gives p'; steps aft
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -40,15 +40,16 @@ from thinwire.averaging.round_context import Average
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32, sign
 from thinwire.codecs.error_feedback import ErrorFeedback
-from thinwire.errors import CheckpointError
 from thinwire.methods.registry import About, register
-from thinwire.sync.adam_momentum_view import AdamMomentum, AdamState, BoundAdamMomentum, Slot, check_adam
+from thinwire.sync.adam_momentum_view import AdamMomentum, AdamState, BoundAdamMomentum, Factors, Slot, check_adam
 from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.method import Method
 from thinwire.sync.program import AveragedStep, Program
 from thinwire.sync.schedule import DoublingIntervals, Round
+from thinwire.sync.updates import no_final_exchange
 from thinwire.sync.views import BoundGradient, BoundView, Gradient
-from thinwire.transport.shards import flatten, unflatten_into
+from thinwire.tagged_state import same
+from thinwire.transport.shards import flatten, real_shard, unflatten_into
 
 ABOUT = About(
     paper="arXiv 2202.06009",
@@ -115,25 +116,55 @@ class LocalMomentum(AdamMomentum):
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundLocalMomentum:
         gradients = Gradient(hash_interval=self.hash_interval).bind(model)
         adam = AdamState(check_adam(inner), gradients.parameters.parameters[0])
-        last = LastExchanged(model, gradients.parameters.fragments)
+        count = len(adam.parameters)
+        sums = LocalSums(adam.parameters, [0] * count, [0] * count, [0.0] * count, [1.0] * count)
+        last = LastExchanged(model, gradients.parameters.fragments, sums)
         return BoundLocalMomentum(gradients, adam, last, hash_interval=self.hash_interval)
+
+
+@dataclass(slots=True)
+class LocalSums:
+    """What is known of the local steps since the last exchange.
+
+    Attributes:
+        parameters: Of the inner optimizer.
+        total: u, what they add up to: float32, `(numel,)`, as entry 0; empty before the first one.
+        taken: By parameter, how many gradients its momentum has taken in.
+        updates: By parameter, how many its variance has.
+        rates: By parameter, the sum of learning rates since the last exchange.
+        shares: By parameter, what decoupled decay has left since then.
+    """
+
+    parameters: list[torch.Tensor]
+    taken: list[int] = same("number of gradients")
+    updates: list[int] = same("number of updates of the variance")
+    rates: list[float] = same("sum of rates")
+    shares: list[float] = same("share that decay has left")
+    total: dict[int, torch.Tensor] = same("sum of local steps", like="vectors", default_factory=dict)
+
+    @property
+    def vectors(self) -> list[torch.Tensor]:
+        """A vector of the size of all parameters, where they are."""
+        numel = sum(real_shard(parameter).numel() for parameter in self.parameters)
+        return [torch.empty(numel, device=self.parameters[0].device)]
 
 
 class LastExchanged(GlobalParameters):
     """The parameters after the last exchange, kept from the first local step on; before it, the model's own are.
 
     Attributes:
-        total: u, what the local steps since then add up to: float32, `(numel,)`; None before the first one.
+        sums: Of the local steps since.
     """
 
-    def __init__(self, model: nn.Module, fragments: tuple[tuple[str, ...], ...]) -> None:
+    def __init__(self, model: nn.Module, fragments: tuple[tuple[str, ...], ...], sums: LocalSums) -> None:
         super().__init__(model, fragments, has_values=False)
         self.need_float32("zero_one_adam adds up steps")
-        self.total: torch.Tensor | None = None
+        self.sums = sums
 
     def forget_locals(self) -> bool:
         """See `GlobalParameters.forget_locals`; what decay and learning rates say of these steps is the same on all."""
-        self.total = None if self.total is None else torch.zeros_like(self.total)
+        for total in self.sums.total.values():
+            total.zero_()
         return super().forget_locals()
 
     def keep(self) -> None:
@@ -154,14 +185,14 @@ class BoundLocalMomentum(BoundAdamMomentum):
 
     Attributes:
         last: The parameters after the last exchange, and what the local steps since add up to.
-        counts: How many gradients each parameter's momentum has taken in, and how many its variance.
+        sums: Of the local steps since.
     """
 
     def __init__(self, gradients: BoundGradient, adam: AdamState, last: LastExchanged, *, hash_interval: int) -> None:
         super().__init__(gradients, adam)
         self.parameters = self.last = last
         self._hash_interval = hash_interval
-        self.counts = [[0, 0] for _ in adam.parameters]
+        self.sums = last.sums
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
         return () if channel == LOCAL else super().shapes(fragment=fragment, channel=channel)
@@ -181,9 +212,9 @@ class BoundLocalMomentum(BoundAdamMomentum):
 
     def parts_of_total(self) -> list[torch.Tensor]:
         """Return each parameter's part of u, to read and to write."""
-        if self.last.total is None:
-            self.last.total = torch.zeros(self.last.numel(0), device=self.adam.slots()[0].value.device)
-        return list(self.parts(self.last.total))
+        if not self.sums.total:
+            self.sums.total[0] = torch.zeros(self.last.numel(0), device=self.adam.slots()[0].value.device)
+        return list(self.parts(self.sums.total[0]))
 
     def _magnitude(self, slot: Slot) -> torch.Tensor:
         return slot.second.sqrt()
@@ -196,8 +227,8 @@ class BoundLocalMomentum(BoundAdamMomentum):
 
     def _next_total(self, index: int, slot: Slot, into: torch.Tensor) -> None:
         momentum = slot.first.to(torch.float32).lerp(slot.gradient().to(torch.float32), 1 - slot.betas[0])
-        into.copy_(momentum).mul_(slot.lr / (1 - slot.betas[0] ** (self.counts[index][0] + 1)))
-        if self.last.total is not None:
+        into.copy_(momentum).mul_(slot.lr / (1 - slot.betas[0] ** (self.sums.taken[index] + 1)))
+        if self.sums.total:
             into.add_(self.parts_of_total()[index])
 
 
@@ -212,114 +243,98 @@ class LocalAdam:
 
     program: ClassVar[Program] = AveragedStep()
 
-    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundLocalAdam:
+    def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> LocalAdamState:
         if not isinstance(view, BoundLocalMomentum):
             raise ValueError(
                 "LocalAdam() applies sums of momenta, but the view reads others; use LocalMomentum() as the view"
             )
         check_adam(inner)
-        return BoundLocalAdam(view)
+        return LocalAdamState(view, view.factors, view.sums)
 
-
-class BoundLocalAdam:
-    """See `LocalAdam`."""
-
-    def __init__(self, view: BoundLocalMomentum) -> None:
-        self._view = view
-        # by parameter, since the last exchange: the sum of learning rates, and what decoupled decay has left
-        self._rates = [0.0 for _ in view.adam.parameters]
-        self._shares = [1.0 for _ in view.adam.parameters]
-
-    def apply(self, round: Round, average: Average) -> None:
+    def apply(self, state: LocalAdamState, round: Round, average: Average) -> None:
+        view = state.view
         with torch.no_grad():
             if round.channel == DENSE:
-                self._view.gradients.write(round, average.mean)
-                self._dense_step()
+                view.gradients.write(round, average.mean)
+                _dense_step(state)
             elif round.channel == GRADIENT:
-                for index, slot, part in self._view.received(average.mean):
-                    self._step(index, slot, slot.with_decay(part.to(slot.first.dtype)))
+                for index, slot, part in view.received(average.mean):
+                    _step(state, index, slot, slot.with_decay(part.to(slot.first.dtype)))
             else:
-                self._view.last.keep()
+                view.last.keep()
                 if round.channel == LOCAL:
-                    self._local_step()
+                    _local_step(state)
                 else:
-                    self._exchanged_step(average.mean)
+                    _exchanged_step(state, average.mean)
 
-    def merge(self, fragment: int, mean: torch.Tensor) -> None:
-        """There is no final exchange."""
-        raise NotImplementedError("this method's exchanges follow its own intervals; there is no final one")
+    def merge(self, state: LocalAdamState, fragment: int, mean: torch.Tensor) -> None:
+        no_final_exchange()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sum of local steps, what belongs to it, and the view's factors."""
-        total = {} if self._view.last.total is None else {"total": self._view.last.total}
-        return self._view.state_dict() | total | {
-            "counts": torch.tensor(self._view.counts, dtype=torch.int64).reshape(-1, 2),
-            "rates": torch.tensor(self._rates, dtype=torch.float64),
-            "shares": torch.tensor(self._shares, dtype=torch.float64),
-        }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if set(state) - {"total"} != set(self.state_dict()) - {"total"}:
-            raise CheckpointError("the checkpoint is of another update than 0/1 Adam's; resume with its method")
-        if len(state["counts"]) != len(self._rates):
-            raise CheckpointError(
-                f"the checkpoint counts steps of {len(state['counts'])} parameters, this run has {len(self._rates)}; "
-                f"resume with its model"
-            )
-        self._view.load_state_dict(state)
-        self._view.counts = state["counts"].tolist()
-        self._rates, self._shares = state["rates"].tolist(), state["shares"].tolist()
-        self._view.last.total = None
-        if "total" in state:
-            device = self._view.adam.parameters[0].device
-            self._view.last.total = state["total"].to(device, torch.float32).clone()
+@dataclass(slots=True)
+class LocalAdamState:
+    """State of `LocalAdam`; the inner optimizer holds momentum and variance.
 
-    def _dense_step(self) -> None:
-        for index, slot in enumerate(self._view.adam.slots()):
-            found = slot.own_gradient() if slot.group is not None else None
-            if found is None:
-                continue
-            slot.begin()
-            gradient = slot.with_decay(found)
-            beta2 = slot.betas[1]
-            slot.second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            self._view.counts[index][1] += 1
-            self._step(index, slot, gradient)
+    Attributes:
+        view: What is exchanged.
+        factors: The view's.
+        sums: Of the local steps since the last exchange.
+    """
 
-    def _step(self, index: int, slot: Slot, gradient: torch.Tensor) -> None:
-        counts = self._view.counts[index]
-        counts[0] += 1
+    view: BoundLocalMomentum
+    factors: Factors = same("factors")
+    sums: LocalSums = same("sums")
+
+
+def _dense_step(state: LocalAdamState) -> None:
+    for index, slot in enumerate(state.view.adam.slots()):
+        found = slot.own_gradient() if slot.group is not None else None
+        if found is None:
+            continue
+        slot.begin()
+        gradient = slot.with_decay(found)
+        beta2 = slot.betas[1]
+        slot.second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        state.sums.updates[index] += 1
+        _step(state, index, slot, gradient)
+
+
+def _step(state: LocalAdamState, index: int, slot: Slot, gradient: torch.Tensor) -> None:
+    state.sums.taken[index] += 1
+    slot.count_step()
+    slot.first.lerp_(gradient, 1 - slot.betas[0])
+    slot.descend(steps=state.sums.taken[index], updates=state.sums.updates[index])
+
+
+def _local_step(state: LocalAdamState) -> None:
+    parts = state.view.parts_of_total()
+    for index, slot in enumerate(state.view.adam.slots()):
+        if slot.has_moments:
+            gradient = slot.gradient().masked_fill(slot.is_dead(), 0)
+            _step(state, index, slot, gradient)
+            parts[index].add_(slot.first, alpha=slot.lr / (1 - slot.betas[0] ** state.sums.taken[index]))
+            _count_rate(state, index, slot)
+
+
+def _exchanged_step(state: LocalAdamState, mean: torch.Tensor) -> None:
+    view, sums = state.view, state.sums
+    value = view.last.values[0].to(mean.device)
+    bases = list(view.parts(value))
+    for index, slot, part in view.received(mean):
+        sums.taken[index] += 1
         slot.count_step()
-        slot.first.lerp_(gradient, 1 - slot.betas[0])
-        slot.descend(steps=counts[0], updates=counts[1])
+        _count_rate(state, index, slot)
+        if sums.rates[index] > 0:
+            slot.first.copy_(part * ((1 - slot.betas[0] ** sums.taken[index]) / sums.rates[index]))
+        base = bases[index].mul_(sums.shares[index])
+        base.addcdiv_(part, slot.denominator(updates=sums.updates[index]).to(torch.float32), value=-1)
+        sums.rates[index], sums.shares[index] = 0.0, 1.0
+    view.last.values[0].copy_(value)
+    unflatten_into(value, view.last.locals(0))
+    for total in sums.total.values():
+        total.zero_()
 
-    def _local_step(self) -> None:
-        parts = self._view.parts_of_total()
-        for index, slot in enumerate(self._view.adam.slots()):
-            if slot.has_moments:
-                gradient = slot.gradient().masked_fill(slot.is_dead(), 0)
-                self._step(index, slot, gradient)
-                parts[index].add_(slot.first, alpha=slot.lr / (1 - slot.betas[0] ** self._view.counts[index][0]))
-                self._count_rate(index, slot)
 
-    def _exchanged_step(self, mean: torch.Tensor) -> None:
-        value = self._view.last.values[0].to(mean.device)
-        bases = list(self._view.parts(value))
-        for index, slot, part in self._view.received(mean):
-            counts = self._view.counts[index]
-            counts[0] += 1
-            slot.count_step()
-            self._count_rate(index, slot)
-            if self._rates[index] > 0:
-                slot.first.copy_(part * ((1 - slot.betas[0] ** counts[0]) / self._rates[index]))
-            base = bases[index].mul_(self._shares[index])
-            base.addcdiv_(part, slot.denominator(updates=counts[1]).to(torch.float32), value=-1)
-            self._rates[index], self._shares[index] = 0.0, 1.0
-        self._view.last.values[0].copy_(value)
-        unflatten_into(value, self._view.last.locals(0))
-        if self._view.last.total is not None:
-            self._view.last.total.zero_()
-
-    def _count_rate(self, index: int, slot: Slot) -> None:
-        self._rates[index] += slot.lr
-        self._shares[index] *= 1 - slot.lr * slot.decoupled_decay
+def _count_rate(state: LocalAdamState, index: int, slot: Slot) -> None:
+    state.sums.rates[index] += slot.lr
+    state.sums.shares[index] *= 1 - slot.lr * slot.decoupled_decay

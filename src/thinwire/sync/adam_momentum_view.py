@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from thinwire.codecs.base import ordered_sum
-from thinwire.errors import CheckpointError
 from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.schedule import Round
 from thinwire.sync.views import BoundGradient, Gradient
+from thinwire.tagged_state import same
 from thinwire.transport.shards import real_shard
 
 _REFUSED = {
@@ -249,6 +249,17 @@ class AdamMomentum:
         return BoundAdamMomentum(gradients, AdamState(check_adam(inner), gradients.parameters.parameters[0]))
 
 
+@dataclass(slots=True)
+class Factors:
+    """What an `AdamMomentum` remembers; the state of its update holds it.
+
+    Attributes:
+        equalisers: By parameter, 0 where it is not known yet; empty before the first round.
+    """
+
+    equalisers: list[float] = same("factor of each parameter", default_factory=list)
+
+
 class BoundAdamMomentum:
     """See `AdamMomentum`.
 
@@ -256,13 +267,14 @@ class BoundAdamMomentum:
         parameters: The fragments, of which there is one.
         gradients: The view on the gradients, for channel 0.
         adam: The inner optimizer's state.
+        factors: What is remembered.
     """
 
     def __init__(self, gradients: BoundGradient, adam: AdamState) -> None:
         self.parameters: GlobalParameters = gradients.parameters
         self.gradients = gradients
         self.adam = adam
-        self._equalisers: list[float] = []
+        self.factors = Factors()
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
         if channel == 0:
@@ -304,33 +316,15 @@ class BoundAdamMomentum:
 
     def equalisers(self) -> list[float]:
         """Return each tensor's factor, the same on all replicas, fixed once it has moments; 0 before."""
-        found = self._equalisers or [0.0 for _ in self.adam.parameters]
+        found = self.factors.equalisers or [0.0 for _ in self.adam.parameters]
         if not all(found):
             slots = self.adam.slots()
             found = [
                 f or (equaliser(self._magnitude(s)) if s.has_moments else 0.0)
                 for f, s in zip(found, slots, strict=True)
             ]
-        self._equalisers = found
+        self.factors.equalisers = found
         return found
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the view's own state, for the update's."""
-        return {"equalisers": torch.tensor(self._equalisers, dtype=torch.float64)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            CheckpointError: It is of another number of parameters.
-        """
-        found = state["equalisers"].tolist()
-        if len(found) not in (0, len(self.adam.parameters)):
-            raise CheckpointError(
-                f"the checkpoint has factors for {len(found)} parameters, this run has {len(self.adam.parameters)}; "
-                f"resume with its model"
-            )
-        self._equalisers = found
 
     def _magnitude(self, slot: Slot) -> torch.Tensor:
         return slot.first

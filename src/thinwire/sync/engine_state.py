@@ -6,8 +6,9 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from thinwire import tagged_state
 from thinwire.averaging.round_context import Average
 from thinwire.errors import CheckpointError
 from thinwire.sync.in_flight import Arrived, InFlight
@@ -176,7 +177,7 @@ def save_state(engine: RoundEngine) -> dict[str, Any]:
         **_identity(engine),
         "global": engine.view.parameters.state_dict(),
         "sample": engine.view.parameters.sample(),
-        "update": engine.update.state_dict(),
+        "update": tagged_state.save(engine.update_state),
         "exchanges": {str(channel): exchange.state_dict() for channel, exchange in enumerate(engine.exchanges)},
         "in_flight": flights,
         "taken_early": sorted(engine.state.applied_early),
@@ -197,7 +198,7 @@ def load_state(engine: RoundEngine, state: Mapping[str, Any]) -> None:
                 f"on with other options of a method, and says what it drops"
             )
     _load_common(engine, state)
-    engine.update.load_state_dict(state["update"])
+    tagged_state.load(engine.update_state, state["update"])
     for channel, exchange in enumerate(engine.exchanges):
         exchange.load_state_dict(state["exchanges"][str(channel)])
 
@@ -245,29 +246,22 @@ def adopt_state(engine: RoundEngine, state: Mapping[str, Any], *, step: int) -> 
         reset.append(f"local parameters: what replica {state.get('replica')} has trained since its last exchange")
     if has_other_schedule:
         reset += _drop_rounds(engine, step=step)
-    parts: list[tuple[str, _Stateful, Callable[[], Sequence[str] | None]]] = [
-        ("outer state", engine.update, partial(engine.update.load_state_dict, state["update"])),
-        *(
-            (f"channel {channel}", exchange, partial(exchange.adopt, state["exchanges"][str(channel)], is_own=is_own))
-            for channel, exchange in enumerate(engine.exchanges)
-        ),
+    parts: list[tuple[str, Callable[[], Sequence[str]], Callable[[], None]]] = [
+        ("outer state", partial(tagged_state.adopt, engine.update_state, state["update"], is_own=is_own), lambda: None)
     ]
-    for name, part, take in parts:
-        fresh = copy.deepcopy(part.state_dict())
+    for channel, exchange in enumerate(engine.exchanges):
+        fresh, saved = copy.deepcopy(exchange.state_dict()), state["exchanges"][str(channel)]
+        take = partial(exchange.adopt, saved, is_own=is_own)
+        parts.append((f"channel {channel}", take, partial(exchange.load_state_dict, fresh)))
+    for name, adopt, undo in parts:
         try:
-            reset += [f"{name}, {line}" for line in take() or ()]
+            reset += [f"{name}, {line}" for line in adopt()]
         except CheckpointError as error:
             if not has_other_parts:
                 raise
-            part.load_state_dict(fresh)
-            reset.append(f"{name}: {str(error).partition(';')[0]}")
+            undo()
+            reset.append(f"{name}: {error}")
     return tuple(reset)
-
-
-class _Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def _compare_methods(found: object, expected: str) -> tuple[bool, bool]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from thinwire.errors import CheckpointError
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 # In the first parameter group of a state, where torch's checkpoint functions keep what they do not know.
 OWN_STATE = "thinwire"
 OWN_KEYS = {"version", "sync", "steps_done", "buffer_rounds", "gradient_rounds"}
@@ -16,8 +16,7 @@ _STATE_KEYS = {"state", "param_groups", *OWN_KEYS}
 def checked_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state of a `DistributedOptimizer` with all its keys at the top, and the inner optimizer's groups alone.
 
-    Accepted are what `state_dict` returns, what torch's `get_optimizer_state_dict` leaves of it, and the layout of
-    thinwire 0.2, with the inner optimizer's state under `inner`.
+    Accepted are what `state_dict` returns, and what torch's `get_optimizer_state_dict` leaves of it.
 
     Raises:
         CheckpointError: Something is missing, or it is of another version.
@@ -25,7 +24,6 @@ def checked_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     groups = [dict(group) for group in state_dict.get("param_groups", ())]
     own = groups[0].pop(OWN_STATE, {}) if groups else {}
     state_dict = {**own, **state_dict, "param_groups": groups}
-    state_dict |= state_dict.pop("inner", {})
     if missing := _STATE_KEYS - set(state_dict):
         raise CheckpointError(
             f"this is no state of a DistributedOptimizer; it lacks {sorted(missing)}; load what its "

@@ -21,7 +21,7 @@ import torch
 from thinwire.sync.schedule import Round
 
 if TYPE_CHECKING:
-    from thinwire.sync.updates import BoundUpdate
+    from thinwire.sync.updates import Update
     from thinwire.sync.views import BoundView
 
 
@@ -90,8 +90,13 @@ class Parts(Protocol):
         ...
 
     @property
-    def update(self) -> BoundUpdate:
-        """How it is applied, with its state."""
+    def update(self) -> Update:
+        """How it is applied."""
+        ...
+
+    @property
+    def update_state(self) -> Any:
+        """What the update remembers."""
         ...
 
 

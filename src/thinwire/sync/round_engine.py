@@ -67,9 +67,9 @@ class RoundEngine:
         self.exchanges = [self._bind(e, channel) for channel, e in enumerate(method.exchanges(count))]
         last = method.last_exchange
         self._last_exchange = self.exchanges[0] if last is None else self._bind(last(count), 0)
-        update = method.update(count)
-        self.program = update.program
-        self.update = update.bind(self.view, inner=inner)
+        self.update = method.update(count)
+        self.program = self.update.program
+        self.update_state = self.update.init(self.view, inner=inner)
         self.statistics = SyncStatistics()
         self.state = EngineState(work=UncountedWork(num_fragments=self.num_fragments))
         self.observers: list[RoundObserver] = []
@@ -197,9 +197,9 @@ class RoundEngine:
         average = self._take(round)
         began_s = time.perf_counter()
         if is_last:
-            self.update.merge(round.fragment, average.mean)
+            self.update.merge(self.update_state, round.fragment, average.mean)
         else:
-            self.update.apply(round, average)
+            self.update.apply(self.update_state, round, average)
         self.statistics.applying_s += time.perf_counter() - began_s
         for observer in self.observers:
             observer.on_applied(round, average)

@@ -2,57 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import nn
 
 from thinwire.averaging.round_context import Average
-from thinwire.errors import CheckpointError
-from thinwire.sync.global_parameters import load_vectors
+from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.outer_optimizer import NeedsMatrices, OuterOptimizer
 from thinwire.sync.program import AveragedGradients, LocalSteps, Program
 from thinwire.sync.schedule import Round
 from thinwire.sync.views import BoundGradient, BoundPseudoGradient, BoundView, PseudoGradient
-
-
-class BoundUpdate(Protocol):
-    """An update with its state (momenta) on one replica."""
-
-    def apply(self, round: Round, average: Average) -> None:
-        """Apply a round's result.
-
-        Args:
-            round: The round.
-            average: Its mean is float32, `(numel,)`, on the model's device, and may be overwritten.
-        """
-        ...
-
-    def merge(self, fragment: int, mean: torch.Tensor) -> None:
-        """Apply the mean of the final exchange as it is, without the momentum of earlier rounds.
-
-        Args:
-            fragment: The fragment.
-            mean: Of what the view's `read_last` gave; float32, `(numel,)`, on the model's device; may be overwritten.
-        """
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the update."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            CheckpointError: It does not fit.
-        """
-        ...
+from thinwire.tagged_state import same
 
 
 class Update(Protocol):
-    """A rule that applies means, as a value; `bind` attaches it to a view.
+    """A rule that applies means, as a value without state.
 
     Attributes:
         program: What happens in a step of a method with this update.
@@ -60,8 +26,8 @@ class Update(Protocol):
 
     program: ClassVar[Program]
 
-    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundUpdate:
-        """Return the update on a view.
+    def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> Any:
+        """Return the first state: a dataclass whose fields are tagged by `thinwire.tagged_state`.
 
         Args:
             view: What is exchanged.
@@ -71,6 +37,38 @@ class Update(Protocol):
             ValueError: The update does not go with the view or the optimizer.
         """
         ...
+
+    def apply(self, state: Any, round: Round, average: Average) -> None:
+        """Apply a round's result.
+
+        Args:
+            state: What `init` returned; changed in place.
+            round: The round.
+            average: Its mean is float32, `(numel,)`, on the model's device, and may be overwritten.
+        """
+        ...
+
+    def merge(self, state: Any, fragment: int, mean: torch.Tensor) -> None:
+        """Apply the mean of the final exchange as it is, without the momentum of earlier rounds.
+
+        Args:
+            state: What `init` returned; changed in place.
+            fragment: The fragment.
+            mean: Of what the view's `read_last` gave; float32, `(numel,)`, on the model's device; may be overwritten.
+        """
+        ...
+
+
+def no_final_exchange() -> NoReturn:
+    """Refuse to merge where means are taken at every step: nothing is left for a final exchange."""
+    raise NotImplementedError("what this update applies is exchanged at every step; there is no final exchange")
+
+
+@dataclass(slots=True)
+class GradientState:
+    """Reference to the gradients, without anything remembered."""
+
+    view: BoundGradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +85,7 @@ class InnerStep:
     has_momentum_already: bool = False
     takes_sign: bool = False
 
-    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundInnerStep:
+    def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> GradientState:
         if self.has_momentum_already and inner is not None:
             check_momentum_free(inner)
         if not isinstance(view, BoundGradient):
@@ -95,32 +93,80 @@ class InnerStep:
                 "InnerStep() applies mean gradients, but the view reads pseudo-gradients; use Gradient() as the view, "
                 "or OuterStep() as the update"
             )
-        return BoundInnerStep(self, view)
+        return GradientState(view)
+
+    def apply(self, state: GradientState, round: Round, average: Average) -> None:
+        state.view.write(round, average.mean.sign_() if self.takes_sign else average.mean)
+
+    def merge(self, state: GradientState, fragment: int, mean: torch.Tensor) -> None:
+        no_final_exchange()
 
 
-class BoundInnerStep:
-    """See `InnerStep`."""
+@dataclass(slots=True)
+class OuterState:
+    """Momenta of the outer steps. They rest in host memory and visit the device with their fragment.
 
-    def __init__(self, spec: InnerStep, view: BoundGradient) -> None:
-        self._takes_sign = spec.takes_sign
-        self._view = view
+    Attributes:
+        parameters: The global values.
+        optimizers: By fragment.
+        momentum: By fragment, as large as its values; empty where the optimizer has none.
+        at_due: By overdue round: the local values at the step that it was due.
+    """
 
-    def apply(self, round: Round, average: Average) -> None:
-        self._view.write(round, average.mean.sign_() if self._takes_sign else average.mean)
+    parameters: GlobalParameters
+    optimizers: list[OuterOptimizer]
+    momentum: list[torch.Tensor] = same("outer momentum")
+    at_due: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def merge(self, fragment: int, mean: torch.Tensor) -> None:
-        """There is no final exchange of gradients."""
-        raise NotImplementedError("gradients are exchanged at every step; nothing is left for a final exchange")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is remembered."""
-        return {}
+def outer_state(optimizer: OuterOptimizer, parameters: GlobalParameters) -> OuterState:
+    """Return the first state of outer steps on the fragments of a model."""
+    fragments = range(len(parameters.values))
+    optimizers = [
+        optimizer.with_matrices(parameters.hidden_matrices(fragment))
+        if isinstance(optimizer, NeedsMatrices)
+        else optimizer
+        for fragment in fragments
+    ]
+    momentum = [parameters.beside(value) for value in parameters.values] if optimizer.has_momentum else []
+    return OuterState(parameters, optimizers, momentum)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            raise CheckpointError(
-                "the checkpoint holds outer momenta, but this method has none; resume with its method"
-            )
+
+def outer_step(state: OuterState, round: Round, mean: torch.Tensor, *, blend: float) -> None:
+    """Move a fragment's global value by a mean pseudo-gradient, and blend the local one with it."""
+    fragment, parameters = round.fragment, state.parameters
+    value = parameters.values[fragment]
+    mean = mean.to(value.dtype)
+    momentum = state.momentum[fragment] if state.momentum else None
+    optimizer = state.optimizers[fragment]
+    if mean.device == value.device:
+        optimizer.step(value, mean, momentum)
+    else:
+        on_device = value.to(mean.device, non_blocking=True)
+        momentum_there = None if momentum is None else momentum.to(mean.device, non_blocking=True)
+        optimizer.step(on_device, mean, momentum_there)
+        value.copy_(on_device)
+        if momentum is not None and momentum_there is not None:
+            momentum.copy_(momentum_there)
+        value = on_device
+    parameters.blend_into_locals(fragment, blend=blend, value=value)
+    parameters.begin_checksum(fragment)
+
+
+def merge_pseudo_gradient(state: OuterState, fragment: int, mean: torch.Tensor) -> None:
+    """Set the global value to the mean of the local ones; see `Update.merge`.
+
+    An outer step would let the momentum move the value once more, also where nothing has happened since its last round.
+    """
+    state.parameters.values[fragment].sub_(mean.cpu())
+    state.parameters.blend_into_locals(fragment, blend=0.0)
+
+
+def keep_distance(state: OuterState, round: Round, mean: torch.Tensor) -> None:
+    """Move a fragment's global value by a mean pseudo-gradient, and the local one by the same step."""
+    trained = state.parameters.trained(round.fragment)
+    outer_step(state, round, mean, blend=0.0)
+    state.parameters.write(round.fragment, trained.add_(state.parameters.values[round.fragment].to(trained.device)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,61 +191,15 @@ class OuterStep:
         if not 0 <= self.blend < 1:
             raise ValueError(f"blend must be in [0, 1), got {self.blend}; 1 would never take the global value in")
 
-    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundOuterStep:
+    def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> OuterState:
         check_pseudo_gradients(view, name="OuterStep")
-        return BoundOuterStep(self, view)
+        return outer_state(self.optimizer, view.parameters)
 
+    def apply(self, state: OuterState, round: Round, average: Average) -> None:
+        outer_step(state, round, average.mean, blend=self.blend)
 
-class BoundOuterStep:
-    """See `OuterStep`. Momenta rest in host memory and visit the device with their fragment."""
-
-    def __init__(self, spec: OuterStep, view: BoundView) -> None:
-        self._spec = spec
-        self._parameters = view.parameters
-        values = self._parameters.values
-        optimizer = spec.optimizer
-        self._optimizers = [
-            optimizer.with_matrices(self._parameters.hidden_matrices(fragment))
-            if isinstance(optimizer, NeedsMatrices)
-            else optimizer
-            for fragment in range(len(values))
-        ]
-        self._momenta = [self._parameters.beside(value) for value in values] if spec.optimizer.has_momentum else []
-
-    def apply(self, round: Round, average: Average) -> None:
-        fragment = round.fragment
-        value = self._parameters.values[fragment]
-        mean = average.mean.to(value.dtype)
-        momentum = self._momenta[fragment] if self._momenta else None
-        optimizer = self._optimizers[fragment]
-        if mean.device == value.device:
-            optimizer.step(value, mean, momentum)
-        else:
-            on_device = value.to(mean.device, non_blocking=True)
-            momentum_there = None if momentum is None else momentum.to(mean.device, non_blocking=True)
-            optimizer.step(on_device, mean, momentum_there)
-            value.copy_(on_device)
-            if momentum is not None and momentum_there is not None:
-                momentum.copy_(momentum_there)
-            value = on_device
-        self._parameters.blend_into_locals(fragment, blend=self._spec.blend, value=value)
-        self._parameters.begin_checksum(fragment)
-
-    def merge(self, fragment: int, mean: torch.Tensor) -> None:
-        """Set the global value to the mean of the local ones; see `BoundUpdate.merge`.
-
-        An outer step would let the momentum move the value once more, also where nothing has happened since its last
-        round.
-        """
-        self._parameters.values[fragment].sub_(mean.cpu())
-        self._parameters.blend_into_locals(fragment, blend=0.0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the momenta by fragment."""
-        return {str(fragment): momentum for fragment, momentum in enumerate(self._momenta)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_vectors(state, self._momenta, what="outer momentum")
+    def merge(self, state: OuterState, fragment: int, mean: torch.Tensor) -> None:
+        merge_pseudo_gradient(state, fragment, mean)
 
 
 def check_pseudo_gradients(view: BoundView, *, name: str) -> None:
@@ -270,18 +270,15 @@ class DelayedOuterStep:
 
     optimizer: OuterOptimizer
 
-    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundDelayedOuterStep:
+    def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> OuterState:
         check_pseudo_gradients(view, name="DelayedOuterStep")
-        return BoundDelayedOuterStep(OuterStep(optimizer=self.optimizer), view)
+        return outer_state(self.optimizer, view.parameters)
 
+    def apply(self, state: OuterState, round: Round, average: Average) -> None:
+        keep_distance(state, round, average.mean)
 
-class BoundDelayedOuterStep(BoundOuterStep):
-    """See `DelayedOuterStep`."""
-
-    def apply(self, round: Round, average: Average) -> None:
-        trained = self._parameters.trained(round.fragment)
-        super().apply(round, average)
-        self._parameters.write(round.fragment, trained.add_(self._parameters.values[round.fragment].to(trained.device)))
+    def merge(self, state: OuterState, fragment: int, mean: torch.Tensor) -> None:
+        merge_pseudo_gradient(state, fragment, mean)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,35 +307,30 @@ class LateOuterStep:
         """Check the range."""
         OuterStep(optimizer=self.optimizer, blend=self.blend)
 
-    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundLateOuterStep:
+    def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> OuterState:
         check_pseudo_gradients(view, name="LateOuterStep")
         if view.parameters.is_sharded:
             raise ValueError(
                 "the model is sharded, and each rank would find out for itself whether its shard came too late; with a "
                 "quorum a replica is one rank: take streaming_diloco() for replicas of several"
             )
-        return BoundLateOuterStep(OuterStep(optimizer=self.optimizer, blend=self.blend), view)
+        return outer_state(self.optimizer, view.parameters)
 
-
-class BoundLateOuterStep(BoundDelayedOuterStep):
-    """See `LateOuterStep`."""
-
-    def __init__(self, spec: OuterStep, view: BoundView) -> None:
-        super().__init__(spec, view)
-        self._at_due: dict[int, torch.Tensor] = {}  # by overdue round: the local values at the step that it was due
-
-    def defer(self, round: Round) -> None:
+    def defer(self, state: OuterState, round: Round) -> None:
         """Note that a round is due and its result is not here: training goes on, and `apply` comes later."""
-        if self._spec.blend == 0:
-            self._at_due[round.id] = self._parameters.read(round.fragment)
+        if self.blend == 0:
+            state.at_due[round.id] = state.parameters.read(round.fragment)
 
-    def apply(self, round: Round, average: Average) -> None:
-        at_due = self._at_due.pop(round.id, None)
+    def apply(self, state: OuterState, round: Round, average: Average) -> None:
+        at_due = state.at_due.pop(round.id, None)
         if not average.is_counted:
-            super().apply(round, average)
+            keep_distance(state, round, average.mean)
             return
-        trained_since = None if at_due is None else self._parameters.read(round.fragment).sub_(at_due)
-        BoundOuterStep.apply(self, round, average)
+        trained_since = None if at_due is None else state.parameters.read(round.fragment).sub_(at_due)
+        outer_step(state, round, average.mean, blend=self.blend)
         if trained_since is not None:
-            value = self._parameters.values[round.fragment].to(trained_since.device)
-            self._parameters.write(round.fragment, trained_since.add_(value))
+            value = state.parameters.values[round.fragment].to(trained_since.device)
+            state.parameters.write(round.fragment, trained_since.add_(value))
+
+    def merge(self, state: OuterState, fragment: int, mean: torch.Tensor) -> None:
+        merge_pseudo_gradient(state, fragment, mean)

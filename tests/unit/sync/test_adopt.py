@@ -276,7 +276,10 @@ def equal(one: Any, other: Any) -> bool:
 def test_what_does_not_fit_the_new_options_is_named() -> None:
     states = begin("diloco", replicas=2, count=8)
     (one, _) = go_on("diloco", states, replicas=2, count=4, start=8, outer_optimizer=PlainSGD(lr=0.5))
-    assert one["anew"] == ("outer state: the checkpoint holds a outer momentum for 1 fragments, this run has 0",)
+    assert one["anew"] == (
+        "outer state: the checkpoint holds 1 times what is called outer momentum, this run 0 times; resume with its "
+        "method and model, and its layers_per_fragment",
+    )
     states = begin("power-sgd", replicas=2, count=3)
     (one, _) = go_on("power-sgd", states, replicas=2, count=4, start=3, rank=1)
     (line,) = one["anew"]

@@ -53,8 +53,10 @@ def moved_model(dtype):
 def test_what_was_not_counted_keeps_its_distance_from_the_global_value_bit_for_bit(dtype):
     model, view, start = moved_model(dtype)
     trained, mean = values(model), torch.linspace(-1, 1, 8)
-    update = LateOuterStep(optimizer=PlainSGD(lr=0.5), blend=0.25).bind(view)
-    update.apply(ROUND, Average(mean=mean.clone(), reference_hashes={}, members=(0,), is_counted=False))
+    update = LateOuterStep(optimizer=PlainSGD(lr=0.5), blend=0.25)
+    update.apply(
+        update.init(view), ROUND, Average(mean=mean.clone(), reference_hashes={}, members=(0,), is_counted=False)
+    )
     names = view.parameters.fragments[0]
     sizes = [dict(model.named_parameters())[name].numel() for name in names]
     moved = dict(zip(names, view.parameters.values[0].split(sizes), strict=True))
@@ -68,8 +70,10 @@ def test_what_was_counted_is_blended_as_ever():
     found = []
     for kind in (LateOuterStep, OuterStep):
         model, view, _ = moved_model(torch.float32)
-        update = kind(optimizer=PlainSGD(lr=0.5), blend=0.25).bind(view)
-        update.apply(ROUND, Average(mean=torch.linspace(-1, 1, 8), reference_hashes={}, members=(0, 1)))
+        update = kind(optimizer=PlainSGD(lr=0.5), blend=0.25)
+        update.apply(
+            update.init(view), ROUND, Average(mean=torch.linspace(-1, 1, 8), reference_hashes={}, members=(0, 1))
+        )
         found.append(values(model))
     assert same(*found)
 
@@ -77,30 +81,30 @@ def test_what_was_counted_is_blended_as_ever():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_result_that_comes_after_its_step_erases_nothing_that_was_trained_since(dtype):
     average = lambda: Average(mean=torch.linspace(-1, 1, 8), reference_hashes={}, members=(0, 1))  # noqa: E731
-    found = []
+    update, found = LateOuterStep(optimizer=PlainSGD(lr=0.5)), []
     for has_trained in (False, True):
         model, view, _ = moved_model(dtype)
-        update = LateOuterStep(optimizer=PlainSGD(lr=0.5)).bind(view)
-        update.defer(ROUND)
+        state = update.init(view)
+        update.defer(state, ROUND)
         with torch.no_grad():
             for p in model.parameters() if has_trained else ():
                 p.add_(0.25)
-        update.apply(ROUND, average())
+        update.apply(state, ROUND, average())
         found.append([p.detach().float() - (0.25 if has_trained else 0) for p in model.parameters()])
     in_time, view, _ = moved_model(dtype)
-    LateOuterStep(optimizer=PlainSGD(lr=0.5)).bind(view).apply(ROUND, average())
+    update.apply(update.init(view), ROUND, average())
     exact = [p.detach().float() for p in in_time.parameters()]
     assert all(map(torch.equal, found[0], exact)), "nothing was trained since: the bits of a result in time"
     for late, value in zip(found[1], exact, strict=True):
         assert torch.allclose(late, value, atol=1e-6 if dtype == torch.float32 else 0.02)
-    assert not update._at_due
+    assert not state.at_due
 
 
 def test_a_model_in_shards_is_refused(monkeypatch):
     view = PseudoGradient().bind(build("linear"))
     monkeypatch.setattr(global_parameters, "is_sharded", lambda tensor: True)
     with pytest.raises(ValueError, match="with a quorum a replica is one rank"):
-        LateOuterStep(optimizer=PlainSGD()).bind(view)
+        LateOuterStep(optimizer=PlainSGD()).init(view)
 
 
 def test_at_the_end_nothing_is_left_on_the_wire_and_all_hold_one_model():

@@ -77,7 +77,7 @@ def test_a_checkpoint_with_momenta_does_not_fit_a_method_without():
     optimizer = wrap(model, None, all_reduce())
     foreign = copy.deepcopy(optimizer.state_dict())
     foreign["sync"]["update"] = state["sync"]["update"]
-    with pytest.raises(CheckpointError, match="outer momenta"):
+    with pytest.raises(CheckpointError, match="keeps momentum here, this run nothing"):
         optimizer.load_state_dict(foreign)
 
 

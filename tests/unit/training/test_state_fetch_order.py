@@ -17,6 +17,7 @@ from thinwire.elastic.join import Membership
 from thinwire.elastic.state_transfer import CHUNK_BYTES, publish_state
 from thinwire.errors import DeadlineExceeded, Expelled, NotThere
 from thinwire.sync.round_engine import RoundEngine
+from thinwire.sync.updates import OuterState
 from thinwire.training.elastic.states import IncomingState, fetch, state_name
 
 STEP, SOON_S = 12, 120.0
@@ -105,8 +106,8 @@ class Case:
         )  # fmt: skip
         self.membership = cast(Membership, SimpleNamespace(session=session, library=self.shelf))
         self.told: list[str] = []
-        self.loaded: list[dict[str, torch.Tensor]] = []
-        self.engine = cast(RoundEngine, SimpleNamespace(update=SimpleNamespace(load_state_dict=self.loaded.append)))
+        self.outer = OuterState(cast(Any, None), [], [torch.zeros(numel)])
+        self.engine = cast(RoundEngine, SimpleNamespace(update_state=self.outer))
 
     def fetched(self, *, may_begin_early: bool) -> tuple[IncomingState, dict[str, torch.Tensor]]:
         return fetch(
@@ -119,10 +120,10 @@ def test_the_parameters_are_taken_first_and_the_momenta_when_they_are_here() -> 
     case = Case()
     coming, parameters = case.fetched(may_begin_early=True)
     assert torch.equal(parameters["w"], case.state.parameters["w"]) and coming.step == STEP
-    assert not coming.is_here() and not case.loaded and not case.told
+    assert not coming.is_here() and not case.outer.momentum[0].any() and not case.told
     threading.Timer(0.1, case.shelf.let_go).start()
     coming.load_into(case.engine)  # waits
-    assert torch.equal(case.loaded[0]["0"], case.state.outer["momentum.0"])
+    assert torch.equal(case.outer.momentum[0], case.state.outer["momentum.0"])
     assert coming.is_here() and "fetched the state of step 12" in case.told[0]
     coming.close()
 
@@ -137,7 +138,7 @@ def test_all_is_waited_for_where_the_rest_may_not_come_late_or_would_come_too_la
     coming, parameters = case.fetched(may_begin_early=may_begin_early)
     assert has_been_let_go.is_set() and torch.equal(parameters["w"], case.state.parameters["w"])
     coming.load_into(case.engine)  # all is here, and may not have been unpacked yet
-    assert coming.is_here() and len(case.loaded) == 1
+    assert coming.is_here() and case.outer.momentum[0].any()
     coming.close()
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import nn
@@ -37,7 +37,6 @@ from thinwire.averaging.gossip import Gossip
 from thinwire.averaging.mixing import Complete, MixingGraph, Neighbours, Ring, Torus
 from thinwire.averaging.round_context import Average
 from thinwire.codecs import float32
-from thinwire.errors import CheckpointError
 from thinwire.methods.dimat.matching import MergeMethod, assign, check_whole, match_and_merge, reset_statistics
 from thinwire.methods.dimat.permutation_graph import find_permutations
 from thinwire.methods.registry import About, register
@@ -211,30 +210,21 @@ class MatchedMerge:
                 "returns a new iterator"
             )
 
-    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundMatchedMerge:
-        """See `Update.bind`; what cannot be matched is refused here rather than at the first merge."""
+    def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> MergeState:
+        """See `Update.init`; what cannot be matched is refused here rather than at the first merge."""
         if not isinstance(view, BoundParameters):
             raise ValueError("MatchedMerge() merges parameters, which only Parameters() reads; use that as the view")
-        bound = BoundMatchedMerge(self, view)
         if self.matching != "none":
-            _check_matchable(view.model, sample=bound.calibration()[0])
-        return bound
+            _check_matchable(view.model, sample=self.calibration(view)[0])
+        return MergeState(view)
 
-
-class BoundMatchedMerge:
-    """See `MatchedMerge`."""
-
-    def __init__(self, spec: MatchedMerge, view: BoundParameters) -> None:
-        self._spec = spec
-        self._view = view
-
-    def calibration(self) -> list[torch.Tensor]:
+    def calibration(self, view: BoundParameters) -> list[torch.Tensor]:
         """Return the batches of one merge, on the model's device.
 
         Raises:
             ValueError: There is none, or one is no tensor.
         """
-        source = self._spec.batches
+        source = self.batches
         if source is None:
             return []
         held = list(source() if callable(source) else source)
@@ -242,32 +232,29 @@ class BoundMatchedMerge:
         if other is not None or not held:
             found = "none" if other is None else f"a {type(other).__name__}"
             raise ValueError(f"batches must hold tensors of inputs, got {found}; leave out the labels")
-        device = next((tensor.device for tensor in self._view.tensors), torch.device("cpu"))
+        device = next((tensor.device for tensor in view.tensors), torch.device("cpu"))
         return [batch.to(device) for batch in held]
 
-    def apply(self, round: Round, average: Average) -> None:
-        if self._spec.matching == "none":
-            self.merge(round.fragment, average.mean)
+    def apply(self, state: MergeState, round: Round, average: Average) -> None:
+        if self.matching == "none":
+            self.merge(state, round.fragment, average.mean)
             return
-        neighbours = {replica: self._view.state_of(part) for replica, part in average.parts.items()}
-        batches = self.calibration()
-        match_and_merge(self._view.model, neighbours, average.weights, batches, method=self._spec.matching)
+        neighbours = {replica: state.view.state_of(part) for replica, part in average.parts.items()}
+        batches = self.calibration(state.view)
+        match_and_merge(state.view.model, neighbours, average.weights, batches, method=self.matching)
 
-    def merge(self, fragment: int, mean: torch.Tensor) -> None:
+    def merge(self, state: MergeState, fragment: int, mean: torch.Tensor) -> None:
         """Write a mean into the model, unit by unit as it is, and measure the statistics of BatchNorm again."""
-        unflatten_into(mean, self._view.tensors)
-        if self._spec.batches is not None:
-            reset_statistics(self._view.model, self.calibration())
+        unflatten_into(mean, state.view.tensors)
+        if self.batches is not None:
+            reset_statistics(state.view.model, self.calibration(state.view))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return an empty state."""
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            raise CheckpointError(
-                "the checkpoint holds what an update remembers, but this method's has no memory; resume with its method"
-            )
+@dataclass(slots=True)
+class MergeState:
+    """Reference to the model, without anything remembered."""
+
+    view: BoundParameters
 
 
 def _check_matchable(model: nn.Module, *, sample: torch.Tensor) -> None:
