@@ -85,14 +85,21 @@ def adopt(state: Any, saved: Mapping[str, Any], *, is_own: bool, has_same_member
         CheckpointError: It does not fit; then nothing is changed.
     """
     _check(state, saved)
+    kept = {"same": True, "own": is_own, "owner": is_own and has_same_members}
     lines = []
     for name, tag, what, _ in _tagged(state):
-        if tag == "same" or (tag == "own" and is_own) or (tag == "owner" and is_own and has_same_members):
+        if kept[tag]:
             _put(state, name, saved[name])
         else:
-            _reset(state, name)
+            _reset(getattr(state, name), state, name)
             lines.append(what)
     return lines
+
+
+def reset(state: Any) -> None:
+    """Set all tagged fields to what they were at first: zeros, and nothing that waits."""
+    for name, *_ in _tagged(state):
+        _reset(getattr(state, name), state, name)
 
 
 def transfer(state: Any) -> dict[str, torch.Tensor]:
@@ -198,24 +205,18 @@ def _put(state: Any, name: str, saved: Any) -> None:
         value.copy_(saved)
 
 
-def _reset(state: Any, name: str) -> None:
-    value = getattr(state, name)
+def _reset(value: Any, state: Any, name: str) -> None:
     if dataclasses.is_dataclass(value):
-        for inner, *_ in _tagged(value):
-            _reset(value, inner)
+        reset(value)
     elif isinstance(value, dict):
         value.clear()
     elif isinstance(value, torch.Tensor):
         value.zero_()
+    elif _has_numbers(value):
+        setattr(state, name, [type(one)(0) for one in value])
     else:
-        for index, one in enumerate(value):
-            if dataclasses.is_dataclass(one):
-                for inner, *_ in _tagged(one):
-                    _reset(one, inner)
-            elif isinstance(one, torch.Tensor):
-                one.zero_()
-            else:
-                value[index] = type(one)(0)
+        for one in value:
+            _reset(one, state, name)
 
 
 def _shared_tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

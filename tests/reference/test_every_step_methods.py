@@ -251,15 +251,16 @@ def test_sparse_loco_is_its_loop_bit_for_bit(replicas: int, clips: bool) -> None
 
 @pytest.mark.parametrize("numel", [0, 1, 65, 1009])
 def test_what_was_sent_and_what_is_left_is_what_came_in(numel: int) -> None:
-    memory, code = ErrorFeedback().bind(numel), top_k(density=0.05)
+    memory, code = ErrorFeedback(), top_k(density=0.05)
+    state = memory.init(numel)
     generator = torch.Generator().manual_seed(1)
     came, went = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
     for _ in range(50):
         x = torch.randn(numel, generator=generator)
-        sent = code.decode(code.encode(memory.before(x)), numel=numel)
-        memory.after(sent)
+        sent = code.decode(code.encode(memory.before(state, x)), numel=numel)
+        memory.after(state, sent)
         came, went = came + x, went + sent
-    left = memory.state_dict()["residual"].double()
+    left = state.residual.double()
     torch.testing.assert_close(went + left, came, rtol=1e-5, atol=1e-5)
 
 

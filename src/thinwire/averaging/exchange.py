@@ -153,11 +153,7 @@ class AllGather:
         if self.aggregate is not None:
             self.aggregate.check(num_replicas)
         stages = [
-            {
-                "out": EncodeStage(
-                    code_for(self.codec, tensors), self.memory.bind(numel_of(tensors)) if self.memory else None
-                )
-            }
+            {"out": EncodeStage(code_for(self.codec, tensors), self.memory, numel=numel_of(tensors))}
             for tensors in shapes
         ]
         return _BoundAllGather(self, stages)
@@ -255,10 +251,9 @@ class TwoPhase:
             numel = numel_of(tensors)
             block = codec_at(self.codec, 1).block
             start, stop = shard_bounds(numel, num_shards=num_replicas, block=block)[replica]
-            out = self.memory.bind(numel) if self.memory else None
-            mean = self.owner_memory.bind(stop - start) if self.owner_memory else None
             # the sender's residual covers the whole vector, the owner's only its own shard
-            stages.append({"out": ShardedEncodeStage(self.codec, out), "mean": EncodeStage(self.codec, mean)})
+            out = ShardedEncodeStage(self.codec, self.memory, numel=numel)
+            stages.append({"out": out, "mean": EncodeStage(self.codec, self.owner_memory, numel=stop - start)})
         return _BoundTwoPhase(self, stages)
 
     def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:

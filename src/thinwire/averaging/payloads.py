@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from thinwire.codecs.base import Codec
-from thinwire.codecs.error_feedback import BoundSenderMemory
+from thinwire.codecs.error_feedback import SenderMemory
 from thinwire.errors import CheckpointError, NonFiniteError
 from thinwire.shared_random import derive_seed
+from thinwire.tagged_state import load, reset, save
 
 if TYPE_CHECKING:
     from thinwire.averaging.exchange import Exchange
@@ -68,11 +69,16 @@ class EncodeStage:
     Args:
         code: The code.
         memory: Applied before the code; None for none.
+        numel: Elements of the vectors that it remembers.
+
+    Attributes:
+        state: What the memory remembers.
     """
 
-    def __init__(self, code: Codec | Ramp, memory: BoundSenderMemory | None = None) -> None:
+    def __init__(self, code: Codec | Ramp, memory: SenderMemory | None = None, *, numel: int = 0) -> None:
         self._code = code
         self._memory = memory
+        self.state: Any = None if memory is None else memory.init(numel)
 
     @property
     def has_memory(self) -> bool:
@@ -89,14 +95,14 @@ class EncodeStage:
         if self._memory is None:
             return codec.encode(x, seed=seed)
         # error feedback: what earlier rounds dropped is added before this one is coded (arXiv 1901.09847)
-        payload = codec.encode(self._memory.before(x), seed=seed)
+        payload = codec.encode(self._memory.before(self.state, x), seed=seed)
         self._note(codec, [(payload, x.numel())])
         return payload
 
     @property
     def shared(self) -> torch.Tensor | None:
         """The remembered vector that must be the same on all members, `(numel,)`; None for none."""
-        return None if self._memory is None else self._memory.shared
+        return getattr(self.state, "shared", None)
 
     def _note(self, codec: Codec, payloads: Sequence[tuple[torch.Tensor, int]]) -> None:
         """Pass what the receivers decode to the memory."""
@@ -106,25 +112,11 @@ class EncodeStage:
         except NonFiniteError:
             return  # the run ends where it is decoded to be used, with this replica's name
         # the residual is what the receivers did not get, so it is measured against their decoding, not against x
-        self._memory.after(torch.cat(parts))
+        self._memory.after(self.state, torch.cat(parts))
 
     def received(self, mean: torch.Tensor) -> torch.Tensor:
         """Return what is applied, from the mean of what all sent."""
-        return mean if self._memory is None else self._memory.received(mean)
-
-    def forget(self) -> None:
-        """Reset the memory."""
-        if self._memory is not None:
-            self._memory.forget()
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return what is remembered."""
-        return {} if self._memory is None else self._memory.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `state_dict` returned."""
-        if self._memory is not None:
-            self._memory.load_state_dict(state)
+        return mean if self._memory is None else self._memory.received(self.state, mean)
 
 
 class ShardedEncodeStage(EncodeStage):
@@ -143,7 +135,7 @@ class ShardedEncodeStage(EncodeStage):
         """
         codec = self.codec(step)
         # the residual is added before the cut: it belongs to elements, whoever owns their shard
-        wanted = x if self._memory is None else self._memory.before(x)
+        wanted = x if self._memory is None else self._memory.before(self.state, x)
         # a random stream for each shard: stochastic rounding draws by the place in the encoded part
         coded = {
             owner: codec.encode(wanted[start:stop], seed=derive_seed(seed, "shard", owner))
@@ -181,7 +173,7 @@ class ExchangeState:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            str(fragment): {name: stage.state_dict() for name, stage in stages.items() if stage.has_memory}
+            str(fragment): {name: save(stage.state) for name, stage in stages.items() if stage.has_memory}
             for fragment, stages in enumerate(self._stages)
             if self.has_memory
         }
@@ -195,7 +187,7 @@ class ExchangeState:
             )
         for fragment, stages in state.items():
             for name, vectors in stages.items():
-                self._stages[int(fragment)][name].load_state_dict(vectors)
+                load(self._stages[int(fragment)][name].state, vectors)
 
     def adopt(self, state: Mapping[str, Any], *, is_own: bool) -> tuple[str, ...]:
         """See `BoundExchange.adopt`: what a replica remembers of its own sending stays with it.
@@ -203,19 +195,19 @@ class ExchangeState:
         What receivers hold too must be the same on all, also on those that are new, and an owner's part is another one
         where the number of replicas is another.
         """
-        reset = []
+        lines = []
         for fragment, stages in enumerate(self._stages):
             for name, stage in stages.items():
                 saved = state.get(str(fragment), {}).get(name)
                 if saved is not None and not stage.has_memory:  # of another exchange, under which nothing is kept
-                    reset.append(f"fragment {fragment}: {_MEMORIES[name]}")
+                    lines.append(f"fragment {fragment}: {_MEMORIES[name]}")
                 # a residual is true for its own sender only; shared and owners' state depends on who takes part
                 if stage.has_memory and saved is not None and is_own and name == "out" and stage.shared is None:
-                    stage.load_state_dict(saved)
+                    load(stage.state, saved)
                 elif stage.has_memory:
-                    stage.forget()
-                    reset.append(f"fragment {fragment}: {_MEMORIES[name]}")
-        return tuple(reset)
+                    reset(stage.state)
+                    lines.append(f"fragment {fragment}: {_MEMORIES[name]}")
+        return tuple(lines)
 
 
 def _names(state: Mapping[str, Any]) -> str:

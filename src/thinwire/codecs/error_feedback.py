@@ -14,105 +14,59 @@ its own memory: a method that codes a mean a second time has a second one there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from thinwire.errors import CheckpointError
-
-
-class BoundSenderMemory(Protocol):
-    """A memory with its state, for vectors of one fixed size."""
-
-    def before(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the vector to encode for this round's `x`: float32, `(numel,)`, a new tensor."""
-        ...
-
-    def after(self, sent: torch.Tensor) -> None:
-        """Record what the receivers decode: float32, `(numel,)`."""
-        ...
-
-    def received(self, mean: torch.Tensor) -> torch.Tensor:
-        """Return the vector to apply, from the mean of what all members sent: float32, `(numel,)`."""
-        ...
-
-    @property
-    def shared(self) -> torch.Tensor | None:
-        """The vector that all members of the exchange must hold alike: float32, `(numel,)`; None for none."""
-        ...
-
-    def forget(self) -> None:
-        """Reset every vector to its value before the first round."""
-        ...
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the vectors by name."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore the vectors of `state_dict`.
-
-        Raises:
-            CheckpointError: Names or sizes differ.
-        """
-        ...
+from thinwire.tagged_state import own, owner
 
 
 class SenderMemory(Protocol):
-    """A memory as a value; `bind` makes its vectors."""
+    """A memory as a value; its state is a dataclass of float32 vectors of one fixed size, `(numel,)`."""
 
-    def bind(self, numel: int) -> BoundSenderMemory:
-        """Return an empty memory for vectors of `numel` elements."""
+    def init(self, numel: int) -> Any:
+        """Return the state before the first round, for vectors of `numel` elements; its fields are tagged."""
+        ...
+
+    def before(self, state: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return the vector to encode for this round's `x`: float32, `(numel,)`, a new tensor."""
+        ...
+
+    def after(self, state: Any, sent: torch.Tensor) -> None:
+        """Record what the receivers decode: float32, `(numel,)`."""
+        ...
+
+    def received(self, state: Any, mean: torch.Tensor) -> torch.Tensor:
+        """Return the vector to apply, from the mean of what all members sent: float32, `(numel,)`."""
         ...
 
 
-class MemoryVectors:
-    """Named float32 vectors that start at zero and follow the device of their inputs: the state of a memory.
+def there(state: Any, name: str, like: torch.Tensor) -> torch.Tensor:
+    """Return a vector of a state, to read and to write, on the device that `like` is on."""
+    found: torch.Tensor = getattr(state, name).to(like.device)
+    setattr(state, name, found)
+    return found
 
-    Args:
-        numel: Elements of each.
-        names: Their names in the state.
-    """
 
-    def __init__(self, numel: int, *names: str) -> None:
-        self._numel = numel
-        self._vectors = {name: torch.zeros(numel) for name in names}
+class _AppliesMean:
+    """Base of memories that leave the mean of what all sent as it is."""
 
-    @property
-    def shared(self) -> torch.Tensor | None:
-        return None
+    __slots__ = ()
 
-    def forget(self) -> None:
-        for vector in self._vectors.values():
-            vector.zero_()
+    def received(self, state: Any, mean: torch.Tensor) -> torch.Tensor:
+        return mean
 
-    def there(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Return a vector by its name, to read and to write, on the device that `like` is on."""
-        self._vectors[name] = found = self._vectors[name].to(like.device)
-        return found
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return dict(self._vectors)
+@dataclass(slots=True)
+class Residual:
+    """What the code has dropped."""
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        if set(state) != set(self._vectors):
-            raise CheckpointError(
-                f"the checkpoint holds the vectors {sorted(state)} of a memory, this run has {sorted(self._vectors)}; "
-                f"resume with its method and codec"
-            )
-        for name, vector in self._vectors.items():
-            if state[name].shape != vector.shape:
-                raise CheckpointError(
-                    f"the checkpoint's {name} has {state[name].numel()} elements, this run's {vector.numel()}; resume "
-                    f"with its model, and as many ranks a replica"
-                )
-            self._vectors[name] = state[name].to(vector.device, torch.float32).clone()
+    residual: torch.Tensor = own("what was not sent yet")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorFeedback:
+class ErrorFeedback(_AppliesMean):
     """Add what was dropped before, and keep what is dropped now: `w = x + decay * e; e = w - sent`.
 
     With `decay` 1 all that was ever dropped is sent in the end: the sum of what was sent and the residual is the sum
@@ -132,28 +86,27 @@ class ErrorFeedback:
         if not 0 < self.decay <= 1:
             raise ValueError(f"error feedback's decay must be in (0, 1], got {self.decay}; 1 forgets nothing")
 
-    def bind(self, numel: int) -> BoundSenderMemory:
-        return _BoundErrorFeedback(self, numel)
+    def init(self, numel: int) -> Residual:
+        return Residual(torch.zeros(numel))
 
-
-class _BoundErrorFeedback(MemoryVectors):
-    def __init__(self, spec: ErrorFeedback, numel: int) -> None:
-        super().__init__(numel, "residual")
-        self._decay = spec.decay
-
-    def before(self, x: torch.Tensor) -> torch.Tensor:
-        residual = self.there("residual", x).mul_(self._decay).add_(x)
+    def before(self, state: Residual, x: torch.Tensor) -> torch.Tensor:
+        residual = there(state, "residual", x).mul_(self.decay).add_(x)
         return residual.clone()
 
-    def after(self, sent: torch.Tensor) -> None:
-        self.there("residual", sent).sub_(sent)  # before() left x + decay * e here
+    def after(self, state: Residual, sent: torch.Tensor) -> None:
+        there(state, "residual", sent).sub_(sent)  # before() left x + decay * e here
 
-    def received(self, mean: torch.Tensor) -> torch.Tensor:
-        return mean
+
+@dataclass(slots=True)
+class Velocity:
+    """What grows where nothing is sent, and its momentum."""
+
+    momentum: torch.Tensor = own("momentum")
+    velocity: torch.Tensor = own("what was not sent yet")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MomentumCorrection:
+class MomentumCorrection(_AppliesMean):
     """Let the momentum grow where nothing is sent (Deep Gradient Compression, arXiv 1712.01887, section 3).
 
     Heavy ball: `u = m u + g; v = v + u`. Nesterov: `u = m (u + g); v = v + u + g`. `v` is encoded; where an element was
@@ -182,19 +135,13 @@ class MomentumCorrection:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm must be positive, got {self.clip_norm}; None clips nothing")
 
-    def bind(self, numel: int) -> BoundSenderMemory:
-        return _BoundMomentumCorrection(self, numel)
+    def init(self, numel: int) -> Velocity:
+        return Velocity(torch.zeros(numel), torch.zeros(numel))
 
-
-class _BoundMomentumCorrection(MemoryVectors):
-    def __init__(self, spec: MomentumCorrection, numel: int) -> None:
-        super().__init__(numel, "momentum", "velocity")
-        self._spec = spec
-
-    def before(self, x: torch.Tensor) -> torch.Tensor:
-        gradient, m = self._clipped(x), self._spec.momentum
-        u, v = self.there("momentum", x), self.there("velocity", x)
-        if self._spec.nesterov:
+    def before(self, state: Velocity, x: torch.Tensor) -> torch.Tensor:
+        gradient, m = self._clipped(x), self.momentum
+        u, v = there(state, "momentum", x), there(state, "velocity", x)
+        if self.nesterov:
             u.add_(gradient).mul_(m)  # u = m (u + g)
             v.add_(u).add_(gradient)  # v = v + u + g
         else:
@@ -202,26 +149,30 @@ class _BoundMomentumCorrection(MemoryVectors):
             v.add_(u)  # v = v + u
         return v.clone()
 
-    def after(self, sent: torch.Tensor) -> None:
-        u, v = self.there("momentum", sent), self.there("velocity", sent)
+    def after(self, state: Velocity, sent: torch.Tensor) -> None:
+        u, v = there(state, "momentum", sent), there(state, "velocity", sent)
         stays = sent == 0  # a sparse code decodes what it did not send to 0
         v.mul_(stays)
-        if self._spec.masks:
+        if self.masks:
             u.mul_(stays)
 
-    def received(self, mean: torch.Tensor) -> torch.Tensor:
-        return mean
-
     def _clipped(self, gradient: torch.Tensor) -> torch.Tensor:
-        if self._spec.clip_norm is None:
+        if self.clip_norm is None:
             return gradient
         # in float64, or the last bit would depend on where the vector lies in memory
-        factor = self._spec.clip_norm / max(self._spec.clip_norm, float(gradient.double().norm()))
+        factor = self.clip_norm / max(self.clip_norm, float(gradient.double().norm()))
         return gradient * factor
 
 
+@dataclass(slots=True)
+class Inertia:
+    """A momentum that is sent whole."""
+
+    momentum: torch.Tensor = own("momentum")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Momentum:
+class Momentum(_AppliesMean):
     """Send the momentum instead of the gradient: `u = m u + g`, and `u`, or `g + m u` with Nesterov.
 
     For what is sent whole beside a channel of `MomentumCorrection`: the mean of momenta is the momentum of the mean.
@@ -242,24 +193,36 @@ class Momentum:
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual")
 
-    def bind(self, numel: int) -> BoundSenderMemory:
-        return _BoundMomentum(self, numel)
+    def init(self, numel: int) -> Inertia:
+        return Inertia(torch.zeros(numel))
 
+    def before(self, state: Inertia, x: torch.Tensor) -> torch.Tensor:
+        momentum = there(state, "momentum", x).mul_(self.momentum).add_(x)
+        return x + self.momentum * momentum if self.nesterov else momentum.clone()
 
-class _BoundMomentum(MemoryVectors):
-    def __init__(self, spec: Momentum, numel: int) -> None:
-        super().__init__(numel, "momentum")
-        self._spec = spec
-
-    def before(self, x: torch.Tensor) -> torch.Tensor:
-        momentum = self.there("momentum", x).mul_(self._spec.momentum).add_(x)
-        return x + self._spec.momentum * momentum if self._spec.nesterov else momentum.clone()
-
-    def after(self, sent: torch.Tensor) -> None:
+    def after(self, state: Inertia, sent: torch.Tensor) -> None:
         pass
 
-    def received(self, mean: torch.Tensor) -> torch.Tensor:
-        return mean
+
+@dataclass(slots=True)
+class BothEnds:
+    """What the sender and its receivers hold alike; another set of replicas has another mean.
+
+    Attributes:
+        own: g: what was sent in all.
+        shared: The mean of all members' g; all hold the same.
+        velocity: v; empty without momentum.
+        has_started: 1 once v is the mean of some gradients; empty without momentum.
+        sent: What was sent in the round that is under way.
+        next_velocity: v after that round.
+    """
+
+    own: torch.Tensor = owner("what both ends hold")
+    shared: torch.Tensor = owner("what both ends hold")
+    velocity: torch.Tensor = owner("momentum")
+    has_started: torch.Tensor = owner("momentum")
+    sent: torch.Tensor | None = None
+    next_velocity: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,57 +249,30 @@ class Shift:
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, 0 is plain EF21")
 
-    def bind(self, numel: int) -> BoundSenderMemory:
-        return _BoundShift(numel) if self.momentum == 0 else _BoundShiftOfMomentum(self, numel)
+    def init(self, numel: int) -> BothEnds:
+        with_momentum = self.momentum > 0
+        return BothEnds(
+            torch.zeros(numel), torch.zeros(numel), torch.zeros(numel * with_momentum), torch.zeros(1 * with_momentum)
+        )
 
+    def before(self, state: BothEnds, x: torch.Tensor) -> torch.Tensor:
+        if self.momentum > 0:
+            if state.has_started.item():
+                x = self.momentum * there(state, "velocity", x) + (1 - self.momentum) * x
+            else:
+                x = x.to(torch.float32).clone()
+            state.next_velocity = x
+        return x - there(state, "own", x)
 
-class _BoundShift(MemoryVectors):
-    def __init__(self, numel: int, *names: str) -> None:
-        super().__init__(numel, "own", "mean", *names)
-        self._sent: torch.Tensor | None = None
+    def after(self, state: BothEnds, sent: torch.Tensor) -> None:
+        state.sent = sent
 
-    @property
-    def shared(self) -> torch.Tensor | None:
-        return self._vectors["mean"]
-
-    def forget(self) -> None:
-        super().forget()
-        self._sent = None
-
-    def before(self, x: torch.Tensor) -> torch.Tensor:
-        return x - self.there("own", x)
-
-    def after(self, sent: torch.Tensor) -> None:
-        self._sent = sent
-
-    def received(self, mean: torch.Tensor) -> torch.Tensor:
-        if self._sent is not None:  # a member that sends nothing in a round keeps its state
-            self.there("own", self._sent).add_(self._sent)
-            self._sent = None
+    def received(self, state: BothEnds, mean: torch.Tensor) -> torch.Tensor:
+        if state.next_velocity is not None:
+            state.velocity, state.next_velocity = state.next_velocity, None
+            state.has_started.fill_(1)
+        if state.sent is not None:  # a member that sends nothing in a round keeps its state
+            there(state, "own", state.sent).add_(state.sent)
+            state.sent = None
         # mean_i(g_i) grows by mean_i(c_i), so the receivers track it without ever receiving a whole g_i
-        return self.there("mean", mean).add_(mean).clone()
-
-
-class _BoundShiftOfMomentum(_BoundShift):
-    def __init__(self, spec: Shift, numel: int) -> None:
-        super().__init__(numel, "velocity")
-        self._vectors["has_started"] = torch.zeros(1)
-        self._momentum = spec.momentum
-        self._velocity: torch.Tensor | None = None
-
-    def forget(self) -> None:
-        super().forget()
-        self._velocity = None
-
-    def before(self, x: torch.Tensor) -> torch.Tensor:
-        if self._vectors["has_started"].item():
-            self._velocity = self._momentum * self.there("velocity", x) + (1 - self._momentum) * x
-        else:
-            self._velocity = x.to(torch.float32).clone()
-        return super().before(self._velocity)
-
-    def received(self, mean: torch.Tensor) -> torch.Tensor:
-        if self._velocity is not None:
-            self._vectors["velocity"], self._velocity = self._velocity, None
-            self._vectors["has_started"].fill_(1)
-        return super().received(mean)
+        return there(state, "shared", mean).add_(mean).clone()

@@ -40,7 +40,7 @@ import torch
 from thinwire.averaging.exchange import Exchange, TwoPhase, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
-from thinwire.codecs.error_feedback import MemoryVectors
+from thinwire.codecs.error_feedback import there
 from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
@@ -48,6 +48,7 @@ from thinwire.sync.outer_optimizer import OuterOptimizer, PlainSGD, check_rates
 from thinwire.sync.schedule import Staggered
 from thinwire.sync.updates import DelayedOuterStep, OuterStep, TakenPseudoGradient, Update
 from thinwire.sync.views import PseudoGradient, View
+from thinwire.tagged_state import owner
 
 ABOUT = About(
     paper="arXiv 2401.16265",
@@ -184,25 +185,24 @@ class ShardedMomentum:
 
     optimizer: OuterOptimizer
 
-    def bind(self, numel: int) -> BoundShardedMomentum:
-        return BoundShardedMomentum(self.optimizer, numel)
+    def init(self, numel: int) -> OwnersMomentum:
+        return OwnersMomentum(torch.zeros(numel))
 
-
-class BoundShardedMomentum(MemoryVectors):
-    """See `ShardedMomentum`."""
-
-    def __init__(self, optimizer: OuterOptimizer, numel: int) -> None:
-        super().__init__(numel, "outer momentum")
-        self._optimizer = optimizer
-
-    def before(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the outer step, by which the value shall decrease; see `BoundSenderMemory.before`."""
+    def before(self, state: OwnersMomentum, x: torch.Tensor) -> torch.Tensor:
+        """Return the outer step, by which the value shall decrease; see `SenderMemory.before`."""
         moved = torch.zeros_like(x)
-        self._optimizer.step(moved, x.clone(), self.there("outer momentum", x))
+        self.optimizer.step(moved, x.clone(), there(state, "momentum", x))
         return moved.neg_()
 
-    def after(self, sent: torch.Tensor) -> None:
-        """See `BoundSenderMemory.after`: what the code drops is not remembered."""
+    def after(self, state: OwnersMomentum, sent: torch.Tensor) -> None:
+        """See `SenderMemory.after`: what the code drops is not remembered."""
 
-    def received(self, mean: torch.Tensor) -> torch.Tensor:
+    def received(self, state: OwnersMomentum, mean: torch.Tensor) -> torch.Tensor:
         return mean
+
+
+@dataclass(slots=True)
+class OwnersMomentum:
+    """The outer momentum of one owner's shard."""
+
+    momentum: torch.Tensor = owner("outer momentum")

@@ -436,14 +436,12 @@ class Star:
         stages = []
         for tensors in shapes:
             numel = numel_of(tensors)
-            out = self.memory.bind(numel) if self.memory else None
-            is_server = replica == self.server
             # the server alone codes the mean, so it alone has a residual of it
-            back = self.server_memory.bind(numel) if self.server_memory and is_server else None
+            memory = self.server_memory if replica == self.server else None
             stages.append(
                 {
-                    "out": EncodeStage(code_for(self.codec, tensors), out),
-                    "mean": EncodeStage(code_for(self.server_codec, tensors), back),
+                    "out": EncodeStage(code_for(self.codec, tensors), self.memory, numel=numel),
+                    "mean": EncodeStage(code_for(self.server_codec, tensors), memory, numel=numel),
                 }
             )
         return _BoundStar(self, stages)

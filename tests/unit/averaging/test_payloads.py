@@ -126,7 +126,7 @@ def test_absent_replicas_keep_their_state_and_take_in_the_others():
             before = twins(optimizer)
             steps(model, optimizer, 1, replica=transport.replica, start=step)
             after = twins(optimizer)
-            found.append((not torch.equal(before["own"], after["own"]), after["mean"], after["own"]))
+            found.append((not torch.equal(before["own"], after["own"]), after["shared"], after["own"]))
         return found
 
     topology = METHODS["participation"]().topology
@@ -139,16 +139,17 @@ def test_absent_replicas_keep_their_state_and_take_in_the_others():
 
 
 def test_the_momentum_starts_as_the_first_gradient_and_absent_rounds_leave_it():
-    memory = Shift(momentum=0.75).bind(3)
+    memory = Shift(momentum=0.75)
+    state = memory.init(3)
     first, second = torch.tensor([4.0, -8.0, 0.0]), torch.tensor([8.0, 8.0, 4.0])
-    sent = memory.before(first)
+    sent = memory.before(state, first)
     assert torch.equal(sent, first)
-    memory.after(sent)
-    memory.received(sent)
-    memory.received(torch.zeros(3))  # a round without this member
-    assert torch.equal(memory.before(second), 0.75 * first + 0.25 * second - first)
+    memory.after(state, sent)
+    memory.received(state, sent)
+    memory.received(state, torch.zeros(3))  # a round without this member
+    assert torch.equal(memory.before(state, second), 0.75 * first + 0.25 * second - first)
     # a round that fails before it is received leaves no trace
-    assert torch.equal(memory.before(second), 0.75 * first + 0.25 * second - first)
+    assert torch.equal(memory.before(state, second), 0.75 * first + 0.25 * second - first)
 
 
 def test_a_checkpoint_without_the_momentum_does_not_fit():

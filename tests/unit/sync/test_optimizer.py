@@ -477,10 +477,10 @@ def test_a_state_of_another_run_is_refused_with_a_remedy_that_works():
     state = state_of(sparse_loco, sync_interval=3)
     vectors = next(iter(state["sync"]["exchanges"]["0"]["0"].values()))
     for wrong, told in [
-        (lambda state: residuals(state).clear(), r"vectors \[\] of a memory, .*; resume with its method and codec"),
+        (lambda state: residuals(state).clear(), r"keeps nothing here, this run residual; resume with its method"),
         (
             lambda state: residuals(state).update({next(iter(vectors)): torch.zeros(1)}),
-            "has 1 elements, .*; resume with",
+            r"has the shape \(1,\), .*; resume with",
         ),
     ]:
         with pytest.raises(CheckpointError, match=told):
