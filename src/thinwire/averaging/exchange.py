@@ -156,7 +156,10 @@ class AllGather:
             {"out": EncodeStage(code_for(self.codec, tensors), self.memory, numel=numel_of(tensors))}
             for tensors in shapes
         ]
-        return _BoundAllGather(self, stages)
+        return ExchangeState(self, stages)
+
+    def round(self, stages: Mapping[str, EncodeStage], tensor: torch.Tensor, context: RoundContext) -> Steps:
+        return self.through(stages["out"], tensor, context)
 
     def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """See `BoundExchange.steps`; without memory."""
@@ -254,7 +257,10 @@ class TwoPhase:
             # the sender's residual covers the whole vector, the owner's only its own shard
             out = ShardedEncodeStage(self.codec, self.memory, numel=numel)
             stages.append({"out": out, "mean": EncodeStage(self.codec, self.owner_memory, numel=stop - start)})
-        return _BoundTwoPhase(self, stages)
+        return ExchangeState(self, stages)
+
+    def round(self, stages: Mapping[str, Any], tensor: torch.Tensor, context: RoundContext) -> Steps:
+        return self.through(stages["out"], stages["mean"], tensor, context)
 
     def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """See `BoundExchange.steps`; without memory."""
@@ -377,23 +383,6 @@ def shard_bounds(numel: int, *, num_shards: int, block: int) -> list[tuple[int, 
     return list(pairwise(cuts))
 
 
-class _BoundAllGather(ExchangeState):
-    _spec: AllGather
-
-    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
-        return self._spec.through(self._stages[context.fragment]["out"], tensor, context)
-
-
-class _BoundTwoPhase(ExchangeState):
-    _spec: TwoPhase
-
-    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
-        stages = self._stages[context.fragment]
-        out = stages["out"]
-        assert isinstance(out, ShardedEncodeStage)
-        return self._spec.through(out, stages["mean"], tensor, context)
-
-
 def numel_of(shapes: Shapes) -> int:
     """Return how many elements tensors of these shapes have together."""
     return sum(shape.numel() for shape in shapes)
@@ -422,7 +411,11 @@ class NoExchange:
     """Send nothing. For the local steps of a method that does the inner step itself; its result is no mean."""
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
-        return _BoundNoExchange(self, [{} for _ in shapes])
+        return ExchangeState(self, [{} for _ in shapes])
+
+    def round(self, stages: Mapping[str, EncodeStage], tensor: torch.Tensor, context: RoundContext) -> Steps:
+        yield from ()  # a generator like the others, that waits for nothing
+        return Average(mean=tensor, reference_hashes={context.peers.me: context.reference_hash})
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """Return 0."""
@@ -430,9 +423,3 @@ class NoExchange:
 
     def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
         return RoundTraffic(pattern=None, sent_bytes=0, num_messages=0)
-
-
-class _BoundNoExchange(ExchangeState):
-    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
-        yield from ()  # a generator like the others, that waits for nothing
-        return Average(mean=tensor, reference_hashes={context.peers.me: context.reference_hash})

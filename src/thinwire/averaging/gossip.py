@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -35,13 +35,32 @@ class Gossip:
     Args:
         codec: The code.
         graph: An undirected graph over all replicas; the same as the topology's.
+        num_replicas: How many there are; `bind` sets it.
     """
 
     codec: Codec
     graph: MixingGraph
+    num_replicas: int = field(default=0, repr=False)
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
-        return _BoundGossip(self, shapes, num_replicas=num_replicas)
+        stages = [{"out": EncodeStage(code_for(self.codec, tensors))} for tensors in shapes]
+        return ExchangeState(replace(self, num_replicas=num_replicas), stages)
+
+    def round(self, stages: Mapping[str, EncodeStage], tensor: torch.Tensor, context: RoundContext) -> Steps:
+        me, members = context.peers.me, context.peers.members
+        row = mixing_row(self.graph, round_id=context.round_id, me=me, alive=range(self.num_replicas))
+        # both are functions of the round's id alone, so neighbours agree without a message
+        assert tuple(row) == members, "the topology and the exchange must follow the same graph"
+        # unweighted: the payloads are those of an all-gather among the neighbours
+        gather = AllGather(codec=self.codec, keeps_parts=True)
+        average = yield from gather.through(stages["out"], tensor, context)
+        # the gather's mean weights all alike; the weighted one is summed again, in ascending order of the members
+        mean = torch.zeros_like(average.mean)
+        for member in members:
+            mean.add_(average.parts[member], alpha=row[member])
+        # DIMAT matches units with the neighbours' models one by one; its own it has (arXiv 2404.08079)
+        parts = {member: part for member, part in average.parts.items() if member != me}
+        return replace(average, mean=mean, parts=parts, weights=row)
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """See `BoundExchange.sent_bytes`; of the replicas, those that take part in the round count: the members."""
@@ -55,27 +74,3 @@ class Gossip:
             num_messages=num_members - 1,
             coding_passes=coding_passes(self, shapes, passes=(1 + num_members) / 2),
         )
-
-
-class _BoundGossip(ExchangeState):
-    _spec: Gossip
-
-    def __init__(self, spec: Gossip, shapes: Sequence[Shapes], *, num_replicas: int) -> None:
-        super().__init__(spec, [{"out": EncodeStage(code_for(spec.codec, tensors))} for tensors in shapes])
-        # unweighted: the payloads are those of an all-gather among the neighbours
-        self._gather = AllGather(codec=spec.codec, keeps_parts=True)
-        self._num_replicas = num_replicas
-
-    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
-        me, members = context.peers.me, context.peers.members
-        row = mixing_row(self._spec.graph, round_id=context.round_id, me=me, alive=range(self._num_replicas))
-        # both are functions of the round's id alone, so neighbours agree without a message
-        assert tuple(row) == members, "the topology and the exchange must follow the same graph"
-        average = yield from self._gather.through(self._stages[context.fragment]["out"], tensor, context)
-        # the gather's mean weights all alike; the weighted one is summed again, in ascending order of the members
-        mean = torch.zeros_like(average.mean)
-        for member in members:
-            mean.add_(average.parts[member], alpha=row[member])
-        # DIMAT matches units with the neighbours' models one by one; its own it has (arXiv 2404.08079)
-        parts = {member: part for member, part in average.parts.items() if member != me}
-        return replace(average, mean=mean, parts=parts, weights=row)

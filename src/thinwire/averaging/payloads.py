@@ -8,21 +8,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from thinwire.averaging.round_context import RoundContext, Steps
+from thinwire.averaging.topology import Peers
 from thinwire.codecs.base import Codec
 from thinwire.codecs.error_feedback import SenderMemory
 from thinwire.errors import CheckpointError, NonFiniteError
 from thinwire.shared_random import derive_seed
 from thinwire.tagged_state import load, reset, save
-
-if TYPE_CHECKING:
-    from thinwire.averaging.exchange import Exchange
-
-
-from thinwire.averaging.topology import Peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,19 +145,41 @@ class ShardedEncodeStage(EncodeStage):
 _MEMORIES = {"out": "what was not sent yet", "mean": "what the owner of a part remembers of its means"}
 
 
-class ExchangeState:
-    """The state of an exchange, by fragment and stage: base class of the bound exchanges."""
+class StagedExchange(Protocol):
+    """An exchange whose rounds need no more state than the stages of their fragment."""
 
-    def __init__(self, spec: Exchange, stages: Sequence[Mapping[str, EncodeStage]]) -> None:
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        """Return the payload bytes that one replica sends for a tensor of `numel` elements, at most."""
+        ...
+
+    def round(self, stages: Mapping[str, Any], tensor: torch.Tensor, context: RoundContext) -> Steps:
+        """Return the generator of one round of a fragment with these stages."""
+        ...
+
+
+class ExchangeState:
+    """The state of an exchange on one replica, by fragment and stage.
+
+    Args:
+        spec: The exchange.
+        stages: By fragment, and by name; what they remember is the state.
+    """
+
+    def __init__(self, spec: Any, stages: Sequence[Mapping[str, EncodeStage]]) -> None:
         self._spec = spec
         self._stages = stages
+
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
+        spec: StagedExchange = self._spec
+        return spec.round(self._stages[context.fragment], tensor, context)
 
     @property
     def has_memory(self) -> bool:
         return any(stage.has_memory for stages in self._stages for stage in stages.values())
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
-        return self._spec.sent_bytes(numel, num_replicas=num_replicas)
+        num_bytes: int = self._spec.sent_bytes(numel, num_replicas=num_replicas)
+        return num_bytes
 
     def shared_hash(self, fragment: int) -> int:
         found = 0  # no stage shares state: nothing to compare

@@ -444,7 +444,10 @@ class Star:
                     "mean": EncodeStage(code_for(self.server_codec, tensors), memory, numel=numel),
                 }
             )
-        return _BoundStar(self, stages)
+        return ExchangeState(self, stages)
+
+    def round(self, stages: Mapping[str, EncodeStage], tensor: torch.Tensor, context: RoundContext) -> Steps:
+        return self.through(stages["out"], stages["mean"], tensor, context)
 
     def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """See `BoundExchange.steps`; without memory."""
@@ -518,11 +521,3 @@ class Star:
             num_messages=num_members - 1,
             coding_passes=coding_passes(self, shapes, passes=(1 + num_members) / 2),
         )
-
-
-class _BoundStar(ExchangeState):
-    _spec: Star
-
-    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
-        stages: Mapping[str, EncodeStage] = self._stages[context.fragment]
-        return self._spec.through(stages["out"], stages["mean"], tensor, context)
