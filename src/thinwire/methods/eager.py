@@ -37,7 +37,7 @@ from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer
 from thinwire.sync.program import LocalSteps, Program
 from thinwire.sync.schedule import Round, Staggered
 from thinwire.sync.updates import OuterState, outer_state, outer_step
-from thinwire.sync.views import BoundOwnPseudoGradient, BoundView, OwnPseudoGradient
+from thinwire.sync.views import BoundView, OwnPseudoGradient, kind_of_view
 from thinwire.tagged_state import own
 
 ABOUT = About(
@@ -151,7 +151,7 @@ class EagerOuterStep:
 
     def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> EagerState:
         # not those below it, which send something else in channel 0
-        if type(view) is not BoundOwnPseudoGradient:
+        if kind_of_view(view) is not OwnPseudoGradient:
             raise ValueError(
                 "EagerOuterStep() applies a replica's own pseudo-gradients before the others', which only "
                 "OwnPseudoGradient() reads; use that as the view"

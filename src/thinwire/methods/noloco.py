@@ -41,7 +41,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from thinwire.averaging.exchange import Exchange, cheapest
 from thinwire.averaging.mixing import RandomPairs
@@ -50,12 +49,13 @@ from thinwire.averaging.topology import Peers
 from thinwire.codecs import Codec, float32
 from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
+from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import HeavyBall
 from thinwire.sync.program import LocalSteps, Program
 from thinwire.sync.schedule import Prefetched, Round
 from thinwire.sync.updates import OuterState, OuterStep, outer_state, outer_step
-from thinwire.sync.views import BoundOwnPseudoGradient, BoundView, OwnPseudoGradient
+from thinwire.sync.views import BoundView, OwnPseudoGradient, kind_of_view
 from thinwire.tagged_state import own
 
 ABOUT = About(
@@ -184,18 +184,11 @@ def _check_pull(pull: float, *, momentum: float, group_size: int) -> None:
 class SlowWeightsAndPseudoGradient(OwnPseudoGradient):
     """The replica's own global value in channel 0, and its pseudo-gradient in channel 1; see `OwnPseudoGradient`."""
 
-    def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundSlowWeights:
-        return BoundSlowWeights(self.cut(model, inner))
-
-
-class BoundSlowWeights(BoundOwnPseudoGradient):
-    """See `SlowWeightsAndPseudoGradient`."""
-
-    def read(self, round: Round) -> torch.Tensor:
+    def read(self, parameters: GlobalParameters, round: Round) -> torch.Tensor:
         """See `BoundView.read`; slow weights stay in host memory, so that they rest there until they are needed."""
         if round.channel == 0:
-            return self.parameters.values[round.fragment].clone()
-        return super().read(round)
+            return parameters.values[round.fragment].clone()
+        return OwnPseudoGradient.read(self, parameters, round)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +226,7 @@ class ConsensusStep:
             raise ValueError(f"the pull must be positive, got {self.pull}; without it replicas drift apart")
 
     def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> ConsensusState:
-        if not isinstance(view, BoundSlowWeights):
+        if kind_of_view(view) is not SlowWeightsAndPseudoGradient:
             raise ValueError(
                 "ConsensusStep() applies slow weights and pseudo-gradients, which only SlowWeightsAndPseudoGradient() "
                 "reads; use that as the view"

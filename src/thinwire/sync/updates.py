@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
-from torch import nn
 
 from thinwire.averaging.round_context import Average
 from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.outer_optimizer import NeedsMatrices, OuterOptimizer
 from thinwire.sync.program import AveragedGradients, LocalSteps, Program
 from thinwire.sync.schedule import Round
-from thinwire.sync.views import BoundGradient, BoundPseudoGradient, BoundView, PseudoGradient
+from thinwire.sync.views import BoundGradient, BoundView, PseudoGradient
 from thinwire.tagged_state import same
 
 
@@ -242,16 +241,9 @@ class TakenPseudoGradient(PseudoGradient):
     `PseudoGradient`.
     """
 
-    def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundTakenPseudoGradient:
-        return BoundTakenPseudoGradient(self.cut(model, inner))
-
-
-class BoundTakenPseudoGradient(BoundPseudoGradient):
-    """See `TakenPseudoGradient`."""
-
-    def read(self, round: Round) -> torch.Tensor:
-        taken = super().read(round)
-        self.parameters.blend_into_locals(round.fragment, blend=0.0)
+    def read(self, parameters: GlobalParameters, round: Round) -> torch.Tensor:
+        taken = PseudoGradient.read(self, parameters, round)
+        parameters.blend_into_locals(round.fragment, blend=0.0)
         return taken
 
 

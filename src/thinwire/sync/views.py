@@ -68,7 +68,19 @@ class PseudoGradient:
     fragments: Pattern = field(default_factory=Pattern)
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundPseudoGradient:
-        return BoundPseudoGradient(self.cut(model, inner))
+        return BoundPseudoGradient(self, self.cut(model, inner))
+
+    def read(self, parameters: GlobalParameters, round: Round) -> torch.Tensor:
+        """Return what is sent in a round; see `BoundView.read`."""
+        return parameters.pseudo_gradient(round.fragment)
+
+    def read_last(self, parameters: GlobalParameters, fragment: int) -> torch.Tensor:
+        """Return what is sent in the final exchange; see `BoundView.read_last`."""
+        return parameters.pseudo_gradient(fragment)
+
+    def reference_hash(self, parameters: GlobalParameters, round: Round) -> int:
+        """Return the hash of the value that `read` refers to; see `BoundView.reference_hash`."""
+        return parameters.reference_hash(round.fragment)
 
     def cut(self, model: nn.Module, inner: torch.optim.Optimizer | None) -> GlobalParameters:
         """Return the model's fragments with their global values.
@@ -82,22 +94,33 @@ class PseudoGradient:
 
 
 class BoundPseudoGradient:
-    """See `PseudoGradient`."""
+    """A `PseudoGradient` of some kind on a model.
 
-    def __init__(self, parameters: GlobalParameters) -> None:
+    Attributes:
+        spec: The kind.
+        parameters: The fragments with their global values.
+    """
+
+    def __init__(self, spec: PseudoGradient, parameters: GlobalParameters) -> None:
+        self.spec = spec
         self.parameters = parameters
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
         return self.parameters.shapes(fragment)
 
     def read(self, round: Round) -> torch.Tensor:
-        return self.parameters.pseudo_gradient(round.fragment)
+        return self.spec.read(self.parameters, round)
 
     def read_last(self, fragment: int) -> torch.Tensor:
-        return self.parameters.pseudo_gradient(fragment)
+        return self.spec.read_last(self.parameters, fragment)
 
     def reference_hash(self, round: Round) -> int:
-        return self.parameters.reference_hash(round.fragment)
+        return self.spec.reference_hash(self.parameters, round)
+
+
+def kind_of_view(view: BoundView) -> type[PseudoGradient] | None:
+    """Return the kind of pseudo-gradient that a view reads, None where it reads something else."""
+    return type(view.spec) if isinstance(view, BoundPseudoGradient) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,22 +131,16 @@ class OwnPseudoGradient(PseudoGradient):
     of differences to values that differ would not be.
     """
 
-    def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundOwnPseudoGradient:
-        return BoundOwnPseudoGradient(self.cut(model, inner))
-
-
-class BoundOwnPseudoGradient(BoundPseudoGradient):
-    """See `OwnPseudoGradient`."""
-
-    def __init__(self, parameters: GlobalParameters) -> None:
+    def cut(self, model: nn.Module, inner: torch.optim.Optimizer | None) -> GlobalParameters:
+        parameters = PseudoGradient.cut(self, model, inner)
         parameters.need_float32("this method's last exchange sends the parameters themselves")
-        super().__init__(parameters)
+        return parameters
 
-    def read_last(self, fragment: int) -> torch.Tensor:
+    def read_last(self, parameters: GlobalParameters, fragment: int) -> torch.Tensor:
         """Return the local parameters."""
-        return self.parameters.read(fragment)
+        return parameters.read(fragment)
 
-    def reference_hash(self, round: Round) -> int:
+    def reference_hash(self, parameters: GlobalParameters, round: Round) -> int:
         """Return 0: replicas hold different values, and that is meant."""
         return 0
 
