@@ -185,7 +185,7 @@ def test_a_sharded_outer_state_comes_to_the_same_bits_and_is_kept_once(replicas,
         model = build("conv")
         optimizer = wrap(model, transport, co2(**arguments, shards_outer_state=True))
         exchanges = optimizer.state_dict()["sync"]["exchanges"]["0"]
-        return sum(hops["mean"]["outer momentum"].numel() for hops in exchanges.values()), optimizer
+        return sum(hops["mean"]["momentum"].numel() for hops in exchanges.values()), optimizer
 
     found = thinwire.run_replicas(replicas, kept)
     numel = sum(p.numel() for p in build("conv").parameters())

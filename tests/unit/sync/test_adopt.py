@@ -111,7 +111,9 @@ def test_a_memory_that_begins_anew_holds_nothing_of_what_the_optimizer_did_befor
     states = begin("ef21", replicas=2, count=3)
     for one in go_on("ef21", states, replicas=3, count=1, start=3, before=2):
         hop = one["exchanges"]["0"]["0"]["out"]
-        assert set(hop) == {"own", "mean"} and not any(vector.any() for vector in hop.values())
+        assert set(hop) == {"own", "shared", "velocity", "has_started"} and not any(
+            vector.any() for vector in hop.values()
+        )
 
 
 def test_a_state_that_comes_before_its_model_is_refused_with_a_remedy_that_works() -> None:
