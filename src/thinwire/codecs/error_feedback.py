@@ -205,7 +205,7 @@ class Momentum(_AppliesMean):
 
 
 @dataclass(slots=True)
-class BothEnds:
+class Mirrored:
     """What the sender and its receivers hold alike; another set of replicas has another mean.
 
     Attributes:
@@ -249,13 +249,13 @@ class Shift:
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, 0 is plain EF21")
 
-    def init(self, numel: int) -> BothEnds:
+    def init(self, numel: int) -> Mirrored:
         with_momentum = self.momentum > 0
-        return BothEnds(
+        return Mirrored(
             torch.zeros(numel), torch.zeros(numel), torch.zeros(numel * with_momentum), torch.zeros(1 * with_momentum)
         )
 
-    def before(self, state: BothEnds, x: torch.Tensor) -> torch.Tensor:
+    def before(self, state: Mirrored, x: torch.Tensor) -> torch.Tensor:
         if self.momentum > 0:
             if state.has_started.item():
                 x = self.momentum * there(state, "velocity", x) + (1 - self.momentum) * x
@@ -264,10 +264,10 @@ class Shift:
             state.next_velocity = x
         return x - there(state, "own", x)
 
-    def after(self, state: BothEnds, sent: torch.Tensor) -> None:
+    def after(self, state: Mirrored, sent: torch.Tensor) -> None:
         state.sent = sent
 
-    def received(self, state: BothEnds, mean: torch.Tensor) -> torch.Tensor:
+    def received(self, state: Mirrored, mean: torch.Tensor) -> torch.Tensor:
         if state.next_velocity is not None:
             state.velocity, state.next_velocity = state.next_velocity, None
             state.has_started.fill_(1)

@@ -34,7 +34,7 @@ class Gradients:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InnerStep:
+class TakeInnerStep:
     """Step the inner optimizer. The answer is what its `step` returns.
 
     It gets the caller's closure, unless the program asks for gradients itself.
@@ -76,7 +76,7 @@ class ExchangeRound:
     tensor: torch.Tensor
 
 
-Request = Gradients | InnerStep | Rounds | Scheduled | ExchangeRound
+Request = Gradients | TakeInnerStep | Rounds | Scheduled | ExchangeRound
 Requests = Generator[Request, Any, Any]
 """A running program: it yields requests, is sent their answers, and returns what `DistributedOptimizer.step` does."""
 
@@ -129,7 +129,7 @@ class LocalSteps(Program):
     has_local_steps = True
 
     def step(self, parts: Parts) -> Requests:
-        result = yield InnerStep()
+        result = yield TakeInnerStep()
         yield Rounds()
         return result
 
@@ -140,7 +140,7 @@ class AveragedGradients(Program):
     can_average_ahead = True
 
     def step(self, parts: Parts) -> Requests:
-        return (yield InnerStep(gradients=self.gradients))
+        return (yield TakeInnerStep(gradients=self.gradients))
 
     def gradients(self) -> Requests:
         loss = yield Gradients()

@@ -14,11 +14,11 @@ from thinwire.errors import refusal
 from thinwire.sync.program import (
     ExchangeRound,
     Gradients,
-    InnerStep,
     Request,
     Requests,
     Rounds,
     Scheduled,
+    TakeInnerStep,
     drive,
 )
 from thinwire.sync.round_engine import RoundEngine
@@ -115,9 +115,9 @@ class StepDriver:
         match request:
             case Gradients():
                 return self._own_gradients()
-            case InnerStep(gradients=None):
+            case TakeInnerStep(gradients=None):
                 return self._local_step()
-            case InnerStep():
+            case TakeInnerStep():
                 assert request.gradients is not None
                 return self._averaged_step(request.gradients)
             case Rounds():
