@@ -105,14 +105,14 @@ def break_at_asked(folder: str, fault: str) -> None:
     ("fault", "kind", "says"),
     [
         ("skips a collective", "desync", ""),
-        ("stops", "non-communication hang", "is paused, killed or cut off"),
+        ("stops", "non-communication hang", "is stopped by a signal or a debugger"),
     ],
 )
 def test_the_rank_that_breaks_a_job_is_named_where_ends_are_asked_for(
     tmp_path: Path, fault: str, kind: str, says: str
 ) -> None:
     with Processes(break_at_asked, num_ranks=3, arguments={"folder": str(tmp_path), "fault": fault}):
-        found = first_finding(tmp_path)
+        found = first_finding(tmp_path, says)
     assert (found.kind, found.where) == (kind, "rank 1")
     assert says in found.text
     assert found.confidence >= 0.9

@@ -147,11 +147,11 @@ def break_at(folder: str, fault: str) -> None:
         dist.barrier()
 
 
-def first_finding(folder: Path) -> Finding:
-    """Return what is found first, as soon as it names one place: with two of three ranks there, it may be either."""
+def first_finding(folder: Path, says: str) -> Finding:
+    """Return what is found first, once it names one place and says what the rank does, as another one soon sees."""
     until_s = time.monotonic() + SOON_S
     found: list[Finding] = []
-    while time.monotonic() < until_s and not (found and len(found[0].places) == 1):
+    while time.monotonic() < until_s and not (found and len(found[0].places) == 1 and says in found[0].text):
         time.sleep(0.2)
         records = read_files([folder]) if list(folder.glob("records-rank-*.jsonl")) else Records()
         found = diagnose(records)
@@ -164,14 +164,14 @@ def first_finding(folder: Path) -> Finding:
     [
         ("skips a collective", "desync", ""),
         ("sends a wrong shape", "desync", "brings 9 elements where the others bring 5"),
-        ("stops", "non-communication hang", "is paused, killed or cut off"),
+        ("stops", "non-communication hang", "is stopped by a signal or a debugger"),
     ],
 )
 def test_the_rank_that_breaks_a_job_is_named_while_the_others_wait(
     tmp_path: Path, fault: str, kind: str, says: str
 ) -> None:
     with Processes(break_at, num_ranks=3, arguments={"folder": str(tmp_path), "fault": fault}):
-        found = first_finding(tmp_path)
+        found = first_finding(tmp_path, says)
     assert (found.kind, found.where) == (kind, "rank 1")
     assert says in found.text
     assert found.confidence >= 0.9
