@@ -182,9 +182,6 @@ li span { display: inline-block; width: 1em; height: 1em; border-radius: 3px; ve
 def to_page(maps: Sequence[HeatMap]) -> str:
     """Return one HTML document that shows the maps.
 
-    Args:
-        maps: From `heat_maps`.
-
     Example:
         >>> "No rank wrote down what it computed" in to_page([])
         True

@@ -134,9 +134,6 @@ _LINK = (
 def metrics_text(sections: Mapping[str, Any]) -> str:
     """Return the metrics of a run; unknown values have no sample.
 
-    Args:
-        sections: Of `snapshot`.
-
     Example:
         >>> text = metrics_text({"run": {"name": "demo", "state": "training", "step": 7}})
         >>> print(*text.splitlines()[:4], sep="\\n")

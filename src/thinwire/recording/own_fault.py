@@ -23,9 +23,6 @@ _MOST_ERRORS = 16
 def fault_text(error: BaseException) -> str:
     """Return the type and message of an error, after the full disk that caused it.
 
-    Args:
-        error: With its causes and frames.
-
     Example:
         >>> fault_text(OSError(28, "No space left on device", "/data/x.pt"))
         "the disk is full (/data/x.pt); OSError: [Errno 28] No space left on device: '/data/x.pt'"

@@ -386,9 +386,6 @@ def removed_replicas(folder: Path) -> frozenset[int]:
 
     None if fewer than two members were left: then the loss of the others is the fault. Replica numbers are never
     reused. Other lines are ignored.
-
-    Args:
-        folder: The run's folder on one host.
     """
     removed: set[int] = set()
     present = _LEAST_PRESENT

@@ -49,12 +49,7 @@ class RejectedLines:
         self._quoted: list[str] = []
 
     def add(self, where: str, reason: str) -> None:
-        """Count one, and quote it if it is among the first.
-
-        Args:
-            where: The file and line.
-            reason: Reason of the rejection.
-        """
+        """Count one, and quote it if it is among the first."""
         self.count += 1
         if len(self._quoted) < _MOST_QUOTED:
             self._quoted.append(f"{where}: {reason[:300]}")

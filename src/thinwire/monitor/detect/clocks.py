@@ -125,10 +125,6 @@ class Alignment:
 def align(clocks: Iterable[str], sightings: Iterable[Sighting]) -> Alignment:
     """Bring clocks together.
 
-    Args:
-        clocks: All names.
-        sightings: Messages between different clocks.
-
     Example:
         >>> there = [Sighting("a", "b", t, t + 5.001) for t in range(9)]
         >>> back = [Sighting("b", "a", t + 5.5, t + 0.501) for t in range(9)]

@@ -152,12 +152,7 @@ def may_be_placed_soon(job: Job, still_s: float) -> bool:
 
 
 def placed_hang(job: Job, hang: Finding) -> Finding:
-    """Return a hang inside a collective with the links that are dead, if connections are read.
-
-    Args:
-        job: All records.
-        hang: Finding from the calls.
-    """
+    """Return a hang inside a collective with the links that are dead, if connections are read."""
     if not are_watched(job):
         return hang
     explained, num_known = dead_wires(job)

@@ -103,11 +103,7 @@ def is_probed(job: Job) -> bool:
 
 
 def dead_wires(job: Job) -> tuple[Explanation | None, int]:
-    """Return the place whose links are dead, None if all answer, and the number of ways with a reading.
-
-    Args:
-        job: All records.
-    """
+    """Return the place whose links are dead, None if all answer, and the number of ways with a reading."""
     # a host that hears nothing shows the way to itself
     fresh = {
         way[::-1]: points[-1] for way, points in job.flows.items() if job.now_s - points[-1][0] <= CONNECTIONS.fresh_s

@@ -77,11 +77,7 @@ class DetectorState:
         self._since_s = -math.inf
 
     def update(self, job: Job) -> tuple[LinkTimes, WorkTimes]:
-        """Take new records in, and return the history of all ranks that take part.
-
-        Args:
-            job: Latest records.
-        """
+        """Take new records in, and return the history of all ranks that take part."""
         job = self._of_now(job)
         restart_s = self._restart_s(job) if self._is_remembered else None
         if restart_s is not None:
@@ -136,9 +132,6 @@ def diagnose(records: Records) -> list[Finding]:
 
     Replicas that were removed from an elastic run are left out: the run went on without them.
 
-    Args:
-        records: Of all ranks.
-
     Example:
         >>> diagnose(Records())
         []
@@ -147,11 +140,7 @@ def diagnose(records: Records) -> list[Finding]:
 
 
 def findings_of_whole(job: Job) -> list[Finding]:
-    """Return the findings of a job that has ended: those of `findings_of`, and ranks that fell silent for good.
-
-    Args:
-        job: All records.
-    """
+    """Return the findings of a job that has ended: those of `findings_of`, and ranks that fell silent for good."""
     silent = [
         one
         for one in find_silent(job)

@@ -147,15 +147,7 @@ def _ranks_that_gave_up(job: Job, communicator: str) -> set[int]:
 
 
 def _hang_at_end(job: Job, communicator: str, ranks: Set[int], *, first: int, first_s: float) -> Finding:
-    """Return the finding at the moment when the first rank gave up.
-
-    Args:
-        job: All records.
-        communicator: Of the operations.
-        ranks: Ranks that gave up.
-        first: The first of them.
-        first_s: When.
-    """
+    """Return the finding at the moment when the first rank gave up."""
     unfinished = {
         number: ops
         for (name, number), ops in sorted(job.operations.items())

@@ -70,9 +70,6 @@ def idle_causes(job: Job) -> list[IdleCause]:
 
     A rank that makes its next call before an operation has ended did not wait in it. Operations of rounds are left
     out: they go on beside training.
-
-    Args:
-        job: All records.
     """
     posts: dict[int, list[float]] = defaultdict(list)
     for own in job.operations.values():

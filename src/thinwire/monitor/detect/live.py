@@ -395,13 +395,7 @@ class LiveDetector:
 
 
 def is_one_cause(one: Finding, other: Finding, *, hosts: Mapping[int, str]) -> bool:
-    """Return whether two findings have one cause.
-
-    Args:
-        one: A finding.
-        other: Another one.
-        hosts: The host of each rank.
-    """
+    """Return whether two findings have one cause."""
     if one.kind != other.kind:
         return False
     if set(one.places) & set(other.places):

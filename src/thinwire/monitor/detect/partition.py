@@ -37,13 +37,7 @@ _REMEDY = "diagnose with the records of all hosts: give all their folders; look 
 
 
 def one_sided(job: Job, inside: Collection[int], *, since_s: float) -> Finding | None:
-    """Return a standstill seen by ranks whose peers' records are missing; None if all records are there.
-
-    Args:
-        job: All records.
-        inside: Ranks that stand still.
-        since_s: Begin.
-    """
+    """Return a standstill seen by ranks whose peers' records are missing; None if all records are there."""
     observers = sorted(set(inside) & set(job.last_seen_s))
     peers = _peers(job, observers)
     if not observers or not peers or peers & set(job.last_seen_s):
@@ -82,13 +76,7 @@ def one_sided(job: Job, inside: Collection[int], *, since_s: float) -> Finding |
 
 
 def cut_off(job: Job, inside: Collection[int], *, since_s: float) -> Finding | None:
-    """Return that the only host with records hears from none of its peers; None if it hears from one.
-
-    Args:
-        job: All records.
-        inside: Ranks that stand still.
-        since_s: Begin.
-    """
+    """Return that the only host with records hears from none of its peers; None if it hears from one."""
     found = one_sided(job, inside, since_s=since_s)
     if found is None:
         return None

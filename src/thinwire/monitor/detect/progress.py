@@ -39,12 +39,7 @@ PROGRESS = ProgressConfig()
 
 
 def slow_wires(job: Job, messages: Sequence[Message]) -> Finding | None:
-    """Return that messages of an operation are under way and slow; None if one of them does not move.
-
-    Args:
-        job: All records.
-        messages: Those of the operation.
-    """
+    """Return that messages of an operation are under way and slow; None if one of them does not move."""
     late = [
         m for m in messages if m.is_stuck and m.begin_s is not None and job.now_s - m.begin_s >= PROGRESS.min_wait_s
     ]
@@ -154,14 +149,7 @@ def _still_s(job: Job, cell: Cell) -> float:
 
 
 def slow_ranks(job: Job, ranks: Collection[int], place: Place, *, waited_since_s: float) -> Finding | None:
-    """Return that ranks which others wait for compute slowly; None if one of them has ended no step meanwhile.
-
-    Args:
-        job: All records.
-        ranks: Ranks that others wait for.
-        place: Their place.
-        waited_since_s: Begin of the wait.
-    """
+    """Return that ranks which others wait for compute slowly; None if one of them has ended no step meanwhile."""
     longer, began_s, steps = [], [], []
     for rank in ranks:
         own = [span for span in job.spans if span.rank == rank and span.kind == "compute"]

@@ -220,13 +220,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def resolve(found: Sequence[Finding], job: Job, rules: Sequence[Rule] = RULES) -> list[Finding]:
-    """Return the findings that no other one explains, in their order.
-
-    Args:
-        found: Findings of all detectors.
-        job: Records that they come from.
-        rules: Table to apply.
-    """
+    """Return the findings that no other one explains, in their order."""
 
     @cache
     def is_reported(index: int) -> bool:

@@ -32,13 +32,7 @@ class Activity:
 
 
 def activity_of(job: Job, rank: int, *, since_s: float) -> Activity | None:
-    """Return what a rank did when it was last sampled; None if that was before a time.
-
-    Args:
-        job: All records.
-        rank: Whose training thread.
-        since_s: Begin of the wait for it.
-    """
+    """Return what a rank did when it was last sampled; None if that was before a time."""
     samples = [(at_s, beat) for at_s, beat in job.samples.get(rank, ()) if at_s >= since_s]
     if not samples:
         return None

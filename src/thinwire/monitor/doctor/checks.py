@@ -206,11 +206,7 @@ def check_backends(builds: Builds) -> Check:
 
 
 def check_secret(path: Path | None) -> Check:
-    """Read the secret, if one is given.
-
-    Args:
-        path: The file of `--secret`.
-    """
+    """Read the secret, if one is given."""
     if path is None:
         return skipped("secret", "no --secret FILE was given")
     try:
@@ -375,12 +371,7 @@ def addresses_of_name(name: str) -> list[str]:
 
 
 def check_own_name(hostname: str, *, find: FindAddresses = addresses_of_name) -> Check:
-    """See what this host's own name resolves to; programs that go by it advertise that.
-
-    Args:
-        hostname: The name.
-        find: Looks it up.
-    """
+    """See what this host's own name resolves to; programs that go by it advertise that."""
     remedy = f"thinwire does not go by the name, but gloo alone does: give {hostname} its address in /etc/hosts"
     try:
         addresses = find(hostname)

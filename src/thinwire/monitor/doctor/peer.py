@@ -121,10 +121,6 @@ def parse_target(text: str) -> tuple[str, int]:
 def check_name(host: str, *, find: FindAddresses = addresses_of_name) -> tuple[Check, str | None]:
     """Resolve the other host's name.
 
-    Args:
-        host: A name, or an IP address.
-        find: Looks it up.
-
     Returns:
         The check, and the first address where there is one.
     """
@@ -172,12 +168,7 @@ def try_connection(address: Address, *, deadline_s: float, source: str | None = 
 
 
 def check_connection(address: Address, *, attempt: Try) -> Check:
-    """Connect a few times, or once where the first try fails.
-
-    Args:
-        address: Where.
-        attempt: Tries once.
-    """
+    """Connect a few times, or once where the first try fails."""
     name, where = "TCP connection", f"{address.host}, port {address.port}"
     tried = [attempt(address)]
     while tried[0].failure is None and len(tried) < ATTEMPTS:
@@ -393,12 +384,7 @@ def check_advertised(listen: ListenConfig, *, deadline_s: float) -> Check:
 
 
 def check_replicas(info: Info, *, attempt: Try) -> Check:
-    """Dial each replica of a run at the address that it advertises.
-
-    Args:
-        info: What the coordinator says.
-        attempt: Tries once to connect.
-    """
+    """Dial each replica of a run at the address that it advertises."""
     name = "advertised addresses"
     tried = {whose: (address, attempt(address)) for whose, address in info.replicas}
     lost = [
@@ -486,12 +472,7 @@ class Route:
 
 
 def check_routes(chosen: str, routes: Sequence[Route]) -> Check:
-    """Compare the interfaces that reach the other host.
-
-    Args:
-        chosen: The interface that is used.
-        routes: Of each interface that reaches it.
-    """
+    """Compare the interfaces that reach the other host."""
     name = "other interfaces"
     own = next((one for one in routes if one.interface == chosen), None)
     others = [one for one in routes if one.interface != chosen]

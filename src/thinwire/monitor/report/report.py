@@ -202,10 +202,6 @@ class TextSample:
 def write_report(run: Path, *, command: str) -> Path:
     """Write `report.html` into a finished run's folder and return its path.
 
-    Args:
-        run: The folder.
-        command: The command that repeats the run.
-
     Raises:
         DataError: The folder is no run, or the run has not finished.
         OSError: The file cannot be written.
