@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from thinwire.sync.schedule import Round
+from thinwire.transport.base import Envelope, Transport
 
 if TYPE_CHECKING:
     from thinwire.sync.updates import Update
@@ -76,7 +77,35 @@ class ExchangeRound:
     tensor: torch.Tensor
 
 
-Request = Gradients | TakeInnerStep | Rounds | Scheduled | ExchangeRound
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Start to send a message of the method's own. The step ends once it is sent; the answer is None.
+
+    Attributes:
+        to: The replica.
+        payload: uint8, `(numel,)`, contiguous, on the CPU.
+        envelope: In a stream that the method has registered.
+    """
+
+    to: int
+    payload: torch.Tensor
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receive:
+    """Wait for what another replica sends under the same envelope. The answer is the payload, which is untrusted.
+
+    Attributes:
+        source: The replica.
+        envelope: In a stream that the method has registered.
+    """
+
+    source: int
+    envelope: Envelope
+
+
+Request = Gradients | TakeInnerStep | Rounds | Scheduled | ExchangeRound | Send | Receive
 Requests = Generator[Request, Any, Any]
 """A running program: it yields requests, is sent their answers, and returns what `DistributedOptimizer.step` does."""
 
@@ -87,6 +116,11 @@ class Parts(Protocol):
     @property
     def view(self) -> BoundView:
         """What is exchanged."""
+        ...
+
+    @property
+    def transport(self) -> Transport:
+        """Joins the replicas: their number, and this one's."""
         ...
 
     @property

@@ -14,14 +14,17 @@ from thinwire.errors import refusal
 from thinwire.sync.program import (
     ExchangeRound,
     Gradients,
+    Receive,
     Request,
     Requests,
     Rounds,
     Scheduled,
+    Send,
     TakeInnerStep,
     drive,
 )
 from thinwire.sync.round_engine import RoundEngine
+from thinwire.transport.base import Envelope, Pending
 
 Closure = Callable[[], Any]
 
@@ -69,6 +72,7 @@ class StepDriver:
         self.has_averaged = False
         self._has_closures = False
         self._input = StepInput()
+        self._sends: list[tuple[Pending, float]] = []
 
     def step(self, given: StepInput) -> Any:
         """Do one step; return what the program does."""
@@ -76,9 +80,12 @@ class StepDriver:
         if given.closure is not None and self._engine.program.needs_closure:
             given.closure = repeatable(given.closure, self._model)
         try:
-            return drive(self._engine.program.step(self._engine), self._carry_out)
+            result = drive(self._engine.program.step(self._engine), self._carry_out)
+            for sent, deadline_s in self._sends:
+                sent.wait(deadline_s=deadline_s)
+            return result
         finally:
-            self.has_averaged, self._input = False, StepInput()
+            self.has_averaged, self._input, self._sends = False, StepInput(), []
 
     def average_ahead(self) -> None:
         """Average the gradients of the next step now.
@@ -131,7 +138,18 @@ class StepDriver:
                 return list(self._engine.launches(self.schedule_step))
             case ExchangeRound():
                 return self._engine.exchange(request.round, request.tensor)
+            case Send():
+                sent = self._engine.transport.send(request.payload, to=request.to, envelope=request.envelope)
+                self._sends.append((sent, self._deadline_s(request.envelope)))
+            case Receive():
+                pending = self._engine.transport.receive(source=request.source, envelope=request.envelope)
+                received = pending.wait(deadline_s=self._deadline_s(request.envelope))
+                assert received is not None
+                return received.payload
         return None
+
+    def _deadline_s(self, envelope: Envelope) -> float:
+        return self._engine.deadlines.deadline_s(steps=1, num_bytes=envelope.payload_bytes)
 
     def _own_gradients(self) -> Any:
         if self._input.closure is not None:
