@@ -115,7 +115,8 @@ class Nursery:
             }  # fmt: skip
             socket.send_fds(self._connection, [json.dumps(order).encode()], [*files, *kept])
             while number not in self._pids:
-                assert select.select([self._connection], [], [], 60.0)[0], "the nursery forks within a minute"
+                # it loads torch first, which takes 4 s of a core, and minutes where dozens of processes share two
+                assert select.select([self._connection], [], [], 300.0)[0], "the nursery forks in time"
                 self.listen(0.0)
             return Child(self, self._pids.pop(number), number)
 
