@@ -13,7 +13,7 @@ import pytest
 
 from thinwire.cli import plan as plan_command
 from thinwire.cli import simulate as simulate_command
-from thinwire.cli.plan import ClusterOptions, PlanOptions
+from thinwire.cli.plan_options import ClusterOptions, PlanOptions
 from thinwire.cli.simulate import SimulateOptions
 from thinwire.cli.train_options import parse, settle
 from thinwire.cli.train_plan import planned

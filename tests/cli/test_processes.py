@@ -11,7 +11,7 @@ from pathlib import Path
 
 WORKER = """
 import os, time
-from thinwire.cli.processes import exit_with_parent
+from thinwire.cli.process_names import exit_with_parent
 exit_with_parent(os.getppid())
 print(os.getpid(), flush=True)
 time.sleep(60)

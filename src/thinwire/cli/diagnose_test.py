@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.argument_parsing import FAILED, command, parse_options
 from thinwire.cli.output import log
-from thinwire.cli.processes import DIAGNOSE_RANK
+from thinwire.cli.process_names import DIAGNOSE_RANK
 from thinwire.cli.train_options import adopt_launcher, world_size
 from thinwire.errors import excluded, refusal
 from thinwire.units import format_rate, format_seconds, parse_rate, parse_seconds

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.cli.output import log, print_error
-from thinwire.cli.processes import ELASTIC_REPLICA, STANDBY_REPLICA
+from thinwire.cli.process_names import ELASTIC_REPLICA, STANDBY_REPLICA
 from thinwire.cli.run_watchdog import diagnosis_of, report_end
 from thinwire.elastic.admin_commands import COME
 from thinwire.elastic.coordinator_client import CoordinatorConnection, send_command

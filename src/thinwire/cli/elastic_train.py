@@ -11,7 +11,7 @@ from typing import Any
 
 from thinwire.cli.elastic_run import ElasticHost, replica_roles, run_here
 from thinwire.cli.output import log
-from thinwire.cli.processes import COORDINATOR
+from thinwire.cli.process_names import COORDINATOR
 from thinwire.elastic.coordinator_server import KEY_FILE, coordinator_keys, own_key
 from thinwire.elastic.data_leases import DataLeases
 from thinwire.elastic.elastic_method import elastic

@@ -33,6 +33,12 @@ def log(text: object, *, command: str = "") -> None:
     print(f"thinwire {command}".rstrip() + f": {text}", file=sys.stderr, flush=True)
 
 
+def log_if_possible(text: str) -> None:
+    """Print a line on stderr, or nothing where the terminal has gone."""
+    with contextlib.suppress(OSError):
+        log(text)
+
+
 def print_error(command: str, error: object) -> None:
     """Print an error on stderr, in one line."""
     log(f"error: {printable(' '.join(str(error).split()))}", command=command)

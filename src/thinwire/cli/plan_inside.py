@@ -15,6 +15,7 @@ from rich.table import Table
 from thinwire.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
 from thinwire.cli.argument_parsing import check_least
 from thinwire.cli.output import log
+from thinwire.cli.plan_options import PlanOptions
 from thinwire.cli.tables import plain, print_wide
 from thinwire.data.lengths import LengthsOutlook, cost_of, length_outlook, load_lengths
 from thinwire.errors import DataError, excluded, refusal
@@ -29,7 +30,6 @@ from thinwire.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from thinwire.cli.plan import PlanOptions
     from thinwire.planning.cluster import Cluster
     from thinwire.planning.training_task import TrainingTask
 

@@ -19,39 +19,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from thinwire.cli.output import finish_output, log, protect_output
+from thinwire.cli.output import finish_output, log_if_possible, protect_output
+from thinwire.cli.process_names import REPLICA_RANK, exit_with_parent
 
 if TYPE_CHECKING:
     from thinwire.training.elastic.job import LocalSettings
     from thinwire.training.elastic.replica_ranks import Rank0Driver
 
-_MODULE = "thinwire.cli.processes"
-REPLICA = f"{_MODULE} replica"
-ELASTIC_REPLICA = f"{_MODULE} elastic-replica"
-STANDBY_REPLICA = f"{_MODULE} standby-replica"
-REPLICA_RANK = f"{_MODULE} replica-rank"
-COORDINATOR = f"{_MODULE} coordinator"
-DIAGNOSE_RANK = f"{_MODULE} diagnose-rank"
-WATCHDOG = f"{_MODULE} watchdog"
-
-_PARENT_CHECK_S = 0.25
 # A process that ends may have written more; the watchdog reads it.
 _LAST_READ_S = 0.5
-
-
-def exit_with_parent(parent: int) -> None:
-    """Kill this process as soon as it is no longer the child of `parent`; returns at once.
-
-    Args:
-        parent: Process id of the launcher. One that was killed cannot stop its processes.
-    """
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_CHECK_S)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def replica(arguments: Sequence[str]) -> int:
@@ -270,12 +246,6 @@ def watchdog(arguments: Sequence[str]) -> int:
     return 0
 
 
-def log_if_possible(text: str) -> None:
-    """Print a line on stderr, or nothing where the terminal has gone."""
-    with contextlib.suppress(OSError):
-        log(text)
-
-
 def bench_host(arguments: Sequence[str]) -> int:
     """Run one contender of `thinwire bench wire` on this host, and write its file of numbers.
 
@@ -311,7 +281,7 @@ def bench_host(arguments: Sequence[str]) -> int:
 
 
 def _bench_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m {_MODULE} bench-host", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m thinwire.cli.processes bench-host", allow_abbrev=False)
     parser.add_argument("--contender", required=True)
     for name in ("--steps", "--sync-interval", "--overlap-steps", "--warmup-steps"):
         parser.add_argument(name, type=int, required=True)

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from thinwire.cli.processes import WATCHDOG, log_if_possible
+from thinwire.cli.output import log_if_possible
+from thinwire.cli.process_names import WATCHDOG
 from thinwire.errors import Stopped
 from thinwire.files import write_whole
 from thinwire.monitor.findings import Finding

@@ -14,7 +14,7 @@ import tyro
 
 from thinwire.cli.argument_parsing import check_least, command, parse_options
 from thinwire.cli.output import log
-from thinwire.cli.plan import ClusterOptions, cluster_of
+from thinwire.cli.plan_options import ClusterOptions, cluster_of
 from thinwire.cli.tables import plain, print_wide
 from thinwire.codec_specs import codec_key
 from thinwire.errors import excluded, refusal

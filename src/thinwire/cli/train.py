@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from thinwire.cli.help_text import is_help_wanted
-from thinwire.cli.processes import REPLICA, exit_with_parent
+from thinwire.cli.process_names import REPLICA, exit_with_parent
 from thinwire.cli.run_watchdog import watchdog_process, watched_run
 from thinwire.cli.train_options import (
     adopt_launcher,

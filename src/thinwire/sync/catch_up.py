@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from thinwire.averaging.round_context import Progress
 from thinwire.errors import PayloadError
+from thinwire.sync.engine_counts import EngineState
 from thinwire.sync.schedule import Round
-
-if TYPE_CHECKING:
-    from thinwire.sync.round_engine import RoundEngine
 
 # Own inner steps over which the others' speed is measured: fewer would measure one pause.
 _LEAST_STEPS = 4
@@ -19,6 +17,22 @@ _LEAST_STEPS = 4
 _LEAST_RATE = 1.25
 # Catching up takes time in which the others advance; more leaps in a row would leave none for training.
 _MOST_LEAPS = 3
+
+
+class _Rounds(Protocol):
+    """What a policy asks of the engine."""
+
+    @property
+    def drift_steps(self) -> int: ...
+
+    @property
+    def state(self) -> EngineState: ...
+
+    def launches(self, step: int) -> Sequence[Round]: ...
+
+    def applies(self, step: int) -> Sequence[Round]: ...
+
+    def has_arrived(self, round: Round, *, step: int) -> bool: ...
 
 
 class CatchUp(Protocol):
@@ -35,8 +49,8 @@ class CatchUp(Protocol):
         """A step up to which all rounds are certainly closed."""
         ...
 
-    def bind(self, engine: RoundEngine) -> None:
-        """Attach the policy to an engine; called once, by the engine."""
+    def bind(self, engine: Any) -> None:
+        """Attach the policy to a `RoundEngine`; called once, by the engine."""
         ...
 
     def reset(self) -> None:
@@ -79,7 +93,7 @@ class QuorumCatchUp:
 
     Example:
         >>> from types import SimpleNamespace
-        >>> from thinwire.sync.engine_state import UncountedWork
+        >>> from thinwire.sync.engine_counts import UncountedWork
         >>> work, round = UncountedWork(num_fragments=1), Round(id=0, fragment=0, launch_step=10, apply_step=12)
         >>> others = QuorumCatchUp()
         >>> others.bind(SimpleNamespace(state=SimpleNamespace(work=work), drift_steps=60))
@@ -96,11 +110,11 @@ class QuorumCatchUp:
     has_fixed_replicas = True
 
     def __init__(self) -> None:
-        self._engine: RoundEngine
+        self._engine: _Rounds
         self._lock = threading.Lock()
         self.reset()
 
-    def bind(self, engine: RoundEngine) -> None:
+    def bind(self, engine: _Rounds) -> None:
         self._engine = engine
 
     def reset(self) -> None:

@@ -19,7 +19,8 @@ from thinwire.sync.buffers import LocalBuffers, average_tensors, saved_buffers
 from thinwire.sync.catch_up import CatchUp
 from thinwire.sync.consistency_check import handshake
 from thinwire.sync.control_messages import ControlMessages, ReplicaStatus
-from thinwire.sync.engine_state import SyncStatistics, adopt_state, load_state, save_state
+from thinwire.sync.engine_counts import SyncStatistics
+from thinwire.sync.engine_state import adopt_state, load_state, save_state
 from thinwire.sync.equal_batches import EqualBatches, HashedRounds
 from thinwire.sync.method import Method, method_of
 from thinwire.sync.model_checks import check_parameters, check_tensors, refuse_turns

@@ -22,7 +22,6 @@ from thinwire.sync.schedule import Round
 from thinwire.transport.base import Envelope, Transport
 
 if TYPE_CHECKING:
-    from thinwire.sync.updates import Update
     from thinwire.sync.views import BoundView
 
 
@@ -124,7 +123,7 @@ class Parts(Protocol):
         ...
 
     @property
-    def update(self) -> Update:
+    def update(self) -> Any:
         """How it is applied."""
         ...
 

@@ -19,7 +19,7 @@ from thinwire.events import FIRST_LAST_ROUND
 from thinwire.shared_random import derive_seed
 from thinwire.sync.catch_up import CatchUp, QuorumCatchUp
 from thinwire.sync.consistency_check import check_hashes
-from thinwire.sync.engine_state import EngineState, SyncStatistics, UncountedWork
+from thinwire.sync.engine_counts import EngineState, SyncStatistics, UncountedWork
 from thinwire.sync.in_flight import Arrived, InFlight, RoundObserver, drive_exchange, mark_launch
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Round

@@ -309,7 +309,8 @@ class TrainConfig:
     @property
     def workload(self) -> Workload:
         """What is trained; imports torch at the first use."""
-        return card_of(self.run.workload).load()
+        found: Workload = card_of(self.run.workload).load()
+        return found
 
     def digest(self) -> str:
         """Return a hash of all options that change what is computed."""

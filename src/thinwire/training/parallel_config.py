@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from thinwire.errors import excluded, refusal
 from thinwire.options import flag, option
-
-if TYPE_CHECKING:
-    from thinwire.training.config import TrainConfig
 
 # Default of --batch-size, which is filled in later.
 _BATCH_SIZE = 8
@@ -57,8 +54,8 @@ _NOT_PARALLEL = {
 }  # fmt: skip
 
 
-def parallel_problems(config: TrainConfig) -> list[ValueError]:
-    """Return what is wrong with the degrees; what the model's shape decides is checked with the model."""
+def parallel_problems(config: Any) -> list[ValueError]:
+    """Return what is wrong with the degrees of a `TrainConfig`; what the model decides is checked with it."""
     own = config.parallel
     problems: list[ValueError] = []
     if min(own.dp_replicate, own.dp_shard, own.cp, own.tp, own.pp) < 1 or (config.data.micro_batch or 1) < 1:
@@ -85,7 +82,7 @@ def parallel_problems(config: TrainConfig) -> list[ValueError]:
     return problems if own.ranks == 1 else [*problems, *_bad_with_ranks(config)]
 
 
-def _bad_with_ranks(config: TrainConfig) -> list[ValueError]:
+def _bad_with_ranks(config: Any) -> list[ValueError]:
     """Check what else is given where a replica has several ranks."""
     own = config.parallel
     problems: list[ValueError] = []

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from thinwire.errors import unknown_name
 from thinwire.runlog.measures import Measures
-
-if TYPE_CHECKING:
-    from thinwire.workloads.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +28,10 @@ class WorkloadCard:
     options: tuple[str, ...] = ()
     keeps_ranks: bool = False
 
-    def load(self) -> Workload:
-        """Import the workload; this imports torch."""
+    def load(self) -> Any:
+        """Import the `Workload`, and torch with it."""
         module, _, name = self.source.partition(":")
-        found: Workload = getattr(importlib.import_module(module), name)
-        return found
+        return getattr(importlib.import_module(module), name)
 
 
 LANGUAGE = WorkloadCard(

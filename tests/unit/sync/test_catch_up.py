@@ -20,7 +20,7 @@ from thinwire.errors import CheckpointError, DeadlineExceeded, DesyncError, Payl
 from thinwire.methods import decoupled_diloco
 from thinwire.sync import global_parameters
 from thinwire.sync.catch_up import QuorumCatchUp
-from thinwire.sync.engine_state import UncountedWork
+from thinwire.sync.engine_counts import UncountedWork
 from thinwire.sync.fragments import BlockParameters, Pattern
 from thinwire.sync.outer_optimizer import PlainSGD
 from thinwire.sync.round_engine import RoundEngine
