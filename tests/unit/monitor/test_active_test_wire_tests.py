@@ -22,9 +22,9 @@ from thinwire.monitor.active_test.evaluation import PairTest
 from thinwire.monitor.active_test.wire_tests import (
     PairChannel,
     cells_of,
+    find_ring,
     follow,
     lead,
-    quickest_ring,
     read_flow,
     read_pair,
     ring_all_reduce,
@@ -108,11 +108,11 @@ def test_everybody_meets_everybody_once_and_nobody_twice_at_a_time(count: int) -
 
 
 def test_a_ring_avoids_the_dead_and_there_is_none_where_one_rank_has_one_neighbour() -> None:
-    ring = quickest_ring(range(5), lambda one, other: {one, other} not in ({0, 1}, {2, 3}))
+    ring = find_ring(range(5), lambda one, other: {one, other} not in ({0, 1}, {2, 3}))
     assert ring is not None and sorted(ring) == list(range(5))
     met = [{one, other} for one, other in zip(ring, [*ring[1:], ring[0]], strict=True)]
     assert {0, 1} not in met and {2, 3} not in met
-    assert quickest_ring(range(3), lambda one, other: {one, other} != {0, 1}) is None
+    assert find_ring(range(3), lambda one, other: {one, other} != {0, 1}) is None
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,11 @@ from thinwire.monitor.active_test.wire_tests import (
     PairChannel,
     cells_of,
     detail_of,
+    find_ring,
     follow,
     lead,
     loopback_times,
     pair_note,
-    quickest_ring,
     read_flow,
     read_pair,
     ring_all_reduce,
@@ -254,7 +254,7 @@ class _Leader:
             for way in (met, [(other, one) for one, other in met]):
                 self._pairs([cell for cell in way if self._is_open(cell)])
         self._again()
-        ring = quickest_ring(self._alive, lambda one, other: self._is_whole((one, other)))
+        ring = find_ring(self._alive, lambda one, other: self._is_whole((one, other)))
         if ring is not None:
             self._log("neighbours: a ring, all at once")
             cells = list(zip(ring, [*ring[1:], ring[0]], strict=True))

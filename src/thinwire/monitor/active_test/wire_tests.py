@@ -78,7 +78,7 @@ def pair_note(found: PairTest) -> dict[str, Any]:
 
 
 def detail_of(note: Mapping[str, Any]) -> str:
-    """Return what a rank says of a fault, cut to what is shown, without what a terminal would follow_plans."""
+    """Return what a rank says of a fault, cut to what is shown, without what a terminal would follow."""
     detail = str(note.get("detail"))[:_MOST_CHARACTERS]
     return "".join(letter if letter.isprintable() else "?" for letter in detail)
 
@@ -345,11 +345,11 @@ def ring_all_reduce(
     return seconds, None
 
 
-def quickest_ring(ranks: Sequence[int], alive: Callable[[int, int], bool]) -> tuple[int, ...] | None:
-    """Return an order of ranks in which all neighbours reach each other, or None where there is none.
+def find_ring(ranks: Sequence[int], alive: Callable[[int, int], bool]) -> tuple[int, ...] | None:
+    """Return the first order of ranks in which all neighbours reach each other, or None where there is none.
 
     Example:
-        >>> quickest_ring([0, 1, 2, 3], lambda one, other: {one, other} != {0, 1})
+        >>> find_ring([0, 1, 2, 3], lambda one, other: {one, other} != {0, 1})
         (0, 2, 1, 3)
     """
     tries = 0
