@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from test_elastic_run import STEP_S, active, runs, start, texts, wait_until
+from test_elastic_run import MOST_QUESTIONS, PAUSE_S, STEP_S, active, runs, start, status, texts, wait_until
 from training_runs import Started, with_slow_steps
 
 from thinwire.training.elastic.job import LocalSettings
@@ -30,16 +30,16 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def first_done(run: Path) -> dict[str, Any]:
     """Wait for the first action that was more than to tell; nobody was sure enough before, where its beat was young."""
-    until_s = time.monotonic() + SOON_S
-    while True:
+    for _ in range(MOST_QUESTIONS):
         actions = lines(run / "actions.jsonl")
         done = [one for one in actions if one["action"] != "warn"]
         if done:
             before = [one for one in actions[: actions.index(done[0])] if one["case"] == done[0]["case"]]
             assert all("not sure enough" in one["why"] for one in before), actions
             return done[0]
-        assert time.monotonic() < until_s, f"nothing was done: {actions}"
-        time.sleep(0.1)
+        found = status(run)  # takes as long as the machine is busy
+        time.sleep(PAUSE_S)
+    raise AssertionError(f"nothing was done: {actions}, {found}")
 
 
 def test_a_replica_that_was_stopped_is_found_and_another_process_takes_its_place(
