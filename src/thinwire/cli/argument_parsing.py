@@ -24,6 +24,7 @@ import tyro
 from thinwire.cli.help_text import help_of_dataclass, is_help_wanted
 from thinwire.cli.output import print_error
 from thinwire.errors import ThinwireError, refusal, unknown_name
+from thinwire.options import flag, rule_of
 
 FAILED, USAGE = 1, 2
 
@@ -86,7 +87,7 @@ def parse_options(
         also: Options that the caller has taken already, for the suggestion where one is misspelt.
 
     Raises:
-        ValueError: The arguments are no options of this command; in one line.
+        ValueError: The arguments are no options of this command, or a value is outside of its rules; in one line.
         SystemExit: After `--help`.
     """
     if is_help_wanted(arguments):
@@ -95,33 +96,27 @@ def parse_options(
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
-            return tyro.cli(kind, prog=prog, args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,))
+            options = tyro.cli(kind, prog=prog, args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,))
     except SystemExit as stop:
         if not stop.code:
             raise
         _explain(kind, arguments, prog=prog, also=also)
         raise ValueError(_one_line(stderr.getvalue(), prog=prog)) from None
+    _check_rules(options)
+    return options
 
 
-def check_least(options: object, **least: float) -> None:
-    """Refuse numbers that are too small or not finite.
-
-    Args:
-        options: A dataclass of a command line.
-        least: The least value of a field, by its name; fields without a value pass.
-
-    Raises:
-        ValueError: Names the option, its value and the least one.
-    """
-    defaults = {field.name: field.default for field in dataclasses.fields(options)}  # type: ignore[arg-type]
-    for name, low in least.items():
-        given, usual = getattr(options, name), defaults[name]
-        usual = f"{usual:g}" if isinstance(usual, int | float) and usual >= low else f"{max(1, low):g}"
-        flag = f"--{name.replace('_', '-')}"
+def _check_rules(options: object) -> None:
+    """Refuse values outside of the rules at their fields; of several values, each counts."""
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]
+        rule, given = rule_of(field), getattr(options, field.name)
         for value in given if isinstance(given, tuple) else (given,):
-            if value is not None and not low <= value < math.inf:
-                what = f"{flag} is {'too small' if value < low else 'not finite'}"
-                raise refusal(what, got=value, allowed=f"{low:g} or more", remedy=f"{flag} {usual}")
+            problem = rule.problem(flag(field.name), value, default=field.default)
+            if rule.least is not None and isinstance(value, float) and not value < math.inf:
+                problem = refusal(f"{flag(field.name)} is not finite", got=value, allowed=rule.allowed,
+                                  remedy=f"{flag(field.name)} {field.default or max(1, rule.least)}")  # fmt: skip
+            if problem is not None:
+                raise problem
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

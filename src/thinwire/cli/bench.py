@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from thinwire.cli.argument_parsing import FAILED, check_least, command, parse_options
+from thinwire.cli.argument_parsing import FAILED, command, parse_options
 from thinwire.cli.output import log, print_error
 from thinwire.errors import DataError, ThinwireError, unknown_name
+from thinwire.options import option
 from thinwire.training.config import TrainConfig, resolve, validate
 from thinwire.units import format_bytes, format_count, format_seconds
 
@@ -106,7 +107,7 @@ class BenchProfileOptions:
     threads: int | None = None
     """CPU threads. Default: all cores."""
 
-    steps: int = 5
+    steps: int = option(5, least=1)
     """Timed steps."""
 
     json: bool = False
@@ -141,7 +142,6 @@ def main(arguments: Sequence[str]) -> int:
 def _profile(arguments: Sequence[str]) -> int:
     basic = ("model", "batch_size", "method", "device", "steps")
     options = parse_options(BenchProfileOptions, arguments, prog="thinwire bench profile", basic=basic)
-    check_least(options, steps=1)
     cores = os.cpu_count() or 1
     wanted = TrainConfig.of(
         model=options.model, batch_size=options.batch_size, seq_len=options.seq_len, device=options.device,

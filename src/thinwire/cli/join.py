@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from thinwire.cli.argument_parsing import check_least, command, parse_options
+from thinwire.cli.argument_parsing import command, parse_options
 from thinwire.data.sources import check_source
 from thinwire.errors import ThinwireError, excluded, refusal, unknown_name
+from thinwire.options import option
 
 if TYPE_CHECKING:
     from thinwire.elastic.invitation import Invitation
@@ -37,11 +38,11 @@ class JoinOptions:
     secret: Path | None = None
     """File of the job's secret, if the address does not contain it. Default: the environment's
     THINWIRE_SECRET_FILE."""
-    replicas: int = 1
+    replicas: int = option(1, least=1)
     """Replicas to add on this host."""
     spare: bool = False
     """Wait as a spare: add replicas only if one is lost or replaced (--on-finding replace)."""
-    ranks_per_replica: int = 1
+    ranks_per_replica: int = option(1, least=1)
     """Processes per replica; each holds a shard of the model (FSDP2)."""
     out: Path | None = None
     """Folder of logs, metrics and checkpoints on this host; an earlier folder of the same run may be reused.
@@ -55,11 +56,11 @@ class JoinOptions:
     checkpoint_to: str | None = None
     """Folder or URL (s3://...) of checkpoints; required if the job keeps one copy for all its hosts. Default:
     checkpoints/ in --out."""
-    batch_size: int | None = None
+    batch_size: int | None = option(None, least=1)
     """Sequences per step on this host. Default: the job's."""
     device: str | None = None
     """cpu or cuda. Default: the job's."""
-    threads: int | None = None
+    threads: int | None = option(None, least=1)
     """Threads of torch per replica. Default: the host's cores divided by its replicas."""
     interface: str | None = None
     """Network interface that other hosts can reach, such as eth0."""
@@ -88,7 +89,6 @@ def main(arguments: Sequence[str]) -> int:
 
     basic = ("secret", "replicas", "data", "out", "device")
     options = parse_options(JoinOptions, arguments, prog="thinwire join", basic=basic)
-    check_least(options, replicas=1, ranks_per_replica=1, batch_size=1, threads=1)
     if options.interface is not None and options.own_address is not None:
         why = "each of them says how the other hosts reach this one"
         raise excluded("--interface", "--own-address", why=why, remedy="--interface alone")

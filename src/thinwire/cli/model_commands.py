@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from thinwire.cli.argument_parsing import check_least, command, parse_options
+from thinwire.cli.argument_parsing import command, parse_options
 from thinwire.cli.output import log, printable
 from thinwire.errors import refusal, unknown_name
+from thinwire.options import option
 from thinwire.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -34,11 +35,11 @@ class GenerateOptions:
     """The run's folder."""
     prompt: str
     """Beginning of the text."""
-    max_tokens: int = 200
+    max_tokens: int = option(200, least=1)
     """Tokens to add, at most; the model may end the text earlier."""
-    temperature: float = 0.8
+    temperature: float = option(0.8, least=0)
     """Lower is more predictable; 0 takes the most likely token each time."""
-    top_k: int = 50
+    top_k: int = option(50, least=0)
     """Draw among so many of the most likely tokens; 0 draws among all."""
     seed: int = 0
     """Of the draws: the same seed gives the same text."""
@@ -72,7 +73,7 @@ class EvalOptions:
     """File, folder, stdlib or hf:NAME, as for train. Default: the part of the run's data that was held out."""
     max_bytes: str = "1MB"
     """Text to read at most, such as 200kB; 0 reads all."""
-    batch_size: int = 8
+    batch_size: int = option(8, least=1)
     """Sequences that are computed together."""
     step: int | None = None
     """Take the checkpoint of this step. Default: the run's result, else its newest checkpoint."""
@@ -92,7 +93,6 @@ def generate(arguments: Sequence[str]) -> int:
     options = parse_options(GenerateOptions, arguments, prog="thinwire generate")
     if not options.prompt:
         raise refusal("--prompt is empty", got="''", allowed="one character or more", remedy="--prompt 'def '")
-    check_least(options, max_tokens=1, temperature=0, top_k=0)
     trained = _load(options.run, step=options.step, device=options.device)
     from thinwire.models.generation import Sampling
     from thinwire.models.generation import generate as continuation
@@ -136,7 +136,6 @@ def eval(arguments: Sequence[str]) -> int:  # noqa: A001
         0, 1 for an error while running, 2 for wrong options.
     """
     options = parse_options(EvalOptions, arguments, prog="thinwire eval")
-    check_least(options, batch_size=1)
     max_bytes = int(parse_bytes(options.max_bytes)) or None
     trained = _load(options.run, step=options.step, device=options.device)
     from thinwire.inference import evaluate, read_texts

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli.argument_parsing import FAILED, check_least, command, parse_options
+from thinwire.cli.argument_parsing import FAILED, command, parse_options
 from thinwire.cli.output import log, print_error
 from thinwire.cli.plan_inside import load_sites, plan_each, plan_inside, site_line, site_sequences, with_speeds
 from thinwire.cli.plan_options import PlanOptions, cluster_of
@@ -163,7 +163,6 @@ def check_options(options: PlanOptions) -> None:
     if options.batch_size is not None and options.global_batch is not None:
         why = "one is of one replica, the other of all together"
         raise excluded("--batch-size", "--global-batch", why=why, remedy="--batch-size alone")
-    check_least(options, tokens=1, seq_len=1, batch_size=1, global_batch=1, interval=1, min_replicas=1)
     if not 0 <= options.min_utilisation < 1:
         raise refusal("--min-utilisation is no share", got=options.min_utilisation, allowed="at least 0, below 1",
                       remedy="--min-utilisation 0.95")  # fmt: skip

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
-from thinwire.cli.argument_parsing import check_least
 from thinwire.cli.output import log
 from thinwire.cli.plan_options import PlanOptions
 from thinwire.cli.tables import plain, print_wide
@@ -215,7 +214,6 @@ def check_inside_options(options: PlanOptions) -> None:
     if options.batch_size is not None and options.global_batch is not None:
         why = "one is in sequences, the other in tokens"
         raise excluded("--batch-size", "--global-batch", why=why, remedy="--global-batch alone")
-    check_least(options, tokens=1, seq_len=1, batch_size=1, global_batch=1)
 
 
 def _sequences(options: PlanOptions, seq_len: int) -> int:

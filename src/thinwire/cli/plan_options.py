@@ -8,9 +8,9 @@ from pathlib import Path
 
 import tyro
 
-from thinwire.cli.argument_parsing import check_least
 from thinwire.errors import excluded, refusal
 from thinwire.lab.settings import parse_access
+from thinwire.options import option
 from thinwire.planning.cluster import Cluster, Machine, load_cluster
 from thinwire.units import parse_bytes, parse_seconds
 
@@ -22,7 +22,7 @@ class ClusterOptions:
     cluster: Path | None = None
     """Cluster file (`thinwire probe` writes one)."""
 
-    hosts: int | None = None
+    hosts: int | None = option(None, least=1)
     """Number of equal machines, instead of a cluster file."""
 
     rate: str | None = None
@@ -62,7 +62,6 @@ def cluster_of(options: ClusterOptions, *, needs_flops: bool = True) -> Cluster:
             allowed="--cluster FILE, which thinwire probe writes, or machines that are alike",
             remedy="--hosts 2 --rate 100mbit --latency 20ms --flops 4e13",
         )  # fmt: skip
-    check_least(options, hosts=1)
     if options.flops is not None and not 0 < options.flops < math.inf:
         raise refusal(
             "--flops is not above 0 and finite", got=options.flops,
@@ -108,22 +107,22 @@ class PlanOptions(ClusterOptions):
     lengths: Path | None = None
     """With --inside: histogram of sequence lengths; the output says what sharing them by length saves."""
 
-    tokens: float = 1e9
+    tokens: float = option(1e9, least=1)
     """Training tokens of all replicas together, such as 25e9."""
 
-    seq_len: int | None = None
+    seq_len: int | None = option(None, least=1)
     """Tokens per sequence. Default: 128 for nano, else 1024."""
 
-    batch_size: int | None = None
+    batch_size: int | None = option(None, least=1)
     """Sequences per step and replica. Default: by --global-batch."""
 
-    global_batch: float | None = None
+    global_batch: float | None = option(None, least=1)
     """Tokens per step of all replicas together. Default: the best published one for the model's size."""
 
     method: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Candidate method. Default: all-reduce, diloco, iso-loco. Repeatable."""
 
-    interval: tyro.conf.UseAppendAction[tuple[int, ...]] = ()
+    interval: tyro.conf.UseAppendAction[tuple[int, ...]] = option((), least=1)
     """Candidate sync interval H. Default: 10, 20, 30, 50, 100, 200, 300, 500. Repeatable."""
 
     codec: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -135,7 +134,7 @@ class PlanOptions(ClusterOptions):
     max_penalty: float = 0.05
     """Largest predicted excess over the loss of data-parallel training, as a share."""
 
-    min_replicas: int = 1
+    min_replicas: int = option(1, least=1)
     """Smallest number of machines."""
 
     explain: bool = False

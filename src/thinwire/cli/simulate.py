@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from thinwire.cli.argument_parsing import check_least, command, parse_options
+from thinwire.cli.argument_parsing import command, parse_options
 from thinwire.cli.output import log
 from thinwire.cli.plan_options import ClusterOptions, cluster_of
 from thinwire.cli.tables import plain, print_wide
 from thinwire.codec_specs import codec_key
 from thinwire.errors import excluded, refusal
+from thinwire.options import option
 from thinwire.simulate import SimRecovery, SimReplica, simulate_training
 from thinwire.training.config import BATCH_SIZE, TrainConfig, check_model, default_seq_len, method_problems, resolve
 from thinwire.training.method_catalog import method_entry
@@ -50,31 +51,31 @@ class SimulateOptions(ClusterOptions):
     model: str = "nano"
     """nano, 35m, 150m, 400m, 1b, hf:PATH, or a size such as 7b."""
 
-    steps: int = 1000
+    steps: int = option(1000, least=1)
     """Inner steps of each replica."""
 
     step_time: str | None = None
     """Time per step of each replica, such as 400ms. Default: from FLOP/s and batch."""
 
-    batch_size: int | None = None
+    batch_size: int | None = option(None, least=1)
     """Sequences per step and replica. Default: 8."""
 
-    seq_len: int | None = None
+    seq_len: int | None = option(None, least=1)
     """Tokens per sequence. Default: 128 for nano, else 1024."""
 
-    sync_interval: int | None = None
+    sync_interval: int | None = option(None, least=1)
     """H: inner steps between two exchanges of a fragment. Default: 30 for nano, else 100."""
 
-    overlap_steps: int | None = None
+    overlap_steps: int | None = option(None, least=0)
     """tau: inner steps during which an exchange travels. Default: by method."""
 
     codec: str | None = None
     """Codec of the payloads. Default: by method."""
 
-    layers_per_fragment: int | None = None
+    layers_per_fragment: int | None = option(None, least=1)
     """Blocks per fragment. Default: 3."""
 
-    jitter: float = 0.0
+    jitter: float = option(0.0, least=0)
     """Log-normal variation of step times; 0.1 is about 10 %."""
 
     slow: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -158,14 +159,11 @@ def _check(options: SimulateOptions, names: Sequence[str], cluster: Cluster) -> 
     if options.codec is not None:
         codec_key(options.codec, what="--codec")
     taken = set().union(*map(_taken_by, names))
-    for option in _SETTINGS:
-        if option not in taken and getattr(options, option) is not None:
-            flag = f"--{option.replace('_', '-')}"
+    for name in _SETTINGS:
+        if name not in taken and getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
             why = "none of these has such an option"
             raise excluded(flag, f"--method {', '.join(names)}", why=why, remedy=f"to leave {flag} out")
-    check_least(
-        options, steps=1, batch_size=1, seq_len=1, sync_interval=1, overlap_steps=0, layers_per_fragment=1, jitter=0
-    )
     for name in names:
         if problems := method_problems(_config(name, options)):
             raise ValueError(problems[0])

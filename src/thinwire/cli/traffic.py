@@ -15,11 +15,12 @@ from typing import Any
 import tyro
 from rich.table import Table
 
-from thinwire.cli.argument_parsing import USAGE, check_least, command, parse_options
+from thinwire.cli.argument_parsing import USAGE, command, parse_options
 from thinwire.cli.output import log
 from thinwire.cli.tables import plain, print_wide
 from thinwire.errors import ConnectError, excluded, refusal, unknown_name
 from thinwire.files import write_whole
+from thinwire.options import option
 from thinwire.traffic import METHODS, Fabric, FabricFlow, TrafficPlan, plan_traffic, read_fabric, read_flows
 from thinwire.traffic.comparison import TrafficRow, compare_methods, failure_chart, write_failure_figure
 from thinwire.traffic.method_rounds import RoundFlows, flows_of_rounds, flows_of_run, rounds_of_method, rounds_to_json
@@ -74,7 +75,7 @@ class FabricOptions:
     failed: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Dead cable, such as leaf-0/spine-2; spine-2 is all of a spine. Repeatable."""
 
-    k: int = 4
+    k: int = option(4, least=1)
     """Connections into which k-ecmp splits each connection."""
 
     json: bool = False
@@ -100,7 +101,7 @@ class TrafficPlanOptions(FabricOptions):
     model: str | None = None
     """Model of --method-of: nano, 35m, 150m, 400m, 1b, hf:PATH, or a size such as 7b. Default: nano."""
 
-    replicas: int | None = None
+    replicas: int | None = option(None, least=2)
     """Replicas of --method-of. Default: the hosts of the fabric."""
 
     sync_interval: int | None = None
@@ -126,7 +127,7 @@ class TrafficCompareOptions(FabricOptions):
     method: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Method to compare. Default: all. Repeatable."""
 
-    seeds: int = 20
+    seeds: int = option(20, least=1)
     """Plans of ecmp and k-ecmp that their numbers are the mean of."""
 
     figure: Path | None = None
@@ -149,7 +150,7 @@ class TrafficProbeOptions:
     to: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Other host, as NAME or NAME=ADDRESS. Default: the hosts of other leaves before it. Repeatable."""
 
-    port: int = 29_600
+    port: int = option(29_600, least=1)
     """Port at which the others will listen (`--port-range 29600-29600`)."""
 
     source_ports: str = f"{DEFAULT_PORTS[0]}-{DEFAULT_PORTS[-1]}"
@@ -162,7 +163,7 @@ class TrafficProbeOptions:
     load_rate: str | None = None
     """Rate of a load, for timing. Default: twice an uplink's."""
 
-    hop: int = SPINE_HOP
+    hop: int = option(SPINE_HOP, least=1)
     """Router that is the spine, counted from this host; the leaf is 1."""
 
     timeout: str = "1s"
@@ -197,7 +198,6 @@ def main(arguments: Sequence[str]) -> int:
 def _plan(arguments: Sequence[str]) -> None:
     basic = ("fabric", "flows", "run", "method_of", "method", "probe", "out", "json")
     options = parse_options(TrafficPlanOptions, arguments, prog="thinwire traffic plan", basic=basic)
-    check_least(options, k=1, replicas=2)
     rounds: list[RoundFlows] = []
     if options.method_of is None:
         for name in ("model", "replicas", "sync_interval", "overlap_steps", "codec"):
@@ -231,7 +231,6 @@ def _compare(arguments: Sequence[str]) -> None:
     basic = ("fabric", "flows", "run", "failed", "figure", "json")
     options = parse_options(TrafficCompareOptions, arguments, prog="thinwire traffic compare", basic=basic)
     fabric, flows = _read(options)
-    check_least(options, k=1, seeds=1)
     methods = options.method or METHODS
     for method in methods:
         if method not in METHODS:
@@ -258,7 +257,6 @@ def _probe(arguments: Sequence[str]) -> None:
     options = parse_options(TrafficProbeOptions, arguments, prog="thinwire traffic probe", basic=basic)
     if options.fabric is None:
         raise _no_fabric()
-    check_least(options, port=1, hop=1)
     _check_way(options)
     first, last = read_port_range(options.source_ports, what="--source-ports")
     parse_seconds(options.timeout)
