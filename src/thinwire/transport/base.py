@@ -152,20 +152,6 @@ class Transport(Protocol):
         ...
 
 
-class Request(Pending, Protocol):
-    """Request to another replica, and its response, in flight."""
-
-    envelope: Envelope
-
-    def cancel(self) -> None:
-        """Cancel it; a response that still arrives is dropped."""
-        ...
-
-    def on_finish(self, callback: Callable[[], None]) -> None:
-        """Call back once when it ended, well or not; at once if it has."""
-        ...
-
-
 class Response(Pending, Protocol):
     """Response to another replica's request, in flight."""
 
@@ -173,6 +159,14 @@ class Response(Pending, Protocol):
 
     def on_finish(self, callback: Callable[[], None]) -> None:
         """Call back once when it ended, well or not; at once if it has."""
+        ...
+
+
+class Request(Response, Protocol):
+    """Request to another replica, and its response, in flight."""
+
+    def cancel(self) -> None:
+        """Cancel it; a response that still arrives is dropped."""
         ...
 
 

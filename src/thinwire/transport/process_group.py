@@ -122,11 +122,11 @@ class ProcessGroupTransport:
             )
         self.tamper: Tamper | None = None
         self._group: GlooGroup | None = group
-        self._ranks_per_replica = ranks_per_replica
+        self.ranks_per_replica = ranks_per_replica
         self._release = release
         self._sockets = sockets
-        self._replica, self._shard = divmod(int(group.rank()), ranks_per_replica)
-        self._num_replicas = world_size // ranks_per_replica
+        self.replica, self.shard = divmod(int(group.rank()), ranks_per_replica)
+        self.num_replicas = world_size // ranks_per_replica
         self._in_flight: set[_Transfer] = set()
         self._limits = StreamLimits()
         # by peer and tag: set once a receive has asked for all of its message, or failed
@@ -136,29 +136,9 @@ class ProcessGroupTransport:
         # A thread that gloo lets go while the interpreter ends would take the process down with it.
         atexit.register(self.close)
 
-    @property
-    def replica(self) -> int:
-        """The number of the replica that the rank belongs to."""
-        return self._replica
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas."""
-        return self._num_replicas
-
-    @property
-    def ranks_per_replica(self) -> int:
-        """Ranks that form one replica."""
-        return self._ranks_per_replica
-
-    @property
-    def shard(self) -> int:
-        """The rank's number within its replica."""
-        return self._shard
-
     def reading(self, peer: int) -> ConnectionStats | None:
         """Return the kernel's statistics of the connections to a replica, None if they cannot be found."""
-        rank = peer * self._ranks_per_replica + self._shard
+        rank = peer * self.ranks_per_replica + self.shard
         return None if self._sockets is None else self._sockets.reading(rank)
 
     def connections(self) -> Mapping[Hashable, ConnectionStats]:
@@ -177,7 +157,7 @@ class ProcessGroupTransport:
             ValueError: There is no other replica of that number, or the stream does not allow the message at once.
         """
         transfer = _Transfer(self, peer=to, rank=self._rank_of(to), envelope=envelope, verb="take")
-        message: torch.Tensor | None = pack(payload, sender=self._replica, envelope=envelope)
+        message: torch.Tensor | None = pack(payload, sender=self.replica, envelope=envelope)
         if self.tamper is not None and message is not None:
             message = self.tamper(message)
         transfer.start_send(message)
@@ -217,8 +197,8 @@ class ProcessGroupTransport:
         self._group = None  # gloo alone ends with its last reference
 
     def _rank_of(self, replica: int) -> int:
-        check_peer(replica, replica=self._replica, num_replicas=self._num_replicas)
-        return replica * self._ranks_per_replica + self._shard
+        check_peer(replica, replica=self.replica, num_replicas=self.num_replicas)
+        return replica * self.ranks_per_replica + self.shard
 
     def _post(self, operation: Callable[[GlooGroup], dist.Work], transfer: _Transfer) -> None:
         # Under the lock: after `close` looked at what is in flight, nothing may be added.

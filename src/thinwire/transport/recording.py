@@ -275,20 +275,16 @@ class _RecordedOnFinish(_Recorded):
         self._announcing.on_finish(callback)
 
 
-class _RecordedRequest(_RecordedOnFinish):
-    def __init__(self, inner: Request, entry: _Entry) -> None:
-        super().__init__(inner, entry, inner)
-        self.envelope = inner.envelope
-        self._ask = inner
-
-    def cancel(self) -> None:
-        self._ask.cancel()
-
-
 class _RecordedResponse(_RecordedOnFinish):
     def __init__(self, inner: Response, entry: _Entry) -> None:
         super().__init__(inner, entry, inner)
         self.envelope = inner.envelope
+
+
+class _RecordedRequest(_RecordedResponse):
+    def __init__(self, inner: Request, entry: _Entry) -> None:
+        super().__init__(inner, entry)
+        self.cancel = inner.cancel
 
 
 def _begin(entry: _Entry, begin: Callable[[], Pending]) -> _Recorded:

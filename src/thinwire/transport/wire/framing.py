@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from thinwire.roles import ROLES, checked_role
 from thinwire.transport.streams import FORMAT_VERSION, MessageAddress
@@ -217,21 +217,7 @@ Frame = (
     | NumberedFrame
     | FramesArrived
 )
-_KINDS: tuple[type, ...] = (
-    Hello,
-    MessageStart,
-    Credit,
-    MessagePart,
-    Receipt,
-    ReceivePosted,
-    MessageRefused,
-    Goodbye,
-    RequestFrame,
-    CancelFrame,
-    PathHello,
-    NumberedFrame,
-    FramesArrived,
-)
+_KINDS: tuple[type, ...] = get_args(Frame)
 _NUMBERED: tuple[type[ReceivePosted | MessageRefused | CancelFrame], ...] = (ReceivePosted, MessageRefused, CancelFrame)
 
 

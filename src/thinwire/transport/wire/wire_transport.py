@@ -117,8 +117,8 @@ class WireTransport:
         self.on_request: Callable[[int, int, bytes], None] | None = None
         self.on_cancel: Callable[[int, int], None] | None = None
         self.on_lost: Callable[[int], None] | None = None
-        self._replica = replica
-        self._num_replicas = num_replicas
+        self.replica = replica
+        self.num_replicas = num_replicas
         self._is_open = is_open
         self._peers: set[int] = set() if is_open else set(range(num_replicas)) - {replica}
         self._removed: set[int] = set()
@@ -137,16 +137,6 @@ class WireTransport:
         )
         # libzmq's threads must end before the interpreter does
         atexit.register(self.close)
-
-    @property
-    def replica(self) -> int:
-        """The number of this replica."""
-        return self._replica
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas; in an open set, the planned number."""
-        return self._num_replicas
 
     @property
     def port(self) -> int:
@@ -170,11 +160,11 @@ class WireTransport:
         if self._is_open:
             raise ValueError("an open set of replicas has no others at the start; add them one by one")
         for peer in addresses:
-            if not 0 <= peer < self._replica:
-                raise ValueError(f"replica {self._replica} dials those with lower numbers, got {peer}")
+            if not 0 <= peer < self.replica:
+                raise ValueError(f"replica {self.replica} dials those with lower numbers, got {peer}")
         check_dial_paths(paths or {}, addresses)
         self._loop.dial(addresses, paths=paths)
-        _wait_for_all(self._loop, addresses, replica=self._replica, deadline_s=deadline_s)
+        _wait_for_all(self._loop, addresses, replica=self.replica, deadline_s=deadline_s)
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
         """Start to send a payload to another replica; the transport keeps a copy until it has arrived.
@@ -188,7 +178,7 @@ class WireTransport:
             ValueError: There is no other replica of that number, or the stream does not allow the message at once.
         """
         transfer = self._transfer(to, envelope, verb="take")
-        message: torch.Tensor | None = pack(payload, sender=self._replica, envelope=envelope)
+        message: torch.Tensor | None = pack(payload, sender=self.replica, envelope=envelope)
         if self.tamper is not None and message is not None:
             message = self.tamper(message)
         if message is None:  # lost on purpose
@@ -223,14 +213,14 @@ class WireTransport:
             ValueError: The set is not open, or there is no such replica, or it has a lower number and no address.
         """
         self._check_open(peer)
-        if peer < self._replica and address is None:
-            raise ValueError(f"replica {self._replica} dials those with lower numbers: replica {peer} needs an address")
+        if peer < self.replica and address is None:
+            raise ValueError(f"replica {self.replica} dials those with lower numbers: replica {peer} needs an address")
         with self._lock:
             if peer in self._removed:
                 return False
             self._peers.add(peer)
             # under the lock, so that commands run in the order of the calls
-            self._loop.add(peer, address=address if peer < self._replica else None)
+            self._loop.add(peer, address=address if peer < self.replica else None)
         return True
 
     def remove(self, peer: int) -> None:
@@ -294,7 +284,7 @@ class WireTransport:
         Raises:
             ValueError: There is no other replica of that number, or the name is too short or too long.
         """
-        check_peer(source, replica=self._replica, num_replicas=self._most_replicas)
+        check_peer(source, replica=self.replica, num_replicas=self._most_replicas)
         if not 1 <= len(name) <= MOST_NAME_BYTES:
             raise ValueError(f"a name has 1 to {MOST_NAME_BYTES} bytes, got {len(name)}")
         transfer = RequestTransfer(
@@ -332,14 +322,14 @@ class WireTransport:
             later=self._loop.completion.later,
         )
         if self.tamper is not None:
-            message = self.tamper(pack(payload, sender=self._replica, envelope=transfer.envelope))
+            message = self.tamper(pack(payload, sender=self.replica, envelope=transfer.envelope))
             if message is None:  # lost on purpose
                 transfer.succeed()
                 return transfer
             whole, header = message, b""
         else:
             crc = zlib.crc32(payload.numpy().data) if crc is None else crc
-            whole, header = payload, header_of(crc, sender=self._replica, envelope=transfer.envelope)
+            whole, header = payload, header_of(crc, sender=self.replica, envelope=transfer.envelope)
         self._on_peer(transfer, lambda state: state.post_response(transfer, whole, header=header))
         return transfer
 
@@ -387,7 +377,7 @@ class WireTransport:
         self._loop.call_soon(apply)
 
     def _transfer(self, peer: int, envelope: Envelope, *, verb: str) -> WireTransfer:
-        check_peer(peer, replica=self._replica, num_replicas=self._most_replicas)
+        check_peer(peer, replica=self.replica, num_replicas=self._most_replicas)
         transfer = WireTransfer(peer=peer, envelope=envelope, verb=verb, later=self._loop.completion.later)
         transfer.count(self._in_flight, link=(peer, verb))
         return transfer
@@ -428,7 +418,7 @@ class WireTransport:
     def _check_open(self, peer: int) -> None:
         if not self._is_open:
             raise ValueError("only an open set of replicas can change; make it with is_open=True")
-        check_peer(peer, replica=self._replica, num_replicas=MOST_REPLICAS)
+        check_peer(peer, replica=self.replica, num_replicas=MOST_REPLICAS)
 
 
 def _wait_for_all(loop: IoLoop, addresses: Mapping[int, Address], *, replica: int, deadline_s: float) -> None:
