@@ -456,7 +456,7 @@ def _session() -> bytes:
         lines.append(_said(token, "launch", round=0, step=10, used={"0": 1}))
     for token in (b"a", b"b"):
         lines.append(_said(token, "vote", round=0, step=10, has=[0, 1], hash=0))
-    lines.append(_said(b"c", "join", version=VERSION, thinwire=__version__, host="h"))
+    lines.append(_said(b"c", "join", version=VERSION, thinwire=__version__, host="h", role="reader"))
     lines.append(_said(b"c", "here", address="h", port=1, corpus="c", windows=9, held=7, era=0, disk=0))
     lines.append(_said(b"a", "captured", step=12, root="ab" * 32, bytes=9))
     lines += [_said(b"a", "lost", replica=1), _said(b"b", "stuck", round=1, why="w"), _said(b"a", "missed", step=3)]
@@ -468,7 +468,7 @@ def _session() -> bytes:
 
 
 def _words_of_a_coordinator() -> bytes:
-    member = {"replica": 1, "host": "h", "address": "h", "port": 1, "state": "active"}
+    member = {"replica": 1, "role": "stage", "host": "h", "address": "h", "port": 1, "state": "active"}
     words: list[Message] = [
         {"kind": "roster", "members": [member], "started": True, "number": 3},
         {"kind": "call", "round": 0, "members": [0, 1]},
@@ -493,8 +493,10 @@ def _vector(raw: bytes) -> torch.Tensor:
 
 
 def _frames() -> list[bytes]:
-    hello = Hello(replica=1, num_replicas=2, incarnation=bytes(16))
-    opening = MessageStart(number=1, address=MessageAddress(1, 0, 2, 3, 0), message_bytes=5, body=memoryview(b"12345"))
+    hello = Hello(replica=1, num_replicas=2, incarnation=bytes(16), role="reader")
+    opening = MessageStart(
+        number=1, address=MessageAddress(200, 3, 2, 3, 0), message_bytes=5, body=memoryview(b"12345")
+    )
     part = MessagePart(number=1, start=9, body=memoryview(b"xyz"))
     rest = (
         Credit(number=1, end=9),
