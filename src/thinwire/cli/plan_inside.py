@@ -21,8 +21,9 @@ from thinwire.errors import DataError, excluded, refusal
 from thinwire.files import LARGEST_NUMBER, read_json, short, write_json, write_whole
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
 from thinwire.site.memory import FRAGMENTATION
-from thinwire.site.search import CAUSES, SitePlan, memory_front, plan_site, torchtitan_toml, why_slower
+from thinwire.site.search import memory_front, plan_site
 from thinwire.site.site_file import Site, load_site
+from thinwire.site.site_plan import CAUSES, SitePlan, torchtitan_toml, why_slower
 from thinwire.training.config import BATCH_SIZE, check_model, default_seq_len
 from thinwire.units import format_bytes, format_count, format_seconds
 

@@ -66,7 +66,7 @@ def _from_file(given: TrainConfig, path: Path, arguments: Sequence[str], *, say:
     """
     from thinwire.files import MOST_PLAN_BYTES, read_json
     from thinwire.planning.plan import read_plan
-    from thinwire.site.search import FORMAT
+    from thinwire.site.site_plan import FORMAT
 
     content = read_json(path, most_bytes=MOST_PLAN_BYTES, command="thinwire plan")
     try:
@@ -101,7 +101,7 @@ def _site_settings(
         DataError: It is a damaged plan of a site.
         ValueError: This rank is on another host than planned.
     """
-    from thinwire.site.search import read_site_plan
+    from thinwire.site.site_plan import read_site_plan
 
     read = read_site_plan(content)
     say(f"each replica has {len(read.rank_order)} ranks, for the devices {_few(read.rank_order)}")

@@ -10,8 +10,9 @@ import pytest
 
 from thinwire.site.cost_model import Degrees, Layout, StepCost, decoder_shape, peak_bytes
 from thinwire.site.layers import LayerOption, cheapest_options
-from thinwire.site.search import TIE, mixed_layers, starts
+from thinwire.site.search import mixed_layers, starts
 from thinwire.site.site_file import Site, SiteNode
+from thinwire.site.site_plan import TIE
 
 MODEL = decoder_shape(layers=6, width=1024, heads=8, vocab_size=4000, seq_len=256)
 

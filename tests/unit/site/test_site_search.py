@@ -14,7 +14,6 @@ import pytest
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, SitePlacement, StepCost, decoder_shape, peak_bytes
 from thinwire.site.placement import anneal, place
 from thinwire.site.search import (
-    TIE,
     all_grids,
     allowed_grids,
     broken_rule,
@@ -28,6 +27,7 @@ from thinwire.site.search import (
     starts,
 )
 from thinwire.site.site_file import NodeLink, Site, SiteNode
+from thinwire.site.site_plan import TIE
 from thinwire.units import parse_seconds
 
 SMALL = decoder_shape(layers=4, width=256, heads=4, vocab_size=1000, seq_len=128)
