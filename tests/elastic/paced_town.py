@@ -73,6 +73,17 @@ class _Flight:
         return self.round.id in self._runner.session.view.decisions
 
 
+def advanced(engine: RoundEngine, step: int, *, stop: int) -> int:
+    """Do what is due at a step, as the step driver does; return the step that the engine is at."""
+    due = engine.advancing(step, stop=stop)
+    while True:
+        try:
+            launch_or_apply = next(due)
+        except StopIteration as end:
+            return int(end.value)
+        launch_or_apply()
+
+
 class PacedEngine(RoundEngine):
     """The engine's order of launches, leaps and results; the rounds themselves are words only."""
 
@@ -184,7 +195,7 @@ class Runner:
             took_s = setting.step_s[self.replica] * max(0.2, 1 + setting.jitter * self._chance.gauss(0, 1))
             self.sleep(took_s)
             self.engine.state.work.add_step(num_tokens=1)
-            step = self.engine.advance(step + 1, stop=setting.num_steps)
+            step = advanced(self.engine, step + 1, stop=setting.num_steps)
             self.own.add_step(took_s=took_s, step=step, tokens=1)
         self.ended_s = now()
         self.has_ended = True

@@ -256,13 +256,18 @@ class DistributedOptimizer(EagerOptimizer):
         self._check_tensors()
         self._steps_done += 1
         num_tokens, self._tokens = self._tokens or 1, 0
-        result = self._driver.step(
+        self._driver.begin(
             StepInput(
                 closure=closure, is_skipped=self._is_skipping, next_stop=self.next_stop, num_tokens=num_tokens,
                 # GradScaler sets these for the time of a step
                 grad_scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None),
             )
         )  # fmt: skip
+        try:
+            result = self._driver.drive(self._engine.program.step(self._engine))
+            self._driver.await_sends()
+        finally:
+            self._driver.end()
         self._steps_done += self._driver.steps_passed
         return result
 

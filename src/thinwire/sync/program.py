@@ -188,32 +188,3 @@ class AveragedStep(AveragedGradients):
 
     def step(self, parts: Parts) -> Requests:
         return self.gradients()
-
-
-def drive(program: Requests, carry_out: Callable[[Request], Any]) -> Any:
-    """Run a program, and carry out what it asks for.
-
-    Args:
-        program: One step, or a part of one.
-        carry_out: Does what a request says, and returns its answer.
-
-    Returns:
-        What the program returns.
-
-    Raises:
-        TransportError: A peer was lost, was late or sent something wrong.
-        DesyncError: Replicas hold different parameters.
-        NonFiniteError: A replica sent NaN or infinity.
-    """
-    answer = None
-    try:
-        while True:
-            try:
-                with torch.no_grad():
-                    request = program.send(answer)
-            except StopIteration as end:
-                return end.value
-            answer = carry_out(request)
-    finally:
-        with torch.no_grad():
-            program.close()

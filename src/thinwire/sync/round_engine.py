@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 
 import torch
@@ -92,8 +92,10 @@ class RoundEngine:
         """Whether any exchange keeps a residual."""
         return any(exchange.has_memory for exchange in self.exchanges)
 
-    def advance(self, step: int, *, stop: int | None = None, may_be_infinite: bool = False) -> int:
-        """Launch and apply what is due at inner step `step`, counted from 1.
+    def advancing(
+        self, step: int, *, stop: int | None = None, may_be_infinite: bool = False
+    ) -> Generator[Callable[[], None], None, int]:
+        """Yield what is due at inner step `step`, counted from 1: launches and applies, each to be called at once.
 
         Args:
             step: The step.
@@ -113,10 +115,10 @@ class RoundEngine:
         reached = step - 1
         for reached in self.catch_up.steps(step, stop=stop):
             for round in self.catch_up.launches(reached):
-                self.launch(round, may_be_infinite=may_be_infinite)
+                yield partial(self.launch, round, may_be_infinite=may_be_infinite)
             self.state.reached_step = reached
             for round in self.catch_up.applies(reached):
-                self.apply(round)
+                yield partial(self.apply, round)
             if self.state.applied_early:
                 self.state.applied_early -= {r.id for r in self.method.schedule.applies(reached, **self._where)}
         self.statistics.steps_passed += max(0, reached - step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
@@ -21,7 +21,6 @@ from thinwire.sync.program import (
     Scheduled,
     Send,
     TakeInnerStep,
-    drive,
 )
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.transport.base import Envelope, Pending
@@ -50,6 +49,13 @@ class StepInput:
     num_tokens: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class _MeanStep:
+    """Step the inner optimizer with gradients that are means, or become means at each call of a closure."""
+
+    gradients: Callable[[], Requests]
+
+
 class StepDriver:
     """Drives the program of a method, one step after the other.
 
@@ -61,7 +67,7 @@ class StepDriver:
     Attributes:
         schedule_step: The last step whose rounds were launched; an inner optimizer that calls its closure several times
             makes several in one of its own.
-        steps_passed: Requests that the last one has passed over to catch up; -1 where it was held back.
+        steps_passed: Steps that the last one has passed over to catch up; -1 where it was held back.
         has_averaged: Whether the gradients of the next step are means already.
     """
 
@@ -74,18 +80,55 @@ class StepDriver:
         self._input = StepInput()
         self._sends: list[tuple[Pending, float]] = []
 
-    def step(self, given: StepInput) -> Any:
-        """Do one step; return what the program does."""
+    def begin(self, given: StepInput) -> None:
+        """Take in what a step brings, before its program is driven."""
         self._input, self.steps_passed = given, 0
         if given.closure is not None and self._engine.program.needs_closure:
             given.closure = repeatable(given.closure, self._model)
+
+    def end(self) -> None:
+        """Forget what the step brought, also where it has failed."""
+        self.has_averaged, self._input, self._sends = False, StepInput(), []
+
+    def await_sends(self) -> None:
+        """Wait for the messages that the step has started to send."""
+        for sent, deadline_s in self._sends:
+            sent.wait(deadline_s=deadline_s)
+
+    def drive(self, program: Requests) -> Any:
+        """Run a program, and carry out what it asks for; return what it returns.
+
+        Raises:
+            TransportError: A peer was lost, was late or sent something wrong.
+            DesyncError: Replicas hold different parameters.
+            NonFiniteError: A replica sent NaN or infinity.
+        """
+        answer = None
+        running: list[Generator[Any, Any, Any]] = [program]  # a program that another one waits for comes behind it
         try:
-            result = drive(self._engine.program.step(self._engine), self._carry_out)
-            for sent, deadline_s in self._sends:
-                sent.wait(deadline_s=deadline_s)
-            return result
+            while True:
+                try:
+                    with torch.no_grad():
+                        request = running[-1].send(answer)
+                except StopIteration as end:
+                    running.pop()
+                    answer = end.value
+                    if not running:
+                        return answer
+                    continue
+                answer = None
+                if isinstance(request, Rounds):
+                    # launches are called here, since every frame between a step and the wire costs a reader
+                    for launch_or_apply in self._rounds(request):
+                        launch_or_apply()
+                elif isinstance(request, TakeInnerStep) and request.gradients is not None:
+                    running.append(self._averaged_step(request.gradients))
+                else:
+                    answer = self._carry_out(request)
         finally:
-            self.has_averaged, self._input, self._sends = False, StepInput(), []
+            with torch.no_grad():
+                for one in reversed(running):
+                    one.close()
 
     def average_ahead(self) -> None:
         """Average the gradients of the next step now.
@@ -95,7 +138,7 @@ class StepDriver:
         """
         if self.has_averaged:
             raise RuntimeError("average_gradients() was called twice; call step() in between")
-        drive(self._engine.program.gradients(), self._carry_out)
+        self.drive(self._engine.program.gradients())
         self.has_averaged = True
 
     def check_skip(self) -> None:
@@ -118,21 +161,21 @@ class StepDriver:
                 got="skip_step()", allowed="step(closure)", remedy="a closure that computes the loss on another batch",
             )  # fmt: skip
 
-    def _carry_out(self, request: Request) -> Any:
+    def _rounds(self, request: Rounds) -> Iterator[Callable[[], None]]:
+        self.schedule_step = step = self.schedule_step + 1
+        self.schedule_step = yield from self._engine.advancing(
+            step, stop=self._input.next_stop, may_be_infinite=request.may_be_infinite
+        )
+        self.steps_passed += self.schedule_step - step
+
+    def _carry_out(self, request: Request | _MeanStep) -> Any:
         match request:
             case Gradients():
                 return self._own_gradients()
-            case TakeInnerStep(gradients=None):
-                return self._local_step()
             case TakeInnerStep():
-                assert request.gradients is not None
-                return self._averaged_step(request.gradients)
-            case Rounds():
-                self.schedule_step = step = self.schedule_step + 1
-                self.schedule_step = self._engine.advance(
-                    step, stop=self._input.next_stop, may_be_infinite=request.may_be_infinite
-                )
-                self.steps_passed += self.schedule_step - step
+                return self._local_step()
+            case _MeanStep():
+                return self._mean_step(request.gradients)
             case Scheduled():
                 self.schedule_step += 1
                 return list(self._engine.launches(self.schedule_step))
@@ -175,14 +218,17 @@ class StepDriver:
         self._engine.state.work.add_step(num_tokens=given.num_tokens)
         return result
 
-    def _averaged_step(self, gradients: Callable[[], Requests]) -> Any:
+    def _averaged_step(self, gradients: Callable[[], Requests]) -> Generator[Request | _MeanStep, Any, Any]:
+        """Return the program of an inner step with gradients that a program makes, at each call of a closure."""
+        if self._input.closure is None and not self.has_averaged:
+            yield from gradients()
+        return (yield _MeanStep(gradients))
+
+    def _mean_step(self, gradients: Callable[[], Requests]) -> Any:
         given = self._input
         if given.closure is not None:
-            return self._inner.step(lambda: drive(gradients(), self._carry_out))
-        if self.has_averaged:
-            self._unscale()
-        else:
-            drive(gradients(), self._carry_out)
+            return self._inner.step(lambda: self.drive(gradients()))
+        self._unscale()
         if given.found_inf is None and not given.is_skipped:
             return self._inner.step()
         # The mean is infinite on all replicas as soon as one replica's gradient was. A replica that skips has no

@@ -71,7 +71,7 @@ def test_a_policy_holds_a_replica_back_and_lets_it_pass_over_steps() -> None:
     optimizer = build(catch_up=EveryOther())
     optimizer.step()
     assert (optimizer.steps_done, optimizer.statistics.rounds_launched) == (0, 0), "step 1 is held back"
-    optimizer._steps_done = 1
+    optimizer.begin_at(1)
     optimizer.step()
     assert optimizer.steps_done == 3 and optimizer.statistics.steps_passed == 1
     assert optimizer.statistics.rounds_applied == 1
