@@ -41,7 +41,8 @@ WINGS: dict[str, tuple[str, ...]] = {
     ),
     "lab": ("lab/", "unit/lab/"),
     "training": (
-        "unit/data/", "unit/inference/", "unit/models/", "unit/training/", "unit/test_gpu_", "unit/test_quality_",
+        "unit/data/", "unit/inference/", "unit/models/", "unit/training/", "unit/workloads/",
+        "unit/test_gpu_", "unit/test_quality_",
         "multiprocess/test_fine_tuning", "multiprocess/test_full_run_disk", "multiprocess/test_gpu_",
         "multiprocess/test_killed_checkpoints", "multiprocess/test_launch_deaths", "multiprocess/test_launchers",
         "multiprocess/test_local_launch", "multiprocess/test_parallel_replica", "multiprocess/test_training",

@@ -26,10 +26,9 @@ from thinwire.training.build import check_device, make_inner_optimizer, make_met
 from thinwire.training.checkpoints.checkpoint_files import CheckpointFiles, open_storage, reason_of
 from thinwire.training.checkpoints.global_checkpoints import MODEL_FILE, global_files
 from thinwire.training.checkpoints.replica_checkpoints import replica_files, unflatten_state
-from thinwire.training.config import TrainConfig, find_run, read_config
+from thinwire.training.config import TrainConfig, check_language, find_run, read_config
 from thinwire.training.elastic.job import LocalSettings
 from thinwire.training.summary import save_tensors, write_model
-from thinwire.workloads.cards import LANGUAGE
 from thinwire.workloads.workload import Companion
 
 MODEL_FOLDER = "model"
@@ -60,14 +59,7 @@ class TrainedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The companion of a language model.
-
-        Raises:
-            ValueError: The run trained something else.
-        """
-        if (card := self.config.workload.card) is not LANGUAGE:
-            raise refusal(f"{self.run_dir} holds no language model", got=f"a run of --workload {card.name}",
-                          allowed="a run of --workload language", remedy=f"thinwire eval {self.run_dir}")  # fmt: skip
+        """The companion of a language model."""
         return cast(Tokenizer, self.companion)
 
     @property
@@ -287,6 +279,26 @@ def _batches(
         yield rest[:, :-1], rest[:, 1:]
 
 
+_ALL_BATCHES = 1 << 40
+
+
+def evaluate_held_out(trained: TrainedModel, *, batch_size: int = 8) -> tuple[list[float], int]:
+    """Return loss and metric of a model on all data that its run held out, and the number of samples.
+
+    Raises:
+        MissingExtra: What reads the data is not installed.
+    """
+    config, workload = trained.config.replace(batch_size=batch_size, micro_batch=None), trained.config.workload
+    loss, totals, count = workload.loss(config, trained.model), torch.zeros(()), 0
+    for inputs, targets in workload.held_out(config, workload.open_data(config), _ALL_BATCHES):
+        with torch.no_grad():
+            shown = loss(inputs.to(trained.device), targets.to(trained.device))[1]
+        weight = workload.num_samples(targets)
+        totals = totals + shown.cpu().double() * weight
+        count += weight
+    return (totals / count).tolist(), count
+
+
 FORMATS = ("hf", "safetensors")
 
 
@@ -305,17 +317,19 @@ def export_model(trained: TrainedModel, folder: Path, *, to: str) -> None:
     """
     if to not in FORMATS:
         raise unknown_name("--to", to, FORMATS)
+    if to == "hf":
+        check_language(trained.config, what="--to hf", remedy="--to safetensors")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise refusal("--out is not empty", got=folder, allowed="a new or empty folder", remedy=f"--out {folder}-2")
-    tokenizer_files = trained.tokenizer.files()
+    files = trained.companion.files()
     model: Any = trained.model
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if to == "safetensors" or not isinstance(model, Transformer):
-            write_model(folder, model, files=tokenizer_files)
+            write_model(folder, model, files=files)
         else:
             _write_apertus(folder, model, end_of_text=trained.tokenizer.end_of_text)
-            for name, content in tokenizer_files.items():
+            for name, content in files.items():
                 write_whole(folder / name, content)
         if to == "hf" and not (folder / "tokenizer_config.json").exists():
             settings = tokenizer_settings(max_seq_len=model.max_seq_len)

@@ -36,6 +36,17 @@ CASES: dict[str, list[str]] = {
     # of the validator
     "train --steps 0": ["--steps is too small; got 0; allowed 1 or more; try --steps 300"],
     "train --lr nan": ["--lr is not above 0; got nan"],
+    "train --workload digts": [
+        "unknown --workload; got 'digts'; allowed language, digits, MODULE:NAME",
+        "try digits\n",
+    ],
+    "train --workload digits --data stdlib": ["--data does not go with --workload digits", "try to leave --data out"],
+    "train --workload digits --model 35m": ["--model does not go with --workload digits", "try to leave --model out"],
+    "train --workload digits --seq-len 64": ["--seq-len does not go with", "try to leave --seq-len out"],
+    "train --workload digits --tp 2": ["--tp does not go with --workload digits: its model is not divided"],
+    "train --workload digits --method auto": [
+        "--method does not go with --workload digits: auto plans for language models"
+    ],
     "train --tokenizer words": ["unknown --tokenizer; got 'words'; allowed auto, bpe, bytes"],
     "train --method pier": [
         "the method was removed",

@@ -34,6 +34,7 @@ TRIED: dict[str, list[str]] = {
     "titan": [">>> importlib.import_module('thinwire.integrations.titan')"],
     "parquet": ["train --data text.parquet"],
     "match": [">>> importlib.import_module('thinwire.methods.dimat.matching').assign(torch.zeros(1, 1))"],
+    "digits": ["train --workload digits"],
     "report": ["train --tensorboard", "train --wandb"],
 }  # fmt: skip
 
@@ -94,7 +95,7 @@ for extra, (packages, tried) in json.loads(sys.stdin.read()).items():
 def _packages() -> dict[str, dict[str, str]]:
     """Return the packages of each extra, by the name that they are imported by."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    imported = {"pyzmq": "zmq"}
+    imported = {"pyzmq": "zmq", "scikit-learn": "sklearn"}
     names = {
         extra: [line.partition(">=")[0].partition("[")[0] for line in lines]
         for extra, lines in extras.items() if extra not in ("dev", "docs")

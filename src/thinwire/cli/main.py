@@ -15,7 +15,7 @@ COMMANDS = {
     "demo": "train a small model on this machine in two minutes, as a first run",
     "train": "train one model on several replicas",
     "generate": "continue a text with the model of a run",
-    "eval": "compute loss, perplexity and bits per byte of the model of a run",
+    "eval": "compute loss and further numbers of the model of a run",
     "export": "write the model of a run for transformers, or as safetensors",
     "compare": "compare runs",
     "checkpoints": "list a run's checkpoints, and verify them",

@@ -14,9 +14,13 @@ import tyro
 
 from thinwire.cli.argument_parsing import command, parse_options
 from thinwire.cli.output import log, printable
+from thinwire.cli.train_options import is_named
 from thinwire.errors import refusal, unknown_name
 from thinwire.options import option
+from thinwire.runlog.measures import per_sample
+from thinwire.training.config import TrainConfig, check_language, find_run, read_config
 from thinwire.units import format_bytes, parse_bytes
+from thinwire.workloads.cards import LANGUAGE, WorkloadCard, card_of
 
 if TYPE_CHECKING:
     from thinwire.inference import TrainedModel
@@ -65,7 +69,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """Compute loss, perplexity and bits per byte of the model of a run on a text."""
+    """Compute loss, perplexity and bits per byte of the model of a run on a text, or loss and accuracy on images."""
 
     run: _Run
     """The run's folder."""
@@ -93,6 +97,7 @@ def generate(arguments: Sequence[str]) -> int:
     options = parse_options(GenerateOptions, arguments, prog="thinwire generate")
     if not options.prompt:
         raise refusal("--prompt is empty", got="''", allowed="one character or more", remedy="--prompt 'def '")
+    check_language(_config_of(options.run), what="thinwire generate", remedy=f"thinwire eval {options.run}")
     trained = _load(options.run, step=options.step, device=options.device)
     from thinwire.models.generation import Sampling
     from thinwire.models.generation import generate as continuation
@@ -119,6 +124,8 @@ def export(arguments: Sequence[str]) -> int:
     options = parse_options(ExportOptions, arguments, prog="thinwire export")
     if options.to not in ("hf", "safetensors"):
         raise unknown_name("--to", options.to, ("hf", "safetensors"))
+    if options.to == "hf":
+        check_language(_config_of(options.run), what="--to hf", remedy="--to safetensors")
     trained = _load(options.run, step=options.step, device="cpu")
     from thinwire.inference import export_model
 
@@ -136,6 +143,12 @@ def eval(arguments: Sequence[str]) -> int:  # noqa: A001
         0, 1 for an error while running, 2 for wrong options.
     """
     options = parse_options(EvalOptions, arguments, prog="thinwire eval")
+    config = _config_of(options.run)
+    if (card := card_of(config.run.workload)) is not LANGUAGE:
+        for name in ("data", "max-bytes"):
+            if is_named(name, arguments):
+                check_language(config, what=f"--{name}", remedy=f"to leave --{name} out")
+        return _eval_held_out(options, card)
     max_bytes = int(parse_bytes(options.max_bytes)) or None
     trained = _load(options.run, step=options.step, device=options.device)
     from thinwire.inference import evaluate, read_texts
@@ -163,6 +176,28 @@ def eval(arguments: Sequence[str]) -> int:  # noqa: A001
     return 0
 
 
+def _eval_held_out(options: EvalOptions, card: WorkloadCard) -> int:
+    trained = _load(options.run, step=options.step, device=options.device)
+    from thinwire.inference import evaluate_held_out
+
+    (loss, *values), count = evaluate_held_out(trained, batch_size=options.batch_size)
+    metric, samples = card.measures.metric, card.measures.samples
+    named = {} if metric is None else {metric.name: values[0]}
+    data = f"held-out part of {trained.config.data.source}"
+    if options.json:
+        finite = {name: value if math.isfinite(value) else None for name, value in {"loss": loss, **named}.items()}
+        print(json_format.dumps({**finite, samples: count, "data": data, "step": trained.step}), flush=True)
+        return 0
+    rows = {} if metric is None else {metric.name: metric.show(values[0])}
+    rows |= {
+        "loss": f"{loss:.4f} {per_sample(samples)}", "data": f"{printable(data)}: {count:,} {samples}",
+        "model": _origin(trained),
+    }  # fmt: skip
+    for name, value in rows.items():
+        print(f"{name:<15}{value}")
+    return 0
+
+
 class _Progress:
     """Logs now and then how much of a text is done, and how long the rest will take."""
 
@@ -177,14 +212,16 @@ class _Progress:
             log(f"{done:,} of {total:,} tokens, {left_s:.0f} s left", command="eval")
 
 
+def _config_of(run_dir: Path) -> TrainConfig:
+    return read_config(find_run(run_dir))
+
+
 def _load(run_dir: Path, *, step: int | None, device: str) -> TrainedModel:
     if device not in ("cpu", "cuda"):
         raise unknown_name("--device", device, ("cpu", "cuda"))
     if step is not None and step < 1:
         raise refusal("--step is too small", got=step, allowed="1 or more",
                       remedy=f"thinwire checkpoints {run_dir}, which lists the steps")  # fmt: skip
-    from thinwire.training.config import find_run
-
     find_run(run_dir)  # before torch is imported
     from thinwire.inference import load_trained
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli.output import printable
-from thinwire.monitor.report.comparison import HEAD, Comparison
+from thinwire.monitor.report.comparison import Comparison
 from thinwire.monitor.report.report import results
 from thinwire.runlog.run_folder import SUMMARY, Summary, parse
 
@@ -74,9 +74,9 @@ def _one_line(text: str) -> str:
 
 def comparison_table(comparison: Comparison, console: Console) -> Table:
     """Return one row a run, or one column a run where rows are too long for the console."""
-    rows = [row.cells() for row in comparison.rows]
+    heads, rows = comparison.table()
     wide = Table(box=None, pad_edge=False, header_style="dim")
-    for index, name in enumerate(HEAD):
+    for index, name in enumerate(heads):
         wide.add_column(name, justify="left" if index < _NUM_TEXT_COLUMNS else "right", overflow="fold")
     for row in rows:
         wide.add_row(*map(plain, row))
@@ -84,9 +84,9 @@ def comparison_table(comparison: Comparison, console: Console) -> Table:
     if needed <= console.width:
         return wide
     tall = Table(box=None, pad_edge=False, header_style="bold")
-    tall.add_column(HEAD[0], style="dim", no_wrap=True)
+    tall.add_column(heads[0], style="dim", no_wrap=True)
     for name, *_ in rows:
         tall.add_column(plain(name), justify="right", overflow="fold")
-    for index, name in enumerate(HEAD[1:], start=1):
+    for index, name in enumerate(heads[1:], start=1):
         tall.add_row(plain(name), *(plain(row[index]) for row in rows))
     return tall

@@ -31,6 +31,7 @@ from thinwire.errors import CheckpointError, DataError, Stopped, ThinwireError, 
 from thinwire.files import MOST_PLAN_BYTES, read_json
 from thinwire.training.config import TrainConfig, command_line, has_run, validate
 from thinwire.transport.secret import need_pyzmq
+from thinwire.workloads.cards import LANGUAGE, card_of
 
 if TYPE_CHECKING:
     from thinwire.cli.view import LiveView
@@ -100,6 +101,10 @@ def check_early(given: TrainConfig) -> None:
         read_json(given.run.plan, most_bytes=MOST_PLAN_BYTES, command="thinwire plan")
     if given.elastic.is_enabled:
         need_pyzmq()
+    workload = card_of(given.run.workload)
+    workload.check_installed()
+    if workload is not LANGUAGE:
+        return
     try:
         check_source(given.data.source)
     except DataError as error:
@@ -191,7 +196,7 @@ def _train_elastic(config: TrainConfig) -> int:
     with alone_in(config.run_dir):
         begun = prepare(config)
         if not config.output.quiet:
-            _log(f"reading {begun.local.data or config.workload.describe(config)[1]}, writing to {config.run_dir}")
+            _log(f"reading {begun.local.data or config.data.source}, writing to {config.run_dir}")
         here = begun.local.apply(config)
         try:
             data = here.workload.open_data(here)
@@ -221,7 +226,7 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
     if not is_resumed and not config.output.overwrite and has_run(config.run_dir):
         return _fail(USAGE, occupied(config.run_dir)), 0
     if not config.output.quiet:
-        _log(f"reading {config.workload.describe(config)[1]}, writing to {config.run_dir}")
+        _log(f"reading {config.data.source}, writing to {config.run_dir}")
         for line in remarks(config):
             _log(line)
     try:

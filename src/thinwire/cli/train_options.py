@@ -17,9 +17,20 @@ from thinwire.cli.help_text import OptionHelp, format_help, options_of_dataclass
 from thinwire.cli.secret import secret_file
 from thinwire.errors import excluded, refusal, unknown_name
 from thinwire.options import flag
-from thinwire.training.config import BASIC, FREE, OPTIONS, SECTIONS, TrainConfig, free_folder, read_config, resolve
+from thinwire.training.config import (
+    BASIC,
+    FREE,
+    OPTIONS,
+    SECTIONS,
+    TrainConfig,
+    free_folder,
+    read_config,
+    resolve,
+    workload_problems,
+)
 from thinwire.training.method_catalog import method_entry
 from thinwire.training.run_origin import check_options
+from thinwire.workloads.cards import WORKLOAD_OPTIONS
 
 # The table of a file of options that is for readers: title, machines, expected numbers.
 RECIPE = "recipe"
@@ -130,7 +141,11 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     also = [flag(name) for name in sorted(_method_only(arguments))]
     shown: Any = parse_options(_as_shown(), arguments, prog="thinwire train", also=also)
     values = {name: getattr(getattr(shown, section), field) for name, (section, field) in OPTIONS.items()}
-    return TrainConfig.of(**{**values, "secret": secret_file(values["secret"])})
+    given = TrainConfig.of(**{**values, "secret": secret_file(values["secret"])})
+    named = [name for name in WORKLOAD_OPTIONS if is_named(name, arguments)]
+    if problems := workload_problems(given, named=named):
+        raise ValueError("\n".join(map(str, problems)))
+    return given
 
 
 def train_help() -> str:

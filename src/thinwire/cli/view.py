@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from thinwire.cli.tables import plain
+from thinwire.runlog.measures import shown_metric
 from thinwire.runlog.run_folder import (
     ErrorMetrics,
     EvaluationMetrics,
@@ -213,17 +214,17 @@ def progress_line(state: RunState) -> str:
 
     Example:
         >>> line = StepMetrics(
-        ...     step=30, time_s=12.3, loss=5.1, tokens=30720, tokens_per_s=2500.0, compute_fraction=0.99,
+        ...     step=30, time_s=12.3, loss=5.1, samples=30720, samples_per_s=2500.0, compute_fraction=0.99,
         ...     sent_bytes=123, received_bytes=99, sent_bits_per_s=1e5, peak_bits_per_s=2e6, rounds_in_flight=1,
         ... )
         >>> progress_line(RunState(total_steps=300, steps={0: line}, first={0: line})).split("  ")[:4]
         ['step 30/300', '1:51 min left', 'loss 5.100', '2.50 k tokens/s']
     """
     line = state.steps[0]
-    speed = sum(other.tokens_per_s for other in state.steps.values())
+    speed = sum(other.samples_per_s for other in state.steps.values())
     left = f"  {state.time_left} left" if state.time_left else ""
     return (
-        f"step {line.step}/{state.total_steps}{left}  loss {line.loss:.3f}  {format_count(speed)} tokens/s  "
+        f"step {line.step}/{state.total_steps}{left}  loss {line.loss:.3f}  {format_count(speed)} {line.unit}/s  "
         f"computing {_percent(line.computing)}  sent {format_bytes(line.sent_bytes)}  "
         f"received {format_bytes(line.received_bytes)}  now {_rate(line, line.sent_bits_per_s)}  "
         f"peak {_rate(line, line.peak_bits_per_s)}  in flight {line.rounds_in_flight}"
@@ -231,8 +232,10 @@ def progress_line(state: RunState) -> str:
 
 
 def evaluation_line(evaluation: EvaluationMetrics) -> str:
-    """Return the loss of the global parameters in one line."""
-    return f"step {evaluation.step}  validation loss of the global parameters {evaluation.val_loss:.4f}"
+    """Return the loss of the global parameters in one line, and the metric where there is one."""
+    metric = evaluation.metric
+    also = "" if metric is None else f", {metric[0]} {shown_metric(metric)}"
+    return f"step {evaluation.step}  validation loss of the global parameters {evaluation.val_loss:.4f}{also}"
 
 
 def progress_table(state: RunState, *, replicas: int, width: int) -> RenderableType:
@@ -240,8 +243,11 @@ def progress_table(state: RunState, *, replicas: int, width: int) -> RenderableT
     is_wide = width >= 120
     heads = _WIDE if is_wide else _NARROW
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
+    unit = next((line.unit for line in state.steps.values()), "tokens")
     for head in heads:
-        table.add_column(head, justify="left" if head in ("replica", "progress") else "right", no_wrap=True)
+        table.add_column(
+            head.replace("samples", unit), justify="left" if head in ("replica", "progress") else "right", no_wrap=True
+        )
     for replica in range(replicas):
         line = state.steps.get(replica)
         step = line.step if line else 0
@@ -262,7 +268,7 @@ def progress_table(state: RunState, *, replicas: int, width: int) -> RenderableT
 
 
 _STACKED: Mapping[str, tuple[str, str]] = {
-    "loss\ntokens/s": ("loss", "tokens/s"),
+    "loss\nsamples/s": ("loss", "samples/s"),
     "computing\nin flight": ("computing", "in flight"),
     "sent\nreceived": ("sent", "received"),
     "rate now\npeak": ("rate now", "peak"),
@@ -276,7 +282,7 @@ def _cells(line: StepMetrics | None) -> dict[str, str]:
         return {name: "-" for pair in _STACKED.values() for name in pair}
     return {
         "loss": f"{line.loss:.3f}",
-        "tokens/s": format_count(line.tokens_per_s),
+        "samples/s": format_count(line.samples_per_s),
         "computing": _percent(line.computing),
         "in flight": str(line.rounds_in_flight),
         "sent": format_bytes(line.sent_bytes),

@@ -167,7 +167,8 @@ def _finding_line(finding: Mapping[str, Any]) -> str:
 
 def _replicas(replicas: list[Mapping[str, Any]], *, width: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
-    heads = ["replica", "state", "step", "loss", "tokens/s", "computing", "sent", "rate now", "peak"]
+    unit = next((one["unit"] for one in replicas if "unit" in one), "tokens")
+    heads = ["replica", "state", "step", "loss", f"{unit}/s", "computing", "sent", "rate now", "peak"]
     if width < 90:
         heads = heads[:7]
     for head in heads:
@@ -176,7 +177,7 @@ def _replicas(replicas: list[Mapping[str, Any]], *, width: int) -> Table:
         cells = [
             plain(str(one["replica"])), Text(one["state"], style=_STYLES.get(one["state"], "")),
             _cell(one.get("step"), str),
-            _cell(one.get("loss"), lambda loss: f"{loss:.3f}"), _cell(one.get("tokens_per_s"), format_count),
+            _cell(one.get("loss"), lambda loss: f"{loss:.3f}"), _cell(one.get(f"{unit}_per_s"), format_count),
             _cell(one.get("computing"), lambda share: f"{100 * share:.0f} %"),
             _cell(one.get("sent_bytes"), format_bytes), _cell(one.get("sent_bits_per_s"), format_rate),
             _cell(one.get("peak_bits_per_s"), format_rate),
@@ -194,7 +195,7 @@ def _progress(run: Mapping[str, Any]) -> str:
     steps = f"step {run['step']}" + (f" of {run['steps']}" if run["steps"] else "")
     parts = [steps] if run["step"] or run["steps"] else []
     parts += [] if run["loss"] is None else [f"loss {run['loss']:.3f}"]
-    parts += [row["text"] for row in run["numbers"] if row["name"] == "tokens_per_s"]
+    parts += [row["text"] for row in run["numbers"] if row["name"] == f"{run['unit']}_per_s"]
     if run["state"] == "silent":
         parts.append(f"last data {format_moment(run['changed_at'])}")
     elif run["time_left_s"] is not None:

@@ -366,12 +366,12 @@ class CoordinatorState:
 
     def note_for_state(self, step: int | None = None) -> dict[str, Any]:
         """Return the note that goes with a state: the data account as of its step; None counts all decisions."""
-        seq_len = self.config.job.get("config", {}).get("seq_len") or 0
+        each = self.config.job.get("window_samples") or 0
         data = self.leases.state_dict()
         if step is not None:
             # rounds are decided before they are applied: a state of this step does not hold the later ones
             data = next((before for applied, _, before in self.accounts if applied > step), data)
-        return {"tokens": data["counted"] * seq_len, "data": data, "next_replica": self.roster.next_replica}
+        return {"tokens": data["counted"] * each, "data": data, "next_replica": self.roster.next_replica}
 
     def count(self, used: Mapping[str, Mapping[Any, int]], decision: Decision) -> None:
         """Count the data of a decided round, and keep the account before it for states that do not hold the round."""

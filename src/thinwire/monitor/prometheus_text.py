@@ -13,6 +13,7 @@ from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.slow_compute import work_of
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.findings import Finding
+from thinwire.runlog.measures import per_sample
 from thinwire.runlog.reader import Records
 
 Samples = Iterable[tuple[Mapping[str, object], object]]
@@ -116,9 +117,9 @@ def _rank_lines(job: Job) -> Iterator[str]:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _REPLICA = (
     ("step", "gauge", "step", "Last inner step of the replica."),
-    ("loss", "gauge", "loss", "Loss at that step, in nats per token."),
-    ("tokens_total", "counter", "tokens", "Tokens trained on."),
-    ("tokens_per_second", "gauge", "tokens_per_s", "Tokens trained on per second, since the line before."),
+    ("loss", "gauge", "loss", "Loss at that step, in nats per sample: a token, an image."),
+    ("{unit}_total", "counter", "{unit}", "{Unit} trained on."),
+    ("{unit}_per_second", "gauge", "{unit}_per_s", "{Unit} trained on per second, since the line before."),
     ("compute_ratio", "gauge", "computing", "Share of the time since training began without waiting for the network."),
     ("sent_bytes_total", "counter", "sent_bytes", "Bytes sent to other replicas."),
     ("received_bytes_total", "counter", "received_bytes", "Bytes received from other replicas."),
@@ -152,12 +153,17 @@ def _lines(sections: Mapping[str, Any]) -> Iterator[str]:
     yield from metric_lines("run_info", "gauge", "The run; always 1.", [(labels, 1)])
     yield from metric_lines("run_step", "gauge", "Last inner step of the run.", [({}, run.get("step"))])
     yield from metric_lines("run_planned_steps", "gauge", "Planned inner steps of the run.", [({}, run.get("steps"))])
-    description = "Validation loss of the global parameters, in nats per token."
+    unit = run.get("unit") or "tokens"  # a word of lower-case letters, as its reader has checked
+    description = f"Validation loss of the global parameters, in {per_sample(unit)}."
     yield from metric_lines("run_validation_loss", "gauge", description, [({}, run.get("val_loss"))])
+    if (metric := run.get("metric")) is not None:
+        description = f"Validation {metric['name']} of the global parameters."
+        yield from metric_lines(f"run_validation_{metric['name']}", "gauge", description, [({}, metric["value"])])
     replicas: Sequence[Mapping[str, Any]] = sections.get("replicas") or []
     states = [({"replica": one["replica"], "state": one["state"]}, 1) for one in replicas if one.get("state")]
     yield from metric_lines("replica_state", "gauge", "State of the replica; 1 for its current one.", states)
-    for name, kind, field, description in _REPLICA:
+    for one_of in _REPLICA:
+        name, kind, field, description = (part.format(unit=unit, Unit=unit.capitalize()) for part in one_of)
         found = [({"replica": one["replica"]}, one.get(field)) for one in replicas]
         yield from metric_lines(f"replica_{name}", kind, description, found)
     links: Sequence[Mapping[str, Any]] = (sections.get("links") or {}).get("links") or []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _TOKENS = "tokens"
-# Longest name of a unit or a metric that a reader takes from a file.
-_LONGEST_NAME = 40
+_USUAL = (("unit", _TOKENS), ("metric", ""), ("metric_unit", ""))
+# Names of units and metrics that a reader takes from a file; they become names of metrics elsewhere.
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+_UNIT_OF_METRIC = re.compile(r"[ -~]{0,20}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +72,39 @@ class Measures:
 
 
 def in_general(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line with `samples`, `samples_per_s` and `metric_value` for the names of its own units.
+    """Return a line with `samples`, `samples_per_s`, and `metric` as (name, unit, value), whatever it calls them.
 
     A line without a unit counts tokens, as all lines of earlier versions do.
 
     Raises:
-        ValueError: A name is no short text.
+        ValueError: A name is no short word.
+
+    Example:
+        >>> in_general({"tokens": 9})
+        {'samples': 9}
+        >>> in_general({"unit": "images", "images": 7, "metric": "accuracy", "accuracy": 0.5})
+        {'unit': 'images', 'samples': 7, 'metric': ('accuracy', '', 0.5)}
     """
-    unit, metric = values.get("unit", _TOKENS), values.get("metric", "")
-    for name in (unit, metric):
-        if not isinstance(name, str) or len(name) > _LONGEST_NAME:
-            raise ValueError(f"unit and metric must be names of at most {_LONGEST_NAME} characters")
-    names = {unit: "samples", f"{unit}_per_s": "samples_per_s"} | ({metric: "metric_value"} if metric else {})
-    return {names.get(name, name): value for name, value in values.items()}
+    unit, metric, of_metric = (values.get(name, usual) for name, usual in _USUAL)
+    for name, allowed in ((unit, _NAME), (_TOKENS if metric == "" else metric, _NAME), (of_metric, _UNIT_OF_METRIC)):
+        if not isinstance(name, str) or not allowed.fullmatch(name):
+            raise ValueError(f"unit and metric must be short words, got {str(name)[:80]!r}")
+    names = {unit: "samples", f"{unit}_per_s": "samples_per_s"}
+    found = {names.get(name, name): value for name, value in values.items() if name not in ("metric_unit", metric)}
+    return found | ({"metric": (metric, of_metric, values.get(metric))} if metric else {})
+
+
+def per_sample(unit: str) -> str:
+    """Return the unit of a loss.
+
+    Example:
+        >>> per_sample("tokens")
+        'nats per token'
+    """
+    return f"nats per {unit.removesuffix('s')}"
+
+
+def shown_metric(metric: tuple[str, str, float]) -> str:
+    """Return the value of a metric (name, unit, value) for readers."""
+    name, unit, value = metric
+    return Metric(name=name, unit=unit).show(value)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from thinwire.errors import DataError
 from thinwire.events import Transfer
 from thinwire.runlog import flight_recorder, nccl_inspector, nccl_ras
+from thinwire.runlog.measures import in_general
 from thinwire.runlog.reader import (
     Records,
     converted,
@@ -45,9 +46,9 @@ class StepMetrics:
     Attributes:
         step: Inner steps done.
         time_s: Seconds since this replica's training began.
-        loss: Mean training loss since the previous line, nats per token.
-        tokens: Tokens that this replica has seen.
-        tokens_per_s: Its speed since the previous line.
+        loss: Mean training loss since the previous line, nats per sample.
+        samples: Tokens, images or the like that this replica has seen.
+        samples_per_s: Its speed since the previous line.
         compute_fraction: Share of the time since the previous line in which it did not wait for the wire.
         sent_bytes: Wire bytes sent so far.
         received_bytes: Wire bytes received so far.
@@ -55,13 +56,14 @@ class StepMetrics:
         peak_bits_per_s: Peak rate so far, see there.
         rounds_in_flight: Rounds launched and not applied yet.
         stalled_s: Seconds of waiting for the network so far; None in lines of earlier versions.
+        unit: What the samples are.
     """
 
     step: int
     time_s: float
     loss: float
-    tokens: int
-    tokens_per_s: float
+    samples: int
+    samples_per_s: float
     compute_fraction: float
     sent_bytes: int
     received_bytes: int
@@ -69,6 +71,7 @@ class StepMetrics:
     peak_bits_per_s: float
     rounds_in_flight: int
     stalled_s: float | None = None
+    unit: str = "tokens"
 
     @property
     def computing(self) -> float:
@@ -80,16 +83,18 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationMetrics:
-    """Loss of the global parameters on the held-out split, nats per token, after `step` inner steps.
+    """Loss of the global parameters on the held-out split, nats per sample, after `step` inner steps.
 
-    Replicas share an evaluation: `targets` tells over how many tokens this one's part is the mean.
+    Replicas share an evaluation: `targets` is the number of samples that this one's part is the mean over.
     """
 
     step: int
     time_s: float
-    tokens: int
+    samples: int
     val_loss: float
     targets: int = 1
+    unit: str = "tokens"
+    metric: tuple[str, str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +120,20 @@ _METRICS_LINES: dict[str, type[MetricsLine]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Summary of a finished run; byte counts and rates are those of one replica."""
+    """Summary of a finished run; byte counts and rates are those of one replica.
+
+    Attributes:
+        unit: What the samples are.
+        metric: Name, unit and value of what the workload measures beside the loss.
+    """
 
     method: str
     replicas: int
     steps: int
-    tokens: int
+    samples: int
     val_loss: float
     wall_s: float
-    tokens_per_s: float
+    samples_per_s: float
     payload_bytes: float
     wire_bytes_sent: float
     wire_bytes_received: float
@@ -134,6 +144,8 @@ class Summary:
     parameters: int = 0
     allreduce_bytes: float = 0.0
     times_fewer_bytes: float | None = None
+    unit: str = "tokens"
+    metric: tuple[str, str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +250,8 @@ def join_evaluations(parts: Iterable[EvaluationMetrics]) -> list[EvaluationMetri
 
     Example:
         >>> parts = [
-        ...     EvaluationMetrics(step=7, time_s=1.0, tokens=10, val_loss=2.0, targets=30),
-        ...     EvaluationMetrics(step=7, time_s=1.1, tokens=10, val_loss=4.0, targets=10),
+        ...     EvaluationMetrics(step=7, time_s=1.0, samples=10, val_loss=2.0, targets=30),
+        ...     EvaluationMetrics(step=7, time_s=1.1, samples=10, val_loss=4.0, targets=10),
         ... ]
         >>> join_evaluations(parts)[0].val_loss
         2.5
@@ -251,8 +263,15 @@ def join_evaluations(parts: Iterable[EvaluationMetrics]) -> list[EvaluationMetri
     for _, own in sorted(by_step.items()):
         targets = sum(part.targets for part in own)
         val_loss = sum(part.val_loss * part.targets for part in own) / targets
-        joined.append(replace(own[0], val_loss=val_loss, targets=targets))
+        metric = own[0].metric
+        if metric is not None:
+            values = [part.metric[2] * part.targets for part in own if part.metric is not None]
+            metric = (*metric[:2], sum(values) / targets) if len(values) == len(own) else None
+        joined.append(replace(own[0], val_loss=val_loss, targets=targets, metric=metric))
     return joined
+
+
+_COUNTING: tuple[Any, ...] = (StepMetrics, EvaluationMetrics, Summary)
 
 
 def parse(kind: type[Value], values: Mapping[str, Any], *, source: str) -> Value:
@@ -262,7 +281,8 @@ def parse(kind: type[Value], values: Mapping[str, Any], *, source: str) -> Value
         DataError: A field is missing or of a wrong type; names it and `source`.
     """
     try:
-        return converted({name: _number(value) for name, value in values.items()}, kind)
+        known = in_general(values) if kind in _COUNTING else values
+        return converted({name: _number(value) for name, value in known.items()}, kind)
     except ValueError as error:
         raise DataError(f"{source}: {error}; the file is damaged, or not a run's") from error
 

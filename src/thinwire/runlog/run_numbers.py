@@ -86,7 +86,8 @@ class RunNumbers:
         step_s: Wall time of an inner step.
         waiting: Share of the time in which a replica waited for the network.
         wall_s: Wall time.
-        tokens_per_s: Tokens of all replicas in a second of wall time.
+        samples_per_s: Samples of all replicas in a second of wall time.
+        unit: What the samples are: tokens, images.
     """
 
     sent_bytes: float
@@ -97,7 +98,8 @@ class RunNumbers:
     step_s: float | None
     waiting: float | None
     wall_s: float
-    tokens_per_s: float | None
+    samples_per_s: float | None
+    unit: str = "tokens"
 
     @classmethod
     def of_summary(cls, summary: Summary) -> RunNumbers:
@@ -106,7 +108,7 @@ class RunNumbers:
         return cls._of(
             sent_bytes=summary.wire_bytes_sent, received_bytes=summary.wire_bytes_received,
             peak_bits_per_s=summary.peak_bits_per_s, wall_s=summary.wall_s, steps=summary.steps,
-            tokens=summary.tokens, waiting=1 - summary.compute_utilisation,
+            samples=summary.samples, unit=summary.unit, waiting=1 - summary.compute_utilisation,
             times=summary.times_fewer_bytes if times is None else times,
         )  # fmt: skip
 
@@ -122,25 +124,28 @@ class RunNumbers:
             received_bytes=fmean(line.received_bytes for line in latest),
             peak_bits_per_s=max(line.peak_bits_per_s for line in latest),
             wall_s=max(line.time_s for line in latest), steps=max(line.step for line in latest),
-            tokens=sum(line.tokens for line in latest), waiting=fmean(waits) if waits else None, times=None,
+            samples=sum(line.samples for line in latest), unit=latest[0].unit,
+            waiting=fmean(waits) if waits else None, times=None,
         )  # fmt: skip
 
     @classmethod
     def _of(
         cls, *, sent_bytes: float, received_bytes: float, peak_bits_per_s: float, wall_s: float, steps: int,
-        tokens: int, waiting: float | None, times: float | None,
+        samples: int, unit: str, waiting: float | None, times: float | None,
     ) -> RunNumbers:  # fmt: skip
         has_time = wall_s > 0
         return cls(
             sent_bytes=sent_bytes, received_bytes=received_bytes, peak_bits_per_s=peak_bits_per_s, wall_s=wall_s,
             mean_bits_per_s=8 * sent_bytes / wall_s if has_time else None,
             step_s=wall_s / steps if has_time and steps else None, waiting=waiting, times_fewer_bytes=times,
-            tokens_per_s=tokens / wall_s if has_time else None,
+            samples_per_s=samples / wall_s if has_time else None, unit=unit,
         )  # fmt: skip
 
     def to_json(self) -> dict[str, float | None]:
         """Return the numbers by name; one that is not finite becomes None."""
         found = asdict(self)
+        unit = found.pop("unit")
+        found[f"{unit}_per_s"] = found.pop("samples_per_s")
         return {name: value if value is not None and math.isfinite(value) else None for name, value in found.items()}
 
     def texts(self) -> dict[str, str]:
@@ -153,7 +158,7 @@ class RunNumbers:
             "times_fewer_bytes": format_times(self.times_fewer_bytes),
             "step_s": "-" if step_s is None else format_seconds(step_s), "waiting": format_share(self.waiting),
             "wall_s": format_seconds(self.wall_s),
-            "tokens_per_s": "-" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f} tokens/s",
+            "samples_per_s": "-" if self.samples_per_s is None else f"{self.samples_per_s:,.0f} {self.unit}/s",
         }  # fmt: skip
 
 
@@ -184,14 +189,17 @@ LABELS: Mapping[str, str] = {
     "step_s": "time per step",
     "waiting": "waiting for the network",
     "wall_s": "wall time",
-    "tokens_per_s": "speed, all replicas",
+    "samples_per_s": "speed, all replicas",
 }
 
 
 def number_rows(numbers: RunNumbers) -> list[dict[str, Any]]:
     """Return name, label, value and text of each number, in the order of `LABELS`."""
     values, texts = numbers.to_json(), numbers.texts()
-    return [{"name": name, "label": LABELS[name], "value": values[name], "text": texts[name]} for name in LABELS]
+    keys = {name: f"{numbers.unit}_per_s" if name == "samples_per_s" else name for name in LABELS}
+    return [
+        {"name": key, "label": LABELS[name], "value": values[key], "text": texts[name]} for name, key in keys.items()
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from thinwire.training.method_catalog import MethodEntry, check_method_option, m
 from thinwire.training.parallel_config import ONE_RANK, ParallelConfig, parallel_problems
 from thinwire.transport.addresses import listen_config
 from thinwire.version import __version__
-from thinwire.workloads.cards import card_of
+from thinwire.workloads.cards import DIGITS, LANGUAGE, WORKLOAD_OPTIONS, card_of
 
 if TYPE_CHECKING:
     from thinwire.workloads.workload import Workload
@@ -69,7 +69,7 @@ class DataConfig:
     tokenizer: str = option("auto", choices=("auto", "bpe", "bytes"))
     """auto (the hf: model's own, else bpe), bpe (trained once on the data, then cached) or bytes."""
     batch_size: int | None = option(None, least=1, is_basic=True)
-    """Sequences per step and replica. Default: 8."""
+    """Sequences or images per step and replica. Default: 8, digits 32."""
     sequences: str = option("windows", choices=("windows", "documents"))
     """windows (of joined text, all of --seq-len tokens) or documents (whole, or in pieces of at most --seq-len)."""
     micro_batch: int | None = option(None, least=1)
@@ -165,7 +165,7 @@ class RunConfig:
     """Subject, length, replicas and addresses of the run."""
 
     workload: str = "language"
-    """What is trained: language."""
+    """What is trained: language, digits (images, pip install 'thinwire[digits]') or MODULE:NAME of your own."""
     replicas: int | None = option(None, least=1, is_basic=True)
     """Number of replicas. Default: 2, or torchrun's WORLD_SIZE."""
     steps: int = option(300, least=1, is_basic=True)
@@ -334,12 +334,16 @@ PATH_OPTIONS = tuple(
 LOCAL = tuple(
     name for name, (_, _, rule) in _RULES.items() if rule.is_local or (name in PATH_OPTIONS and not rule.is_place)
 )
+# Options by which several ranks share a replica.
+SHARING = ("ranks_per_replica", *(name for name, (section, _) in OPTIONS.items() if section == "parallel"))
 # Options that a method may take, and why one that does not take them has no use for them.
 OF_METHODS = {name: rule.unused for name, (_, _, rule) in _RULES.items() if rule.unused}
 
 # Peak learning rates of AdamW. nano's was tuned: `thinwire train --replicas 2 --sync-interval 30 --overlap-steps 3
 # --steps 300` on stdlib ended at 4.70, 4.55, 4.51, 4.55 for 1e-3, 3e-3, 6e-3, 1e-2. The others: the papers' scale.
 _LR = {"nano": 6e-3, "35m": 1e-3, "150m": 6e-4, "400m": 4e-4, "1b": 3e-4}
+# Models whose runs take minutes.
+_SMALL = ("nano", DIGITS.model)
 _LR_OF_SGD = {"sgd": 0.02, "plain-sgd": 0.2}
 
 
@@ -369,7 +373,8 @@ def _bad_values(config: TrainConfig) -> list[str]:
         if (problem := rule.problem(flag(name), config.option(name), default=field.default)) is not None
     ]
     try:
-        check_model(config.model.name)
+        if card_of(config.run.workload) is LANGUAGE:
+            check_model(config.model.name)
     except ValueError as error:
         problems.append(str(error))
     try:
@@ -467,7 +472,7 @@ def _bad_reach(config: TrainConfig) -> list[ValueError]:
 
 def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
     on_finding = config.run.on_finding
-    problems = [*_bad_elastic_model(config), *_bad_sequences(config)]
+    problems = [*workload_problems(config), *_bad_elastic_model(config), *_bad_sequences(config)]
     if config.run.interface is not None and config.run.address is not None:
         why = "each of them says how the other hosts reach this one"
         problems.append(excluded("--interface", "--address", why=why, remedy="--interface alone"))
@@ -507,7 +512,7 @@ def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
 
 def default_sync_interval(model: str) -> int:
     """Return the default of `--sync-interval`, for methods that have one."""
-    return 30 if model == "nano" else 100
+    return 30 if model in _SMALL else 100
 
 
 def _bad_sequences(config: TrainConfig) -> list[ValueError]:
@@ -521,6 +526,38 @@ def _bad_sequences(config: TrainConfig) -> list[ValueError]:
         why = "torch's pipelines take micro-batches of one shape"
         return [excluded("--sequences documents", "--pp", why=why, remedy=f"{remedy}, or another cut")]
     return []
+
+
+def workload_problems(config: TrainConfig, *, named: Sequence[str] = ()) -> list[ValueError]:
+    """Return what is wrong with options that only some workloads have.
+
+    Args:
+        config: The options.
+        named: Options that the command line names, also with their defaults.
+    """
+    name = config.run.workload
+    try:
+        card = card_of(name)
+    except ValueError:
+        return []  # reported with the other values
+    own = f"--workload {name}"
+    known = {"model": card.model, "data": card.data}  # as `resolve` fills them in
+    wrong = {
+        option: "it is for other workloads" for option in WORKLOAD_OPTIONS
+        if option not in card.options
+        and (option in named or config.option(option) not in (_DEFAULTS.option(option), known.get(option)))
+    }  # fmt: skip
+    if not card.keeps_ranks:
+        why = "its model is not divided among ranks"
+        wrong |= {option: why for option in SHARING if config.option(option) != _DEFAULTS.option(option)}
+        if config.sync.method.lower() == "auto":
+            wrong["method"] = "auto plans for language models"
+    if ":" in name and config.elastic.is_enabled:
+        wrong["elastic"] = "a host that joins would run a program that another one names"
+    return [
+        excluded(f"--{option.replace('_', '-')}", own, why=why, remedy=f"to leave --{option.replace('_', '-')} out")
+        for option, why in wrong.items()
+    ]
 
 
 def _bad_elastic_model(config: TrainConfig) -> list[ValueError]:
@@ -551,8 +588,11 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
     Raises:
         ValueError: `--replicas` contradicts torchrun, or no method has the name.
     """
+    workload = card_of(config.run.workload)
     if config.model.init_from is not None:
         config = _started_from(config, config.model.init_from)
+    if workload is not LANGUAGE:
+        config = config.replace(model=workload.model, data=workload.data)
     ranks = config.parallel.ranks
     if world_size is not None and world_size % ranks:
         raise refusal(
@@ -571,10 +611,11 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
     card = method_entry(method)
     inner = config.optimizer.inner_optimizer or card.inner_optimizer
     filled: dict[str, Any] = {
-        "replicas": replicas, "batch_size": BATCH_SIZE, "seq_len": default_seq_len(model),
-        "lr": card.lr or _LR_OF_SGD.get(inner) or _LR.get(model, 3e-4), "inner_optimizer": inner,
+        "replicas": replicas, "batch_size": workload.batch_size,
+        "seq_len": default_seq_len(model) if workload is LANGUAGE else None,
+        "lr": card.lr or _LR_OF_SGD.get(inner) or workload.lr or _LR.get(model, 3e-4), "inner_optimizer": inner,
         "warmup_steps": min(1000, steps // 10), "eval_every": max(1, math.ceil(steps / 6)),
-        "checkpoint_every": 100 if model == "nano" else 500,
+        "checkpoint_every": 100 if model in _SMALL else 500,
         "threads": max(1, cores // max(1, replicas * config.elastic.ranks_per_replica * ranks)),
         "cache_dir": home / ".cache" / "thinwire",
         "out": Path("runs") / f"{method}-{model.rsplit('/', 1)[-1].replace(':', '-')}-seed{config.run.seed}",
@@ -703,6 +744,22 @@ def find_run(run_dir: Path) -> Path:
     if not (run_dir / "config.json").is_file():
         raise CheckpointError(f"{run_dir} holds no run (no config.json); give the --out folder of thinwire train")
     return run_dir
+
+
+def check_language(config: TrainConfig, *, what: str, remedy: str) -> None:
+    """Refuse what is for language models alone.
+
+    Args:
+        config: Options of the run.
+        what: An option or a command.
+        remedy: What to try for another workload.
+
+    Raises:
+        ValueError: The run trained something else.
+    """
+    if config.run.workload != LANGUAGE.name:
+        raise refusal(f"{what} is for language models", got=f"a run of --workload {config.run.workload}",
+                      allowed="a run of --workload language", remedy=remedy)  # fmt: skip
 
 
 def read_config(run_dir: Path) -> TrainConfig:

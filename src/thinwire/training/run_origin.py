@@ -54,9 +54,8 @@ def check_corpus(config: TrainConfig, sha256: str) -> None:
         DataError: It is other data.
     """
     if (began := _read(config.run_dir).get("corpus", sha256)) != sha256:
-        data = config.workload.describe(config)[1]
         raise DataError(str(refusal(
-            f"the run in {config.run_dir} began with other data", got=f"{data} with hash {sha256[:16]}",
+            f"the run in {config.run_dir} began with other data", got=f"{config.data.source} with hash {sha256[:16]}",
             allowed=f"data with hash {str(began)[:16]}",
             remedy="to give it the same files again, or to begin another run with --out NEW-FOLDER",
         )))  # fmt: skip

@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from thinwire.averaging.payloads import codec_at
 from thinwire.errors import DesyncError
 from thinwire.files import make_readable, replace_whole, write_whole
 from thinwire.models.lora import has_adapters, merged, save_adapters
@@ -84,7 +85,6 @@ def summarise(
     wall_s = max(note["time_s"] for note in notes)
     samples = sum(note["samples"] for note in notes)
     measures = config.workload.card.measures
-    model, data = config.workload.describe(config)
     payload_bytes, sent_bytes = mean("payload_bytes"), mean("wire_bytes_sent")
     all_reduce = all_reduce_bytes(parameters=parameters, num_replicas=count, steps=config.run.steps)
     times = times_fewer(all_reduce, sent_bytes)
@@ -96,7 +96,7 @@ def summarise(
         "mean_bits_per_s": round(8 * sent_bytes / wall_s, 1), "step_s": round(wall_s / config.run.steps, 5),
         "peak_bits_per_s": round(max(note["peak_bits_per_s"] for note in notes), 1),
         "compute_utilisation": round(sum(1 - note["stalled_s"] / note["time_s"] for note in notes) / count, 8),
-        "global_parameters_sha256": notes[0]["sha256"], "model": model, "data": data,
+        "global_parameters_sha256": notes[0]["sha256"], "model": config.model.name, "data": config.data.source,
         "parameters": parameters, "sync_interval": config.sync.sync_interval or 1,
         "overlap_steps": getattr(method.schedule, "overlap_steps", 0),
         "codec": config.sync.codec or _codec_of(method, num_replicas=count), "num_fragments": num_fragments,
@@ -191,7 +191,8 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 def _codec_of(method: Method, *, num_replicas: int) -> str:
     """Return the name of the method's first lossy codec, `float32` if it has none."""
     codecs = [getattr(exchange, "codec", None) for exchange in method.exchanges(num_replicas)]
-    return next((codec.name for codec in codecs if codec is not None and codec.name != "float32"), "float32")
+    names = [codec_at(codec, 1).name for codec in codecs if codec is not None]
+    return next((name for name in names if name != "float32"), "float32")
 
 
 def _check_hashes(hashes: Sequence[str]) -> None:

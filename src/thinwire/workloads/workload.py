@@ -48,6 +48,14 @@ class Companion(Protocol):
         """Return the content of its files, by name."""
 
 
+@dataclass(frozen=True, slots=True)
+class NoCompanion:
+    """Companion of a model that needs its weights alone."""
+
+    def files(self) -> Mapping[str, str]:
+        return {}
+
+
 class Data(Protocol):
     """Opened data of a run."""
 
@@ -130,7 +138,6 @@ class Workload:
         num_samples: Counts the samples in a batch's targets: tokens, images.
         window_samples: Samples of a window, see `Leases`.
         activation_bytes: Estimates what a forward pass over so many rows keeps for the backward pass.
-        describe: Names the model and the data.
         samples: Shows what the model does; None shows nothing.
     """
 
@@ -150,7 +157,6 @@ class Workload:
     num_samples: Callable[[Tensor], int]
     window_samples: Callable[[RunOptions], int]
     activation_bytes: Callable[[RunOptions, nn.Module, int], float]
-    describe: Callable[[RunOptions], tuple[str, str]]
     samples: SampleOutputs | None = None
 
 

@@ -15,7 +15,7 @@ from tests.rehearsed_run import finding_line
 from tests.sample_runs import append, step_line, write_run
 from thinwire.charts import HEIGHT, WIDTH, Axis, Chart, ChartSeries, highest, line_chart, scale, spread
 from thinwire.errors import DataError
-from thinwire.monitor.report.figures import loss_against_bytes, loss_against_tokens, utilisation, wire_rate
+from thinwire.monitor.report.figures import loss_against_bytes, loss_against_samples, utilisation, wire_rate
 from thinwire.monitor.report.report import headline, render_report, samples, trouble, write_report
 from thinwire.runlog.run_folder import read_run
 from thinwire.training.config import TrainConfig, command_line, read_config
@@ -158,7 +158,7 @@ def test_a_peak_between_two_places_stays_in_sight() -> None:
 
 
 def test_the_loss_ends_at_all_tokens_of_all_replicas(tmp_path: Path) -> None:
-    svg = loss_against_tokens(read_run(write_run(tmp_path / "run", replicas=2, steps=300))).svg
+    svg = loss_against_samples(read_run(write_run(tmp_path / "run", replicas=2, steps=300))).svg
     (validation,) = _shapes(svg, "polyline", "line main")
     assert len(validation) == 6
     assert all(left[0] < right[0] and left[1] < right[1] for left, right in itertools.pairwise(validation))
@@ -214,7 +214,7 @@ def test_the_table_of_numbers_begins_with_what_a_run_is_for_and_is_as_wide_as_it
 
 
 def test_more_replicas_than_colours_share_one_colour_and_one_label(tmp_path: Path) -> None:
-    svg = loss_against_tokens(read_run(write_run(tmp_path / "run", replicas=9, steps=60))).svg
+    svg = loss_against_samples(read_run(write_run(tmp_path / "run", replicas=9, steps=60))).svg
     assert len(_shapes(svg, "polyline", "line s7 faint")) == 9
     assert _words(svg).count("training") == 1
 
@@ -241,7 +241,7 @@ def test_utilisation_stands_between_zero_and_a_hundred_percent(tmp_path: Path) -
 def test_losses_that_are_not_finite_are_counted_below_the_figure(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", summary={"val_loss": math.nan})
     append(run / "metrics-replica-0.jsonl", step_line(310, loss=math.nan))
-    assert "not finite at 1 of" in loss_against_tokens(read_run(run)).caption
+    assert "not finite at 1 of" in loss_against_samples(read_run(run)).caption
     assert "without a finite validation loss" in render_report(read_run(run), command=REPEAT)
 
 

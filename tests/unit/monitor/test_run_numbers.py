@@ -123,17 +123,17 @@ def test_a_connection_that_has_carried_nothing_has_no_rate(stack: ExitStack) -> 
 
 def test_each_number_follows_its_definition() -> None:
     summary = Summary(
-        method="streaming-diloco", replicas=2, steps=100, tokens=80_000, val_loss=4.2, wall_s=50.0, tokens_per_s=1600.0,
-        payload_bytes=990_000, wire_bytes_sent=1_000_000, wire_bytes_received=900_000, peak_bits_per_s=3e6,
-        compute_utilisation=0.9, global_parameters_sha256="ab", allreduce_bytes=2.2e8,
+        method="streaming-diloco", replicas=2, steps=100, samples=80_000, val_loss=4.2, wall_s=50.0,
+        samples_per_s=1600.0, payload_bytes=990_000, wire_bytes_sent=1_000_000, wire_bytes_received=900_000,
+        peak_bits_per_s=3e6, compute_utilisation=0.9, global_parameters_sha256="ab", allreduce_bytes=2.2e8,
     )  # fmt: skip
     numbers = RunNumbers.of_summary(summary)
-    assert (numbers.mean_bits_per_s, numbers.step_s, numbers.tokens_per_s) == (160_000, 0.5, 1600)
+    assert (numbers.mean_bits_per_s, numbers.step_s, numbers.samples_per_s) == (160_000, 0.5, 1600)
     assert numbers.times_fewer_bytes == pytest.approx(220) and numbers.waiting == pytest.approx(0.1)
     assert numbers.texts() == {
         "sent_bytes": "1.00 MB", "received_bytes": "900 kB", "mean_bits_per_s": "160 kbit/s",
         "peak_bits_per_s": "3.00 Mbit/s", "times_fewer_bytes": "220", "step_s": "500.0 ms", "waiting": "10.0 %",
-        "wall_s": "50.0 s", "tokens_per_s": "1,600 tokens/s",
+        "wall_s": "50.0 s", "samples_per_s": "1,600 tokens/s",
     }  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def test_lines_give_what_the_summary_gives_and_a_run_without_a_line_gives_nothin
     numbers = RunNumbers.of_lines(lines)
     assert numbers is not None
     assert (numbers.sent_bytes, numbers.mean_bits_per_s, numbers.peak_bits_per_s) == (1e6, 160_000, 3e6)
-    assert (numbers.step_s, numbers.tokens_per_s) == (0.5, 1600) and numbers.waiting == pytest.approx(0.1)
+    assert (numbers.step_s, numbers.samples_per_s) == (0.5, 1600) and numbers.waiting == pytest.approx(0.1)
     old = RunNumbers.of_lines([_line(10)])
     assert old is not None and old.waiting is None and old.to_json()["times_fewer_bytes"] is None
     assert RunNumbers.of_lines([]) is None

@@ -19,6 +19,7 @@ from thinwire.monitor.detect.diagnose import DetectorState, diagnose, findings_o
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.heat import heat_maps
+from thinwire.runlog.measures import shown_metric
 from thinwire.runlog.reader import converted
 from thinwire.runlog.records import Count
 from thinwire.runlog.run_folder import RECORDS, SUMMARY, Summary, parse, read_files, setting
@@ -149,6 +150,7 @@ def run_state(
     else:
         limit_s = min((_silence_limit_s(sources, rank) for rank in sources.window.ranks), default=_DEFAULT_SILENCE_S)
         state = "training" if now - changed_at <= limit_s else "silent"
+    metric = evaluated[-1].metric if evaluated else None
     return {
         "name": text(folder.resolve().name), "state": state, "changed_at": changed_at,
         "method": text(settings.method), "model": text(settings.model), "data": text(settings.data),
@@ -157,6 +159,8 @@ def run_state(
         "step": max((one.last.step for one in sources.replicas.values() if one.last is not None), default=0),
         "loss": _mean([one.last.loss for one in sources.replicas.values() if one.last is not None]),
         "val_loss": result.val_loss if summary is not None else evaluated[-1].val_loss if evaluated else None,
+        "unit": next((one.last.unit for one in sources.replicas.values() if one.last is not None), "tokens"),
+        "metric": None if metric is None else {"name": metric[0], "value": metric[2], "text": shown_metric(metric)},
         "wall_s": result.wall_s, "times_fewer_bytes": result.times_fewer_bytes,
         "numbers": _numbers(summary, sources), "time_left_s": _time_left_s(settings.steps, sources, state=state),
     }  # fmt: skip
@@ -205,7 +209,8 @@ def replica_rows(sources: Sources, run: Mapping[str, Any], *, now: float) -> lis
             row = {**row, "host": member["host"]}
             if own is None or own.last is None:
                 # the journal writes 0 for unknown values
-                row |= {name: member[name] or None for name in ("step", "loss", "tokens_per_s")}
+                row |= {name: member[name] or None for name in ("step", "loss")}
+                row |= {"unit": run["unit"], f"{run['unit']}_per_s": member["samples_per_s"] or None}
         row["changed_at"] = sources.changed_at(number)
         row["state"] = _state(number, sources, run, row, now)
         found.append(row)

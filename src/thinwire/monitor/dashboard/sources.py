@@ -179,7 +179,7 @@ class CoordinatorLog:
                     self.members.pop(next(iter(self.members)))
                 self.members[entry.replica] = {
                     "replica": entry.replica, "host": text(entry.host), "state": text(entry.state),
-                    "step": entry.step, "loss": entry.loss, "tokens_per_s": entry.tokens_s, "is_paused": entry.paused,
+                    "step": entry.step, "loss": entry.loss, "samples_per_s": entry.tokens_s, "is_paused": entry.paused,
                 }  # fmt: skip
             case "gone":
                 own = self.members.get(converted(line, LeaveEntry).replica)
@@ -455,7 +455,7 @@ class Replica:
         first: Its first line about steps; None before it.
         last: Its latest line about steps; None before the first.
         loss: Its training loss by step.
-        speed: Its tokens per second, by seconds of its training.
+        speed: Its samples per second, by seconds of its training.
         evaluations: Its parts of the latest evaluations, by step.
         warnings: The latest, with their steps.
         error: The error with which it ended; empty while it goes on.
@@ -502,7 +502,7 @@ class Replica:
         if before is not None:
             self._interval_s = max(0.0, line.time_s - before.time_s)
         self.loss.add(line.step, line.loss)
-        self.speed.add(line.time_s, line.tokens_per_s)
+        self.speed.add(line.time_s, line.samples_per_s)
         return line, before
 
     @property
@@ -516,8 +516,9 @@ class Replica:
         if line is None:
             return {"replica": self.number, "error": self.error}
         return {
-            "replica": self.number, "error": self.error, "step": line.step, "loss": line.loss, "tokens": line.tokens,
-            "tokens_per_s": line.tokens_per_s, "computing": line.computing,
+            "replica": self.number, "error": self.error, "step": line.step, "loss": line.loss,
+            "unit": line.unit,
+            line.unit: line.samples, f"{line.unit}_per_s": line.samples_per_s, "computing": line.computing,
             "sent_bytes": line.sent_bytes, "received_bytes": line.received_bytes,
             "sent_bits_per_s": line.sent_bits_per_s, "peak_bits_per_s": line.peak_bits_per_s,
             "rounds_in_flight": line.rounds_in_flight, "time_s": line.time_s,

@@ -11,20 +11,16 @@ from typing import Any
 from thinwire.charts import escape
 from thinwire.monitor.report.figures import figures_of_runs
 from thinwire.monitor.report.report import gallery, grid, page, write_page
+from thinwire.runlog.measures import shown_metric
 from thinwire.runlog.run_folder import RunRecord, Summary, read_run, setting
 from thinwire.runlog.run_numbers import RunNumbers
 from thinwire.units import format_bytes, format_count
 
-HEAD = (
-    "run", "method", "replicas", "steps", "tokens", "val loss", "gap", "wall time", "tokens/s", "sent each",
-    "times fewer", "mean rate", "peak rate", "waiting",
-)  # fmt: skip
-_TOKENS_TOLERANCE = 0.01
+_SAMPLES_TOLERANCE = 0.01
 
 
 _COMPARED = (
-    "method", "replicas", "steps", "tokens", "val_loss", "wall_s", "tokens_per_s", "wire_bytes_sent",
-    "peak_bits_per_s", "compute_utilisation",
+    "method", "replicas", "steps", "val_loss", "wall_s", "wire_bytes_sent", "peak_bits_per_s", "compute_utilisation",
 )  # fmt: skip
 
 
@@ -42,19 +38,25 @@ class ComparedRun:
         """Numbers of the run, defined in `thinwire.runlog.run_numbers`."""
         return RunNumbers.of_summary(self.summary)
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the row as text, in the order of `HEAD`."""
+    def cells(self) -> dict[str, str]:
+        """Return the row as text, by the heads of its columns."""
         one, text = self.summary, self.numbers.texts()
-        return (
-            self.name, one.method, str(one.replicas), f"{one.steps:,}", format_count(one.tokens),
-            f"{one.val_loss:.4f}", "-" if self.gap_percent is None else f"{self.gap_percent:+.2f} %",
-            text["wall_s"], format_count(one.tokens_per_s), text["sent_bytes"], text["times_fewer_bytes"],
-            text["mean_bits_per_s"], text["peak_bits_per_s"], text["waiting"],
-        )  # fmt: skip
+        metric = {} if one.metric is None else {one.metric[0]: shown_metric(one.metric)}
+        return {
+            "run": self.name, "method": one.method, "replicas": str(one.replicas), "steps": f"{one.steps:,}",
+            one.unit: format_count(one.samples), **metric, "val loss": f"{one.val_loss:.4f}",
+            "gap": "-" if self.gap_percent is None else f"{self.gap_percent:+.2f} %",
+            "wall time": text["wall_s"], f"{one.unit}/s": format_count(one.samples_per_s),
+            "sent each": text["sent_bytes"], "times fewer": text["times_fewer_bytes"],
+            "mean rate": text["mean_bits_per_s"], "peak rate": text["peak_bits_per_s"], "waiting": text["waiting"],
+        }  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as an object for JSON; a number that is not finite becomes null."""
         values = {name: getattr(self.summary, name) for name in _COMPARED}
+        one = self.summary
+        values |= {one.unit: one.samples, f"{one.unit}_per_s": one.samples_per_s}
+        values |= {} if one.metric is None else {one.metric[0]: one.metric[2]}
         values |= {"gap_percent": self.gap_percent, **self.numbers.to_json()}
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         return {"name": self.name, "path": self.path, **finite}
@@ -67,6 +69,14 @@ class Comparison:
     rows: tuple[ComparedRun, ...]
     notes: tuple[str, ...]
     runs: Mapping[str, RunRecord]
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the heads of all columns, and the cells of each row; runs on other subjects have other columns."""
+        rows = [row.cells() for row in self.rows]
+        heads = list(rows[0])
+        for row in rows[1:]:
+            heads += [head for head in row if head not in heads]
+        return heads, [[row.get(head, "-") for head in heads] for row in rows]
 
     def to_json(self) -> dict[str, Any]:
         """Return the rows and notes as an object for JSON."""
@@ -107,7 +117,7 @@ def write_comparison(comparison: Comparison, path: Path) -> None:
     parts = [
         f'<p class="headline">{_headline(comparison)}</p>',
         *(f'<p class="note">{escape(note)}</p>' for note in comparison.notes),
-        grid(HEAD, [row.cells() for row in comparison.rows]),
+        grid(*comparison.table()),
         "<h2>Figures</h2>",
         gallery(figures_of_runs(comparison.runs)),
     ]
@@ -130,9 +140,9 @@ def _remarks(runs: Mapping[str, RunRecord]) -> list[str]:
         differences = [
             f"{what} ({mine} against {yours})" for what, mine, yours in _subjects(run, reference) if mine != yours
         ]
-        mine, yours = run.finished().tokens, reference.finished().tokens
-        if abs(mine - yours) > _TOKENS_TOLERANCE * yours:
-            differences.append(f"tokens ({format_count(mine)} against {format_count(yours)})")
+        mine, yours, unit = run.finished().samples, reference.finished().samples, reference.finished().unit
+        if abs(mine - yours) > _SAMPLES_TOLERANCE * yours:
+            differences.append(f"{unit} ({format_count(mine)} against {format_count(yours)})")
         if differences:
             notes.append(f"{name} is not comparable with {first} like for like: other {', '.join(differences)}.")
     return notes

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.charts import Axis, Chart, ChartSeries, Lane, Point, lane_chart, line_chart
+from thinwire.runlog.measures import per_sample, shown_metric
 from thinwire.runlog.run_folder import EvaluationMetrics, RunRecord
 from thinwire.runlog.run_numbers import RATE_WINDOW_S
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
@@ -35,9 +36,9 @@ def trimmed(text: str) -> str:
     return (number.rstrip("0").rstrip(".") if "." in number else number) + space + unit
 
 
-def tokens_axis() -> Axis:
-    """Tokens of all replicas."""
-    return Axis(label="tokens, all replicas", write=lambda v: trimmed(format_count(v)), include=(0.0,))
+def samples_axis(unit: str) -> Axis:
+    """Return the axis of all replicas' samples."""
+    return Axis(label=f"{unit}, all replicas", write=lambda v: trimmed(format_count(v)), include=(0.0,))
 
 
 def bytes_axis() -> Axis:
@@ -55,14 +56,14 @@ def time_axis() -> Axis:
     )
 
 
-def loss_axis() -> Axis:
-    """Loss in nats per token."""
-    return Axis(label="loss, nats per token", write=lambda v: f"{v:.4g}")
+def loss_axis(unit: str) -> Axis:
+    """Return the axis of a loss."""
+    return Axis(label=f"loss, {per_sample(unit)}", write=lambda v: f"{v:.4g}")
 
 
-def loss_against_tokens(run: RunRecord) -> Figure:
-    """Draw every replica's training loss and the validation loss of the global parameters, against all tokens."""
-    count = tokens_per_step(run)
+def loss_against_samples(run: RunRecord) -> Figure:
+    """Draw every replica's training loss and the validation loss of the global parameters, against all samples."""
+    count, unit = samples_per_step(run), run.finished().unit
     many = len(run.replicas) > _MOST_LABELS
     first = min(run.replicas, default=0)
     training = [
@@ -85,12 +86,33 @@ def loss_against_tokens(run: RunRecord) -> Figure:
     )
     broken = sum(not math.isfinite(line.loss) for record in run.replicas.values() for line in record.steps)
     note = f" The training loss was not finite at {broken} of the log lines." if broken else ""
-    chart = Chart(title="Loss against tokens", x=tokens_axis(), y=loss_axis(), series=(*training, validation))
+    chart = Chart(
+        title=f"Loss against {unit}", x=samples_axis(unit), y=loss_axis(unit), series=(*training, validation)
+    )  # fmt: skip
     caption = (
-        "Validation: loss of the global parameters on held-out text. Replicas: training loss of each, mean of each "
-        "log interval."
+        f"Validation: loss of the global parameters on held-out {_held_out(unit)}. Replicas: training loss of each, "
+        "mean of each log interval."
     )
     return Figure(heading=chart.title, svg=line_chart(chart), caption=caption + note)
+
+
+def metric_against_samples(run: RunRecord) -> list[Figure]:
+    """Draw what the workload measures beside the loss, such as an accuracy; nothing where there is no such metric."""
+    count, unit = samples_per_step(run), run.finished().unit
+    found = [(e.step * count, e.metric) for e in evaluations(run) if e.metric is not None]
+    if not found:
+        return []
+    name, of_metric, _ = found[-1][1]
+    points = tuple((place, metric[2]) for place, metric in found)
+    validation = ChartSeries(name="validation", label="validation", is_main=True, has_dots=True, points=points)
+    y = Axis(label=name, write=lambda v: trimmed(shown_metric((name, of_metric, v))))
+    chart = Chart(title=f"{name.capitalize()} against {unit}", x=samples_axis(unit), y=y, series=(validation,))
+    caption = f"{name.capitalize()} of the global parameters on held-out {_held_out(unit)}."
+    return [Figure(heading=chart.title, svg=line_chart(chart), caption=caption)]
+
+
+def _held_out(unit: str) -> str:
+    return "text" if unit == "tokens" else unit
 
 
 def loss_against_bytes(run: RunRecord) -> Figure:
@@ -108,7 +130,7 @@ def loss_against_bytes(run: RunRecord) -> Figure:
     chart = Chart(
         title="Loss against bytes sent",
         x=bytes_axis(),
-        y=loss_axis(),
+        y=loss_axis(run.finished().unit),
         series=(training, validation),
         marker=marker,
         empty="nothing was sent",
@@ -169,16 +191,21 @@ def evaluations(run: RunRecord) -> list[EvaluationMetrics]:
     found, summary = list(run.evaluations), run.finished()
     if not found or found[-1].step < summary.steps:
         last = EvaluationMetrics(
-            step=summary.steps, time_s=summary.wall_s, tokens=summary.tokens, val_loss=summary.val_loss
+            step=summary.steps,
+            time_s=summary.wall_s,
+            samples=summary.samples,
+            val_loss=summary.val_loss,
+            unit=summary.unit,
+            metric=summary.metric,
         )
         found.append(last)
     return found
 
 
-def tokens_per_step(run: RunRecord) -> float:
-    """Return the tokens of all replicas in one inner step."""
+def samples_per_step(run: RunRecord) -> float:
+    """Return the samples of all replicas in one inner step."""
     summary = run.finished()
-    return summary.tokens / summary.steps if summary.steps else 0.0
+    return summary.samples / summary.steps if summary.steps else 0.0
 
 
 def validation_against_bytes(run: RunRecord) -> tuple[Point, ...]:
@@ -214,25 +241,32 @@ def mean_bytes(run: RunRecord) -> dict[int, float]:
 
 
 def figures_of_runs(runs: Mapping[str, RunRecord]) -> Sequence[Figure]:
-    """Draw the validation losses of several runs against tokens and against bytes sent, one line a run."""
-    by_tokens, by_bytes = [], []
+    """Draw the validation losses of several runs against samples and against bytes sent, one line a run."""
+    by_samples, by_bytes = [], []
+    unit = next(iter(runs.values())).finished().unit
     for colour, (name, run) in enumerate(runs.items()):
-        count = tokens_per_step(run)
-        tokens = tuple((e.step * count, e.val_loss) for e in evaluations(run))
-        by_tokens.append(ChartSeries(name=name, label=name, colour=colour, has_dots=True, points=tokens))
+        count = samples_per_step(run)
+        samples = tuple((e.step * count, e.val_loss) for e in evaluations(run))
+        by_samples.append(ChartSeries(name=name, label=name, colour=colour, has_dots=True, points=samples))
         by_bytes.append(
             ChartSeries(name=name, label=name, colour=colour, has_dots=True, points=validation_against_bytes(run))
         )
-    first = Chart(title="Validation loss against tokens", x=tokens_axis(), y=loss_axis(), series=tuple(by_tokens))
+    first = Chart(
+        title=f"Validation loss against {unit}", x=samples_axis(unit), y=loss_axis(unit), series=tuple(by_samples)
+    )  # fmt: skip
     second = Chart(
         title="Validation loss against bytes sent",
         x=bytes_axis(),
-        y=loss_axis(),
+        y=loss_axis(unit),
         series=tuple(by_bytes),
         empty="nothing was sent",
     )
     return [
-        Figure(heading=first.title, svg=line_chart(first), caption="Loss of the global parameters on held-out text."),
+        Figure(
+            heading=first.title,
+            svg=line_chart(first),
+            caption=f"Loss of the global parameters on held-out {_held_out(unit)}.",
+        ),
         Figure(heading=second.title, svg=line_chart(second), caption="Bytes sent, mean over replicas."),
     ]
 

@@ -16,6 +16,7 @@ from thinwire.monitor.dashboard.findings_reader import Actions, Findings, downti
 from thinwire.monitor.dashboard.sources import ObjectFile, RejectedLines
 from thinwire.monitor.report import figures
 from thinwire.monitor.report.figures import Figure
+from thinwire.runlog.measures import per_sample, shown_metric
 from thinwire.runlog.reader import converted, parse_object
 from thinwire.runlog.run_folder import SUMMARY, RunRecord, Summary, read_outcome, read_run, setting
 from thinwire.runlog.run_numbers import LABELS, RunNumbers, format_times
@@ -219,7 +220,7 @@ def render_report(run: RunRecord, *, command: str) -> str:
     """
     summary = run.finished()
     failed = [f"Replica {n} failed: {record.error}" for n, record in run.replicas.items() if record.error]
-    drawn = [figures.loss_against_tokens(run), figures.loss_against_bytes(run)]
+    drawn = [figures.loss_against_samples(run), *figures.metric_against_samples(run), figures.loss_against_bytes(run)]
     drawn += [figures.wire_rate(run), figures.utilisation(run)]
     ending = {name: run.raw_summary.get(name) for name in ("machine", "global_parameters_sha256")}
     parts = [
@@ -298,7 +299,7 @@ class BaselineRun:
 def find_baseline(run: RunRecord) -> BaselineRun | None:
     """Return the baseline among the folders beside a run's; None without one.
 
-    A baseline exchanges gradients by an all-reduce at every step, and has the run's model, data, replicas and tokens.
+    A baseline exchanges gradients by an all-reduce at every step, and has the run's model, data, replicas and samples.
     """
     own = run.finished()
     for folder in sorted(run.path.resolve().parent.iterdir())[:_MOST_FOLDERS]:
@@ -308,7 +309,7 @@ def find_baseline(run: RunRecord) -> BaselineRun | None:
             other, config = read_outcome(folder)
         except DataError:
             continue
-        is_same = (other.model, other.replicas, other.tokens) == (own.model, own.replicas, own.tokens)
+        is_same = (other.model, other.replicas, other.samples) == (own.model, own.replicas, own.samples)
         is_same = is_same and setting(config, "data", "source") == setting(run.config, "data", "source")
         if is_same and other.method == BASELINE and math.isfinite(other.val_loss) and other.val_loss > 0:
             return BaselineRun(name=folder.name, summary=other)
@@ -319,6 +320,9 @@ def headline(summary: Summary, baseline: BaselineRun | None = None) -> str:
     """Return the result in one sentence, as HTML: the bytes, and the loss against the baseline run."""
     replicas = f"{summary.replicas} replicas" if summary.replicas != 1 else "1 replica"
     loss = f"reached a validation loss of <b>{summary.val_loss:.3f}</b>"
+    if summary.metric is not None:
+        name, value = escape(summary.metric[0]), escape(shown_metric(summary.metric))
+        loss = f"reached a validation {name} of <b>{value}</b> at a loss of {summary.val_loss:.3f}"
     if not math.isfinite(summary.val_loss):
         loss = "ended <b>without a finite validation loss</b>"
     numbers = RunNumbers.of_summary(summary)
@@ -339,7 +343,7 @@ def _against(summary: Summary, baseline: BaselineRun | None) -> str:
     if baseline is None or not math.isfinite(summary.val_loss):
         return "; no baseline run"
     gap = 100 * (summary.val_loss / baseline.summary.val_loss - 1)
-    side = f"{abs(gap):.1f} % {'above' if gap > 0 else 'below'}"
+    side = f"{'' if summary.metric is None else 'loss '}{abs(gap):.1f} % {'above' if gap > 0 else 'below'}"
     if abs(gap) < _NO_GAP_PERCENT:
         side = "equal to"
     return f", <b>{side}</b> the baseline run {escape(baseline.name)} ({baseline.summary.val_loss:.3f})"
@@ -348,17 +352,18 @@ def _against(summary: Summary, baseline: BaselineRun | None) -> str:
 def results(summary: Summary) -> list[tuple[str, str]]:
     """Return the rows of the table of results: names and values."""
     size = f" ({format_count(summary.parameters)} parameters)" if summary.parameters else ""
-    text = RunNumbers.of_summary(summary).texts()
+    text, metric = RunNumbers.of_summary(summary).texts(), summary.metric
     return [
         # what a run is judged by comes first
-        ("validation loss of the global parameters", f"{summary.val_loss:.4f} nats per token"),
+        *([] if metric is None else [(f"validation {metric[0]} of the global parameters", shown_metric(metric))]),
+        ("validation loss of the global parameters", f"{summary.val_loss:.4f} {per_sample(summary.unit)}"),
         *((LABELS[name], text[name]) for name in ("times_fewer_bytes", "sent_bytes", "waiting", "wall_s")),
         ("method", summary.method),
         *([("model", f"{summary.model}{size}")] if summary.model else []),
         ("replicas", str(summary.replicas)),
         ("inner steps", f"{summary.steps:,}"),
-        ("tokens, all replicas", f"{summary.tokens:,}"),
-        *((LABELS[name], text[name]) for name in ("step_s", "tokens_per_s")),
+        (f"{summary.unit}, all replicas", f"{summary.samples:,}"),
+        *((LABELS[name], text[name]) for name in ("step_s", "samples_per_s")),
         ("payload among the bytes sent, without message headers", format_bytes(summary.payload_bytes)),
         *((LABELS[name], text[name]) for name in ("received_bytes", "mean_bits_per_s", "peak_bits_per_s")),
         ("an all-reduce at every step would send", format_bytes(summary.allreduce_bytes)),

@@ -17,6 +17,7 @@ from thinwire.runlog.run_identity import RunIdentity, identity_from_json
 from thinwire.training.config import LOCAL, PLACES, TrainConfig, from_json, to_json, validate
 from thinwire.transport.addresses import ListenConfig, listen_config
 from thinwire.version import __version__
+from thinwire.workloads.cards import LANGUAGE
 
 if TYPE_CHECKING:
     from thinwire.sync.method import Method
@@ -97,7 +98,7 @@ class ElasticJob:
             "resumed_step": self.resumed_step, "resumed_sha256": self.resumed_sha256,
             "begin_with": self.config.elastic.begin_with or self.config.num_replicas, "last_step": self.last_step,
             "is_invite_only": self.config.elastic.invite_only,
-            "start_timeout_s": self.config.run.join_deadline_s,
+            "start_timeout_s": self.config.run.join_deadline_s, "window_samples": self.config.model.seq_len or 1,
         }  # fmt: skip
 
     @classmethod
@@ -115,9 +116,13 @@ class ElasticJob:
         try:
             terms = _read_terms(values, more=("shard_windows", "resumed_step"))
             config = _without_places(from_json(values["config"]))
+            if ":" in config.run.workload:  # before anything looks for it: that would run its module
+                raise ValueError(f"got workload {config.run.workload[:80]!r}, a program of another host")
             validate(config)
-            if config.run.replicas is None or config.data.batch_size is None or config.model.seq_len is None:
+            is_text = config.run.workload == LANGUAGE.name
+            if None in (config.run.replicas, config.data.batch_size) or (is_text and config.model.seq_len is None):
                 raise ValueError("replicas, batch_size and seq_len must be given")
+            assert config.run.replicas is not None
             if config.sync.pace or (config.sync.sync_interval or 1) > _MOST_INTERVAL_STEPS:
                 raise ValueError(f"got pace {config.sync.pace}, sync_interval {config.sync.sync_interval}")
             if config.run.replicas > _MOST_REPLICAS:
@@ -249,7 +254,10 @@ def shared_places_of(config: TrainConfig) -> dict[str, str]:
         {'data': 'texts'}
     """
     found = {name: config.option(name) for name in PLACES}
-    is_everywhere = {"data": config.data.source == "stdlib", "model": not config.model.name.startswith("hf:")}
+    is_everywhere = {
+        "data": config.run.workload != LANGUAGE.name or config.data.source == "stdlib",
+        "model": not config.model.name.startswith("hf:"),
+    }
     return {name: str(value) for name, value in found.items() if value is not None and not is_everywhere.get(name)}
 
 

@@ -251,6 +251,5 @@ LANGUAGE_MODELLING = Workload(
     held_out=lambda config, corpus, num_batches: held_out_batches(config, corpus, num_batches=num_batches),
     loss=_loss, parts=_parts, num_samples=lambda targets: sum(num_targets(targets)),
     window_samples=lambda config: config.model.seq_len, activation_bytes=_activations,
-    describe=lambda config: (config.model.name, config.data.source),
     samples=SampleOutputs(prompts=find_prompts, answers=continue_briefly),
 )  # fmt: skip

@@ -70,7 +70,8 @@ function showRun(run) {
   show("progress", run.steps && !isOver ? make("progress", { max: run.steps, value: Math.min(run.step, run.steps), "aria-label": `step ${run.step} of ${run.steps}` }) : null);
   const tiles = [["step", run.step, run.steps ? `of ${run.steps}` : ""],
     isOver ? ["fewer bytes", timesFewer ? `${timesFewer.text}×` : NONE, "than an all-reduce each step"] : ["time left", timeLeft(run.time_left_s), "at the mean speed"],
-    ["training loss", inLoss(run.loss), "mean of the replicas"], ["validation loss", inLoss(run.val_loss), "global parameters"]];
+    ["training loss", inLoss(run.loss), "mean of the replicas"], ["validation loss", inLoss(run.val_loss), "global parameters"],
+    ...(run.metric ? [[`validation ${run.metric.name}`, run.metric.text, "global parameters"]] : [])];
   show("tiles", tiles.map(([name, value, note]) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("small", {}, ` ${note}`)))));
   const numbers = run.numbers.filter(({ name, value }) => isNumber(value) && name !== "times_fewer_bytes");
   show("numbers", numbers.map(({ label, text }) => make("div", {}, make("dt", {}, label), make("dd", {}, text))));
@@ -142,7 +143,7 @@ function showCurves({ loss, speed, evaluations }) {
       weight: Number(byId("smoothing").value) / 100 });
   } else show("loss"), show("loss-legend");
   if (showSection("speed", hasPoints(speed))) {
-    showChart("speed", { what: "Tokens per second by time", series: speed, xTitle: "time", yTitle: "Tokens/s", xWords: inSeconds, yWords: inCount, fromZero: true });
+    showChart("speed", { what: `${inUnit()} per second by time`, series: speed, xTitle: "time", yTitle: `${inUnit()}/s`, xWords: inSeconds, yWords: inCount, fromZero: true });
   }
 }
 
@@ -172,16 +173,22 @@ function findingElement(finding) {
 
 const BADGES = { training: "●", finished: "✓", failed: "✕", silent: "▲", gone: "○", paused: "‖", waiting: "…", elsewhere: "↗" };
 
+// What the run counts: tokens, images.
+function inUnit() {
+  const unit = known.run?.unit ?? "tokens";
+  return unit[0].toUpperCase() + unit.slice(1);
+}
+
 function showReplicas(replicas) {
   if (!showSection("replicas", replicas.length > 0)) return;
   const { ranks } = namedBy(known.findings?.findings);
   const hasHosts = replicas.some((one) => one.host);
-  const columns = [["Replica"], ...(hasHosts ? [["Host"]] : []), ["State"], ["Step", "number"], ["Loss", "number"], ["Tokens/s", "number"], ["Computing", "number"],
+  const columns = [["Replica"], ...(hasHosts ? [["Host"]] : []), ["State"], ["Step", "number"], ["Loss", "number"], [`${inUnit()}/s`, "number"], ["Computing", "number"],
     ["In flight", "number"], ["Sent", "number"], ["Received", "number"], ["Rate now", "number"], ["Peak rate", "number"], ["Last data", "number"]];
   show("replicas", table("Each row is the replica's latest line. Computing is the share of the time since training began.", columns, replicas.map((one) => [
     ranks.has(one.replica) ? [one.replica, " ", flag("finding")] : one.replica, ...(hasHosts ? [one.host ?? NONE] : []),
     [make("span", { class: "badge", "data-state": one.state }, `${BADGES[one.state] ?? ""} ${one.state}`), one.error ? make("div", { class: "words flag" }, one.error) : null],
-    one.step ?? NONE, inLoss(one.loss), inCount(one.tokens_per_s), inPercent(one.computing), one.rounds_in_flight ?? NONE,
+    one.step ?? NONE, inLoss(one.loss), inCount(one[`${one.unit}_per_s`]), inPercent(one.computing), one.rounds_in_flight ?? NONE,
     inBytes(one.sent_bytes), inBytes(one.received_bytes), inRate(one.sent_bits_per_s), inRate(one.peak_bits_per_s), since(one.changed_at)])));
 }
 

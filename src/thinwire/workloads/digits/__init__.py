@@ -1,0 +1,1 @@
+"""Classification of scikit-learn's images of digits."""
