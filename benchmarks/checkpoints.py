@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from thinwire.elastic.global_state import GlobalState
-from thinwire.models import build_model
 from thinwire.training.checkpoints.checkpoint_files import CheckpointFiles
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
+from thinwire.workloads.language import build_model
 
 
 class Timed:

@@ -103,7 +103,7 @@ def measure(todo: dict[Key, Operation], repeats: int, *, device: str) -> dict[Ke
 
 def share(repeats: int) -> dict[str, Any]:
     from thinwire.methods.iso_loco import flatten_spectrum
-    from thinwire.models import build_model
+    from thinwire.workloads.language import build_model
 
     torch.set_num_threads(1)
     model, codec = build_model("nano", seed=0), by_name("e3m0")

@@ -91,8 +91,8 @@ def train(settings: dict[str, Any], *, cache: Path) -> dict[str, Any]:
 
     import thinwire
     from thinwire.codecs import by_name
-    from thinwire.data import open_corpus
     from thinwire.methods import recipe
+    from thinwire.workloads.language import open_corpus
 
     torch.set_num_threads(1)
     corpus = open_corpus("stdlib", cache=cache, vocab_size=2048, tokenizer=value(settings, "tokenizer"))
@@ -113,9 +113,8 @@ def train_replica(transport: Any, settings: dict[str, Any], *, method: Any, corp
     import torch
 
     import thinwire
-    from thinwire.data import Sampler
-    from thinwire.models import build_model
     from thinwire.wire_benchmark.worker import lr_factor
+    from thinwire.workloads.language import Sampler, build_model
 
     steps, seed = settings["steps"], settings["seed"]
     vocab_size = 257 if value(settings, "tokenizer") == "bytes" else None
@@ -147,7 +146,7 @@ def train_replica(transport: Any, settings: dict[str, Any], *, method: Any, corp
 def evaluate(model: Any, optimizer: Any, *, corpus: Any) -> float:
     import torch
 
-    from thinwire.data import validation_batches
+    from thinwire.workloads.language import validation_batches
 
     held_out = validation_batches(corpus.held_out, batch_size=8, seq_len=SEQ_LEN, max_batches=EVAL_BATCHES)
     with optimizer.global_parameters(), torch.no_grad():

@@ -37,7 +37,7 @@ def replica(settings: dict[str, Any], *, model_name: str, steps: int) -> dict[st
     import thinwire
     from thinwire.codecs import by_name
     from thinwire.methods import recipe
-    from thinwire.models import build_model
+    from thinwire.workloads.language import build_model
 
     torch.set_num_threads(1)
     options = {name: value for name, value in settings.items() if name != "method"}

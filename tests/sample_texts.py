@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from thinwire.data import Corpus
+from thinwire.workloads.language import Corpus
 
 TEXTS = [f"document {number}: to be or not to be, that is question {number * number}\n" for number in range(60)]
 

@@ -26,10 +26,10 @@ from torchft.local_sgd import DiLoCo
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
-from thinwire.data import Sampler
 from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.training.build import lr_factor, make_inner_optimizer
 from thinwire.training.config import TrainConfig, resolve
+from thinwire.workloads.language import Sampler
 from thinwire.workloads.language.workload import make_model, open_data
 
 BATCH, SEQ = 1, 64

@@ -56,7 +56,7 @@ class Replica:
         import torch
 
         import thinwire
-        from thinwire.models import build_model
+        from thinwire.workloads.language import build_model
 
         torch.set_num_threads(1)
         self.options, self.gate, self.folder = options, Gate(), Path(options.folder)

@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import thinwire
-from thinwire.models import build_model
-from thinwire.models.presets import PRESETS
 from thinwire.site.cost_model import Degrees, Layout, StepCost, decoder_shape
 from thinwire.site.search import starts
 from thinwire.site.site_file import Site, SiteNode
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.step_profile import profile_step
+from thinwire.workloads.language import build_model
+from thinwire.workloads.language.presets import PRESETS
 
 COMMAND = [sys.executable, "-m", "thinwire.cli.main"]
 

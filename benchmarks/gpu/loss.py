@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "quality"))
 import rungs
 import train
 
-from thinwire.data import open_corpus
+from thinwire.workloads.language import open_corpus
 
 ENTRIES = (("data-parallel", 1), ("iso-loco", 2))
 LRS = {"G1": {"data-parallel": 1.6e-2, "iso-loco": 8e-3}, "G2": {"data-parallel": 1.08e-2, "iso-loco": 5.2e-3}}

@@ -19,10 +19,10 @@ import torch
 from records import Part, finish, part_from_command_line, spread
 
 import thinwire
-from thinwire.models import build_model
 from thinwire.training.build import estimate_memory, make_inner_optimizer
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.transport.base import Envelope, Received
+from thinwire.workloads.language import build_model
 
 ISO = importlib.import_module("thinwire.methods.iso_loco")  # the package has a function of that name
 RATE_BITS_PER_S = 1e9

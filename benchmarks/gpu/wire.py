@@ -24,12 +24,12 @@ import torch
 from records import Part, finish, part_from_command_line
 
 import thinwire
-from thinwire.models import build_model
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.transport.base import Envelope, Pending
 from thinwire.transport.streams import ROUNDS
 from thinwire.units import parse_rate
+from thinwire.workloads.language import build_model
 
 RATES = ("none", "1gbit", "100mbit")
 _LEAST_S = 25.0  # a run with its start

@@ -32,12 +32,12 @@ from torch.nn import functional
 import thinwire
 from thinwire.codecs import by_name
 from thinwire.methods import recipe
-from thinwire.models import build_model
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
 from thinwire.transport.loopback import LoopbackTransport
 from thinwire.transport.recording import RecordingTransport
 from thinwire.wire_benchmark.worker import lr_factor
+from thinwire.workloads.language import build_model
 
 RESULTS = Path(__file__).parent.parent / "results" / "methods.jsonl"
 CACHE = Path.home() / ".cache" / "thinwire"
@@ -187,7 +187,7 @@ def digits(settings: dict[str, Any], *, replica: int) -> Task:
 
 def language(settings: dict[str, Any], *, replica: int) -> Task:
     """Return model, batches, loss and measure of nano: 4 windows of 128 tokens a replica and step."""
-    from thinwire.data import Sampler, open_corpus, validation_batches
+    from thinwire.workloads.language import Sampler, open_corpus, validation_batches
 
     corpus = open_corpus("stdlib", cache=CACHE, vocab_size=2048)
     model: Any = build_model("nano", vocab_size=None, seed=settings["seed"])

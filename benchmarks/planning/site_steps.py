@@ -24,13 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.models.transformer import TransformerConfig, build_transformer
 from thinwire.site.cost_model import Degrees, Layout, StepCost, decoder_shape, sent_numbers
 from thinwire.site.search import starts
 from thinwire.site.site_file import Site, SiteNode
 from thinwire.training.config import TrainConfig
 from thinwire.training.parallel_passes import ParallelPasses, cut_model, make_mesh
 from thinwire.training.summary import describe_machine
+from thinwire.workloads.language.transformer import TransformerConfig, build_transformer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "multiprocess"))
 

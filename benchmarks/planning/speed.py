@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from thinwire.models import build_model
 from thinwire.planning.cluster import Cluster, Machine, Wire
 from thinwire.planning.search import make_plan
 from thinwire.planning.training_task import TrainingTask
 from thinwire.training.summary import describe_machine
+from thinwire.workloads.language import build_model
 
 RESULTS = Path(__file__).parents[1] / "results" / "plan_speed.json"
 CASES = ((2, "1b"), (8, "1b"), (64, "1b"), (64, "7b"))

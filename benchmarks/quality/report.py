@@ -30,10 +30,10 @@ from thinwire import simulate
 from thinwire.charts import Axis, Chart, ChartSeries, image_file, line_chart
 from thinwire.codecs import by_name
 from thinwire.methods import recipe
-from thinwire.models.transformer import TransformerConfig, build_transformer
 from thinwire.planning.predict import predict
 from thinwire.planning.simulator_adapter import traffic_of
 from thinwire.units import format_bytes
+from thinwire.workloads.language.transformer import TransformerConfig, build_transformer
 
 Lines = Mapping[str, dict[str, Any]]
 # Of each number of replicas: the most that plain Streaming DiLoCo and the best recipe may lie above data-parallel

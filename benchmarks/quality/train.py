@@ -22,13 +22,13 @@ from rungs import RUNGS, Rung
 
 import thinwire
 from thinwire.codecs import by_name
-from thinwire.data import Sampler, open_corpus, validation_batches
 from thinwire.methods import recipe
-from thinwire.models.transformer import TransformerConfig, build_transformer
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
 from thinwire.transport.loopback import LoopbackTransport
 from thinwire.transport.recording import RecordingTransport
+from thinwire.workloads.language import Sampler, open_corpus, validation_batches
+from thinwire.workloads.language.transformer import TransformerConfig, build_transformer
 
 CACHE = Path.home() / ".cache" / "thinwire"
 _FLOOR = 0.1  # share of the peak learning rate at the end

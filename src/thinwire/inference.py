@@ -14,14 +14,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from thinwire.data.corpus import HELD_OUT_FRACTION, divide, limit
-from thinwire.data.sampler import windows
-from thinwire.data.sources import Document, open_source
-from thinwire.data.tokenizers import END_OF_TEXT, Tokenizer
 from thinwire.errors import CheckpointError, DataError, ThinwireError, refusal, unknown_name
 from thinwire.files import replace_whole, write_whole
-from thinwire.models import Transformer
-from thinwire.models.transformer import RMS_EPSILON, ROTARY_BASE, TransformerConfig
 from thinwire.training.build import check_device, make_inner_optimizer, make_method
 from thinwire.training.checkpoints.checkpoint_files import CheckpointFiles, open_storage, reason_of
 from thinwire.training.checkpoints.global_checkpoints import MODEL_FILE, global_files
@@ -29,6 +23,12 @@ from thinwire.training.checkpoints.replica_checkpoints import replica_files, unf
 from thinwire.training.config import TrainConfig, check_language, find_run, read_config
 from thinwire.training.elastic.job import LocalSettings
 from thinwire.training.summary import save_tensors, write_model
+from thinwire.workloads.language import Transformer
+from thinwire.workloads.language.corpus import HELD_OUT_FRACTION, divide, limit
+from thinwire.workloads.language.sources import Document, open_source
+from thinwire.workloads.language.tokenizers import END_OF_TEXT, Tokenizer
+from thinwire.workloads.language.transformer import RMS_EPSILON, ROTARY_BASE, TransformerConfig
+from thinwire.workloads.sampler import windows
 from thinwire.workloads.workload import Companion
 
 MODEL_FOLDER = "model"
@@ -373,7 +373,7 @@ def apertus_tensors(model: Transformer) -> dict[str, Tensor]:
     """Return a decoder's weights under the names of transformers' Apertus, on the CPU.
 
     Example:
-        >>> from thinwire.models import build_transformer
+        >>> from thinwire.workloads.language import build_transformer
         >>> model = build_transformer(TransformerConfig(vocab_size=16, dim=8, layers=1, heads=2))
         >>> [name for name in apertus_tensors(model) if "proj" in name][:2]
         ['model.layers.0.self_attn.q_proj.weight', 'model.layers.0.self_attn.k_proj.weight']

@@ -9,9 +9,9 @@ from source_tree import ROOT, module_of, sources
 from tests import wings
 
 PURE = (
-    "averaging.message_pattern", "averaging.mixing", "averaging.topology", "charts", "data.lengths", "errors", "events",
+    "averaging.message_pattern", "averaging.mixing", "averaging.topology", "charts", "errors", "events",
     "monitor.detect", "monitor.findings", "monitor.nccl", "runlog", "shared_random", "simulate", "site",
-    "sync.schedule", "traffic", "units",
+    "sync.schedule", "traffic", "units", "workloads.cards", "workloads.language.lengths",
 )  # fmt: skip
 
 

@@ -17,10 +17,10 @@ from thinwire.cli.plan_options import ClusterOptions, PlanOptions
 from thinwire.cli.simulate import SimulateOptions
 from thinwire.cli.train_options import parse, settle
 from thinwire.cli.train_plan import planned
-from thinwire.models import build_model
 from thinwire.training.build import check_memory, make_method
 from thinwire.training.config import validate
 from thinwire.units import parse_bytes
+from thinwire.workloads.language import build_model
 
 ALIKE = ["--hosts", "2", "--rate", "20mbit", "--latency", "10ms"]
 HOME = [*ALIKE, "--flops", "4e10", "--batch-size", "8", "--tokens", "1e7", "--interval", "10", "--interval", "30"]

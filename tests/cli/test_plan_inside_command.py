@@ -16,9 +16,9 @@ from thinwire.cli.plan_inside import how_to_run
 from thinwire.cli.train_options import parse
 from thinwire.cli.train_plan import planned
 from thinwire.errors import DataError
-from thinwire.models import preset
 from thinwire.site.cost_model import Degrees
 from thinwire.site.site_file import load_site
+from thinwire.workloads.language import preset
 
 ROOT = Path(__file__).parents[2]
 SITES = ROOT / "examples" / "sites"

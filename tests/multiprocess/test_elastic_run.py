@@ -22,11 +22,11 @@ from thinwire.elastic.coordinator_client import send_command
 from thinwire.elastic.coordinator_server import KEY_FILE, coordinator_keys, own_key
 from thinwire.elastic.invitation import read_invitation
 from thinwire.inference import load_trained
-from thinwire.models import presets
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.elastic.job import LocalSettings
 from thinwire.training.summary import parameters_sha256
 from thinwire.transport.secret import read_secret
+from thinwire.workloads.language import presets
 
 SOON_S, STEP_S = 120.0, 0.2
 # Questions to a coordinator, which take as long as the machine is busy, and the pause between two.

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from processes import run, values
 from torch import nn
 
-from thinwire.data.lengths import SequenceCost
 from thinwire.integrations.data import LengthBalancedSampler
+from thinwire.workloads.language.lengths import SequenceCost
 
 pytestmark = pytest.mark.multiprocess
 

@@ -21,8 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import COMMAND, DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, result
 
 from thinwire.cli import plan as plan_command
-from thinwire.data.sampler import PADDING
-from thinwire.models.transformer import TransformerConfig, build_transformer
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, sent_numbers
 from thinwire.site.pipeline import StageLink, StageTimes, step_s
 from thinwire.training.build import make_inner_optimizer
@@ -30,6 +28,8 @@ from thinwire.training.config import TrainConfig
 from thinwire.training.loop import LocalPasses
 from thinwire.training.parallel_passes import cut_model
 from thinwire.transport.base import JSON_BYTES
+from thinwire.workloads.language.transformer import TransformerConfig, build_transformer
+from thinwire.workloads.sampler import PADDING
 
 SHAPE = TransformerConfig(vocab_size=16, dim=16, layers=4, heads=4, max_seq_len=8)
 STEPS, BATCH = 3, 8

@@ -10,8 +10,8 @@ from benchmarks.wire import references
 from benchmarks.wire.references import matched_fragments, matched_numbers
 from thinwire.errors import MissingExtra
 from thinwire.methods import streaming_diloco
-from thinwire.models import build_model
 from thinwire.sync.fragments import find_blocks
+from thinwire.workloads.language import build_model
 
 
 def test_without_torchft_its_contender_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 _WIDTH = 64
-_MODULES = ("thinwire.models.presets", "thinwire.training.config")
+_MODULES = ("thinwire.workloads.language.presets", "thinwire.training.config")
 
 
 class WithTiny:

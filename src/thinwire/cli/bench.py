@@ -240,10 +240,9 @@ def _cells(options: BenchWireOptions) -> Any:
 
 
 def _run_all(wanted: Sequence[Any], options: BenchWireOptions) -> int:
-    from thinwire.data import open_corpus
-    from thinwire.models import PRESETS
     from thinwire.wire_benchmark.result_table import describe
     from thinwire.wire_benchmark.runner import run_cell
+    from thinwire.workloads.language import PRESETS, open_corpus
 
     path, cache_dir = options.out / "wire.jsonl", options.cache_dir or Path.home() / ".cache" / "thinwire"
     done = [json.dumps(line["cell"], sort_keys=True) for line in _read(path)]

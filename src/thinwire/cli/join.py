@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from thinwire.cli.argument_parsing import command, parse_options
-from thinwire.data.sources import check_source
 from thinwire.errors import ThinwireError, excluded, refusal, unknown_name
 from thinwire.options import option
+from thinwire.workloads.language.sources import check_source
 
 if TYPE_CHECKING:
     from thinwire.elastic.invitation import Invitation

@@ -97,10 +97,11 @@ def generate(arguments: Sequence[str]) -> int:
     options = parse_options(GenerateOptions, arguments, prog="thinwire generate")
     if not options.prompt:
         raise refusal("--prompt is empty", got="''", allowed="one character or more", remedy="--prompt 'def '")
-    check_language(_config_of(options.run), what="thinwire generate", remedy=f"thinwire eval {options.run}")
+    config = _config_of(options.run, step=options.step, device=options.device)
+    check_language(config, what="thinwire generate", remedy=f"thinwire eval {options.run}")
     trained = _load(options.run, step=options.step, device=options.device)
-    from thinwire.models.generation import Sampling
-    from thinwire.models.generation import generate as continuation
+    from thinwire.workloads.language.generation import Sampling
+    from thinwire.workloads.language.generation import generate as continuation
 
     sampling = Sampling(
         max_tokens=options.max_tokens, temperature=options.temperature, top_k=options.top_k, seed=options.seed
@@ -124,8 +125,9 @@ def export(arguments: Sequence[str]) -> int:
     options = parse_options(ExportOptions, arguments, prog="thinwire export")
     if options.to not in ("hf", "safetensors"):
         raise unknown_name("--to", options.to, ("hf", "safetensors"))
+    config = _config_of(options.run, step=options.step)
     if options.to == "hf":
-        check_language(_config_of(options.run), what="--to hf", remedy="--to safetensors")
+        check_language(config, what="--to hf", remedy="--to safetensors")
     trained = _load(options.run, step=options.step, device="cpu")
     from thinwire.inference import export_model
 
@@ -143,13 +145,13 @@ def eval(arguments: Sequence[str]) -> int:  # noqa: A001
         0, 1 for an error while running, 2 for wrong options.
     """
     options = parse_options(EvalOptions, arguments, prog="thinwire eval")
-    config = _config_of(options.run)
+    max_bytes = int(parse_bytes(options.max_bytes)) or None
+    config = _config_of(options.run, step=options.step, device=options.device)
     if (card := card_of(config.run.workload)) is not LANGUAGE:
         for name in ("data", "max-bytes"):
             if is_named(name, arguments):
                 check_language(config, what=f"--{name}", remedy=f"to leave --{name} out")
         return _eval_held_out(options, card)
-    max_bytes = int(parse_bytes(options.max_bytes)) or None
     trained = _load(options.run, step=options.step, device=options.device)
     from thinwire.inference import evaluate, read_texts
 
@@ -212,17 +214,17 @@ class _Progress:
             log(f"{done:,} of {total:,} tokens, {left_s:.0f} s left", command="eval")
 
 
-def _config_of(run_dir: Path) -> TrainConfig:
-    return read_config(find_run(run_dir))
-
-
-def _load(run_dir: Path, *, step: int | None, device: str) -> TrainedModel:
+def _config_of(run_dir: Path, *, step: int | None, device: str = "cpu") -> TrainConfig:
+    """Check what names a model, without torch, and return the options of its run."""
     if device not in ("cpu", "cuda"):
         raise unknown_name("--device", device, ("cpu", "cuda"))
     if step is not None and step < 1:
         raise refusal("--step is too small", got=step, allowed="1 or more",
                       remedy=f"thinwire checkpoints {run_dir}, which lists the steps")  # fmt: skip
-    find_run(run_dir)  # before torch is imported
+    return read_config(find_run(run_dir))
+
+
+def _load(run_dir: Path, *, step: int | None, device: str) -> TrainedModel:
     from thinwire.inference import load_trained
 
     return load_trained(run_dir, step=step, device=device)

@@ -196,9 +196,9 @@ def workload_of(options: PlanOptions) -> TrainingTask:
     Raises:
         ValueError: There is no such model, or a number is out of its range.
     """
-    from thinwire.models import build_model
     from thinwire.planning.training_task import TrainingTask
     from thinwire.training.config import default_seq_len
+    from thinwire.workloads.language import build_model
 
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     model = build_model(options.model, max_seq_len=seq_len, device="meta")

@@ -16,7 +16,6 @@ from thinwire.charts import Axis, Chart, ChartSeries, Point, image_file, line_ch
 from thinwire.cli.output import log
 from thinwire.cli.plan_options import PlanOptions
 from thinwire.cli.tables import plain, print_wide
-from thinwire.data.lengths import LengthsOutlook, cost_of, length_outlook, load_lengths
 from thinwire.errors import DataError, excluded, refusal
 from thinwire.files import LARGEST_NUMBER, read_json, short, write_json, write_whole
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
@@ -26,6 +25,7 @@ from thinwire.site.site_file import Site, load_site
 from thinwire.site.site_plan import CAUSES, SitePlan, torchtitan_toml, why_slower
 from thinwire.training.config import BATCH_SIZE, check_model, default_seq_len
 from thinwire.units import format_bytes, format_count, format_seconds
+from thinwire.workloads.language.lengths import LengthsOutlook, cost_of, length_outlook, load_lengths
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -231,7 +231,7 @@ def _sequences(options: PlanOptions, seq_len: int) -> int:
 
 def _shape(name: str, *, seq_len: int) -> ModelShape:
     # torch, which takes seconds: what shows without it has been refused by now
-    from thinwire.models import hf, preset
+    from thinwire.workloads.language import hf, preset
 
     if name.startswith("hf:"):
         return ModelShape(seq_len=seq_len, **hf.decoder_numbers(name.removeprefix("hf:"), seq_len=seq_len))

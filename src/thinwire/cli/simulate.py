@@ -107,9 +107,9 @@ def main(arguments: Sequence[str]) -> int:
     names = options.method or _METHODS
     _check(options, names, cluster)
     # torch, which takes seconds: what shows without it has been refused by now
-    from thinwire.models import build_model
     from thinwire.planning.simulator_adapter import simulated_cluster, traffic_of
     from thinwire.training.build import make_method
+    from thinwire.workloads.language import build_model
 
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     batch_size = BATCH_SIZE if options.batch_size is None else options.batch_size

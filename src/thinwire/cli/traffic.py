@@ -400,9 +400,9 @@ def _read_rounds(options: TrafficPlanOptions) -> tuple[Fabric, list[RoundFlows]]
     config = resolve(config, world_size=None, cores=os.cpu_count() or 1, home=Path.home())
     if problems := method_problems(config):
         raise ValueError(problems[0])
-    from thinwire.models import build_model  # torch, which takes seconds
     from thinwire.planning.simulator_adapter import traffic_of
     from thinwire.training.build import make_method
+    from thinwire.workloads.language import build_model  # torch, which takes seconds
 
     count = len(fabric.hosts) if options.replicas is None else options.replicas
     method = make_method(config)

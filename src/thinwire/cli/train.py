@@ -26,12 +26,12 @@ from thinwire.cli.train_options import (
     world_size,
 )
 from thinwire.cli.train_plan import planned
-from thinwire.data.sources import check_source
 from thinwire.errors import CheckpointError, DataError, Stopped, ThinwireError, WorkerFailed, refusal
 from thinwire.files import MOST_PLAN_BYTES, read_json
 from thinwire.training.config import TrainConfig, command_line, has_run, validate
 from thinwire.transport.secret import need_pyzmq
 from thinwire.workloads.cards import LANGUAGE, card_of
+from thinwire.workloads.language.sources import check_source
 
 if TYPE_CHECKING:
     from thinwire.cli.view import LiveView

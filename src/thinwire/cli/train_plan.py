@@ -175,13 +175,13 @@ def _filled(given: TrainConfig, found: Mapping[str, Any], arguments: Sequence[st
 
 def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[str], None]) -> Plan:
     """Probe the hosts of this run and plan for them; the same plan comes out on all of them."""
-    from thinwire.models import build_model
     from thinwire.planning.probe import ProbeBudget
     from thinwire.planning.search import PlanConstraints, make_plan
     from thinwire.planning.training_task import TrainingTask
     from thinwire.training.build import check_device
     from thinwire.training.config import validate
     from thinwire.training.probe_hosts import probe_hosts
+    from thinwire.workloads.language import build_model
 
     ranks = world_size()
     if ranks in (None, 1):

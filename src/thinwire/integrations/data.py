@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from thinwire.data.lengths import SequenceCost, assign_sequences, pack
-from thinwire.data.sampler import shuffled
 from thinwire.errors import CheckpointError, MissingExtra, refusal
 from thinwire.transport.base import Transport
+from thinwire.workloads.language.lengths import SequenceCost, assign_sequences, pack
+from thinwire.workloads.sampler import shuffled
 
 
 def split_dataset(dataset: Any, transport: Transport, *, equal: bool = False) -> Any:
@@ -176,7 +176,7 @@ class StepShare:
 class LengthBalancedSampler:
     """Steps over sequences of unlike lengths, shared among the ranks of a replica so that all finish together.
 
-    Every rank computes the same assignment from the lengths alone (`thinwire.data.lengths.assign_sequences`), and sends
+    Every rank computes the same assignment from the lengths alone (`assign_sequences`), and sends
     nothing. Ranks can have unlike numbers of passes in a step, so average gradients once a step, after the last pass.
     Iterating gives the rest of an epoch; each epoch has an order of its own, and leaves out what does not fill a step.
 

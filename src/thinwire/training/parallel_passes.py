@@ -12,10 +12,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from thinwire.data.lengths import assign_sequences, cost_of, padded_groups
-from thinwire.data.sampler import PADDING
 from thinwire.errors import refusal
-from thinwire.models.transformer import (
+from thinwire.shared_random import derive_seed
+from thinwire.site.pipeline import chunk_layers
+from thinwire.training.config import TrainConfig
+from thinwire.training.loop import Passes
+from thinwire.transport.replica_mesh import ReplicaMesh
+from thinwire.transport.shards import drop_gathered, local_shard, named_failures, own_part
+from thinwire.workloads.language.lengths import assign_sequences, cost_of, padded_groups
+from thinwire.workloads.language.transformer import (
     Transformer,
     TransformerConfig,
     TransformerStage,
@@ -26,13 +31,8 @@ from thinwire.models.transformer import (
     split_heads,
     take_positions,
 )
-from thinwire.shared_random import derive_seed
-from thinwire.site.pipeline import chunk_layers
-from thinwire.training.config import TrainConfig
-from thinwire.training.loop import Passes
-from thinwire.transport.replica_mesh import ReplicaMesh
-from thinwire.transport.shards import drop_gathered, local_shard, named_failures, own_part
 from thinwire.workloads.language.workload import num_targets
+from thinwire.workloads.sampler import PADDING
 
 # Layers of a block whose output or input features the ranks of tp share.
 _COLUMNS, _ROWS = ("attention.query_key_value", "up"), ("attention.out", "down")

@@ -19,13 +19,13 @@ from torch import nn
 from thinwire.averaging.payloads import codec_at
 from thinwire.errors import DesyncError
 from thinwire.files import make_readable, replace_whole, write_whole
-from thinwire.models.lora import has_adapters, merged, save_adapters
 from thinwire.recording.metrics import ReplicaCounts
 from thinwire.runlog.run_numbers import all_reduce_bytes, times_fewer
 from thinwire.sync.method import Method
 from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig
 from thinwire.version import __version__
+from thinwire.workloads.language.lora import has_adapters, merged, save_adapters
 from thinwire.workloads.workload import Workload
 
 

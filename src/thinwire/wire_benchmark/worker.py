@@ -37,18 +37,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.data import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.errors import DeadlineExceeded, DesyncError
 from thinwire.events import Direction, Totals, Transfer, TransferLog
 from thinwire.files import write_whole
-from thinwire.models import PRESETS, build_model
-from thinwire.models.presets import preset
 from thinwire.training.summary import describe_machine, parameters_sha256
 from thinwire.transport.base import all_gather_json
 from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
 from thinwire.version import __version__
 from thinwire.wire_benchmark.contenders import Trainer, TrainerSettings, contender
+from thinwire.workloads.language import PRESETS, Corpus, Sampler, build_model, open_corpus, validation_batches
+from thinwire.workloads.language.presets import preset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

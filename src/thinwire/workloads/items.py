@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from thinwire.data.sampler import Sampler, ShardBatches
 from thinwire.errors import DataError
+from thinwire.workloads.sampler import Sampler, ShardBatches
 from thinwire.workloads.workload import Batch, Leases, RunOptions
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tests.sample_texts import TEXTS, decoded
-from thinwire.data import BpeTokenizer, ByteTokenizer, open_corpus
-from thinwire.data.corpus import divide, limit
-from thinwire.data.sources import Document
-from thinwire.data.tokenizers import load_tokenizer
+from thinwire.workloads.language import BpeTokenizer, ByteTokenizer, open_corpus
+from thinwire.workloads.language.corpus import divide, limit
+from thinwire.workloads.language.sources import Document
+from thinwire.workloads.language.tokenizers import load_tokenizer
 
 AWKWARD = ["", "a", "Grüße, 世界 🎉\n\t  x", "<|endoftext|>", "\x00\x7f\u0085", "a" * 1000]
 
@@ -52,7 +52,7 @@ def test_the_tokenizers_library_reads_what_is_saved_alike(tokenizer: ByteTokeniz
 
 def test_training_in_another_process_gives_the_same_tokenizer() -> None:
     code = (
-        "import sys, hashlib; from thinwire.data import BpeTokenizer\n"
+        "import sys, hashlib; from thinwire.workloads.language import BpeTokenizer\n"
         "texts = [f'document {n}: to be or not to be, that is question {n * n}\\n' for n in range(60)]\n"
         "print(hashlib.sha256(BpeTokenizer.train(texts, vocab_size=400).to_json().encode()).hexdigest())"
     )

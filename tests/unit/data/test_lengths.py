@@ -13,8 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from thinwire.data.lengths import SequenceCost, assign_sequences, cost_of, load_lengths, pack, padded_groups
 from thinwire.errors import DataError
+from thinwire.workloads.language.lengths import (
+    SequenceCost,
+    assign_sequences,
+    cost_of,
+    load_lengths,
+    pack,
+    padded_groups,
+)
 
 PLAIN = SequenceCost(seconds_per_token=1.0)
 CURVED = SequenceCost(seconds_per_token=1e-3, seconds_per_pair=1e-6)

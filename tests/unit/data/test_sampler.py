@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.data import Sampler, validation_batches
-from thinwire.data.sampler import PADDING
 from thinwire.errors import CheckpointError, DataError
+from thinwire.workloads.language import Sampler, validation_batches
+from thinwire.workloads.sampler import PADDING
 
 SETTINGS: dict[str, Any] = {"replica": 0, "num_replicas": 2, "batch_size": 3, "seq_len": 4, "seed": 7}
 

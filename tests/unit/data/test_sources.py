@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from tests.sample_texts import decoded
-from thinwire.data import open_corpus
-from thinwire.data.sources import StdlibSource, open_source, read_file
 from thinwire.errors import DataError, MissingExtra
+from thinwire.workloads.language import open_corpus
+from thinwire.workloads.language.sources import StdlibSource, open_source, read_file
 
 # --- sources
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tests.sample_texts import decoded
-from thinwire.data import open_corpus
-from thinwire.data.token_files import TokenWriter, partial_path, sole_builder
 from thinwire.errors import DataError
+from thinwire.workloads.language import open_corpus
+from thinwire.workloads.language.token_files import TokenWriter, partial_path, sole_builder
 
 # --- sources
 
@@ -164,7 +164,7 @@ def test_waiting_for_another_builder_has_a_deadline(tmp_path: Path) -> None:
 
 def test_processes_that_start_at_once_come_to_the_same_corpus(folder: Path, cache: Path) -> None:
     code = (
-        "import sys; from thinwire.data import open_corpus\n"
+        "import sys; from thinwire.workloads.language import open_corpus\n"
         "c = open_corpus(sys.argv[1], cache=sys.argv[2], vocab_size=400)\n"
         "print(c.sha256, len(c.train), (c.folder / 'manifest.json').stat().st_mtime_ns)"
     )

@@ -19,7 +19,6 @@ from thinwire.averaging.topology import Peers
 from thinwire.cli.elastic_run import _new
 from thinwire.codecs import NAMES, by_name, float32
 from thinwire.codecs.error_feedback import ErrorFeedback
-from thinwire.data.sampler import Sampler, ShardBatches
 from thinwire.elastic.elastic_mean import ElasticMean, elastic_mean
 from thinwire.elastic.elastic_method import elastic
 from thinwire.errors import Refused, Stopped, WorkerFailed
@@ -29,6 +28,7 @@ from thinwire.training.config import OPTIONS, PATH_OPTIONS, TrainConfig, resolve
 from thinwire.training.elastic.job import ElasticJob, LocalSettings
 from thinwire.training.elastic.launch import REFUSED, UNANSWERED, Role, launch
 from thinwire.transport.loopback import single
+from thinwire.workloads.sampler import Sampler, ShardBatches
 
 
 def config_of(tmp_path: Path, **more: object) -> TrainConfig:

@@ -12,11 +12,17 @@ import transformers
 from torch import nn
 
 from tests.trained_runs import TEXT, train
-from thinwire.data import BpeTokenizer, ByteTokenizer, Tokenizer
 from thinwire.inference import TrainedModel, export_model, load_trained
-from thinwire.models import TransformerConfig, build_transformer, preset
-from thinwire.models.generation import Sampling, generate
 from thinwire.training.config import TrainConfig
+from thinwire.workloads.language import (
+    BpeTokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    TransformerConfig,
+    build_transformer,
+    preset,
+)
+from thinwire.workloads.language.generation import Sampling, generate
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,6 @@ import torch
 from torch.nn import functional as F
 
 from tests.trained_runs import TEXT, train
-from thinwire.data.corpus import divide
-from thinwire.data.sources import Document
 from thinwire.elastic.global_state import GlobalState
 from thinwire.errors import CheckpointError, DataError
 from thinwire.inference import evaluate, load_trained, read_texts
@@ -20,6 +18,8 @@ from thinwire.runlog.run_folder import read_run
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.config import TrainConfig, config_text, read_config
 from thinwire.training.summary import parameters_sha256
+from thinwire.workloads.language.corpus import divide
+from thinwire.workloads.language.sources import Document
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from thinwire.events import Transfer, TransferLog
-from thinwire.models import build_model
 from thinwire.sync.fragments import find_blocks
 from thinwire.wire_benchmark.contenders import ABLATION, CONTENDERS, contender
 from thinwire.wire_benchmark.worker import ByteMeter, WorkerOptions, closing, lr_factor, span
+from thinwire.workloads.language import build_model
 
 
 def options(**changed: Any) -> WorkerOptions:

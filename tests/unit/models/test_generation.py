@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from tests.scripted_model import Scripted
 from tests.trained_runs import TEXT
-from thinwire.data import BpeTokenizer, ByteTokenizer
 from thinwire.errors import CheckpointError
-from thinwire.models import TransformerConfig, build_transformer
-from thinwire.models.generation import Sampling, generate
+from thinwire.workloads.language import BpeTokenizer, ByteTokenizer, TransformerConfig, build_transformer
+from thinwire.workloads.language.generation import Sampling, generate
 
 TINY = TransformerConfig(vocab_size=257, dim=32, layers=2, heads=2, max_seq_len=16)
 

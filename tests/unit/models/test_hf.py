@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thinwire.errors import CheckpointError, MissingExtra
-from thinwire.models import (
+from thinwire.workloads.language import (
     HuggingFaceModel,
     TransformerConfig,
     build_model,

@@ -13,10 +13,10 @@ import transformers
 
 from tests.pretrained_models import write_llama_with_weights, write_tokenizer
 from thinwire.errors import MissingExtra
-from thinwire.models import HuggingFaceModel
 from thinwire.training.build import check, make_inner_optimizer
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.summary import save_model
+from thinwire.workloads.language import HuggingFaceModel
 from thinwire.workloads.language.workload import make_model, own_tokenizer
 
 RANK = 4

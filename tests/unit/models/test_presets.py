@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire.models import PRESETS, build_model
-from thinwire.models.presets import decoder_of
+from thinwire.workloads.language import PRESETS, build_model
+from thinwire.workloads.language.presets import decoder_of
 
 
 @pytest.mark.parametrize(

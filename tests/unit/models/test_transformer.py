@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from thinwire.models import (
+from thinwire.workloads.language import (
     PRESETS,
     Transformer,
     TransformerConfig,
@@ -16,7 +16,7 @@ from thinwire.models import (
     build_transformer,
     preset,
 )
-from thinwire.models.transformer import RMS_EPSILON, next_token_loss, rms_norm, rotate
+from thinwire.workloads.language.transformer import RMS_EPSILON, next_token_loss, rms_norm, rotate
 
 TINY = TransformerConfig(vocab_size=31, dim=16, layers=3, heads=2, max_seq_len=12)
 
@@ -54,7 +54,7 @@ WITHOUT_COMPILER = """
 import sys, torch, thinwire
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
-from thinwire.models import build_model
+from thinwire.workloads.language import build_model
 
 sketch = build_model("nano", device="meta")
 assert sketch.cosines.shape[0] == sketch.max_seq_len

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thinwire.data import Sampler
 from thinwire.methods import masha2
 from thinwire.recording.metrics import Meter
 from thinwire.recording.recorder import Recorder
@@ -24,6 +23,7 @@ from thinwire.training.config import TrainConfig
 from thinwire.training.loop import LoopSetup, Passes, Training
 from thinwire.transport.loopback import single
 from thinwire.transport.recording import RecordingTransport
+from thinwire.workloads.language import Sampler
 
 VOCABULARY, SEQ_LEN = 20, 4
 TOKENS = np.random.Philox(key=1).random_raw(2000).astype(np.uint16) % VOCABULARY

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.data import Sampler, validation_batches
 from thinwire.methods import one_bit_adam, one_bit_lamb, zero_one_adam
-from thinwire.models import TransformerConfig, build_transformer
 from thinwire.recording.metrics import Meter
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
@@ -24,6 +22,7 @@ from thinwire.training.loop import LoopSetup, Training
 from thinwire.training.summary import parameters_sha256
 from thinwire.transport.loopback import LoopbackTransport, run_replicas
 from thinwire.transport.recording import RecordingTransport
+from thinwire.workloads.language import Sampler, TransformerConfig, build_transformer, validation_batches
 
 TOKENS = np.random.Philox(key=1).random_raw(4000).astype(np.uint16) % 50
 SHAPE = TransformerConfig(vocab_size=50, dim=8, layers=4, heads=2, max_seq_len=8)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.data.tokenizers import ByteTokenizer
 from thinwire.errors import CheckpointError
 from thinwire.files import write_whole
 from thinwire.training.build import check
 from thinwire.training.config import TrainConfig, config_text, resolve
 from thinwire.training.summary import save_model
+from thinwire.workloads.language.tokenizers import ByteTokenizer
 from thinwire.workloads.language.workload import make_model, own_tokenizer
 
 

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.data import Sampler
 from thinwire.errors import CheckpointError
 from thinwire.methods import diloco
-from thinwire.models import TransformerConfig, build_transformer
 from thinwire.recording.metrics import Meter
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer
@@ -21,6 +19,7 @@ from thinwire.training.config import TrainConfig
 from thinwire.training.loop import LocalPasses, LoopSetup, Training
 from thinwire.transport.loopback import single
 from thinwire.transport.recording import RecordingTransport
+from thinwire.workloads.language import Sampler, TransformerConfig, build_transformer
 
 SHAPE = TransformerConfig(vocab_size=31, dim=16, layers=2, heads=2, max_seq_len=8)
 TOKENS = np.random.default_rng(0).integers(31, size=999).astype(np.uint16)

@@ -10,11 +10,11 @@ import torch
 import transformers
 
 from tests.pretrained_models import write_llama_with_weights, write_tokenizer
-from thinwire.data.tokenizers import PretrainedTokenizer
 from thinwire.errors import CheckpointError
 from thinwire.training.build import check
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.summary import save_model
+from thinwire.workloads.language.tokenizers import PretrainedTokenizer
 from thinwire.workloads.language.workload import make_model, make_sampler, open_data, own_tokenizer
 
 # The end of a text that quotes special tokens must not be taken for one.

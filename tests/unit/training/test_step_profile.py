@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from thinwire.cli import bench
-from thinwire.models import build_model
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.step_profile import StepProfile, _activation_bytes, _parts, profile_step
+from thinwire.workloads.language import build_model
 
 pytestmark = pytest.mark.slow
 

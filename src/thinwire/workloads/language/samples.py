@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from thinwire.data import Corpus, Tokenizer
-from thinwire.models.generation import Sampling, generate
+from thinwire.workloads.language import Corpus, Tokenizer
+from thinwire.workloads.language.generation import Sampling, generate
 
 _SAMPLE_TOKENS = 24
 _NUM_SAMPLES = 2

@@ -10,27 +10,30 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from thinwire.data import Corpus, Sampler, open_corpus, validation_batches
-from thinwire.data.lengths import padded_groups
-from thinwire.data.sampler import ShardBatches
-from thinwire.data.token_files import TOKENIZER
-from thinwire.data.tokenizers import Tokenizer
 from thinwire.errors import CheckpointError, MissingExtra, excluded, refusal
-from thinwire.models import (
+from thinwire.planning.training_task import activation_bytes
+from thinwire.workloads.cards import LANGUAGE
+from thinwire.workloads.language import (
     PRESETS,
+    Corpus,
     HuggingFaceModel,
     LanguageModel,
+    Sampler,
     build_hf_model,
     build_model,
     build_transformer,
+    open_corpus,
     preset,
+    validation_batches,
 )
-from thinwire.models.hf import has_weights, load_hf_tokenizer, load_saved_tokenizer
-from thinwire.models.lora import with_adapters
-from thinwire.models.presets import check_vocabulary, load_weights
-from thinwire.planning.training_task import activation_bytes
-from thinwire.workloads.cards import LANGUAGE
+from thinwire.workloads.language.hf import has_weights, load_hf_tokenizer, load_saved_tokenizer
+from thinwire.workloads.language.lengths import padded_groups
+from thinwire.workloads.language.lora import with_adapters
+from thinwire.workloads.language.presets import check_vocabulary, load_weights
 from thinwire.workloads.language.samples import continue_briefly, find_prompts
+from thinwire.workloads.language.token_files import TOKENIZER
+from thinwire.workloads.language.tokenizers import Tokenizer
+from thinwire.workloads.sampler import ShardBatches
 from thinwire.workloads.workload import Batch, Leases, Loss, RunOptions, SampleOutputs, Workload, rows_at_once
 
 

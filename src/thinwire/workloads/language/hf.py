@@ -10,10 +10,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from thinwire.data.tokenizers import PretrainedTokenizer, Tokenizer, load_tokenizer
 from thinwire.errors import CheckpointError, MissingExtra, refusal
-from thinwire.models.transformer import next_token_loss
 from thinwire.shared_random import derive_seed
+from thinwire.workloads.language.tokenizers import PretrainedTokenizer, Tokenizer, load_tokenizer
+from thinwire.workloads.language.transformer import next_token_loss
 
 # Files that hold a vocabulary; transformers makes an empty tokenizer of a folder without any.
 _VOCABULARIES = (

@@ -29,8 +29,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, unknown_name
-from thinwire.models.hf import build_hf_model
-from thinwire.models.transformer import TransformerConfig, build_transformer
+from thinwire.workloads.language.hf import build_hf_model
+from thinwire.workloads.language.transformer import TransformerConfig, build_transformer
 
 PRESETS: Mapping[str, TransformerConfig] = MappingProxyType(
     {

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from thinwire.errors import MissingExtra
-from thinwire.models.hf import HuggingFaceModel
 from thinwire.shared_random import derive_seed
+from thinwire.workloads.language.hf import HuggingFaceModel
 
 _ALPHA_PER_RANK = 2
 

@@ -14,8 +14,9 @@ from typing import Literal
 
 import numpy as np
 
-from thinwire.data.sources import Document, Source, open_source
-from thinwire.data.token_files import (
+from thinwire.errors import DataError
+from thinwire.workloads.language.sources import Document, Source, open_source
+from thinwire.workloads.language.token_files import (
     FORMAT_VERSION,
     MANIFEST,
     TOKENIZER,
@@ -29,14 +30,13 @@ from thinwire.data.token_files import (
     write_bytes,
     write_manifest,
 )
-from thinwire.data.tokenizers import (
+from thinwire.workloads.language.tokenizers import (
     SMALLEST_VOCABULARY,
     BpeTokenizer,
     ByteTokenizer,
     Tokenizer,
     load_tokenizer,
 )
-from thinwire.errors import DataError
 
 # Share of documents that `thinwire train` holds out.
 HELD_OUT_FRACTION = 0.02

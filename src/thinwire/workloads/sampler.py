@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.data.token_files import TokenArray
 from thinwire.errors import CheckpointError, DataError
 from thinwire.shared_random import derive_seed
+from thinwire.workloads.language.token_files import TokenArray
 
 PADDING = -1  # the target of a place that counts nothing
 _SCANNED_TOKENS = 2**24  # of a file, searched for ends of documents at once

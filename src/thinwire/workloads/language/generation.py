@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.data import Tokenizer
 from thinwire.errors import CheckpointError
+from thinwire.workloads.language import Tokenizer
 
 # What a byte-level tokenizer returns for the first bytes of a character whose others are still to come.
 _INCOMPLETE = "\ufffd"
