@@ -57,7 +57,7 @@ def lie(payload: torch.Tensor, envelope: object) -> torch.Tensor:
 
 def test_the_bytes_of_a_pair_are_timed_and_checked() -> None:
     def main(transport: LoopbackTransport) -> Any:
-        line = PairChannel(transport, 1 - transport.replica, number=7, promise=promise)
+        line = PairChannel(transport, 1 - transport.replica, plan=7, promise=promise)
         return lead(line, seconds=0.01, seed=5) if transport.replica == 0 else follow(line, seed=5)
 
     times, _ = thinwire.run_replicas(2, main)
@@ -67,7 +67,7 @@ def test_the_bytes_of_a_pair_are_timed_and_checked() -> None:
 def test_a_bit_that_changes_behind_the_checksum_is_seen_by_both_ends() -> None:
     def main(transport: LoopbackTransport) -> None:
         fault = Fault(kind="forge", replica=0, direction="sent", forge=lie)
-        line = PairChannel(FaultyTransport(transport, [fault]), 1 - transport.replica, number=7, promise=promise)
+        line = PairChannel(FaultyTransport(transport, [fault]), 1 - transport.replica, plan=7, promise=promise)
         with pytest.raises(PayloadError, match="not those that were sent"):
             lead(line, seconds=0.01, seed=5) if transport.replica == 0 else follow(line, seed=5)
 
@@ -79,7 +79,7 @@ def test_a_ring_comes_to_the_exact_sum_on_all_ranks(size: int) -> None:
     order = [*range(1, size), 0]
 
     def main(transport: LoopbackTransport) -> int | None:
-        return ring_all_reduce(transport, order, 7 * size, number=1, limit_s=5, promise=promise)[1]
+        return ring_all_reduce(transport, order, 7 * size, plan=1, repeat=0, limit_s=5, promise=promise)[1]
 
     assert list(thinwire.run_replicas(size, main)) == [None] * size
 
@@ -88,11 +88,11 @@ def test_a_ring_comes_to_the_exact_sum_on_all_ranks(size: int) -> None:
 def test_a_wrong_partial_sum_is_seen_first_by_the_rank_behind_its_sender(step: int) -> None:
     def main(transport: LoopbackTransport) -> int | None:
         def forge(payload: torch.Tensor, envelope: Any) -> torch.Tensor:
-            return lie(payload, envelope) if envelope.address.number == 100 + step else payload
+            return lie(payload, envelope) if envelope.address.number == step else payload
 
         fault = Fault(kind="forge", replica=1, direction="sent", forge=forge)
         faulty = FaultyTransport(transport, [fault])
-        return ring_all_reduce(faulty, [0, 1, 2], 9, number=100, limit_s=5, promise=promise)[1]
+        return ring_all_reduce(faulty, [0, 1, 2], 9, plan=1, repeat=0, limit_s=5, promise=promise)[1]
 
     seen = thinwire.run_replicas(3, main)
     assert seen[2] == step and all(other is None or other > step for other in (seen[0], seen[1]))

@@ -50,7 +50,6 @@ from thinwire.transport.base import read_object
 from thinwire.transport.connect import PartialJob
 from thinwire.transport.secret import SECRET_BYTES, Secret
 
-_NUMBERS = 1 << 16
 _ALL_REDUCES = 3
 
 
@@ -82,7 +81,7 @@ class ActiveRank:
                 f"rank 0 plans {str(plan.get('do'))!r:.40}, which is unknown here; run the same thinwire on all hosts"
             )
         self._board.promise(FIRST_DEADLINE_S)
-        note = action(plan, number * _NUMBERS)
+        note = action(plan, number)
         self._board.post(f"result/{number}/{self._own}", json.dumps(note))
 
     def _hello(self, plan: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -114,7 +113,7 @@ class ActiveRank:
             return {}
         (source, destination), seconds = mine[0], seconds_of(plan, "seconds", most=60.0)
         peer = destination if self._own == source else source
-        line = PairChannel(self._transport, peer, number=number, promise=self._board.promise)
+        line = PairChannel(self._transport, peer, plan=number, promise=self._board.promise)
         try:
             if self._own != source:
                 follow(line, seed=number)
@@ -131,7 +130,7 @@ class ActiveRank:
         rows = cells_of(plan, world_size=self._gathering.world_size, parts=3)
         flows = {(source, destination): num_bytes for source, destination, num_bytes in rows}
         limit_s = seconds_of(plan, "limit_s")
-        done = together(self._transport, flows, number=number, limit_s=limit_s, promise=self._board.promise)
+        done = together(self._transport, flows, plan=number, limit_s=limit_s, promise=self._board.promise)
         return {"seconds": {str(peer): flow.seconds for peer, flow in done.items()}}
 
     def _all_reduce(self, plan: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -144,7 +143,7 @@ class ActiveRank:
         for again in range(_ALL_REDUCES):
             try:
                 seconds, step = ring_all_reduce(
-                    self._transport, order, numel, number=number + again * 4096, limit_s=limit_s,
+                    self._transport, order, numel, plan=number, repeat=again, limit_s=limit_s,
                     promise=self._board.promise,
                 )  # fmt: skip
             except TransportError as error:

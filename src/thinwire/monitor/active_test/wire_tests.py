@@ -14,9 +14,13 @@ import torch
 from thinwire.errors import PayloadError, TransportError
 from thinwire.monitor.active_test.evaluation import FlowTest, PairTest, rate_of
 from thinwire.transport.base import Envelope, Pending, Transport
-from thinwire.transport.streams import SETUP
+from thinwire.transport.streams import Stream, register
 
 Cell = tuple[int, int]
+# What a silent peer never took stays in flight, so a plan's messages stand apart from those of 255 plans before it.
+ACTIVE_TEST = register(
+    Stream(name="active-test", number=16, keys=("message", "plan", "repeat"), in_flight=(64, 256, 4))
+)
 _MOST_CHARACTERS = 300
 # Also an upper bound on whole numbers, which Python cannot turn into a float above 1e308.
 _MOST_SECONDS = 1e9
@@ -144,25 +148,24 @@ class PairChannel:
     Args:
         transport: Joins them.
         peer: The other one.
-        number: The first of the messages' numbers, each way, which nobody else uses.
+        plan: The number of the plan that they carry out.
         promise: Called before each wait with its deadline in seconds.
     """
 
-    def __init__(self, transport: Transport, peer: int, *, number: int, promise: Promise) -> None:
+    def __init__(self, transport: Transport, peer: int, *, plan: int, promise: Promise) -> None:
         self.deadline_s = FIRST_DEADLINE_S
-        self._transport, self._peer, self._promise = transport, peer, promise
-        self._out, self._into = itertools.count(number), itertools.count(number)
+        self._transport, self._peer, self._plan, self._promise = transport, peer, plan, promise
+        self._out, self._into = itertools.count(), itertools.count()
 
     def send(self, payload: torch.Tensor) -> None:
         """Send, and wait until the message has arrived whole."""
-        envelope = Envelope(stream=SETUP, key=(next(self._out),), payload_bytes=payload.numel())
+        envelope = Envelope(stream=ACTIVE_TEST, key=(next(self._out), self._plan), payload_bytes=payload.numel())
         self._wait(self._transport.send(payload, to=self._peer, envelope=envelope))
 
     def expect(self) -> Pending:
         """Make room for the next message, of at most `MOST_BYTES`."""
-        envelope = Envelope(
-            stream=SETUP, key=(next(self._into),), payload_bytes=MOST_BYTES, takes_less=True
-        )  # fmt: skip
+        key = (next(self._into), self._plan)
+        envelope = Envelope(stream=ACTIVE_TEST, key=key, payload_bytes=MOST_BYTES, takes_less=True)
         return self._transport.receive(source=self._peer, envelope=envelope)
 
     def receive(self, pending: Pending | None = None) -> torch.Tensor:
@@ -238,14 +241,14 @@ def _timed(line: PairChannel, num_bytes: int, *, seed: int) -> float:
 
 
 def together(
-    transport: Transport, flows: Mapping[tuple[int, int], int], *, number: int, limit_s: float, promise: Promise
+    transport: Transport, flows: Mapping[tuple[int, int], int], *, plan: int, limit_s: float, promise: Promise
 ) -> dict[int, FlowTest]:
     """Send and receive all flows of this replica at once; all replicas must call this together.
 
     Args:
         transport: Joins them.
         flows: Bytes by (source, destination).
-        number: The first of the messages' numbers.
+        plan: The number of the plan.
         limit_s: After which those that are not there are left out.
         promise: Called with the deadline.
 
@@ -254,15 +257,15 @@ def together(
     """
     me, given = transport.replica, list(flows)
 
-    def envelope(cell: tuple[int, int], num_bytes: int, step: int) -> Envelope:
-        return Envelope(stream=SETUP, key=(number + 2 * given.index(cell) + step,), payload_bytes=num_bytes)
+    def envelope(num_bytes: int, step: int) -> Envelope:
+        return Envelope(stream=ACTIVE_TEST, key=(step, plan), payload_bytes=num_bytes)
 
     out, into = [cell for cell in given if cell[0] == me], [cell for cell in given if cell[1] == me]
-    receives = [transport.receive(source=cell[0], envelope=envelope(cell, flows[cell], 1)) for cell in into]
-    ready = {cell: transport.receive(source=cell[1], envelope=envelope(cell, 1, 0)) for cell in out}
+    receives = [transport.receive(source=cell[0], envelope=envelope(flows[cell], 1)) for cell in into]
+    ready = {cell: transport.receive(source=cell[1], envelope=envelope(1, 0)) for cell in out}
     blocks = {cell: torch.zeros(flows[cell], dtype=torch.uint8) for cell in out}
     for cell in into:  # room is made: the sender's clock may begin
-        transport.send(torch.ones(1, dtype=torch.uint8), to=cell[0], envelope=envelope(cell, 1, 0))
+        transport.send(torch.ones(1, dtype=torch.uint8), to=cell[0], envelope=envelope(1, 0))
     promise(limit_s)
     end_s = time.perf_counter() + limit_s
     sends: dict[tuple[int, int], tuple[float, Pending]] = {}
@@ -272,7 +275,7 @@ def together(
             ready.pop(cell)
             sends[cell] = (
                 time.perf_counter(),
-                transport.send(blocks[cell], to=cell[1], envelope=envelope(cell, flows[cell], 1)),
+                transport.send(blocks[cell], to=cell[1], envelope=envelope(flows[cell], 1)),
             )
         for cell, (began_s, pending) in list(sends.items()):
             if pending.done():
@@ -299,7 +302,7 @@ def terms(rank: int, numel: int) -> torch.Tensor:
 
 
 def ring_all_reduce(
-    transport: Transport, order: Sequence[int], numel: int, *, number: int, limit_s: float, promise: Promise
+    transport: Transport, order: Sequence[int], numel: int, *, plan: int, repeat: int, limit_s: float, promise: Promise
 ) -> tuple[float, int | None]:
     """Sum a vector of all ranks around a ring; all ranks of the order must call this together.
 
@@ -307,7 +310,8 @@ def ring_all_reduce(
         transport: Joins them.
         order: Of the ranks.
         numel: Elements, a multiple of the number of ranks.
-        number: The first of the messages' numbers.
+        plan: The number of the plan.
+        repeat: How many all-reduces it had before, at most 3.
         limit_s: Deadline of each step.
         promise: Called with the deadline of each step.
 
@@ -325,7 +329,7 @@ def ring_all_reduce(
     for step in range(2 * (size - 1)):
         out, into = (place - step) % size, (place - step - 1) % size
         payload = parts[out].contiguous().view(torch.uint8)
-        envelope = Envelope(stream=SETUP, key=(number + step,), payload_bytes=payload.numel())
+        envelope = Envelope(stream=ACTIVE_TEST, key=(step, plan, repeat), payload_bytes=payload.numel())
         promise(limit_s)
         pending = transport.receive(source=before, envelope=envelope)
         send = transport.send(payload, to=behind, envelope=envelope)
@@ -375,8 +379,8 @@ def loopback_times(pair: tuple[Transport, Transport], *, seconds: float, promise
     Raises:
         TransportError: One broke.
     """
-    one = PairChannel(pair[0], 1, number=0, promise=promise)
-    other = PairChannel(pair[1], 0, number=0, promise=lambda seconds: None)
+    one = PairChannel(pair[0], 1, plan=0, promise=promise)
+    other = PairChannel(pair[1], 0, plan=0, promise=lambda seconds: None)
     with ThreadPoolExecutor(max_workers=1) as threads:
         answers = threads.submit(follow, other, seed=0)
         found = lead(one, seconds=seconds, seed=0)
