@@ -113,6 +113,9 @@ class FolderSeat:
         paths = {member: self._folder / f"{round_id}-{member}" for member in members}
         return Laid(paths, step=launch_step)
 
+    def confirm(self, round_id: int, sound: Any) -> None:
+        assert set(sound) <= set(self._all)
+
 
 class Laid:
     """Parts that lie in a folder, or will."""
