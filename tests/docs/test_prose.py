@@ -14,7 +14,7 @@ from markdown_pages import DOCS, ROOT
 MAX_WORDS = 30
 # What the theme shows beside its navigation; output of a program may be scrolled a little.
 MAX_COMMAND_COLUMNS, MAX_CODE_COLUMNS = 80, 100
-SHORT_SECTIONS = ("Tutorials", "How-to")
+SHORT_SECTIONS = ("Tutorials", "Parameters between replicas", "Parts of your own", "Before a run", "During a run")
 # Generated, or records of the past.
 EXEMPT = ("cli.md", "decisions/", "experiments/")
 # Words without a fixed meaning in distributed systems, and metaphors; each has a term of the field.
