@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.transport.collective_hooks import SharedCollectivesWarning
 from thinwire.transport.connect import connect
+from thinwire.transport.shared_models import SharedCollectivesWarning
 
 pytestmark = pytest.mark.multiprocess
 

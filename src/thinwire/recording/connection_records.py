@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from thinwire.runlog.records import Flow, PathReading, Probe, to_line
 from thinwire.transport.addresses import clock_name, host_name, outer_addresses
 from thinwire.transport.burst_probe import BURST_BYTES, BurstProbe
-from thinwire.transport.collective_hooks import TEXT_BYTES
+from thinwire.transport.default_group import TEXT_BYTES
 from thinwire.transport.tcp_stats import ConnectionStats, HostFlow, HostFlows
 
 if TYPE_CHECKING:  # needs pyzmq, an extra

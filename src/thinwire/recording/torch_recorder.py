@@ -25,16 +25,8 @@ from thinwire.runlog.process_state import SilentProcesses, write_process
 from thinwire.runlog.records import Beat, Communicator, Span, to_line
 from thinwire.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
 from thinwire.transport.burst_probe import open_probe_port
-from thinwire.transport.collective_hooks import (
-    CollectiveHooks,
-    GroupCall,
-    IsPolled,
-    all_gather_text,
-    calls_on_gpus,
-    never_polled,
-    own_rank,
-    store_port,
-)
+from thinwire.transport.collective_hooks import CollectiveHooks, GroupCall, IsPolled, calls_on_gpus, never_polled
+from thinwire.transport.default_group import all_gather_text, own_rank, store_port
 
 WRITE_S = 0.25
 BEAT_S = 0.5

@@ -31,9 +31,9 @@ from thinwire.sync.schedule import Round
 from thinwire.sync.step_driver import StepDriver, StepInput
 from thinwire.sync.weight_copies import copies_of
 from thinwire.transport.base import Transport
-from thinwire.transport.collective_hooks import SharedCollectives, refuse_shared_model
 from thinwire.transport.loopback import single
 from thinwire.transport.shards import drop_gathered
+from thinwire.transport.shared_models import SharedCollectives, refuse_shared_model
 
 
 class DistributedOptimizer(EagerOptimizer):

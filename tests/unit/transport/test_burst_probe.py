@@ -17,7 +17,7 @@ from thinwire.runlog.reader import parse_line
 from thinwire.runlog.records import Flow, Probe
 from thinwire.transport import burst_probe as host_probes
 from thinwire.transport.burst_probe import BURST_BYTES, BurstProbe, open_probe_port
-from thinwire.transport.collective_hooks import TEXT_BYTES
+from thinwire.transport.default_group import TEXT_BYTES
 from thinwire.transport.tcp_stats import HostFlows
 
 SOON_S = 120.0

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.transport import collective_hooks
-from thinwire.transport.collective_hooks import CallEnd, CudaEventMark, WorkPoller, is_capturing
+from thinwire.transport import default_group
+from thinwire.transport.work_poller import CallEnd, CudaEventMark, WorkPoller, is_capturing
 
 SOON_S = 120.0
 POLL_S = 0.002
@@ -262,23 +262,23 @@ def test_a_group_whose_calls_are_not_recorded_is_refused_and_the_switch_named(
     monkeypatch: pytest.MonkeyPatch, backend: str, gpu_calls: bool, says: str
 ) -> None:
     # a group over nccl or MPI cannot be made without them, so only its name is here
-    monkeypatch.setattr(collective_hooks.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(collective_hooks.dist, "get_backend_config", lambda: backend)
-    monkeypatch.setattr(collective_hooks.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(default_group.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(default_group.dist, "get_backend_config", lambda: backend)
+    monkeypatch.setattr(default_group.dist, "get_rank", lambda: 3)
     with pytest.raises(ValueError, match=says):
-        collective_hooks.own_rank(gpu_calls=gpu_calls)
+        default_group.own_rank(gpu_calls=gpu_calls)
 
 
 @pytest.mark.parametrize(("backend", "gpu_calls"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", False)])
 def test_a_group_over_nccl_alone_is_taken_with_the_switch(
     monkeypatch: pytest.MonkeyPatch, backend: str, gpu_calls: bool
 ) -> None:
-    monkeypatch.setattr(collective_hooks.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(collective_hooks.dist, "get_backend_config", lambda: backend)
-    monkeypatch.setattr(collective_hooks.dist, "get_rank", lambda: 3)
-    assert collective_hooks.own_rank(gpu_calls=gpu_calls) == 3
+    monkeypatch.setattr(default_group.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(default_group.dist, "get_backend_config", lambda: backend)
+    monkeypatch.setattr(default_group.dist, "get_rank", lambda: 3)
+    assert default_group.own_rank(gpu_calls=gpu_calls) == 3
 
 
 def test_without_any_group_it_is_refused() -> None:
     with pytest.raises(ValueError, match=r"call torch\.distributed\.init_process_group before"):
-        collective_hooks.own_rank(gpu_calls=True)
+        default_group.own_rank(gpu_calls=True)

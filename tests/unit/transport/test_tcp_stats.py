@@ -17,7 +17,7 @@ from loopback_connections import HERE, OTHER, THERE, connection
 from thinwire.events import TransferLog
 from thinwire.recording.connection_records import FlowLines, PeerFlows, RankPlace, WatchedWires
 from thinwire.runlog.records import Flow
-from thinwire.transport.collective_hooks import store_port
+from thinwire.transport.default_group import store_port
 from thinwire.transport.loopback import LoopbackWorld
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.tcp_stats import HostFlow, HostFlows, LocalSockets
