@@ -14,7 +14,7 @@ from thinwire.errors import MissingExtra
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "thinwire"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-TOLD_ELSEWHERE = ("cli", "data", "inference", "models", "training")  # told by how-to pages, not name by name
+TOLD_ELSEWHERE = ("cli", "inference", "training", "workloads")  # told by how-to pages, not name by name
 
 
 def _modules() -> list[str]:

@@ -32,6 +32,7 @@ def results(name: str, *, num_ranks: int | None = None) -> list[tuple[int, float
 
 def test_every_example_is_run_here() -> None:
     tested = {"five_lines.py", "own_method.py", "fsdp_replicas.py"}
+    tested.add("own_workload.py")  # in tests/unit/workloads/test_own_workload.py
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import struct
-import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -588,7 +587,6 @@ class ReplicaRounds:
         self._bad: dict[int, set[int]] = {}  # by applied round: whose parts were bad
         self._sound: dict[int, frozenset[int]] = {}  # and whose were not
         self._unanswered: set[tuple[int, int]] = set()  # parts that the coordinator asks about
-        self._lock = threading.Lock()
         session.verifiers.append(self._verify)
 
     def active(self) -> tuple[int, ...]:
@@ -621,7 +619,7 @@ class ReplicaRounds:
         self, member: int, *, round_id: int, bad_parts: int, since: int, fault: PartFault, why: str = ""
     ) -> None:
         """Report that a part was left out; see `ElasticSession.reject`."""
-        with self._lock:
+        with self._session.changed:
             self._bad.setdefault(round_id, set()).add(member)
         self._session.send(
             "reject", round=round_id, member=member, parts=bad_parts, since=since, fault=fault, why=why[:_MOST_WHY],
@@ -630,7 +628,7 @@ class ReplicaRounds:
 
     def confirm(self, round_id: int, sound: Collection[int]) -> None:
         """Record whose parts of a round were sound; the coordinator may ask, see `ElasticSession.confirm`."""
-        with self._lock:
+        with self._session.changed:
             self._sound[round_id] = frozenset(sound)
             for verdicts in (self._sound, self._bad):
                 while len(verdicts) > _MOST_VERDICTS:
@@ -642,7 +640,7 @@ class ReplicaRounds:
 
     def _verify(self, round_id: int, member: int) -> None:
         """Tell the coordinator what this replica makes of a part; once the round is applied, where it is not yet."""
-        with self._lock:
+        with self._session.changed:
             if round_id not in self._sound:
                 if len(self._unanswered) < _MOST_VERDICTS:
                     self._unanswered.add((round_id, member))

@@ -158,7 +158,7 @@ class RunNumbers:
             "times_fewer_bytes": format_times(self.times_fewer_bytes),
             "step_s": "-" if step_s is None else format_seconds(step_s), "waiting": format_share(self.waiting),
             "wall_s": format_seconds(self.wall_s),
-            "samples_per_s": "-" if self.samples_per_s is None else f"{self.samples_per_s:,.0f} {self.unit}/s",
+            f"{self.unit}_per_s": "-" if self.samples_per_s is None else f"{self.samples_per_s:,.0f} {self.unit}/s",
         }  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def number_rows(numbers: RunNumbers) -> list[dict[str, Any]]:
     values, texts = numbers.to_json(), numbers.texts()
     keys = {name: f"{numbers.unit}_per_s" if name == "samples_per_s" else name for name in LABELS}
     return [
-        {"name": key, "label": LABELS[name], "value": values[key], "text": texts[name]} for name, key in keys.items()
+        {"name": key, "label": LABELS[name], "value": values[key], "text": texts[key]} for name, key in keys.items()
     ]
 
 

@@ -21,6 +21,7 @@ class ItemBatches:
         targets: (items, ...).
 
     Example:
+        >>> import torch
         >>> inputs, targets = torch.arange(6.0), torch.arange(6)
         >>> numbers = Sampler(np.arange(7), replica=0, num_replicas=2, batch_size=3, seq_len=1, seed=0)
         >>> batch = next(ItemBatches(numbers, inputs, targets))

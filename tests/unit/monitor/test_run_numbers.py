@@ -133,7 +133,7 @@ def test_each_number_follows_its_definition() -> None:
     assert numbers.texts() == {
         "sent_bytes": "1.00 MB", "received_bytes": "900 kB", "mean_bits_per_s": "160 kbit/s",
         "peak_bits_per_s": "3.00 Mbit/s", "times_fewer_bytes": "220", "step_s": "500.0 ms", "waiting": "10.0 %",
-        "wall_s": "50.0 s", "samples_per_s": "1,600 tokens/s",
+        "wall_s": "50.0 s", "tokens_per_s": "1,600 tokens/s",
     }  # fmt: skip
 
 

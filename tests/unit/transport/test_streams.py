@@ -136,7 +136,7 @@ def test_what_an_envelope_cannot_hold_is_refused_with_value_limit_and_remedy() -
 def test_a_stream_is_registered_once_under_a_free_name_and_number() -> None:
     assert register(FEATURES) is FEATURES
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"name": "features", "number": 201}, "features with number 201 is taken: there is features with number 200"),
+        ({"name": "features", "number": 202}, "features with number 202 is taken: there is features with number 200"),
         ({"number": 200}, "stream other with number 200 is taken: there is features with number 200; choose another"),
         ({"number": 5}, "with number 5 is taken: there is blob with number 5"),
         ({"number": 9}, r"below 16 are thinwire's own, got 9 for stream other; choose a free number in 16\.\.255"),
@@ -150,7 +150,7 @@ def test_a_stream_is_registered_once_under_a_free_name_and_number() -> None:
     ]
     for fields, expected in cases:
         with pytest.raises(ValueError, match=expected):
-            register(Stream(**{"name": "other", "number": 201, **fields}))
+            register(Stream(**{"name": "other", "number": 202, **fields}))
 
 
 def test_what_can_be_in_flight_at_once_never_shares_a_gloo_tag() -> None:
