@@ -27,7 +27,8 @@ class SilentProcesses:
         clock: Seconds that only grow, the clock of the records.
 
     Attributes:
-        wrote: Ranks that have written since this began; older files are of an earlier run.
+        wrote: Ranks that have written since this began. Of another one, a process that has ended says nothing: its
+            files may be of an earlier run.
     """
 
     def __init__(self, run_dir: Path, *, rank: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,7 +54,7 @@ class SilentProcesses:
                         self.wrote.add(rank)
                     self._marks[rank], self._due_s[rank] = (size, now_s), now_s + LONG_S
                     self._before.pop(rank, None)
-                elif rank in self.wrote and now_s >= self._due_s[rank]:
+                elif now_s >= self._due_s[rank]:
                     found += self._state_of(rank, read_text(path), now_s, silent_s=now_s - since_s)
         return found
 
@@ -64,7 +65,9 @@ class SilentProcesses:
         pid = own.partition(" ")[0]
         process = Path("/proc") / pid
         state = {"T": STOPPED, "t": STOPPED, "Z": ENDED, "X": ENDED}.get(_state(process), "")
-        if not state and own != _process_name(process):
+        if own != _process_name(process):
+            if rank not in self.wrote:  # it may be of an earlier run
+                return []
             state = ENDED
         wanted = 0.0 if state else sum(wanted_s(task) for task in (process / "task").iterdir())
         if not state and rank not in self._before:
