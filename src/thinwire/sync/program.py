@@ -65,7 +65,7 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeRound:
-    """ExchangeRound a tensor in a round and wait for it. The answer is an `Average`, which the update does not apply.
+    """Exchange a tensor in a round, and wait for it. The answer is an `Average`, which the update does not apply.
 
     Attributes:
         round: One of those that `Scheduled` named; each is exchanged once.
