@@ -51,7 +51,7 @@ def report(seconds: Mapping[str, float], *, num_tests: int = 50) -> str:
     """Return the slowest tests, then the seconds of each folder, as lines of text."""
     folders: Counter[str] = Counter()
     for nodeid, taken_s in seconds.items():
-        folders[nodeid.split("/")[1]] += taken_s  # type: ignore[assignment]
+        folders["/".join(nodeid.split("/")[1:2])] += taken_s  # type: ignore[assignment]
     slowest = sorted(seconds.items(), key=lambda pair: -pair[1])[:num_tests]
     lines = [f"{taken_s:7.1f} s  {nodeid}" for nodeid, taken_s in slowest]
     lines += ["", *(f"{taken_s:7.0f} s  tests/{folder}" for folder, taken_s in folders.most_common())]

@@ -111,7 +111,7 @@ def test_killed_replicas_and_a_killed_coordinator_stop_nobody(
     texts: Path, tmp_path: Path, runs: list[Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    started = start(runs, texts, run, steps=100)
+    started = start(runs, texts, run, steps=150)
     wait_until(run, lambda found: len(active(found)) == 2 and found["step"] > 5, started)
     slower_file(run).touch()
     os.kill(int((run / "logs" / "replica-process-1.pid").read_text()), signal.SIGKILL)
@@ -125,10 +125,10 @@ def test_killed_replicas_and_a_killed_coordinator_stop_nobody(
     assert read_invitation(LocalSettings.load(run).invitation).coordinator_key == proved
     summary = json.loads((run / "summary.json").read_text())
     # the summary is refused where replicas end with different parameters
-    assert summary["steps"] == 100 and summary["replicas"] == 2
+    assert summary["steps"] == 150 and summary["replicas"] == 2
     assert summary["elastic"]["replicas_ever"] == 3
     latest = GlobalCheckpoints(run / "checkpoints").latest().state
-    assert latest is not None and latest.step == 100
+    assert latest is not None and latest.step == 150
     assert latest.note["data"]["counted"] > 0
     assert all(sample["before"] and sample["after"] for sample in json.loads((run / "samples.json").read_text()))
     monkeypatch.setattr(presets, "PRESETS", with_tiny(presets.PRESETS))

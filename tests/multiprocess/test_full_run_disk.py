@@ -75,7 +75,7 @@ def test_a_full_disk_restarts_no_process_and_the_run_ends_as_it_would(
     texts: Path, disk: Path, runs: list[Started]
 ) -> None:
     run, output = disk / "run", disk / "output"
-    started = start(runs, texts, run, steps=140, output=output)
+    started = start(runs, texts, run, steps=200, output=output)
     found = wait_until(run, lambda found: len(active(found)) == 2 and found["step"] > 5, started)
     before = sorted(one.pid for one in started.family())
     (coordinator,) = processes(started, "coordinator")
@@ -86,7 +86,7 @@ def test_a_full_disk_restarts_no_process_and_the_run_ends_as_it_would(
         run, lambda later: any("decisions cannot be written" in text for text in later["findings"]), started
     )
     assert any("the disk of the first host's run folder" in text for text in found["findings"])
-    assert found["step"] < 140 and active(found) == {0, 1}, "a status is answered while decisions wait"
+    assert found["step"] < 200 and active(found) == {0, 1}, "a status is answered while decisions wait"
     size = journal.stat().st_size
     for _ in range(50):  # decisions that are not written are not sent, so no replica gets further than one interval
         later = status(run)
@@ -103,7 +103,7 @@ def test_a_full_disk_restarts_no_process_and_the_run_ends_as_it_would(
     # replicas that end with different parameters write no summary
     summary = json.loads((run / "summary.json").read_text())
     assert json.loads(told.splitlines()[-1]) == summary
-    assert summary["steps"] == 140 and summary["elastic"]["replicas_ever"] == 2
+    assert summary["steps"] == 200 and summary["elastic"]["replicas_ever"] == 2
     for replica in (0, 1):
         applied = rounds(run, replica)
         assert len({one["round"] for one in applied}) == len(applied)

@@ -39,6 +39,8 @@ _LEAST_LEFT = 0.75
 _CHANGE = 1.0
 _RATE, _GRADIENT = 1e-3, 0.01
 _CLEAR_RATE, _CLEAR_GRADIENT = 0.1, 1.0
+# No weight has this value by its initialisation, as norms have 1: a momentum of it is no copy of the weight.
+_ODD_GRADIENT = 0.8378906
 # Elements that a trial keeps of each dimension of a parameter.
 _SIDE = 2
 
@@ -235,7 +237,7 @@ def _held_places(make: Callable[[], _Trial]) -> list[str]:
     if type(trial.optimizer) is torch.optim.ASGD:
         return []
     before = [p.detach().clone() for p in trial.parameters]
-    trial.step(_CLEAR_GRADIENT)
+    trial.step(_ODD_GRADIENT)
     if any(torch.equal(p, start) for p, start in zip(trial.parameters, before, strict=True)):
         return []  # what has not moved is equal to any copy
     places = trial.places()

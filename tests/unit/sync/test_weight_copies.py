@@ -262,6 +262,15 @@ def test_an_optimizer_that_the_test_cannot_step_causes_one_warning():
         thinwire.DistributedOptimizer(model, Stubborn(model.parameters()), method=MEAN)
 
 
+def test_a_momentum_beside_weights_of_one_is_no_copy_of_them(recwarn):
+    model = torch.nn.LayerNorm(3, bias=False)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    assert thinwire.run_replicas(
+        1, lambda t: thinwire.DistributedOptimizer(model, inner, method=MEAN, transport=t).eval()
+    ) == [None]
+    assert not [one for one in recwarn if "copies" in str(one.message)]
+
+
 def test_a_model_without_elements_needs_no_test():
     model = nn.Linear(0, 3, bias=False)
     with warnings.catch_warnings():
