@@ -28,7 +28,12 @@ from thinwire.elastic.coordinator_server import KEY_FILE, TOKEN_BYTES, Coordinat
 from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.join import JoinPlan, join
-from thinwire.elastic.one_time_invitations import INVITATIONS_FILE, InvitedCallers, add_invitation
+from thinwire.elastic.one_time_invitations import (
+    INVITATIONS_FILE,
+    InvitedCallers,
+    add_invitation,
+    read_invitations,
+)
 from thinwire.elastic.protocol import MOST_BYTES_HERE, VERSION, Message, encode
 from thinwire.errors import ConnectError, Refused, WrongCoordinator
 from thinwire.training.elastic.coordinator_process import JOB_FILE, PORT_FILE
@@ -209,6 +214,14 @@ def test_a_member_that_poses_as_the_coordinator_is_refused(key: Secret | None) -
     finally:
         honest.close()
         posing.close()
+
+
+def test_a_damaged_line_of_invitations_invites_nobody_and_the_others_stay(tmp_path: Path) -> None:
+    path, public_of = tmp_path / INVITATIONS_FILE, lambda key: client_keys(key).public_bytes
+    add_invitation(tmp_path, public_of=public_of)
+    path.write_bytes(path.read_bytes()[:20] + b"\xff")  # as a full disk leaves it
+    second = add_invitation(tmp_path, public_of=public_of)
+    assert read_invitations(path) == [b"", public_of(second)]
 
 
 def test_an_invitation_admits_one_replica_and_a_used_one_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ once it is admitted. The run folder holds public keys only, so that reading the 
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from thinwire.errors import PayloadError, refusal
 from thinwire.transport.secret import SECRET_BYTES, Secret
 
 INVITATIONS_FILE = "invitations.txt"
+_PUBLIC = re.compile(r"[0-9a-f]{64}")
 # Of one run; those that have been used count too.
 _MAX_INVITATIONS = 4096
 # Heartbeats come once a second; one this long after a request shows that the sender lives.
@@ -41,16 +43,22 @@ def add_invitation(run_dir: Path, *, public_of: Callable[[Secret], bytes]) -> Se
             remedy="to stop the run, and to go on from another folder with a new secret",
         )  # fmt: skip
     key = Secret(key=secrets.token_bytes(SECRET_BYTES))
+    is_cut = num_known > 0 and not path.read_bytes().endswith(b"\n")
     with path.open("a") as file:  # one write a line: commands at the same time lose none
-        file.write(public_of(key).hex() + "\n")
+        file.write(("\n" if is_cut else "") + public_of(key).hex() + "\n")
     return key
 
 
 def read_invitations(path: Path) -> list[bytes]:
-    """Return the public keys of a run's invitations, in the order of their numbers."""
-    with contextlib.suppress(OSError, ValueError):
-        return [bytes.fromhex(line) for line in path.read_text().splitlines()][:_MAX_INVITATIONS]
-    return []
+    """Return the public keys of a run's invitations, in the order of their numbers.
+
+    A damaged line, as of a full disk, keeps its number and invites nobody: its place is empty.
+    """
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    return [bytes.fromhex(line) if _PUBLIC.fullmatch(line) else b"" for line in lines[:_MAX_INVITATIONS]]
 
 
 class InvitedCallers(Mapping[bytes, int]):
@@ -89,7 +97,7 @@ class InvitedCallers(Mapping[bytes, int]):
 
 
 class UsedInvitations:
-    """Which invitations were used, and from which address; kept in the journal.
+    """Invitations that were used, and the address of each; kept in the journal.
 
     Example:
         >>> used = UsedInvitations()
