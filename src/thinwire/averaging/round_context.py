@@ -18,7 +18,7 @@ _NOTE = struct.Struct("<II")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundNote:
-    """What a message of a round says beside its payload; the engine compares it over all replicas, not the transport.
+    """Hashes in a message of a round, which the engine compares over all replicas, and no transport.
 
     Attributes:
         reference_hash: Hash of the global value that the payload refers to, 0 for none.

@@ -60,7 +60,7 @@ class _AppliesMean:
 
 @dataclass(slots=True)
 class Residual:
-    """What the code has dropped."""
+    """Memory of a sender of what its code has dropped."""
 
     residual: torch.Tensor = own("what was not sent yet")
 
@@ -99,7 +99,7 @@ class ErrorFeedback(_AppliesMean):
 
 @dataclass(slots=True)
 class Velocity:
-    """What grows where nothing is sent, and its momentum."""
+    """Memory of a sender whose elements grow until they are sent, and its momentum."""
 
     momentum: torch.Tensor = own("momentum")
     velocity: torch.Tensor = own("what was not sent yet")
@@ -206,7 +206,7 @@ class Momentum(_AppliesMean):
 
 @dataclass(slots=True)
 class Mirrored:
-    """What the sender and its receivers hold alike; another set of replicas has another mean.
+    """Values that the sender and its receivers hold alike; another set of replicas has another mean.
 
     Attributes:
         own: g: what was sent in all.

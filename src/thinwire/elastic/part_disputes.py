@@ -18,7 +18,7 @@ _MAX_OPEN, _MAX_OPEN_EACH = 64, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
-    """What a member says of a part.
+    """Report of a member on a part.
 
     Attributes:
         verdict: Whether it can be used; unknown to who holds no copy of it.
@@ -139,7 +139,7 @@ class PartDisputes:
             found.answers.setdefault(replica, report)
 
     def settle(self, active: Collection[int], *, now_s: float) -> list[Settled]:
-        """Close the disputes that all active members have answered, or whose time is over."""
+        """Close the disputes that all active members have answered, or whose time has ended."""
         settled = []
         for key, one in list(self._open.items()):
             others = set(active) - {one.member}

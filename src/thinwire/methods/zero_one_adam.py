@@ -124,7 +124,7 @@ class LocalMomentum(AdamMomentum):
 
 @dataclass(slots=True)
 class LocalSums:
-    """What is known of the local steps since the last exchange.
+    """Sums over the local steps since the last exchange.
 
     Attributes:
         parameters: Of the inner optimizer.

@@ -251,7 +251,7 @@ class AdamMomentum:
 
 @dataclass(slots=True)
 class Factors:
-    """What an `AdamMomentum` remembers; the state of its update holds it.
+    """Memory of an `AdamMomentum`; the state of its update holds it.
 
     Attributes:
         equalisers: By parameter, 0 where it is not known yet; empty before the first round.

@@ -20,7 +20,7 @@ _MOST_LEAPS = 3
 
 
 class _Rounds(Protocol):
-    """What a policy asks of the engine."""
+    """Part of the engine that a policy uses."""
 
     @property
     def drift_steps(self) -> int: ...

@@ -114,7 +114,7 @@ class Parts(Protocol):
 
     @property
     def view(self) -> BoundView:
-        """What is exchanged."""
+        """The view: tensors that are exchanged."""
         ...
 
     @property
@@ -124,17 +124,17 @@ class Parts(Protocol):
 
     @property
     def update(self) -> Any:
-        """How it is applied."""
+        """The update, which applies a result."""
         ...
 
     @property
     def update_state(self) -> Any:
-        """What the update remembers."""
+        """State of the update."""
         ...
 
 
 class Program:
-    """What a method does in one step; a value without state.
+    """Course of a method's step; a value without state.
 
     Attributes:
         needs_closure: Whether it asks for gradients at points of its own choice, so that one backward pass is not

@@ -30,7 +30,7 @@ Closure = Callable[[], Any]
 
 @dataclass(slots=True, kw_only=True)
 class StepInput:
-    """What one call of `DistributedOptimizer.step` brings.
+    """Input of one call of `DistributedOptimizer.step`.
 
     Attributes:
         closure: The caller's; None where the backward pass has been.

@@ -308,7 +308,7 @@ class TrainConfig:
 
     @property
     def workload(self) -> Workload:
-        """What is trained; imports torch at the first use."""
+        """The workload to train; imports torch at the first use."""
         found: Workload = card_of(self.run.workload).load()
         return found
 

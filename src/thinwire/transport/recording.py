@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -24,9 +24,6 @@ from thinwire.transport.base import (
     TransportWrapper,
 )
 from thinwire.transport.message import HEADER_BYTES
-
-if TYPE_CHECKING:  # needs pyzmq, an extra
-    pass
 
 
 @runtime_checkable

@@ -28,7 +28,7 @@ _PARTS = ("number", "part", "phase")
 
 
 class MessageAddress(NamedTuple):
-    """What a message is matched by: the numbers of its stream and owner, and its key."""
+    """Address by which a message is matched: the numbers of its stream and owner, and its key."""
 
     stream: int
     owner: int
@@ -39,7 +39,7 @@ class MessageAddress(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """What messages belong to, and the limits under which they travel; `register` it before use.
+    """Kind of messages, and the limits under which they travel; `register` it before use.
 
     Attributes:
         name: In records and errors.
@@ -122,16 +122,16 @@ class Stream:
 
 
 class Addressed(Protocol):
-    """What has an address in a stream, as an `Envelope`."""
+    """Message with an address in a stream, as an `Envelope`."""
 
     @property
     def stream(self) -> Stream:
-        """What it belongs to."""
+        """Its stream."""
         ...
 
     @property
     def address(self) -> MessageAddress:
-        """What it is matched by."""
+        """Its address."""
         ...
 
 

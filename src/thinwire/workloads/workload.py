@@ -18,7 +18,7 @@ Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class RunOptions(Protocol):
-    """What a workload reads of a run's options; `thinwire.training.config.TrainConfig` has it."""
+    """Options of a run that a workload reads; `thinwire.training.config.TrainConfig` has it."""
 
     @property
     def run(self) -> Any:
@@ -42,7 +42,7 @@ class RunOptions(Protocol):
 
 
 class Companion(Protocol):
-    """What belongs beside the weights of a saved model: its tokenizer."""
+    """Files that belong beside the weights of a saved model: its tokenizer."""
 
     def files(self) -> Mapping[str, str]:
         """Return the content of its files, by name."""

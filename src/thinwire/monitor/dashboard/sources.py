@@ -245,7 +245,7 @@ class _Traffic:
 
 @dataclass(slots=True, kw_only=True)
 class _StreamTraffic:
-    """What one replica sent in a stream; seconds are those in which transfers ended."""
+    """Traffic that one replica sent in a stream; seconds are those in which transfers ended."""
 
     messages: int = 0
     num_bytes: int = 0
