@@ -1,6 +1,6 @@
 """Run an elastic job of real processes on thin links, let faults fall on it, and say what became of it.
 
-sudo python benchmarks/chaos/drive.py --minutes 20 --seed 0 --hosts 4 --events-every 8 --out RESULT.json
+sudo python benchmarks/chaos/drive.py --minutes 20 --seed 0 --hosts 4 --events-every 8 --out FOLDER
 
 Every few seconds one of these falls on the run, chosen by the seed: a replica's process is killed (SIGKILL), or stopped
 for 2 to 15 seconds (SIGSTOP), a host's link is cut for 2 to 15 seconds, or has a tenth of its rate for 5 to 20, a host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -99,7 +100,12 @@ def rounds(run: Path, replica: int) -> list[dict[str, Any]]:
 
 
 def processes(started: Started, kind: str) -> list[psutil.Process]:
-    return [one for one in started.workers() if kind in one.cmdline()]
+    found = []
+    for one in started.workers():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended, or is a zombie
+            if kind in one.cmdline():
+                found.append(one)
+    return found
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
