@@ -26,6 +26,7 @@ from thinwire.version import __version__
 
 if TYPE_CHECKING:
     from thinwire import codecs, lab, methods
+    from thinwire.codecs.activation_code import ActivationCode
     from thinwire.errors import ThinwireError
     from thinwire.integrations.tracking import metrics
     from thinwire.recording.torch_recorder import watch
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from thinwire.transport.recording import RecordingTransport
 
 _HOMES = {
+    "ActivationCode": "thinwire.codecs.activation_code",
     "DistributedOptimizer": "thinwire.sync.optimizer",
     "ElasticOptimizer": "thinwire.training.elastic.own_loop",
     "FaultyTransport": "thinwire.transport.faulty",
@@ -57,6 +59,7 @@ _HOMES = {
 _MODULES = ("codecs", "lab", "methods")
 
 __all__ = [
+    "ActivationCode",
     "DistributedOptimizer",
     "ElasticOptimizer",
     "FaultyTransport",

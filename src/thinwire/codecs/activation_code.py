@@ -1,0 +1,105 @@
+"""Code of what crosses between two stages of a model: one codec for activations, one for their gradients.
+
+Default: `block-int8` forward, `block-int4` backward. At equal bytes the forward pass needs the bits more. Both have a
+fixed size, so a receiver allocates a payload before it arrives, and nothing that the sender says decides how much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from thinwire.codec_specs import activation_codec, activation_codecs
+from thinwire.codecs import Codec, by_name
+from thinwire.errors import NonFiniteError, PayloadError
+
+
+@dataclass(frozen=True)
+class ActivationCode:
+    """Codecs of both directions; a frozen value, the same at both ends of a border.
+
+    Args:
+        forward: Name of the codec of activations.
+        backward: Name of the codec of gradients of activations.
+
+    Raises:
+        ValueError: A name is unknown, or the codec is too coarse or drops elements.
+
+    Example:
+        >>> code = ActivationCode()
+        >>> code.name, code.payload_bytes(1000), code.payload_bytes(1000, is_forward=False)
+        ('block-int8/block-int4', 1040, 544)
+    """
+
+    forward: str = "block-int8"
+    backward: str = "block-int4"
+
+    def __post_init__(self) -> None:
+        """Check the names, and write them as `thinwire.codecs.NAMES` has them."""
+        for direction in ("forward", "backward"):
+            key = activation_codec(getattr(self, direction), direction=direction)
+            object.__setattr__(self, direction, key)
+
+    @classmethod
+    def parse(cls, text: str) -> ActivationCode:
+        """Return the code that a text such as `block-int8/block-int4` names."""
+        return cls(*activation_codecs(text))
+
+    @property
+    def name(self) -> str:
+        """Both codecs, as the command line takes them."""
+        return f"{self.forward}/{self.backward}"
+
+    def codec(self, *, is_forward: bool) -> Codec:
+        """Return the codec of one direction."""
+        return self._codecs[is_forward]
+
+    def payload_bytes(self, numel: int, *, is_forward: bool = True) -> int:
+        """Return the exact size of the payload of so many elements."""
+        return self._codecs[is_forward].payload_bytes(numel)
+
+    def encode(self, values: torch.Tensor, *, is_forward: bool, source: str) -> torch.Tensor:
+        """Encode activations or their gradients, of any shape and layout.
+
+        Args:
+            values: float32, bfloat16, float16 or float64.
+            is_forward: Whether they are activations.
+            source: Sender and place, for errors, such as `stage 1, micro-batch 3`.
+
+        Returns:
+            uint8, (payload_bytes,), on the values' device; never shares memory with them.
+
+        Raises:
+            NonFiniteError: There is NaN or infinity among them.
+        """
+        # the sender looks, since 16 and 32 bits would carry it on into every later stage
+        if not torch.isfinite(values).all():
+            kind = "activations" if is_forward else "gradients of activations"
+            raise NonFiniteError(f"{source}: {kind} hold NaN or infinity; lower the learning rate, or look at the data")
+        return self._codecs[is_forward].encode(values)
+
+    def decode(self, payload: torch.Tensor, out: torch.Tensor, *, is_forward: bool, source: str) -> None:
+        """Fill a tensor with the values of a payload.
+
+        Args:
+            payload: uint8, one dimension.
+            out: Its shape and dtype are known to both ends.
+            is_forward: Whether these are activations.
+            source: Sender and place, for errors.
+
+        Raises:
+            PayloadError: The payload is too short, too long or no code of this codec.
+            NonFiniteError: The codec found NaN, infinity or a magnitude that it cannot carry.
+        """
+        try:
+            values = self._codecs[is_forward].decode(payload, numel=out.numel())
+        except (PayloadError, NonFiniteError) as error:
+            raise type(error)(f"{source}: {error}") from None
+        with torch.no_grad():
+            out.copy_(values.view(out.shape))
+
+    @cached_property
+    def _codecs(self) -> dict[bool, Codec]:
+        return {True: by_name(self.forward), False: by_name(self.backward)}
