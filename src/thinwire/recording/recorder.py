@@ -23,7 +23,17 @@ from thinwire.recording.thread_state import TrainingThread
 from thinwire.runlog.forwarding import RecordForward
 from thinwire.runlog.path_limits import PathLimitReader
 from thinwire.runlog.process_state import write_process
-from thinwire.runlog.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd, to_line
+from thinwire.runlog.records import (
+    ROUND_BITS,
+    Arrival,
+    Beat,
+    Communicator,
+    Operation,
+    Record,
+    Span,
+    TransferEnd,
+    to_line,
+)
 from thinwire.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
@@ -308,7 +318,12 @@ def _key_of(event: Posted | Transfer) -> _Key | None:
     Owner, fragment and phase identify a round's own messages, a name identifies parts that replicas fetch.
     """
     if event.kind == "round":
-        return event.direction, event.peer, event.owner << 48 | event.round_id, event.fragment * _PHASES + event.phase
+        return (
+            event.direction,
+            event.peer,
+            event.owner << ROUND_BITS | event.round_id,
+            event.fragment * _PHASES + event.phase,
+        )
     part = part_of_name(event.name)
     return None if part is None else (event.direction, event.peer, *part)
 

@@ -1,6 +1,7 @@
 """Record types that a rank writes: communicators, operations, transfer ends, work spans and heartbeats.
 
-A rank's times are seconds on its own clock, which only grows; ranks of one host share a clock.
+Of all of them `rank` is the rank that wrote it, `peer` the other end, `at_s` the time of the reading, and an empty
+`error` none. A rank's times are seconds on its own clock, which only grows; ranks of one host share a clock.
 `thinwire.monitor.detect.clocks` brings them together.
 """
 
@@ -18,6 +19,8 @@ VERSION = 1
 MOST_RANKS = 1 << 20
 FULL_DISK = "the disk is full"  # in the error of a last heartbeat, whatever else it says
 STOPPED, ENDED = "stopped", "ended"  # of a silent rank's process
+# Of a transfer's operation: above them stands the owner, so that rounds of two owners are two operations.
+ROUND_BITS = 48
 
 # Bounds of what a line may hold; the reader refuses the rest.
 Direction = Literal["sent", "received"]
@@ -52,8 +55,6 @@ class Operation:
     """One rank's part in one operation of a communicator.
 
     Attributes:
-        communicator: The communicator.
-        rank: The rank that wrote it.
         sequence: Number of this rank's operation in this communicator, from 0.
         kind: Such as `all_reduce`.
         dtype: Of its elements; empty if unknown.
@@ -85,18 +86,13 @@ class TransferEnd:
     """One end of one message.
 
     Attributes:
-        communicator: The communicator of its operation.
-        rank: The rank that wrote it.
-        peer: The other end.
+        communicator: That of its operation.
         direction: Seen from `rank`.
         operation: The operation's sequence number, or the round's number if rounds may overtake each other.
         part: Index among the messages between these two in this operation.
-        num_bytes: Its size.
         posted_s: This end was ready for it.
         started_s: It could begin at this end; None if that was `posted_s`, or is unknown.
         done_s: End at this end; None while it is open, or if it failed.
-        retries: Number of retries.
-        error: Error message, or an empty text.
     """
 
     communicator: Text
@@ -118,11 +114,7 @@ class Span:
     """A span of a rank's own work.
 
     Attributes:
-        rank: The rank that wrote it.
         kind: `compute` for work between two exchanges, `step` for a whole step.
-        step: Its number.
-        started_s: Begin.
-        done_s: End.
         loss: The loss of the step; None if unknown.
         forward_s: Seconds of the forward passes; None if not timed.
         backward_s: Seconds of the backward passes; None if not timed.
@@ -145,8 +137,6 @@ class Beat:
     """A heartbeat: the rank's recorder is alive, whatever the rank itself waits for.
 
     Attributes:
-        rank: The rank that wrote it.
-        at_s: Time of the heartbeat.
         is_last: Whether the rank ends, so that its silence from here on means nothing.
         error: Why it ends, if that is a fault of its own; empty at the end of its work, or if it lost others. Without
             `is_last`: why a call has failed.
@@ -173,7 +163,6 @@ class ProcessState:
     Attributes:
         rank: The rank that wrote it; the silent one if it was no rank.
         peer: The silent rank.
-        at_s: Time of the reading.
         cpu: Share of a core that its threads ran or waited to run, in [0, 1]; -1 if unknown.
         sleeps_in: As in `Beat`, of its main thread; `stopped` or `ended` for a process that is.
     """
@@ -190,9 +179,7 @@ class Arrival:
     """Bytes received over a connection while a message over it is open.
 
     Attributes:
-        rank: The rank that wrote it, and receives.
-        peer: The other end.
-        at_s: Time of the reading.
+        rank: The rank that receives.
         num_bytes: Bytes that the kernel has received since the connection was made, frames included.
         has_signs: Whether a healthy connection carries a heartbeat once a second.
     """
@@ -209,9 +196,7 @@ class Flow:
     """Kernel counters of all connections from a rank to another host.
 
     Attributes:
-        rank: The rank that wrote it, and sends.
         peer: A rank of that host: the only one, or the lowest.
-        at_s: Time of the reading.
         num_bytes: Bytes that the other end has acknowledged so far.
         busy_s: Seconds so far with something to send or not yet acknowledged.
         held_s: Of these, seconds in which the other end's process did not read, so that no more could be sent.
@@ -237,8 +222,6 @@ class Probe:
     Attributes:
         rank: The rank that wrote and sent it.
         peer: The lowest rank of that host, which answered after the last byte.
-        at_s: Begin.
-        num_bytes: Its size.
         took_s: Seconds until the answer.
         num_beside: Bytes of the job over the same host's access meanwhile, at the end with more of them.
     """
@@ -256,10 +239,6 @@ class PathReading:
     """State of one of several connections from a rank to another, which take planned paths.
 
     Attributes:
-        rank: The rank that wrote it, and sends.
-        peer: The other rank.
-        path: Its number.
-        at_s: Time of the reading.
         num_bytes: Bytes that have arrived over it so far.
         busy_s: Seconds so far with bytes under way.
         held_s: Of these, seconds in which the other end's process did not read.
@@ -285,17 +264,9 @@ class PathReading:
 Record = Communicator | Operation | TransferEnd | Span | Beat | ProcessState | Arrival | Flow | Probe | PathReading
 
 KINDS: dict[str, type[Record]] = {
-    "communicator": Communicator,
-    "operation": Operation,
-    "transfer": TransferEnd,
-    "span": Span,
-    "beat": Beat,
-    "process": ProcessState,
-    "arrival": Arrival,
-    "flow": Flow,
-    "probe": Probe,
-    "path": PathReading,
-}
+    "communicator": Communicator, "operation": Operation, "transfer": TransferEnd, "span": Span, "beat": Beat,
+    "process": ProcessState, "arrival": Arrival, "flow": Flow, "probe": Probe, "path": PathReading,
+}  # fmt: skip
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
 

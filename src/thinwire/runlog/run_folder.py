@@ -13,22 +13,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta
 
 from thinwire.errors import DataError
 from thinwire.events import Transfer
 from thinwire.runlog import flight_recorder, nccl_inspector, nccl_ras
 from thinwire.runlog.measures import in_general
-from thinwire.runlog.reader import (
-    Records,
-    converted,
-    numbered_lines,
-    parse_object,
-    read_into,
-    record_of,
-    short,
-)
-from thinwire.runlog.records import MOST_RANKS, Communicator, Count, Operation, Seconds, Span, TransferEnd
+from thinwire.runlog.reader import Records, converted, numbered_lines, parse_object, read_into, record_of, short
+from thinwire.runlog.records import MOST_RANKS, ROUND_BITS, Communicator, Count, Operation, Seconds, Span, TransferEnd
 
 CONFIG = "config.json"
 SUMMARY = "summary.json"
@@ -44,14 +38,11 @@ class StepMetrics:
     """Metrics of one replica over one log interval.
 
     Attributes:
-        step: Inner steps done.
         time_s: Seconds since this replica's training began.
         loss: Mean training loss since the previous line, nats per sample.
         samples: Tokens, images or the like that this replica has seen.
         samples_per_s: Its speed since the previous line.
         compute_fraction: Share of the time since the previous line in which it did not wait for the wire.
-        sent_bytes: Wire bytes sent so far.
-        received_bytes: Wire bytes received so far.
         sent_bits_per_s: Rate since the previous line, see `thinwire.runlog.run_numbers`.
         peak_bits_per_s: Peak rate so far, see there.
         rounds_in_flight: Rounds launched and not applied yet.
@@ -220,13 +211,9 @@ def read_run(path: Path) -> RunRecord:
         parts += _latest(found)
     raw = _read_object(path / SUMMARY) if (path / SUMMARY).is_file() else None
     return RunRecord(
-        path=path,
-        config=_read_object(path / CONFIG),
-        replicas=replicas,
-        evaluations=tuple(join_evaluations(parts)),
-        summary=None if raw is None else parse(Summary, raw, source=str(path / SUMMARY)),
-        raw_summary=raw or {},
-    )
+        path=path, config=_read_object(path / CONFIG), replicas=replicas, evaluations=tuple(join_evaluations(parts)),
+        summary=None if raw is None else parse(Summary, raw, source=str(path / SUMMARY)), raw_summary=raw or {},
+    )  # fmt: skip
 
 
 def read_outcome(path: Path) -> tuple[Summary, dict[str, Any]]:
@@ -313,13 +300,9 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         DataError: A whole line is no JSON object.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    # What follows the last line's end is still being written (or its writer was killed).
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
-        if line.strip():
+    for number, line in numbered_lines(path):
+        # What follows the last line's end is still being written (or its writer was killed).
+        if line is None or line.endswith(b"\n"):
             yield f"{path}:{number}", _object(line, f"{path}:{number}")
 
 
@@ -339,18 +322,17 @@ def _read_replica(path: Path, number: int) -> tuple[ReplicaRecord, list[Evaluati
                 warnings.append((step, message))
             case ErrorMetrics(message=error):
                 pass
-    transfers = path / f"transfers-replica-{number}.jsonl"
-    records = [_transfer(line, where) for where, line in read_lines(transfers)] if transfers.is_file() else []
-    record = ReplicaRecord(steps=tuple(_latest(steps)), transfers=tuple(records), warnings=tuple(warnings), error=error)
-    return record, evaluations
-
-
-def _transfer(line: Mapping[str, Any], where: str) -> Transfer:
-    transfer = parse(Transfer, line, source=where)
-    # What joins the replicas may lie before the start of training, so that a time may be below zero.
-    if not -_LONGEST_S <= transfer.started_s <= transfer.finished_s <= _LONGEST_S:
-        raise DataError(f"{where} ends before it starts, or never; the file is damaged, or it is not a run's")
-    return transfer
+    transfers: list[Transfer] = []
+    if (file := path / f"transfers-replica-{number}.jsonl").is_file():
+        for where, values in read_lines(file):
+            transfer = parse(Transfer, values, source=where)
+            # What joins the replicas may lie before the start of training, so that a time may be below zero.
+            if not -_LONGEST_S <= transfer.started_s <= transfer.finished_s <= _LONGEST_S:
+                raise DataError(f"{where} ends before it starts, or never; the file is damaged, or it is not a run's")
+            transfers.append(transfer)
+    return ReplicaRecord(
+        steps=tuple(_latest(steps)), transfers=tuple(transfers), warnings=tuple(warnings), error=error
+    ), evaluations
 
 
 Line = TypeVar("Line", StepMetrics, EvaluationMetrics)
@@ -374,7 +356,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     return _object(content, str(path))
 
 
-def _object(content: bytes, where: str) -> dict[str, Any]:
+def _object(content: bytes | None, where: str) -> dict[str, Any]:
     try:
         return parse_object(content)
     except ValueError as error:
@@ -447,26 +429,23 @@ def read_run_files(records: Records, paths: list[Path]) -> None:
     for path in paths:
         rank = replica_of(path)
         assert rank is not None
-        take = _take_transfers if _TRANSFERS.fullmatch(path.name) else _take_metrics
-        take(records, path, rank)
-
-
-def _take_transfers(records: Records, path: Path, rank: int) -> None:
-    parts: dict[tuple[int, int, str], int] = defaultdict(int)
-    rounds: dict[int, list[TransferEnd]] = defaultdict(list)
-    for number, line in numbered_lines(path):
-        records.num_lines += 1
-        try:
-            values = parse_object(line)
-            if values.get("kind") != "round":
-                continue
-            end = end_of(values, rank, parts)
-            records.add(end)
-            rounds[end.operation].append(end)
-        except ValueError as error:
-            records.refuse(path.name, number, str(error))
-    for sequence, round in enumerate(sorted(rounds)):
-        records.add(operation_of(rounds[round], sequence=sequence))
+        if not _TRANSFERS.fullmatch(path.name):
+            _take_metrics(records, path, rank)
+            continue
+        parts: dict[tuple[int, int, str], int] = defaultdict(int)
+        rounds: dict[int, list[TransferEnd]] = defaultdict(list)
+        for number, line in numbered_lines(path):
+            records.num_lines += 1
+            try:
+                values = parse_object(line)
+                if values.get("kind") == "round":
+                    end = end_of(values, rank, parts)
+                    records.add(end)
+                    rounds[end.operation].append(end)
+            except ValueError as error:
+                records.refuse(path.name, number, str(error))
+        for sequence, round in enumerate(sorted(rounds)):
+            records.add(operation_of(rounds[round], sequence=sequence))
 
 
 def operation_of(ends: Sequence[TransferEnd], *, sequence: int) -> Operation:
@@ -477,6 +456,14 @@ def operation_of(ends: Sequence[TransferEnd], *, sequence: int) -> Operation:
         posted_s=min(end.posted_s for end in ends),
         done_s=max(end.done_s or end.posted_s for end in ends) if is_done else None,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RoundOfOwner:
+    """Fields of a line of transfers that name a round."""
+
+    round_id: Annotated[int, Meta(ge=0, lt=1 << ROUND_BITS)]
+    owner: Annotated[int, Meta(ge=0, lt=1 << 53 - ROUND_BITS)] = 0
 
 
 def end_of(line: dict[str, Any], rank: int, parts: dict[tuple[int, int, str], int]) -> TransferEnd:
@@ -490,11 +477,11 @@ def end_of(line: dict[str, Any], rank: int, parts: dict[tuple[int, int, str], in
     Raises:
         ValueError: A field is missing or invalid.
     """
-    error = str(line.get("error", ""))[:500]
+    error, of = str(line.get("error", ""))[:500], converted(line, _RoundOfOwner)
     fields = {
         "communicator": ROUNDS, "rank": rank, "peer": line.get("peer"), "direction": line.get("direction"),
-        "operation": line.get("round_id"), "num_bytes": line.get("wire_bytes"), "posted_s": line.get("started_s"),
-        "done_s": None if error else line.get("finished_s"), "error": error,
+        "operation": of.owner << ROUND_BITS | of.round_id, "num_bytes": line.get("wire_bytes"),
+        "posted_s": line.get("started_s"), "done_s": None if error else line.get("finished_s"), "error": error,
     }  # fmt: skip
     end = record_of(TransferEnd, fields)
     key = end.operation, end.peer, end.direction
@@ -556,14 +543,21 @@ def read_files(paths: Iterable[Path]) -> Records:
     for path in paths:
         if path.is_dir():
             records.removed |= removed_replicas(path)
-            if not _read_folder(records, path):
-                runs[path] = _files_of_run(path)
+            if of_run := _read_folder(records, path):
+                runs[path] = of_run
         elif replica_of(path) is not None:
             runs.setdefault(path.parent, []).append(path)
-        elif _is_dump(first := _head(path), path):
-            dumps.append(path)
         else:
-            (nccl_reader(first) or read_into)(records, path)
+            first = _head(path)
+            if flight_recorder.is_pickle(first):
+                raise DataError(
+                    f"{path} is a pickle, which could run any program when it is read; {flight_recorder.HOW_TO_JSON}"
+                )
+            read = nccl_reader(first)
+            if read is None and flight_recorder.is_dump(first):
+                dumps.append(path)
+            else:
+                (read or read_into)(records, path)
     if len(runs) > 1:
         raise DataError(f"{' and '.join(map(str, runs))} are several runs; diagnose one at a time")
     for files in runs.values():
@@ -579,43 +573,22 @@ def nccl_reader(first: bytes) -> Callable[[Records, Path], None] | None:
     return nccl_ras.read_ras if nccl_ras.is_ras(first) else None
 
 
-def _is_dump(first: bytes, path: Path) -> bool:
-    if flight_recorder.is_pickle(first):
-        raise DataError(
-            f"{path} is a pickle, which could run any program when it is read; {flight_recorder.HOW_TO_JSON}"
-        )
-    return nccl_reader(first) is None and flight_recorder.is_dump(first)
-
-
-def _read_folder(records: Records, folder: Path) -> bool:
-    """Read a folder's records of ranks, or its files of NCCL's tools if it holds no files of a run.
-
-    Returns:
-        Whether there are any.
-    """
-    # backwards, so that a rank's older file comes before the one that it writes now
-    if recorded := sorted(filter(Path.is_file, folder.glob(RECORDS)), reverse=True):
-        for one in recorded:
-            read_into(records, one)
-        return True
+def _read_folder(records: Records, folder: Path) -> list[Path]:
+    """Read a folder's records of ranks, else return its files of a run, else read those of NCCL's tools."""
     files = [path for path in sorted(folder.glob("*")) if path.is_file()]  # a pipe would be waited for
-    if any(replica_of(path) is not None for path in files):
-        return False
-    known = [(read, path) for path in files if (read := nccl_reader(_head(path))) is not None]
-    for read, path in known:
+    of_run = [path for path in files if replica_of(path) is not None]
+    # backwards, so that a rank's older file comes before the one that it writes now
+    readable = [(read_into, path) for path in reversed(files) if path.match(RECORDS)]
+    if not readable and not of_run:
+        readable = [(read, path) for path in files if (read := nccl_reader(_head(path))) is not None]
+    for read, path in readable:
         read(records, path)
-    return bool(known)
-
-
-def _files_of_run(folder: Path) -> list[Path]:
-    found = [path for path in sorted(folder.glob("*.jsonl")) if replica_of(path) is not None]
-    found = [path for path in found if path.is_file()]  # a pipe would be waited for
-    if not found:
+    if not readable and not of_run:
         raise DataError(
             f"{folder} holds no records-rank-N.jsonl, transfers-replica-N.jsonl or metrics-replica-N.jsonl of a run, "
             "and no files of NCCL's Inspector or RAS"
         )
-    return found
+    return [] if readable else of_run
 
 
 def _head(path: Path) -> bytes:

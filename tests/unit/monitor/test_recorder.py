@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -216,6 +217,22 @@ def test_records_come_before_the_transfers_of_a_run(tmp_path: Path) -> None:
     Recorder(tmp_path, rank=0).close()
     records = read_files([tmp_path])
     assert records.num_refused == 0 and isinstance(records.transfers, list) and records.beats
+
+
+def test_rounds_of_two_owners_on_one_transport_are_two_operations_of_a_runs_files(tmp_path: Path) -> None:
+    def line(owner: object, number: int, finished_s: float) -> str:
+        values = {
+            "kind": "round", "direction": "sent", "peer": 1, "round_id": number, "fragment": 0, "phase": 0,
+            "payload_bytes": 1, "wire_bytes": 57, "started_s": 0.0, "finished_s": finished_s, "error": "",
+        }  # fmt: skip
+        return json.dumps(values if owner is None else values | {"owner": owner}) + "\n"
+
+    lines = [line(None, 0, 1.0), line(0, 0, 2.0), line(1, 0, 3.0), line(-1, 0, 4.0), line("1", 0, 4.0)]
+    (tmp_path / "transfers-replica-0.jsonl").write_text("".join(lines))
+    found = read_files([tmp_path])
+    assert [(one.posted_s, one.done_s) for one in found.operations] == [(0.0, 2.0), (0.0, 3.0)]
+    assert [one.part for one in found.transfers] == [0, 1, 0] and found.num_refused == 2
+    assert {one.operation for one in found.transfers} == {one.round for one in found.operations}
 
 
 def test_an_end_that_was_done_is_not_open_again() -> None:
