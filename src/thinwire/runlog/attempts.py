@@ -23,11 +23,7 @@ PRIOR_MTBF_S = 24 * 3600.0
 
 
 def young_s(cost_s: float, mtbf_s: float) -> float:
-    """Return Young's interval between checkpoints: the first-order optimum.
-
-    Args:
-        cost_s: Seconds that one checkpoint keeps the run from training.
-        mtbf_s: Mean seconds between failures that lose what no checkpoint holds.
+    """Return Young's interval between checkpoints, see `daly_s`: the first-order optimum.
 
     Raises:
         ValueError: A time is not positive.
@@ -39,7 +35,8 @@ def young_s(cost_s: float, mtbf_s: float) -> float:
     Reference:
         J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17, 1974.
     """
-    _check(cost_s, mtbf_s)
+    if not 0 < cost_s < math.inf or not 0 < mtbf_s < math.inf:
+        raise ValueError(f"cost_s and mtbf_s must be positive, got {cost_s} and {mtbf_s}")
     return math.sqrt(2 * cost_s * mtbf_s)
 
 
@@ -62,11 +59,11 @@ def daly_s(cost_s: float, mtbf_s: float) -> float:
         Computer Systems 22, 2006, equation 37: sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C where C < 2M, and
         M else.
     """
-    _check(cost_s, mtbf_s)
+    first_order_s = young_s(cost_s, mtbf_s)
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     part = cost_s / (2 * mtbf_s)
-    return young_s(cost_s, mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
+    return first_order_s * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
 
 
 def mtbf_s(*, run_s: float, num_failures: int, prior_s: float = PRIOR_MTBF_S) -> float:
@@ -109,11 +106,6 @@ def interval_steps(*, cost_s: float, write_s: float, step_s: float, mtbf_s: floa
     """
     wished_s = daly_s(max(cost_s, 1e-3), mtbf_s)
     return max(1, round(max(wished_s, 2 * write_s) / max(step_s, 1e-6)))
-
-
-def _check(cost_s: float, mtbf_s: float) -> None:
-    if not 0 < cost_s < math.inf or not 0 < mtbf_s < math.inf:
-        raise ValueError(f"cost_s and mtbf_s must be positive, got {cost_s} and {mtbf_s}")
 
 
 PARTS_FILE = "parts.jsonl"
@@ -210,18 +202,15 @@ def downtime_of(parts: Sequence[Mapping[str, Any]], *, now_s: float) -> Downtime
             acted_s=float(one["at"]) if begun is None else float(begun["at"]),
             back_s=None if working is None else float(working["at"]), lost_work_s=again * float(one.get("step_s") or 0),
         ))  # fmt: skip
-    return account(incidents, run_s=now_s - float(parts[0]["at"]) - _paused_s(parts, now_s=now_s), end_s=now_s)
-
-
-def _paused_s(parts: Sequence[Mapping[str, Any]], *, now_s: float) -> float:
-    """Return the seconds between a stop by the user and the part that went on from it."""
+    # the seconds between a stop by the user and the part that went on from it are none of the run
     begins_s = [*(float(one["at"]) for one in parts if one["what"] == "begun"), now_s]
     stops_s = [
         float(one["at"]) for one in parts if one["what"] == "ended" and one.get("how") in ("stopped", "finished")
     ]
-    return sum(
+    paused_s = sum(
         max(0.0, min((at_s for at_s in begins_s if at_s >= stop_s), default=stop_s) - stop_s) for stop_s in stops_s
     )
+    return account(incidents, run_s=now_s - float(parts[0]["at"]) - paused_s, end_s=now_s)
 
 
 def measured_mtbf_s(parts: Sequence[Mapping[str, Any]], *, now_s: float) -> tuple[float, int]:
@@ -239,14 +228,7 @@ def measured_mtbf_s(parts: Sequence[Mapping[str, Any]], *, now_s: float) -> tupl
 
 
 def note_cost(run_dir: Path, *, cost_s: float, step_s: float, write_s: float = 0.0) -> None:
-    """Write down a checkpoint's cost, for `chosen_interval`; other writers report a full disk.
-
-    Args:
-        run_dir: The run's folder.
-        cost_s: Seconds that training was blocked.
-        step_s: Seconds of a step.
-        write_s: Seconds of writing in the background.
-    """
+    """Write down a checkpoint's cost, for `chosen_interval`; other writers report a full disk."""
     cost = {"cost_s": round(cost_s, 4), "step_s": round(step_s, 4), "write_s": round(write_s, 4)}
     with contextlib.suppress(OSError):
         write_whole(run_dir / COST_FILE, json.dumps(cost) + "\n")

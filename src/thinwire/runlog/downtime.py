@@ -30,7 +30,6 @@ class Incident:
         back_s: When as many replicas worked again; none where the run went on with fewer, or ended.
         lost_work_s: Seconds of work that had to be done again, since the state that was gone back to was older.
         share: The part of the replicas that stood still, in (0, 1].
-        text: What it was.
     """
 
     since_s: float
@@ -51,8 +50,6 @@ class Downtime:
         detection_s: From a fault to its finding.
         diagnosis_s: From the finding to what was done about it.
         reinitialisation_s: From that until the replicas worked again.
-        run_s: All seconds of the run.
-        num_incidents: How many faults.
     """
 
     post_checkpoint_s: float = 0.0

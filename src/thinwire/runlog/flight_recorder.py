@@ -11,6 +11,7 @@ two ranks and the times of the end, which torch's do not.
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections import defaultdict
@@ -25,7 +26,6 @@ from thinwire.runlog.records import Beat, Communicator, Operation, to_line
 
 MOST_BYTES = 256 * 1024 * 1024
 _RANK = re.compile(r"(\d+)(?:\.json)?$")
-_DONE = ("completed",)
 HOW_TO_JSON = "torch._C._distributed_c10d._dump_fr_trace_json() in each rank, written to RANK.json, makes JSON"
 
 
@@ -157,7 +157,7 @@ def _operation(entry: Any, rank: int) -> Operation | None:
     kind = str(entry["profiling_name"]).rpartition(":")[2]
     posted_s = float(entry["time_created_ns"]) / 1e9
     completed = entry.get("time_discovered_completed_ns") or 0
-    is_done = bool(entry.get("retired")) or entry.get("state") in _DONE
+    is_done = bool(entry.get("retired")) or entry.get("state") == "completed"
     done_s = max(posted_s, float(completed) / 1e9) if is_done else None
     sizes, types = entry.get("input_sizes") or [], entry.get("input_dtypes") or []
     return Operation(
@@ -171,13 +171,7 @@ def _count(kind: str, sizes: list[list[int]]) -> int:
     """Return the elements that a rank brings; -1 if ranks may bring different numbers."""
     if not sizes or "v" in kind.rpartition("_")[2][-1:] or kind in ("gather", "scatter", "all_to_all"):
         return -1
-    total = 0
-    for shape in sizes:
-        elements = 1
-        for length in shape:
-            elements *= int(length)
-        total += elements
-    return total
+    return sum(math.prod(map(int, shape)) for shape in sizes)
 
 
 VERSION = "2.10"
@@ -192,10 +186,6 @@ def write_dumps(records: Records, folder: Path) -> list[Path]:
     """Write `trace_N` for torch's analyser and `rank_N.json`, the same as JSON, for each rank N that has a file.
 
     What the records do not hold is left at its default: stacks, and the shapes of tensors beyond their size.
-
-    Args:
-        records: Of one job.
-        folder: Where to; made where it is not there.
 
     Returns:
         The files for torch's analyser.
@@ -225,6 +215,16 @@ def _dump(rank: int, operations: list[Operation], communicators: dict[str, Commu
     groups = {
         name: one for name, one in communicators.items() if rank in one.ranks and _MESSAGE.fullmatch(name) is None
     }
+    config, status = {}, {}
+    for number, (group, one) in enumerate(groups.items()):
+        name, description = _name_of(group)
+        config[name] = {"name": name, "desc": description, "ranks": str(list(one.ranks))}
+        own = [operation for operation in operations if operation.communicator == group]
+        posted = max((operation.sequence + 1 for operation in own), default=-1)
+        done = max((operation.sequence + 1 for operation in own if operation.done_s is not None), default=-1)
+        status[str(number)] = {
+            "last_enqueued_collective": posted, "last_started_collective": posted, "last_completed_collective": done,
+        }  # fmt: skip
     entries = []
     for number, operation in enumerate(sorted(operations, key=lambda operation: operation.posted_s)):
         match = _MESSAGE.fullmatch(operation.communicator)
@@ -234,19 +234,7 @@ def _dump(rank: int, operations: list[Operation], communicators: dict[str, Commu
         if match is not None:
             entry |= _as_message(operation, match, members)
         entries.append(entry)
-    return {
-        "version": VERSION,
-        "comm_lib_version": "",
-        "pg_config": {
-            _name_of(name)[0]: {"name": _name_of(name)[0], "desc": _name_of(name)[1], "ranks": str(list(one.ranks))}
-            for name, one in groups.items()
-        },
-        "pg_status": {
-            str(number): _status([operation for operation in operations if operation.communicator == name])
-            for number, name in enumerate(groups)
-        },
-        "entries": entries,
-    }
+    return {"version": VERSION, "comm_lib_version": "", "pg_config": config, "pg_status": status, "entries": entries}
 
 
 def _as_message(operation: Operation, match: re.Match[str], members: Communicator | None) -> dict[str, Any]:
@@ -266,19 +254,11 @@ def _name_of(communicator: str) -> tuple[str, str]:
     return name, description or "undefined"
 
 
-def _status(operations: list[Operation]) -> dict[str, int]:
-    posted = [operation.sequence + 1 for operation in operations]
-    done = [operation.sequence + 1 for operation in operations if operation.done_s is not None]
-    return {
-        "last_enqueued_collective": max(posted, default=-1),
-        "last_started_collective": max(posted, default=-1),
-        "last_completed_collective": max(done, default=-1),
-    }
-
-
 def _entry(operation: Operation, number: int, group: str, size: int) -> dict[str, Any]:
     count = max(operation.count, 0)
-    brought, taken = [[count]], [[_taken(operation.kind, count, size)]]
+    # elements that a rank receives where it brings `count`
+    received = {"all_gather": count * size, "reduce_scatter": count // size}.get(operation.kind, count)
+    brought, taken = [[count]], [[received]]
     dtypes = [_DTYPES.get(operation.dtype, operation.dtype)]
     if operation.kind == "barrier":
         brought, taken, dtypes = [], [], []
@@ -293,13 +273,6 @@ def _entry(operation: Operation, number: int, group: str, size: int) -> dict[str
         "time_discovered_completed_ns": _nanoseconds(operation.done_s),
         "timeout_ms": 0, "frames": [], "thread_id": "", "thread_name": "",
     }  # fmt: skip
-
-
-def _taken(kind: str, count: int, size: int) -> int:
-    """Return the elements that a rank receives from an operation to which it brings `count`."""
-    if kind == "all_gather":
-        return count * size
-    return count // size if kind == "reduce_scatter" else count
 
 
 def _nanoseconds(time_s: float | None) -> int | None:

@@ -42,21 +42,13 @@ _TAKEN_A_SECOND, _TAKEN_AT_ONCE = 2 * BYTES_A_SECOND, float(MOST_WAITING_BYTES)
 class ReliableSender(Protocol):
     """Sends messages to the coordinator until they are acknowledged."""
 
-    def send_reliably(self, kind: str, **fields: object) -> None:
-        """Send a message repeatedly."""
-        ...
+    def send_reliably(self, kind: str, **fields: object) -> None: ...
 
-    def is_acknowledged(self, kind: str) -> bool:
-        """Return whether it was acknowledged."""
-        ...
+    def is_acknowledged(self, kind: str) -> bool: ...
 
 
 class RecordForward:
     """Sends one replica's lines; used by its recorder's thread alone.
-
-    Args:
-        session: Session with the coordinator.
-        now: Gives seconds that only grow.
 
     Attributes:
         num_left_out: Lines that were never sent, since too many waited.
@@ -64,8 +56,7 @@ class RecordForward:
     """
 
     def __init__(self, session: ReliableSender, *, now: Callable[[], float] = time.monotonic) -> None:
-        self._session = session
-        self._now = now
+        self._session, self._now = session, now
         self._lines: deque[str] = deque()
         self._waiting_bytes = 0
         self._number = 0
@@ -77,24 +68,22 @@ class RecordForward:
     def add(self, lines: list[str]) -> None:
         self._lines.extend(lines)
         self._waiting_bytes += sum(len(line) + 1 for line in lines)
-        if self._waiting_bytes > MOST_WAITING_BYTES:
-            self._leave_out()
+        if self._waiting_bytes <= MOST_WAITING_BYTES:
+            return
+        # half of what waits goes: steps first, then what is oldest
+        kept = deque(line for line in self._lines if not line.startswith(_SPAN))
+        kept_bytes = sum(len(line) + 1 for line in kept)
+        while kept_bytes > MOST_WAITING_BYTES // 2:
+            kept_bytes -= len(kept.popleft()) + 1
+        self.num_left_out += len(self._lines) - len(kept)
+        self._lines, self._waiting_bytes = kept, kept_bytes
 
     def turn(self) -> None:
         now_s = self._now()
         self._left_bytes = min(_BYTES_AT_ONCE, self._left_bytes + (now_s - self._looked_s) * BYTES_A_SECOND)
         self._looked_s = now_s
-        if self._lines and self._left_bytes > 0 and self._session.is_acknowledged("records"):
-            self._send()
-
-    def finish(self) -> None:
-        until_s = time.monotonic() + _FINISH_S
-        while time.monotonic() < until_s and (self._lines or not self._session.is_acknowledged("records")):
-            self._left_bytes = _BYTES_AT_ONCE  # a goodbye is not put off
-            self.turn()
-            time.sleep(_FINISH_LOOK_S)
-
-    def _send(self) -> None:
+        if not self._lines or self._left_bytes <= 0 or not self._session.is_acknowledged("records"):
+            return
         batch: list[str] = []
         num_bytes = 0
         while self._lines and num_bytes + len(self._lines[0]) < MOST_BATCH_BYTES:
@@ -111,14 +100,12 @@ class RecordForward:
         self._session.send_reliably("records", number=self._number, text=text)
         self._number += 1
 
-    def _leave_out(self) -> None:
-        """Let half of what waits go: steps first, then what is oldest."""
-        kept = deque(line for line in self._lines if not line.startswith(_SPAN))
-        kept_bytes = sum(len(line) + 1 for line in kept)
-        while kept_bytes > MOST_WAITING_BYTES // 2:
-            kept_bytes -= len(kept.popleft()) + 1
-        self.num_left_out += len(self._lines) - len(kept)
-        self._lines, self._waiting_bytes = kept, kept_bytes
+    def finish(self) -> None:
+        until_s = time.monotonic() + _FINISH_S
+        while time.monotonic() < until_s and (self._lines or not self._session.is_acknowledged("records")):
+            self._left_bytes = _BYTES_AT_ONCE  # a goodbye is not put off
+            self.turn()
+            time.sleep(_FINISH_LOOK_S)
 
 
 def pressed(lines: list[str]) -> str:
@@ -156,9 +143,7 @@ class TakenRecords:
     lines are kept in memory, bounded; beyond the bound the oldest of the replica with the most are lost.
 
     Args:
-        run_dir: The run's folder.
         say: Called once where a file cannot be written.
-        now: Gives seconds that only grow.
         most_bytes: How long all files together may be.
 
     Attributes:
@@ -169,11 +154,8 @@ class TakenRecords:
         self, run_dir: Path, *, say: Callable[[str], None], now: Callable[[], float] = time.monotonic,
         most_bytes: int = MOST_KEPT_BYTES,
     ) -> None:  # fmt: skip
-        self._run_dir = run_dir
-        self._most_bytes = most_bytes
+        self._run_dir, self._most_bytes, self._say, self._now = run_dir, most_bytes, say, now
         self._kept = self._kept_before()
-        self._say = say
-        self._now = now
         self._allowances: dict[int, RateLimit] = {}
         self._places: dict[int, str] = {}
         self._warned: set[int] = set()
@@ -182,12 +164,7 @@ class TakenRecords:
         self.num_refused = 0
 
     def take(self, replica: int, text: str) -> None:
-        """Take a batch of lines.
-
-        Args:
-            replica: Sender, known from its connection.
-            text: As `pressed` made it.
-        """
+        """Take a batch of lines."""
         allowance = self._allowances.setdefault(replica, RateLimit(a_second=_TAKEN_A_SECOND, at_once=_TAKEN_AT_ONCE))
         is_allowed = allowance.take(now_s=self._now(), amount=len(text) + 1)
         if not is_allowed or self._is_here(replica):
@@ -236,23 +213,24 @@ class TakenRecords:
             self._make_room(replica)
             self._warned.discard(replica)
         except OSError as error:
-            _cut_back(path, before)
+            with contextlib.suppress(OSError):  # take back what was written of lines for which there was no room
+                if not before:
+                    path.unlink()
+                elif path.stat().st_size > before:
+                    os.truncate(path, before)
             if is_no_room(error):
                 self._waiting[replica] = lines
-                self._bound_waiting()
+                sizes = {other: sum(map(len, waiting)) for other, waiting in self._waiting.items()}
+                while sum(sizes.values()) > MAX_WAITING_HERE_BYTES:
+                    most = max(sizes, key=lambda other: sizes[other])
+                    sizes[most] -= len(self._waiting[most].popleft())
+                    self.num_refused += 1
             else:
                 self.num_refused += len(lines)
             if replica not in self._warned:
                 self._warned.add(replica)
                 how = "wait in memory until there is room" if replica in self._waiting else "are lost"
                 self._say(f"records of replica {replica} {how}: {error.strerror or error}")
-
-    def _bound_waiting(self) -> None:
-        sizes = {replica: sum(map(len, lines)) for replica, lines in self._waiting.items()}
-        while sum(sizes.values()) > MAX_WAITING_HERE_BYTES:
-            most = max(sizes, key=lambda replica: sizes[replica])
-            sizes[most] -= len(self._waiting[most].popleft())
-            self.num_refused += 1
 
     def _make_room(self, replica: int) -> None:
         """Remove what those wrote who have been silent for longest, until there is room for all."""
@@ -308,12 +286,3 @@ class TakenRecords:
         except (OSError, ValueError, OverflowError):
             return False
         return True
-
-
-def _cut_back(path: Path, num_bytes: int) -> None:
-    """Take back what was written of lines for which there was no room."""
-    with contextlib.suppress(OSError):
-        if not num_bytes:
-            path.unlink()
-        elif path.stat().st_size > num_bytes:
-            os.truncate(path, num_bytes)

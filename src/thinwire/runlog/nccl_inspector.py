@@ -82,19 +82,15 @@ def timing_of(told: dict[str, Any]) -> Timing:
     num_ranks = whole("n_ranks", header["n_ranks"], least=1, most=MOST_RANKS)
     written_us = whole("dump_timestamp_us", metadata["dump_timestamp_us"], most=_MOST_CLOCK_US)
     return Timing(
-        communicator=text("id", header["id"]),
-        rank=whole("rank", header["rank"], most=num_ranks - 1),
-        num_ranks=num_ranks,
-        host=text("hostname", metadata["hostname"]),
-        pid=whole("pid", metadata["pid"]),
-        kind=text(name, own[name]),
-        sequence=whole(f"{name}_sn", own[f"{name}_sn"]),
+        communicator=text("id", header["id"]), rank=whole("rank", header["rank"], most=num_ranks - 1),
+        num_ranks=num_ranks, host=text("hostname", metadata["hostname"]), pid=whole("pid", metadata["pid"]),
+        kind=text(name, own[name]), sequence=whole(f"{name}_sn", own[f"{name}_sn"]),
         num_bytes=whole(f"{name}_msg_size_bytes", own[f"{name}_msg_size_bytes"]),
         time_s=whole(f"{name}_exec_time_us", own[f"{name}_exec_time_us"], most=_MOST_EXEC_US) / 1e6,
         source=text(f"{name}_timing_source", own.get(f"{name}_timing_source", "")),
         at_s=_begun_us(own, name, written_us) / 1e6,
         peer=whole("p2p_peer", own["p2p_peer"], most=num_ranks - 1) if name == "p2p" else -1,
-    )
+    )  # fmt: skip
 
 
 def _begun_us(own: dict[str, Any], name: str, written_us: int) -> int:

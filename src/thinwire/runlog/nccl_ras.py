@@ -11,7 +11,7 @@ import calendar
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,12 +75,24 @@ class _Communicator:
             raise ValueError(f"rank is not below the communicator's size: {rank}")
         return self.members.setdefault(rank, {"rank": rank, "counts": {}})
 
+    def take_rank(self, rank: int, match: re.Match[str]) -> None:
+        member, value = self.member(rank), _value_of(match)
+        if match["host"] is not None:
+            member.update(host=match["host"], pid=int(match["pid"]), gpu=int(match["gpu"]))
+        if self.topic == "lost":
+            member["lost"] = "unresponsive"
+        elif value is not None:
+            self.groups.setdefault(self.topic, []).append(_Group(value, 1, [rank]))
+        elif self.groups.get(self.topic):
+            self.groups[self.topic][-1].ranks.append(rank)
+        else:
+            raise ValueError(f"a rank of no group: {rank}")
+
 
 class StatusText:
     """Parser of one answer, line by line.
 
     Args:
-        source: The file.
         budget: How many ranks may still be told that are not named, shared by all answers of a file: a forged size
             would fill the memory else.
 
@@ -108,7 +120,11 @@ class StatusText:
         if not line.startswith(" "):
             return self._take_title(told)
         if (row := _ROW.fullmatch(line)) is not None and not self._section:
-            return self._take_row(row)
+            size = int(row["size"])
+            if not 0 < size <= MOST_RANKS:
+                raise ValueError(f"a communicator of so many ranks: {size}")
+            self._rows[int(row["group"])] = size, row["errors"]
+            return True
         if not self._section or _SAID.match(told) is not None:
             return False
         if self._now is None:
@@ -118,13 +134,6 @@ class StatusText:
             self._processes[self._section].append(made)
             return True
         return self._take_detail(self._now, told)
-
-    def _take_row(self, row: re.Match[str]) -> bool:
-        size = int(row["size"])
-        if not 0 < size <= MOST_RANKS:
-            raise ValueError(f"a communicator of so many ranks: {size}")
-        self._rows[int(row["group"])] = size, row["errors"]
-        return True
 
     def _take_title(self, told: str) -> bool:
         if told in self._processes:
@@ -149,7 +158,7 @@ class StatusText:
             now.topic = match["kind"] or "status"
             now.groups[now.topic] = []
         elif (match := _RANK.fullmatch(told)) is not None:
-            _take_rank(now, match)
+            now.take_rank(int(match["rank"]), match)
         elif (match := _GROUP.fullmatch(told)) is not None:
             now.groups.setdefault(now.topic, []).append(_Group(_value_of(match), int(match["num"])))
         elif (match := _LISTED.fullmatch(told)) is not None:
@@ -181,9 +190,12 @@ class StatusText:
         for topic, groups in told.groups.items():
             for group in groups:
                 # ranks without a named error are not one group
-                ranks = group.ranks or (list(self._rest(told, groups, group)) if topic not in _ERRORS else [])
-                for rank in ranks:
-                    _set(told, rank, topic, group.value)
+                ranks = group.ranks or (self._rest(told, groups, group) if topic not in _ERRORS else [])
+                for member in map(told.member, ranks):
+                    if isinstance(group.value, int):
+                        member["counts"][topic] = group.value
+                    elif topic in ("status", *_ERRORS):
+                        member[topic] = str(group.value)
                 if not ranks and isinstance(group.value, int):
                     unlisted.append((topic, group.value, group.num))
         dead = {(process.host, process.pid) for process in self._processes["DEAD"]}
@@ -195,11 +207,11 @@ class StatusText:
             members={rank: RankState(**one) for rank, one in sorted(told.members.items())},
         )  # fmt: skip
 
-    def _rest(self, told: _Communicator, groups: Iterable[_Group], group: _Group) -> Iterator[int]:
+    def _rest(self, told: _Communicator, groups: Sequence[_Group], group: _Group) -> list[int]:
         """Return the ranks of the one unnamed group: all but the named and the missing ones."""
         others = [other for other in groups if other is not group]
         if told.size <= 0 or any(len(other.ranks) != other.num for other in others) or told.size > self._budget[0]:
-            return iter(())
+            return []
         named = {rank for other in others for rank in other.ranks}
         is_status = groups is told.groups.get("status")
         gone = {
@@ -208,25 +220,9 @@ class StatusText:
         }  # fmt: skip
         rest = [rank for rank in range(told.size) if rank not in named and rank not in gone]
         if len(rest) != group.num:
-            return iter(())
+            return []
         self._budget[0] -= len(rest)
-        return iter(rest)
-
-
-def _take_rank(now: _Communicator, match: re.Match[str]) -> None:
-    rank = int(match["rank"])
-    member = now.member(rank)
-    if match["host"] is not None:
-        member.update(host=match["host"], pid=int(match["pid"]), gpu=int(match["gpu"]))
-    value = _value_of(match)
-    if now.topic == "lost":
-        member["lost"] = "unresponsive"
-    elif value is not None:
-        now.groups.setdefault(now.topic, []).append(_Group(value, 1, [rank]))
-    elif now.groups.get(now.topic):
-        now.groups[now.topic][-1].ranks.append(rank)
-    else:
-        raise ValueError(f"a rank of no group: {rank}")
+        return rest
 
 
 def _value_of(match: re.Match[str]) -> Any:
@@ -235,14 +231,6 @@ def _value_of(match: re.Match[str]) -> Any:
         return int(match["count"] or 0)
     status = match["status"]
     return match["error"] or (_NOCOMM if status == _UNKNOWN else status)
-
-
-def _set(told: _Communicator, rank: int, topic: str, value: Any) -> None:
-    member = told.member(rank)
-    if isinstance(value, int):
-        member["counts"][topic] = value
-    elif topic in ("status", *_ERRORS):
-        member[topic] = str(value)
 
 
 MOST_BYTES = 64 * 1024 * 1024
@@ -286,8 +274,7 @@ def read_ras(records: Records, path: Path) -> None:
             first = file.read(4096)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    found = _json_snapshots(records, path) if is_json(first) else _text_snapshots(records, path, written_s)
-    for snapshot in found:
+    for snapshot in _json_snapshots(records, path) if is_json(first) else _text_snapshots(records, path, written_s):
         try:
             records.check_room()
         except ValueError as error:
@@ -371,19 +358,18 @@ def snapshot_of(told: dict[str, Any], *, source: str) -> Snapshot:
         at_s = float(calendar.timegm(time.strptime(at, "%Y-%m-%d %H:%M:%S")))
     except ValueError:
         raise ValueError(f"timestamp is no date and time: {short(at)}") from None
-    communicators = tuple(_communicator(one) for one in _list("communicators", told["communicators"]))
-    return Snapshot(source=source, at_s=at_s, communicators=communicators, is_whole=True)
-
-
-def _communicator(told: dict[str, Any]) -> CommunicatorState:
-    size = whole("size", told["size"], least=1, most=MOST_RANKS)
-    members: dict[int, RankState] = {}
-    for one in (*map(_member, _list("ranks", told["ranks"])), *map(_missing, _list("missing", told["missing_ranks"]))):
-        if one.rank >= size or one.rank in members:
-            raise ValueError(f"rank is twice there or not below the communicator's size: {one.rank}")
-        members[one.rank] = one
-    comm_hash = text("hash", told["hash"])
-    return CommunicatorState(communicator=canonical(comm_hash), size=size, members=members)
+    communicators = []
+    for found in _list("communicators", told["communicators"]):
+        size = whole("size", found["size"], least=1, most=MOST_RANKS)
+        members: dict[int, RankState] = {}
+        missing = map(_missing, _list("missing", found["missing_ranks"]))
+        for one in (*map(_member, _list("ranks", found["ranks"])), *missing):
+            if one.rank >= size or one.rank in members:
+                raise ValueError(f"rank is twice there or not below the communicator's size: {one.rank}")
+            members[one.rank] = one
+        name = canonical(text("hash", found["hash"]))
+        communicators.append(CommunicatorState(communicator=name, size=size, members=members))
+    return Snapshot(source=source, at_s=at_s, communicators=tuple(communicators), is_whole=True)
 
 
 def canonical(comm_hash: str) -> str:

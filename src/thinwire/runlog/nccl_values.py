@@ -23,8 +23,6 @@ class Timing:
         communicator: The begin of its hash, such as `0x7f8c496ae9f661`.
         rank: Who writes, counted in the communicator.
         num_ranks: How many ranks the communicator has.
-        host: The writer's host.
-        pid: The writer's process.
         kind: NCCL's name, such as `AllReduce` or `Send`.
         sequence: Of collectives, the operation's number among those of its kind in this communicator, the same on all
             ranks; of messages, the number among this rank's own.
@@ -52,13 +50,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """A process of the job, as RAS names it.
-
-    Attributes:
-        host: Its host's address.
-        pid: Its number there.
-        gpus: What it drives, as text.
-    """
+    """A process of the job, as RAS names it."""
 
     host: str
     pid: int
@@ -72,8 +64,6 @@ class RankState:
     Attributes:
         rank: Counted in the communicator.
         host: Its host's address; empty where unknown.
-        pid: Its process; -1 where unknown.
-        gpu: Its GPU; -1 where unknown.
         counts: How many collectives of each kind it has launched, where told.
         status: `INIT`, `RUNNING`, `FINALIZE`, `ABORT` or `NOCOMM`; empty where not told.
         init_error: Why its initialisation failed; empty where it did not.
@@ -121,12 +111,9 @@ class Snapshot:
     """One answer of RAS.
 
     Attributes:
-        source: The file.
         at_s: When, in seconds of the clock of the host that answered (its local time where RAS writes it, the file's
             else); none where unknown.
         communicators: Those that it told of: its text leaves out those that are well.
-        dead: Processes that it has given up.
-        unresponsive: Processes that did not answer.
         is_whole: Whether it tells of all communicators and all counts, as its JSON does.
     """
 

@@ -27,9 +27,7 @@ class PathLimit:
     Attributes:
         rank: The rank that sends.
         peer: The rank that it sends to.
-        path: Number of the path.
         limit: Part of its measured rate that counts.
-        why: The finding.
     """
 
     rank: int
@@ -52,8 +50,6 @@ class PathLimitReader:
     """Applies the limits of one rank's paths whenever the file changes.
 
     Args:
-        run_dir: The run's folder on this host.
-        rank: The rank.
         apply: Called with the other rank, the path and the limit; 1 for a path whose limit has ended.
     """
 

@@ -22,7 +22,6 @@ class SilentProcesses:
     """Reads the state of processes of this host whose recorders have stopped to write.
 
     Args:
-        run_dir: Folder of the records.
         rank: Own rank; None in a process that is no rank.
         clock: Seconds that only grow, the clock of the records.
 

@@ -41,17 +41,16 @@ _NO_NUMBERS = ("nan", "inf", "-inf")
 _MOST_NAMED = 20
 # So many later operations of a rank must be done before one that is not counts as given up.
 _LATER_DONE = 3
+# Attribute of `Records` that holds the records of a kind.
+_PLACES: dict[type[Record], str] = {
+    Operation: "operations", TransferEnd: "transfers", Span: "spans", Beat: "beats", ProcessState: "processes",
+    Arrival: "arrivals", Flow: "flows", Probe: "probes", PathReading: "paths",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A line that was refused.
-
-    Attributes:
-        source: Its file.
-        line: Its number, from 1.
-        reason: Reason of the refusal.
-    """
+    """A line that was refused: its file, its number from 1, and why."""
 
     source: str
     line: int
@@ -63,21 +62,12 @@ class Records:
     """Records of one job, from any number of files.
 
     Attributes:
-        communicators: By name.
-        operations: In the order of the files.
-        transfers: Ends of transfers.
-        spans: Work of ranks.
-        beats: Heartbeats.
         processes: States of silent ranks' processes.
         arrivals: Bytes received while messages were open.
         flows: Kernel counters of connections between hosts.
-        probes: Timed bursts.
         paths: States of planned paths.
-        nccl: Output of NCCL's own tools.
         num_lines: Lines read, without headers.
-        num_refused: Lines refused.
         refusals: The first of them.
-        reasons: Number of refusals by reason.
         removed: Replicas that were removed from the run while it went on; the diagnosis leaves them out.
     """
 
@@ -110,19 +100,12 @@ class Records:
                 self.communicators[record.communicator] = _united(known, record)
             return
         self.check_room()
-        place: dict[type[Record], list[Any]] = {
-            Operation: self.operations, TransferEnd: self.transfers, Span: self.spans, Beat: self.beats,
-            Arrival: self.arrivals, Flow: self.flows, Probe: self.probes,
-            PathReading: self.paths, ProcessState: self.processes,
-        }  # fmt: skip
-        place[type(record)].append(record)
+        getattr(self, _PLACES[type(record)]).append(record)
 
     @property
     def num_records(self) -> int:
         """Number of records, without communicators."""
-        own = len(self.operations) + len(self.transfers) + len(self.spans)
-        of_wires = len(self.arrivals) + len(self.flows) + len(self.probes) + len(self.paths)
-        return own + len(self.beats) + len(self.processes) + of_wires + len(self.nccl)
+        return sum(len(getattr(self, place)) for place in _PLACES.values()) + len(self.nccl)
 
     def check_room(self) -> None:
         """Check that one more record may come.
@@ -202,20 +185,14 @@ def _united(known: Communicator, other: Communicator) -> Communicator:
     Raises:
         ValueError: They contradict each other.
     """
-    places = _places(known)
-    for rank, place in _places(other).items():
-        if places.setdefault(rank, place) != place:
-            raise ValueError(f"a communicator of this name has other members: rank {rank} is somewhere else")
+    places: dict[int, tuple[str, str]] = {}
+    for one in (known, other):
+        for rank, *place in zip(one.ranks, one.hosts, one.clocks or one.hosts, strict=True):
+            if places.setdefault(rank, (place[0], place[1])) != tuple(place):
+                raise ValueError(f"a communicator of this name has other members: rank {rank} is somewhere else")
     ranks = tuple(sorted(places))
-    clocks = tuple(places[rank][1] for rank in ranks)
-    return Communicator(
-        communicator=known.communicator, ranks=ranks, hosts=tuple(places[rank][0] for rank in ranks), clocks=clocks
-    )
-
-
-def _places(communicator: Communicator) -> dict[int, tuple[str, str]]:
-    clocks = communicator.clocks or communicator.hosts
-    return dict(zip(communicator.ranks, zip(communicator.hosts, clocks, strict=True), strict=True))
+    hosts, clocks = zip(*(places[rank] for rank in ranks), strict=True)
+    return Communicator(communicator=known.communicator, ranks=ranks, hosts=hosts, clocks=clocks)
 
 
 def from_records(found: Iterable[Record]) -> Records:
@@ -344,7 +321,18 @@ def record_of(kind: type[AnyRecord], fields: dict[str, Any]) -> AnyRecord:
     if fields.get("loss") in _NO_NUMBERS:  # JSON lacks them
         fields["loss"] = float(fields["loss"])
     record = converted(fields, kind)
-    _check_together(record)
+    if isinstance(record, Communicator):
+        if len(record.ranks) != len(record.hosts) or len(record.clocks) not in (0, len(record.ranks)):
+            raise ValueError("hosts or clocks are not as many as ranks")
+        if not record.ranks or len(set(record.ranks)) != len(record.ranks):
+            raise ValueError("ranks are none, or some are there twice")
+    elif isinstance(record, TransferEnd | Arrival | Flow | Probe | PathReading) and record.peer == record.rank:
+        raise ValueError("a transfer of a rank with itself")
+    if isinstance(record, Operation | TransferEnd | Span):
+        begin = record.started_s if isinstance(record, Span) else record.posted_s
+        started_s = begin if record.started_s is None else record.started_s
+        if started_s < begin or (record.done_s is not None and record.done_s < started_s):
+            raise ValueError("times run backwards; a clock was set, or the line is forged")
     return record
 
 
@@ -362,24 +350,6 @@ def converted(fields: Mapping[str, Any], kind: type[Value]) -> Value:
             raise ValueError(f"{missing[1]} is missing") from None
         name = re.split(r"\W", path)[0]
         raise ValueError(f"{name} is invalid: {text}; value {short(fields.get(name))}") from None
-
-
-def _check_together(record: Record) -> None:
-    """Check the relations between the fields of a record."""
-    if isinstance(record, Communicator):
-        if len(record.ranks) != len(record.hosts) or len(record.clocks) not in (0, len(record.ranks)):
-            raise ValueError("hosts or clocks are not as many as ranks")
-        if not record.ranks or len(set(record.ranks)) != len(record.ranks):
-            raise ValueError("ranks are none, or some are there twice")
-        return
-    if isinstance(record, TransferEnd | Arrival | Flow | Probe | PathReading) and record.peer == record.rank:
-        raise ValueError("a transfer of a rank with itself")
-    if isinstance(record, Beat | ProcessState | Arrival | Flow | Probe | PathReading):
-        return
-    begin = record.started_s if isinstance(record, Span) else record.posted_s
-    started_s = begin if record.started_s is None else record.started_s
-    if started_s < begin or (record.done_s is not None and record.done_s < started_s):
-        raise ValueError("times run backwards; a clock was set, or the line is forged")
 
 
 def whole(name: str, found: object, *, least: int = 0, most: int = _MOST_WHOLE) -> int:

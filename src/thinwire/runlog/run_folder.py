@@ -469,11 +469,6 @@ class _RoundOfOwner:
 def end_of(line: dict[str, Any], rank: int, parts: dict[tuple[int, int, str], int]) -> TransferEnd:
     """Return a line of transfers as one end of a transfer, checked as every record is.
 
-    Args:
-        line: The line's object.
-        rank: The replica that wrote it.
-        parts: Number of its messages by round, peer and direction; is counted up.
-
     Raises:
         ValueError: A field is missing or invalid.
     """

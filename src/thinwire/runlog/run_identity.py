@@ -151,10 +151,6 @@ def write_identity(run_dir: Path, identity: RunIdentity) -> None:
 def check_folder(run_dir: Path, job: RunIdentity) -> bool:
     """Check that a joining host's folder is new, or of a past of the job that is joined.
 
-    Args:
-        run_dir: The folder.
-        job: The identity that the coordinator states.
-
     Returns:
         Whether the folder states another past than the job, so that its identity is to be written.
 

@@ -78,14 +78,9 @@ class RunNumbers:
     """Numbers of a run, finished or in progress; None where unknown. The module defines each.
 
     Attributes:
-        sent_bytes: Bytes sent, mean over the replicas.
-        received_bytes: Bytes received, mean over the replicas.
-        mean_bits_per_s: Mean rate of a replica.
         peak_bits_per_s: Peak rate of the replica with the highest one.
         times_fewer_bytes: Bytes of an all-reduce at every step over bytes sent.
-        step_s: Wall time of an inner step.
         waiting: Share of the time in which a replica waited for the network.
-        wall_s: Wall time.
         samples_per_s: Samples of all replicas in a second of wall time.
         unit: What the samples are: tokens, images.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from thinwire.files import open_regular
 from thinwire.runlog.reader import MOST_LINE_BYTES, parse_line, parse_object
@@ -24,13 +23,10 @@ class JsonlTailer:
     another inode was rewritten: both are read from the start.
 
     Args:
-        path: The file; it may be created later.
-        most_bytes: Bytes that one poll reads.
         head_bytes: Of a file longer than this and `most_bytes` at the first poll, the first poll reads this much of
             the head, and the second one the end; None reads all of any file.
 
     Attributes:
-        path: The file.
         is_behind: Whether more is there than was read.
         number: Lines read so far: the number of the last one, from 1, unless bytes were skipped.
         changed_at: Time of the last write to the file, seconds since 1970; None while it is missing.
@@ -57,7 +53,11 @@ class JsonlTailer:
         """
         try:
             with open_regular(self.path) as file:
-                is_restarted = self._is_restarted(file)
+                status = os.fstat(file.fileno())
+                is_restarted = self._at > 0 and (status.st_size < self._at or status.st_ino != self._inode)
+                if is_restarted:
+                    self._at, self.number, self._is_skipping, self._is_torn = 0, 0, False, False
+                self._inode, self.changed_at = status.st_ino, status.st_mtime
                 size = file.seek(0, os.SEEK_END)
                 is_long = self._head_bytes is not None and not self._at and size > self._most_bytes + self._head_bytes
                 num_bytes = self._head_bytes if is_long and self._head_bytes is not None else self._most_bytes
@@ -77,14 +77,6 @@ class JsonlTailer:
     def new_lines(self) -> list[bytes]:
         """Return the new lines that are not too long."""
         return [line for _, line in self.poll()[1] if line is not None]
-
-    def _is_restarted(self, file: BinaryIO) -> bool:
-        found = os.fstat(file.fileno())
-        is_restarted = self._at > 0 and (found.st_size < self._at or found.st_ino != self._inode)
-        if is_restarted:
-            self._at, self.number, self._is_skipping, self._is_torn = 0, 0, False, False
-        self._inode, self.changed_at = found.st_ino, found.st_mtime
-        return is_restarted
 
     def _lines(self, content: bytes) -> list[NumberedLine]:
         found: list[NumberedLine] = []
@@ -111,12 +103,7 @@ class RecordTailer:
 
     Lines that are no record are counted and skipped: other processes write the file.
 
-    Args:
-        path: The file; it may be created later.
-        most_bytes: Bytes that one poll reads.
-
     Attributes:
-        num_lines: Lines read.
         num_refused: Of these, lines that are no record.
     """
 
@@ -142,20 +129,13 @@ class RecordTailer:
 
     def _parsed(self, lines: Iterable[NumberedLine]) -> Iterator[Record]:
         for _, line in lines:
-            if line is not None and _is_header(line):
-                continue
             self.num_lines += 1
             try:
+                if line is not None and line.startswith(b'{"format"'):
+                    header = parse_object(line)
+                    if header.get("format") == FORMAT and header.get("version") == VERSION:
+                        self.num_lines -= 1
+                        continue
                 yield parse_line(line)
             except ValueError:
                 self.num_refused += 1
-
-
-def _is_header(line: bytes) -> bool:
-    if not line.startswith(b'{"format"'):
-        return False
-    try:
-        header = parse_object(line)
-    except ValueError:
-        return False
-    return header.get("format") == FORMAT and header.get("version") == VERSION

@@ -50,9 +50,6 @@ class JsonlWriter:
         rotation: Bound of the file; none lets it grow.
         is_strict: Whether errors other than a full disk are raised. By default their lines are lost with a warning.
 
-    Attributes:
-        num_lost: Lines that could not be written.
-
     Raises:
         OSError: The file cannot be opened.
     """
@@ -61,11 +58,8 @@ class JsonlWriter:
         self, path: Path, *, warn: Callable[[str], None] = lambda text: None, max_kept_bytes: int = MAX_KEPT_BYTES,
         rotation: Rotation | None = None, is_strict: bool = False,
     ) -> None:  # fmt: skip
-        self._path = path
-        self._warn = warn
-        self._max_kept_bytes = max_kept_bytes
-        self._rotation = rotation
-        self._is_strict = is_strict
+        self._path, self._warn, self._max_kept_bytes = path, warn, max_kept_bytes
+        self._rotation, self._is_strict = rotation, is_strict
         self._lock = threading.Lock()
         self._waiting: deque[bytes] = deque()
         self._num_waiting = 0
@@ -223,13 +217,8 @@ def record_writer(
 ) -> JsonlWriter:  # fmt: skip
     """Return the writer of a rank's records; errors other than a full disk are raised.
 
-    Args:
-        run_dir: The run's folder.
-        rank: Whose records.
-        most_bytes: Bound on both files together.
-        is_continued: Whether existing lines stay.
-        max_kept_bytes: Bound on the lines that wait in memory while the disk is full; 0 raises instead.
-        warn: See `JsonlWriter`.
+    `most_bytes` bounds both files together; existing lines stay where `is_continued`; with `max_kept_bytes` 0 nothing
+    waits in memory, and a full disk raises too.
 
     Raises:
         OSError: The file cannot be written.
@@ -244,12 +233,7 @@ def record_writer(
 
 
 def last_beat_s(run_dir: Path, *, rank: int) -> float | None:
-    """Return the time of a rank's latest heartbeat on its host's clock; None if there is none.
-
-    Args:
-        run_dir: The run's folder.
-        rank: Whose records are read, the newest part of them.
-    """
+    """Return the time of a rank's latest heartbeat on its host's clock; None if there is none."""
     path, _ = record_paths(run_dir, rank=rank)
     last_s = None
     with contextlib.suppress(OSError), path.open("rb") as file:
