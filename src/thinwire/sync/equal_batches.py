@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from thinwire.averaging.round_context import RoundNote
-from thinwire.transport.base import Envelope, Pending, Received, Transport
-from thinwire.transport.owned import OwnedTransport
+from thinwire.transport.base import Envelope, OwnedTransport, Pending, Received, Transport
 from thinwire.transport.shards import local_shard
 from thinwire.transport.streams import ROUNDS
 

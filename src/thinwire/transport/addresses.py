@@ -39,12 +39,7 @@ ANYWHERE = "192.0.2.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Address and port at which a replica is dialled.
-
-    Attributes:
-        host: Its IP address, or a name.
-        port: Its TCP port.
-    """
+    """Address and port at which a replica is dialled."""
 
     host: str
     port: int
@@ -170,10 +165,6 @@ def host_port(host: str, port: int | str) -> str:
 def read_host_port(text: str, *, what: str) -> Address:
     """Read what `host_port` returned.
 
-    Args:
-        text: `HOST:PORT` or `[IPV6]:PORT`.
-        what: Names the argument in the error.
-
     Raises:
         ValueError: It is neither.
     """
@@ -202,7 +193,6 @@ class ListenConfig:
     """Addresses at which this host listens, and that the others dial.
 
     Attributes:
-        address: The IP address to listen on.
         advertise: What the others dial; None for the address itself.
         ports: First and last port to listen on; None for any.
 
@@ -278,9 +268,6 @@ class RankEndpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Address of one rank, as it introduces itself to the others.
 
     Attributes:
-        rank: The rank.
-        replica: The replica it belongs to.
-        hostname: For people.
         host: Equal for two ranks that share a kernel and a network namespace, and so reach each other's loopback.
         address: The IP address it advertises, or a name.
         port: A port on which it listens while the addresses are checked, or as long as it lives.
@@ -521,11 +508,6 @@ def listen(address: str, *, backlog: int) -> socket.socket:
 
 def first_unreachable(own: RankEndpoint, endpoints: Sequence[RankEndpoint], *, deadline_s: float) -> str:
     """Try every rank on another host and say what is wrong with the first that cannot be reached.
-
-    Args:
-        own: The rank that tries.
-        endpoints: All ranks.
-        deadline_s: Seconds allowed for each connection.
 
     Returns:
         An error's text naming both ends, the reason and the remedy; an empty text when all is well.

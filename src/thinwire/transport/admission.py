@@ -17,8 +17,6 @@ class PendingConnections:
 
     Args:
         most_each: Connections of one address.
-        most: Connections in all.
-        rng: Chooses among equals.
 
     Example:
         >>> pending = PendingConnections(most_each=2, most=4)

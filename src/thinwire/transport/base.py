@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 
 from thinwire.errors import DeadlineExceeded, PayloadError, TransportError
-from thinwire.transport.streams import CONTROL, KEY_BITS, OWNER_BITS, MessageAddress, Stream, StreamLimits
+from thinwire.transport.streams import CONTROL, KEY_BITS, OWNER_BITS, MessageAddress, Stream
 
 if TYPE_CHECKING:
     from thinwire.transport.tcp_stats import ConnectionStats
@@ -19,10 +20,9 @@ if TYPE_CHECKING:
 
 # In an open set, replica numbers only grow and are never used twice.
 MOST_REPLICAS = 1 << 20
-
-
 # Opaque bytes of a message that its stream uses, such as a hash.
 NOTE_BYTES = 8
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,25 +119,18 @@ class Transport(Protocol):
 
     Attributes:
         replica: This replica's number, 0 to `num_replicas - 1`.
-        num_replicas: Number of replicas.
         runs_in_background: Whether an exchange may be driven from a thread of its own. It may not over the loopback
             transport, where everything happens in one deterministic order.
     """
 
     @property
-    def replica(self) -> int:
-        """Its replica's number."""
-        ...
+    def replica(self) -> int: ...
 
     @property
-    def num_replicas(self) -> int:
-        """Number of replicas."""
-        ...
+    def num_replicas(self) -> int: ...
 
     @property
-    def runs_in_background(self) -> bool:
-        """Whether an exchange may be driven from a thread of its own."""
-        ...
+    def runs_in_background(self) -> bool: ...
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
         """Start to send a payload (uint8, one-dimensional, contiguous, CPU) to another replica."""
@@ -212,65 +205,52 @@ def check_peer(peer: int, *, replica: int, num_replicas: int) -> None:
 
 
 class TransportWrapper:
-    """A transport that passes everything on to another one; a wrapper overrides what it is there for.
-
-    Args:
-        inner: The transport that moves the bytes.
-    """
+    """A transport that passes everything on to another one; a wrapper overrides what it is there for."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
 
     @property
     def replica(self) -> int:
-        """Number of this end's replica."""
         return self.inner.replica
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas."""
         return self.inner.num_replicas
 
     @property
     def runs_in_background(self) -> bool:
-        """Whether an exchange may be driven from a thread of its own."""
         return self.inner.runs_in_background
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
-        """Start to send."""
         return self.inner.send(payload, to=to, envelope=envelope)
 
     def receive(self, *, source: int, envelope: Envelope) -> Pending:
-        """Start to receive."""
         return self.inner.receive(source=source, envelope=envelope)
 
     def reading(self, peer: int) -> ConnectionStats | None:
         """Return the kernel's statistics of the connection to a replica, None if the transport has none."""
-        read = getattr(self.inner, "reading", None)
-        found: ConnectionStats | None = None if read is None else read(peer)
-        return found
+        return self._ask("reading", None, peer)
 
     def connections(self) -> Mapping[Hashable, ConnectionStats]:
         """Return the kernel's statistics of all connections to other replicas, none if the transport has none."""
-        read = getattr(self.inner, "connections", None)
-        found: Mapping[Hashable, ConnectionStats] = {} if read is None else read()
-        return found
+        return self._ask("connections", {})
 
     def paths(self, peer: int) -> list[PathStats]:
         """Return the state of each path to a replica; nothing where one connection leads there."""
-        read = getattr(self.inner, "paths", None)
-        found: list[PathStats] = [] if read is None else read(peer)
-        return found
+        return self._ask("paths", [], peer)
 
     def limit_path(self, peer: int, path: int, weight: float) -> None:
         """Use a path to a replica for at most this part of its rate; see `WireTransport.limit_path`."""
-        limit = getattr(self.inner, "limit_path", None)
-        if limit is not None:
-            limit(peer, path, weight)
+        self._ask("limit_path", None, peer, path, weight)
 
     def close(self) -> None:
-        """Close the wrapped transport."""
         self.inner.close()
+
+    def _ask(self, method: str, otherwise: T, *arguments: Any) -> T:
+        """Call a method that not all transports have."""
+        found: Callable[..., T] | None = getattr(self.inner, method, None)
+        return otherwise if found is None else found(*arguments)
 
 
 def innermost(transport: Transport) -> Any:
@@ -279,6 +259,37 @@ def innermost(transport: Transport) -> Any:
     while hasattr(found, "inner"):
         found = found.inner
     return found
+
+
+_owners: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+class OwnedTransport(TransportWrapper):
+    """Addresses the messages of one owner apart from those of all others on the same transport.
+
+    Owners are counted as they come, so all replicas must make theirs in the same order.
+
+    Args:
+        inner: The transport that moves the bytes; also one that others use beside this.
+
+    Example:
+        >>> from thinwire.transport.loopback import LoopbackWorld
+        >>> transport = LoopbackWorld(2).transports[0]
+        >>> OwnedTransport(transport).owner, OwnedTransport(transport).owner
+        (0, 1)
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        shared = innermost(inner)
+        self.owner = _owners.get(shared, 0)
+        _owners[shared] = self.owner + 1
+
+    def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
+        return self.inner.send(payload, to=to, envelope=replace(envelope, owner=self.owner))
+
+    def receive(self, *, source: int, envelope: Envelope) -> Pending:
+        return self.inner.receive(source=source, envelope=replace(envelope, owner=self.owner))
 
 
 def step_aside(transport: Transport) -> bool:
@@ -294,14 +305,47 @@ def step_aside(transport: Transport) -> bool:
     return bool(found.step_aside()) if hasattr(found, "step_aside") else False
 
 
-class TransferFuture:
-    """A `Pending` that calls back when it ends.
+class StreamLimits:
+    """Messages of one direction that a transport has in flight; refuses what a stream does not allow at once."""
 
-    Args:
-        peer_name: The other end's name in errors.
-        envelope: The message's envelope.
-        verb: The peer's part: "send" or "take".
-    """
+    def __init__(self) -> None:
+        # by link, stream, owner and slot: the address, and how many messages have it
+        self._slots: dict[Hashable, tuple[MessageAddress, int]] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, envelope: Envelope, *, link: Hashable) -> Callable[[], None]:
+        """Count a message on a link between two replicas; return what ends the count, at its first call.
+
+        Raises:
+            ValueError: A message is in flight there that the stream does not allow beside this one.
+        """
+        stream, address = envelope.stream, envelope.address
+        place = (link, stream.number, address.owner, stream.slot(address[2:]))
+        with self._lock:
+            other, count = self._slots.get(place, (address, 0))
+            if other != address:
+                raise ValueError(
+                    f"{stream.describe(address[2:], owner=address.owner)} cannot be in flight beside "
+                    f"{stream.describe(other[2:])}: stream {stream.name} allows {stream.in_flight} consecutive values "
+                    f"of its key at once; wait for the earlier one, or register the stream with larger in_flight"
+                )
+            self._slots[place] = address, count + 1
+        is_over = False
+
+        def end() -> None:
+            nonlocal is_over
+            with self._lock:
+                if not is_over and self._slots[place][1] == 1:
+                    del self._slots[place]
+                elif not is_over:
+                    self._slots[place] = address, self._slots[place][1] - 1
+                is_over = True
+
+        return end
+
+
+class TransferFuture:
+    """A `Pending` that calls back when it ends."""
 
     def __init__(self, *, peer_name: str, envelope: Envelope, verb: str) -> None:
         self._peer_name = peer_name
@@ -327,7 +371,6 @@ class TransferFuture:
         return self._envelope.describe()
 
     def done(self) -> bool:
-        """Return, without waiting, whether `wait` would return or raise at once."""
         return self._finished.is_set()
 
     def wait(self, *, deadline_s: float) -> Received | None:
@@ -403,10 +446,6 @@ def all_gather_json(
 
 def read_object(raw: bytes | str, *, whose: str) -> dict[str, Any]:
     """Read a JSON object that another process sent.
-
-    Args:
-        raw: What it sent.
-        whose: Its name in the error, such as "the note of replica 1".
 
     Raises:
         PayloadError: It is no JSON object; names whose.

@@ -11,8 +11,9 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -32,13 +33,7 @@ LONGEST_PLACE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobRequest:
-    """A request of another replica.
-
-    Attributes:
-        peer: The requesting replica.
-        number: The request's number.
-        name: The blob's name.
-    """
+    """A request of another replica."""
 
     peer: int
     number: int
@@ -75,12 +70,7 @@ class SendScheduler:
         return sum(len(orders) for orders in self._waiting.values())
 
     def add(self, order: BlobRequest, *, now_s: float) -> None:
-        """Queue a bulk response.
-
-        Args:
-            order: The request.
-            now_s: Monotonic time in seconds.
-        """
+        """Queue a bulk response."""
         if not self._waiting and not self._began_s:
             self._held_since_s = now_s
         self._waiting.setdefault(order.peer, deque()).append(order)
@@ -90,7 +80,6 @@ class SendScheduler:
         self._others += 1
 
     def end_other(self) -> None:
-        """Count it no longer."""
         self._others -= 1
 
     def next_bulk(self, *, now_s: float) -> BlobRequest | None:
@@ -169,29 +158,20 @@ class _LocalRequest(TransferFuture):
         return f"blob {ascii(self.name)[1:]}"
 
     def give(self, payload: torch.Tensor | None) -> None:
-        """Complete with the blob, or without it."""
         found = _NOTHING if payload is None else payload
         self._received = Received(payload=found, note=b"" if payload is None else IS_THERE)
         self._end(None)
 
     def cancel(self) -> None:
-        """Cancel it."""
         self._stop_waiting(self)
         self._end(TransportError(f"{self.describe()} is not wanted any more"))
 
     def close(self) -> None:
-        """Fail because the store closes."""
         self._end(TransportError(f"the blob store was closed while {self.describe()} was waited for"))
 
 
 class BlobFetch:
-    """Fetch of a blob from a replica's store.
-
-    Args:
-        source: The replica that has it.
-        name: The blob's name.
-        ask: The transfer.
-    """
+    """Fetch of a blob from a replica's store."""
 
     def __init__(self, *, source: int, name: bytes, ask: Request) -> None:
         self.source = source
@@ -199,14 +179,10 @@ class BlobFetch:
         self._ask = ask
 
     def done(self) -> bool:
-        """Return, without waiting, whether `wait` would return or raise at once."""
         return self._ask.done()
 
     def wait(self, *, deadline_s: float) -> torch.Tensor:
         """Wait for the blob; after a time-out it may be called again.
-
-        Args:
-            deadline_s: Seconds from now.
 
         Returns:
             The payload, uint8, `(payload_bytes,)`; it must not be written to.
@@ -224,11 +200,9 @@ class BlobFetch:
         return received.payload
 
     def cancel(self) -> None:
-        """Cancel it."""
         self._ask.cancel()
 
     def on_finish(self, callback: Callable[[], None]) -> None:
-        """Call back once when it ended, well or not, from the thread that ends it; at once if it has."""
         self._ask.on_finish(callback)
 
 
@@ -314,12 +288,8 @@ class BlobStore:
         Raises:
             ValueError: The payload is of another kind, or the name is published already.
         """
-        if (
-            payload.dtype != torch.uint8
-            or payload.dim() != 1
-            or not payload.is_contiguous()
-            or payload.device.type != "cpu"
-        ):
+        is_plain = payload.dtype == torch.uint8 and payload.dim() == 1 and payload.is_contiguous()
+        if not is_plain or payload.device.type != "cpu":
             raise ValueError(
                 f"a blob's payload must be uint8, one-dimensional, contiguous and on the CPU, got {payload.dtype} of "
                 f"shape {tuple(payload.shape)} on {payload.device}"
@@ -331,9 +301,7 @@ class BlobStore:
             self._withdrawn.pop(name, None)
             self._blobs[name] = blob
             asks = self._waiting.pop(name, {})
-        for ask in asks:
-            self._serve(ask, blob)
-        self._start_bulk()
+        self._serve(asks, blob)
 
     def withdraw(self, name: bytes) -> None:
         """Withdraw a blob: later requests are answered without it; transfers in flight go on."""
@@ -343,9 +311,7 @@ class BlobStore:
             while len(self._withdrawn) > MOST_WITHDRAWN:
                 del self._withdrawn[next(iter(self._withdrawn))]
             asks = self._waiting.pop(name, {})
-        for ask in asks:
-            self._serve(ask, None)
-        self._start_bulk()
+        self._serve(asks, None)
 
     def forget_past(self) -> None:
         """Withdraw all blobs that are past now, and answer requests for past names without a blob."""
@@ -354,17 +320,10 @@ class BlobStore:
             for name in past:
                 self._blobs.pop(name, None)
             asks = [ask for name in past for ask in self._waiting.pop(name, {})]
-        for ask in asks:
-            self._serve(ask, None)
-        self._start_bulk()
+        self._serve(asks, None)
 
     def get(self, source: int, name: bytes, *, most_bytes: int) -> BlobFetch:
-        """Request a blob of a replica, which may be this one.
-
-        Args:
-            source: The replica.
-            name: The blob's name.
-            most_bytes: Largest payload that is accepted.
+        """Request a blob of a replica, which may be this one, of at most so many bytes.
 
         Raises:
             ValueError: There is no such replica, or the name is too short or too long.
@@ -390,7 +349,7 @@ class BlobStore:
             if isinstance(ask, _LocalRequest):
                 ask.close()
             else:
-                self._serve(ask, None)
+                self._respond(ask, None)
 
     def _find(self, name: bytes, ask: BlobRequest | _LocalRequest) -> None:
         with self._lock:
@@ -398,7 +357,7 @@ class BlobStore:
             if blob is None and name not in self._withdrawn and not self._is_past(name) and not self._is_closed:
                 self._waiting.setdefault(name, {})[ask] = None
                 return
-        self._serve(ask, blob)
+        self._serve([ask], blob)
 
     def _stop_waiting(self, ask: BlobRequest | _LocalRequest) -> bool:
         with self._lock:
@@ -415,14 +374,13 @@ class BlobStore:
         with self._lock:
             self._requests[(peer, number)] = order
         self._find(name, order)
-        self._start_bulk()
 
     def _on_peer_cancel(self, peer: int, number: int) -> None:
         with self._lock:
             order = self._requests.get((peer, number))
             waits = order is not None and (self._stop_waiting(order) or self._scheduler.drop(order))
         if order is not None and waits:
-            self._serve(order, None)
+            self._serve([order], None)
 
     def _on_peer_lost(self, peer: int) -> None:
         with self._lock:
@@ -431,10 +389,15 @@ class BlobStore:
                 del self._requests[(peer, order.number)]
             self._scheduler.drop_all_of(peer)
 
-    def _serve(self, ask: BlobRequest | _LocalRequest, blob: _Blob | None) -> None:
-        if isinstance(ask, _LocalRequest):
-            ask.give(None if blob is None else blob.payload)
-            return
+    def _serve(self, asks: Iterable[BlobRequest | _LocalRequest], blob: _Blob | None) -> None:
+        for ask in asks:
+            if isinstance(ask, _LocalRequest):
+                ask.give(None if blob is None else blob.payload)
+            else:
+                self._respond(ask, blob)
+        self._start_bulk()
+
+    def _respond(self, ask: BlobRequest, blob: _Blob | None) -> None:
         with self._lock:
             if blob is not None and blob.is_bulk:
                 self._bulk_wanted_s = time.monotonic()
@@ -446,13 +409,13 @@ class BlobStore:
         if blob is None:
             self._transport.respond(ask.peer, ask.number, _NOTHING, is_there=False)
         else:
-            answer = self._transport.respond(ask.peer, ask.number, blob.payload, crc=blob.crc)
-            answer.on_finish(self._end_other)
 
-    def _end_other(self) -> None:
-        with self._lock:
-            self._scheduler.end_other()
-        self._start_bulk()
+            def end() -> None:
+                with self._lock:
+                    self._scheduler.end_other()
+                self._start_bulk()
+
+            self._transport.respond(ask.peer, ask.number, blob.payload, crc=blob.crc).on_finish(end)
 
     def _start_bulk(self) -> None:
         with self._lock:
@@ -468,17 +431,14 @@ class BlobStore:
                     return
                 self._requests.pop((order.peer, order.number), None)
                 blob = self._blobs.get(order.name)
-            self._begin_bulk(order, blob)
+            payload, crc = (_NOTHING, None) if blob is None else (blob.payload, blob.crc)
+            answer = self._transport.respond(order.peer, order.number, payload, is_there=blob is not None, crc=crc)
+            answer.on_finish(partial(self._end_bulk, order))
 
-    def _begin_bulk(self, order: BlobRequest, blob: _Blob | None) -> None:
-        def end() -> None:
-            with self._lock:
-                self._scheduler.end_bulk(order, now_s=time.monotonic())
-            self._start_bulk()
-
-        payload, crc = (_NOTHING, None) if blob is None else (blob.payload, blob.crc)
-        answer = self._transport.respond(order.peer, order.number, payload, is_there=blob is not None, crc=crc)
-        answer.on_finish(end)
+    def _end_bulk(self, order: BlobRequest) -> None:
+        with self._lock:
+            self._scheduler.end_bulk(order, now_s=time.monotonic())
+        self._start_bulk()
 
     def _wake_when_due(self) -> None:
         now_s = time.monotonic()
@@ -487,12 +447,13 @@ class BlobStore:
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, self._timer_s = threading.Timer(max(0.0, due_s - now_s), self._wake), due_s
+
+        def wake() -> None:
+            with self._lock:
+                if threading.current_thread() is self._timer:
+                    self._timer, self._timer_s = None, math.inf
+            self._start_bulk()
+
+        self._timer, self._timer_s = threading.Timer(max(0.0, due_s - now_s), wake), due_s
         self._timer.daemon = True
         self._timer.start()
-
-    def _wake(self) -> None:
-        with self._lock:
-            if threading.current_thread() is self._timer:
-                self._timer, self._timer_s = None, math.inf
-        self._start_bulk()

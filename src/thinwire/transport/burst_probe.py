@@ -45,14 +45,10 @@ class _Target:
 
     Attributes:
         addresses: Its addresses, the next to be tried first.
-        port: Its port.
-        connection: None while there is none.
         left: Bytes of the burst under way that are not handed to the kernel yet; none where no burst is under way.
         is_open: Whether the connection has been made.
         since_s: When the burst, or the making of the connection, began.
-        rest_s: Not to be tried before.
         sent: Bytes of the job that had been sent when the burst began.
-        answer: What has come of the answer.
     """
 
     addresses: deque[str]
@@ -71,8 +67,6 @@ class _Source:
     """Connection from another host.
 
     Attributes:
-        connection: The connection.
-        address: The other end's.
         count: Bytes that have come of the burst under way.
         received: Bytes of the job that had come when it began.
     """
@@ -106,7 +100,6 @@ class BurstProbe:
             the job that crossed this host's access or the other one's meanwhile, whichever is more.
         is_used: Returns whether the job sends so much to a host that no burst is needed.
         carried: Returns the bytes that the job has sent to other hosts, and received from them.
-        clock: Monotonic time in seconds.
     """
 
     def __init__(
@@ -151,7 +144,12 @@ class BurstProbe:
                 for key, events in self._selector.select(self._begin_next()):
                     with contextlib.suppress(BlockingIOError):
                         self._serve(key.fileobj, key.data, events)
-                self._give_up_late()
+                now_s = self._clock()
+                for way in self._ways.values():
+                    limit_s = _GIVE_UP_S if way.is_open else _CONNECT_S
+                    is_under_way = way.connection is not None and (way.left is not None or not way.is_open)
+                    if is_under_way and now_s - way.since_s > limit_s:
+                        self._part(way)
         finally:
             for key in list(self._selector.get_map().values()):
                 if isinstance(key.fileobj, socket.socket):
@@ -242,12 +240,11 @@ class BurstProbe:
         if way.left is not None or now_s < way.rest_s or (way.connection is not None and not way.is_open):
             return
         way.since_s = now_s
-        if way.connection is None:
-            self._connect(way)
-        else:
-            self._send(way, way.connection)
-
-    def _connect(self, way: _Target) -> None:
+        if way.connection is not None:
+            way.sent, way.answer = self._carried()[0], b""
+            way.left, way.since_s = BURST_BYTES, self._clock()
+            self._selector.modify(way.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, way)
+            return
         family = socket.AF_INET6 if ":" in way.addresses[0] else socket.AF_INET
         try:
             connection = way.connection = socket.socket(family, socket.SOCK_STREAM)
@@ -259,11 +256,6 @@ class BurstProbe:
             return
         except OSError:  # also where this host has nothing of that family
             self._part(way)
-
-    def _send(self, way: _Target, connection: socket.socket) -> None:
-        way.sent, way.answer = self._carried()[0], b""
-        way.left, way.since_s = BURST_BYTES, self._clock()
-        self._selector.modify(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, way)
 
     def _go_on_with(self, way: _Target, connection: socket.socket, events: int) -> None:
         if not way.is_open:
@@ -302,12 +294,3 @@ class BurstProbe:
         way.connection, way.left, way.is_open = None, None, False
         way.addresses.rotate(-1)
         way.rest_s = self._clock() + _AGAIN_S
-
-    def _give_up_late(self) -> None:
-        now_s = self._clock()
-        for way in self._ways.values():
-            if way.connection is None:
-                continue
-            is_late = now_s - way.since_s > (_CONNECT_S if not way.is_open else _GIVE_UP_S)
-            if is_late and (way.left is not None or not way.is_open):
-                self._part(way)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -18,11 +19,11 @@ _LIBRARIES = (
     (_OWN, "thinwire"),
     (sysconfig.get_paths()["stdlib"], "python"),
 )
-_shown: dict[str, tuple[str, bool]] = {}
 _library_files: set[str] = set()
 _sites: dict[tuple[int, int], tuple[str, CodeType]] = {}  # by code and instruction
 
 
+@cache
 def shown_file(path: str) -> tuple[str, bool]:
     """Return a file as a frame shows it, and whether it is the user's own code.
 
@@ -30,13 +31,6 @@ def shown_file(path: str) -> tuple[str, bool]:
         >>> shown_file("/home/me/train.py"), shown_file(torch.__file__)
         (('train.py', True), ('torch/__init__.py', False))
     """
-    known = _shown.get(path)
-    if known is None:
-        known = _shown[path] = _named(path)
-    return known
-
-
-def _named(path: str) -> tuple[str, bool]:
     for marker in _PACKAGES:
         if marker in path:
             return path.rpartition(marker)[2], False

@@ -18,6 +18,7 @@ Behaviour of torch 2.13, and its consequences:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import threading
 import time
@@ -42,26 +43,15 @@ _CPU = torch.device("cpu")
 _MESSAGES = {"send": "dst", "recv_": "src"}
 # Kind of each operator, and the argument that holds a rank's input; None if the ranks' inputs may differ.
 _KINDS: dict[str, tuple[str, str | None]] = {
-    "allreduce_": ("all_reduce", "tensors"),
-    "allreduce_coalesced_": ("all_reduce", "tensors"),
-    "allgather_": ("all_gather", "input_tensors"),
-    "_allgather_base_": ("all_gather", "input_tensor"),
-    "allgather_coalesced_": ("all_gather", "input_list"),
-    "allgather_into_tensor_coalesced_": ("all_gather", "inputs"),
-    "reduce_scatter_": ("reduce_scatter", "input_tensors"),
-    "_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
-    "broadcast_": ("broadcast", "tensors"),
-    "reduce_": ("reduce", "tensors"),
-    "gather_": ("gather", "input_tensors"),
-    "scatter_": ("scatter", "output_tensors"),
-    "alltoall_": ("all_to_all", None),
-    "alltoall_base_": ("all_to_all", None),
-    "barrier": ("barrier", None),
-    "monitored_barrier_": ("barrier", None),
-    "send": ("send", "tensors"),
-    "recv_": ("recv", "tensors"),
-}
+    "allreduce_": ("all_reduce", "tensors"), "allreduce_coalesced_": ("all_reduce", "tensors"),
+    "allgather_": ("all_gather", "input_tensors"), "_allgather_base_": ("all_gather", "input_tensor"),
+    "allgather_coalesced_": ("all_gather", "input_list"), "allgather_into_tensor_coalesced_": ("all_gather", "inputs"),
+    "reduce_scatter_": ("reduce_scatter", "input_tensors"), "_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"), "broadcast_": ("broadcast", "tensors"),
+    "reduce_": ("reduce", "tensors"), "gather_": ("gather", "input_tensors"), "scatter_": ("scatter", "output_tensors"),
+    "alltoall_": ("all_to_all", None), "alltoall_base_": ("all_to_all", None), "barrier": ("barrier", None),
+    "monitored_barrier_": ("barrier", None), "send": ("send", "tensors"), "recv_": ("recv", "tensors"),
+}  # fmt: skip
 _PASSED_BY = ("recv_any_source_",)  # the source stands in the `Work`, which would be replaced
 
 
@@ -75,13 +65,9 @@ class GroupCall:
         sequence: Counts the group's collectives; for a message, those of this pair of ranks and tag.
         dtype: torch's name of the elements' dtype; empty without elements.
         count: Elements of this rank's input; -1 if the ranks' inputs may differ.
-        num_bytes: Their size.
-        posted_s: Time of the call.
         started_s: Time when the GPU started it; None if unknown.
         done_s: Time of its end; None before.
-        error: Error, or an empty text.
         peer: For a message, the other end's rank in the whole job.
-        tag: For a message, its tag.
         polled_on: The device, if its end is polled; None if it is reported.
         site: File and line of the call in the user's code; empty if there is none.
         is_async: Whether the caller goes on before it has ended; False for messages.
@@ -147,8 +133,6 @@ class CollectiveHooks:
     Calls are numbered from here on, so all ranks must begin at the same call.
 
     Args:
-        watcher: The observer.
-        clock: Monotonic time in seconds.
         is_polled: Returns, by kind and device, whether a call's end is polled; other calls on a GPU are only counted.
         mark: Puts an event on a device's current stream, for calls without a `Work`.
 
@@ -182,12 +166,9 @@ class CollectiveHooks:
             CollectiveHooks._is_in_use = True
         self.num_passed_by = 0
         self._is_paused = False
-        self._is_polled = is_polled
-        self._mark = mark
+        self._watcher, self._clock, self._is_polled, self._mark = watcher, clock, is_polled, mark
         self._poller = WorkPoller(clock=clock)
         self._gathering = () if gathering is None else gathering
-        self._watcher = watcher
-        self._clock = clock
         self._groups: dict[str, _Group] = {}
         self._waiting: dict[_Waiter, None] = {}
         operators = sorted(compat.group_operators() & {*_KINDS, *_PASSED_BY})
@@ -264,7 +245,8 @@ class CollectiveHooks:
         sequence = next(numbers)
         if self._is_paused:
             return None
-        if is_polled and not self._can_be_asked(device, own):
+        # whether a call's end can be polled must be known before the call is reported
+        if is_polled and (own in self._gathering or not self._poller.has_room or is_capturing(device)):
             self.num_passed_by += 1
             return None
         call = GroupCall(
@@ -282,28 +264,19 @@ class CollectiveHooks:
         at = self._at[operator].get("async_op", len(arguments))
         return at >= len(arguments) or bool(arguments[at])  # an omitted argument has its default, True
 
-    def _can_be_asked(self, device: torch.device, group: Any) -> bool:
-        """Return whether a call's end can be polled, which must be known before the call is reported."""
-        return group not in self._gathering and self._poller.has_room and not is_capturing(device)
-
     def _watch_end(self, call: GroupCall, work: Any, device: torch.device, is_asynchronous: bool) -> None:
         """Poll a call's `Work`, or else an event on the caller's stream; without both it ended when it returned."""
         line: Hashable | None = call.group if call.peer is None else None
         if work is None and call.kind != "barrier":
             # an asynchronous call runs on the group's own stream: an event on the caller's would not mark its end
-            work = None if is_asynchronous else self._marked(device)
+            with contextlib.suppress(Exception):  # a CUDA error: the job goes on, and gets it from its own calls
+                work = None if is_asynchronous else self._mark(device)
             self.num_passed_by += work is None
             line = None if work is None else (call.group, work.stream)
         if work is None:
             self._end(call)
         else:
             self._poller.watch(work, partial(self._on_polled_end, call), group=call.group, stream=line)
-
-    def _marked(self, device: torch.device) -> StreamMark | None:
-        try:
-            return self._mark(device)
-        except Exception:  # a CUDA error: the job goes on, and gets it from its own calls
-            return None
 
     def _on_polled_end(self, call: GroupCall, end: CallEnd) -> None:
         call.done_s, call.error = end.done_s, end.error

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from thinwire.errors import ConnectError, refusal
 from thinwire.events import TransferLog
@@ -44,7 +45,7 @@ from thinwire.transport.forked import kept_from_children
 from thinwire.transport.job_environment import JobPlace, ReplicaWorld, hide_job, is_hidden, job_place, pin_gpus
 from thinwire.transport.process_group import ProcessGroupTransport
 from thinwire.transport.recording import RecordingTransport
-from thinwire.transport.rendezvous import POLL_S, Rendezvous, open_file_store, open_store, prefixed
+from thinwire.transport.rendezvous import POLL_S, Rendezvous, open_file_store, open_store
 from thinwire.transport.secret import JOIN_VARIABLE, SECRET_BYTES, SECRET_VARIABLE, Secret, need_pyzmq, read_secret
 from thinwire.transport.tcp_stats import LocalSockets
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+TRAFFIC_PLAN_VARIABLE = "THINWIRE_TRAFFIC_PLAN"
 REACH_S = 5.0
 # Results of an active test travel over the rendezvous of a partial job.
 MAX_PARTIAL_TEXT_BYTES = 1 << 20
@@ -65,58 +67,39 @@ def given_join_uri() -> str:
 
 def given_secret_file(path: Path | str | None) -> Path | None:
     """Return the file of the secret: the one given, else the environment's; None where there is none."""
-    found = path if path is not None else os.environ.get(SECRET_VARIABLE)
+    return _given_file(path, SECRET_VARIABLE)
+
+
+def _given_file(path: Path | str | None, variable: str) -> Path | None:
+    found = path if path is not None else os.environ.get(variable)
     return None if not found else Path(found).resolve()
 
 
-TRAFFIC_PLAN_VARIABLE = "THINWIRE_TRAFFIC_PLAN"
+# Stores of this process's jobs, by place, kept until the process ends. It may join, close and join again. A store that
+# ended with its first group would leave a fast rank in the old store while rank 0 opens the next; so it stays, and each
+# rendezvous in it has a number of its own.
+_stores: dict[str, Any] = {}
+_num_rendezvous: Counter[str] = Counter()
 
 
-def given_traffic_plan(path: Path | str | None) -> Path | None:
-    """Return the file of the traffic plan: the one given, else the environment's; None where there is none."""
-    found = path if path is not None else os.environ.get(TRAFFIC_PLAN_VARIABLE)
-    return None if not found else Path(found).resolve()
-
-
-class _Stores:
-    """Stores of this process's jobs, kept until the process ends.
-
-    A process may join, close and join again. A store that ended with its first group would leave a fast rank in the
-    old store while rank 0 opens the next; so it stays, and each rendezvous in it has a number of its own.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[str, Any] = {}
-        self._counts: Counter[str] = Counter()
-
-    def open(self, place: JobPlace, *, serve: bool, deadline_s: float) -> tuple[Any, str]:
-        """Return the store at a place and the prefix of its next rendezvous."""
-        if place.name not in self._found:
-            self._found[place.name] = (
-                open_file_store(place.rendezvous_file, world_size=place.world_size)
-                if place.rendezvous_file
-                else open_store(place.master_address, place.master_port, serve=serve, deadline_s=deadline_s)
-            )
-        number = self._counts[place.prefix]
-        self._counts[place.prefix] += 1
-        return self._found[place.name], f"{place.prefix}/{number}"
-
-
-stores = _Stores()
+def _open_store(place: JobPlace, *, deadline_s: float) -> tuple[Any, str]:
+    """Return the store at a place and the prefix of its next rendezvous."""
+    if place.name not in _stores:
+        serve = place.rank == 0 and not place.agent_serves_store
+        _stores[place.name] = (
+            open_file_store(place.rendezvous_file, world_size=place.world_size)
+            if place.rendezvous_file
+            else open_store(place.master_address, place.master_port, serve=serve, deadline_s=deadline_s)
+        )
+    _num_rendezvous[place.prefix] += 1
+    return _stores[place.name], f"{place.prefix}/{_num_rendezvous[place.prefix] - 1}"
 
 
 def connect(
-    *,
-    ranks_per_replica: int = 1,
-    interface: str | None = None,
-    address: str | None = None,
-    deadline_s: float = 300.0,
-    log: TransferLog | None = None,
-    secret: Path | None = None,
-    solo: bool = False,
-    traffic_plan: Path | None = None,
+    *, ranks_per_replica: int = 1, interface: str | None = None, address: str | None = None, deadline_s: float = 300.0,
+    log: TransferLog | None = None, secret: Path | None = None, solo: bool = False, traffic_plan: Path | None = None,
     **reach: Unpack[ReachOptions],
-) -> RecordingTransport:
+) -> RecordingTransport:  # fmt: skip
     """Join the replicas of this run and return the transport between them.
 
     Under torchrun (or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set by hand) the ranks meet at MASTER_ADDR,
@@ -185,7 +168,7 @@ def connect(
         from thinwire.transport.loopback import LoopbackWorld
 
         return RecordingTransport(LoopbackWorld(1).transports[0], log=log)
-    plan = given_traffic_plan(traffic_plan)
+    plan = _given_file(traffic_plan, TRAFFIC_PLAN_VARIABLE)
     _check_divides(ranks_per_replica, world_size=place.world_size)
     own_address = address if address in ANY_LOOPBACK else address_at(place, interface=interface, address=address)
     if job is not None:
@@ -284,11 +267,13 @@ def _join(
     timeout = timedelta(seconds=deadline_s)
     with gloo_on(interface), _naming_failures(address):
         if world is not None:
-            _pin(place, world)
+            if place.local_rank is not None:
+                first = place.local_rank - world.local_rank
+                pin_gpus(range(first, first + world.local_size))
             # gloo itself, in no world of torch's: a default group would show the other replicas to every library
-            group = dist.ProcessGroupGloo(prefixed(store, f"{prefix}/groups"), place.rank, place.world_size, timeout)
+            group = dist.ProcessGroupGloo(PrefixStore(f"{prefix}/groups", store), place.rank, place.world_size, timeout)
             if world.size > 1:
-                replica_store = prefixed(store, f"{prefix}/replica/{own.replica}")
+                replica_store = PrefixStore(f"{prefix}/replica/{own.replica}", store)
                 _make_default_group(replica_store, rank=world.rank, world_size=world.size, timeout=timeout)
             hide_job(place, world=world if world.size > 1 else None)
             return ProcessGroupTransport(
@@ -296,12 +281,10 @@ def _join(
                 release=_end_default_group if world.size > 1 else None,
             )  # fmt: skip
         _make_default_group(
-            prefixed(store, f"{prefix}/groups"), rank=place.rank, world_size=place.world_size, timeout=timeout
+            PrefixStore(f"{prefix}/groups", store), rank=place.rank, world_size=place.world_size, timeout=timeout
         )
         try:
-            return _own_group(
-                ranks_per_replica, interface, deadline_s=deadline_s, made_default=True, sockets=sockets
-            )  # fmt: skip
+            return _own_group(ranks_per_replica, interface, deadline_s=deadline_s, made_default=True, sockets=sockets)
         except BaseException:
             dist.destroy_process_group()
             raise
@@ -335,21 +318,10 @@ def _replica_world(own: RankEndpoint, endpoints: list[RankEndpoint], rendezvous:
     )  # fmt: skip
 
 
-def _pin(place: JobPlace, world: ReplicaWorld) -> None:
-    if place.local_rank is not None:
-        first = place.local_rank - world.local_rank
-        pin_gpus(range(first, first + world.local_size))
-
-
 def _join_by_wire(
-    place: JobPlace,
-    listen: ListenConfig,
-    secret: Secret,
-    *,
-    deadline_s: float,
-    solo: bool,
+    place: JobPlace, listen: ListenConfig, secret: Secret, *, deadline_s: float, solo: bool,
     paths: Mapping[int, DialPaths],
-) -> WireTransport:
+) -> WireTransport:  # fmt: skip
     """Meet as for gloo; from there on, nothing that was read in the store is believed but where to try."""
     from thinwire.transport.wire.wire_transport import WireTransport
 
@@ -384,9 +356,6 @@ def _join_by_wire(
 def meet(*, deadline_s: float) -> Rendezvous | None:
     """Return the rendezvous of this job's ranks, for what needs no transport; None if this process is alone.
 
-    Args:
-        deadline_s: Seconds each rank has to come, and to post what the others wait for.
-
     Raises:
         ConnectError: The rendezvous does not answer.
     """
@@ -396,29 +365,19 @@ def meet(*, deadline_s: float) -> Rendezvous | None:
 
 def _meet(place: JobPlace, *, ranks_per_replica: int, deadline_s: float) -> tuple[Rendezvous, Any, str]:
     end = time.monotonic() + deadline_s
-    serve = place.rank == 0 and not place.agent_serves_store
-    store, prefix = stores.open(place, serve=serve, deadline_s=deadline_s)
+    store, prefix = _open_store(place, deadline_s=deadline_s)
     rendezvous = Rendezvous(
-        prefixed(store, f"{prefix}/rendezvous"),
-        rank=place.rank,
-        world_size=place.world_size,
-        ranks_per_replica=ranks_per_replica,
-        deadline_s=max(0.0, end - time.monotonic()),
-        place=place.name,
-    )
+        PrefixStore(f"{prefix}/rendezvous", store), rank=place.rank, world_size=place.world_size,
+        ranks_per_replica=ranks_per_replica, deadline_s=max(0.0, end - time.monotonic()), place=place.name,
+    )  # fmt: skip
     return rendezvous, store, prefix
 
 
 def _endpoint(place: JobPlace, address: str, *, port: int, ranks_per_replica: int, secret: str = "") -> RankEndpoint:
     return RankEndpoint(
-        rank=place.rank,
-        replica=place.rank // ranks_per_replica,
-        hostname=socket.gethostname(),
-        host=host_identity(),
-        address=address,
-        port=port,
-        secret=secret,
-    )
+        rank=place.rank, replica=place.rank // ranks_per_replica, hostname=socket.gethostname(), host=host_identity(),
+        address=address, port=port, secret=secret,
+    )  # fmt: skip
 
 
 def _exchange_endpoints(own: RankEndpoint, rendezvous: Rendezvous, *, ranks_per_replica: int) -> list[RankEndpoint]:
@@ -510,9 +469,6 @@ class PartialJob:
     """A job of which some ranks or connections may be missing.
 
     Attributes:
-        rank: This rank.
-        world_size: How many were expected.
-        rendezvous: Texts between its ranks.
         endpoints: By rank; only of ranks that came.
         transport: Between them; not all may be connected.
         connected: Ranks that this rank is connected to.
@@ -562,11 +518,10 @@ def connect_reachable(
     if place is None:
         raise ValueError("no other rank: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not set; start by torchrun")
     own_address = address_at(place, interface=interface, address=address)
-    serve = place.rank == 0 and not place.agent_serves_store
-    store, prefix = stores.open(place, serve=serve, deadline_s=deadline_s)
+    store, prefix = _open_store(place, deadline_s=deadline_s)
     store.set_timeout(timedelta(seconds=deadline_s))
     rendezvous = Rendezvous(
-        prefixed(store, f"{prefix}/partial"), rank=place.rank, world_size=place.world_size, place=place.name,
+        PrefixStore(f"{prefix}/partial", store), rank=place.rank, world_size=place.world_size, place=place.name,
         max_bytes=MAX_PARTIAL_TEXT_BYTES,
     )  # fmt: skip
     rendezvous.promise(deadline_s)

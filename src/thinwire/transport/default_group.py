@@ -43,7 +43,9 @@ def all_gather_text(own: str) -> list[str]:
         RuntimeError: A rank did not come within the group's timeout.
     """
     text = own.encode("utf-8", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_text_device())
+    is_on_cpu = "cpu" in str(dist.get_backend_config())
+    device = torch.device("cpu") if is_on_cpu else torch.device("cuda", torch.cuda.current_device())
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
     return [part.cpu().numpy().tobytes().rstrip(b"\0").decode("utf-8", "replace") for part in found]
@@ -58,9 +60,3 @@ def store_port() -> int:
         return int(store.port)
     except (AttributeError, RuntimeError, ValueError):  # a file; no group; another torch
         return 0
-
-
-def _text_device() -> torch.device:
-    if "cpu" in str(dist.get_backend_config()):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

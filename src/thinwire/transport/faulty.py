@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from functools import partial
+from typing import Literal, Never, cast
 
 import torch
 
@@ -32,10 +33,8 @@ class Fault:
             `round_id` on, the connection to `peer` is broken. `"fall_silent"`: from `round_id` on, nothing passes to
             or from `peer`, without a sign.
         replica: The replica whose transport breaks, so that all replicas can be given one script.
-        peer: The other replica.
         direction: `"sent"` or `"received"`, seen from `replica`; a death has none.
         round_id: The round; for a death the first one hit.
-        fragment: The fragment.
         delay_s: Seconds of a delay.
         byte: Which byte of the message is flipped, counted from its start (header) or, negative, from its end.
         forge: Makes the payload of a lie (uint8, as many bytes) of the true one and its envelope; only sent messages
@@ -80,11 +79,6 @@ class Fault:
         """Whether it lasts from its round on."""
         return self.kind in ("die", "fall_silent")
 
-    def forged(self, payload: torch.Tensor, envelope: Envelope) -> torch.Tensor:
-        """Return what a lie sends instead of a payload; the payload itself stays as it is."""
-        assert self.forge is not None, "only a lie is forged"
-        return self.forge(payload.clone(), envelope)
-
     def hits(self, envelope: Envelope, *, replica: int, peer: int, direction: Direction) -> bool:
         """Tell whether a message is hit."""
         if self.kind == "forge" and direction == "received":
@@ -109,8 +103,6 @@ class FaultyTransport(TransportWrapper):
     faults in the log.
 
     Args:
-        inner: The transport that moves the bytes.
-        script: The faults.
         sleep: How to let time pass for a delay or a lost message.
 
     Raises:
@@ -133,37 +125,53 @@ class FaultyTransport(TransportWrapper):
                 raise ValueError(f"{type(inner).__name__} sends at once; delay what is received instead")
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
-        """Start to send, or do what the script says, see `Transport.send`."""
         fault = self._fault(envelope, peer=to, direction="sent")
+        if fault is not None and fault.kind == "corrupt":
+            wire = innermost(self.inner)
+            with self._lock:
+                wire.tamper = lambda message: _flipped(message, fault.byte)
+                try:
+                    return self.inner.send(payload, to=to, envelope=envelope)
+                finally:
+                    wire.tamper = None
+
+        def send() -> Pending:
+            true = payload if fault is None or fault.forge is None else fault.forge(payload.clone(), envelope)
+            with self._lock:  # a message that leaves beside a corrupt one stays whole
+                return self.inner.send(true, to=to, envelope=envelope)
+
         match fault.kind if fault else None:
             case "die":
-                return _Dead(to, envelope)
+                return _Changed(lambda: True, partial(_raise_lost, to, envelope))
             case "drop" | "fall_silent":
-                return _Gone()
-            case "corrupt":
-                return self._send_corrupt(payload, to=to, envelope=envelope, fault=cast(Fault, fault))
-            case "forge":
-                return self._send_whole(cast(Fault, fault).forged(payload, envelope), to=to, envelope=envelope)
+                return _Changed(lambda: True, lambda deadline_s: None)  # its sender notices nothing
             case "delay":
-                delay_s = cast(Fault, fault).delay_s
-                return _Later(lambda: self._send_whole(payload, to=to, envelope=envelope), delay_s, self._sleep)
-        return self._send_whole(payload, to=to, envelope=envelope)
+                return _Later(send, cast(Fault, fault).delay_s, self._sleep)
+        return send()
 
     def receive(self, *, source: int, envelope: Envelope) -> Pending:
-        """Start to receive, or do what the script says, see `Transport.receive`."""
         fault = self._fault(envelope, peer=source, direction="received")
         match fault.kind if fault else None:
             case "die":
-                return _Dead(source, envelope)
+                return _Changed(lambda: True, partial(_raise_lost, source, envelope))
             case "fall_silent":
                 return _Never(source, envelope, self._pass_time)
         # Also a message that is to be lost is taken in, so that its sender notices nothing.
         pending = self.inner.receive(source=source, envelope=envelope)
+
+        def damaged(deadline_s: float) -> Received:
+            received = pending.wait(deadline_s=deadline_s)
+            assert received is not None, "a receive ends with a message"
+            # packed again, changed, and put through the real check
+            stamped = replace(envelope, note=received.note, payload_bytes=received.payload.numel())
+            message = _flipped(pack(received.payload, sender=source, envelope=stamped), cast(Fault, fault).byte)
+            return unpack(message, source=source, envelope=envelope)
+
         match fault.kind if fault else None:
             case "drop":
                 return _Never(source, envelope, self._pass_time, taken=pending)
             case "corrupt":
-                return _Damaged(pending, source, envelope, cast(Fault, fault).byte)
+                return _Changed(pending.done, damaged)
             case "delay":
                 return _Late(pending, source, envelope, cast(Fault, fault).delay_s, self._sleep)
         return pending
@@ -177,49 +185,28 @@ class FaultyTransport(TransportWrapper):
                 return fault
         return None
 
-    def _send_whole(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
-        with self._lock:  # a message that leaves beside a corrupt one stays whole
-            return self.inner.send(payload, to=to, envelope=envelope)
-
-    def _send_corrupt(self, payload: torch.Tensor, *, to: int, envelope: Envelope, fault: Fault) -> Pending:
-        wire = innermost(self.inner)
-        with self._lock:
-            wire.tamper = lambda message: _flipped(message, fault.byte)
-            try:
-                return self.inner.send(payload, to=to, envelope=envelope)
-            finally:
-                wire.tamper = None
-
     def _pass_time(self, seconds: float) -> None:
         # In one deterministic order nothing happens while time passes, so none needs to.
         if self.runs_in_background:
             self._sleep(seconds)
 
 
-class _Gone:
-    """A message that was lost after it left: its sender notices nothing."""
+class _Changed:
+    """A message whose end a fault decides."""
 
-    def done(self) -> bool:
-        return True
-
-    def wait(self, *, deadline_s: float) -> None:
-        return None
-
-
-class _Dead:
-    """A message on a broken connection."""
-
-    def __init__(self, peer: int, envelope: Envelope) -> None:
-        self._text = (
-            f"replica {peer} closed its connection during {envelope.describe()}; see its log; restart it and resume "
-            f"from the last checkpoint"
-        )
-
-    def done(self) -> bool:
-        return True
+    def __init__(self, done: Callable[[], bool], wait: Callable[[float], Received | None]) -> None:
+        self.done = done
+        self._wait = wait
 
     def wait(self, *, deadline_s: float) -> Received | None:
-        raise PeerLost(self._text)
+        return self._wait(deadline_s)
+
+
+def _raise_lost(peer: int, envelope: Envelope, deadline_s: float) -> Never:
+    raise PeerLost(
+        f"replica {peer} closed its connection during {envelope.describe()}; see its log; restart it and resume from "
+        f"the last checkpoint"
+    )
 
 
 class _Never:
@@ -243,26 +230,6 @@ class _Never:
             self._taken = None
         self._pass_time(max(0.0, end - time.monotonic()))
         raise _missed(self._peer, self._envelope, deadline_s)
-
-
-class _Damaged:
-    """A message whose bytes were changed on the way: packed again, changed, and put through the real check."""
-
-    def __init__(self, inner: Pending, source: int, envelope: Envelope, byte: int) -> None:
-        self._inner = inner
-        self._source = source
-        self._envelope = envelope
-        self._byte = byte
-
-    def done(self) -> bool:
-        return self._inner.done()
-
-    def wait(self, *, deadline_s: float) -> Received | None:
-        received = self._inner.wait(deadline_s=deadline_s)
-        assert received is not None, "a receive ends with a message"
-        stamped = replace(self._envelope, note=received.note, payload_bytes=received.payload.numel())
-        message = _flipped(pack(received.payload, sender=self._source, envelope=stamped), self._byte)
-        return unpack(message, source=self._source, envelope=self._envelope)
 
 
 class _Late:

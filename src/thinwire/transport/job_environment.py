@@ -67,10 +67,6 @@ class ReplicaWorld:
     """World of one replica's ranks, as the libraries inside a replica shall see it.
 
     Attributes:
-        rank: This rank's number within the replica.
-        size: Ranks of the replica.
-        local_rank: This rank's number among the replica's ranks on this host.
-        local_size: Ranks of the replica on this host.
         master_address: Address of the replica's first rank.
         master_port: A port there that was free.
     """

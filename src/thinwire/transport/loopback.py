@@ -15,23 +15,16 @@ from typing import TypeVar
 import torch
 
 from thinwire.errors import DeadlineExceeded
-from thinwire.transport.base import Envelope, Received
-from thinwire.transport.message import pack, unpack
-from thinwire.transport.streams import ROUNDS, MessageAddress, StreamLimits
+from thinwire.transport.base import Envelope, Received, StreamLimits
+from thinwire.transport.message import Tamper, pack, unpack
+from thinwire.transport.streams import ROUNDS, MessageAddress
 
 T = TypeVar("T")
 _Key = tuple[int, int, MessageAddress]
-Tamper = Callable[[torch.Tensor], "torch.Tensor | None"]
 
 
 class LoopbackWorld:
     """The wire between `num_replicas` replicas that live in this process.
-
-    Args:
-        num_replicas: How many replicas, at least 1.
-
-    Attributes:
-        transports: One transport a replica.
 
     Example:
         >>> LoopbackWorld(3).run(lambda transport: transport.replica)
@@ -67,7 +60,8 @@ class LoopbackWorld:
 
         def body(replica: int) -> None:
             try:
-                self._await_turn(replica)
+                with self._baton:
+                    self._await_turn(replica)
                 results[replica] = replica_main(self.transports[replica])
             except BaseException as failure:
                 failures.append(failure)
@@ -105,7 +99,7 @@ class LoopbackWorld:
             self._waits_for[replica] = key
             if not self._mail.get(key):
                 self._pass_baton()
-                self._calls[replica].wait_for(lambda: self._turn == replica)
+                self._await_turn(replica)
             self._waits_for[replica] = None
             queue = self._mail.get(key)
             if not queue:
@@ -122,12 +116,11 @@ class LoopbackWorld:
                 return False
             self._pass_baton()
             has_moved = self._turn != replica
-            self._calls[replica].wait_for(lambda: self._turn == replica)
+            self._await_turn(replica)
             return has_moved
 
     def _await_turn(self, replica: int) -> None:
-        with self._baton:
-            self._calls[replica].wait_for(lambda: self._turn == replica)
+        self._calls[replica].wait_for(lambda: self._turn == replica)
 
     def _pass_baton(self) -> None:
         """Give the turn to the next replica that can go on; where none can, to one that waits in vain."""
@@ -151,8 +144,7 @@ class LoopbackTransport:
     """One replica's end of a `LoopbackWorld`; messages are really packed, checked and copied.
 
     Attributes:
-        tamper: Called with each packed message that this replica sends; returns what goes on the wire, or None to lose
-            the message. For tests of faults.
+        tamper: Called with each packed message that this replica sends.
     """
 
     runs_in_background = False
@@ -164,7 +156,6 @@ class LoopbackTransport:
         self.tamper: Tamper | None = None
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> _Sent:
-        """Put a copy of the payload into the other replica's mail."""
         message: torch.Tensor | None = pack(payload, sender=self.replica, envelope=envelope)
         if self.tamper is not None and message is not None:
             message = self.tamper(message)
@@ -173,7 +164,6 @@ class LoopbackTransport:
         return _Sent(self._world._post(_key(self.replica, to, envelope), message, envelope))
 
     def receive(self, *, source: int, envelope: Envelope) -> _Awaited:
-        """Return a handle on the message that `source` sends under this envelope."""
         return _Awaited(self._world, self.replica, source, envelope)
 
     def step_aside(self) -> bool:
@@ -199,20 +189,15 @@ class _Sent:
 
 class _Awaited:
     def __init__(self, world: LoopbackWorld, replica: int, source: int, envelope: Envelope) -> None:
-        self._world = world
-        self._replica = replica
-        self._source = source
-        self._envelope = envelope
+        self._world, self._replica, self._source, self._envelope = world, replica, source, envelope
         self._key = _key(source, replica, envelope)
-
-    def __str__(self) -> str:
-        return f"{self._envelope.describe()} from replica {self._source}"
 
     def done(self) -> bool:
         return self._world._has_mail(self._key)
 
     def wait(self, *, deadline_s: float) -> Received:
-        message = self._world._collect(self._key, replica=self._replica, what=str(self))
+        what = f"{self._envelope.describe()} from replica {self._source}"
+        message = self._world._collect(self._key, replica=self._replica, what=what)
         return unpack(message, source=self._source, envelope=self._envelope)
 
 

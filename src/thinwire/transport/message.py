@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +36,8 @@ from thinwire.transport.streams import FORMAT_VERSION
 MAGIC = b"TW"
 _FIELDS = struct.Struct("<2sBBHBBIIQQQ8sI")
 HEADER_BYTES = _FIELDS.size + 4
+# Of a transport, for tests of faults: returns what goes on the wire of a packed message, or None to lose it.
+Tamper = Callable[[torch.Tensor], "torch.Tensor | None"]
 
 
 def pack(payload: torch.Tensor, *, sender: int, envelope: Envelope) -> torch.Tensor:
@@ -60,11 +63,6 @@ def pack(payload: torch.Tensor, *, sender: int, envelope: Envelope) -> torch.Ten
 def header_of(payload_crc: int, *, sender: int, envelope: Envelope) -> bytes:
     """Return the header alone, for a payload that is sent without a copy.
 
-    Args:
-        payload_crc: CRC-32 of the payload.
-        sender: The replica that sends.
-        envelope: The message's envelope.
-
     Returns:
         `HEADER_BYTES` bytes.
     """
@@ -76,15 +74,8 @@ def header_of(payload_crc: int, *, sender: int, envelope: Envelope) -> bytes:
     return fields + struct.pack("<I", zlib.crc32(fields))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
-    """Fields of a checked header that describe its payload.
-
-    Attributes:
-        payload_bytes: The payload's size.
-        payload_crc: CRC-32 of the payload.
-        note: The stream's.
-    """
+class Header(NamedTuple):
+    """Fields of a checked header that describe its payload."""
 
     payload_bytes: int
     payload_crc: int
@@ -117,15 +108,10 @@ def check_header(view: memoryview, *, source: int, envelope: Envelope) -> Header
     *compared, stated_bytes, note, payload_crc = found
     stream, address = envelope.stream, envelope.address
     expected = (
-        ("stream", address.stream),
-        ("owner", address.owner),
-        (stream.part_name(2), address.phase),
-        ("codec", envelope.codec_id),
-        ("sender", source),
-        (stream.part_name(1), address.part),
-        (stream.part_name(0), address.number),
-        ("elements", envelope.numel),
-    )
+        ("stream", address.stream), ("owner", address.owner), (stream.part_name(2), address.phase),
+        ("codec", envelope.codec_id), ("sender", source), (stream.part_name(1), address.part),
+        (stream.part_name(0), address.number), ("elements", envelope.numel),
+    )  # fmt: skip
     for (field, want), have in zip(expected, compared, strict=True):
         if want != have:
             raise PayloadError(f"{origin}: {field} is {have}, expected {want}; the replicas run different set-ups")

@@ -27,15 +27,15 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from thinwire.errors import PeerLost, TransportError
-from thinwire.transport.base import Envelope, Pending, TransferFuture, check_peer
-from thinwire.transport.message import HEADER_BYTES, pack, unpack
-from thinwire.transport.streams import SLOT_BITS, StreamLimits
+from thinwire.transport.base import Envelope, Pending, StreamLimits, TransferFuture, check_peer
+from thinwire.transport.message import HEADER_BYTES, Tamper, pack, unpack
+from thinwire.transport.streams import SLOT_BITS
 from thinwire.transport.tcp_stats import ConnectionStats, LocalSockets
 
 OPENING_BYTES = 1 << 16
@@ -43,7 +43,6 @@ MOST_PARTS = 64
 CLOSE_S = 10.0
 # A `dist.ProcessGroup` of torch's world, or a `dist.ProcessGroupGloo` in no world; torch's types lack its send.
 GlooGroup = Any
-Tamper = Callable[[torch.Tensor], "torch.Tensor | None"]
 _FOREVER = timedelta(days=30)
 _AT_ONCE = timedelta(milliseconds=1)
 PAYLOAD_BYTES_AT = 32
@@ -102,8 +101,7 @@ class ProcessGroupTransport:
         sockets: Finds the kernel's statistics of connections to other replicas; None without them.
 
     Attributes:
-        tamper: Called with each packed message that this replica sends; returns what goes on the wire, or None to lose
-            the message. For tests of faults.
+        tamper: Called with each packed message that this replica sends.
 
     Raises:
         ValueError: `ranks_per_replica` does not divide the group's size.
@@ -122,9 +120,7 @@ class ProcessGroupTransport:
             )
         self.tamper: Tamper | None = None
         self._group: GlooGroup | None = group
-        self.ranks_per_replica = ranks_per_replica
-        self._release = release
-        self._sockets = sockets
+        self.ranks_per_replica, self._release, self._sockets = ranks_per_replica, release, sockets
         self.replica, self.shard = divmod(int(group.rank()), ranks_per_replica)
         self.num_replicas = world_size // ranks_per_replica
         self._in_flight: set[_Transfer] = set()
@@ -137,21 +133,14 @@ class ProcessGroupTransport:
         atexit.register(self.close)
 
     def reading(self, peer: int) -> ConnectionStats | None:
-        """Return the kernel's statistics of the connections to a replica, None if they cannot be found."""
         rank = peer * self.ranks_per_replica + self.shard
         return None if self._sockets is None else self._sockets.reading(rank)
 
     def connections(self) -> Mapping[Hashable, ConnectionStats]:
-        """Return the kernel's statistics of all connections to other ranks, none if they cannot be found."""
         return {} if self._sockets is None else self._sockets.connections()
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
         """Start to send a payload to another replica; the transport keeps the bytes alive until they are out.
-
-        Args:
-            payload: uint8, `(payload_bytes,)`, contiguous, on the CPU.
-            to: The replica.
-            envelope: The message's envelope.
 
         Raises:
             ValueError: There is no other replica of that number, or the stream does not allow the message at once.
@@ -186,35 +175,20 @@ class ProcessGroupTransport:
             transfer.abort()
         for transfer in in_flight:
             transfer.join(deadline_s=max(0.0, end - time.monotonic()))
+
+        def give_back() -> None:
+            if self._release is not None:
+                self._release()
+            self._group = None  # gloo alone ends with its last reference
+
         # A backend may wait for its peers as it ends; a dead one must not keep us here.
-        release = threading.Thread(target=self._give_back, daemon=True)
+        release = threading.Thread(target=give_back, daemon=True)
         release.start()
         release.join(max(0.0, end - time.monotonic()))
-
-    def _give_back(self) -> None:
-        if self._release is not None:
-            self._release()
-        self._group = None  # gloo alone ends with its last reference
 
     def _rank_of(self, replica: int) -> int:
         check_peer(replica, replica=self.replica, num_replicas=self.num_replicas)
         return replica * self.ranks_per_replica + self.shard
-
-    def _post(self, operation: Callable[[GlooGroup], dist.Work], transfer: _Transfer) -> None:
-        # Under the lock: after `close` looked at what is in flight, nothing may be added.
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError("closed")
-            assert self._group is not None, "it is given back only after close"
-            work = operation(self._group)
-            transfer.works.append(work)
-            self._in_flight.add(transfer)
-
-    def _forget(self, transfer: _Transfer, *, key: tuple[int, int]) -> None:
-        with self._lock:
-            self._in_flight.discard(transfer)
-            if self._asked.get(key) is transfer.asked:
-                del self._asked[key]
 
 
 class _Transfer(TransferFuture):
@@ -242,10 +216,13 @@ class _Transfer(TransferFuture):
             return
         parts = _parts(message)
         try:
-            self._post_send(parts[0], is_opening=True)
-            if len(parts) == 1 or not self._must_wait():
+            self._post("send", parts[0], is_opening=True)
+            if len(parts) > 1:
+                self._counterpart = self._transport._asked.get((self._peer, self._tags[0]))
+            may_wait = self._counterpart is not None and not self._counterpart.is_set()
+            if len(parts) == 1 or not (self._envelope.spread_s > 0 or may_wait):
                 for part in parts[1:]:
-                    self._post_send(part)
+                    self._post("send", part)
                 self._has_posted = True
         except RuntimeError as error:
             self._finish(error=self._name(error))
@@ -261,7 +238,7 @@ class _Transfer(TransferFuture):
         room = torch.empty(max(expected, OPENING_BYTES), dtype=torch.uint8)
         room[:HEADER_BYTES] = 0  # a message shorter than a header must not find an old one here
         try:
-            self._post_receive(room[:OPENING_BYTES], is_opening=True)
+            self._post("recv", room[:OPENING_BYTES], is_opening=True)
         except RuntimeError as error:
             self._finish(error=self._name(error))
             return
@@ -283,31 +260,28 @@ class _Transfer(TransferFuture):
             self._thread.join(timeout=deadline_s)
 
     def _watch(self, drive: Callable[[torch.Tensor], None], message: torch.Tensor) -> None:
-        name = f"thinwire-transfer-{self._peer}"
-        self._thread = threading.Thread(target=self._run, args=(drive, message), name=name, daemon=True)
+        def run() -> None:
+            try:
+                drive(message)
+            except TransportError as error:
+                self._finish(error=error)
+            except RuntimeError as error:
+                self._finish(error=self._name(error))
+            else:
+                self._finish(error=None)
+
+        self._thread = threading.Thread(target=run, name=f"thinwire-transfer-{self._peer}", daemon=True)
         self._thread.start()
 
-    def _run(self, drive: Callable[[torch.Tensor], None], message: torch.Tensor) -> None:
-        try:
-            drive(message)
-        except TransportError as error:
-            self._finish(error=error)
-        except RuntimeError as error:
-            self._finish(error=self._name(error))
-        else:
-            self._finish(error=None)
-
-    def _post_send(self, part: torch.Tensor, *, is_opening: bool = False) -> None:
-        tag = self._tags[0 if is_opening else 1]
-        self._transport._post(lambda group: group.send([part], self._rank, tag), self)
-
-    def _post_receive(self, part: torch.Tensor, *, is_opening: bool = False) -> None:
-        tag = self._tags[0 if is_opening else 1]
-        self._transport._post(lambda group: group.recv([part], self._rank, tag), self)
-
-    def _must_wait(self) -> bool:
-        self._counterpart = self._transport._asked.get((self._peer, self._tags[0]))
-        return self._envelope.spread_s > 0 or (self._counterpart is not None and not self._counterpart.is_set())
+    def _post(self, operation: Literal["send", "recv"], part: torch.Tensor, *, is_opening: bool = False) -> None:
+        tag, transport = self._tags[0 if is_opening else 1], self._transport
+        # Under the lock: after `close` looked at what is in flight, nothing may be added.
+        with transport._lock:
+            if transport._is_closed:
+                raise RuntimeError("closed")
+            assert transport._group is not None, "it is given back only after close"
+            self.works.append(getattr(transport._group, operation)([part], self._rank, tag))
+            transport._in_flight.add(self)
 
     def _drive_send(self, message: torch.Tensor) -> None:
         if not self._has_posted:
@@ -319,13 +293,15 @@ class _Transfer(TransferFuture):
                 due_s = began_s + self._envelope.spread_s * number / len(parts)
                 if self._aborted.wait(max(0.0, due_s - time.monotonic())):
                     break
-                self._post_send(part)
+                self._post("send", part)
         for work in self.works:
             work.wait(_FOREVER)
 
     def _drive_receive(self, room: torch.Tensor) -> None:
         self.works[0].wait(_FOREVER)
-        limit, stated = self._envelope.payload_bytes, _stated_payload_bytes(room)
+        # the size in a header that was not checked yet; a damaged one only leads to a refusal
+        stated = int.from_bytes(bytes(room[PAYLOAD_BYTES_AT : PAYLOAD_BYTES_AT + 8].numpy()), "little")
+        limit = self._envelope.payload_bytes
         if self._envelope.takes_less:
             limit = min(limit, stated)
         if HEADER_BYTES + limit <= OPENING_BYTES:
@@ -334,7 +310,7 @@ class _Transfer(TransferFuture):
         elif stated == limit:
             arrived = room[: HEADER_BYTES + limit]
             for part in _parts(arrived)[1:]:
-                self._post_receive(part)
+                self._post("recv", part)
             self.asked.set()
             for work in self.works[1:]:
                 work.wait(_FOREVER)
@@ -345,19 +321,20 @@ class _Transfer(TransferFuture):
 
     def _finish(self, *, error: TransportError | None) -> None:
         self.asked.set()
-        self._transport._forget(self, key=(self._peer, self._tags[0]))
+        transport, key = self._transport, (self._peer, self._tags[0])
+        with transport._lock:
+            transport._in_flight.discard(self)
+            if transport._asked.get(key) is self.asked:
+                del transport._asked[key]
         self._end(error)
 
     def _name(self, error: RuntimeError) -> TransportError:
-        named: TransportError
-        if self._transport._is_closed:
-            named = TransportError(
-                f"the transport was closed with {self._envelope.describe()} of {self._peer_name} in flight"
-            )
-        else:
+        what = self._envelope.describe()
+        named = TransportError(f"the transport was closed with {what} of {self._peer_name} in flight")
+        if not self._transport._is_closed:
             named = PeerLost(
-                f"{self._peer_name} closed its connection during {self._envelope.describe()}; see its log; restart it "
-                f"and resume from the last checkpoint"
+                f"{self._peer_name} closed its connection during {what}; see its log; restart it and resume from the "
+                f"last checkpoint"
             )
         named.__cause__ = error
         return named
@@ -366,11 +343,6 @@ class _Transfer(TransferFuture):
 def _parts(message: torch.Tensor) -> list[torch.Tensor]:
     ends = part_offsets(message.numel())
     return [message[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def _stated_payload_bytes(opening: torch.Tensor) -> int:
-    """Read the size out of a header that was not checked yet; a damaged one only leads to a refusal."""
-    return int.from_bytes(bytes(opening[PAYLOAD_BYTES_AT : PAYLOAD_BYTES_AT + 8].numpy()), "little")
 
 
 def available_backends() -> dict[str, bool]:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Never, TypeVar
+from typing import Never, TypeVar
 
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from thinwire.errors import ConnectError
 
@@ -106,32 +106,17 @@ class Rendezvous:
 
     Args:
         store: A store that all ranks share and that holds no texts of an earlier rendezvous.
-        rank: This rank.
-        world_size: How many ranks are expected.
         place: What the store is called in an error's text.
         ranks_per_replica: To name the replica of a missing rank.
         deadline_s: Seconds each rank has to post a text that `collect_all` waits for.
-        max_bytes: The most that a text may have.
     """
 
     def __init__(
-        self,
-        store: Store,
-        *,
-        rank: int,
-        world_size: int,
-        place: str,
-        ranks_per_replica: int = 1,
-        deadline_s: float = math.inf,
-        max_bytes: int = MAX_TEXT_BYTES,
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._store = store
-        self._place = place
-        self._ranks_per_replica = ranks_per_replica
-        self._deadline_s = deadline_s
-        self._max_bytes = max_bytes
+        self, store: Store, *, rank: int, world_size: int, place: str, ranks_per_replica: int = 1,
+        deadline_s: float = math.inf, max_bytes: int = MAX_TEXT_BYTES,
+    ) -> None:  # fmt: skip
+        self.rank, self.world_size, self._store, self._place = rank, world_size, store, place
+        self._ranks_per_replica, self._deadline_s, self._max_bytes = ranks_per_replica, deadline_s, max_bytes
         self._num_heartbeats = 0
         self._last_heartbeats: dict[int, tuple[str, float]] = {}  # the text, and when it was first seen here
 
@@ -177,7 +162,17 @@ class Rendezvous:
                 raise ConnectError(failure)
             if len(found) < self.world_size:
                 if time.monotonic() > end:
-                    self.fail(self._missing([rank for rank in absent if rank not in found], topic))
+                    late = ", ".join(
+                        f"rank {rank} (replica {rank // self._ranks_per_replica})"
+                        for rank in absent
+                        if rank not in found
+                    )
+                    self.fail(
+                        f"{late} did not come to {self._place} within {self._deadline_s:g} s; {self.world_size} ranks "
+                        f"are expected: start each with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and see its "
+                        f"log" if topic == "endpoint" else
+                        f"{late} came, but did not answer within {self._deadline_s:g} s while joining; see its log"
+                    )  # fmt: skip
                 time.sleep(POLL_S)
         return [found[rank] for rank in range(self.world_size)]
 
@@ -259,15 +254,6 @@ class Rendezvous:
                 f"host still reaches it"
             ) from error
 
-    def _missing(self, ranks: list[int], topic: str) -> str:
-        names = ", ".join(f"rank {rank} (replica {rank // self._ranks_per_replica})" for rank in ranks)
-        if topic == "endpoint":
-            return (
-                f"{names} did not come to {self._place} within {self._deadline_s:g} s; {self.world_size} ranks are "
-                f"expected: start each with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and see its log"
-            )
-        return f"{names} came, but did not answer within {self._deadline_s:g} s while joining; see its log"
-
 
 def _promised_s(text: str) -> float:
     """Return the seconds that a heartbeat promises; a peer's text is untrusted."""
@@ -276,8 +262,3 @@ def _promised_s(text: str) -> float:
     except (IndexError, ValueError):
         return 0.0
     return min(seconds, _MAX_PROMISED_S) if seconds >= 0 else 0.0
-
-
-def prefixed(store: Any, prefix: str) -> Store:
-    """Return a view of a store in which every key is the prefix's own."""
-    return PrefixStore(prefix, store)

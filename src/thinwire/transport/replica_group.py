@@ -35,12 +35,7 @@ class ReplicaGroup:
 
     Args:
         rank: This rank; 0 leads.
-        size: Ranks of the replica.
         meeting: A file that does not exist yet, in a folder that only this user can enter; the same for all ranks.
-        gpu: This rank's GPU, if it uses one.
-
-    Attributes:
-        device: This rank's device; see `use`.
     """
 
     def __init__(self, *, rank: int, size: int, meeting: Path, gpu: int = 0) -> None:
@@ -58,9 +53,6 @@ class ReplicaGroup:
 
     def use(self, kind: str) -> None:
         """Compute on the CPU, or on this rank's GPU; tensors there travel over nccl.
-
-        Args:
-            kind: cpu or cuda.
 
         Raises:
             ValueError: This host has no such GPU.
@@ -202,7 +194,6 @@ class ShardedParameters:
     float32, which holds every number of the narrower dtypes.
 
     Args:
-        group: The replica's ranks.
         model: Sharded by `group.shard`: along the first dimension, in the order of the ranks; a shard may be empty.
 
     Attributes:
@@ -225,7 +216,8 @@ class ShardedParameters:
             The whole tensors, one behind the other: float32, `(numel,)`, on the group's device; elsewhere nothing.
         """
         own = flatten([local_shard(self._tensors[name]) for name in names], device=self._group.device)
-        by_rank = self._group.gather(own, sizes=self._rank_sizes(names))
+        sizes = [sum(self._sizes[name][rank] for name in names) for rank in range(self._group.size)]
+        by_rank = self._group.gather(own, sizes=sizes)
         starts = [0] * len(by_rank)
         pieces = []
         for name in names if by_rank else ():
@@ -243,7 +235,11 @@ class ShardedParameters:
             blend: Weight of what is there.
         """
         own = [local_shard(self._tensors[name]) for name in names]
-        parts = [] if values is None else self._cut(names, values.to(self._group.device))
+        parts = []
+        if values is not None:  # cut whole tensors, one behind the other, into what each rank holds of them
+            sizes = [size for name in names for size in self._sizes[name]]
+            pieces = torch.split(values.to(self._group.device), sizes)
+            parts = [torch.cat(pieces[rank :: self._group.size]) for rank in range(self._group.size)]
         room = torch.empty(sum(t.numel() for t in own), dtype=torch.float32, device=self._group.device)
         target = self._group.scatter(parts, own=room)
         if blend > 0:
@@ -263,12 +259,3 @@ class ShardedParameters:
             for tensor, kept in zip(self._tensors.values(), self._kept, strict=True):
                 local_shard(tensor).copy_(kept)
         self._kept = []
-
-    def _cut(self, names: Sequence[str], values: torch.Tensor) -> list[torch.Tensor]:
-        """Cut whole tensors, one behind the other, into what each rank holds of them."""
-        pieces = torch.split(values, [size for name in names for size in self._sizes[name]])
-        num_ranks = self._group.size
-        return [torch.cat(pieces[rank::num_ranks]) for rank in range(num_ranks)]
-
-    def _rank_sizes(self, names: Sequence[str]) -> list[int]:
-        return [sum(self._sizes[name][rank] for name in names) for rank in range(self._group.size)]

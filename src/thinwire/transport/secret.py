@@ -31,9 +31,6 @@ _PEOPLE = stat.S_IRWXG | stat.S_IRWXO
 class Secret:
     """A job's secret; its bytes are in no text that is shown.
 
-    Attributes:
-        key: 32 bytes.
-
     Example:
         >>> Secret(key=bytes(32))
         Secret()
@@ -42,11 +39,7 @@ class Secret:
     key: bytes = field(repr=False)
 
     def derive(self, label: str) -> bytes:
-        """Return 32 bytes that belong to a label and tell nothing of the secret (HMAC-SHA256).
-
-        Args:
-            label: What they are for, with a version.
-        """
+        """Return 32 bytes that belong to a label and tell nothing of the secret (HMAC-SHA256)."""
         return hmac.new(self.key, label.encode(), hashlib.sha256).digest()
 
     @property
@@ -57,9 +50,6 @@ class Secret:
 
 def make_secret(path: Path) -> Secret:
     """Write a new secret to a file that only its owner can read.
-
-    Args:
-        path: A file that does not exist yet.
 
     Raises:
         ValueError: There is such a file, or no such folder.
@@ -72,10 +62,6 @@ def make_secret(path: Path) -> Secret:
 
 def write_secret(path: Path, secret: Secret) -> None:
     """Write a secret to a file that only its owner can read.
-
-    Args:
-        path: A file that does not exist yet.
-        secret: The secret.
 
     Raises:
         ValueError: There is such a file, or no such folder.
@@ -100,9 +86,6 @@ def write_secret(path: Path, secret: Secret) -> None:
 
 def read_secret(path: Path) -> Secret:
     """Read the secret that `make_secret` wrote, here or on another host.
-
-    Args:
-        path: The file.
 
     Raises:
         ValueError: There is none, others can read it, or it holds no secret; with the remedy.

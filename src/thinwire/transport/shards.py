@@ -167,12 +167,7 @@ def flatten(
 
 
 def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Write a vector made by `flatten` back into the tensors, in their own dtypes.
-
-    Args:
-        flat: `(sum of the tensors' elements,)`.
-        tensors: Where the elements go.
-    """
+    """Write a vector made by `flatten` back into the tensors, in their own dtypes."""
     start = 0
     for tensor in tensors:
         tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
@@ -184,11 +179,6 @@ def is_a(module: str, name: str, value: object) -> bool:
     """Return whether a value is of a class whose module takes a second to import, without importing it.
 
     Nothing can be of a class whose module was never imported.
-
-    Args:
-        module: The module's full name.
-        name: The class's name in it.
-        value: The value.
 
     Example:
         >>> is_a("collections", "Counter", {})

@@ -30,10 +30,6 @@ class SharedCollectivesWarning(UserWarning):
 def refuse_shared_model(model: nn.Module, *, transport: Transport) -> None:
     """Refuse a model whose gradients or shards are shared by the ranks of several replicas.
 
-    Args:
-        model: The replica's model.
-        transport: Joins the replicas.
-
     Raises:
         ValueError: DDP, FSDP or a DTensor spans replicas; names the wrapper and the remedy.
     """
@@ -68,11 +64,7 @@ def _spans(ranks: Iterable[int], ranks_per_replica: int) -> bool:
 
 
 class SharedCollectives:
-    """Counts collectives of a default group that spans replicas, and warns once.
-
-    Args:
-        transport: Joins the replicas.
-    """
+    """Counts collectives of a default group that spans replicas, and warns once."""
 
     def __init__(self, transport: Transport) -> None:
         self._num_ranks = transport.num_replicas * getattr(innermost(transport), "ranks_per_replica", 1)

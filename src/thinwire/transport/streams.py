@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-import threading
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 # Of headers, frames and introductions: both ends of a connection must have the same.
 FORMAT_VERSION = 2
@@ -121,20 +119,6 @@ class Stream:
         return slot
 
 
-class Addressed(Protocol):
-    """Message with an address in a stream, as an `Envelope`."""
-
-    @property
-    def stream(self) -> Stream:
-        """Its stream."""
-        ...
-
-    @property
-    def address(self) -> MessageAddress:
-        """Its address."""
-        ...
-
-
 _by_number: dict[int, Stream] = {}
 _by_name: dict[str, Stream] = {}
 
@@ -160,11 +144,6 @@ def register(stream: Stream) -> Stream:
     return stream
 
 
-def stream_name(number: int) -> str:
-    """Return the name of a registered stream, or its number."""
-    return _by_number[number].name if number in _by_number else str(number)
-
-
 CONTROL = Stream(name="control", number=4, in_flight=(4096, 4, 1), priority=0)
 ROUNDS = Stream(name="round", number=1, keys=("round", "fragment"), in_flight=(4096, 4, 4))
 SETUP = Stream(name="setup", number=2, in_flight=(4096, 8, 1))
@@ -173,42 +152,3 @@ BLOBS = Stream(name="blob", number=5, priority=2)
 _OWN = (CONTROL, ROUNDS, SETUP, BUFFERS, BLOBS)
 for _stream in _OWN:
     register(_stream)
-
-
-class StreamLimits:
-    """Messages of one direction that a transport has in flight; refuses what a stream does not allow at once."""
-
-    def __init__(self) -> None:
-        # by link, stream, owner and slot: the address, and how many messages have it
-        self._slots: dict[Hashable, tuple[MessageAddress, int]] = {}
-        self._lock = threading.Lock()
-
-    def begin(self, envelope: Addressed, *, link: Hashable) -> Callable[[], None]:
-        """Count a message on a link between two replicas; return what ends the count, at its first call.
-
-        Raises:
-            ValueError: A message is in flight there that the stream does not allow beside this one.
-        """
-        stream, address = envelope.stream, envelope.address
-        place = (link, stream.number, address.owner, stream.slot(address[2:]))
-        with self._lock:
-            other, count = self._slots.get(place, (address, 0))
-            if other != address:
-                raise ValueError(
-                    f"{stream.describe(address[2:], owner=address.owner)} cannot be in flight beside "
-                    f"{stream.describe(other[2:])}: stream {stream.name} allows {stream.in_flight} consecutive values "
-                    f"of its key at once; wait for the earlier one, or register the stream with larger in_flight"
-                )
-            self._slots[place] = address, count + 1
-        is_over = False
-
-        def end() -> None:
-            nonlocal is_over
-            with self._lock:
-                if not is_over and self._slots[place][1] == 1:
-                    del self._slots[place]
-                elif not is_over:
-                    self._slots[place] = address, self._slots[place][1] - 1
-                is_over = True
-
-        return end

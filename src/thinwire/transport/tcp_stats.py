@@ -27,58 +27,6 @@ _ACKED, _RECEIVED, _BUSY_US, _HELD_US, _SENT, _REPEATED = 28, 29, 37, 38, 42, 43
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TcpInfo:
-    """TCP_INFO of one connection.
-
-    Attributes:
-        sent_again: Retransmissions in a row without an acknowledgement.
-        asked_again: Keep-alive probes in a row without an answer.
-        last_data_s: Seconds since data arrived.
-        last_ack_s: Seconds since an acknowledgement arrived.
-        rtt_s: Smoothed round-trip time.
-        acked_bytes: Bytes that the other end has acknowledged.
-        received_bytes: Bytes that have arrived.
-        busy_s: Seconds with unsent or unacknowledged bytes; None on kernels before 4.10.
-        held_s: Seconds of these in which the other end's receive window was full; its process did not read.
-        transmitted_bytes: Bytes passed on to the network, each counted once; those acknowledged on kernels before 4.19.
-    """
-
-    sent_again: int
-    asked_again: int
-    last_data_s: float
-    last_ack_s: float
-    rtt_s: float
-    acked_bytes: int
-    received_bytes: int
-    busy_s: float | None
-    held_s: float | None
-    transmitted_bytes: int = 0
-
-
-def tcp_info(connection: socket.socket) -> TcpInfo | None:
-    """Return TCP_INFO of a connection; None on very old kernels and other systems.
-
-    Raises:
-        OSError: The connection is gone.
-    """
-    name = getattr(socket, "TCP_INFO", None)
-    if name is None:
-        return None
-    raw = connection.getsockopt(socket.IPPROTO_TCP, name, _LATEST.size)
-    known = next((one for one in (_LATEST, _LATER, _EARLY) if len(raw) >= one.size), None)
-    if known is None:
-        return None
-    found, is_new = known.unpack(raw[: known.size]), known is not _EARLY
-    return TcpInfo(
-        sent_again=found[_SENT_AGAIN], asked_again=found[_ASKED_AGAIN],
-        last_data_s=found[_LAST_DATA_MS] / 1e3, last_ack_s=found[_LAST_ACK_MS] / 1e3, rtt_s=found[_RTT_US] / 1e6,
-        acked_bytes=found[_ACKED], received_bytes=found[_RECEIVED],
-        busy_s=found[_BUSY_US] / 1e6 if is_new else None, held_s=found[_HELD_US] / 1e6 if is_new else None,
-        transmitted_bytes=found[_SENT] - found[_REPEATED] if known is _LATEST else found[_ACKED],
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionStats:
     """Statistics of one connection, or of all connections to one replica together.
 
@@ -86,12 +34,15 @@ class ConnectionStats:
         silence_s: Seconds since data arrived.
         rtt_s: Smoothed round-trip time.
         sent_bytes: Bytes that the other end has acknowledged.
-        received_bytes: Bytes that have arrived.
-        busy_s: Seconds with unsent or unacknowledged bytes; 0 on kernels before 4.10.
+        busy_s: Seconds with unsent or unacknowledged bytes; 0 on kernels before 4.10, which do not count them.
         held_s: Seconds of these in which the other end's receive window was full; its process did not read.
         has_signs: Whether heartbeats arrive once a second, so that silence means a fault.
-        transmitted_bytes: Bytes that TCP passed on to the network, each counted once; at least `sent_bytes` less the
-            segment that opened the connection, which counts as one acknowledged byte.
+        transmitted_bytes: Bytes that TCP passed on to the network, each counted once (on kernels before 4.19 those
+            acknowledged); at least `sent_bytes` less the segment that opened the connection, which counts as one
+            acknowledged byte.
+        ack_silence_s: Seconds since an acknowledgement arrived.
+        unanswered: Retransmissions or keep-alive probes in a row without an answer.
+        has_times: Whether the kernel counts `busy_s` and `held_s`.
     """
 
     silence_s: float
@@ -102,20 +53,30 @@ class ConnectionStats:
     held_s: float = 0.0
     has_signs: bool = True
     transmitted_bytes: int = 0
+    ack_silence_s: float = 0.0
+    unanswered: int = 0
+    has_times: bool = True
 
 
 def connection_stats(connection: socket.socket) -> ConnectionStats | None:
-    """Return the statistics of a connection; None if it is gone, or this is not Linux."""
+    """Return the statistics of a connection; None if it is gone, or where the kernel is very old or not Linux's."""
+    name = getattr(socket, "TCP_INFO", None)
+    if name is None:
+        return None
     try:
-        found = tcp_info(connection)
+        raw = connection.getsockopt(socket.IPPROTO_TCP, name, _LATEST.size)
     except OSError:
         return None
-    if found is None:
+    known = next((one for one in (_LATEST, _LATER, _EARLY) if len(raw) >= one.size), None)
+    if known is None:
         return None
+    found, has_times = known.unpack(raw[: known.size]), known is not _EARLY
     return ConnectionStats(
-        silence_s=found.last_data_s, rtt_s=found.rtt_s, sent_bytes=found.acked_bytes,
-        received_bytes=found.received_bytes, busy_s=found.busy_s or 0.0, held_s=found.held_s or 0.0,
-        transmitted_bytes=found.transmitted_bytes,
+        silence_s=found[_LAST_DATA_MS] / 1e3, ack_silence_s=found[_LAST_ACK_MS] / 1e3, rtt_s=found[_RTT_US] / 1e6,
+        sent_bytes=found[_ACKED], received_bytes=found[_RECEIVED], has_times=has_times,
+        busy_s=found[_BUSY_US] / 1e6 if has_times else 0.0, held_s=found[_HELD_US] / 1e6 if has_times else 0.0,
+        transmitted_bytes=found[_SENT] - found[_REPEATED] if known is _LATEST else found[_ACKED],
+        unanswered=max(found[_SENT_AGAIN], found[_ASKED_AGAIN]),
     )  # fmt: skip
 
 
@@ -128,7 +89,6 @@ class LocalSockets:
 
     Args:
         addresses: The IPv4 address of each rank, this one's too.
-        now: Returns monotonic time in seconds.
 
     Example:
         >>> LocalSockets({0: "192.0.2.1", 1: "192.0.2.2"}).reading(1) is None  # nothing leads there
@@ -149,11 +109,8 @@ class LocalSockets:
         None without a connection, if other ranks have the same address, or if the kernel has no statistics.
         """
         address = self._addresses.get(rank)
-        found = (
-            []
-            if address is None
-            else [one for one in map(connection_stats, self._connections(address)) if one is not None]
-        )
+        connections = () if address is None else self._connections(address)
+        found = [one for one in map(connection_stats, connections) if one is not None]
         if not found:
             return None
         return ConnectionStats(
@@ -168,8 +125,7 @@ class LocalSockets:
         found: dict[Hashable, ConnectionStats] = {}
         for address in self._all:
             for connection in self._connections(address):
-                one = connection_stats(connection)
-                if one is not None:
+                if (one := connection_stats(connection)) is not None:
                     found[connection.getsockname(), connection.getpeername()] = one
         return found
 
@@ -259,7 +215,6 @@ class HostFlows:
     Args:
         addresses: Addresses of each other host, by the number of a rank there.
         without: Ports whose connections are left out.
-        now: Returns monotonic time in seconds.
 
     Example:
         >>> HostFlows({1: ("192.0.2.1",)}).read()  # nothing leads there
@@ -320,27 +275,19 @@ class HostFlows:
             since_s = None
         elif since_s is None and len(self._asked_s) < _MAX_PROBED and _may_be_asked(copy):
             since_s = asking_s
-        asked_s = None if since_s is None or asking_s is None or not self._is_close else asking_s - since_s
-        reading = _read(copy, asked_s=asked_s)
+        known = connection_stats(copy)
         if since_s is not None:
             self._asked_s[ends] = since_s
-            if reading is None or reading.unanswered < _MOST_AGAIN:
+            if known is None or not known.has_times or known.unanswered < _MOST_AGAIN:
                 _ask(copy)
-        if reading is not None:
-            found.setdefault(rank, []).append(reading)
-
-
-def _read(connection: socket.socket, *, asked_s: float | None) -> HostFlow | None:
-    """Return the statistics of a connection; None on old kernels and other systems."""
-    known = tcp_info(connection)
-    if known is None or known.busy_s is None or known.held_s is None:
-        return None
-    is_answered = asked_s is not None and asked_s >= max(_ANSWER_S, 2 * known.rtt_s)
-    return HostFlow(
-        num_bytes=known.acked_bytes, num_received=known.received_bytes, busy_s=known.busy_s, held_s=known.held_s,
-        silence_s=min(known.last_data_s, known.last_ack_s) if is_answered else None,
-        unanswered=max(known.sent_again, known.asked_again),
-    )  # fmt: skip
+        if known is None or not known.has_times:
+            return
+        asked_s = None if since_s is None or asking_s is None or not self._is_close else asking_s - since_s
+        is_answered = asked_s is not None and asked_s >= max(_ANSWER_S, 2 * known.rtt_s)
+        found.setdefault(rank, []).append(HostFlow(
+            num_bytes=known.sent_bytes, num_received=known.received_bytes, busy_s=known.busy_s, held_s=known.held_s,
+            silence_s=min(known.silence_s, known.ack_silence_s) if is_answered else None, unanswered=known.unanswered,
+        ))  # fmt: skip
 
 
 def _may_be_asked(connection: socket.socket) -> bool:
@@ -366,10 +313,7 @@ def _together(readings: Sequence[HostFlow]) -> HostFlow:
     """Combine connections to one host, which is alive while one of them answers."""
     silences = [one.silence_s for one in readings if one.silence_s is not None]
     return HostFlow(
-        num_bytes=sum(one.num_bytes for one in readings),
-        num_received=sum(one.num_received for one in readings),
-        busy_s=sum(one.busy_s for one in readings),
-        held_s=sum(one.held_s for one in readings),
-        silence_s=min(silences, default=None),
-        unanswered=max(one.unanswered for one in readings),
-    )
+        num_bytes=sum(one.num_bytes for one in readings), num_received=sum(one.num_received for one in readings),
+        busy_s=sum(one.busy_s for one in readings), held_s=sum(one.held_s for one in readings),
+        silence_s=min(silences, default=None), unanswered=max(one.unanswered for one in readings),
+    )  # fmt: skip

@@ -25,7 +25,6 @@ class CallEnd:
 
     Attributes:
         done_s: Time when the end was seen, never before the end itself.
-        error: Error, or an empty text.
         duration_s: Time of the call on the GPU; None if torch does not time calls.
     """
 
@@ -45,7 +44,6 @@ class WorkPoller:
     """Polls each open `Work` or mark, in a thread that starts with the first one.
 
     Args:
-        clock: Monotonic time in seconds.
         poll_s: Polling interval while any call is open.
         most: Number of open calls at most.
     """
@@ -53,9 +51,7 @@ class WorkPoller:
     def __init__(
         self, *, clock: Callable[[], float] = time.monotonic, poll_s: float = POLL_S, most: int = MOST_CALLS
     ) -> None:
-        self._clock = clock
-        self._poll_s = poll_s
-        self._most = most
+        self._clock, self._poll_s, self._most = clock, poll_s, most
         self._queues: dict[Hashable, deque[_Asked]] = {}
         self._untimed: set[tuple[int, type]] = set()
         self._num = 0
@@ -149,17 +145,12 @@ class WorkPoller:
         done_s = self._clock()
         if failure := compat.failure_of(asked.work):
             return CallEnd(done_s=done_s, error=failure)
-        return CallEnd(done_s=done_s, duration_s=self._duration_s(asked))
-
-    def _duration_s(self, asked: _Asked) -> float | None:
-        """Return the time of a call on the GPU; a group without timing is not queried again."""
-        kind = (asked.group, type(asked.work))  # a mark has no timing, even if its group times other calls
-        if kind in self._untimed:
-            return None
-        duration_s = compat.duration_s(asked.work)
+        # a group without timing is not queried again; a mark has none, even if its group times other calls
+        kind = (asked.group, type(asked.work))
+        duration_s = None if kind in self._untimed else compat.duration_s(asked.work)
         if duration_s is None:
             self._untimed.add(kind)
-        return duration_s
+        return CallEnd(done_s=done_s, duration_s=duration_s)
 
 
 class StreamMark(Protocol):
@@ -178,9 +169,6 @@ class StreamMark(Protocol):
 class CudaEventMark:
     """An event behind all work that this thread's current stream of a device holds now.
 
-    Args:
-        device: A GPU.
-
     Raises:
         RuntimeError: CUDA could not record the event.
     """
@@ -194,7 +182,6 @@ class CudaEventMark:
         self.stream: Hashable = (current.device_index, current.cuda_stream)
 
     def is_completed(self) -> bool:
-        """Return whether all work before it has run, without waiting."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 

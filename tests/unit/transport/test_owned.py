@@ -10,9 +10,8 @@ import thinwire
 from tests.reference.loops import same, values, wrap
 from thinwire.errors import DesyncError
 from thinwire.methods import all_reduce, diloco, noloco, streaming_diloco
-from thinwire.transport.base import Envelope
+from thinwire.transport.base import Envelope, OwnedTransport
 from thinwire.transport.loopback import LoopbackWorld
-from thinwire.transport.owned import OwnedTransport
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.streams import ROUNDS
 

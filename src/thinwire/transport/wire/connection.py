@@ -7,6 +7,7 @@ import socket
 import statistics
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -27,12 +28,7 @@ Role = Literal["door", "dialler"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyPair:
-    """CURVE key pair in libzmq's form.
-
-    Attributes:
-        public: 40 characters of Z85.
-        private: 40 characters of Z85.
-    """
+    """CURVE key pair in libzmq's form."""
 
     public: bytes
     private: bytes = field(repr=False)
@@ -49,11 +45,6 @@ def key_pair(secret: Secret, *, replica: int, role: Role) -> KeyPair:
 
     A replica proves its number with its pair. Any holder of the secret can derive all pairs, so the number protects
     against mistakes, not against holders of the secret.
-
-    Args:
-        secret: The job's.
-        replica: The replica's number.
-        role: The side that listens, or the side that dials.
 
     Example:
         >>> secret = Secret(key=bytes(32))
@@ -206,25 +197,22 @@ class KernelConnection:
 
     def reading(self) -> ConnectionStats | None:
         """Return its statistics, None if it is gone."""
-        if self.peer is None:
-            return None
-        with borrow_socket(self.fd, peer=self.peer) as connection:
+        with self._borrowed() as connection:
             return None if connection is None else connection_stats(connection)
 
     def is_closed(self) -> bool:
         """Return whether the kernel has no such connection any more."""
-        if self.peer is None:
-            return True
-        with borrow_socket(self.fd, peer=self.peer) as connection:
+        with self._borrowed() as connection:
             return connection is None
 
     def shut(self) -> None:
         """Shut the socket down, so that libzmq drops it: a ROUTER offers no other way to close one connection."""
-        if self.peer is None:
-            return
-        with borrow_socket(self.fd, peer=self.peer) as connection, contextlib.suppress(OSError):
+        with self._borrowed() as connection, contextlib.suppress(OSError):
             if connection is not None:
                 connection.shutdown(socket.SHUT_RDWR)
+
+    def _borrowed(self) -> AbstractContextManager[socket.socket | None]:
+        return contextlib.nullcontext() if self.peer is None else borrow_socket(self.fd, peer=self.peer)
 
 
 def unseen_limit_bytes(*, seen_bytes: int, seen_frames: int, age_s: float) -> int:

@@ -30,32 +30,17 @@ class DialedConnection:
     """Connection that this replica dialled; see `Connection`. It is in use once the other end has sent its hello.
 
     Args:
-        context: The transport's.
-        address: The other replica's.
-        port: The port of its listener.
-        own: This replica's keys.
         other: The other's public key, which it must prove.
-        hello: The first frame.
-        source_port: This end's port, which picks the path; None for any.
 
     Attributes:
-        since_s: Time of the attempt.
         problem: Reason why there is no connection, empty as long as there may be one.
         is_mistrusted: Whether the handshake failed, so that a retry will hardly help.
-        source_port: As given.
     """
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        *,
-        address: str,
-        port: int,
-        own: KeyPair,
-        other: bytes,
-        hello: Frame,
-        source_port: int | None = None,
-    ) -> None:
+        self, context: zmq.Context[zmq.Socket[bytes]], *, address: str, port: int, own: KeyPair, other: bytes,
+        hello: Frame, source_port: int | None = None,
+    ) -> None:  # fmt: skip
         self.since_s = time.monotonic()
         self.problem = ""
         self.is_mistrusted = False
@@ -79,10 +64,10 @@ class DialedConnection:
         # whose monitor libzmq has not removed yet.
         self.monitor = self.plug.get_monitor_socket(_EVENTS, f"inproc://dial-{next(_NUMBERS)}")
         self.plug.setsockopt(zmq.IPV6, needs_ipv6(address))
-        any_own = (
-            "" if self.source_port is None else host_port("::" if needs_ipv6(address) else "0.0.0.0", self.source_port)
-        )
-        self.plug.connect(f"tcp://{any_own}{';' if any_own else ''}{host_port(address, port)}")
+        own_end = ""
+        if self.source_port is not None:
+            own_end = host_port("::" if needs_ipv6(address) else "0.0.0.0", self.source_port) + ";"
+        self.plug.connect(f"tcp://{own_end}{host_port(address, port)}")
         # a connection that was refused at once has no room
         if not self.send(write(hello)):
             self.problem = self._refused
@@ -102,7 +87,6 @@ class DialedConnection:
                 yield frames[0].buffer if len(frames) == 1 else None
 
     def send(self, raw: bytearray) -> bool:
-        """Queue one frame; return whether there was room for it."""
         try:
             self.plug.send(raw, zmq.DONTWAIT)
         except zmq.Again:
@@ -110,18 +94,15 @@ class DialedConnection:
         return True
 
     def close(self) -> None:
-        """Close the connection and its sockets at once."""
         if not self.plug.closed:
             self.plug.disable_monitor()
             self.monitor.close()
             self.plug.close()
 
     def reading(self) -> ConnectionStats | None:
-        """Return the kernel's statistics."""
         return None if self._tap is None else self._tap.reading()
 
     def is_closed(self) -> bool:
-        """Return whether the kernel has no such connection any more."""
         return self._tap is not None and self._tap.is_closed()
 
     @property

@@ -43,7 +43,6 @@ class ReceiveWindow:
 
     Args:
         least: Bytes at the start, and the minimum.
-        most: The maximum.
 
     Attributes:
         num_bytes: Bytes that may be in flight now.
@@ -70,23 +69,15 @@ class ReceiveWindow:
         self._began_s, self._arrived_bytes = None, 0
 
     def observe(self, num_bytes: int, *, now_s: float) -> None:
-        """Count bytes that arrived; an epoch ends when a whole window has.
-
-        Args:
-            num_bytes: Number of bytes.
-            now_s: Monotonic time in seconds.
-        """
+        """Count bytes that arrived; an epoch ends when a whole window has."""
         if self._began_s is None:
             self._began_s = now_s  # these bytes were sent before the epoch
             return
         self._arrived_bytes += num_bytes
         if self._arrived_bytes < self.num_bytes:
             return
-        rate = self._arrived_bytes / max(1e-6, now_s - self._began_s)
+        bytes_per_s = self._arrived_bytes / max(1e-6, now_s - self._began_s)
         self._began_s, self._arrived_bytes = now_s, 0
-        self._adapt(rate)
-
-    def _adapt(self, bytes_per_s: float) -> None:
         before, self._smaller_bytes_per_s = self._smaller_bytes_per_s, None
         if before is not None and bytes_per_s < _GAIN * before:
             # doubling did not raise the rate: the link, not the window, is the limit
@@ -167,7 +158,10 @@ class OutgoingMessages:
     def next_frame(self, *, now_s: float) -> MessageStart | MessagePart | None:
         """Return what may go out now."""
         for priority, waiting in self._waiting.items():
-            if waiting and self._has_room(min(waiting[0].num_bytes, OPENING_BYTES)):
+            # the receiver keeps no more unexpected messages than these, and disconnects a sender that exceeds them
+            has_room = len(self._unmatched) < MAX_UNEXPECTED
+            left_bytes = MAX_UNEXPECTED_BYTES - self._unmatched_bytes
+            if waiting and has_room and min(waiting[0].num_bytes, OPENING_BYTES) <= left_bytes:
                 return self._open(waiting.popleft())
             turns = self._turns[priority]
             for _ in range(len(turns)):
@@ -214,16 +208,20 @@ class OutgoingMessages:
                 self._match(frame.number)
         else:
             self._match(frame.number)
-            self._end(outgoing, error=_refusal(outgoing.transfer))
+            who, what = f"replica {outgoing.transfer.peer}", outgoing.transfer.describe()
+            if outgoing.transfer.envelope.stream is BLOBS:
+                text = f"{who} took {what} no further: it does not want it any more, or asked for less"
+                self._end(outgoing, error=TransportError(text))
+            else:
+                self._end(outgoing, error=PayloadError(
+                    f"{who} refused {what}, because it expected another message there; the replicas run different "
+                    f"set-ups: see its log"
+                ))  # fmt: skip
 
     def fail(self, error_of: Callable[[WireTransfer], TransportError]) -> None:
         """Fail all transfers in flight; nothing may be posted after."""
         for outgoing in chain(self._known.values(), *self._waiting.values()):
             outgoing.transfer.fail(error_of(outgoing.transfer))
-
-    def _has_room(self, num_bytes: int) -> bool:
-        # the receiver keeps no more unexpected messages than these, and disconnects a sender that exceeds them
-        return len(self._unmatched) < MAX_UNEXPECTED and self._unmatched_bytes + num_bytes <= MAX_UNEXPECTED_BYTES
 
     def _open(self, outgoing: _Outgoing) -> MessageStart:
         outgoing.number, self._next_number = self._next_number, self._next_number + 1
@@ -251,16 +249,6 @@ class OutgoingMessages:
             outgoing.transfer.succeed()
         else:
             outgoing.transfer.fail(error)
-
-
-def _refusal(transfer: WireTransfer) -> TransportError:
-    who, what = f"replica {transfer.peer}", transfer.describe()
-    if transfer.envelope.stream is BLOBS:
-        return TransportError(f"{who} took {what} no further: it does not want it any more, or asked for less")
-    return PayloadError(
-        f"{who} refused {what}, because it expected another message there; the replicas run different set-ups: see its "
-        f"log"
-    )
 
 
 # Cancelled messages of which parts may still be in flight; the oldest ended long ago.
@@ -432,19 +420,18 @@ class IncomingMessages:
         self._send_credit(number, room)
 
     def _add(self, frame: MessagePart, *, now_s: float) -> None:
-        room = self._arriving.get(frame.number)
-        if room is None and (rest := self._refused.get(frame.number)) is not None:
-            _check_order(frame, arrived=rest.arrived, asked=rest.asked)
-            rest.arrived += len(frame.body)
-            if rest.arrived == rest.asked:
-                del self._refused[frame.number]
-            return
+        room = self._arriving.get(frame.number) or self._refused.get(frame.number)
         if room is None:
             raise FrameError(f"a part of message {frame.number}, for which no credit was sent")
-        _check_order(frame, arrived=room.arrived, asked=room.asked)
         end = frame.start + len(frame.body)
-        room.view[frame.start : end] = frame.body
+        if frame.start != room.arrived or end > room.asked:
+            raise FrameError(f"bytes {frame.start} to {end} of a message, expected {room.arrived} to {room.asked}")
         room.arrived = end
+        if isinstance(room, _Cancelled):
+            if room.arrived == room.asked:
+                del self._refused[frame.number]
+            return
+        room.view[frame.start : end] = frame.body
         self._window.observe(len(frame.body), now_s=now_s)
         if room.arrived < len(room.view):
             self._send_credit(frame.number, room)
@@ -462,12 +449,6 @@ class IncomingMessages:
         if room.asked < len(room.view) and room.asked - room.arrived <= share // 2:
             room.asked = min(len(room.view), room.arrived + share)
             self.replies.append(Credit(number=number, end=room.asked))
-
-
-def _check_order(frame: MessagePart, *, arrived: int, asked: int) -> None:
-    end = frame.start + len(frame.body)
-    if frame.start != arrived or end > asked:
-        raise FrameError(f"bytes {frame.start} to {end} of a message, expected {arrived} to {asked}")
 
 
 def _copy(body: memoryview) -> torch.Tensor:

@@ -25,6 +25,7 @@ The kinds 11 to 13 are for peers with several connections, see `thinwire.transpo
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -49,15 +50,6 @@ MAX_UNEXPECTED_BYTES = 1 << 25
 MAX_REQUESTS = 4096
 _PREFIX = struct.Struct("<2sBB")
 _MAGIC = b"tw"
-_HELLO = struct.Struct(f"<IIB{INCARNATION_BYTES}s")
-_PATH_HELLO = struct.Struct(f"<IIB{INCARNATION_BYTES}s{SESSION_BYTES}sBB")
-_OPENING = struct.Struct("<QBBHIQQ")
-_ASK = struct.Struct("<QQ")
-_PART = struct.Struct("<QQ")
-_GOT = struct.Struct("<QB")
-_NUMBER = struct.Struct("<Q")
-# of a numbered frame around a message's start
-MOST_FRAME_BYTES = _PREFIX.size + _NUMBER.size + _PREFIX.size + _OPENING.size + OPENING_BYTES
 
 
 class FrameError(Exception):
@@ -65,11 +57,7 @@ class FrameError(Exception):
 
 
 class VersionError(FrameError):
-    """A peer speaks another version of the format.
-
-    Args:
-        version: The peer's.
-    """
+    """A peer speaks another version of the format."""
 
     def __init__(self, version: int) -> None:
         super().__init__(
@@ -82,10 +70,7 @@ class Hello:
     """Identity of a replica.
 
     Attributes:
-        replica: Its number.
-        num_replicas: Number of replicas in its configuration.
         incarnation: Random bytes of its process; a restarted replica has others.
-        role: What it does in the run.
     """
 
     replica: int
@@ -175,10 +160,7 @@ class PathHello:
     """Identity of a replica on one of several connections.
 
     Attributes:
-        hello: Its identity.
         session: Random bytes; the connections of one session belong together.
-        path: Number of this connection.
-        num_paths: Number of connections that there will be.
     """
 
     hello: Hello
@@ -203,22 +185,20 @@ class FramesArrived:
 
 
 Frame = (
-    Hello
-    | MessageStart
-    | Credit
-    | MessagePart
-    | Receipt
-    | ReceivePosted
-    | MessageRefused
-    | Goodbye
-    | RequestFrame
-    | CancelFrame
-    | PathHello
-    | NumberedFrame
-    | FramesArrived
-)
-_KINDS: tuple[type, ...] = get_args(Frame)
-_NUMBERED: tuple[type[ReceivePosted | MessageRefused | CancelFrame], ...] = (ReceivePosted, MessageRefused, CancelFrame)
+    Hello | MessageStart | Credit | MessagePart | Receipt | ReceivePosted | MessageRefused | Goodbye | RequestFrame
+    | CancelFrame | PathHello | NumberedFrame | FramesArrived
+)  # fmt: skip
+_KINDS: tuple[type[Any], ...] = get_args(Frame)
+_IDENTITY = f"<IIB{INCARNATION_BYTES}s"
+# Fields of each kind, in the order of the kinds; of some, bytes of any length follow.
+_LAYOUTS = dict(zip(_KINDS, map(struct.Struct, (
+    _IDENTITY, "<QBBHIQQ", "<QQ", "<QQ", "<QB", "<Q", "<Q", "", "<Q", "<Q",
+    f"{_IDENTITY}{SESSION_BYTES}sBB", "<Q", "<Q",
+)), strict=True))  # fmt: skip
+_WITH_BODY = (MessageStart, MessagePart, RequestFrame, NumberedFrame)
+_NAMES = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in _KINDS}
+# of a numbered frame around a message's start
+MOST_FRAME_BYTES = 2 * _PREFIX.size + _LAYOUTS[NumberedFrame].size + _LAYOUTS[MessageStart].size + OPENING_BYTES
 
 
 def write(frame: Frame) -> bytearray:
@@ -228,31 +208,20 @@ def write(frame: Frame) -> bytearray:
         >>> read(memoryview(write(Credit(number=3, end=70_000))))
         Credit(number=3, end=70000)
     """
-    body: memoryview | None = None
-    if isinstance(frame, Hello):
-        fields = _HELLO.pack(frame.replica, frame.num_replicas, ROLES.index(frame.role), frame.incarnation)
+    kind = type(frame)
+    if isinstance(frame, Hello | PathHello):
+        hello = frame if isinstance(frame, Hello) else frame.hello
+        values: list[Any] = [hello.replica, hello.num_replicas, ROLES.index(hello.role), hello.incarnation]
+        values += [frame.session, frame.path, frame.num_paths] if isinstance(frame, PathHello) else []
     elif isinstance(frame, MessageStart):
         stream, owner, number, part, phase = frame.address
-        fields = _OPENING.pack(frame.number, stream, phase, owner, part, number, frame.message_bytes)
-        body = frame.body
-    elif isinstance(frame, MessagePart):
-        fields, body = _PART.pack(frame.number, frame.start), frame.body
-    elif isinstance(frame, Credit):
-        fields = _ASK.pack(frame.number, frame.end)
-    elif isinstance(frame, Receipt):
-        fields = _GOT.pack(frame.number, frame.is_matched)
-    elif isinstance(frame, RequestFrame):
-        fields = _NUMBER.pack(frame.number) + frame.name
-    elif isinstance(frame, Goodbye):
-        fields = b""
-    elif isinstance(frame, PathHello | NumberedFrame | FramesArrived):
-        fields, body = _path_fields(frame)
+        values = [frame.number, stream, phase, owner, part, number, frame.message_bytes, frame.body]
     else:
-        fields = _NUMBER.pack(frame.number)
-    written = bytearray(_PREFIX.pack(_MAGIC, FORMAT_VERSION, 1 + _KINDS.index(type(frame))))
-    written += fields
-    if body is not None:
-        written += body
+        values = [getattr(frame, name) for name in _NAMES[kind]]
+    body = values.pop() if kind in _WITH_BODY else b""
+    written = bytearray(_PREFIX.pack(_MAGIC, FORMAT_VERSION, 1 + _KINDS.index(kind)))
+    written += _LAYOUTS[kind].pack(*values)
+    written += body
     return written
 
 
@@ -271,50 +240,51 @@ def read(raw: memoryview) -> Frame:
         raise VersionError(version)
     if not 1 <= kind <= len(_KINDS):
         raise FrameError(f"a frame of kind {kind}, expected 1 to {len(_KINDS)}")
-    return _read_fields(_KINDS[kind - 1], raw[_PREFIX.size :])
+    kind, rest = _KINDS[kind - 1], raw[_PREFIX.size :]
+    layout = _LAYOUTS[kind]
+    if kind is Goodbye and len(rest):
+        raise FrameError(f"a goodbye with {len(rest)} bytes, expected none")
+    if len(rest) < layout.size or (len(rest) > layout.size and kind not in _WITH_BODY):
+        at_least = "at least " if kind in _WITH_BODY else ""
+        raise FrameError(f"{len(rest)} bytes of fields, expected {at_least}{layout.size}")
+    return _checked(kind, layout.unpack_from(rest), rest[layout.size :])
 
 
-def _read_fields(kind: type, rest: memoryview) -> Frame:
-    if kind in (PathHello, NumberedFrame, FramesArrived):
-        return _read_path_frame(kind, rest)
-    return _read_plain(kind, rest)
-
-
-def _read_plain(kind: type, rest: memoryview) -> Frame:
+def _checked(kind: type[Any], values: tuple[Any, ...], body: memoryview) -> Frame:
+    """Return the frame of fields that a peer sent, checked one by one."""
     if kind is Hello:
-        return _hello(*_exactly(_HELLO, rest))
+        return _hello(*values)
+    if kind is PathHello:
+        *identity, session, path, num_paths = values
+        if not path < num_paths <= MOST_PATHS:
+            raise FrameError(f"a hello of path {path} of {num_paths}, expected at most {MOST_PATHS}")
+        return PathHello(hello=_hello(*identity), session=session, path=path, num_paths=num_paths)
     if kind is MessageStart:
-        return _read_opening(rest)
-    if kind is MessagePart:
-        (number, start), body = _at_least(_PART, rest), rest[_PART.size :]
-        if not 1 <= len(body) <= PART_BYTES:
-            raise FrameError(f"a part of {len(body)} bytes, expected 1 to {PART_BYTES}")
-        return MessagePart(number=number, start=start, body=body)
-    if kind is Credit:
-        number, end = _exactly(_ASK, rest)
-        return Credit(number=number, end=end)
+        return _start(*values, body=body)
+    if kind is RequestFrame:
+        if not 1 <= len(body) <= MOST_NAME_BYTES:
+            raise FrameError(f"a name of {len(body)} bytes, expected 1 to {MOST_NAME_BYTES}")
+        return RequestFrame(number=values[0], name=bytes(body))
     if kind is Receipt:
-        number, is_matched = _exactly(_GOT, rest)
-        if is_matched > 1:
-            raise FrameError(f"a flag of {is_matched}, expected 0 or 1")
-        return Receipt(number=number, is_matched=bool(is_matched))
-    if kind is Goodbye:
-        if len(rest):
-            raise FrameError(f"a goodbye with {len(rest)} bytes, expected none")
-        return Goodbye()
-    return _read_number(kind, rest)
+        if values[1] > 1:
+            raise FrameError(f"a flag of {values[1]}, expected 0 or 1")
+        return Receipt(number=values[0], is_matched=bool(values[1]))
+    if kind is MessagePart and not 1 <= len(body) <= PART_BYTES:
+        raise FrameError(f"a part of {len(body)} bytes, expected 1 to {PART_BYTES}")
+    found = (*values, body) if kind in _WITH_BODY else values
+    made: Frame = kind(**dict(zip(_NAMES[kind], found, strict=True)))
+    return made
 
 
-def _path_fields(frame: PathHello | NumberedFrame | FramesArrived) -> tuple[bytes, memoryview | None]:
-    if isinstance(frame, NumberedFrame):
-        return _NUMBER.pack(frame.number), frame.frame
-    if isinstance(frame, FramesArrived):
-        return _NUMBER.pack(frame.count), None
-    hello = frame.hello
-    return _PATH_HELLO.pack(
-        hello.replica, hello.num_replicas, ROLES.index(hello.role), hello.incarnation, frame.session, frame.path,
-        frame.num_paths,
-    ), None  # fmt: skip
+def _start(
+    count: int, stream: int, phase: int, owner: int, part: int, number: int, size: int, body: memoryview
+) -> MessageStart:
+    if size > MOST_MESSAGE_BYTES:
+        raise FrameError(f"an opening of a message of {size} bytes, expected at most {MOST_MESSAGE_BYTES}")
+    if len(body) != min(size, OPENING_BYTES):
+        raise FrameError(f"an opening with {len(body)} of {size} bytes, expected the first {OPENING_BYTES}")
+    address = MessageAddress(stream, owner, number, part, phase)
+    return MessageStart(number=count, address=address, message_bytes=size, body=body)
 
 
 def _hello(replica: int, num_replicas: int, role: int, incarnation: bytes) -> Hello:
@@ -322,49 +292,3 @@ def _hello(replica: int, num_replicas: int, role: int, incarnation: bytes) -> He
         return Hello(replica=replica, num_replicas=num_replicas, incarnation=incarnation, role=checked_role(role))
     except ValueError as error:
         raise FrameError(f"a hello of which {error}") from None
-
-
-def _read_path_frame(kind: type, rest: memoryview) -> PathHello | NumberedFrame | FramesArrived:
-    if kind is NumberedFrame:
-        (number,) = _at_least(_NUMBER, rest)
-        return NumberedFrame(number=number, frame=rest[_NUMBER.size :])
-    if kind is FramesArrived:
-        (count,) = _exactly(_NUMBER, rest)
-        return FramesArrived(count=count)
-    *identity, session, path, num_paths = _exactly(_PATH_HELLO, rest)
-    if not path < num_paths <= MOST_PATHS:
-        raise FrameError(f"a hello of path {path} of {num_paths}, expected at most {MOST_PATHS}")
-    return PathHello(hello=_hello(*identity), session=session, path=path, num_paths=num_paths)
-
-
-def _read_number(kind: type, rest: memoryview) -> Frame:
-    if kind is RequestFrame:
-        (number,), name = _at_least(_NUMBER, rest), bytes(rest[_NUMBER.size :])
-        if not 1 <= len(name) <= MOST_NAME_BYTES:
-            raise FrameError(f"a name of {len(name)} bytes, expected 1 to {MOST_NAME_BYTES}")
-        return RequestFrame(number=number, name=name)
-    (number,) = _exactly(_NUMBER, rest)
-    return next(numbered for numbered in _NUMBERED if numbered is kind)(number=number)
-
-
-def _read_opening(rest: memoryview) -> MessageStart:
-    count, stream, phase, owner, part, number, message_bytes = _at_least(_OPENING, rest)
-    body = rest[_OPENING.size :]
-    if message_bytes > MOST_MESSAGE_BYTES:
-        raise FrameError(f"an opening of a message of {message_bytes} bytes, expected at most {MOST_MESSAGE_BYTES}")
-    if len(body) != min(message_bytes, OPENING_BYTES):
-        raise FrameError(f"an opening with {len(body)} of {message_bytes} bytes, expected the first {OPENING_BYTES}")
-    address = MessageAddress(stream, owner, number, part, phase)
-    return MessageStart(number=count, address=address, message_bytes=message_bytes, body=body)
-
-
-def _exactly(fields: struct.Struct, raw: memoryview) -> tuple[Any, ...]:
-    if len(raw) != fields.size:
-        raise FrameError(f"{len(raw)} bytes of fields, expected {fields.size}")
-    return fields.unpack(raw)
-
-
-def _at_least(fields: struct.Struct, raw: memoryview) -> tuple[int, ...]:
-    if len(raw) < fields.size:
-        raise FrameError(f"{len(raw)} bytes of fields, expected at least {fields.size}")
-    return fields.unpack_from(raw)

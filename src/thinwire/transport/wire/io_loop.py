@@ -68,12 +68,8 @@ class IoLoop:
     """Connections to all other replicas, driven by one thread.
 
     Args:
-        replica: This replica.
-        num_replicas: Number of replicas, None for an open set.
-        secret: The job's.
-        address: The IP address to listen on.
+        num_replicas: None for an open set.
         ports: Ports to try; 0 stands for a free one.
-        role: What this replica does in the run.
         on_request: Called in the completion thread with a replica and its request or cancellation, or with None when
             its connection ended.
 
@@ -84,26 +80,17 @@ class IoLoop:
     """
 
     def __init__(
-        self,
-        *,
-        replica: int,
-        num_replicas: int | None,
-        secret: Secret,
-        address: str,
-        ports: Sequence[int],
-        role: str,
+        self, *, replica: int, num_replicas: int | None, secret: Secret, address: str, ports: Sequence[int], role: str,
         on_request: Callable[[int, RequestFrame | CancelFrame | None], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._replica = replica
         self._secret = secret
         self._is_open = num_replicas is None
-        self._on_request_frame = on_request
+        self._on_request = on_request
         self._own = Hello(
-            replica=replica,
-            num_replicas=num_replicas or MOST_REPLICAS,
+            replica=replica, num_replicas=num_replicas or MOST_REPLICAS, role=role,
             incarnation=secrets.token_bytes(INCARNATION_BYTES),
-            role=role,
-        )
+        )  # fmt: skip
         self.peers: dict[int, Peer] = {}
         self._known_keys: dict[bytes, int] = {}
         for peer in range(num_replicas or 0):
@@ -126,37 +113,31 @@ class IoLoop:
         self._wake_lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self.listener = self._open_listener(address, ports)
+            self.listener = Listener(
+                self._context, address=address, ports=ports, keys=key_pair(secret, replica=replica, role="door"),
+                callers=self._known_keys, decide=self._decide,
+            )  # fmt: skip
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._open_wake_pair()
-        self._next_heartbeat_s = time.monotonic() + HEARTBEAT_S
-        self.completion = CompletionThread()
-        self._thread = threading.Thread(target=self._run, name="thinwire-wire", daemon=True)
-        self._thread.start()
-
-    def _open_wake_pair(self) -> None:
         self._wake, self._woken = (self._context.socket(zmq.PAIR) for _ in range(2))
         self._woken.bind("inproc://wake")
         self._wake.connect("inproc://wake")
         self._poller = zmq.Poller()
         for plug in (self._woken, self.listener.monitor, self.listener.plug, self.listener.decider):
             self._poller.register(plug, zmq.POLLIN)
-
-    def _open_listener(self, address: str, ports: Sequence[int]) -> Listener:
-        keys = key_pair(self._secret, replica=self._replica, role="door")
-        return Listener(
-            self._context, address=address, ports=ports, keys=keys, callers=self._known_keys, decide=self._decide
-        )
+        self._next_heartbeat_s = time.monotonic() + HEARTBEAT_S
+        self.completion = CompletionThread()
+        self._thread = threading.Thread(target=self._run, name="thinwire-wire", daemon=True)
+        self._thread.start()
 
     def _add_peer(self, peer: int) -> None:
-        self.peers[peer] = Peer(peer=peer, own=self._own, is_open=self._is_open, on_request=self._on_request)
+        def later(peer: int, frame: RequestFrame | CancelFrame | None) -> None:
+            self.completion.later(lambda: self._on_request(peer, frame))
+
+        self.peers[peer] = Peer(peer=peer, own=self._own, is_open=self._is_open, on_request=later)
         if peer > self._replica:
             self._known_keys[key_pair(self._secret, replica=peer, role="dialler").public_bytes] = peer
-
-    def _on_request(self, peer: int, frame: RequestFrame | CancelFrame | None) -> None:
-        self.completion.later(lambda: self._on_request_frame(peer, frame))
 
     def call_soon(self, command: Callable[[], None]) -> bool:
         """Run a command in the thread soon; return whether the thread still runs."""
@@ -208,7 +189,14 @@ class IoLoop:
 
     def close(self, *, deadline_s: float) -> None:
         """Fail all transfers in flight, send goodbyes, and close the sockets."""
-        self.call_soon(self._start_closing)
+
+        def begin() -> None:
+            if self._until_s is None:
+                self._until_s = time.monotonic() + FAREWELL_S
+                for state in self.peers.values():
+                    state.close()
+
+        self.call_soon(begin)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=deadline_s)
         self.completion.close(deadline_s=deadline_s)
@@ -228,7 +216,8 @@ class IoLoop:
         self._run_commands()
         # Ended connections come first: a new one may reuse the descriptor. Their last frames still count. Handshakes
         # come last: frames of a connection that is admitted now must not be read before earlier departures.
-        leaving = [caller for fd in self.listener.departed() for caller in self._identities_on(fd)]
+        gone = set(self.listener.departed())
+        leaving = [caller for caller, (_, connection) in self._accepted.items() if connection.tap.fd in gone]
         for _ in range(_LAST_BURSTS if leaving else 1):
             if not self._read_listener():
                 break
@@ -279,14 +268,18 @@ class IoLoop:
         is_free = state.connection is None or isinstance(state.connection, MultipathConnection)
         return ACCEPTED if is_free else TAKEN
 
-    def _identities_on(self, fd: int) -> list[bytes]:
-        return [caller for caller, (_, connection) in self._accepted.items() if connection.tap.fd == fd]
-
     def _read_listener(self) -> bool:
+        """Act on what the listener has received; return whether that was anything."""
         has_heard = False
         for found in self.listener.delivered():
-            self._on_received(found)
             has_heard = True
+            if (known := self._accepted.get(found.caller)) is None:
+                self._admit(found)
+            elif _is_in_use(*known):
+                try:
+                    _deliver(*known, found.frame)
+                except FrameError as error:
+                    known[0].drop(f"sent {error} and was disconnected", for_good=True)
         return has_heard
 
     def _on_disconnect(self, caller: bytes) -> None:
@@ -299,18 +292,6 @@ class IoLoop:
         elif bundle is not connection:
             return
         state.drop("closed its connection")
-
-    def _on_received(self, found: ReceivedFrame) -> None:
-        known = self._accepted.get(found.caller)
-        if known is None:
-            self._admit(found)
-            return
-        state, connection = known
-        if _is_in_use(state, connection):
-            try:
-                _deliver(state, connection, found.frame)
-            except FrameError as error:
-                state.drop(f"sent {error} and was disconnected", for_good=True)
 
     def _admit(self, found: ReceivedFrame) -> None:
         state = self.peers.get(found.replica)
@@ -452,14 +433,10 @@ class IoLoop:
         source_port = ports[self._attempts[key] % len(ports)]
         self._attempts[key] += 1
         dial = DialedConnection(
-            self._context,
-            address=address.host,
-            port=address.port,
+            self._context, address=address.host, port=address.port, hello=hello, source_port=source_port,
             own=key_pair(self._secret, replica=self._replica, role="dialler"),
             other=key_pair(self._secret, replica=peer, role="door").public,
-            hello=hello,
-            source_port=source_port,
-        )
+        )  # fmt: skip
         self._dialed[key] = dial
         for plug in (dial.plug, dial.monitor):
             self._poller.register(plug, zmq.POLLIN)
@@ -489,12 +466,6 @@ class IoLoop:
                 state.drop(problem)
                 self._notify()
 
-    def _start_closing(self) -> None:
-        if self._until_s is None:
-            self._until_s = time.monotonic() + FAREWELL_S
-            for state in self.peers.values():
-                state.close()
-
     def _is_finished(self) -> bool:
         if self._until_s is None:
             return False
@@ -518,6 +489,5 @@ class IoLoop:
         self.listener.plug.setsockopt(zmq.LINGER, _LINGER_MS)
         self.listener.close()
         self._woken.close(linger=0)
-        self._context.destroy(
-            linger=_LINGER_MS
-        )  # also sockets that an error of ours left open: `term` would wait for them
+        # also sockets that an error of ours left open: `term` would wait for them
+        self._context.destroy(linger=_LINGER_MS)

@@ -36,7 +36,6 @@ class ReceivedFrame:
     Attributes:
         caller: Routing identity of the connection.
         replica: The replica whose key the connection proved.
-        fd: The connection's descriptor.
         frame: Its bytes, None if the message was not a single frame.
     """
 
@@ -50,9 +49,7 @@ class AcceptedConnection:
     """Connection that a replica dialled; see `Connection`."""
 
     def __init__(self, door: Listener, *, caller: bytes, tap: KernelConnection) -> None:
-        self._door = door
-        self.caller = caller
-        self.tap = tap
+        self._door, self.caller, self.tap = door, caller, tap
 
     def send(self, raw: bytearray) -> bool:
         """Queue one frame; on a connection that is gone it is lost, which the monitor reports soon."""
@@ -60,19 +57,15 @@ class AcceptedConnection:
 
     @property
     def source_port(self) -> int | None:
-        """Port of the other end, which dialled."""
         return None if self.tap.peer is None else self.tap.peer[1]
 
     def close(self) -> None:
-        """Close the connection at once."""
         self.tap.shut()
 
     def reading(self) -> ConnectionStats | None:
-        """Return the kernel's statistics."""
         return self.tap.reading()
 
     def is_closed(self) -> bool:
-        """Return whether the kernel has no such connection any more."""
         return self.tap.is_closed()
 
 
@@ -82,7 +75,6 @@ class Listener:
     Args:
         context: Its ZAP handler becomes this listener.
         address: The IP address to listen on; `::` is all of IPv6 and IPv4.
-        keys: This replica's.
         callers: Replicas by the public keys with which they may dial.
         decide: Returns `ACCEPTED`, `TAKEN` or `UNKNOWN` for a replica that proved its key.
         ports: Ports to try one after the other; 0 stands for a free one.
@@ -93,16 +85,10 @@ class Listener:
     """
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        *,
-        address: str,
-        keys: KeyPair,
-        callers: Mapping[bytes, int],
-        decide: Callable[[int], bytes],
-        ports: Sequence[int] = (0,),
+        self, context: zmq.Context[zmq.Socket[bytes]], *, address: str, keys: KeyPair, callers: Mapping[bytes, int],
+        decide: Callable[[int], bytes], ports: Sequence[int] = (0,),
         prepare: Callable[[zmq.Socket[bytes]], None] = set_socket_options,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._callers = callers
         self._decide = decide
         self._unproven: dict[int, tuple[float, KernelConnection]] = {}
@@ -158,18 +144,15 @@ class Listener:
             while True:
                 event = recv_monitor_message(self.monitor, zmq.DONTWAIT)
                 if event["event"] == zmq.EVENT_ACCEPTED:
-                    self._on_accept(event["value"])
+                    tap = KernelConnection(fd := event["value"])
+                    self._unproven[fd] = (time.monotonic(), tap)
+                    # never by closing the port: libzmq would close all of its connections too
+                    ending = self._pending.add(fd, "" if tap.peer is None else tap.peer[0])
+                    if ending is not None:
+                        self._unproven.pop(ending)[1].shut()
                 elif event["event"] == zmq.EVENT_DISCONNECTED:
                     self._forget(event["value"])
                     yield event["value"]
-
-    def _on_accept(self, fd: int) -> None:
-        tap = KernelConnection(fd)
-        self._unproven[fd] = (time.monotonic(), tap)
-        # never by closing the port: libzmq would close all of its connections too
-        ending = self._pending.add(fd, "" if tap.peer is None else tap.peer[0])
-        if ending is not None:
-            self._unproven.pop(ending)[1].shut()
 
     def _forget(self, fd: int) -> KernelConnection | None:
         self._pending.remove(fd)
@@ -183,22 +166,17 @@ class Listener:
                 caller, *frames = self.plug.recv_multipart(zmq.DONTWAIT, copy=False)
                 if frames:
                     yield ReceivedFrame(
-                        caller=caller.bytes,
-                        replica=int(frames[0].get("User-Id")),
-                        fd=int(frames[0].get(zmq.SRCFD)),
+                        caller=caller.bytes, replica=int(frames[0].get("User-Id")), fd=int(frames[0].get(zmq.SRCFD)),
                         frame=frames[0].buffer if len(frames) == 1 else None,
-                    )
+                    )  # fmt: skip
 
     def admit(self, found: ReceivedFrame) -> AcceptedConnection:
         """Return the connection of a replica that sent its hello."""
-        kernel = self._take_pending(found.fd) or KernelConnection(found.fd)
+        kernel = self.know(found.fd) or KernelConnection(found.fd)
         return AcceptedConnection(self, caller=found.caller, tap=kernel)
 
-    def know(self, fd: int) -> None:
-        """Mark a connection as identified, so that `guard` leaves it alone."""
-        self._take_pending(fd)
-
-    def _take_pending(self, fd: int) -> KernelConnection | None:
+    def know(self, fd: int) -> KernelConnection | None:
+        """Mark a connection as identified, so that `guard` leaves it alone; return it if it was not before."""
         tap = self._forget(fd)
         if tap is not None and tap.peer is not None:
             self._pending.trust(tap.peer[0])

@@ -48,10 +48,7 @@ class PathStats:
     """One path to a peer.
 
     Attributes:
-        path: Its number.
-        is_connected: Whether there is a connection.
         is_stalled: Whether it is passed over, because its frames do not arrive.
-        share: Its share of the bytes.
         sent_bytes: Bytes of frames that arrived over it.
         bytes_per_s: Mean rate while it was in use; 0 if not measured yet.
         busy_s: Seconds with frames under way.
@@ -98,25 +95,14 @@ class MultipathConnection:
     Used only from the thread that owns the sockets, but for `stats` and `reading`.
 
     Args:
-        session: Random bytes that the connections have in common.
-        num_paths: How many there will be.
         shares: The first share of each; even by default.
-        peer_name: Names the replica in the log.
-        now: Returns monotonic time in seconds.
-
-    Attributes:
-        session: As given.
-        num_paths: As given.
     """
 
     def __init__(
         self, *, session: bytes, num_paths: int, shares: Sequence[float] | None = None,
         peer_name: str = "the replica", now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self.session = session
-        self.num_paths = num_paths
-        self._peer_name = peer_name
-        self._now = now
+        self.session, self.num_paths, self._peer_name, self._now = session, num_paths, peer_name, now
         self._balancer = PathBalancer(num_paths, rules=_RULES, shares=shares)
         self._paths: dict[int, _Path] = {}
         self._next_number = 0
@@ -144,8 +130,7 @@ class MultipathConnection:
 
     @property
     def source_port(self) -> int | None:
-        """None: each path has its own."""
-        return None
+        return None  # each path has its own
 
     def path_of(self, connection: Connection) -> int | None:
         """Return the path of a connection, None for another one."""
@@ -226,7 +211,12 @@ class MultipathConnection:
         Call it about every `TICK_S`.
         """
         now_s = self._now()
-        silent = [one.connection for one in self._paths.values() if self._is_silent(one)]
+        silent = []
+        for one in self._paths.values():
+            if (stats := one.connection.reading()) is not None:
+                one.liveness.observe(stats.rtt_s)
+                if stats.silence_s > one.liveness.limit_s:
+                    silent.append(one.connection)
         for path, one in self._paths.items():
             if one.sent and not one.is_stalled and now_s - one.sent[0][2] > one.stall_s and self._has_other(one):
                 one.is_stalled = True
@@ -272,14 +262,12 @@ class MultipathConnection:
         ]  # fmt: skip
 
     def close(self) -> None:
-        """Close all connections at once."""
         for one in list(self._paths.values()):
             self._keep_totals(one.connection)
             one.connection.close()
         self._paths.clear()
 
     def is_closed(self) -> bool:
-        """Return whether the kernel has none of the connections any more."""
         return all(one.connection.is_closed() for one in self._paths.values())
 
     def reading(self) -> ConnectionStats | None:
@@ -295,13 +283,6 @@ class MultipathConnection:
         if (last := connection.reading()) is not None:
             ended = _sum([ended, last], overhead_bytes=0, current=[last])
         self._counted = ended, tuple(one for one in connections if one is not connection)
-
-    def _is_silent(self, one: _Path) -> bool:
-        stats = one.connection.reading()
-        if stats is None:
-            return False
-        one.liveness.observe(stats.rtt_s)
-        return stats.silence_s > one.liveness.limit_s
 
     def _has_other(self, one: _Path) -> bool:
         return any(other is not one and not other.is_stalled for other in self._paths.values())

@@ -32,15 +32,6 @@ class BalanceRules:
 class PathBalancer:
     """Shares of the paths of one flow.
 
-    Args:
-        num_paths: Number of paths.
-        rules: The constants.
-        shares: The first shares; even by default.
-
-    Attributes:
-        shares: Each path's part of the bytes; they add up to 1.
-        num_moves: How often the shares have moved.
-
     Example:
         >>> balancer = PathBalancer(2)
         >>> for _ in range(2):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -50,27 +49,10 @@ def not_a_member(transfer: WireTransfer) -> PeerLost:
     )
 
 
-@dataclass(slots=True, kw_only=True)
-class ReceivedTraffic:
-    """Traffic received over a connection.
-
-    Attributes:
-        since_s: Start of the connection.
-        num_bytes: Bytes of its frames.
-        num_frames: Number of its frames.
-    """
-
-    since_s: float
-    num_bytes: int = 0
-    num_frames: int = 0
-
-
 class Peer:
     """State of one peer; used only from the thread that owns the sockets.
 
     Args:
-        peer: The other replica.
-        own: This replica's hello.
         is_open: Whether the set of replicas is open: it goes on without a lost peer.
         on_request: Called with each request and cancellation of the peer, and with None when the connection ends.
 
@@ -78,22 +60,18 @@ class Peer:
         connection: The connection, None if there is none.
         reason: Reason why the last one ended, as the end of "replica 3 ...".
         is_over: Whether there will be no other: the peer sent a goodbye, or broke the protocol.
-        redial_s: Time of the next attempt to dial.
         role: What it does in the run, as its latest hello says.
     """
 
     def __init__(
         self, *, peer: int, own: Hello, is_open: bool = False, on_request: OnRequest = lambda peer, frame: None
     ) -> None:
-        self.peer = peer
+        self.peer, self.role = peer, own.role
         self.connection: Connection | None = None
         self.reason = "is not connected"
         self.is_over = False
-        self.role = own.role
         self.redial_s = 0.0
-        self._own = own
-        self._is_open = is_open
-        self._on_request = on_request
+        self._own, self._is_open, self._on_request = own, is_open, on_request
         self._incarnation: bytes | None = None
         self._redial_delay_s = _REDIAL_S
         self._held: bytearray | None = None
@@ -186,8 +164,8 @@ class Peer:
         """
         if raw is None:
             raise FrameError("a message of several frames, expected one")
-        self._seen.num_bytes += len(raw)
-        self._seen.num_frames += 1
+        self._seen_bytes += len(raw)
+        self._seen_frames += 1
         frame = read(raw)
         if isinstance(frame, Goodbye):
             self._has_received_goodbye = True
@@ -233,12 +211,7 @@ class Peer:
             self._incoming.replies.append(Goodbye())
 
     def drop(self, reason: str, *, for_good: bool = False) -> None:
-        """Close the connection, and fail all transfers in flight.
-
-        Args:
-            reason: Reason, as the end of "replica 3 ...".
-            for_good: Whether the peer may not connect again.
-        """
+        """Close the connection, and fail all transfers in flight; `reason` is the end of "replica 3 ..."."""
         connection, self.connection, self._held = self.connection, None, None
         if connection is not None:
             connection.close()
@@ -282,10 +255,8 @@ class Peer:
         limit_s = self._liveness.limit_s
         if reading.silence_s > limit_s:
             return f"was silent for {reading.silence_s:.1f} s (its link allows {limit_s:.3g} s)"
-        age_s = time.monotonic() - self._seen.since_s
-        limit_bytes = unseen_limit_bytes(
-            seen_bytes=self._seen.num_bytes, seen_frames=self._seen.num_frames, age_s=age_s
-        )
+        age_s = time.monotonic() - self._since_s
+        limit_bytes = unseen_limit_bytes(seen_bytes=self._seen_bytes, seen_frames=self._seen_frames, age_s=age_s)
         if reading.received_bytes > limit_bytes:
             return f"sent {reading.received_bytes} bytes that make no messages and was disconnected"
         return ""
@@ -293,7 +264,8 @@ class Peer:
     def _begin(self) -> None:
         self._outgoing, self._incoming, self._requests = OutgoingMessages(), IncomingMessages(), RequestTable()
         self._liveness = Liveness()
-        self._seen = ReceivedTraffic(since_s=time.monotonic())
+        # of the connection: its begin, and bytes and number of the frames that it has delivered
+        self._since_s, self._seen_bytes, self._seen_frames = time.monotonic(), 0, 0
         self._held = None
         self._has_sent_goodbye = self._has_received_goodbye = False
 

@@ -51,9 +51,6 @@ class WireTransfer(TransferFuture):
     """Message to or from another replica.
 
     Args:
-        peer: The replica at the other end.
-        envelope: The message's envelope.
-        verb: The peer's part: "send" or "take".
         later: Runs a task in the completion thread.
     """
 
@@ -62,13 +59,20 @@ class WireTransfer(TransferFuture):
         self.peer = peer
         self.envelope = envelope
         self._later = later
+        self._release_slot: Callable[[], None] = lambda: None
+
+    def occupy(self, release_slot: Callable[[], None]) -> None:
+        """Call a function, in the thread that owns the sockets, once the transfer needs no slot any more."""
+        self._release_slot = release_slot
 
     def succeed(self, message: torch.Tensor | None = None) -> None:
         """Complete, after a message that arrived was checked."""
+        self._release_slot()
         self._later(lambda: self._complete(message))
 
     def fail(self, error: TransportError) -> None:
         """Fail."""
+        self._release_slot()
         self._later(lambda: self._end(error))
 
     def fail_now(self, error: TransportError) -> None:
@@ -78,75 +82,34 @@ class WireTransfer(TransferFuture):
     def _complete(self, message: torch.Tensor | None) -> None:
         if self.done():  # it was cancelled
             return
-        error: TransportError | None = None
         try:
             if message is not None:
                 self._received = unpack(message, source=self.peer, envelope=self.envelope)
-        except TransportError as found:
-            error = found
-        self._end(error)
+        except TransportError as error:
+            self._end(error)
+        else:
+            self._end(None)
 
 
-class _SlotTransfer(WireTransfer):
-    """A transfer that occupies a slot of its connection; the slot is released in the thread that owns the sockets."""
-
-    def __init__(self, *, peer: int, envelope: Envelope, verb: str, later: Later) -> None:
-        super().__init__(peer=peer, envelope=envelope, verb=verb, later=later)
-        self._release_slot: Callable[[], None] = lambda: None
-
-    def occupy(self, release_slot: Callable[[], None]) -> None:
-        """Call a function once the transfer does not need its slot any more."""
-        self._release_slot = release_slot
-
-    def succeed(self, message: torch.Tensor | None = None) -> None:
-        """Complete, and release the slot."""
-        self._release_slot()
-        super().succeed(message)
-
-    def fail(self, error: TransportError) -> None:
-        """Fail, and release the slot."""
-        self._release_slot()
-        super().fail(error)
-
-
-class ResponseTransfer(_SlotTransfer):
-    """Response to a request of another replica.
-
-    Args:
-        peer: The requesting replica.
-        number: The request's number.
-        num_bytes: Size of the payload.
-        is_there: Whether the payload is the requested blob.
-        later: Runs a task in the completion thread.
-    """
+class ResponseTransfer(WireTransfer):
+    """Response to a request of another replica."""
 
     def __init__(self, *, peer: int, number: int, num_bytes: int, is_there: bool, later: Later) -> None:
         envelope = Envelope(stream=BLOBS, key=(number,), payload_bytes=num_bytes, note=IS_THERE if is_there else b"")
         super().__init__(peer=peer, envelope=envelope, verb="take", later=later)
 
 
-class RequestTransfer(_SlotTransfer):
+class RequestTransfer(WireTransfer):
     """Request of this replica to another one.
 
     Args:
-        peer: The other replica.
-        number: The request's number.
-        name: The blob's name.
-        most_bytes: Largest payload that is accepted.
-        later: Runs a task in the completion thread.
         withdraw: Sends a cancellation to the peer.
     """
 
     def __init__(
-        self,
-        *,
-        peer: int,
-        number: int,
-        name: bytes,
-        most_bytes: int,
-        later: Later,
+        self, *, peer: int, number: int, name: bytes, most_bytes: int, later: Later,
         withdraw: Callable[[RequestTransfer], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         envelope = Envelope(stream=BLOBS, key=(number,), payload_bytes=most_bytes, takes_less=True)
         super().__init__(peer=peer, envelope=envelope, verb="send", later=later)
         self.name = name

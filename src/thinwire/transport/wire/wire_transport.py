@@ -44,10 +44,9 @@ import torch
 from thinwire.errors import ConnectError, TransportError
 from thinwire.roles import ROLES, checked_role
 from thinwire.transport.addresses import Address, DialPaths, check_dial_paths
-from thinwire.transport.base import MOST_REPLICAS, Envelope, Pending, check_peer
-from thinwire.transport.message import header_of, pack
+from thinwire.transport.base import MOST_REPLICAS, Envelope, Pending, StreamLimits, check_peer
+from thinwire.transport.message import Tamper, header_of, pack
 from thinwire.transport.secret import Secret
-from thinwire.transport.streams import StreamLimits
 from thinwire.transport.tcp_stats import ConnectionStats
 from thinwire.transport.wire.framing import MOST_NAME_BYTES, CancelFrame, RequestFrame
 from thinwire.transport.wire.io_loop import IoLoop
@@ -58,7 +57,6 @@ from thinwire.transport.wire.transfer import RequestTransfer, ResponseTransfer, 
 CLOSE_S = 10.0
 # One failed handshake may be a connection that broke at the wrong moment.
 _MAX_HANDSHAKES = 2
-Tamper = Callable[[torch.Tensor], "torch.Tensor | None"]
 _log = logging.getLogger(__name__)
 
 
@@ -69,10 +67,6 @@ class WireTransport:
     numbers dial it.
 
     Args:
-        replica: This replica.
-        num_replicas: Number of replicas.
-        secret: The job's.
-        address: The IP address to listen on.
         ports: Ports to try one after the other; 0 stands for a free one.
         is_open: Whether the set is open. Then `num_replicas` is only the planned number, a replica's number may be any
             below `MOST_REPLICAS`, there are no others until they are added, and a message for one that is not in the
@@ -82,13 +76,10 @@ class WireTransport:
     Attributes:
         tamper: Called with each packed message that this replica sends; returns what goes on the wire, or None to lose
             the message. For tests of faults.
-        on_request: Called with a replica, its request's number and the requested name; each request must be answered by
-            `respond` at some time. Without it, no blob is there. Set it before others can send requests.
-        on_cancel: Called with a replica and the number of a cancelled request without a response; it must still be
-            answered, best at once with an empty response.
-        on_lost: Called with a replica whose connection ended, or that was removed before it had one; its requests are
-            forgotten. These three are called one at a time and in order, from the completion thread, which they must
-            not delay.
+        on_request: See `RequestTransport`; each request must be answered by `respond` at some time, also a cancelled
+            one, best at once with an empty response. Without it, no blob is there. Set it before others can send
+            requests. It, `on_cancel` and `on_lost` are called one at a time and in order, from the completion thread,
+            which they must not delay.
 
     Raises:
         ValueError: There is no such replica or role.
@@ -127,14 +118,9 @@ class WireTransport:
         self._lock = threading.Lock()
         self._is_closed = False
         self._loop = IoLoop(
-            replica=replica,
-            num_replicas=None if is_open else num_replicas,
-            secret=secret,
-            address=address,
-            ports=ports,
-            role=checked_role(role),
-            on_request=self._on_request,
-        )
+            replica=replica, num_replicas=None if is_open else num_replicas, secret=secret, address=address,
+            ports=ports, role=checked_role(role), on_request=self._on_request,
+        )  # fmt: skip
         # libzmq's threads must end before the interpreter does
         atexit.register(self.close)
 
@@ -169,11 +155,6 @@ class WireTransport:
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
         """Start to send a payload to another replica; the transport keeps a copy until it has arrived.
 
-        Args:
-            payload: uint8, `(payload_bytes,)`, contiguous, on the CPU.
-            to: The replica.
-            envelope: The message's envelope.
-
         Raises:
             ValueError: There is no other replica of that number, or the stream does not allow the message at once.
         """
@@ -201,10 +182,8 @@ class WireTransport:
     def add(self, peer: int, *, address: Address | None = None) -> bool:
         """Add a replica to the open set: it may dial this one, or is dialled again and again until it is removed.
 
-        Args:
-            peer: Its number.
-            address: Address of a replica with a lower number; a new one counts from the next attempt on. Replicas with
-                higher numbers dial this one.
+        Replicas with higher numbers dial this one; one with a lower number needs an address, and a new one counts from
+        the next attempt on.
 
         Returns:
             Whether it was added: a removed replica never comes back.
@@ -272,11 +251,6 @@ class WireTransport:
     def request(self, source: int, name: bytes, *, most_bytes: int) -> RequestTransfer:
         """Request a blob that another replica has, or will have.
 
-        Args:
-            source: The replica.
-            name: 1 to 64 bytes.
-            most_bytes: Largest payload that is accepted.
-
         Returns:
             The transfer, which can be cancelled. The message's reference hash is 1 if the payload is the blob, and 0 if
             the blob is not there and will not be.
@@ -288,13 +262,9 @@ class WireTransport:
         if not 1 <= len(name) <= MOST_NAME_BYTES:
             raise ValueError(f"a name has 1 to {MOST_NAME_BYTES} bytes, got {len(name)}")
         transfer = RequestTransfer(
-            peer=source,
-            number=next(self._asks),
-            name=name,
-            most_bytes=most_bytes,
-            later=self._loop.completion.later,
+            peer=source, number=next(self._asks), name=name, most_bytes=most_bytes, later=self._loop.completion.later,
             withdraw=lambda transfer: self._on_peer(transfer, lambda state: state.post_cancel(transfer)),
-        )
+        )  # fmt: skip
         self._on_peer(transfer, lambda state: state.post_request(transfer))
         return transfer
 
@@ -303,23 +273,12 @@ class WireTransport:
     ) -> ResponseTransfer:
         """Respond to a request; the payload is not copied, and must not change until the transfer ends.
 
-        Args:
-            peer: The requesting replica.
-            number: The request's number.
-            payload: uint8, `(payload_bytes,)`, contiguous, on the CPU.
-            is_there: Whether the payload is the requested blob.
-            crc: CRC-32 of the payload, if known.
-
         Returns:
             The transfer. It fails with `PeerLost` if the request was cancelled, or its connection broke, even if the
             replica is connected again.
         """
         transfer = ResponseTransfer(
-            peer=peer,
-            number=number,
-            num_bytes=payload.numel(),
-            is_there=is_there,
-            later=self._loop.completion.later,
+            peer=peer, number=number, num_bytes=payload.numel(), is_there=is_there, later=self._loop.completion.later
         )
         if self.tamper is not None:
             message = self.tamper(pack(payload, sender=self.replica, envelope=transfer.envelope))
@@ -390,10 +349,7 @@ class WireTransport:
             else:
                 command(state)
 
-        self._call_soon(transfer, find)
-
-    def _call_soon(self, transfer: WireTransfer, command: Callable[[], None]) -> None:
-        if self._is_closed or not self._loop.call_soon(command):
+        if self._is_closed or not self._loop.call_soon(find):
             transfer.fail_now(
                 TransportError(
                     f"the transport was closed with {transfer.describe()} of replica {transfer.peer} in flight"
@@ -423,12 +379,6 @@ class WireTransport:
 
 def _wait_for_all(loop: IoLoop, addresses: Mapping[int, Address], *, replica: int, deadline_s: float) -> None:
     """Wait until all dialled replicas have answered; name the one that does not.
-
-    Args:
-        loop: The loop that dials them.
-        addresses: By replica.
-        replica: This replica.
-        deadline_s: Seconds to wait.
 
     Raises:
         ConnectError: A replica did not answer in time, or one end did not prove to have the secret.
