@@ -16,7 +16,7 @@ from thinwire.runlog.records import Flow, PathReading, Probe, to_line
 from thinwire.transport.addresses import clock_name, host_name, outer_addresses
 from thinwire.transport.burst_probe import BURST_BYTES, BurstProbe
 from thinwire.transport.default_group import TEXT_BYTES
-from thinwire.transport.tcp_stats import ConnectionStats, HostFlow, HostFlows
+from thinwire.transport.tcp_stats import ConnectionStats, HostFlows
 
 if TYPE_CHECKING:  # needs pyzmq, an extra
     from thinwire.transport.wire.multipath import PathStats
@@ -47,11 +47,7 @@ class FlowLines:
     """Polls the kernel counters of connections to other hosts, and returns lines of what is new.
 
     Args:
-        rank: Who writes.
-        hosts: The host of each rank.
-        addresses: The addresses of each rank's host.
         without: Ports of connections that do not belong to the job.
-        clock: Monotonic seconds.
         timer: Monotonic seconds, to measure the duration of a reading.
 
     Attributes:
@@ -89,14 +85,19 @@ class FlowLines:
         much = max(MUCH_BYTES, _MUCH_SHARE * max(carried.values(), default=0))
         self.used = frozenset(peer for peer, num_bytes in carried.items() if num_bytes >= much)
         self._before = {peer: one.num_bytes for peer, one in found.items()}
-        return [to_line(_flow(self._rank, peer, fresh[peer], now_s)) for peer in sorted(worst)]
+        return [
+            to_line(Flow(
+                rank=self._rank, peer=peer, at_s=round(now_s, 6), num_bytes=one.num_bytes, busy_s=round(one.busy_s, 6),
+                held_s=round(one.held_s, 6), silence_s=one.silence_s, unanswered=one.unanswered,
+            ))
+            for peer, one in sorted(fresh.items()) if peer in worst
+        ]  # fmt: skip
 
 
 class PeerFlows:
     """Polls the connections of a rank's own transport, and returns records of what is new.
 
     Args:
-        rank: Who writes.
         timer: Monotonic seconds, to measure the duration of a reading.
     """
 
@@ -112,12 +113,7 @@ class PeerFlows:
             self._peers.add(peer)
 
     def records(self, at_s: float, reading: Callable[[int], ConnectionStats | None]) -> list[Flow]:
-        """Return a record of each connection with bytes since the last poll.
-
-        Args:
-            at_s: The present.
-            reading: Counters of the connection to a rank, if any.
-        """
+        """Return a record of each connection with bytes since the last poll."""
         if not self._pace.is_due(at_s):
             return []
         with self._pace.measured(at_s):
@@ -135,12 +131,7 @@ class PeerFlows:
         ]  # fmt: skip
 
     def path_records(self, at_s: float, paths: Callable[[int], Sequence[PathStats]]) -> list[PathReading]:
-        """Return a record of each path that has changed since the last poll.
-
-        Args:
-            at_s: The present.
-            paths: The paths to a rank; none where one connection leads there.
-        """
+        """Return a record of each path that has changed since the last poll."""
         found = []
         for peer in sorted(self._peers):
             for one in paths(peer):
@@ -155,13 +146,6 @@ class PeerFlows:
                     found.append(record)
                     self._paths[peer, one.path] = record
         return found
-
-
-def _flow(rank: int, peer: int, one: HostFlow, at_s: float) -> Flow:
-    return Flow(
-        rank=rank, peer=peer, at_s=round(at_s, 6), num_bytes=one.num_bytes, busy_s=round(one.busy_s, 6),
-        held_s=round(one.held_s, 6), silence_s=one.silence_s, unanswered=one.unanswered,
-    )  # fmt: skip
 
 
 def addresses_of_others(
@@ -195,7 +179,6 @@ class RankPlace:
     """Host, clock and addresses of a rank, as it reports them to the others.
 
     Attributes:
-        host: Name of its host.
         clock: Equal for ranks that share a clock.
         addresses: Its host's, see `outer_addresses`, as many as fit.
         port: Port that receives bursts; 0 if none.
@@ -242,11 +225,7 @@ def _is_address(text: str) -> bool:
 
 
 def own_place(*, port: int = 0) -> RankPlace:
-    """Return the place of this process.
-
-    Args:
-        port: Port that receives bursts; 0 if none.
-    """
+    """Return the place of this process."""
     return RankPlace(host=host_name(), clock=clock_name(), addresses=outer_addresses(), port=port)
 
 
@@ -254,12 +233,9 @@ class WatchedWires:
     """Records of a rank's connections to other hosts, until it is closed.
 
     Args:
-        rank: Who writes.
-        places: Of all ranks, in order.
         store: Port of the rendezvous store, whose traffic is not the job's; 0 if unknown.
         door: Listener for bursts of other hosts, see `open_probe_port`; None without probes. The lowest rank of each
             host keeps it, the others close it.
-        clock: Monotonic seconds.
 
     Attributes:
         num_bursts: Bursts of this rank that other hosts have answered.

@@ -71,8 +71,6 @@ class ReplicaCounts:
         time_s: Seconds since this replica's training began.
         samples: Tokens, images or the like that this replica trained on.
         stalled_s: Seconds its training thread waited for the wire.
-        sent: Messages and bytes sent.
-        received: Messages and bytes received.
         peak_bits_per_s: Peak rate of sending, see `thinwire.runlog.run_numbers`.
     """
 
@@ -90,19 +88,14 @@ class Logger(Protocol):
     def log(self, values: dict[str, float], *, step: int) -> None:
         """Record values at a step."""
 
-    def close(self) -> None:
-        """Flush."""
+    def close(self) -> None: ...
 
 
 class Meter:
     """Counts and writes one replica's `metrics-replica-N.jsonl` and `transfers-replica-N.jsonl`.
 
     Args:
-        run_dir: The run's folder.
-        replica: This replica.
         log: The transport's records, streamed to the file as they come.
-        loggers: Receive the same values.
-        measures: What the run counts and measures.
         warn: Receives a warning if the disk is full.
         connections: Returns the kernel's statistics of the transport's connections. Where there are none, rates are
             those of messages whose sending has ended.
@@ -110,7 +103,6 @@ class Meter:
     Attributes:
         samples: Tokens, images or the like trained on so far.
         latest_loss: Mean over the steps of the latest line, NaN before the first.
-        latest: Counts of the latest line.
     """
 
     def __init__(
@@ -130,7 +122,12 @@ class Meter:
         self._rate = SendRate()
         self._rate_lock = threading.Lock()
         self._stop = threading.Event()
-        self._sampler = threading.Thread(target=self._watch_rate, name="thinwire-rate", daemon=True)
+
+        def watch_rate() -> None:
+            while not self._stop.wait(SAMPLE_S):
+                self._sample_rate()
+
+        self._sampler = threading.Thread(target=watch_rate, name="thinwire-rate", daemon=True)
         self.samples = 0
         self.latest = ReplicaCounts()
         self._losses: list[Any] = []
@@ -171,9 +168,8 @@ class Meter:
         sent_bits_per_s = self._sample_rate(is_line=True)
         now, last = self.read(stalled_s=stalled_s), self.latest
         elapsed_s = max(now.time_s - last.time_s, 1e-9)
-        loss = self.interval_loss()
+        loss = self.latest_loss = self.interval_loss()
         self._losses.clear()
-        self.latest_loss = loss
         self.latest = now
         line = {
             "kind": "step", "step": step, "time_s": round(now.time_s, 4), "loss": loss,
@@ -248,10 +244,6 @@ class Meter:
         self._metrics.close()
         self._transfers.close()
 
-    def _watch_rate(self) -> None:
-        while not self._stop.wait(SAMPLE_S):
-            self._sample_rate()
-
     def _sample_rate(self, *, is_line: bool = False) -> float:
         """Read the counters of sending; for a line, return the rate since the one before."""
         with self._rate_lock:
@@ -263,11 +255,10 @@ class Meter:
                     self._rate.restart()
                 self._kernel.update(found)
             sent = self._log.totals("sent").wire_bytes
-            transmitted = self._kernel.transmitted if self._has_kernel else sent
-            acknowledged = self._kernel.acknowledged if self._has_kernel else sent
-            self._rate.add(
-                began_s=began_s, ended_s=time.monotonic(), transmitted=transmitted, acknowledged=acknowledged
-            )
+            kernel = self._kernel.transmitted, self._kernel.acknowledged
+            transmitted, acknowledged = kernel if self._has_kernel else (sent, sent)
+            now_s = time.monotonic()
+            self._rate.add(began_s=began_s, ended_s=now_s, transmitted=transmitted, acknowledged=acknowledged)
             return self._rate.since_mark() if is_line else 0.0
 
     def _write(self, line: dict[str, Any], *, step: int) -> None:

@@ -6,6 +6,7 @@ stands behind another one.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -32,9 +33,10 @@ def fault_text(error: BaseException) -> str:
         if isinstance(one, OSError) and one.errno in _NO_ROOM:
             return f"{FULL_DISK} ({one.filename or 'file unknown'}); {text}"
     if any(writer in text for writer in _WRITERS):
-        full = next((path for path in _written(error) if _is_full(path)), None)
-        if full is not None:
-            return f"{FULL_DISK} ({full}); {text}"
+        for path in _written(error):
+            with contextlib.suppress(OSError, ValueError):
+                if shutil.disk_usage(path.parent).free < _LEAST_FREE_BYTES:
+                    return f"{FULL_DISK} ({path}); {text}"
     return text
 
 
@@ -59,10 +61,3 @@ def _written(error: BaseException) -> Iterator[Path]:
                     if path.parent != Path() and path.parent.is_dir():
                         yield path
             traceback = traceback.tb_next
-
-
-def _is_full(path: Path) -> bool:
-    try:
-        return shutil.disk_usage(path.parent).free < _LEAST_FREE_BYTES
-    except (OSError, ValueError):
-        return False

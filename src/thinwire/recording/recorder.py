@@ -65,9 +65,7 @@ class Recorder:
     the disk is full, lines are kept in memory; a disk that fails otherwise ends the recording, not the run.
 
     Args:
-        run_dir: The run's folder.
         rank: This rank; for a replica of several ranks, the replica's number at its leading rank.
-        most_bytes: Bound on the files.
         clock: Monotonic seconds, the same as the transport's.
         warn: Receives the reason why the recording ended or waits.
         forward: Sends the lines to the host that diagnoses all ranks; None if that is this host.
@@ -81,11 +79,7 @@ class Recorder:
         clock: Callable[[], float] = time.monotonic, warn: Callable[[str], None] = lambda text: None,
         forward: RecordForward | None = None,
     ) -> None:  # fmt: skip
-        self._forward = forward
-        self._run_dir = run_dir
-        self._rank = rank
-        self._clock = clock
-        self._warn = warn
+        self._run_dir, self._rank, self._clock, self._warn, self._forward = run_dir, rank, clock, warn, forward
         self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._open: dict[_Key | int, TransferEnd | Operation] = {}
         self._unwritten: set[_Key | int] = set()
@@ -116,9 +110,9 @@ class Recorder:
         """Record all rounds of an engine and their messages from now on.
 
         Args:
+            engine: Whose rounds.
             transport: Carries them. Its connections and paths are recorded too, and limits that findings set are
                 applied to the paths.
-            engine: The engine.
         """
         transport.log.add_post_sink(self.add)
         transport.log.add_sink(self.add)
@@ -127,11 +121,10 @@ class Recorder:
         self._limits = PathLimitReader(self._run_dir, rank=self._rank, apply=transport.limit_path)
 
     def on_mark(self, mark: RoundMark) -> None:
-        """Record a launched or arrived round; see `RoundObserver`."""
         self.add(mark)
 
     def on_applied(self, round: Round, average: Average) -> None:
-        """Ignore it; see `RoundObserver`."""
+        """Ignore it."""
 
     def add(self, event: Event) -> None:
         """Queue an event, from any thread; nothing is written here."""
@@ -145,14 +138,8 @@ class Recorder:
     ) -> None:  # fmt: skip
         """Record a span of this rank's own work.
 
-        Args:
-            step: The inner step.
-            started_s: Begin, on the recorder's clock.
-            done_s: End, less the time of waiting.
-            loss: Loss of the step, if known.
-            forward_s: Seconds of its forward passes, if timed.
-            backward_s: Seconds of its backward passes, if timed.
-            stalled_s: Seconds in which the training thread waited for the network, if known.
+        Times are on the recorder's clock, `done_s` leaves waiting out, and `stalled_s` are the seconds in which the
+        training thread then waited for the network; None is unknown.
         """
         self.add(Span(
             rank=self._rank, kind="compute", step=step, started_s=_rounded(started_s),
@@ -163,11 +150,7 @@ class Recorder:
         ))  # fmt: skip
 
     def close(self, *, error: str = "") -> None:
-        """Write the last heartbeat and no more; closing twice is fine.
-
-        Args:
-            error: Why this rank ends, if the fault is its own.
-        """
+        """Write the last heartbeat, with the error of a rank that ends by its own fault; closing twice is fine."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -211,8 +194,13 @@ class Recorder:
             if self._limits is not None and (problem := self._limits.poll()):
                 self._warn(problem)
             lines += [*map(to_line, wires), to_line(beat)]
-        if lines:
-            self._write(lines)
+        if lines and self._file is not None:
+            try:
+                if self._file.write_all(lines):
+                    # the older file, which holds what is still open, may soon be gone
+                    self._file.write_all(map(to_line, [self._place, *self._open.values()]))
+            except OSError as error:
+                self._give_up(error)
         if self._forward is not None:
             self._forward.add(lines)
             self._forward.turn()
@@ -229,16 +217,6 @@ class Recorder:
                 yield Arrival(
                     rank=self._rank, peer=peer, at_s=now_s, num_bytes=found.received_bytes, has_signs=found.has_signs
                 )
-
-    def _write(self, lines: list[str]) -> None:
-        if self._file is None:
-            return
-        try:
-            if self._file.write_all(lines):
-                # the older file, which holds what is still open, may soon be gone
-                self._file.write_all(map(to_line, [self._place, *self._open.values()]))
-        except OSError as error:
-            self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
         self._file = None

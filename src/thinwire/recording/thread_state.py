@@ -20,12 +20,7 @@ _TASKS = Path("/proc/self/task")
 
 
 class TrainingThread:
-    """Samples the thread that trains: the one that made this, or the latest call.
-
-    Args:
-        rank: This process's.
-        now_s: The present time.
-    """
+    """Samples the thread that trains: the one that made this, or the latest call."""
 
     def __init__(self, rank: int, now_s: float) -> None:
         self._rank = rank

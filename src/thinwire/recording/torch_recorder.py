@@ -40,13 +40,8 @@ class Watching:
     """A job that is being recorded at this rank; see `watch`.
 
     Args:
-        file: Where the records go.
-        run_dir: Folder of that file.
-        rank: This process's, in the whole job.
-        places: Where the ranks are, in order.
         store: The port of the store that the ranks met at; 0 where it is not known.
         door: Where bursts that probe the wires come in; none where they are not probed.
-        clock: Seconds that only grow.
         is_polled: Which calls' ends are learned by asking, see `CollectiveHooks`.
 
     Attributes:
@@ -59,9 +54,7 @@ class Watching:
         is_polled: IsPolled = never_polled,
     ) -> None:  # fmt: skip
         self.lost = ""
-        self._file = file
-        self._rank = rank
-        self._places, self._clock = places, clock
+        self._file, self._rank, self._places, self._clock = file, rank, places, clock
         self._names: dict[int, str] = {}
         self._communicators: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -136,14 +129,16 @@ class Watching:
             self.lost = self.lost or f"the disk has not answered for {_CLOSE_S:g} s"
             return
         self._turn()
-        fault = self._own_fault()
+        error, fault = getattr(sys, "last_value", None), ""
+        # where a call failed, the fault is others'
+        if error is not None and not any(str(error) in failed or failed in str(error) for failed in self._errors):
+            fault = fault_text(error)[:_MOST_ERROR]
         # whose call has failed was left by somebody: no goodbye, so that the call stands as one that never ended
         self._turn(to_line(Beat(rank=self._rank, at_s=self._clock(), is_last=not self._errors, error=fault)))
         self._file.close()
         self._at_exit.cancel()
 
     def group(self, number: int, name: str, ranks: tuple[int, ...]) -> None:
-        """Write down a group, see `Watcher.group`."""
         self._names[number] = name
         self._write_communicator(name, ranks)
 
@@ -170,22 +165,19 @@ class Watching:
         while not self._is_over.wait(WRITE_S):
             now_s = self._clock()
             is_due = now_s - beat_s >= BEAT_S - WRITE_S / 2
-            sampled = self._trained.sample(now_s)
-            if sampled is not None:
+            if (sampled := self._trained.sample(now_s)) is not None:
                 self._turn(to_line(sampled))
+            lines: list[str] = []
             if is_due:
-                seen = map(to_line, self._others.sample())
-                self._turn(*seen, *self._lines_of_wires(now_s), to_line(Beat(rank=self._rank, at_s=now_s)))
-            else:
-                self._turn()
-            beat_s = now_s if is_due else beat_s
+                beat_s = now_s
+                is_waiting = any(now_s - call.posted_s >= LONG_S for call in list(self._open))
+                lines += [*map(to_line, self._others.sample()), *self._wires.lines(is_waiting=is_waiting)]
+                lines.append(to_line(Beat(rank=self._rank, at_s=now_s)))
+            self._turn(*lines)
 
     def _turn(self, *lines: str) -> None:
         """Write down what has ended since the last turn, and more."""
         self._put([*self._lines_of_ended(), *lines])
-
-    def _lines_of_wires(self, now_s: float) -> list[str]:
-        return self._wires.lines(is_waiting=any(now_s - call.posted_s >= LONG_S for call in list(self._open)))
 
     def _lines_of_ended(self) -> list[str]:
         lines: list[str] = []
@@ -208,19 +200,15 @@ class Watching:
             except (OSError, ValueError) as error:  # a broken disk or a closed file ends the recording, not the job
                 self.lost = str(error)
 
-    def _own_fault(self) -> str:
-        """Return why this process ends: nothing where it comes to its end, or where a call failed, which is others'."""
-        error = getattr(sys, "last_value", None)
-        if error is None or any(str(error) in failed or failed in str(error) for failed in self._errors):
-            return ""
-        return fault_text(error)[:_MOST_ERROR]
-
     def _lines(self, call: GroupCall) -> Iterator[str]:
         """Yield a call's records. Made by hand: `to_line` takes several times as long, and the job waits meanwhile."""
         name, kind = self._names[call.group], call.kind
         if call.peer is not None:
-            kind = "message"
-            name = self._message_name(name, call)
+            # the communicator of messages one way between two ranks: each pair counts its own
+            kind, ends = "message", (self._rank, call.peer) if kind == "send" else (call.peer, self._rank)
+            name = f"{name} {ends[0]}->{ends[1]}" + (f" tag {call.tag}" if call.tag else "")
+            if name not in self._communicators:
+                self._write_communicator(name, ends)
         failed = bool(call.error)
         end = "" if call.done_s is None or failed else f',"done_s":{call.done_s:.6f}'
         begin = "" if call.started_s is None else f',"started_s":{call.started_s:.6f}'
@@ -240,15 +228,6 @@ class Watching:
                 f'"direction":"{direction}","operation":{call.sequence},"num_bytes":{call.num_bytes},'
                 f'"posted_s":{call.posted_s:.6f}{end}{error}}}'
             )
-
-    def _message_name(self, group: str, call: GroupCall) -> str:
-        """Return the communicator of messages one way between two ranks: each pair counts its own."""
-        assert call.peer is not None
-        ends = (self._rank, call.peer) if call.kind == "send" else (call.peer, self._rank)
-        name = f"{group} {ends[0]}->{ends[1]}" + (f" tag {call.tag}" if call.tag else "")
-        if name not in self._communicators:
-            self._write_communicator(name, ends)
-        return name
 
     def _write_communicator(self, name: str, ranks: tuple[int, ...]) -> None:
         places = [self._places[rank] for rank in ranks]

@@ -67,10 +67,6 @@ class Contender:
     def method(self, *, sync_interval: int, overlap_steps: int) -> Method:
         """Return its method.
 
-        Args:
-            sync_interval: H; does not count for `all-reduce`.
-            overlap_steps: tau; counts for contenders that overlap.
-
         Raises:
             ValueError: A number is out of its range.
 
@@ -101,12 +97,6 @@ class Contender:
     ) -> Trainer:  # fmt: skip
         """Put it to work on a model.
 
-        Args:
-            model: A language model; all replicas start from the same values.
-            inner: Over the model's parameters.
-            numbers: What all contenders share.
-            transport: Joins the replicas; torch's default group does so too.
-
         Raises:
             ValueError: A number does not fit the contender.
         """
@@ -118,17 +108,12 @@ class Contender:
             pace=numbers.pace,
         )  # fmt: skip
         return Trainer(
-            optimizer=optimizer,
-            loss=loss_of(model),
-            average_gradients=optimizer.average_gradients,
-            close=lambda: optimizer.close(final_exchange=True),
-            release=optimizer.abandon,
-            global_parameters=optimizer.global_parameters,
-            stalled_s=lambda: optimizer.statistics.stalled_s,
-            num_fragments=optimizer.num_fragments,
-            sync_interval=method.schedule.sync_interval,
+            optimizer=optimizer, loss=loss_of(model), average_gradients=optimizer.average_gradients,
+            close=lambda: optimizer.close(final_exchange=True), release=optimizer.abandon,
+            global_parameters=optimizer.global_parameters, stalled_s=lambda: optimizer.statistics.stalled_s,
+            num_fragments=optimizer.num_fragments, sync_interval=method.schedule.sync_interval,
             overlap_steps=numbers.overlap_steps if self.has_overlap else 0,
-        )
+        )  # fmt: skip
 
 
 _ALL = (
@@ -174,10 +159,7 @@ class TrainerSettings:
     """The numbers that all contenders share.
 
     Attributes:
-        sync_interval: H, inner steps.
-        overlap_steps: tau, inner steps.
         timeout_s: Seconds that any one wait for a peer may last.
-        seed: Base of stochastic codecs.
         pace: Whether our methods spread what they send over their overlap.
     """
 
@@ -206,8 +188,6 @@ class Trainer:
         stalled_s: Seconds that the training thread has waited for the wire, None if not counted.
         release: Gives back what was made for the training, also after a failure.
         num_fragments: In how many parts the model is exchanged.
-        sync_interval: H as it is in effect.
-        overlap_steps: tau as it is in effect.
     """
 
     optimizer: torch.optim.Optimizer

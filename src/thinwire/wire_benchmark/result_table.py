@@ -27,10 +27,7 @@ class ResultRow:
     """One contender on one wire, over its repeats.
 
     Attributes:
-        num_hosts: Hosts.
-        wire: The wire.
         contender: Its name, with `(paced)` where it was.
-        runs: How many repeats.
         tokens_per_s: Of all hosts together, one value a repeat.
         shares: Of its own throughput on a wire without limits in the same repeat; empty where that was not run.
         sent_bytes_per_step: Of one host, by the kernel.
@@ -55,31 +52,26 @@ class ResultRow:
     def cells(self) -> tuple[str, ...]:
         """Return the row as text, in the order of `HEAD`."""
         return (
-            str(self.num_hosts),
-            describe(self.wire),
-            self.contender,
-            str(self.runs),
-            spread(self.tokens_per_s, "{:,.0f}"),
-            spread(self.shares, "{:.3f}"),
+            str(self.num_hosts), describe(self.wire), self.contender, str(self.runs),
+            spread(self.tokens_per_s, "{:,.0f}"), spread(self.shares, "{:.3f}"),
             format_bytes(statistics.median(self.sent_bytes_per_step)),
-            format_rate(statistics.median(self.peak_bits_per_s)),
-            spread(self.stalled_share, "{:.1%}"),
-            spread(self.bytes_over_payload, "{:.3f}"),
-            spread(self.val_loss, "{:.4f}"),
-        )
+            format_rate(statistics.median(self.peak_bits_per_s)), spread(self.stalled_share, "{:.1%}"),
+            spread(self.bytes_over_payload, "{:.3f}"), spread(self.val_loss, "{:.4f}"),
+        )  # fmt: skip
 
 
 def rows(summaries: Iterable[Mapping[str, Any]]) -> list[ResultRow]:
-    """Group runs by hosts, wire and contender, and hold each against its own unshaped run of the same repeat.
-
-    Args:
-        summaries: As `thinwire.wire_benchmark.runner.summary` returns them.
-    """
+    """Group runs by hosts, wire and contender, and hold each against its own unshaped run of the same repeat."""
     runs = list(summaries)
     unshaped = {(run["num_hosts"], _label(run), run["repeat"]): run for run in runs if run["wire"] == BenchWire()}
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for run in runs:
-        groups.setdefault((run["num_hosts"], _order(run["wire"]), _place(run)), []).append(run)
+        wire, name = run["wire"], run["contender"]
+        rate = math.inf if wire.rate_bits_per_s is None else wire.rate_bits_per_s
+        # of another program, perhaps, which is not known here
+        place = list(CONTENDERS).index(name) if name in CONTENDERS else len(CONTENDERS)
+        key = run["num_hosts"], rate, wire.latency_s, wire.jitter_s, wire.loss, place, name, run["pace"]
+        groups.setdefault(key, []).append(run)
     return [_row(group, unshaped) for _, group in sorted(groups.items())]
 
 
@@ -152,29 +144,14 @@ def _row(group: Sequence[Mapping[str, Any]], unshaped: Mapping[tuple[Any, ...], 
         if run["measured_steps"] == whole["measured_steps"] and run["val_loss"] is not None:
             losses.append(run["val_loss"])
     return ResultRow(
-        num_hosts=first["num_hosts"],
-        wire=first["wire"],
-        contender=_label(first),
-        runs=len(group),
-        tokens_per_s=tuple(run["tokens_per_s"] for run in group),
-        shares=tuple(shares),
+        num_hosts=first["num_hosts"], wire=first["wire"], contender=_label(first), runs=len(group),
+        tokens_per_s=tuple(run["tokens_per_s"] for run in group), shares=tuple(shares), val_loss=tuple(losses),
         sent_bytes_per_step=tuple(run["sent_bytes_per_step"] for run in group),
         peak_bits_per_s=tuple(run["peak_bits_per_s"] for run in group),
         stalled_share=tuple(run["stalled_s"] / run["wall_s"] for run in group if run["stalled_s"] is not None),
         bytes_over_payload=tuple(r["bytes_over_payload"] for r in group if r["bytes_over_payload"] is not None),
-        val_loss=tuple(losses),
-    )
+    )  # fmt: skip
 
 
 def _label(run: Mapping[str, Any]) -> str:
     return str(run["contender"]) + (_PACED if run["pace"] else "")
-
-
-def _order(wire: BenchWire) -> tuple[float, ...]:
-    rate = math.inf if wire.rate_bits_per_s is None else wire.rate_bits_per_s
-    return (rate, wire.latency_s, wire.jitter_s, wire.loss)
-
-
-def _place(run: Mapping[str, Any]) -> tuple[int, str, bool]:
-    name = run["contender"]  # of another program, perhaps, which is not known here
-    return list(CONTENDERS).index(name) if name in CONTENDERS else len(CONTENDERS), name, run["pace"]

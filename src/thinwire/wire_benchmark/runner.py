@@ -7,7 +7,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,6 @@ class BenchWire:
 
     Attributes:
         rate_bits_per_s: Each host's access, both ways; None is no limit.
-        latency_s: One-way time between hosts.
-        jitter_s: How far it varies.
         loss: Probability that a packet is lost.
     """
 
@@ -65,16 +63,9 @@ class GridCell:
     """One run: a contender on a wire.
 
     Attributes:
-        contender: Its name.
-        num_hosts: One replica each.
-        wire: What joins them.
-        repeat: Counts the repeats from 0.
-        sync_interval: H.
-        overlap_steps: tau.
         wide_steps: First steps, on a wire without limits.
         warmup_steps: Steps that are not measured, those among them: on the thin wire there is one exchange of
             everything before the measured ones, so that TCP knows the wire.
-        measured_steps: Steps that are measured.
         pace: Whether the sender spreads each transfer over its overlap.
     """
 
@@ -100,30 +91,13 @@ class GridCell:
 
 
 def cells(
-    *,
-    contenders: Sequence[str],
-    num_hosts: Sequence[int],
-    wires: Sequence[BenchWire],
-    repeats: Iterable[int],
-    sync_interval: int = 30,
-    overlap_steps: int = 6,
-    intervals: int = 2,
-    budget_s: float = 120.0,
-) -> Iterator[GridCell]:
+    *, contenders: Sequence[str], num_hosts: Sequence[int], wires: Sequence[BenchWire], repeats: Iterable[int],
+    sync_interval: int = 30, overlap_steps: int = 6, intervals: int = 2, budget_s: float = 120.0,
+) -> Iterator[GridCell]:  # fmt: skip
     """Yield the runs, a contender's wires one after the other, so that ratios compare what ran at the same time.
 
     A contender that exchanges every step runs so many of them as fit the budget, because a step of it can take minutes;
     the others run whole intervals.
-
-    Args:
-        contenders: Names.
-        num_hosts: Numbers of hosts.
-        wires: Each contender's wires; the one without a limit is what ratios refer to.
-        repeats: Numbers of the repeats.
-        sync_interval: H.
-        overlap_steps: tau.
-        intervals: Intervals that are measured.
-        budget_s: About how long a contender that exchanges every step may take, in seconds.
     """
     for repeat in repeats:
         for hosts in num_hosts:
@@ -172,12 +146,8 @@ def paced(names: Sequence[str]) -> tuple[str, ...]:
     """
     able = tuple(name for name in names if contender(name).has_overlap and not contender(name).is_reference)
     if not able:
-        raise excluded(
-            "--pace",
-            ", ".join(names),
-            why="nothing overlaps there, or it is no method of thinwire",
-            remedy="to leave it out",
-        )
+        why = "nothing overlaps there, or it is no method of thinwire"
+        raise excluded("--pace", ", ".join(names), why=why, remedy="to leave it out")
     return able
 
 
@@ -208,11 +178,6 @@ def run_cell(cell: GridCell, *, cache_dir: Path, timeout_s: float | None = None)
 
     The hosts meet without limits; then the wire becomes thin, the warm-up goes on, and the measured steps begin.
 
-    Args:
-        cell: What runs.
-        cache_dir: Keeps the tokenised corpus, which must be there already.
-        timeout_s: Seconds for the run; ten times what it should take by default.
-
     Returns:
         The cell, each host's numbers, and the kernel's.
 
@@ -229,10 +194,17 @@ def run_cell(cell: GridCell, *, cache_dir: Path, timeout_s: float | None = None)
             with (folder / "output").open("wb") as output:
                 command = _command(cell, folder=folder, gate=gate, cache_dir=cache_dir, timeout_s=limit_s)
                 processes = lab.start_all(command, stdout=output, stderr=output)
-                _wait_until_ready(processes, gate, output=folder / "output")
+                ready = [gate.with_name(f"{gate.name}.{process.host}") for process in processes]
+                _wait_until(
+                    lambda: all(path.exists() for path in ready), processes, output=folder / "output",
+                    limit_s=_START_S, what="the hosts were not ready",
+                )  # fmt: skip
                 lab.shape(cell.wire.settings(cell.num_hosts))
                 gate.write_text("")
-                _wait_until_done(processes, output=folder / "output", limit_s=limit_s)
+                _wait_until(
+                    lambda: all(process.exit_code is not None for process in processes), processes,
+                    output=folder / "output", limit_s=limit_s, what="the run has not ended",
+                )  # fmt: skip
             hosts = [json.loads((folder / f"host-{host}.json").read_text()) for host in range(cell.num_hosts)]
             return {"cell": cell.to_json(), "hosts": hosts, "kernel": kernel_numbers(lab.samples(), hosts)}
 
@@ -242,10 +214,6 @@ def kernel_numbers(samples: Sequence[Sample], hosts: Sequence[dict[str, Any]]) -
 
     A message counts as sent when the kernel has taken it; its last bytes leave later. So bytes are held against
     payloads from the gate, where nothing is on its way, to the very end, where all has left.
-
-    Args:
-        samples: The lab's.
-        hosts: The hosts' own numbers, which say when their spans began and ended.
     """
     found = []
     for rank, host in enumerate(hosts):
@@ -272,65 +240,45 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     stalls = [host["stalled_s"] for host in hosts]
     payload = [host["gate_payload_bytes_sent"] for host in hosts]
     sent = sum(numbers["sent_bytes_since_gate"] for numbers in kernel)
+    cell = result["cell"]
     return {
-        "contender": hosts[0]["contender"],
-        "num_hosts": len(hosts),
-        "wire": BenchWire(**result["cell"]["wire"]),
-        "repeat": result["cell"]["repeat"],
-        "pace": result["cell"]["pace"],
-        "measured_steps": result["cell"]["measured_steps"],
-        "tokens_per_s": tokens / wall_s,
-        "wall_s": wall_s,
-        "sent_bytes_per_step": statistics.fmean(n["sent_bytes"] for n in kernel) / result["cell"]["measured_steps"],
+        **{name: cell[name] for name in ("repeat", "pace", "measured_steps")}, "contender": hosts[0]["contender"],
+        "num_hosts": len(hosts), "wire": BenchWire(**cell["wire"]), "tokens_per_s": tokens / wall_s, "wall_s": wall_s,
+        "sent_bytes_per_step": statistics.fmean(n["sent_bytes"] for n in kernel) / cell["measured_steps"],
         "peak_bits_per_s": max(numbers["peak_sent_bits_per_s"] for numbers in kernel),
         "stalled_s": None if None in stalls else statistics.fmean(stalls),
         "bytes_over_payload": sent / sum(payload) if all(payload) else None,
         "val_loss": hosts[0]["val_loss"],
-    }
+    }  # fmt: skip
 
 
 def _command(cell: GridCell, *, folder: Path, gate: Path, cache_dir: Path, timeout_s: float) -> list[str]:
     options = {
-        "contender": cell.contender,
-        "steps": cell.warmup_steps + cell.measured_steps,
-        "warmup-steps": cell.warmup_steps,
-        "sync-interval": cell.sync_interval,
-        "overlap-steps": cell.overlap_steps,
-        "result": folder / "host-{rank}.json",
-        "gate": gate,
-        "gate-step": cell.wide_steps,
-        "cache-dir": cache_dir,
+        "contender": cell.contender, "steps": cell.warmup_steps + cell.measured_steps,
+        "warmup-steps": cell.warmup_steps, "sync-interval": cell.sync_interval, "overlap-steps": cell.overlap_steps,
+        "result": folder / "host-{rank}.json", "gate": gate, "gate-step": cell.wide_steps, "cache-dir": cache_dir,
         "timeout-s": timeout_s,
-    }
+    }  # fmt: skip
     arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     pace = ["--pace"] if cell.pace else []
     return [sys.executable, *contender(cell.contender).program, "bench-host", *arguments, *pace]
 
 
-def _wait_until_ready(processes: Sequence[HostProcess], gate: Path, *, output: Path) -> None:
-    waiting = {process.host: gate.with_name(f"{gate.name}.{process.host}") for process in processes}
-    end_s = time.monotonic() + _START_S
-    while not all(path.exists() for path in waiting.values()):
-        _check(processes, output=output)
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"the hosts were not ready within {_START_S:g} s: {_tail(output)}")
-        time.sleep(_BEAT_S)
-
-
-def _wait_until_done(processes: Sequence[HostProcess], *, output: Path, limit_s: float) -> None:
+def _wait_until(
+    is_so: Callable[[], bool], processes: Sequence[HostProcess], *, output: Path, limit_s: float, what: str
+) -> None:
+    """Wait for the hosts, none of which may fail meanwhile."""
     end_s = time.monotonic() + limit_s
-    while any(process.exit_code is None for process in processes):
-        _check(processes, output=output)
+    while True:
+        is_over = is_so()
+        for process in processes:
+            if process.exit_code:
+                raise WorkerFailed(f"host {process.host} ended with exit code {process.exit_code}: {_tail(output)}")
+        if is_over:
+            return
         if time.monotonic() > end_s:
-            raise TimeoutError(f"the run has not ended within {limit_s:.0f} s: {_tail(output)}")
+            raise TimeoutError(f"{what} within {limit_s:.0f} s: {_tail(output)}")
         time.sleep(_BEAT_S)
-    _check(processes, output=output)
-
-
-def _check(processes: Sequence[HostProcess], *, output: Path) -> None:
-    for process in processes:
-        if process.exit_code:
-            raise WorkerFailed(f"host {process.host} ended with exit code {process.exit_code}: {_tail(output)}")
 
 
 def _tail(output: Path) -> str:

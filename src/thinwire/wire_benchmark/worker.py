@@ -84,12 +84,9 @@ class ByteMeter:
 
     def read(self, *, stalled_s: Callable[[], float | None]) -> MeterReading:
         """Return the clocks and counters now."""
+        sent, received = (self._totals["sent"], self._totals["received"]) if self._counts_bytes else (None, None)
         return MeterReading(
-            monotonic_s=time.perf_counter(),
-            unix_s=time.time(),
-            sent=self._totals["sent"] if self._counts_bytes else None,
-            received=self._totals["received"] if self._counts_bytes else None,
-            stalled_s=stalled_s(),
+            monotonic_s=time.perf_counter(), unix_s=time.time(), sent=sent, received=received, stalled_s=stalled_s()
         )
 
     def _add(self, transfer: Transfer) -> None:
@@ -100,15 +97,13 @@ class ByteMeter:
 
 def span(began: MeterReading, ended: MeterReading, *, step_s: Sequence[float], tokens: int) -> dict[str, Any]:
     """Return the numbers of the measured steps: see `thinwire.wire_benchmark.worker` for the fields."""
+    known = began.stalled_s is not None and ended.stalled_s is not None
     return {
-        "tokens": tokens,
-        "step_s": [round(seconds, 6) for seconds in step_s],
+        "tokens": tokens, "step_s": [round(seconds, 6) for seconds in step_s],
         "wall_s": ended.monotonic_s - began.monotonic_s,
-        "stalled_s": _difference(began.stalled_s, ended.stalled_s),
-        "started_unix_s": began.unix_s,
-        "ended_unix_s": ended.unix_s,
-        **_bytes(began, ended),
-    }
+        "stalled_s": (ended.stalled_s or 0.0) - (began.stalled_s or 0.0) if known else None,
+        "started_unix_s": began.unix_s, "ended_unix_s": ended.unix_s, **_bytes(began, ended),
+    }  # fmt: skip
 
 
 def closing(ended: MeterReading, closing: MeterReading, closed: MeterReading) -> dict[str, Any]:
@@ -136,10 +131,6 @@ def _bytes(began: MeterReading, ended: MeterReading) -> dict[str, int | None]:
     return fields
 
 
-def _difference(first: float | None, last: float | None) -> float | None:
-    return None if first is None or last is None else last - first
-
-
 _PEAK_LR = 3e-3
 _CLIP_NORM = 1.0
 # Where each host keeps its own.
@@ -152,22 +143,14 @@ class WorkerOptions:
     """Options of one host; the same on all hosts except paths and the address.
 
     Attributes:
-        contender: A name of `CONTENDERS`.
-        steps: Inner steps in all.
         warmup_steps: The first steps, which are trained and not measured, below `steps`.
-        sync_interval: H, for contenders that have one.
-        overlap_steps: tau, for contenders that have one.
         result: The file of numbers.
-        cache_dir: Keeps the tokenised corpus.
         address: This host's IPv4 address that the others reach.
         batch_size: Windows a step and replica.
         seq_len: Tokens a window.
-        seed: Of the model and of the data's order.
         eval_batches: Batches of `batch_size` windows to validate on, at the end.
         threads: Of torch, in this process.
         timeout_s: Seconds that any one wait for a peer may last.
-        model: A preset's name.
-        data: As for `open_corpus`.
         tokenizer: `"bpe"` or `"bytes"`.
         pace: Whether our methods spread what they send over their overlap.
         gate: Where the wire is changed during the warm-up: a replica makes the file `GATE.RANK`, and waits until `GATE`
@@ -257,9 +240,7 @@ def lr_factor(step: int, *, steps: int) -> float:
 
 class _Run:
     def __init__(self, options: WorkerOptions, *, corpus: Corpus, transport: RecordingTransport) -> None:
-        self._options = options
-        self._corpus = corpus
-        self._transport = transport
+        self._options, self._corpus, self._transport = options, corpus, transport
         self._contender = contender(options.contender)
         self._meter = ByteMeter(transport.log, counts_bytes=not self._contender.is_reference)
         self._note_numbers = itertools.count()
@@ -270,13 +251,23 @@ class _Run:
         """Train and return the numbers; every span begins and ends with all replicas together."""
         options = self._options
         self._check_same()
-        model = self._build_model()
+        model = build_model(
+            options.model, vocab_size=self._corpus.tokenizer.vocab_size, max_seq_len=options.seq_len, seed=options.seed
+        )
         initial_sha256 = parameters_sha256(model)
-        self._trainer = trainer = self._make_trainer(model)
+        inner = torch.optim.AdamW(model.parameters(), lr=_PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
+        numbers = TrainerSettings(
+            sync_interval=options.sync_interval, overlap_steps=options.overlap_steps, timeout_s=options.timeout_s,
+            seed=options.seed, pace=options.pace,
+        )  # fmt: skip
+        self._trainer = trainer = self._contender.trainer(model, inner, numbers=numbers, transport=self._transport)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             trainer.optimizer, lambda step: lr_factor(step, steps=options.steps)
         )
-        batches = self._sampler()
+        batches = Sampler(
+            self._corpus.train, replica=self._transport.replica, num_replicas=self._transport.num_replicas,
+            batch_size=options.batch_size, seq_len=options.seq_len, seed=options.seed,
+        )  # fmt: skip
         opened = self._read(trainer)
         for step in range(options.warmup_steps):
             if step == options.gate_step:
@@ -296,12 +287,9 @@ class _Run:
         return {
             **self._facts(model, trainer),
             **span(began, ended, step_s=step_s, tokens=len(step_s) * options.batch_size * options.seq_len),
-            **closing(ended, flushing, closed),
-            **since_gate(opened, closed),
-            "initial_sha256": initial_sha256,
-            "data_sha256": self._data_digest.hexdigest(),
-            **self._evaluate(model, trainer),
-        }
+            **closing(ended, flushing, closed), **since_gate(opened, closed), "initial_sha256": initial_sha256,
+            "data_sha256": self._data_digest.hexdigest(), **self._evaluate(model, trainer),
+        }  # fmt: skip
 
     def release(self) -> None:
         """Give back what the contender made."""
@@ -318,27 +306,6 @@ class _Run:
                         f"replica {replica} has {name} {note.get(name)!r}, replica 0 has {value!r}; start all hosts "
                         f"with the same options, corpus and thinwire"
                     )
-
-    def _build_model(self) -> nn.Module:
-        options = self._options
-        vocab_size = self._corpus.tokenizer.vocab_size
-        return build_model(options.model, vocab_size=vocab_size, max_seq_len=options.seq_len, seed=options.seed)
-
-    def _make_trainer(self, model: nn.Module) -> Trainer:
-        options = self._options
-        inner = torch.optim.AdamW(model.parameters(), lr=_PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
-        numbers = TrainerSettings(
-            sync_interval=options.sync_interval, overlap_steps=options.overlap_steps, timeout_s=options.timeout_s,
-            seed=options.seed, pace=options.pace,
-        )  # fmt: skip
-        return self._contender.trainer(model, inner, numbers=numbers, transport=self._transport)
-
-    def _sampler(self) -> Sampler:
-        options = self._options
-        return Sampler(
-            self._corpus.train, replica=self._transport.replica, num_replicas=self._transport.num_replicas,
-            batch_size=options.batch_size, seq_len=options.seq_len, seed=options.seed,
-        )  # fmt: skip
 
     def _step(
         self, model: nn.Module, trainer: Trainer, scheduler: torch.optim.lr_scheduler.LRScheduler,
@@ -380,24 +347,14 @@ class _Run:
     def _facts(self, model: nn.Module, trainer: Trainer) -> dict[str, Any]:
         options = self._options
         return {
-            "contender": options.contender,
-            "rank": self._transport.replica,
-            "world_size": self._transport.num_replicas,
-            "model": options.model,
+            "contender": options.contender, "rank": self._transport.replica,
+            "world_size": self._transport.num_replicas, "model": options.model,
             "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "num_fragments": trainer.num_fragments,
-            "sync_interval": trainer.sync_interval,
-            "overlap_steps": trainer.overlap_steps,
-            "codec": self._contender.codec,
-            "batch_size": options.batch_size,
-            "seq_len": options.seq_len,
-            "seed": options.seed,
-            "threads": options.threads,
-            "steps": options.steps,
-            "warmup_steps": options.warmup_steps,
-            "machine": describe_machine("cpu"),
-            "thinwire_version": __version__,
-        }
+            "num_fragments": trainer.num_fragments, "sync_interval": trainer.sync_interval,
+            "overlap_steps": trainer.overlap_steps, "codec": self._contender.codec, "batch_size": options.batch_size,
+            "seq_len": options.seq_len, "seed": options.seed, "threads": options.threads, "steps": options.steps,
+            "warmup_steps": options.warmup_steps, "machine": describe_machine("cpu"), "thinwire_version": __version__,
+        }  # fmt: skip
 
     def _read(self, trainer: Trainer) -> MeterReading:
         return self._meter.read(stalled_s=trainer.stalled_s)
