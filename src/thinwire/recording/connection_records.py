@@ -176,18 +176,12 @@ _LONG_S, _MOST_LONG = 0.002, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Host, clock and addresses of a rank, as it reports them to the others.
-
-    Attributes:
-        clock: Equal for ranks that share a clock.
-        addresses: Its host's, see `outer_addresses`, as many as fit.
-        port: Port that receives bursts; 0 if none.
-    """
+    """Host, clock and addresses of a rank, as it reports them to the others."""
 
     host: str
-    clock: str
-    addresses: tuple[str, ...] = ()
-    port: int = 0
+    clock: str  # equal for ranks that share a clock
+    addresses: tuple[str, ...] = ()  # its host's, see `outer_addresses`, as many as fit
+    port: int = 0  # port that receives bursts; 0 if none
 
     def to_text(self) -> str:
         """Return a text of at most `TEXT_BYTES` bytes."""

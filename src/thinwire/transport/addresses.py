@@ -47,17 +47,11 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DialPaths:
-    """Planned connections to one replica, each over a path of its own.
+    """Planned connections to one replica, each over a path of its own."""
 
-    Attributes:
-        source_ports: For each connection, the ports that take its path, the best first.
-        shares: Each connection's part of the bytes.
-        port: Port of the replica for which this holds; switches hash it too.
-    """
-
-    source_ports: tuple[tuple[int, ...], ...]
-    shares: tuple[float, ...]
-    port: int
+    source_ports: tuple[tuple[int, ...], ...]  # for each connection, the ports that take its path, the best first
+    shares: tuple[float, ...]  # each connection's part of the bytes
+    port: int  # port of the replica for which this holds; switches hash it too
 
 
 _TRAFFIC_PLAN, _MOST_PLAN_BYTES, _MOST_DIAL_PATHS = "thinwire-traffic-plan", 64 * 2**20, 16

@@ -64,17 +64,12 @@ class _Target:
 
 @dataclass(slots=True)
 class _Source:
-    """Connection from another host.
-
-    Attributes:
-        count: Bytes that have come of the burst under way.
-        received: Bytes of the job that had come when it began.
-    """
+    """Connection from another host."""
 
     connection: socket.socket
     address: str
-    count: int = 0
-    received: int = 0
+    count: int = 0  # bytes that have come of the burst under way
+    received: int = 0  # bytes of the job that had come when it began
 
 
 def open_probe_port() -> socket.socket:

@@ -57,37 +57,23 @@ _PASSED_BY = ("recv_any_source_",)  # the source stands in the `Work`, which wou
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class GroupCall:
-    """One call of a process group.
+    """One call of a process group."""
 
-    Attributes:
-        group: Number of the group in this process, see `CallObserver.group`.
-        kind: Such as `all_reduce`, `send` or `recv`.
-        sequence: Counts the group's collectives; for a message, those of this pair of ranks and tag.
-        dtype: torch's name of the elements' dtype; empty without elements.
-        count: Elements of this rank's input; -1 if the ranks' inputs may differ.
-        started_s: Time when the GPU started it; None if unknown.
-        done_s: Time of its end; None before.
-        peer: For a message, the other end's rank in the whole job.
-        polled_on: The device, if its end is polled; None if it is reported.
-        site: File and line of the call in the user's code; empty if there is none.
-        is_async: Whether the caller goes on before it has ended; False for messages.
-    """
-
-    group: int
-    kind: str
-    sequence: int
-    dtype: str = ""
-    count: int = -1
+    group: int  # number of the group in this process, see `CallObserver.group`
+    kind: str  # such as `all_reduce`, `send` or `recv`
+    sequence: int  # counts the group's collectives; for a message, those of this pair of ranks and tag
+    dtype: str = ""  # torch's name of the elements' dtype; empty without elements
+    count: int = -1  # elements of this rank's input; -1 if the ranks' inputs may differ
     num_bytes: int = 0
     posted_s: float
-    started_s: float | None = None
-    done_s: float | None = None
+    started_s: float | None = None  # time when the GPU started it; None if unknown
+    done_s: float | None = None  # time of its end; None before
     error: str = ""
-    peer: int | None = None
+    peer: int | None = None  # for a message, the other end's rank in the whole job
     tag: int = 0
-    polled_on: torch.device | None = None
-    site: str = ""
-    is_async: bool = False
+    polled_on: torch.device | None = None  # the device, if its end is polled; None if it is reported
+    site: str = ""  # file and line of the call in the user's code; empty if there is none
+    is_async: bool = False  # whether the caller goes on before it has ended; False for messages
 
 
 IsPolled = Callable[[str, torch.device], bool]

@@ -466,22 +466,15 @@ def _naming_failures(where: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialJob:
-    """A job of which some ranks or connections may be missing.
-
-    Attributes:
-        endpoints: By rank; only of ranks that came.
-        transport: Between them; not all may be connected.
-        connected: Ranks that this rank is connected to.
-        connect_s: Seconds until the last of them was connected.
-    """
+    """A job of which some ranks or connections may be missing."""
 
     rank: int
     world_size: int
     rendezvous: Rendezvous
-    endpoints: Mapping[int, RankEndpoint]
-    transport: WireTransport
-    connected: tuple[int, ...] = field(default=())
-    connect_s: float = 0.0
+    endpoints: Mapping[int, RankEndpoint]  # by rank; only of ranks that came
+    transport: WireTransport  # between them; not all may be connected
+    connected: tuple[int, ...] = field(default=())  # ranks that this rank is connected to
+    connect_s: float = 0.0  # seconds until the last of them was connected
 
 
 def connect_reachable(

@@ -103,6 +103,8 @@ class FaultyTransport(TransportWrapper):
     faults in the log.
 
     Args:
+        inner: The transport that moves the bytes.
+        script: The faults.
         sleep: How to let time pass for a delay or a lost message.
 
     Raises:
@@ -125,6 +127,7 @@ class FaultyTransport(TransportWrapper):
                 raise ValueError(f"{type(inner).__name__} sends at once; delay what is received instead")
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
+        """Start to send, or do what the script says, see `Transport.send`."""
         fault = self._fault(envelope, peer=to, direction="sent")
         if fault is not None and fault.kind == "corrupt":
             wire = innermost(self.inner)
@@ -150,6 +153,7 @@ class FaultyTransport(TransportWrapper):
         return send()
 
     def receive(self, *, source: int, envelope: Envelope) -> Pending:
+        """Start to receive, or do what the script says, see `Transport.receive`."""
         fault = self._fault(envelope, peer=source, direction="received")
         match fault.kind if fault else None:
             case "die":

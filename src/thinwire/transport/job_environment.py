@@ -64,19 +64,14 @@ class JobPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaWorld:
-    """World of one replica's ranks, as the libraries inside a replica shall see it.
-
-    Attributes:
-        master_address: Address of the replica's first rank.
-        master_port: A port there that was free.
-    """
+    """World of one replica's ranks, as the libraries inside a replica shall see it."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-    master_address: str
-    master_port: int
+    master_address: str  # address of the replica's first rank
+    master_port: int  # A port there that was free
 
 
 # The place of a process whose variables were removed; it stays the place of that process.

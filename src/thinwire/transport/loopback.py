@@ -26,6 +26,12 @@ _Key = tuple[int, int, MessageAddress]
 class LoopbackWorld:
     """The wire between `num_replicas` replicas that live in this process.
 
+    Args:
+        num_replicas: How many replicas, at least 1.
+
+    Attributes:
+        transports: One transport a replica.
+
     Example:
         >>> LoopbackWorld(3).run(lambda transport: transport.replica)
         [0, 1, 2]
@@ -144,7 +150,8 @@ class LoopbackTransport:
     """One replica's end of a `LoopbackWorld`; messages are really packed, checked and copied.
 
     Attributes:
-        tamper: Called with each packed message that this replica sends.
+        tamper: Called with each packed message that this replica sends; returns what goes on the wire, or None to lose
+            the message. For tests of faults.
     """
 
     runs_in_background = False
@@ -156,6 +163,7 @@ class LoopbackTransport:
         self.tamper: Tamper | None = None
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> _Sent:
+        """Put a copy of the payload into the other replica's mail."""
         message: torch.Tensor | None = pack(payload, sender=self.replica, envelope=envelope)
         if self.tamper is not None and message is not None:
             message = self.tamper(message)
@@ -164,6 +172,7 @@ class LoopbackTransport:
         return _Sent(self._world._post(_key(self.replica, to, envelope), message, envelope))
 
     def receive(self, *, source: int, envelope: Envelope) -> _Awaited:
+        """Return a handle on the message that `source` sends under this envelope."""
         return _Awaited(self._world, self.replica, source, envelope)
 
     def step_aside(self) -> bool:

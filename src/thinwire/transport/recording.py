@@ -32,7 +32,9 @@ class RecordingTransport(TransportWrapper):
     failed transfer is recorded with its error's text.
 
     Args:
+        inner: The transport that moves the bytes.
         log: Where the records go, a new log by default.
+        clock: Monotonic time in seconds.
 
     Example:
         >>> from thinwire.transport.loopback import LoopbackWorld
@@ -49,6 +51,7 @@ class RecordingTransport(TransportWrapper):
         self.clock = clock
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
+        """Start to send, see `Transport.send`."""
         begin = partial(self.inner.send, payload, to=to, envelope=envelope)
         pending = _Recorded(self, begin, direction="sent", peer=to, envelope=envelope)
         if pending.done():
@@ -57,6 +60,7 @@ class RecordingTransport(TransportWrapper):
         return pending
 
     def receive(self, *, source: int, envelope: Envelope) -> Pending:
+        """Start to receive, see `Transport.receive`."""
         begin = partial(self.inner.receive, source=source, envelope=envelope)
         return _Recorded(self, begin, direction="received", peer=source, envelope=envelope)
 

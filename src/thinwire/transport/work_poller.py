@@ -21,16 +21,11 @@ _JOIN_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallEnd:
-    """End of a call.
+    """End of a call."""
 
-    Attributes:
-        done_s: Time when the end was seen, never before the end itself.
-        duration_s: Time of the call on the GPU; None if torch does not time calls.
-    """
-
-    done_s: float
+    done_s: float  # time when the end was seen, never before the end itself
     error: str = ""
-    duration_s: float | None = None
+    duration_s: float | None = None  # time of the call on the GPU; None if torch does not time calls
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,21 +52,13 @@ from thinwire.workloads.language.presets import preset
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeterReading:
-    """One moment.
+    """One moment."""
 
-    Attributes:
-        monotonic_s: On a clock that only grows.
-        unix_s: Since 1970, to be matched with counters that were sampled elsewhere.
-        sent: Messages of rounds sent by thinwire so far; None where another program sends them.
-        received: Likewise.
-        stalled_s: Seconds that the training thread has waited for the wire, None if not counted.
-    """
-
-    monotonic_s: float
-    unix_s: float
-    sent: Totals | None
-    received: Totals | None
-    stalled_s: float | None
+    monotonic_s: float  # on a clock that only grows
+    unix_s: float  # since 1970, to be matched with counters that were sampled elsewhere
+    sent: Totals | None  # messages of rounds sent by thinwire so far; None where another program sends them
+    received: Totals | None  # likewise
+    stalled_s: float | None  # seconds that the training thread has waited for the wire, None if not counted
 
 
 class ByteMeter:

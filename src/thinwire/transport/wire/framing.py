@@ -67,33 +67,22 @@ class VersionError(FrameError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """Identity of a replica.
-
-    Attributes:
-        incarnation: Random bytes of its process; a restarted replica has others.
-    """
+    """Identity of a replica."""
 
     replica: int
     num_replicas: int
-    incarnation: bytes
+    incarnation: bytes  # random bytes of its process; a restarted replica has others
     role: str = ROLES[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageStart:
-    """The first bytes of a message.
+    """The first bytes of a message."""
 
-    Attributes:
-        number: The sender's count.
-        address: What a receive is matched by.
-        message_bytes: Of the whole message, its header included.
-        body: All of its bytes, or the first `OPENING_BYTES`.
-    """
-
-    number: int
-    address: MessageAddress
-    message_bytes: int
-    body: memoryview
+    number: int  # the sender's count
+    address: MessageAddress  # what a receive is matched by
+    message_bytes: int  # of the whole message, its header included
+    body: memoryview  # all of its bytes, or the first `OPENING_BYTES`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,14 +146,10 @@ class CancelFrame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathHello:
-    """Identity of a replica on one of several connections.
-
-    Attributes:
-        session: Random bytes; the connections of one session belong together.
-    """
+    """Identity of a replica on one of several connections."""
 
     hello: Hello
-    session: bytes
+    session: bytes  # random bytes; the connections of one session belong together
     path: int
     num_paths: int
 

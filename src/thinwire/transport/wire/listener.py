@@ -31,18 +31,12 @@ _DOMAIN = b"thinwire"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedFrame:
-    """A received frame and its connection.
+    """A received frame and its connection."""
 
-    Attributes:
-        caller: Routing identity of the connection.
-        replica: The replica whose key the connection proved.
-        frame: Its bytes, None if the message was not a single frame.
-    """
-
-    caller: bytes
-    replica: int
+    caller: bytes  # routing identity of the connection
+    replica: int  # the replica whose key the connection proved
     fd: int
-    frame: memoryview | None
+    frame: memoryview | None  # its bytes, None if the message was not a single frame
 
 
 class AcceptedConnection:

@@ -14,19 +14,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalanceRules:
-    """Constants of the balancing.
+    """Constants of the balancing."""
 
-    Attributes:
-        weight: Of the latest round in a path's mean rate.
-        min_gain: Shares move if the flow completes sooner by more than this share of its time.
-        num_in_row: So many rounds in a row must promise the gain.
-        min_share: No path goes below this share, so that its rate stays known.
-    """
-
-    weight: float = 0.5
-    min_gain: float = 0.10
-    num_in_row: int = 2
-    min_share: float = 1e-3
+    weight: float = 0.5  # of the latest round in a path's mean rate
+    min_gain: float = 0.10  # shares move if the flow completes sooner by more than this share of its time
+    num_in_row: int = 2  # so many rounds in a row must promise the gain
+    min_share: float = 1e-3  # no path goes below this share, so that its rate stays known
 
 
 class PathBalancer:
