@@ -96,13 +96,9 @@ class CallObserver(Protocol):
         """Handle a group before its first call: its name, the same on all ranks, and its members."""
         ...
 
-    def posted(self, call: GroupCall) -> None:
-        """Handle a call before it is made."""
-        ...
+    def posted(self, call: GroupCall) -> None: ...  # before it is made
 
-    def ended(self, call: GroupCall) -> None:
-        """Handle the end of a call, well or not."""
-        ...
+    def ended(self, call: GroupCall) -> None: ...  # well or not
 
 
 @dataclass(slots=True)

@@ -71,7 +71,7 @@ class ReplicaWorld:
     local_rank: int
     local_size: int
     master_address: str  # address of the replica's first rank
-    master_port: int  # A port there that was free
+    master_port: int  # a port there that was free
 
 
 # The place of a process whose variables were removed; it stays the place of that process.

@@ -245,7 +245,7 @@ def _checked(kind: type[Any], values: tuple[Any, ...], body: memoryview) -> Fram
             raise FrameError(f"a hello of path {path} of {num_paths}, expected at most {MOST_PATHS}")
         return PathHello(hello=_hello(*identity), session=session, path=path, num_paths=num_paths)
     if kind is MessageStart:
-        return _start(*values, body=body)
+        return _start(body, *values)
     if kind is RequestFrame:
         if not 1 <= len(body) <= MOST_NAME_BYTES:
             raise FrameError(f"a name of {len(body)} bytes, expected 1 to {MOST_NAME_BYTES}")
@@ -262,7 +262,7 @@ def _checked(kind: type[Any], values: tuple[Any, ...], body: memoryview) -> Fram
 
 
 def _start(
-    count: int, stream: int, phase: int, owner: int, part: int, number: int, size: int, body: memoryview
+    body: memoryview, count: int, stream: int, phase: int, owner: int, part: int, number: int, size: int
 ) -> MessageStart:
     if size > MOST_MESSAGE_BYTES:
         raise FrameError(f"an opening of a message of {size} bytes, expected at most {MOST_MESSAGE_BYTES}")

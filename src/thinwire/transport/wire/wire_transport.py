@@ -48,6 +48,7 @@ from thinwire.transport.base import MOST_REPLICAS, Envelope, Pending, StreamLimi
 from thinwire.transport.message import Tamper, header_of, pack
 from thinwire.transport.secret import Secret
 from thinwire.transport.tcp_stats import ConnectionStats
+from thinwire.transport.wire.connection import Connection
 from thinwire.transport.wire.framing import MOST_NAME_BYTES, CancelFrame, RequestFrame
 from thinwire.transport.wire.io_loop import IoLoop
 from thinwire.transport.wire.multipath import MultipathConnection, PathStats
@@ -303,8 +304,7 @@ class WireTransport:
 
     def reading(self, peer: int) -> ConnectionStats | None:
         """Return the kernel's statistics of the connection to a replica, None if there is none."""
-        state = self._loop.peers.get(peer)
-        connection = None if state is None else state.connection
+        connection = self._connection(peer)
         return None if connection is None else connection.reading()
 
     def connections(self) -> Mapping[Hashable, ConnectionStats]:
@@ -314,8 +314,7 @@ class WireTransport:
 
     def paths(self, peer: int) -> list[PathStats]:
         """Return the state of each path to a replica; nothing where one connection leads there."""
-        state = self._loop.peers.get(peer)
-        bundle = None if state is None else state.connection
+        bundle = self._connection(peer)
         return bundle.stats() if isinstance(bundle, MultipathConnection) else []
 
     def limit_path(self, peer: int, path: int, weight: float) -> None:
@@ -328,12 +327,15 @@ class WireTransport:
             raise ValueError(f"weight must be in (0, 1], got {weight}")
 
         def apply() -> None:
-            state = self._loop.peers.get(peer)
-            bundle = None if state is None else state.connection
+            bundle = self._connection(peer)
             if isinstance(bundle, MultipathConnection) and 0 <= path < bundle.num_paths:
                 bundle.limit(path, weight)
 
         self._loop.call_soon(apply)
+
+    def _connection(self, peer: int) -> Connection | None:
+        state = self._loop.peers.get(peer)
+        return None if state is None else state.connection
 
     def _transfer(self, peer: int, envelope: Envelope, *, verb: str) -> WireTransfer:
         check_peer(peer, replica=self.replica, num_replicas=self._most_replicas)
