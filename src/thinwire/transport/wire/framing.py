@@ -25,10 +25,10 @@ The kinds 11 to 13 are for peers with several connections, see `thinwire.transpo
 
 from __future__ import annotations
 
-import dataclasses
 import struct
-from dataclasses import dataclass
 from typing import Any, get_args
+
+from msgspec import Struct
 
 from thinwire.roles import ROLES, checked_role
 from thinwire.transport.streams import FORMAT_VERSION, MessageAddress
@@ -65,8 +65,7 @@ class VersionError(FrameError):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(Struct, frozen=True, kw_only=True):
     """Identity of a replica."""
 
     replica: int
@@ -75,8 +74,7 @@ class Hello:
     role: str = ROLES[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageStart:
+class MessageStart(Struct, frozen=True, kw_only=True):
     """The first bytes of a message."""
 
     number: int  # the sender's count
@@ -85,16 +83,14 @@ class MessageStart:
     body: memoryview  # all of its bytes, or the first `OPENING_BYTES`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Credit:
+class Credit(Struct, frozen=True, kw_only=True):
     """Permission to send a message's bytes up to `end`."""
 
     number: int
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessagePart:
+class MessagePart(Struct, frozen=True, kw_only=True):
     """Bytes of a message from `start` on."""
 
     number: int
@@ -102,50 +98,43 @@ class MessagePart:
     body: memoryview
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Receipt:
+class Receipt(Struct, frozen=True, kw_only=True):
     """Receipt for a whole message."""
 
     number: int
     is_matched: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceivePosted:
+class ReceivePosted(Struct, frozen=True, kw_only=True):
     """Notice that a receive was posted for a message that had arrived before."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageRefused:
+class MessageRefused(Struct, frozen=True, kw_only=True):
     """Notice that a message is not the expected one, or that its rest is not wanted."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goodbye:
+class Goodbye(Struct, frozen=True, kw_only=True):
     """Last frame of a connection."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFrame:
+class RequestFrame(Struct, frozen=True, kw_only=True):
     """Request for a blob that the other side has, or will have."""
 
     number: int
     name: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelFrame:
+class CancelFrame(Struct, frozen=True, kw_only=True):
     """Notice that the response to a `RequestFrame` is not wanted."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PathHello:
+class PathHello(Struct, frozen=True, kw_only=True):
     """Identity of a replica on one of several connections."""
 
     hello: Hello
@@ -154,16 +143,14 @@ class PathHello:
     num_paths: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NumberedFrame:
+class NumberedFrame(Struct, frozen=True, kw_only=True):
     """A frame over one of several connections; numbers count from 0 in the order of sending."""
 
     number: int
     frame: memoryview
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FramesArrived:
+class FramesArrived(Struct, frozen=True, kw_only=True):
     """Number of numbered frames that have arrived over this connection."""
 
     count: int
@@ -181,7 +168,6 @@ _LAYOUTS = dict(zip(_KINDS, map(struct.Struct, (
     f"{_IDENTITY}{SESSION_BYTES}sBB", "<Q", "<Q",
 )), strict=True))  # fmt: skip
 _WITH_BODY = (MessageStart, MessagePart, RequestFrame, NumberedFrame)
-_NAMES = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in _KINDS}
 # of a numbered frame around a message's start
 MOST_FRAME_BYTES = 2 * _PREFIX.size + _LAYOUTS[NumberedFrame].size + _LAYOUTS[MessageStart].size + OPENING_BYTES
 
@@ -202,7 +188,7 @@ def write(frame: Frame) -> bytearray:
         stream, owner, number, part, phase = frame.address
         values = [frame.number, stream, phase, owner, part, number, frame.message_bytes, frame.body]
     else:
-        values = [getattr(frame, name) for name in _NAMES[kind]]
+        values = [getattr(frame, name) for name in kind.__struct_fields__]
     body = values.pop() if kind in _WITH_BODY else b""
     written = bytearray(_PREFIX.pack(_MAGIC, FORMAT_VERSION, 1 + _KINDS.index(kind)))
     written += _LAYOUTS[kind].pack(*values)
@@ -257,7 +243,7 @@ def _checked(kind: type[Any], values: tuple[Any, ...], body: memoryview) -> Fram
     if kind is MessagePart and not 1 <= len(body) <= PART_BYTES:
         raise FrameError(f"a part of {len(body)} bytes, expected 1 to {PART_BYTES}")
     found = (*values, body) if kind in _WITH_BODY else values
-    made: Frame = kind(**dict(zip(_NAMES[kind], found, strict=True)))
+    made: Frame = kind(**dict(zip(kind.__struct_fields__, found, strict=True)))
     return made
 
 
