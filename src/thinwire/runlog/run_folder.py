@@ -520,6 +520,7 @@ def _take_metrics(records: Records, path: Path, rank: int) -> None:
 
 
 RECORDS = "records-rank-*.jsonl"
+Reader = Callable[[Records, Path], None]
 _HEAD = 4096
 
 
@@ -561,7 +562,7 @@ def read_files(paths: Iterable[Path]) -> Records:
     return records
 
 
-def nccl_reader(first: bytes) -> Callable[[Records, Path], None] | None:
+def nccl_reader(first: bytes) -> Reader | None:
     """Return the reader of a file of NCCL's tools by its first bytes; None for other files."""
     if nccl_inspector.is_inspector(first):
         return nccl_inspector.read_inspector
@@ -573,7 +574,7 @@ def _read_folder(records: Records, folder: Path) -> list[Path]:
     files = [path for path in sorted(folder.glob("*")) if path.is_file()]  # a pipe would be waited for
     of_run = [path for path in files if replica_of(path) is not None]
     # backwards, so that a rank's older file comes before the one that it writes now
-    readable = [(read_into, path) for path in reversed(files) if path.match(RECORDS)]
+    readable: list[tuple[Reader, Path]] = [(read_into, path) for path in reversed(files) if path.match(RECORDS)]
     if not readable and not of_run:
         readable = [(read, path) for path in files if (read := nccl_reader(_head(path))) is not None]
     for read, path in readable:
