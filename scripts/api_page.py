@@ -21,7 +21,7 @@ The names of `import thinwire`. All other modules are below [Reference](index.md
 ORDER = (
     "connect", "DistributedOptimizer", "MultiOptimizer", "methods", "Method", "codecs", "metrics", "join",
     "ElasticOptimizer", "watch", "lab", "run_replicas", "LoopbackWorld", "LoopbackTransport", "FaultyTransport",
-    "RecordingTransport", "ThinwireError", "__version__",
+    "RecordingTransport", "ActivationCode", "CodedStage", "ThinwireError", "__version__",
 )  # fmt: skip
 PAGE = "reference/thinwire.md"
 _COLUMNS = 80

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from thinwire.sync.multi_optimizer import MultiOptimizer
     from thinwire.sync.optimizer import DistributedOptimizer
     from thinwire.training.elastic.own_loop import ElasticOptimizer, join
+    from thinwire.transport.coded_stage import CodedStage
     from thinwire.transport.connect import connect
     from thinwire.transport.faulty import FaultyTransport
     from thinwire.transport.loopback import LoopbackTransport, LoopbackWorld, run_replicas
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ActivationCode": "thinwire.codecs.activation_code",
+    "CodedStage": "thinwire.transport.coded_stage",
     "DistributedOptimizer": "thinwire.sync.optimizer",
     "ElasticOptimizer": "thinwire.training.elastic.own_loop",
     "FaultyTransport": "thinwire.transport.faulty",
@@ -60,6 +62,7 @@ _MODULES = ("codecs", "lab", "methods")
 
 __all__ = [
     "ActivationCode",
+    "CodedStage",
     "DistributedOptimizer",
     "ElasticOptimizer",
     "FaultyTransport",

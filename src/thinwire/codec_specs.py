@@ -56,9 +56,15 @@ _TOO_COARSE_FORWARD: Mapping[str, str] = MappingProxyType(
     }
 )
 _DENSE = ("float32", "bfloat16", "float16", "block-int8", "block-int4")
-ACTIVATION_CODECS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"forward": _DENSE, "backward": (*_DENSE, *_TOO_COARSE_FORWARD)}
-)
+DEFAULT_ACTIVATION_CODE = "block-int8/block-int4"
+# Elements and bytes of a block.
+_BLOCKS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        "float32": (1, 4), "bfloat16": (1, 2), "float16": (1, 2), "block-int8": (256, 260), "block-int4": (64, 34),
+        "block-2bit": (1024, 264), "e3m0": (64, 33), "e3m0-stochastic": (64, 33),
+    }
+)  # fmt: skip
+ACTIVATION_CODECS: Mapping[str, tuple[str, ...]] = MappingProxyType({"forward": _DENSE, "backward": tuple(_BLOCKS)})
 
 
 def activation_codec(name: str, *, direction: str) -> str:
@@ -81,6 +87,17 @@ def activation_codec(name: str, *, direction: str) -> str:
         raise refusal(f"{key} carries no {direction} activations: {why}", got=key, allowed=", ".join(allowed),
                       remedy="block-int8")  # fmt: skip
     return key
+
+
+def activation_bytes(name: str, numel: float) -> float:
+    """Return the payload's size of so many elements, as the codec itself has it; a planner has no torch to ask it.
+
+    Example:
+        >>> activation_bytes("block-int8", 1000)
+        1040
+    """
+    block, row_bytes = _BLOCKS[name]
+    return -(-numel // block) * row_bytes
 
 
 def activation_codecs(text: str) -> tuple[str, str]:

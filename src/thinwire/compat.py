@@ -134,6 +134,16 @@ def gathering_groups(distributed: ModuleType) -> Container[Any] | None:
     return getattr(world, "pg_coalesce_state", None)
 
 
+def pipeline_runtime(schedules: ModuleType) -> tuple[Any, Any, Any]:
+    """Return torch's runtime of pipelines by order tables, the class of a table's actions, and their kinds.
+
+    Args:
+        schedules: `torch.distributed.pipelining.schedules`, which only the transport may name.
+    """
+    found: Any = schedules
+    return found._PipelineScheduleRuntime, found._Action, found._ComputationType
+
+
 def failure_of(work: Any) -> str:
     """Return why a `Work` that has ended failed; an empty text where it did not, or does not say.
 

@@ -71,6 +71,16 @@ CASES: dict[str, list[str]] = {
         "allowed multiples of 4; try --seq-len 88",
     ],
     "train --interleave 2": ["--interleave is for pipelines; got 2; allowed 1 where --pp is 1"],
+    "train --eagerness 2": ["--eagerness is for pipelines; got 2; allowed 2 or more --pp; try --pp 2"],
+    "train --activation-code bfloat16": ["--activation-code is for pipelines; got bfloat16"],
+    "train --pp 2 --micro-batch 1 --activation-code e3m0": ["e3m0 carries no forward activations: cost 0.141 nats"],
+    "train --pp 2 --micro-batch 1 --activation-code block-int8/top-k": ["top-k carries no backward activations"],
+    "train --pp 2 --micro-batch 1 --activation-code block-int8/": ["unknown codec; got ''"],
+    "train --pp 2 --micro-batch 1 --stage-sites 0,1": ["--stage-sites says where messages are coded"],
+    "train --pp 2 --micro-batch 1 --activation-code bfloat16 --stage-sites 0,a": [
+        "--stage-sites must number the site of each pipeline stage; got '0,a'; allowed 2 whole numbers"
+    ],
+    "train --pp 2 --micro-batch 1 --interleave 2 --eagerness 2": ["--eagerness does not go with --interleave"],
     "train --pp 2 --autocast bf16 --micro-batch 1": ["--autocast", "--pp", "try"],
     "train --pp 2 --interleave 3 --batch-size 3 --micro-batch 1": [
         "--interleave needs as many micro-batches as --pp, or a multiple; got 3; allowed multiples of 2"

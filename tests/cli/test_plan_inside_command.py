@@ -46,6 +46,7 @@ def test_the_example_of_the_page_runs_as_printed(
     assert {"degrees", "rank_order", "refused", "step_parts_s"} <= set(keys)
     assert set(keys) - {
         "flops_per_s",
+        "site",
         "bandwidth_bits_per_s",
         "between_nodes",
         "links",
@@ -340,6 +341,45 @@ def test_several_sites_are_planned_inside_and_between_and_the_plan_runs(
     assert config.option("method") == content["train"]["method"] and config.option("replicas") == 2
     assert config.parallel.ranks == 8 and config.option("batch_size") == 16
     assert "each replica has 8 ranks" in said[0]
+
+
+def test_a_model_that_no_site_holds_becomes_one_replica_over_the_border_and_the_plan_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = {"devices": 2, "memory_bytes": "25 MB", "flops_per_s": 5e10, "bandwidth_bits_per_s": "10gbit",
+            "latency_s": "50us"}  # fmt: skip
+    words: list[str] = ["--rate", "5mbit", "--latency", "20ms", "--model", "nano", "--batch-size", "16"]
+    for name in ("attic", "office"):
+        content = {"format": "thinwire-site", "version": 1, "nodes": [{"name": name, **node}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        words += ["--inside", str(tmp_path / f"{name}.json")]
+    out = tmp_path / "plan.json"
+    words += ["--out", str(out)]
+    assert plan_command.main(words) == 0
+    told, content = capsys.readouterr(), json.loads(out.read_text())
+    assert "no single site holds the model: this is one replica over attic, office" in told.err
+    assert content["rank_order"] == ["attic/0", "attic/1", "office/0", "office/1"] and content["stage_sites"][-1] == 1
+    # nano is 192 wide, has 6 layers and 128 tokens a sequence
+    for row, count in (("stage boundary (pp)", "768"), ("sequence (cp)", "4,608"), ("layer (tp)", "18,432"),
+                       ("stage boundary, block-int8/block-int4", "297")):  # fmt: skip
+        assert re.search(rf"^  {re.escape(row)} +{count} ", told.out, flags=re.MULTILINE), row
+    assert f"the plan sends {content['border_bytes']['forward'] / 1e3:.0f} kB forward" in told.out
+    config, _ = planned(parse(["--plan", str(out)]), ["--plan", str(out)], say=[].append)
+    assert config.parallel.activation_code == "block-int8/block-int4" and config.parallel.sites is not None
+    assert config.parallel.eagerness == content["eagerness"] > 1
+    assert plan_command.main([*words, "--activation-code", "none"]) == 0
+    plain = json.loads(out.read_text())
+    assert plain["activation_code"] is None and plain["step_s"] > 1.5 * content["step_s"]
+    capsys.readouterr()
+    for more, text in (
+        (["--activation-code", "e3m0"], "e3m0 carries no forward activations"),
+        (
+            [*LAPTOP, *words[-2:], "--activation-code", "bfloat16"],
+            "--activation-code is for what crosses between sites",
+        ),
+    ):
+        assert plan_command.main([*(words if more[0] != "--inside" else []), *more]) == 2
+        assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

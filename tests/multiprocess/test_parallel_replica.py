@@ -22,7 +22,7 @@ from training_runs import COMMAND, DEADLINE_S, DOCUMENTS, OPTIONS, Started, fini
 
 from thinwire.cli import plan as plan_command
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, sent_numbers
-from thinwire.site.pipeline import StageLink, StageTimes, step_s
+from thinwire.site.pipeline import StageLink, StageTimes, order_of, step_s
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import LocalPasses
@@ -56,6 +56,8 @@ CUTS: dict[str, dict[str, Any]] = {
     "tensor parallel in shards": {"dp_shard": 2, "tp": 2, "zero_stage": 3, "micro_batch": 2, "recompute_layers": 1},
     "tensor parallel in copies": {"dp_replicate": 2, "tp": 2, "micro_batch": 4},
     "pipeline": {"pp": 4, "micro_batch": 1, "recompute_layers": 1},
+    "eager pipeline": {"pp": 4, "micro_batch": 1, "eagerness": 2},
+    "eager pipeline of shards": {"pp": 2, "dp_shard": 2, "zero_stage": 1, "micro_batch": 1, "eagerness": 3},
     "pipeline of shards": {"pp": 2, "dp_shard": 2, "zero_stage": 1, "micro_batch": 1},
     "interleaved pipeline of tensor parallel ranks": {"pp": 2, "tp": 2, "interleave": 2, "micro_batch": 2},
     "interleaved pipeline of copies": {"pp": 2, "dp_replicate": 2, "interleave": 2, "micro_batch": 1},
@@ -114,7 +116,8 @@ class NotingStage(torch.nn.Module):
 def work_of_step(mesh: Any, *, chunks: int) -> list[tuple[str, int]]:
     """Return what this rank does in a step of a pipeline, in its order."""
     stages = [NotingStage(chunk) for chunk in range(chunks)]
-    schedule = mesh.pipeline(stages, num_micro_batches=PASSES, loss=lambda found, wanted: (found - wanted).sum())
+    order = order_of(num_stages=4, num_micro_batches=PASSES, interleave=chunks)
+    schedule = mesh.pipeline(stages, order=order, loss=lambda found, wanted: (found - wanted).sum())
     rows = torch.zeros(PASSES, 2)
     for _ in range(2):  # the first step asks for shapes too
         DONE.clear()

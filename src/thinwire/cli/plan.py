@@ -14,13 +14,22 @@ from rich.table import Table
 
 from thinwire.cli.argument_parsing import FAILED, command, parse_options
 from thinwire.cli.output import log, print_error
-from thinwire.cli.plan_inside import load_sites, plan_each, plan_inside, site_line, site_sequences, with_speeds
+from thinwire.cli.plan_inside import (
+    load_sites,
+    plan_across,
+    plan_each,
+    plan_inside,
+    site_line,
+    site_sequences,
+    with_speeds,
+)
 from thinwire.cli.plan_options import PlanOptions, cluster_of
 from thinwire.cli.tables import plain, print_wide
 from thinwire.codec_specs import codec_key
 from thinwire.errors import excluded, refusal
 from thinwire.files import write_json
 from thinwire.planning.cluster import Cluster
+from thinwire.site.search import NothingFits
 from thinwire.training.config import check_model
 from thinwire.training.method_catalog import method_entry
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds, parse_bytes
@@ -69,12 +78,22 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan_sites(options: PlanOptions) -> int:
-    """Plan inside each site, then between them, with the step times of the sites' plans."""
+    """Plan inside each site, then between them, with the step times of the sites' plans.
+
+    A model that does not fit a site is planned as one replica over all of them.
+    """
     sites = load_sites(options)
     workload = workload_of(options)
     workload = dataclasses.replace(workload, batch_size=site_sequences(options, workload, sites), global_batch=None)
-    plans = plan_each(sites, options, sequences=workload.sequences(len(sites)))
-    cluster = with_speeds(_joined(options, list(sites)), plans, num_parameters=workload.num_parameters)
+    joined = _joined(options, list(sites))
+    try:
+        plans = plan_each(sites, options, sequences=workload.sequences(len(sites)))
+    except NothingFits as error:
+        try:
+            return plan_across(options, sites, joined)
+        except NothingFits as of_all:
+            raise ValueError(f"{error}; on all sites together {of_all}") from of_all
+    cluster = with_speeds(joined, plans, num_parameters=workload.num_parameters)
     inside = {name: {**plan.to_json(), "model": options.model} for name, plan in plans.items()}
 
     def memory(_: Plan) -> list[str]:

@@ -16,12 +16,13 @@ from thinwire.charts import Axis, Chart, ChartSeries, Point, image_file, line_ch
 from thinwire.cli.output import log
 from thinwire.cli.plan_options import PlanOptions
 from thinwire.cli.tables import plain, print_wide
+from thinwire.codec_specs import DEFAULT_ACTIVATION_CODE, activation_bytes, activation_codecs
 from thinwire.errors import DataError, excluded, refusal
 from thinwire.files import LARGEST_NUMBER, read_json, short, write_json, write_whole
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
 from thinwire.site.memory import FRAGMENTATION
 from thinwire.site.search import memory_front, plan_site
-from thinwire.site.site_file import Site, load_site
+from thinwire.site.site_file import NodeLink, Site, join_sites, load_site
 from thinwire.site.site_plan import CAUSES, SitePlan, torchtitan_toml, why_slower
 from thinwire.training.config import BATCH_SIZE, check_model, default_seq_len
 from thinwire.units import format_bytes, format_count, format_seconds
@@ -59,6 +60,32 @@ def plan_inside(options: PlanOptions) -> int:
     site = load_site(options.inside[0], links=options.links)
     if options.profile is not None:
         site = site.with_speed(profiled_flops_per_s(options.profile))
+    return _plan_on(site, options)
+
+
+def plan_across(options: PlanOptions, sites: Mapping[str, Site], cluster: Cluster) -> int:
+    """Plan one replica on the devices of several sites, print the plan and write it.
+
+    Args:
+        options: The options.
+        sites: By name; a model that each of them holds is planned as several replicas instead.
+        cluster: How the sites are joined.
+
+    Raises:
+        ValueError: No layout fits all of them together.
+    """
+
+    def border(source: str, destination: str) -> NodeLink:
+        wire = cluster.wire(source, destination)
+        return NodeLink(bandwidth_bits_per_s=wire.bandwidth_bits_per_s, latency_s=wire.latency_s)
+
+    found = _plan_on(join_sites(sites, border), options)
+    log(f"no single site holds the model: this is one replica over {', '.join(sites)}", command="plan")
+    return found
+
+
+def _plan_on(site: Site, options: PlanOptions) -> int:
+    code = _border_code(site, options.activation_code)
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     sequences = _sequences(options, seq_len)
     counts = None if options.lengths is None else load_lengths(options.lengths)
@@ -66,7 +93,7 @@ def plan_inside(options: PlanOptions) -> int:
     # torchtitan shares the stream among tensor-parallel ranks; `thinwire train` does not
     is_shared = options.torchtitan is not None or options.model.startswith("hf:")
     shape = dataclasses.replace(shape, is_sequence_parallel=is_shared)
-    plan = plan_site(site, shape, global_batch=sequences)
+    plan = plan_site(site, shape, global_batch=sequences, code=code)
     content = {**plan.to_json(), "model": options.model}
     lengths = None if counts is None else _lengths_outlook(plan, counts)
     if lengths is not None:
@@ -86,6 +113,47 @@ def plan_inside(options: PlanOptions) -> int:
         how += ", with equal windows: torch's pipelines take micro-batches of one shape"
     log(f"written to {options.out}; {how}", command="plan")
     return 0
+
+
+def _border_code(site: Site, text: str) -> tuple[str, str] | None:
+    """Return the codecs of what crosses between sites, or None for 16 bits.
+
+    Raises:
+        ValueError: There is no such code, or nothing crosses.
+    """
+    if not site.has_border and text != "auto":
+        raise refusal("--activation-code is for what crosses between sites", got="nodes of one site", allowed="auto",
+                      remedy='two or more --inside, or "site" at the nodes of the file')  # fmt: skip
+    if not site.has_border or text == "none":
+        return None
+    return activation_codecs(DEFAULT_ACTIVATION_CODE if text == "auto" else text)
+
+
+def border_lines(plan: SitePlan) -> Iterator[str]:
+    """Yield what each kind of traffic would cost on the border between sites, and what the plan sends."""
+    model, best, site = plan.model, plan.best, plan.site
+    rate = min(
+        site.link(one, other).bandwidth_bits_per_s
+        for one in range(len(site.nodes)) for other in range(len(site.nodes))
+        if site.site_of[one] != site.site_of[other]
+    )  # fmt: skip
+    width, tokens = model.width, best.layout.global_batch * model.seq_len
+    kinds = {
+        "stage boundary (pp)": 4.0 * width, "sequence (cp)": 4.0 * width * model.layers,
+        "layer (tp)": 16.0 * width * model.layers,
+    }  # fmt: skip
+    if best.code is not None:
+        coded = sum(activation_bytes(name, width * model.seq_len) for name in best.code) / model.seq_len
+        kinds = {f"stage boundary, {'/'.join(best.code)}": coded, **kinds}
+    yield ""
+    yield "on the border, in 16 bits but for the code:  bytes a token  relative  a step"
+    for name, count in kinds.items():
+        # half of it goes each way, at the same time
+        step = format_seconds(4 * count * tokens / rate)
+        yield f"  {name:<42}{count:>14,.0f}{count / (4 * width):>10.2f}  {step}"
+    yield "  experts (ep): this model has none"
+    forward, backward = best.border_bytes
+    yield f"the plan sends {format_bytes(forward)} forward and {format_bytes(backward)} back between sites in a step"
 
 
 def profiled_flops_per_s(path: Path) -> float:
@@ -159,7 +227,7 @@ def plan_each(sites: Mapping[str, Site], options: PlanOptions, *, sequences: int
         try:
             plans[name] = known or plan_site(site, shape, global_batch=sequences)
         except ValueError as error:
-            raise ValueError(f"site {name}: {error}") from error
+            raise type(error)(f"site {name}: {error}") from error
     return plans
 
 
@@ -343,6 +411,8 @@ def _show(plan: SitePlan, options: PlanOptions, lengths: LengthsOutlook | None) 
         f"{format_count(step_tokens / best.step_s)} tokens a second"
     )
     for text in _lengths_lines(lengths) if lengths is not None else ():
+        line(text)
+    for text in border_lines(plan) if plan.site.has_border else ():
         line(text)
     left_out = sum(one.grids for one in plan.refused)
     if left_out and not options.explain:

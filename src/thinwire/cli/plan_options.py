@@ -96,7 +96,8 @@ class PlanOptions(ClusterOptions):
     """nano, 35m, 150m, 400m, 1b, a size such as 7b, or hf:PATH."""
 
     inside: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
-    """Site file: plan one replica on its devices. Repeated: a replica in each site, and the method between them."""
+    """Site file: plan one replica on its devices. Repeated: a replica in each site, and the method between them; one
+    replica over all sites if a site does not hold the model."""
 
     links: Path | None = None
     """With --inside: measured links, a cluster.json of thinwire probe or the output of mpiGraph."""
@@ -106,6 +107,9 @@ class PlanOptions(ClusterOptions):
 
     lengths: Path | None = None
     """With --inside: histogram of sequence lengths; the output says what sharing them by length saves."""
+
+    activation_code: str = "auto"
+    """With --inside: code of activations between sites, such as block-int8/block-int4 (auto), or none."""
 
     tokens: float = option(1e9, least=1)
     """Training tokens of all replicas together, such as 25e9."""

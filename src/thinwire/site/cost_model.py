@@ -20,12 +20,13 @@ from functools import cached_property
 from itertools import pairwise
 from math import inf
 
+from thinwire.codec_specs import activation_bytes
 from thinwire.site import memory
 from thinwire.site.closed_forms import pipette_s
 from thinwire.site.pipeline import StageLink, StageTimes, chunk_layers, layers_in_flight, lower_bound_s, step_s
 from thinwire.site.site_file import Site
 
-# Activations, weights and gradients are sent in 16 bits.
+# Activations, weights and gradients are sent in 16 bits, but for activations that a code carries between sites.
 _MESSAGE_BITS = 16
 
 
@@ -138,6 +139,7 @@ class Layout:
         interleave: Chunks of layers on each pipeline rank.
         recomputed_layers: The first ones of each pipeline rank, which may have fewer.
         unsharded_layers: Under ZeRO-3 without stages, the last ones, whose weights stay together all through a step.
+        eagerness: Of 1F1B, see `one_f_one_b`.
     """
 
     degrees: Degrees
@@ -147,6 +149,7 @@ class Layout:
     interleave: int = 1
     recomputed_layers: int = 0
     unsharded_layers: int = 0
+    eagerness: int = 1
 
     @property
     def num_micro_batches(self) -> int:
@@ -164,13 +167,17 @@ class Layout:
         """Name of the pipeline's schedule."""
         if self.degrees.pp == 1:
             return "none"
-        return "1f1b" if self.interleave == 1 else "interleaved-1f1b"
+        if self.interleave > 1:
+            return "interleaved-1f1b"
+        return "1f1b" if self.eagerness == 1 else "eager-1f1b"
 
     def describe(self) -> str:
         """Return the layout in a line."""
         rest = [f"micro-batch {self.micro_batch}", f"ZeRO-{self.zero_stage}"]
         if self.interleave > 1:
             rest.append(f"interleave {self.interleave}")
+        if self.eagerness > 1:
+            rest.append(f"eagerness {self.eagerness}")
         if self.recomputed_layers:
             rest.append(f"recompute {self.recomputed_layers * self.degrees.pp} layers")
         if self.unsharded_layers:
@@ -201,7 +208,11 @@ def device_memory(model: ModelShape, layout: Layout, *, stage: int) -> memory.De
     own_layers = sum(own_chunks)
     parameters = (own_layers * model.layer_parameters + _outer_parameters(model, stage, degrees.pp)) / degrees.tp
     in_flight = layers_in_flight(
-        stage, num_stages=degrees.pp, num_micro_batches=layout.num_micro_batches, own_chunks=own_chunks
+        stage,
+        num_stages=degrees.pp,
+        num_micro_batches=layout.num_micro_batches,
+        own_chunks=own_chunks,
+        eagerness=layout.eagerness,
     )
     tokens = layout.micro_batch * model.seq_len
 
@@ -366,22 +377,63 @@ class SitePlacement:
             for stage in range(d.pp) for replica in range(d.dp_replicate) for shard in range(d.dp_shard)
         ])  # fmt: skip
 
-    def stage_links(self, message_bits: float) -> tuple[tuple[StageLink, ...], ...]:
-        """Return the links between the stages of each different pipeline, for a message of each device."""
-        d, nodes = self.degrees, self.nodes
+    def stage_links(
+        self, message_bits: float, coded_bits: tuple[float, float] | None = None, *, is_interleaved: bool = False
+    ) -> tuple[tuple[StageLink, ...], ...]:
+        """Return the links between the stages of each different pipeline.
+
+        Args:
+            message_bits: Of a message of each device.
+            coded_bits: Of one between sites, forward and backward, if it is coded.
+            is_interleaved: Whether the last rank sends to the first one while the others do.
+        """
+        d, nodes, site_of = self.degrees, self.nodes, self.site.site_of
         per_stage = d.num_blocks // d.pp
         pipelines: list[list[StageLink]] = [[] for _ in range(d.dp_replicate * d.dp_shard)]
-        for stage in range(d.pp):
-            start, following = stage * per_stage, (stage + 1) % d.pp * per_stage
-            edges = [(nodes[start + place], nodes[following + place]) for place in range(per_stage)]
-            shares = _CardShares(edges, self.degrees.tp)
+        edges_of = [
+            [(nodes[stage * per_stage + place], nodes[(stage + 1) % d.pp * per_stage + place])
+             for place in range(per_stage)]
+            for stage in range(d.pp)
+        ]  # fmt: skip
+        at_once = [edge for edges in edges_of[: d.pp - 1 + is_interleaved] for edge in edges]
+        for stage, edges in enumerate(edges_of):
+            # all boundaries between two sites share the sites' line, each with the messages back of the others
+            ways = at_once if stage < d.pp - 1 or is_interleaved else edges
+            shares = _CardShares(edges, self.degrees.tp, site_of, lines=[*ways, *((b, a) for a, b in ways)])
             for number, stage_links in enumerate(pipelines):
                 own = edges[number * d.cp : (number + 1) * d.cp]
-                links = [(shares(edge), self.site.link(*edge)) for edge in own]
-                slowest = max(message_bits * share / link.bandwidth_bits_per_s for share, link in links)
-                latency_s = max(link.latency_s for _, link in links)
-                stage_links.append(StageLink(message_s=slowest, latency_s=latency_s))
+                times_s = []
+                for edge in own:
+                    is_coded = coded_bits is not None and site_of[edge[0]] != site_of[edge[1]]
+                    bits = coded_bits if is_coded and coded_bits is not None else (message_bits, message_bits)
+                    share, rate = shares(edge), self.site.link(*edge).bandwidth_bits_per_s
+                    times_s.append((bits[0] * share / rate, bits[1] * share / rate))
+                slowest, back = (max(way) for way in zip(*times_s, strict=True))
+                latency_s = max(self.site.link(*edge).latency_s for edge in own)
+                stage_links.append(StageLink(message_s=slowest, latency_s=latency_s, less_back_s=slowest - back))
         return tuple(dict.fromkeys(map(tuple, pipelines)))
+
+    @cached_property
+    def stage_sites(self) -> tuple[int, ...]:
+        """Number of the site of each pipeline rank; of its first block where it stands at several."""
+        per_stage = self.degrees.num_blocks // self.degrees.pp
+        return tuple(self.site.site_of[node] for node in self.nodes[::per_stage])
+
+    @cached_property
+    def num_borders(self) -> tuple[int, ...]:
+        """How many devices send to another site: from each pipeline rank to the next, and from the last to the first.
+
+        A message back crosses as often.
+        """
+        d, nodes, site_of = self.degrees, self.nodes, self.site.site_of
+        per_stage = d.num_blocks // d.pp
+        return tuple(
+            d.tp * sum(
+                site_of[nodes[stage * per_stage + place]] != site_of[nodes[(stage + 1) % d.pp * per_stage + place]]
+                for place in range(per_stage)
+            )
+            for stage in range(d.pp)
+        )  # fmt: skip
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
@@ -397,7 +449,7 @@ class SitePlacement:
         for group in groups:
             members = sorted(self.nodes[block] for block in group)
             edges += [*pairwise(members), (members[-1], members[0])]
-        shares = _CardShares(edges, self.degrees.tp)
+        shares = _CardShares(edges, self.degrees.tp, self.site.site_of)
         links = {edge: self.site.link(*edge) for edge in edges}
         return RingLinks(
             size=len(groups[0]),
@@ -437,11 +489,13 @@ class StepCost:
         model: The model.
         layout: How it is cut.
         placement: The devices of its grid.
+        code: Codecs of activations and of their gradients between sites; None for 16 bits.
     """
 
     model: ModelShape
     layout: Layout
     placement: SitePlacement
+    code: tuple[str, str] | None = None
 
     @cached_property
     def stages(self) -> tuple[StageTimes, ...]:
@@ -460,7 +514,32 @@ class StepCost:
             rank, own = chunk % pp, known[key]
             found.append(replace(own, ready_s=own.ready_s + gathered_s[rank]) if gathered_s[rank] else own)
             gathered_s[rank] += max(1, self._chunk_layers[chunk]) * self._layer_times(chunk).first_gather_s
+        if (head := self._tied_link) is not None:
+            # the copy comes first on its link; its gradient follows that of the last activations
+            found[0] = replace(
+                found[0],
+                ready_s=found[0].ready_s + head.message_s,
+                reduce_s=found[0].reduce_s + max(0.0, head.back.message_s - found[0].backward_s),
+            )
+            found[-1] = replace(found[-1], ready_s=found[-1].ready_s + head.total_s)  # fmt: skip
         return tuple(found)
+
+    @cached_property
+    def _tied_link(self) -> StageLink | None:
+        """Link between both ends for a tied head's copy and its gradient; None where they do not cross a border."""
+        if not self.model.is_head_tied or self.placement.num_borders[-1] == 0:
+            return None
+        one, back = self._tied_bytes
+        return max((links[-1] for links in self.placement.stage_links(0.0, (8 * one, 8 * back))),
+                   key=lambda link: link.message_s)  # fmt: skip
+
+    @property
+    def _tied_bytes(self) -> tuple[float, float]:
+        """Bytes of a tied head's copy and of its gradient."""
+        # parameters are in 32 bits
+        one, back = self.code or ("float32", "float32")
+        numel = self.model.vocab_size * self.model.width
+        return activation_bytes(one, numel), activation_bytes(back, numel)
 
     @cached_property
     def stage_links(self) -> tuple[tuple[StageLink, ...], ...]:
@@ -468,9 +547,33 @@ class StepCost:
         degrees = self.layout.degrees
         if degrees.pp == 1:
             return ((StageLink(),),)
-        bits = self._tokens * self.model.width * _MESSAGE_BITS
+        coded = None if self.code is None else self._coded_bytes
+        return self.placement.stage_links(
+            self._stage_numbers * _MESSAGE_BITS,
+            None if coded is None else (8 * coded[0], 8 * coded[1]),
+            is_interleaved=self.layout.interleave > 1,
+        )
+
+    @property
+    def border_bytes(self) -> tuple[float, float]:
+        """Bytes that cross between sites in a step, forward and backward: activations, and a tied head's copy."""
+        borders, chunks = self.placement.num_borders, self.layout.degrees.pp * self.layout.interleave
+        messages = self.layout.num_micro_batches * sum(borders[one % len(borders)] for one in range(chunks - 1))
+        copies = borders[-1] if self.model.is_head_tied else 0
+        (one, back), (copy, copy_back) = self._coded_bytes, self._tied_bytes
+        return messages * one + copies * copy, messages * back + copies * copy_back
+
+    @property
+    def _coded_bytes(self) -> tuple[float, float]:
+        """Bytes of a message of a device between sites, forward and backward."""
+        forward, backward = self.code or ("bfloat16", "bfloat16")
+        return activation_bytes(forward, self._stage_numbers), activation_bytes(backward, self._stage_numbers)
+
+    @property
+    def _stage_numbers(self) -> float:
         # each tensor-parallel rank sends the whole stream, or its part of it
-        return self.placement.stage_links(bits / degrees.cp / (degrees.tp if self.model.is_sequence_parallel else 1))
+        degrees = self.layout.degrees
+        return self._tokens * self.model.width / degrees.cp / (degrees.tp if self.model.is_sequence_parallel else 1)
 
     @cached_property
     def step_s(self) -> float:
@@ -519,13 +622,20 @@ class StepCost:
             "recompute": share * (count * sum(map(self._layers_s, chunks)) + tensor / 2 + context),
             "tensor": 2 * tensor, "context": 2 * context + home,
         }  # fmt: skip
-        found["data"] = max(0.0, work(rank) - sum(found.values()))
+        head, head_s = self._tied_link, 0.0
+        if head is not None and rank == 0:
+            head_s = head.message_s + max(0.0, head.back.message_s - self.stages[0].backward_s)
+        found["data"] = max(0.0, work(rank) - head_s - sum(found.values()))
         found["waiting"] = max(0.0, self.step_s - sum(found.values()))
         return found
 
     @property
     def _about(self) -> dict[str, int]:
-        return {"num_micro_batches": self.layout.num_micro_batches, "interleave": self.layout.interleave}
+        layout = self.layout
+        return {
+            "num_micro_batches": layout.num_micro_batches, "interleave": layout.interleave,
+            "eagerness": layout.eagerness,
+        }  # fmt: skip
 
     @property
     def _tokens(self) -> int:
@@ -647,14 +757,23 @@ def _overlapped(parts: Sequence[tuple[float, float]]) -> float:
 
 
 class _CardShares:
-    """Number of messages that share the network card of the busier end of an edge between two nodes."""
+    """Number of messages that share an edge between two nodes: the network card of its busier end, or the site's line.
 
-    def __init__(self, edges: Sequence[tuple[int, int]], lanes: int) -> None:
+    The nodes of a site share its line to the others.
+    """
+
+    def __init__(
+        self, edges: Sequence[tuple[int, int]], lanes: int, site_of: Sequence[int],
+        lines: Sequence[tuple[int, int]] | None = None,
+    ) -> None:  # fmt: skip
         crossing = [edge for edge in edges if edge[0] != edge[1]]
         self.leaving, self.entering = Counter(a for a, _ in crossing), Counter(b for _, b in crossing)
-        self.lanes = lanes
+        lines = crossing if lines is None else lines
+        self.borders = Counter((site_of[a], site_of[b]) for a, b in lines if site_of[a] != site_of[b])
+        self.lanes, self.site_of = lanes, site_of
 
     def __call__(self, edge: tuple[int, int]) -> int:
         if edge[0] == edge[1]:
             return 1
-        return self.lanes * max(self.leaving[edge[0]], self.entering[edge[1]])
+        border = self.borders[self.site_of[edge[0]], self.site_of[edge[1]]]
+        return self.lanes * max(self.leaving[edge[0]], self.entering[edge[1]], border)

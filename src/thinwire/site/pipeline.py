@@ -49,11 +49,18 @@ def one_f_one_b(*, num_stages: int, num_micro_batches: int, eagerness: int = 1) 
     """
     ranks = []
     for rank in range(num_stages):
-        ahead = min(num_micro_batches, eagerness * (num_stages - rank) - (eagerness - 1))
+        ahead = passes_ahead(
+            rank, num_stages=num_stages, num_micro_batches=num_micro_batches, eagerness=eagerness
+        )  # fmt: skip
         forward = [PipelineOp(True, 0, number) for number in range(num_micro_batches)]
         backward = [PipelineOp(False, 0, number) for number in range(num_micro_batches)]
         ranks.append(_alternate(forward, backward, ahead - 1))
     return tuple(ranks)
+
+
+def passes_ahead(rank: int, *, num_stages: int, num_micro_batches: int, eagerness: int) -> int:
+    """Return how many micro-batches a rank of 1F1B with an eagerness has in flight at most."""
+    return min(num_micro_batches, eagerness * (num_stages - rank) - (eagerness - 1))
 
 
 def interleaved(*, num_stages: int, num_micro_batches: int, interleave: int) -> Order:
@@ -87,7 +94,9 @@ def _interleaved_rank(rank: int, *, num_stages: int, num_micro_batches: int, int
 
 
 @cache
-def layers_in_flight(rank: int, *, num_stages: int, num_micro_batches: int, own_chunks: tuple[int, ...]) -> float:
+def layers_in_flight(
+    rank: int, *, num_stages: int, num_micro_batches: int, own_chunks: tuple[int, ...], eagerness: int = 1
+) -> float:
     """Return how many layers' activations of one micro-batch each a rank keeps at most.
 
     Args:
@@ -95,6 +104,7 @@ def layers_in_flight(rank: int, *, num_stages: int, num_micro_batches: int, own_
         num_stages: Ranks of the pipeline.
         num_micro_batches: Of a step.
         own_chunks: Layers of each chunk of this rank.
+        eagerness: As for `one_f_one_b`.
 
     Example:
         >>> layers_in_flight(0, num_stages=4, num_micro_batches=8, own_chunks=(3,))
@@ -102,7 +112,9 @@ def layers_in_flight(rank: int, *, num_stages: int, num_micro_batches: int, own_
     """
     about = {"num_stages": num_stages, "num_micro_batches": num_micro_batches}
     if len(own_chunks) == 1:
-        return own_chunks[0] * one_f_one_b_in_flight(rank, **about)
+        if eagerness == 1:
+            return own_chunks[0] * one_f_one_b_in_flight(rank, **about)
+        return own_chunks[0] * passes_ahead(rank, eagerness=eagerness, **about)
     if len(set(own_chunks)) == 1:
         return own_chunks[0] * interleaved_in_flight(rank, interleave=len(own_chunks), **about)
     # the order repeats itself after as many micro-batches as ranks
@@ -170,15 +182,22 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLink:
-    """Link from one rank of a pipeline to the next one, alike in both directions.
+    """Link from one rank of a pipeline to the next one, and back.
 
     Attributes:
         message_s: Seconds for which a message occupies the link.
         latency_s: Seconds from its last bit's leaving to its arrival.
+        less_back_s: Seconds less for a message back, whose code may be shorter.
     """
 
     message_s: float = 0.0
     latency_s: float = 0.0
+    less_back_s: float = 0.0
+
+    @property
+    def back(self) -> StageLink:
+        """The way back."""
+        return StageLink(message_s=self.message_s - self.less_back_s, latency_s=self.latency_s)
 
     @property
     def total_s(self) -> float:
@@ -186,10 +205,10 @@ class StageLink:
         return self.message_s + self.latency_s
 
 
-def order_of(*, num_stages: int, num_micro_batches: int, interleave: int = 1) -> Order:
-    """Return 1F1B, or interleaved 1F1B where a rank has several chunks."""
+def order_of(*, num_stages: int, num_micro_batches: int, interleave: int = 1, eagerness: int = 1) -> Order:
+    """Return 1F1B with an eagerness, or interleaved 1F1B where a rank has several chunks."""
     if interleave == 1:
-        return one_f_one_b(num_stages=num_stages, num_micro_batches=num_micro_batches)
+        return one_f_one_b(num_stages=num_stages, num_micro_batches=num_micro_batches, eagerness=eagerness)
     return interleaved(num_stages=num_stages, num_micro_batches=num_micro_batches, interleave=interleave)
 
 
@@ -224,9 +243,8 @@ def pipeline_s(order: Order, stages: Sequence[StageTimes], stage_links: Sequence
                 link = source % num_ranks if operation.is_forward else rank
                 if num_ranks > 1 and stage_links[link].total_s > 0:
                     after.append(len(numbers) + len(others))
-                    others.append(
-                        _message(stage_links[link], link if operation.is_forward else num_ranks + link, sender)
-                    )
+                    way = stage_links[link] if operation.is_forward else stage_links[link].back
+                    others.append(_message(way, link if operation.is_forward else num_ranks + link, sender))
                 else:
                     after.append(sender)
             if operation.is_forward and operation.micro_batch == 0 and stages[stage].ready_s:
@@ -243,8 +261,9 @@ def pipeline_s(order: Order, stages: Sequence[StageTimes], stage_links: Sequence
 
 
 def step_s(
-    stages: Sequence[StageTimes], stage_links: Sequence[StageLink], *, num_micro_batches: int, interleave: int = 1
-) -> float:
+    stages: Sequence[StageTimes], stage_links: Sequence[StageLink], *, num_micro_batches: int, interleave: int = 1,
+    eagerness: int = 1,
+) -> float:  # fmt: skip
     """Return the step time of a pipeline with any number of micro-batches.
 
     Up to six times as many micro-batches as ranks the schedule runs in full; what is beyond repeats the last rounds.
@@ -254,16 +273,17 @@ def step_s(
         stage_links: As for `pipeline_s`.
         num_micro_batches: Of one step.
         interleave: Chunks of each rank.
+        eagerness: As for `one_f_one_b`; above 1 the whole schedule runs.
     """
     num_ranks = len(stages) // interleave
     if num_ranks == 1:
         return stages[0].total_s(num_micro_batches)
 
     def exact(count: int) -> float:
-        order = order_of(num_stages=num_ranks, num_micro_batches=count, interleave=interleave)
+        order = order_of(num_stages=num_ranks, num_micro_batches=count, interleave=interleave, eagerness=eagerness)
         return pipeline_s(order, stages, stage_links)
 
-    periods = max(0, num_micro_batches // num_ranks - _EXACT_ROUNDS)
+    periods = max(0, num_micro_batches // num_ranks - _EXACT_ROUNDS) if eagerness == 1 else 0
     simulated = num_micro_batches - periods * num_ranks
     found = exact(simulated)
     if not periods:
@@ -272,8 +292,9 @@ def step_s(
 
 
 def lower_bound_s(
-    stages: Sequence[StageTimes], stage_links: Sequence[StageLink], *, num_micro_batches: int, interleave: int = 1
-) -> float:
+    stages: Sequence[StageTimes], stage_links: Sequence[StageLink], *, num_micro_batches: int, interleave: int = 1,
+    eagerness: int = 1,
+) -> float:  # fmt: skip
     """Return a time that no step of this pipeline can beat; the largest of three.
 
     - A rank starts when its weights are there and the first micro-batch has reached it, and does all its work. Then it
@@ -286,6 +307,7 @@ def lower_bound_s(
         stage_links: As for `pipeline_s`.
         num_micro_batches: Of one step.
         interleave: Chunks of each rank.
+        eagerness: As for `one_f_one_b`.
     """
     num_ranks = len(stages) // interleave
     if num_ranks == 1:
@@ -297,13 +319,16 @@ def lower_bound_s(
         fill = max(fill, stages[rank].ready_s)
         best = max(best, fill + work + max(reduces[rank], drain + reduces[0]))
         if interleave == 1:
-            trips = -(-num_micro_batches // (num_ranks - rank))
+            ahead = passes_ahead(
+                rank, num_stages=num_ranks, num_micro_batches=num_micro_batches, eagerness=eagerness
+            )  # fmt: skip
+            trips = -(-num_micro_batches // ahead)
             best = max(best, fill + trips * _round_trip_s(stages[rank:], stage_links[rank:]))
         fill += stages[rank].forward_s
         messages = num_micro_batches * (interleave if rank < num_ranks - 1 else interleave - 1)
         best = max(best, fill + messages * stage_links[rank].message_s)
         fill += stage_links[rank].total_s
-        drain += stages[rank].backward_s + stage_links[rank].total_s
+        drain += stages[rank].backward_s + stage_links[rank].back.total_s
     for chunk in range(interleave if interleave > 1 else 0):
         # on rank 0, 2 (v - c) p - 1 forward passes after one of chunk c the gradient of that one has come back; chunk c
         # has its turn every v p forward passes
@@ -316,7 +341,8 @@ def lower_bound_s(
 def _round_trip_s(stages: Sequence[StageTimes], stage_links: Sequence[StageLink]) -> float:
     """Return the least time from the first to the last of some stages and back; the links go round."""
     work = sum(stage.forward_s + stage.backward_s for stage in stages)
-    return work + 2 * sum(stage_links[number % len(stage_links)].total_s for number in range(len(stages) - 1))
+    links = [stage_links[number % len(stage_links)] for number in range(len(stages) - 1)]
+    return work + sum(link.total_s + link.back.total_s for link in links)
 
 
 def _alternate(forward: Sequence[PipelineOp], backward: Sequence[PipelineOp], warm_up: int) -> tuple[PipelineOp, ...]:

@@ -35,22 +35,30 @@ _SIMULATED, _PLACED, _RUNNERS_UP = 50, 4, 8
 # Largest micro-batch and number of chunks that are tried; both are powers of two.
 _MOST_MICRO_BATCH, _MOST_INTERLEAVE = 64, 8
 _MOST_REMEDIES = 3
+# Eagerness of a pipeline over a border: what is tried beside GPipe, and the share of the best time that less may cost.
+_EAGERNESS, _EAGER_TIE = (1, 2, 3, 4), 0.01
+
+
+class NothingFits(ValueError):
+    """No layout of a model fits the devices; the text names the nearest one."""
 
 
 def plan_site(
-    site: Site, model: ModelShape, *, global_batch: int, most_simulated: int = _SIMULATED, most_placed: int = _PLACED
-) -> SitePlan:
+    site: Site, model: ModelShape, *, global_batch: int, code: tuple[str, str] | None = None,
+    most_simulated: int = _SIMULATED, most_placed: int = _PLACED,
+) -> SitePlan:  # fmt: skip
     """Find the fastest layout of a model on all devices of a site.
 
     Args:
         site: Devices and links.
         model: The model.
         global_batch: Sequences of a step of the whole site.
+        code: Codecs of activations and of their gradients where the devices stand at several places.
         most_simulated: Pipelines that are simulated at most.
         most_placed: Of these, those whose placement is annealed.
 
     Raises:
-        ValueError: No layout fits; names the nearest one, the number, the limit and the remedy.
+        NothingFits: No layout fits; names the nearest one, the number, the limit and the remedy.
     """
     grids, refused = allowed_grids(site, model, global_batch=global_batch)
     layouts: list[Layout] = []
@@ -63,13 +71,14 @@ def plan_site(
         raise _nothing_fits(site, model, refused, grids=grids, global_batch=global_batch)
     known: dict[Degrees, list[SitePlacement]] = {}
     steps = sorted(
-        (fastest_start(site, model, layout, known) for layout in layouts), key=lambda step: step.lower_bound_s
+        (fastest_start(site, model, layout, known, code=code) for layout in layouts),
+        key=lambda step: step.lower_bound_s,
     )
     timed, num_left = _timed(steps, most_simulated=most_simulated)
     timed.sort(key=lambda step: step.step_s)
     placed = [min(place(step), step, key=lambda one: one.step_s) for step in timed[:most_placed]]
     timed = [*placed, *timed[most_placed:]]
-    best = simplest(timed)
+    best = least_eager(site, simplest(timed))
     return SitePlan(
         site=site, model=model, best=best, runners_up=_runners_up(best, timed, steps), refused=tuple(refused),
         num_layouts=len(layouts), num_simulated=len(timed), num_left=num_left, steps=tuple(steps),
@@ -181,9 +190,13 @@ def fitting_layouts(site: Site, model: ModelShape, degrees: Degrees, *, global_b
                     degrees=degrees, global_batch=global_batch, micro_batch=micro_batch, zero_stage=zero_stage,
                     interleave=interleave,
                 )  # fmt: skip
-                recomputed = fewest_recomputed(site, model, layout)
-                if recomputed is not None:
-                    yield replace(layout, recomputed_layers=recomputed)
+                # over a border passes that are begun early hide its latency
+                may_be_eager = site.has_border and degrees.pp > 1 and interleave == 1
+                for eagerness in (*_EAGERNESS, layout.num_micro_batches) if may_be_eager else (1,):
+                    eager = replace(layout, eagerness=eagerness)
+                    recomputed = fewest_recomputed(site, model, eager)
+                    if recomputed is not None and eagerness <= layout.num_micro_batches:
+                        yield replace(eager, recomputed_layers=recomputed)
                 if zero_stage == 3 and (mixed := mixed_layers(site, model, layout)) is not None:
                     yield mixed
 
@@ -287,8 +300,9 @@ def starts(site: Site, degrees: Degrees) -> list[SitePlacement]:
 
 
 def fastest_start(
-    site: Site, model: ModelShape, layout: Layout, known: dict[Degrees, list[SitePlacement]] | None = None
-) -> StepCost:
+    site: Site, model: ModelShape, layout: Layout, known: dict[Degrees, list[SitePlacement]] | None = None, *,
+    code: tuple[str, str] | None = None,
+) -> StepCost:  # fmt: skip
     """Return a layout on the better of the placements to begin with, by Pipette's formula.
 
     Args:
@@ -296,14 +310,25 @@ def fastest_start(
         model: The model.
         layout: How it is cut.
         known: Placements of grids, which are added to; links of a placement are worked out once.
+        code: As for `plan_site`.
     """
     placements = None if known is None else known.get(layout.degrees)
     if placements is None:
         placements = starts(site, layout.degrees)
         if known is not None:
             known[layout.degrees] = placements
-    steps = [StepCost(model=model, layout=layout, placement=placement) for placement in placements]
+    steps = [StepCost(model=model, layout=layout, placement=placement, code=code) for placement in placements]
     return steps[0] if len(steps) == 1 else min(steps, key=lambda step: step.pipette_s)
+
+
+def least_eager(site: Site, best: StepCost) -> StepCost:
+    """Return a step with the smallest eagerness that costs at most 1 %, for its memory."""
+    for eagerness in range(1, best.layout.eagerness):
+        layout = replace(best.layout, eagerness=eagerness)
+        step = replace(best, layout=layout)
+        if step.step_s <= best.step_s * (1 + _EAGER_TIE) and max(peak_bytes(best.model, layout)) <= site.memory_bytes:
+            return step
+    return best
 
 
 def simplest(steps: Sequence[StepCost]) -> StepCost:
@@ -368,11 +393,11 @@ def _nothing_fits(
     nearest = min(grids, key=peak)
     whole = memory.state_bytes(model.num_parameters, zero_stage=0, shards=1) * (1 + memory.FRAGMENTATION)
     needed = max(site.num_devices + 1, ceil(whole / site.memory_bytes))
-    return refusal(
+    return NothingFits(refusal(
         f"the model does not fit: {nearest.describe()} with every layer recomputed needs {_gigabytes(peak(nearest))} a "
         f"device, has {_gigabytes(site.memory_bytes)}", got=f"{site.num_devices} devices",
         allowed=f"about {needed} or more of this memory", remedy="more devices, a smaller model or shorter sequences",
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def _may_interleave(model: ModelShape, degrees: Degrees, interleave: int, num_micro_batches: int) -> bool:

@@ -53,6 +53,7 @@ class SiteNode:
         flops_per_s: FLOP/s that training reaches on each device (6 a parameter and token).
         bandwidth_bits_per_s: Between two devices of the node, in each direction.
         latency_s: One way between two devices of the node.
+        site: Where it stands, if the nodes stand at several sites: messages between sites may be coded.
     """
 
     name: str
@@ -61,6 +62,7 @@ class SiteNode:
     flops_per_s: float
     bandwidth_bits_per_s: float = inf
     latency_s: float = 0.0
+    site: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +142,17 @@ class Site:
         """Name of each device: its node and its number there."""
         return tuple(f"{node.name}/{number}" for node in self.nodes for number in range(node.devices))
 
+    @cached_property
+    def site_of(self) -> tuple[int, ...]:
+        """Number of the place of each node, in the order of their names' first use."""
+        names = list(dict.fromkeys(node.site for node in self.nodes))
+        return tuple(names.index(node.site) for node in self.nodes)
+
+    @property
+    def has_border(self) -> bool:
+        """Whether the nodes stand at several places."""
+        return max(self.site_of) > 0
+
     @property
     def memory_bytes(self) -> float:
         """Memory of the smallest device, which all must do with."""
@@ -181,6 +194,30 @@ def load_site(path: Path, *, links: Path | None = None) -> Site:
         return site_from_json(content, measured=measured)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
+
+
+def join_sites(sites: Mapping[str, Site], border: Callable[[str, str], NodeLink]) -> Site:
+    """Return the nodes of several sites as one, joined by the links between the sites.
+
+    Nodes of the same name get the name of their site before it.
+
+    Args:
+        sites: By name.
+        border: Returns the link from one site to another.
+    """
+    names = [node.name for site in sites.values() for node in site.nodes]
+    nodes = [
+        replace(node, site=place, name=f"{place}.{node.name}" if names.count(node.name) > 1 else node.name)
+        for place, site in sites.items() for node in site.nodes
+    ]  # fmt: skip
+    places = [(site, number) for site in sites.values() for number in range(len(site.nodes))]
+    links = [
+        replace(site.link(number, other) if one.site == two.site else border(one.site, two.site),
+                source=one.name, destination=two.name)
+        for one, (site, number) in zip(nodes, places, strict=True)
+        for two, (_, other) in zip(nodes, places, strict=True) if one is not two
+    ]  # fmt: skip
+    return Site(nodes=tuple(nodes), links=tuple(links))
 
 
 def load_links(path: Path) -> dict[tuple[str, str], NodeLink]:
@@ -328,7 +365,7 @@ def _values(entry: object, kind: type[SiteNode | NodeLink], where: str) -> dict[
 
 
 def _value(found: object, name: str, where: str) -> str | int | float:
-    if name in ("name", "source", "destination"):
+    if name in ("name", "source", "destination", "site"):
         if not isinstance(found, str) or not found or len(found) > 200:
             raise DataError(f"{where}.{name} must be a text of 1 to 200 characters, got {short(found)}")
         return found

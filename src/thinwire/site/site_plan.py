@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire.codec_specs import activation_codecs
 from thinwire.errors import DataError
 from thinwire.files import short
 from thinwire.site.cost_model import (
@@ -74,11 +75,17 @@ class SitePlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan file's content."""
-        layout = self.best.layout
+        layout, code = self.best.layout, self.best.code
+        forward, backward = self.best.border_bytes
+        border = {
+            "activation_code": None if code is None else "/".join(code),
+            "stage_sites": list(self.best.placement.stage_sites),
+            "border_bytes": {"forward": forward, "backward": backward},
+        }  # fmt: skip
         return {
             "format": FORMAT, "version": VERSION,
             "degrees": degrees_entry(layout.degrees),
-            "schedule": layout.schedule, "interleave": layout.interleave,
+            "schedule": layout.schedule, "interleave": layout.interleave, "eagerness": layout.eagerness,
             "micro_batch": layout.micro_batch, "accumulation": layout.num_micro_batches,
             "global_batch": layout.global_batch, "seq_len": self.model.seq_len,
             "zero_stage": layout.zero_stage, "unsharded_layers": layout.unsharded_layers,
@@ -87,6 +94,7 @@ class SitePlan:
             "peak_bytes": max(self.peak_bytes), "peak_bytes_per_stage": list(self.peak_bytes),
             "memory_bytes": self.site.memory_bytes,
             "step_s": self.best.step_s, "step_parts_s": self.best.parts_s,
+            **(border if self.site.has_border else {}),
             "runners_up": [
                 {
                     "degrees": degrees_entry(step.layout.degrees), "layout": step.layout.describe(),
@@ -205,6 +213,7 @@ def read_site_plan(content: Mapping[str, Any]) -> SiteRun:
     num_ranks = Degrees(**{name: settings[name] for name in names}).num_devices
     if not isinstance(order, list) or len(order) != num_ranks or not all(isinstance(name, str) for name in order):
         raise DataError(f"rank_order must name {num_ranks} devices, got {short(order)}")
+    settings |= _border_settings(content, settings["pp"])
     if settings["zero_stage"] == 0:  # there is one shard
         del settings["zero_stage"]
     lengths = content.get("lengths")
@@ -214,6 +223,22 @@ def read_site_plan(content: Mapping[str, Any]) -> SiteRun:
         settings["sequences"] = "documents"
         settings["batch_size"] = _count(lengths.get("pieces"), "lengths.pieces", least=1)
     return SiteRun(settings=settings, rank_order=tuple(order))
+
+
+def _border_settings(content: Mapping[str, Any], pp: int) -> dict[str, Any]:
+    """Return the options of a pipeline between sites; those of a plan without a border are the defaults."""
+    found: dict[str, Any] = {"eagerness": _count(content.get("eagerness", 1), "eagerness", least=1)}
+    code, sites = content.get("activation_code"), content.get("stage_sites")
+    if code is None or pp == 1:
+        return found
+    try:
+        found["activation_code"] = "/".join(activation_codecs(code if isinstance(code, str) else short(code)))
+    except ValueError as error:
+        raise DataError(f"activation_code: {error}") from error
+    if not isinstance(sites, list) or len(sites) != pp:
+        raise DataError(f"stage_sites must number the site of {pp} pipeline stages, got {short(sites)}")
+    numbers = [_count(one, "stage_sites", least=0) for one in sites]
+    return {**found, "stage_sites": ",".join(map(str, numbers))}
 
 
 def _count(found: object, where: str, *, least: int) -> int:

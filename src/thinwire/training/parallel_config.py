@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire.codec_specs import activation_codecs
 from thinwire.errors import excluded, refusal
 from thinwire.options import flag, option
 
@@ -28,6 +29,12 @@ class ParallelConfig:
     """Pipeline stages of each replica (1F1B)."""
     interleave: int = option(1, least=1)
     """Chunks of layers on each pipeline stage; above 1 the schedule is interleaved 1F1B."""
+    eagerness: int = option(1, least=1)
+    """Forward passes ahead of 1F1B for each later pipeline stage, to hide latency; many are GPipe."""
+    activation_code: str | None = option(None)
+    """Codecs of activations and their gradients between pipeline stages, such as block-int8/block-int4."""
+    stage_sites: str | None = option(None)
+    """Site of each pipeline stage, such as 0,0,1,1: messages inside a site are not coded. Default: all are coded."""
     zero_stage: int = option(2, least=1)
     """ZeRO stage of the shards: 1, 2 (gradients in shards too) or 3 (parameters too); a pipeline has 1."""
     unsharded_layers: int = option(0, least=0)
@@ -44,6 +51,22 @@ class ParallelConfig:
     def data_ranks(self) -> int:
         """Ranks of one replica that read different sequences."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def sites(self) -> tuple[int, ...] | None:
+        """`stage_sites` as numbers.
+
+        Raises:
+            ValueError: It is no list of whole numbers, one a stage.
+        """
+        if self.stage_sites is None:
+            return None
+        parts = self.stage_sites.split(",")
+        if len(parts) != self.pp or not all(part.isascii() and part.isdecimal() and len(part) < 7 for part in parts):
+            raise refusal("--stage-sites must number the site of each pipeline stage", got=repr(self.stage_sites[:60]),
+                          allowed=f"{self.pp} whole numbers joined by commas",
+                          remedy="--stage-sites " + ",".join("0" * self.pp))  # fmt: skip
+        return tuple(map(int, parts))
 
 
 ONE_RANK = ParallelConfig()
@@ -63,6 +86,7 @@ def parallel_problems(config: Any) -> list[ValueError]:
     if own.pp == 1 and own.interleave > 1:
         problems.append(refusal("--interleave is for pipelines", got=own.interleave, allowed="1 where --pp is 1",
                                 remedy="--interleave 1"))  # fmt: skip
+    problems += _stage_problems(own)
     if own.zero_stage > 3:
         problems.append(refusal("--zero-stage is too large", got=own.zero_stage, allowed="1 to 3",
                                 remedy="--zero-stage 3"))  # fmt: skip
@@ -80,6 +104,31 @@ def parallel_problems(config: Any) -> list[ValueError]:
                     remedy="--dp-shard 2, or to leave --unsharded-layers out")
         )  # fmt: skip
     return problems if own.ranks == 1 else [*problems, *_bad_with_ranks(config)]
+
+
+def _stage_problems(own: ParallelConfig) -> list[ValueError]:
+    """Check what stages exchange, and in which order they work."""
+    problems = []
+    for name in ("eagerness", "activation_code", "stage_sites"):
+        if own.pp == 1 and getattr(own, name) != getattr(ONE_RANK, name):
+            problems.append(
+                refusal(f"{flag(name)} is for pipelines", got=getattr(own, name), allowed="2 or more --pp",
+                        remedy=f"--pp 2, or to leave {flag(name)} out")
+            )  # fmt: skip
+    if own.interleave > 1 and own.eagerness > 1:
+        problems.append(excluded("--eagerness", "--interleave", why="an interleaved pipeline has one order",
+                                 remedy="--interleave 1"))  # fmt: skip
+    if own.pp > 1:
+        try:
+            _ = own.sites, own.activation_code is None or activation_codecs(own.activation_code)
+        except ValueError as error:
+            problems.append(error)
+    if own.stage_sites is not None and own.activation_code is None:
+        problems.append(
+            refusal("--stage-sites says where messages are coded", got="no --activation-code",
+                    allowed="both, or neither", remedy="--activation-code block-int8/block-int4")
+        )  # fmt: skip
+    return problems
 
 
 def _bad_with_ranks(config: Any) -> list[ValueError]:

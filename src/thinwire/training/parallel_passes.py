@@ -12,9 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from thinwire.codecs.activation_code import ActivationCode
 from thinwire.errors import refusal
 from thinwire.shared_random import derive_seed
-from thinwire.site.pipeline import chunk_layers
+from thinwire.site.pipeline import chunk_layers, order_of
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import Passes
 from thinwire.transport.replica_mesh import ReplicaMesh
@@ -356,6 +357,11 @@ class _Pipeline:
         self._mesh, self._shape = mesh, model.config
         self._chunks = model.chunks
         self._last_stage = config.parallel.pp - 1
+        self._parallel = own = config.parallel
+        self._code = None if own.activation_code is None else ActivationCode.parse(own.activation_code)
+        # a tied head's copy and its gradient cross as activations do
+        is_far = self._code is not None and (own.sites is None or own.sites[0] != own.sites[-1])
+        self._head_code = self._code if is_far else None
         self._schedule: Any = None
         self._key: tuple[int, ...] = ()
         self._num_rows, self._is_padded = 1, False
@@ -379,7 +385,12 @@ class _Pipeline:
         filled = [_filled(*one, size=size) for one in passes]
         key = (len(filled), *filled[0][0].shape)
         if key != self._key:  # torch's stages keep the shapes of their first step
-            self._schedule = self._mesh.pipeline(self._chunks, num_micro_batches=len(filled), loss=self._loss)
+            own = self._parallel
+            order = order_of(
+                num_stages=own.pp, num_micro_batches=len(filled), interleave=own.interleave, eagerness=own.eagerness
+            )  # fmt: skip
+            code = None if own.activation_code is None else ActivationCode.parse(own.activation_code)
+            self._schedule = self._mesh.pipeline(self._chunks, order=order, loss=self._loss, code=code, sites=own.sites)
             self._key = key
         self._losses.clear()
         tokens, targets = (torch.cat([one[place] for one in filled]) for place in (0, 1))
@@ -417,12 +428,13 @@ class _Pipeline:
             return
         if self._mesh.stage == 0:
             whole = self._mesh.whole({"": self._embedding})[""].to(self._mesh.device)
-            self._mesh.send_to_stage(whole, self._last_stage)
+            self._mesh.send_to_stage(whole, self._last_stage, code=self._head_code, is_forward=True)
         elif self._mesh.stage == self._last_stage:
             weight = torch.empty(
                 self._shape.vocab_size, self._shape.dim, dtype=self._dtype, device=self._mesh.device
             )  # fmt: skip
-            self._chunks[-1].tied_weight = self._mesh.receive_from_stage(weight, 0).requires_grad_()
+            weight = self._mesh.receive_from_stage(weight, 0, code=self._head_code, is_forward=True)
+            self._chunks[-1].tied_weight = weight.requires_grad_()
 
     def _return_gradient(self) -> None:
         """Add the gradient of a tied head to that of the embedding."""
@@ -432,11 +444,12 @@ class _Pipeline:
             weight = self._chunks[-1].tied_weight
             assert weight is not None and weight.grad is not None
             # as FSDP2 does with the gradients of parameters
-            self._mesh.send_to_stage(self._mesh.sum_over_data(weight.grad) / self._mesh.gradient_ranks, 0)
+            mean = self._mesh.sum_over_data(weight.grad) / self._mesh.gradient_ranks
+            self._mesh.send_to_stage(mean, 0, code=self._head_code, is_forward=False)
         elif self._mesh.stage == 0:
             gradient: Any = self._embedding.grad
             part = torch.empty(self._embedding.shape, dtype=self._dtype, device=self._mesh.device)
-            self._mesh.receive_from_stage(part, self._last_stage)
+            self._mesh.receive_from_stage(part, self._last_stage, code=self._head_code, is_forward=False)
             is_sharded = hasattr(self._embedding, "placements")
             local_shard(gradient).add_(own_part(part, like=self._embedding) if is_sharded else part)
 

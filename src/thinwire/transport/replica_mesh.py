@@ -8,14 +8,18 @@ shards of the states too, so for FSDP2 they are ranks of dp_shard. The default g
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from thinwire import compat
 from thinwire.transport.process_group import ProcessGroupTransport
 from thinwire.transport.shards import is_a, named_failures
+
+if TYPE_CHECKING:
+    from thinwire.transport.coded_stage import StageCode  # its module takes a second to import
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
@@ -151,33 +155,49 @@ class ReplicaMesh:
         return tensor
 
     def pipeline(
-        self, chunks: Sequence[nn.Module], *, num_micro_batches: int, loss: Callable[[Any, Any], torch.Tensor]
-    ) -> Any:
-        """Return a schedule of torch's that runs this rank's chunks: 1F1B, interleaved where there are several.
+        self, chunks: Sequence[nn.Module], *, order: Sequence[Sequence[tuple[bool, int, int]]],
+        loss: Callable[[Any, Any], torch.Tensor], code: StageCode | None = None, sites: Sequence[int] | None = None,
+    ) -> Any:  # fmt: skip
+        """Return torch's runtime of pipelines, which runs this rank's chunks in a given order.
+
+        A rank sends without waiting, and waits for a message just before the pass that needs it.
 
         Args:
             chunks: Of this rank: chunk `stage + n * pp` of the model each.
-            num_micro_batches: Of a step.
+            order: Of each rank of the pipeline: whether a pass is forward, the rank's chunk, and the micro-batch.
             loss: Of the last chunk's output and the targets of one micro-batch.
+            code: Of messages between stages; None for none.
+            sites: Site of each rank of the pipeline: messages inside a site are not coded. Default: each is one.
         """
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+        from torch.distributed.pipelining import schedules
+
+        from thinwire.transport.coded_stage import CodedStage
 
         pp = self._sizes["pp"]
-        stages: list[Any] = [
-            PipelineStage(chunk, self.stage + number * pp, pp * len(chunks), self.device, group=self._pipe_group)
+        stages = [
+            CodedStage(chunk, self.stage + number * pp, pp * len(chunks), self.device, code=code,
+                       sites=[*(range(pp) if sites is None else sites)] * len(chunks), group=self._pipe_group)
             for number, chunk in enumerate(chunks)
-        ]
-        if len(stages) == 1:
-            return Schedule1F1B(stages[0], num_micro_batches, loss_fn=loss, scale_grads=False)
-        schedule = ScheduleInterleaved1F1B(stages, num_micro_batches, loss_fn=loss, scale_grads=False)
+        ]  # fmt: skip
+        runtime, action, kinds = compat.pipeline_runtime(schedules)
+        table = {
+            rank: [
+                action(chunk * pp + rank, kinds.FORWARD if is_forward else kinds.FULL_BACKWARD, micro_batch)
+                for is_forward, chunk, micro_batch in passes
+            ]
+            for rank, passes in enumerate(order)
+        }
+        num_micro_batches = sum(kind.computation_type is kinds.FORWARD for kind in table[0]) // len(chunks)
+        schedule = runtime(stages, num_micro_batches, loss_fn=loss, scale_grads=False)
+        schedule._prepare_schedule_with_comms(table)
         for rank, actions in schedule.pipeline_order_with_comms.items():
-            schedule.pipeline_order_with_comms[rank] = _gathered_once(actions)
+            schedule.pipeline_order_with_comms[rank] = _gathered_once(actions, kinds)
         return schedule
 
     def gather_ahead(self, chunks: Sequence[nn.Module]) -> None:
         """Begin to bring the parameters of this rank's chunks together (FSDP2), before the first pass needs them.
 
-        torch's 1F1B begins at the first forward pass: each stage would gather when the stages before it have done.
+        torch's runtime begins when a step does, and the embedding of a tied head may still be under way.
         """
         if self.gradient_ranks == 1:
             return
@@ -188,15 +208,27 @@ class ReplicaMesh:
                 if isinstance(module, FSDPModule):
                     module.unshard(async_op=True)
 
-    def send_to_stage(self, tensor: torch.Tensor, stage: int) -> None:
-        """Send a tensor to the rank at another place along the pipeline."""
+    def send_to_stage(
+        self, tensor: torch.Tensor, stage: int, *, code: StageCode | None = None, is_forward: bool = True
+    ) -> None:
+        """Send a tensor to the rank at another place along the pipeline; a code is that of activations."""
+        if code is not None:
+            tensor = code.encode(tensor, is_forward=is_forward, source=f"stage {self.stage}, tied embedding")
         with named_failures():
             dist.send(tensor.contiguous(), group=self._pipe_group, group_dst=stage)
 
-    def receive_from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
-        """Fill a tensor with what a rank at another place along the pipeline sends."""
+    def receive_from_stage(
+        self, tensor: torch.Tensor, stage: int, *, code: StageCode | None = None, is_forward: bool = True
+    ) -> torch.Tensor:
+        """Fill a tensor with what a rank at another place along the pipeline sends, under the same code."""
+        payload = tensor
+        if code is not None:
+            size = code.payload_bytes(tensor.numel(), is_forward=is_forward)
+            payload = torch.empty(size, dtype=torch.uint8, device=tensor.device)
         with named_failures():
-            dist.recv(tensor, group=self._pipe_group, group_src=stage)
+            dist.recv(payload, group=self._pipe_group, group_src=stage)
+        if code is not None:
+            code.decode(payload, tensor, is_forward=is_forward, source=f"stage {stage}, tied embedding")
         return tensor
 
     def broadcast_from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
@@ -248,15 +280,12 @@ class ReplicaMesh:
         return next(group for group, row in zip(groups, rows, strict=True) if self.rank in row)
 
 
-def _gathered_once(actions: Sequence[Any]) -> list[Any]:
+def _gathered_once(actions: Sequence[Any], kinds: Any) -> list[Any]:
     """Return a rank's actions with all gathers first, then the passes, then sums of gradients.
 
     torch's order holds three chunks together at a time, and gathers a fourth one again and again; it sums the gradients
     of a chunk before the next stage gets its own.
     """
-    from torch.distributed.pipelining import schedules
-
-    kinds: Any = schedules._ComputationType
     last = (kinds.REDUCE_GRAD, kinds.RESHARD)
     first: dict[Any, Any] = {action: None for action in actions if action.computation_type is kinds.UNSHARD}
     ends = {kind: list(dict.fromkeys(one for one in actions if one.computation_type is kind)) for kind in last}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import thinwire
-from thinwire.codec_specs import ACTIVATION_CODECS
+from thinwire.codec_specs import ACTIVATION_CODECS, activation_bytes
 from thinwire.codecs import by_name
 from thinwire.codecs.activation_code import ActivationCode
 from thinwire.errors import NonFiniteError, PayloadError
@@ -36,6 +36,12 @@ def test_payloads_of_every_codec_have_the_size_that_is_known_before(shape: tuple
             if name == "float32" and dtype != torch.float64:
                 assert torch.equal(out, values)
     assert torch.equal(values, before)
+
+
+@pytest.mark.parametrize("name", ACTIVATION_CODECS["backward"])
+def test_the_size_law_without_torch_is_that_of_the_codec(name: str) -> None:
+    for numel in (0, 1, 63, 64, 65, 255, 256, 257, 12_345):
+        assert activation_bytes(name, numel) == by_name(name).payload_bytes(numel)
 
 
 def test_a_leaf_that_requires_a_gradient_is_filled_in_place() -> None:

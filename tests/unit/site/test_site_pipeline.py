@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from thinwire.site.pipeline import (
     most_in_flight,
     one_f_one_b,
     order_of,
+    passes_ahead,
     pipeline_s,
     step_s,
 )
@@ -78,6 +80,9 @@ def test_in_flight_counts_are_those_of_the_order() -> None:
         for rank, operations in enumerate(order):
             about = {"num_stages": stages, "num_micro_batches": micro_batches}
             assert most_in_flight(operations) == one_f_one_b_in_flight(rank, **about)
+            for eagerness in (1, 2, GPIPE):
+                eager = one_f_one_b(**about, eagerness=eagerness)[rank]
+                assert most_in_flight(eager) == passes_ahead(rank, **about, eagerness=eagerness)
     for stages, micro_batches, interleave in ((4, 8, 2), (2, 2, 3), (3, 9, 4)):
         about = {"num_stages": stages, "num_micro_batches": micro_batches, "interleave": interleave}
         for rank, operations in enumerate(interleaved(**about)):
@@ -92,6 +97,14 @@ def test_a_message_occupies_its_link_and_latency_does_not() -> None:
     # forward messages follow each other, the last backward one finds its link free
     assert pipeline_s(order, times, [StageLink(message_s=4)] * 2) == 1 + 8 * 4 + 1 + 1 + 4 + 1
     assert pipeline_s(order, times, [StageLink(latency_s=4)] * 2) == 1 + 4 + 8 + 8 + 4 + 1
+
+
+def test_a_shorter_message_back_has_a_time_of_its_own() -> None:
+    order = one_f_one_b(num_stages=2, num_micro_batches=8, eagerness=GPIPE)
+    times = [StageTimes(forward_s=1, backward_s=1)] * 2
+    link = StageLink(message_s=4, less_back_s=3, latency_s=0.5)
+    assert (link.total_s, link.back.total_s) == (4.5, 1.5)
+    assert pipeline_s(order, times, [link] * 2) == 1 + 8 * 4 + 0.5 + 1 + 1 + 1.5 + 1
 
 
 def random_case(seed: int) -> tuple[list[StageTimes], list[StageLink], int]:
@@ -113,6 +126,9 @@ def random_case(seed: int) -> tuple[list[StageTimes], list[StageLink], int]:
 def test_no_schedule_beats_the_lower_bound(seed: int) -> None:
     times, stage_links, interleave = random_case(seed)
     about = {"num_micro_batches": (1 + seed % 5) * len(times) // interleave, "interleave": interleave}
+    about["eagerness"] = 1 + seed % 4 if interleave == 1 else 1
+    if seed % 2:  # messages back are shorter
+        stage_links = [replace(link, less_back_s=0.6 * link.message_s) for link in stage_links]
     bound, exact = lower_bound_s(times, stage_links, **about), step_s(times, stage_links, **about)
     assert 0.5 * exact < bound <= exact * (1 + 1e-12)
 

@@ -1,0 +1,207 @@
+"""Coded stages under torch's own schedules, in real processes: gradients of one process, and the bytes of the code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run, values
+from torch import nn
+
+from thinwire.codecs.activation_code import ActivationCode
+from thinwire.transport.collective_hooks import CollectiveHooks, GroupCall
+
+WIDTH, ROWS, PASSES = 24, 3, 8
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
+# Bytes of an activation of one micro-batch: 72 elements in blocks of 256 and of 64.
+FORWARD_BYTES, BACKWARD_BYTES = 260, 68
+
+
+class RoundTrip(torch.autograd.Function):
+    """What a coded border does to activations and their gradients, without a border."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, code: ActivationCode) -> torch.Tensor:
+        ctx.code = code
+        return _decoded(code, values, is_forward=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _decoded(ctx.code, grad, is_forward=False), None
+
+
+def _decoded(code: ActivationCode, values: torch.Tensor, *, is_forward: bool) -> torch.Tensor:
+    out = torch.empty_like(values)
+    code.decode(code.encode(values, is_forward=is_forward, source=""), out, is_forward=is_forward, source="")
+    return out
+
+
+def parts(num_stages: int, dtype: torch.dtype) -> list[nn.Sequential]:
+    torch.manual_seed(5)
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(dtype) for _ in range(num_stages)]
+
+
+def batch(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    rows, wanted = torch.randn(2, PASSES * ROWS, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    return rows, wanted
+
+
+def loss_of(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return (found - wanted).pow(2).sum()
+
+
+def in_one_process(num_stages: int, dtype: torch.dtype, code: ActivationCode | None, sites: list[int]) -> list[Any]:
+    stages, (rows, wanted) = parts(num_stages, dtype), batch(dtype)
+    for number in range(PASSES):
+        own = slice(number * ROWS, (number + 1) * ROWS)
+        found = rows[own]
+        for place, stage in enumerate(stages):
+            if place and code is not None and sites[place - 1] != sites[place]:
+                found = RoundTrip.apply(found, code)  # type: ignore[no-untyped-call]
+            found = stage(found)
+        loss_of(found, wanted[own]).backward()
+    return [_gradient(stage) for stage in stages]
+
+
+def _gradient(stage: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in stage.parameters() if parameter.grad is not None])
+
+
+class SentBytes:
+    """Observer of calls: bytes sent to each rank."""
+
+    def __init__(self) -> None:
+        self.sent: Counter[int] = Counter()
+
+    def group(self, number: int, name: str, ranks: tuple[int, ...]) -> None:
+        pass
+
+    def posted(self, call: GroupCall) -> None:
+        if call.kind == "send":
+            assert call.peer is not None
+            self.sent[call.peer] += call.num_bytes
+
+    def ended(self, call: GroupCall) -> None:
+        pass
+
+
+def rank(sites: list[int]) -> dict[str, Any]:
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+    from thinwire import CodedStage
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    own, size = dist.get_rank(), dist.get_world_size()
+    found: dict[str, Any] = {}
+    observer = SentBytes()
+    hooks = CollectiveHooks(observer)
+    for name in SCHEDULES:
+        for dtype, code in ((torch.float32, None), (torch.float64, None), (torch.float32, ActivationCode())):
+            each = 2 if name == "interleaved" else 1
+            chunks = parts(size * each, dtype)[own::size]
+            stages = [
+                CodedStage(chunk, own + place * size, size * each, torch.device("cpu"), code=code, sites=sites * each)
+                for place, chunk in enumerate(chunks)
+            ]
+            about = {"n_microbatches": PASSES, "loss_fn": loss_of, "scale_grads": False}
+            schedule: Any
+            if name == "interleaved":
+                schedule = ScheduleInterleaved1F1B(stages, **about)  # type: ignore[arg-type]
+            else:
+                schedule = (Schedule1F1B if name == "1f1b" else ScheduleGPipe)(stages[0], **about)  # type: ignore[arg-type]
+            rows, wanted = batch(dtype)
+            for _ in range(2):  # the first step asks for shapes too
+                observer.sent.clear()
+                for chunk in chunks:
+                    chunk.zero_grad()
+                is_last = own == size - 1
+                schedule.step(*((rows,) if own == 0 else ()), **({"target": wanted, "losses": []} if is_last else {}))
+            found[f"{name} {dtype} {code is not None}"] = {
+                "gradients": [_gradient(chunk).tolist() for chunk in chunks],
+                "sent": {str(peer): count for peer, count in observer.sent.items()},
+            }
+    hooks.close()
+    other = ActivationCode(backward="e3m0" if own else "block-int4")
+    try:
+        CodedStage(nn.Linear(2, 2), own, size, torch.device("cpu"), code=other)
+    except ValueError as error:
+        found["refused"] = str(error)
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module", params=[[0, 1], [0, 0, 1, 1], [0, 1, 2, 3]], ids=str)
+def ranks(request: pytest.FixtureRequest) -> tuple[list[int], list[dict[str, Any]]]:
+    sites: list[int] = request.param
+    return sites, values(run(rank, num_ranks=len(sites), arguments={"sites": sites}, deadline_s=240))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_gradients_are_those_of_one_process_whose_borders_are_coded_alike(
+    name: str, ranks: tuple[list[int], list[dict[str, Any]]]
+) -> None:
+    sites, found = ranks
+    size, each = len(sites), 2 if name == "interleaved" else 1
+    limits = {torch.float32: 1e-6, torch.float64: 1e-12}
+    for dtype, code in ((torch.float32, None), (torch.float64, None), (torch.float32, ActivationCode())):
+        expected = in_one_process(size * each, dtype, code, sites * each)
+        for stage, gradient in enumerate(expected):
+            own = found[stage % size][f"{name} {dtype} {code is not None}"]["gradients"][stage // size]
+            error = (torch.tensor(own, dtype=torch.float64) - gradient.double()).norm() / gradient.double().norm()
+            assert error < limits[dtype], (stage, dtype, code)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_bytes_of_each_direction_are_those_of_the_code(
+    name: str, ranks: tuple[list[int], list[dict[str, Any]]]
+) -> None:
+    sites, found = ranks
+    size, num_stages = len(sites), len(sites) * (2 if name == "interleaved" else 1)
+    code = ActivationCode()
+    numel = ROWS * WIDTH
+    assert [code.payload_bytes(numel), code.payload_bytes(numel, is_forward=False)] == [FORWARD_BYTES, BACKWARD_BYTES]
+    for is_coded, dtype in ((False, torch.float32), (False, torch.float64), (True, torch.float32)):
+        expected = [Counter[str]() for _ in sites]
+        for stage in range(num_stages - 1):
+            one, other = stage % size, (stage + 1) % size
+            plain = numel * dtype.itemsize
+            crosses = is_coded and sites[one] != sites[other]
+            expected[one][str(other)] += PASSES * (FORWARD_BYTES if crosses else plain)
+            expected[other][str(one)] += PASSES * (BACKWARD_BYTES if crosses else plain)
+        for own in range(size):
+            assert found[own][f"{name} {dtype} {is_coded}"]["sent"] == expected[own], (own, is_coded)
+
+
+def test_codes_that_differ_are_refused_on_every_rank_before_the_first_step(
+    ranks: tuple[list[int], list[dict[str, Any]]],
+) -> None:
+    for found in ranks[1]:
+        assert "different activation codes; got block-int8/block-int4 over sites 0-1" in found["refused"]
+        assert "block-int8/e3m0" in found["refused"] and "try --activation-code" in found["refused"]
+
+
+def bad_rank() -> None:
+    from torch.distributed.pipelining import Schedule1F1B
+
+    from thinwire import CodedStage
+
+    dist.init_process_group("gloo")
+    own = dist.get_rank()
+    part = parts(2, torch.float32)[own]
+    stage = CodedStage(part, own, 2, torch.device("cpu"), code=ActivationCode())
+    schedule = Schedule1F1B(stage, 2, loss_fn=loss_of)
+    rows, wanted = batch(torch.float32)
+    rows[-1, 0] = float("nan")
+    schedule.step(*((rows,) if own == 0 else ()), **({"target": wanted, "losses": []} if own else {}))
+
+
+def test_a_nan_names_its_stage_and_micro_batch() -> None:
+    first, second = run(bad_rank, num_ranks=2, deadline_s=120)
+    assert first.error == "NonFiniteError", first.stderr
+    assert first.text.startswith("stage 0, micro-batch 1: activations hold NaN")
+    assert second.returncode != 0
