@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from thinwire.runlog.records import Flow, PathReading, Probe, to_line
-from thinwire.transport.addresses import clock_name, host_name, outer_addresses
 from thinwire.transport.burst_probe import BURST_BYTES, BurstProbe
 from thinwire.transport.default_group import TEXT_BYTES
 from thinwire.transport.tcp_stats import ConnectionStats, HostFlows
@@ -216,11 +215,6 @@ def _is_address(text: str) -> bool:
     except ValueError:
         return False
     return "%" not in text
-
-
-def own_place(*, port: int = 0) -> RankPlace:
-    """Return the place of this process."""
-    return RankPlace(host=host_name(), clock=clock_name(), addresses=outer_addresses(), port=port)
 
 
 class WatchedWires:

@@ -51,7 +51,6 @@ class KernelCounts:
         self._latest: dict[Hashable, tuple[int, int]] = {}
 
     def update(self, found: Mapping[Hashable, ConnectionStats]) -> None:
-        """Add what the connections carried since the last call."""
         for key, one in found.items():
             # the kernel counts the segment that opens a connection as acknowledged, not as transmitted
             transmitted, acknowledged = one.transmitted_bytes, min(one.sent_bytes, one.transmitted_bytes)
@@ -85,8 +84,7 @@ class ReplicaCounts:
 class Logger(Protocol):
     """Receiver of metrics besides the JSON lines."""
 
-    def log(self, values: dict[str, float], *, step: int) -> None:
-        """Record values at a step."""
+    def log(self, values: dict[str, float], *, step: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -164,7 +162,6 @@ class Meter:
         return math.fsum(float(value) for value in self._losses) / len(self._losses)
 
     def write_step(self, step: int, *, stalled_s: float, rounds_in_flight: int) -> None:
-        """Write a line about the steps since the last one."""
         sent_bits_per_s = self._sample_rate(is_line=True)
         now, last = self.read(stalled_s=stalled_s), self.latest
         elapsed_s = max(now.time_s - last.time_s, 1e-9)
@@ -191,7 +188,6 @@ class Meter:
         self._write(line, step=step)
 
     def write_error(self, step: int, *, message: str) -> None:
-        """Write why this replica stops."""
         self._write({"kind": "error", "step": step, "message": message}, step=step)
 
     def write_warning(self, step: int, *, message: str) -> None:
@@ -235,7 +231,6 @@ class Meter:
             file.truncate(0)
 
     def close(self) -> None:
-        """Flush and close."""
         self._stop.set()
         if self._sampler.is_alive():
             self._sampler.join(_JOIN_S)

@@ -18,12 +18,13 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 
-from thinwire.recording.connection_records import RankPlace, WatchedWires, own_place
+from thinwire.recording.connection_records import RankPlace, WatchedWires
 from thinwire.recording.own_fault import fault_text
 from thinwire.recording.thread_state import TrainingThread
 from thinwire.runlog.process_state import SilentProcesses, write_process
 from thinwire.runlog.records import Beat, Communicator, Span, to_line
 from thinwire.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
+from thinwire.transport.addresses import clock_name, host_name, outer_addresses
 from thinwire.transport.burst_probe import open_probe_port
 from thinwire.transport.collective_hooks import CollectiveHooks, GroupCall, IsPolled, calls_on_gpus, never_polled
 from thinwire.transport.default_group import all_gather_text, own_rank, store_port
@@ -99,7 +100,6 @@ class Watching:
         self._groups.pause()
 
     def resume(self) -> None:
-        """Record calls again."""
         self._groups.resume()
 
     def step(self, *, loss: float | None = None) -> None:
@@ -275,7 +275,9 @@ def watch(
     write_process(run_dir, rank=rank)
     door = open_probe_port() if probe_wires else None
     try:
-        words = all_gather_text(own_place(port=0 if door is None else door.getsockname()[1]).to_text())
+        port = 0 if door is None else door.getsockname()[1]
+        own = RankPlace(host=host_name(), clock=clock_name(), addresses=outer_addresses(), port=port)
+        words = all_gather_text(own.to_text())
     except BaseException:
         if door is not None:
             door.close()

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from thinwire.files import write_whole
 from thinwire.runlog.downtime import Downtime, Incident, account
+from thinwire.runlog.reader import last_lines, parse_object
 from thinwire.runlog.writer import JsonlWriter
 
 # Stands for what is not known yet: one failure in a day.
@@ -169,19 +170,13 @@ class RunParts:
 
 def read_parts(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of `parts.jsonl` that can be read, in their order."""
-    try:
-        with (run_dir / PARTS_FILE).open("rb") as file:
-            lines = file.read(_MOST_PARTS_BYTES).splitlines()
-    except OSError:
-        return []
     found = []
-    for line in lines:
-        try:
-            part = json.loads(line)
-            if part["what"] in ("begun", "working", "ended") and math.isfinite(float(part["at"])):
-                found.append(part)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
+    with contextlib.suppress(OSError), (run_dir / PARTS_FILE).open("rb") as file:
+        for line in file.read(_MOST_PARTS_BYTES).splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                part = parse_object(line)
+                if part["what"] in ("begun", "working", "ended") and math.isfinite(float(part["at"])):
+                    found.append(part)
     return found
 
 
@@ -269,20 +264,12 @@ def _size(path: Path) -> tuple[float, int] | None:
 def _last_step(run_dir: Path) -> dict[str, Any]:
     """Return the last step that replica 0 wrote, its seconds and its time; nothing if it wrote none."""
     path = run_dir / _METRICS
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().splitlines()
-        written_s = path.stat().st_mtime
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        try:
-            values = json.loads(line)
-            if values["kind"] == "step" and values["step"] > 0:
-                step_s = round(float(values["time_s"]) / values["step"], 4)
-                return {"step": int(values["step"]), "step_s": step_s, "last_s": round(written_s, 3)}
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
+    with contextlib.suppress(OSError):
+        lines, written_s = last_lines(path, num_bytes=_TAIL_BYTES), path.stat().st_mtime
+        for line in reversed(lines):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                values = parse_object(line)
+                if values["kind"] == "step" and values["step"] > 0:
+                    step_s = round(float(values["time_s"]) / values["step"], 4)
+                    return {"step": int(values["step"]), "step_s": step_s, "last_s": round(written_s, 3)}
     return {}

@@ -61,11 +61,9 @@ class Downtime:
 
     @property
     def total_s(self) -> float:
-        """Sum of the four rows."""
         return math.fsum(getattr(self, row) for row in ROWS)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of `downtime.json`."""
         rows = {row: round(getattr(self, row), 3) for row in ROWS}
         return {
             **rows, "total_s": round(self.total_s, 3), "run_s": round(self.run_s, 3),

@@ -164,7 +164,6 @@ class TakenRecords:
         self.num_refused = 0
 
     def take(self, replica: int, text: str) -> None:
-        """Take a batch of lines."""
         allowance = self._allowances.setdefault(replica, RateLimit(a_second=_TAKEN_A_SECOND, at_once=_TAKEN_AT_ONCE))
         is_allowed = allowance.take(now_s=self._now(), amount=len(text) + 1)
         if not is_allowed or self._is_here(replica):

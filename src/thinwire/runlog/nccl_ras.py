@@ -172,7 +172,6 @@ class StatusText:
         return True
 
     def snapshot(self, at_s: float | None) -> Snapshot:
-        """Return the snapshot."""
         told = {int(group) for group, _, _ in self._communicators}
         # RAS calls these faulty without readable details
         bare = [

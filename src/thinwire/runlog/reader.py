@@ -255,6 +255,17 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
+def last_lines(path: Path, *, num_bytes: int) -> list[bytes]:
+    """Return the lines in the last bytes of a file, of which the first and the last may be torn.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - num_bytes))
+        return file.read(num_bytes).splitlines()
+
+
 def check_header(line: bytes | None, path: Path) -> None:
     """Check the first line of a file of records.
 

@@ -174,7 +174,6 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
         return self.path.name or self.path.resolve().name
 
     def finished(self) -> Summary:

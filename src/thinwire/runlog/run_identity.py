@@ -48,7 +48,6 @@ class RunIdentity:
 
     @property
     def incarnation(self) -> str:
-        """The present incarnation."""
         return self.incarnations[-1]
 
     def next_incarnation(self) -> RunIdentity:
@@ -86,7 +85,6 @@ class RunIdentity:
         return self.incarnations.index(incarnation) if incarnation in self.incarnations else -1
 
     def to_json(self) -> dict[str, Any]:
-        """Return the identity as JSON values."""
         return {"run": self.run, "config_digest": self.config_digest, "incarnations": list(self.incarnations)}
 
 

@@ -98,7 +98,6 @@ class RunNumbers:
 
     @classmethod
     def of_summary(cls, summary: Summary) -> RunNumbers:
-        """Return the numbers of a finished run."""
         times = times_fewer(summary.allreduce_bytes, summary.wire_bytes_sent)
         return cls._of(
             sent_bytes=summary.wire_bytes_sent, received_bytes=summary.wire_bytes_received,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from thinwire.errors import is_no_room
 from thinwire.files import append_whole
-from thinwire.runlog.reader import parse_line
+from thinwire.runlog.reader import last_lines, parse_line
 from thinwire.runlog.records import Beat, header_line, to_line
 
 # Buffered lines are written at the latest at this size.
@@ -75,12 +75,10 @@ class JsonlWriter:
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more lines."""
         return self._file < 0
 
     @property
     def has_waiting(self) -> bool:
-        """Whether lines wait in memory."""
         return bool(self._waiting)
 
     def write(self, line: str, *, is_last: bool = False) -> None:
@@ -236,9 +234,8 @@ def last_beat_s(run_dir: Path, *, rank: int) -> float | None:
     """Return the time of a rank's latest heartbeat on its host's clock; None if there is none."""
     path, _ = record_paths(run_dir, rank=rank)
     last_s = None
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-        for line in file.read(_TAIL_BYTES).splitlines():
+    with contextlib.suppress(OSError):
+        for line in last_lines(path, num_bytes=_TAIL_BYTES):
             with contextlib.suppress(ValueError):
                 record = parse_line(line)
                 if isinstance(record, Beat) and not record.is_last:

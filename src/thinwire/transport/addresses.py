@@ -279,7 +279,6 @@ class RankEndpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
-        """Write the text that the other ranks read."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
@@ -312,7 +311,6 @@ class RankEndpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return found
 
     def describe(self) -> str:
-        """Name the rank and its host in an error's text."""
         return f"replica {self.replica} (rank {self.rank}) on host {self.hostname}"
 
 

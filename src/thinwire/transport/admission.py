@@ -49,7 +49,6 @@ class PendingConnections:
         return None
 
     def remove(self, number: int) -> None:
-        """Forget a connection."""
         address = self._addresses.pop(number, None)
         if address is not None:
             del self._held[address][number]

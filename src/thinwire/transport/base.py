@@ -77,7 +77,6 @@ class Envelope:
         object.__setattr__(self, "note", self.note.ljust(NOTE_BYTES, b"\0"))
 
     def describe(self) -> str:
-        """Name the message in an error's text."""
         return self.stream.describe(self.address[2:], owner=self.owner)
 
 
@@ -367,14 +366,12 @@ class TransferFuture:
         self._uncount = in_flight.begin(self._envelope, link=link)
 
     def describe(self) -> str:
-        """Name the transfer in an error's text."""
         return self._envelope.describe()
 
     def done(self) -> bool:
         return self._finished.is_set()
 
     def wait(self, *, deadline_s: float) -> Received | None:
-        """Wait until the transfer is done; after a time-out it may be called again."""
         if not self._finished.wait(timeout=max(0.0, deadline_s)):
             raise DeadlineExceeded(
                 f"{self._peer_name} did not {self._verb} {self.describe()} within {deadline_s:.3g} s, the "

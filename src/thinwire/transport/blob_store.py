@@ -66,11 +66,9 @@ class SendScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of bulk responses that wait."""
         return sum(len(orders) for orders in self._waiting.values())
 
     def add(self, order: BlobRequest, *, now_s: float) -> None:
-        """Queue a bulk response."""
         if not self._waiting and not self._began_s:
             self._held_since_s = now_s
         self._waiting.setdefault(order.peer, deque()).append(order)
@@ -96,7 +94,6 @@ class SendScheduler:
         return order
 
     def end_bulk(self, order: BlobRequest, *, now_s: float) -> None:
-        """Count a bulk response no longer."""
         del self._began_s[order]
         self._held_since_s = now_s
         if self._others or not self._waiting:
@@ -115,7 +112,6 @@ class SendScheduler:
         return True
 
     def drop_all_of(self, peer: int) -> None:
-        """Drop all that waits for a replica."""
         self._waiting.pop(peer, None)
 
     def due_s(self, *, now_s: float = 0.0) -> float | None:
@@ -154,7 +150,6 @@ class _LocalRequest(TransferFuture):
         self._stop_waiting = leave
 
     def describe(self) -> str:
-        """Name the blob in an error's text."""
         return f"blob {ascii(self.name)[1:]}"
 
     def give(self, payload: torch.Tensor | None) -> None:
@@ -268,7 +263,6 @@ class BlobStore:
 
     @property
     def is_past(self) -> Callable[[bytes], bool]:
-        """Returns whether an unpublished name will never be published."""
         return self._is_past
 
     @is_past.setter

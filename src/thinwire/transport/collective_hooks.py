@@ -166,7 +166,6 @@ class CollectiveHooks:
         self._poller.hold()
 
     def resume(self) -> None:
-        """Report calls again."""
         self._poller.release()
         self._is_paused = False
 

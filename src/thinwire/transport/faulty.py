@@ -80,7 +80,6 @@ class Fault:
         return self.kind in ("die", "fall_silent")
 
     def hits(self, envelope: Envelope, *, replica: int, peer: int, direction: Direction) -> bool:
-        """Tell whether a message is hit."""
         if self.kind == "forge" and direction == "received":
             return False
         pairs = ((self.replica, replica), (self.peer, peer), (self.direction, direction))

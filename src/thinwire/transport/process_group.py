@@ -255,7 +255,6 @@ class _Transfer(TransferFuture):
                 continue
 
     def join(self, *, deadline_s: float) -> None:
-        """Wait until the thread has ended."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=deadline_s)
 

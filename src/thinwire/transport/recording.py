@@ -89,7 +89,6 @@ class RecordingRequestTransport(RecordingTransport):
 
     @property
     def num_open_requests(self) -> int:
-        """Number of requests of others without a response."""
         return len(self._open_requests)
 
     def request(self, source: int, name: bytes, *, most_bytes: int) -> Request:

@@ -76,7 +76,6 @@ class ReplicaGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank sends the orders."""
         return self.rank == _LEADER
 
     def close(self) -> None:

@@ -108,7 +108,6 @@ class Stream:
         return f"{self.name} {key[0]}" + (f" ({more})" if more else "") + (f" of owner {owner + 1}" if owner else "")
 
     def part_name(self, place: int) -> str:
-        """Return the name of a part of a key."""
         return self.keys[place] if place < len(self.keys) else _PARTS[place]
 
     def slot(self, key: tuple[int, int, int]) -> int:

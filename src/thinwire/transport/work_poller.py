@@ -59,7 +59,6 @@ class WorkPoller:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more call may be open."""
         return self._num < self._most
 
     def watch(
@@ -88,7 +87,6 @@ class WorkPoller:
             self._is_held = True
 
     def release(self) -> None:
-        """Poll again."""
         self._is_held = False
 
     def close(self, *, wait_s: float = 0.0) -> None:

@@ -44,7 +44,6 @@ class BenchWire:
     loss: float = 0.0
 
     def settings(self, num_hosts: int) -> LabSettings:
-        """Return the lab with this wire."""
         access = Access(up_bits_per_s=self.rate_bits_per_s, down_bits_per_s=self.rate_bits_per_s)
         return LabSettings.alike(num_hosts, access, link=self._link)
 
@@ -81,12 +80,10 @@ class GridCell:
     pace: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Write it as plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> GridCell:
-        """Read what `to_json` wrote."""
         return cls(**{**values, "wire": BenchWire(**values["wire"])})
 
 

@@ -75,7 +75,6 @@ class ByteMeter:
         log.add_sink(self._add)
 
     def read(self, *, stalled_s: Callable[[], float | None]) -> MeterReading:
-        """Return the clocks and counters now."""
         sent, received = (self._totals["sent"], self._totals["received"]) if self._counts_bytes else (None, None)
         return MeterReading(
             monotonic_s=time.perf_counter(), unix_s=time.time(), sent=sent, received=received, stalled_s=stalled_s()
@@ -284,7 +283,6 @@ class _Run:
         }  # fmt: skip
 
     def release(self) -> None:
-        """Give back what the contender made."""
         if self._trainer is not None:
             self._trainer.release()
 

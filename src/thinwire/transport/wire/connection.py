@@ -89,7 +89,6 @@ class Liveness:
         self._rtts_s: deque[float] = deque(maxlen=_SAMPLES)
 
     def observe(self, rtt_s: float) -> None:
-        """Add a round-trip time."""
         self._rtts_s.append(rtt_s)
 
     @property
@@ -192,12 +191,10 @@ class KernelConnection:
         keep_from_children(fd)
 
     def reading(self) -> ConnectionStats | None:
-        """Return its statistics, None if it is gone."""
         with self._borrowed() as connection:
             return None if connection is None else connection_stats(connection)
 
     def is_closed(self) -> bool:
-        """Return whether the kernel has no such connection any more."""
         with self._borrowed() as connection:
             return connection is None
 

@@ -73,7 +73,6 @@ class DialedConnection:
             self.problem = self._refused
 
     def read_events(self) -> None:
-        """Read the monitor's events."""
         with contextlib.suppress(zmq.Again):
             while True:
                 event = recv_monitor_message(self.monitor, zmq.DONTWAIT)

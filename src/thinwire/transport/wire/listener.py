@@ -203,7 +203,6 @@ class Listener:
                 tap.shut()
 
     def close(self) -> None:
-        """Close the sockets."""
         self.plug.disable_monitor()
         for plug in (self.plug, self.decider, self.monitor):
             plug.close()

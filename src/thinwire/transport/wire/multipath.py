@@ -125,7 +125,6 @@ class MultipathConnection:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no connection."""
         return not self._paths
 
     @property
@@ -187,7 +186,6 @@ class MultipathConnection:
         return ready
 
     def send(self, raw: bytearray) -> bool:
-        """Queue one frame; return whether there was room for it."""
         self._send_again()
         oldest = next(iter(self._unreported), self._next_number)
         if self._again or self._next_number - oldest >= MOST_EARLY_FRAMES:
@@ -247,7 +245,6 @@ class MultipathConnection:
             self._balancer.scale(path, factor)
 
     def stats(self) -> list[PathStats]:
-        """Return each path's state."""
         paths = [self._paths.get(path) for path in range(self.num_paths)]
         kernel = [None if one is None else one.connection.reading() for one in paths]
         return [

@@ -71,7 +71,6 @@ class WireTransfer(TransferFuture):
         self._later(lambda: self._complete(message))
 
     def fail(self, error: TransportError) -> None:
-        """Fail."""
         self._release_slot()
         self._later(lambda: self._end(error))
 
@@ -116,7 +115,6 @@ class RequestTransfer(WireTransfer):
         self._withdraw = withdraw
 
     def describe(self) -> str:
-        """Name the blob in an error's text."""
         return f"blob {ascii(self.name)[1:]}"
 
     def cancel(self) -> None:
@@ -143,7 +141,6 @@ class RequestTable:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more request may be sent."""
         return len(self._sent) < MAX_REQUESTS
 
     def request(self, transfer: RequestTransfer) -> None:

@@ -303,17 +303,14 @@ class WireTransport:
         self._loop.close(deadline_s=CLOSE_S)
 
     def reading(self, peer: int) -> ConnectionStats | None:
-        """Return the kernel's statistics of the connection to a replica, None if there is none."""
         connection = self._connection(peer)
         return None if connection is None else connection.reading()
 
     def connections(self) -> Mapping[Hashable, ConnectionStats]:
-        """Return the kernel's statistics of the connection to each replica that has one."""
         found = {peer: self.reading(peer) for peer in list(self._loop.peers)}
         return {peer: one for peer, one in found.items() if one is not None}
 
     def paths(self, peer: int) -> list[PathStats]:
-        """Return the state of each path to a replica; nothing where one connection leads there."""
         bundle = self._connection(peer)
         return bundle.stats() if isinstance(bundle, MultipathConnection) else []
 
