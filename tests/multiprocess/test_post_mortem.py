@@ -95,5 +95,5 @@ def test_a_cut_cable_is_named_by_the_records_of_both_hosts(ranks: Ranks, hosts: 
     assert [one.kind for one in findings] == ["communication hang"] and "0 <-> 1" in findings[0].where, findings
     for rank, out in enumerate(outs):
         (own,) = [one for one in diagnose(read_files([out])) if "hang" in one.kind]
-        assert own.confidence <= 0.5 and own.evidence.judged_from == [rank]
+        assert own.confidence <= 0.5 and own.evidence["judged_from"] == [rank]
         assert f"link 0 <-> 1 or rank {1 - rank}" in own.where

@@ -69,7 +69,7 @@ def test_the_one_slow_place_is_named_and_nothing_else(drawn: tuple[int, Place], 
     rates = {cell: USUAL / (severity if hit(place, cell) else 1.0) * noise.uniform(0.96, 1.0) for cell in cells(count)}
     (found,) = evaluate(measured(count, rates))
     assert found.kind == "communication slow" and found.places == (place,)
-    assert found.evidence.times_slower == pytest.approx(severity, rel=0.06)
+    assert found.evidence["times_slower"] == pytest.approx(severity, rel=0.06)
     assert set(suspects(measured(count, rates))) == {cell for cell in rates if hit(place, cell)}
 
 
@@ -83,7 +83,7 @@ def test_a_dead_or_corrupt_place_is_named_before_all_that_is_slow(drawn: tuple[i
     }
     (found,) = evaluate(measured(count, pairs=pairs))
     assert found.kind == {"dead": "communication hang", "corrupt": "corrupt data"}[fault]
-    assert found.places == (place,) and found.evidence.said == ["it said so"]
+    assert found.places == (place,) and found.evidence["said"] == ["it said so"]
 
 
 @given(some.integers(2, 8), some.integers(0, 10_000))
@@ -130,7 +130,7 @@ def crowd(count: int, longer: dict[Cell, float]) -> dict[Cell, FlowTest]:
 def test_a_host_that_is_slow_only_while_all_send_is_named_and_so_is_what_all_share() -> None:
     longer = {cell: 2.5 for cell in cells(4) if 2 in cell}
     (found,) = evaluate(measured(4, everyone=crowd(4, longer)))
-    assert found.where == "host h2" and found.evidence.times_slower_than_alone == 2.5
+    assert found.where == "host h2" and found.evidence["times_slower_than_alone"] == 2.5
     (found,) = evaluate(measured(4, everyone=crowd(4, dict.fromkeys(cells(4), 3.0))))
     assert found.where == "job" and "3.0 times" in found.text
     assert evaluate(measured(4, everyone=crowd(4, {}))) == []

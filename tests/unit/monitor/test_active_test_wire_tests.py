@@ -211,7 +211,7 @@ def test_a_pair_that_falls_silent_costs_its_deadline_and_is_named(monkeypatch: p
     leader = job(monkeypatch, wrap=lambda transport: FaultyTransport(transport, silent), deadline_s=2.0)[0]
     found = leader.findings[0]
     assert found.kind == "communication hang" and found.where == "link 0 <-> 1"
-    assert "no answer within 2 s" in found.evidence.said[0]
+    assert "no answer within 2 s" in found.evidence["said"][0]
     assert leader.measured is not None and leader.measured.all_reduce is None, "there is no ring of three without 0-1"
 
 

@@ -41,9 +41,9 @@ def test_a_call_left_out_is_told_from_an_extra_one_though_both_stop_at_the_first
     step = [*STEP, "3@loop:6"]
     finding = at_rank_1([*step * 9, *step], [*step * 9, *STEP, STEP[0]], has_sites=has_sites)
     assert "Rank 1 left out all_reduce(3)" in finding.text and finding.since_round == 39
-    assert finding.evidence.deviation == "left out"
+    assert finding.evidence["deviation"] == "left out"
     finding = at_rank_1([*step * 9, *STEP], [*step * 9, "5@loop:6", *STEP[:2]], has_sites=has_sites)
-    assert "Rank 1 made an extra call, all_reduce(5)" in finding.text and finding.evidence.deviation == "extra"
+    assert "Rank 1 made an extra call, all_reduce(5)" in finding.text and finding.evidence["deviation"] == "extra"
     finding = at_rank_1([*step * 9, STEP[0]], [*step * 9, "3@loop:6"], has_sites=has_sites)
     assert "Rank 1 left out all_reduce(8192)" in finding.text and "or made all_reduce(3)" in finding.text
 
@@ -51,10 +51,10 @@ def test_a_call_left_out_is_told_from_an_extra_one_though_both_stop_at_the_first
 def test_an_epoch_that_ends_early_is_told_with_the_missing_steps_if_an_earlier_one_was_seen() -> None:
     epoch = [*STEP * 20, EVALUATE]
     finding = at_rank_1([*epoch, *STEP * 17, STEP[0]], [*epoch, *STEP * 17, EVALUATE])
-    assert "Rank 1 ended its loop 3 steps early" in finding.text and finding.evidence.steps_early == 3
+    assert "Rank 1 ended its loop 3 steps early" in finding.text and finding.evidence["steps_early"] == 3
     finding = at_rank_1([*STEP * 18], [*STEP * 17, EVALUATE])
     said = "at least 1 step before the others, or made a call that no rank has made, all_reduce(2) at loop:9"
-    assert f"left its loop after 17 steps, {said}" in finding.text and finding.evidence.steps_done == 17
+    assert f"left its loop after 17 steps, {said}" in finding.text and finding.evidence["steps_done"] == 17
     assert "same number of batches" in finding.remedy
     setup, logged = "7@loop:1", [*STEP * 10, "1@loop:7"]
     finding = at_rank_1([setup, *STEP * 18], [setup, *STEP * 17, EVALUATE])
@@ -62,7 +62,7 @@ def test_an_epoch_that_ends_early_is_told_with_the_missing_steps_if_an_earlier_o
     finding = at_rank_1([*logged * 2, *STEP * 6], [*logged * 2, *STEP * 5, EVALUATE])
     assert f"left its loop, {said}" in finding.text, "calls every tenth step hide how many steps there were"
     finding = at_rank_1([*STEP * 18], [*STEP * 17, "2@loop:3"], has_sites=False)
-    assert "brings 2 elements where the others bring 8192" in finding.text and not finding.evidence.deviation
+    assert "brings 2 elements where the others bring 8192" in finding.text and "deviation" not in finding.evidence
 
 
 def test_of_two_ranks_the_one_that_departs_from_the_past_is_described() -> None:

@@ -82,7 +82,7 @@ def test_who_did_not_come_while_its_recorder_lives_hangs_in_its_own_code() -> No
     records = [*_operations(5), *(_last(rank, 5) for rank in (0, 1, 3)), *_beats(dict.fromkeys(range(4), 12.0))]
     (finding,) = _diagnose(records)
     assert (finding.kind, finding.where) == ("non-communication hang", "rank 2")
-    assert "py-spy" in finding.remedy and finding.evidence.wait_chain == "0, 1, 3 wait for 2"
+    assert "py-spy" in finding.remedy and finding.evidence["wait_chain"] == "0, 1, 3 wait for 2"
 
 
 def test_who_did_not_come_and_does_not_live_is_gone() -> None:
@@ -96,7 +96,7 @@ def test_nobody_waits_for_who_stops_in_what_the_others_have_ended() -> None:
     beats = _beats({0: 12.0, 1: 12.0, 2: 4.5, 3: 12.0})
     (finding,) = _diagnose([*_operations(5), _last(2, 5), *_operations(6, ranks=(0, 1, 3))[15:], *beats])
     assert finding.text.startswith("Rank 2 has stopped inside of operation 5")
-    assert finding.evidence.wait_chain == "nobody waits for 2"
+    assert finding.evidence["wait_chain"] == "nobody waits for 2"
 
 
 def test_a_rank_that_ended_early_is_named_by_who_waits_for_it_before_and_after_their_calls_fail() -> None:
@@ -109,7 +109,7 @@ def test_a_rank_that_ended_early_is_named_by_who_waits_for_it_before_and_after_t
         (finding,) = _diagnose([*_operations(5), *records])
         assert (finding.kind, finding.where) == ("non-communication hang", "rank 1")
         assert "said goodbye without an error after operation 4" in finding.text and "uneven batches" in finding.text
-        assert finding.evidence.waiting == [0, 2, 3] and "drop_last" in finding.remedy
+        assert finding.evidence["waiting"] == [0, 2, 3] and "drop_last" in finding.remedy
     assert _diagnose([*_operations(5), *inside, goodbye, *soon]) == [], "the others may end soon"
     live = _beats({0: 12.0, 2: 12.0, 3: 12.0})
     (finding,) = _diagnose([*_operations(5), *inside[:2], goodbye, *live, *_beats({1: 5.5})])
@@ -129,7 +129,7 @@ def test_a_wait_chain_ends_at_the_one_that_nobody_hears_of() -> None:
     ]  # fmt: skip
     records = [*_operations(5), *(_last(rank, 5) for rank in (0, 1, 3)), *ends, *_beats(dict.fromkeys(range(4), 12.0))]
     (finding,) = _diagnose(records)
-    assert finding.evidence.wait_chain == "0 waits for 3 waits for 2"
+    assert finding.evidence["wait_chain"] == "0 waits for 3 waits for 2"
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,12 @@ def test_a_process_that_is_gone_is_named_with_its_rank(tmp_path: Path, form: str
     (finding,) = found(write(tmp_path, form, job))
     assert finding.kind == "non-communication hang" and finding.where == "rank 5"
     assert "505" in finding.text and "10.0.0.2" in finding.text
-    assert finding.confidence == (0.9 if state == "dead" else 0.7) and finding.evidence.state == state
+    assert finding.confidence == (0.9 if state == "dead" else 0.7) and finding.evidence["state"] == state
 
 
 def test_a_host_of_which_no_process_answers_is_named_as_one(tmp_path: Path) -> None:
     (finding,) = found(write(tmp_path, "json", [world(8, lost={2: "dead", 3: "dead"})]))
-    assert finding.where == "host 10.0.0.1" and finding.evidence.ranks == [2, 3]
+    assert finding.where == "host 10.0.0.1" and finding.evidence["ranks"] == [2, 3]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -67,7 +67,7 @@ def test_who_is_behind_in_two_answers_has_not_come(tmp_path: Path, form: str) ->
     (finding,) = found(write(tmp_path, form, job, job))
     assert finding.kind == "non-communication hang" and finding.where == "rank 3"
     assert finding.confidence == 0.9 and finding.since_round == 640 and "in 60 s" in finding.text
-    assert "process 503" in finding.evidence.locations[0]
+    assert "process 503" in finding.evidence["locations"][0]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -100,7 +100,7 @@ def test_a_group_that_nobody_named_is_told_by_its_number(tmp_path: Path) -> None
     (finding,) = found(write(tmp_path, "verbose", half, half))
     assert finding.places[0].kind == "communicator" and "4 ranks" in finding.text and "ncclras -f json" in finding.probe
     (finding,) = found(write(tmp_path, "json", half, half))
-    assert finding.evidence.ranks == [0, 1, 2, 3]
+    assert finding.evidence["ranks"] == [0, 1, 2, 3]
 
 
 def test_a_host_whose_ranks_are_all_behind_is_named_as_one(tmp_path: Path) -> None:
@@ -224,14 +224,14 @@ def test_an_answer_as_the_oldest_ras_wrote_it_is_read(tmp_path: Path) -> None:
         "  Rank 1 has launched up to operation 11 -- GPU 1 (NVML 3) managed by process 501 on node 10.0.0.0\n"
     )
     (finding,) = found([path])
-    assert finding.where == "rank 5" and "process 505" in finding.text and finding.evidence.state == "dead"
+    assert finding.where == "rank 5" and "process 505" in finding.text and finding.evidence["state"] == "dead"
 
 
 def test_what_ras_calls_unwell_and_does_not_explain_is_told(tmp_path: Path) -> None:
     told = text([world(8, counts={3: {"AllReduce": 639}})]).partition("\nWarnings\n")[0]
     (tmp_path / "a.txt").write_text(told)
     (finding,) = found([tmp_path / "a.txt"])
-    assert finding.evidence.ras_says == "MISMATCH" and finding.confidence == 0.3
+    assert finding.evidence["ras_says"] == "MISMATCH" and finding.confidence == 0.3
 
 
 def test_files_of_the_inspector_and_of_ras_are_read_together(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_files_of_the_inspector_and_of_ras_are_read_together(tmp_path: Path) -> 
     write(tmp_path, "verbose", job)
     (finding,) = found([tmp_path])
     assert finding.where == "rank 2" and finding.kind == "non-communication hang"
-    assert finding.evidence.hosts == ["10.0.0.1 is node-b"]
+    assert finding.evidence["hosts"] == ["10.0.0.1 is node-b"]
 
 
 def _read(tmp_path: Path, content: bytes) -> Records:

@@ -56,7 +56,7 @@ def test_a_host_that_was_cut_off_names_itself_with_little_confidence() -> None:
     finding = _told("cut_wire", 1)
     assert finding.where == "host host1 (10.9.0.2)" and finding.confidence <= 0.3
     assert "cut off" in finding.text and "Judged from one side only: the records of rank 1." in finding.text
-    assert finding.evidence.judged_from == [1] and finding.evidence.not_heard == [0, 2]
+    assert finding.evidence["judged_from"] == [1] and finding.evidence["not_heard"] == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_a_wire_over_which_bytes_come_is_slow_and_by_how_much_is_known_before_a_
         healthy(), waiting_for((0, 1), until_s=UNTIL_S), arrivals(0, 1, a_second=usual / times, until_s=UNTIL_S)
     )
     assert (found.kind, found.where, found.confidence) == ("communication slow", "link 0 -> 1", 0.7)
-    assert found.evidence.times_longer == pytest.approx(times, rel=0.01)
+    assert found.evidence["times_longer"] == pytest.approx(times, rel=0.01)
     assert found.since_s == pytest.approx(BEGUN_S) and found.since_round == ROUNDS
 
 
@@ -185,7 +185,7 @@ def late(*steps: tuple[float, float], until_s: float = UNTIL_S) -> list[Record]:
 def test_a_rank_that_is_waited_for_and_whose_steps_end_is_slow() -> None:
     (found,) = judged(healthy(), late((BEGUN_S - 0.2, BEGUN_S + 0.8), (BEGUN_S + 0.8, BEGUN_S + 2.0)))
     assert (found.kind, found.where, found.confidence) == ("non-communication slow", "rank 1", 0.7)
-    assert found.evidence.times_longer == pytest.approx(11.0) and found.evidence.steps == 2
+    assert found.evidence["times_longer"] == pytest.approx(11.0) and found.evidence["steps"] == 2
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from thinwire.monitor.detect.live import News
-from thinwire.monitor.findings import Finding, Kind, Place, SlowdownEvidence
+from thinwire.monitor.findings import Evidence, Finding, Kind, Place
 from thinwire.monitor.remediation import HELPS, ActionKind, Policy, Steering, target_of
 from thinwire.runlog.attempts import daly_s, interval_steps, mtbf_s, young_s
 from thinwire.runlog.downtime import Incident, account
@@ -21,7 +21,7 @@ def news(
 ) -> News:  # fmt: skip
     found = places or (Place(kind="rank", ranks=(1,)),)
     finding = Finding(kind=kind, places=found, since_s=0.0, text="It broke.", confidence=confidence, remedy="",
-                      evidence=None if times is None else SlowdownEvidence(times_longer=times))  # fmt: skip
+                      evidence=Evidence("slow_link", times_longer=times))  # fmt: skip
     return News(case=case, state=state, finding=finding, age_s=1.0)  # type: ignore[arg-type]
 
 

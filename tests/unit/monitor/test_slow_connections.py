@@ -50,10 +50,10 @@ def test_a_wire_that_is_half_as_slow_again_is_told_where_calls_take_as_long_as_e
 ) -> None:
     (found,) = judged(operations(slow_from(BROKEN, 1.05)), flows(dict.fromkeys(slow, 1.6), heavy=EVERYONE))
     assert (found.kind, found.where) == ("communication slow", where)
-    assert found.evidence.times_longer == pytest.approx(1.6, rel=0.05)
+    assert found.evidence["times_longer"] == pytest.approx(1.6, rel=0.05)
     # 1 MB in 50 ms, and in 80 ms
-    assert found.evidence.usual_mbit_a_second == pytest.approx(160, rel=0.01)
-    assert found.evidence.now_mbit_a_second == pytest.approx(100, rel=0.05)
+    assert found.evidence["usual_mbit_a_second"] == pytest.approx(160, rel=0.01)
+    assert found.evidence["now_mbit_a_second"] == pytest.approx(100, rel=0.05)
     assert "A byte takes 1.6 times as long" in found.text and found.confidence == 0.7
     assert found.since_s == pytest.approx(BROKEN_S, abs=4 * EVERY_S) and found.until_s is None
 
@@ -227,7 +227,7 @@ def test_bursts_give_the_alarm_where_a_jobs_own_bytes_vary_too_much_for_it(idle:
     assert judged(calls, flows({(1, 2): 1.3}, heavy=HEAVY)) == []
     assert judged(calls, flows({(1, 2): 1.3}, heavy=HEAVY), probes([])) == []
     (found,) = judged(calls, flows({(1, 2): 1.3}, heavy=HEAVY), probes([idle]))
-    assert found.where == where and found.evidence.times_longer == pytest.approx(1.3, rel=0.05)
+    assert found.where == where and found.evidence["times_longer"] == pytest.approx(1.3, rel=0.05)
 
 
 def test_bursts_over_one_way_are_enough_where_they_are_many() -> None:

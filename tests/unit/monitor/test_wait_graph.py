@@ -55,7 +55,7 @@ def _operation(
 def test_a_chain_over_two_groups_ends_at_the_rank_that_waits_for_none() -> None:
     (finding,) = found_in([("tp0", 0), ("dp1", 1), ("tp1", 2)])
     assert (finding.kind, finding.where) == ("non-communication hang", "rank 3")
-    assert finding.evidence.waiting == [0, 1, 2], "rank 0 waits for it by rank 1"
+    assert finding.evidence["waiting"] == [0, 1, 2], "rank 0 waits for it by rank 1"
     assert "of ranks 1, 3 (dp1)" in finding.text
 
 
@@ -70,7 +70,7 @@ def test_ranks_that_wait_in_a_circle_are_told_with_it() -> None:
     assert "rank 0 waits for 1 in all_reduce 8 of ranks 0, 1 (tp0); 1 waits for 3" in finding.text
     assert "one order on all ranks" in finding.remedy
     (finding,) = found_in([("world", 0), ("world", 2), ("world", 3), ("tp0", 1)])
-    assert finding.where == "ranks 0, 1" and finding.evidence.waiting == [0, 1, 2, 3]
+    assert finding.where == "ranks 0, 1" and finding.evidence["waiting"] == [0, 1, 2, 3]
 
 
 def test_a_call_that_does_not_block_closes_no_circle() -> None:

@@ -8,21 +8,7 @@ from dataclasses import dataclass, field
 
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
-from thinwire.monitor.findings import (
-    AbsentRankEvidence,
-    ContentionEvidence,
-    Finding,
-    Kind,
-    LinkRateEvidence,
-    NetworkRateEvidence,
-    Place,
-    SlowAllReduceEvidence,
-    SlowLoopbackEvidence,
-    WireFaultEvidence,
-    WrongSumEvidence,
-    link_names,
-    ranks_of,
-)
+from thinwire.monitor.findings import Evidence, Finding, Kind, Place, link_names, ranks_of
 from thinwire.units import format_rate, format_seconds
 
 
@@ -239,7 +225,7 @@ def _absent(rank: int, why: str, measured: Measured) -> Finding:
         kind="non-communication hang",
         places=(Place(kind="rank", ranks=(rank,)), *way),
         since_s=0.0,
-        evidence=AbsentRankEvidence(host=host, rank=rank),
+        evidence=Evidence("absent_rank", host=host or None, rank=rank),
         text=f"Rank {rank}{f' on {host}' if host else ''} {why}.",
         confidence=0.5,
         remedy="see whether its process and host are alive, and whether it reaches MASTER_ADDR and MASTER_PORT: "
@@ -281,7 +267,7 @@ def _fault_finding(measured: Measured, fault: str, explained: Explanation, bad: 
     )
     return Finding(
         kind=kind, places=explained.places, since_s=0.0,
-        evidence=WireFaultEvidence(links=link_names(bad), said=details[:2]), text=text,
+        evidence=Evidence("wire_fault", links=link_names(bad), said=details[:2]), text=text,
         confidence=explained.confidence, remedy=remedy, probe=probe_for(explained.places),
     )  # fmt: skip
 
@@ -310,8 +296,8 @@ def _slow_loopbacks(measured: Measured) -> list[Finding]:
             kind="non-communication slow",
             places=(Place(kind="rank", ranks=(rank,)),),
             since_s=0.0,
-            evidence=SlowLoopbackEvidence(
-                loopback_bits_per_s=rate, others_bits_per_s=usual, times_slower=round(usual / rate, 2),
+            evidence=Evidence(
+                "slow_loopback", loopback_bits_per_s=rate, others_bits_per_s=usual, times_slower=round(usual / rate, 2),
             ),
             text=f"Rank {rank} on {measured.hosts[rank]} carries {format_rate(rate)} to itself, without any wire, "
             f"where the others carry {format_rate(usual)}.",
@@ -365,8 +351,8 @@ def _slow_pair(measured: Measured, explained: Explanation, reference: float, *, 
     text = f"{named[0].upper()}{named[1:]} carries {format_rate(rate)} alone, where {beside}: {ratio:.1f} times less."
     return Finding(
         kind="communication slow", places=explained.places, since_s=0.0, text=text,
-        evidence=LinkRateEvidence(
-            rate_bits_per_s=rate, reference_bits_per_s=reference, times_slower=round(ratio, 2),
+        evidence=Evidence(
+            "link_rate", rate_bits_per_s=rate, reference_bits_per_s=reference, times_slower=round(ratio, 2),
             links=link_names(explained.cells), explained=round(explained.fit, 3),
         ),
         confidence=explained.confidence, probe=probe_for(explained.places),
@@ -382,7 +368,7 @@ def _all_slow(measured: Measured, reference: float, expect: float) -> Finding:
     ) else ""  # fmt: skip
     return Finding(
         kind="communication slow", places=(Place(kind="job"),), since_s=0.0,
-        evidence=NetworkRateEvidence(rate_bits_per_s=reference, expected_bits_per_s=expect),
+        evidence=Evidence("network_rate", rate_bits_per_s=reference, expected_bits_per_s=expect),
         text=f"All wires carry less than is expected: {format_rate(reference)} instead of "
         f"{format_rate(expect)}.{limit}",
         confidence=0.5 if limit else 0.9,
@@ -418,7 +404,7 @@ def _crowded(measured: Measured, named: Set[int]) -> list[Finding]:
 def _all_crowded(ratio: float, when: str) -> Finding:
     return Finding(
         kind="communication slow", places=(Place(kind="job"),), since_s=0.0,
-        evidence=ContentionEvidence(times_slower_than_alone=round(ratio, 2)),
+        evidence=Evidence("contention", times_slower_than_alone=round(ratio, 2)),
         text=f"While {when}, transfers take {ratio:.1f} times as long as their wires allow: all share something.",
         confidence=0.6,
         remedy="look at what all wires share: the switch, its way up, or the processor where replicas share a machine",
@@ -430,8 +416,9 @@ def _crowd(measured: Measured, flows: Mapping[Cell, FlowTest], explained: Explan
     rate = median([8 * flows[cell].num_bytes / flows[cell].seconds for cell in explained.cells])
     return Finding(
         kind="communication slow", places=explained.places, since_s=0.0,
-        evidence=ContentionEvidence(
-            times_slower_than_alone=round(ratio, 2), rate_bits_per_s=rate, links=link_names(explained.cells),
+        evidence=Evidence(
+            "contention", times_slower_than_alone=round(ratio, 2), rate_bits_per_s=rate,
+            links=link_names(explained.cells),
         ),
         text=f"While {when}, transfers over {named} take {ratio:.1f} times as long as what both ends carry alone "
         "allows.",
@@ -449,7 +436,7 @@ def _all_reduce(measured: Measured, found: Sequence[Finding]) -> list[Finding]:
         places = tuple(Place(kind="sender", ranks=(source,)) for source, _ in done.wrong)
         findings.append(Finding(
             kind="corrupt data", places=places, since_s=0.0, confidence=0.9 if len(places) == 1 else 0.6,
-            evidence=WrongSumEvidence(links=link_names(done.wrong), elements=done.num_bytes // 4),
+            evidence=Evidence("wrong_sum", links=link_names(done.wrong), elements=done.num_bytes // 4),
             text=f"The all-reduce came to another sum than the exact one, first in what "
             f"{_named(places, measured)} sent.",
             remedy="test memory and processor of that host, and take it out until then",
@@ -459,7 +446,7 @@ def _all_reduce(measured: Measured, found: Sequence[Finding]) -> list[Finding]:
     if done.seconds >= _LEAST_ALL_REDUCE * due_s + 2 * (len(done.order) - 1) * _TURN_S and not found:
         findings.append(Finding(
             kind="communication slow", places=(Place(kind="job"),), since_s=0.0, confidence=0.5,
-            evidence=SlowAllReduceEvidence(seconds=done.seconds, expected_s=due_s, num_bytes=done.num_bytes),
+            evidence=Evidence("slow_all_reduce", seconds=done.seconds, expected_s=due_s, num_bytes=done.num_bytes),
             text=f"A ring all-reduce takes {format_seconds(done.seconds)}, {ratio:.1f} times as long as its wires "
             f"allow ({format_seconds(due_s)}), though each of them is as expected.",
             remedy="look at what the hosts compute meanwhile: their processors, and other programs on them",

@@ -6,8 +6,6 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from thinwire.monitor.detect.change_points import CUSUM, ChangePointDetector
 from thinwire.monitor.detect.connections import (
     CONNECTIONS,
@@ -23,15 +21,7 @@ from thinwire.monitor.detect.delay_matrix import WIRE_REMEDY, probe_for
 from thinwire.monitor.detect.link_history import size_class
 from thinwire.monitor.detect.progress import PROGRESS
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import (
-    Evidence,
-    Finding,
-    Place,
-    PlacedOperationEvidence,
-    SlowOperationEvidence,
-    StandstillEvidence,
-    joined,
-)
+from thinwire.monitor.findings import Evidence, Finding, Place, joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +99,8 @@ def _slow_operation(job: Job, communicator: str, watch: ChangePointDetector) -> 
         kind="communication slow",
         places=(Place(kind="communicator"),),
         since_s=change.since_s, since_round=change.since_round, seen_round=change.seen_round, until_s=change.until_s,
-        evidence=SlowOperationEvidence(
-            communicator=communicator, times_longer=round(ratio, 2), usual_s=round(watch.usual_s, 6),
+        evidence=Evidence(
+            "slow_operation", communicator=communicator, times_longer=round(ratio, 2), usual_s=round(watch.usual_s, 6),
         ),
         text=f"Operations of {job.group_name(communicator)} take {ratio:.1f} times as long as they did, also for the "
         "rank that comes last",
@@ -125,22 +115,15 @@ def _slow_operation(job: Job, communicator: str, watch: ChangePointDetector) -> 
 
 def _placed(found: Finding, wires: SlowerWires, job: Job) -> Finding:
     """Return slow operations with the connections that make them slow, by the kernels' counters."""
-    explained, evidence = wires.explained, found.evidence
+    explained = wires.explained
     is_little = wires.num_seen < CONNECTIONS.few_after or explained.excess < COLLECTIVES.slow
     most = 0.5 if len(explained.places) > 1 else PROGRESS.unsure if is_little else 0.9
-    byte_times, links = round(wires.times, 2), list(wires.links[:16])
-    placed: Evidence
-    if isinstance(evidence, SlowOperationEvidence):
-        placed = PlacedOperationEvidence(
-            communicator=evidence.communicator, times_longer=evidence.times_longer, usual_s=evidence.usual_s,
-            byte_times_longer=byte_times, links=links,
-        )  # fmt: skip
-    else:
-        assert isinstance(evidence, StandstillEvidence)
-        placed = msgspec.structs.replace(evidence, byte_times_longer=byte_times, links=links)
+    evidence = found.evidence.with_values(byte_times_longer=round(wires.times, 2), links=list(wires.links[:16]))
+    if evidence.kind == "slow_operation":
+        evidence = Evidence("placed_operation", **evidence)
     return replace(
         found, places=explained.places, confidence=min(most, explained.sure) * job.trust,
-        probe=how_to_decide(job, explained.places), evidence=placed, remedy=WIRE_REMEDY,
+        probe=how_to_decide(job, explained.places), evidence=evidence, remedy=WIRE_REMEDY,
         text=f"{found.text}: a byte takes {wires.times:.1f} times as long over {joined(explained.places)}, by the "
         "kernel's counters.",
     )  # fmt: skip
@@ -156,8 +139,7 @@ def placed_hang(job: Job, hang: Finding) -> Finding:
     if not are_watched(job):
         return hang
     explained, num_known = dead_wires(job)
-    assert isinstance(hang.evidence, StandstillEvidence)
-    evidence = msgspec.structs.replace(hang.evidence, connections_known=num_known)
+    evidence = hang.evidence.with_values(connections_known=num_known)
     if explained is not None:
         named = joined(explained.places)
         is_one = len(explained.places) == 1

@@ -28,7 +28,7 @@ from thinwire.monitor.detect.delay_matrix import (
 )
 from thinwire.monitor.detect.progress import PROGRESS
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, Place, PlaceKind, SlowBytesEvidence, joined
+from thinwire.monitor.findings import Evidence, Finding, Place, PlaceKind, joined
 from thinwire.runlog.records import Flow
 
 
@@ -391,8 +391,8 @@ def _slow_flow(job: Job, wires: SlowerWires, change: Change) -> Finding:
     usual_mbit = _BITS / wires.usual_s / _MILLION
     return Finding(
         kind="communication slow", places=explained.places, since_s=change.since_s, until_s=change.until_s,
-        evidence=SlowBytesEvidence(
-            times_longer=round(wires.times, 2), usual_mbit_a_second=round(usual_mbit, 3),
+        evidence=Evidence(
+            "slow_bytes", times_longer=round(wires.times, 2), usual_mbit_a_second=round(usual_mbit, 3),
             now_mbit_a_second=round(usual_mbit / wires.times, 3), links=list(wires.links[:16]),
         ),
         text=f"A byte takes {wires.times:.1f} times as long over {named} as it did, by the kernels' counters.",

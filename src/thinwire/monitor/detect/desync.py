@@ -11,7 +11,7 @@ from itertools import count
 from thinwire.monitor.detect.call_alignment import Call, Deviation, align, call_of, is_proved
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import DesyncEvidence, Finding, LossDivergenceEvidence, LossEvidence, Place
+from thinwire.monitor.findings import Evidence, Finding, Place
 from thinwire.runlog.records import Operation, Span
 
 
@@ -130,13 +130,13 @@ def _mismatch(
         kind="desync",
         places=(place,) if is_sure else tuple(Place(kind="rank", ranks=(rank,)) for rank in sorted(known)),
         since_s=min(operation.posted_s for operation in own.values()), since_round=round, seen_round=round,
-        evidence=DesyncEvidence(
-            communicator=first.communicator, operation=sequence, differs_in=name,
+        evidence=Evidence(
+            "desync", communicator=first.communicator, operation=sequence, differs_in=name,
             by_rank=[f"{rank}: {known[rank]}" for rank in sorted(known)][:16],
-            deviation="" if deviation is None else deviation.kind,
-            calls=() if deviation is None else [str(call) for call in deviation.calls[:_MOST_CALLS]],
-            steps_early=0 if deviation is None else deviation.steps,
-            steps_done=0 if deviation is None else deviation.steps_done,
+            **({} if deviation is None else {
+                "deviation": deviation.kind, "calls": [str(call) for call in deviation.calls[:_MOST_CALLS]],
+                "steps_early": deviation.steps or None, "steps_done": deviation.steps_done or None,
+            }),
         ),
         text=text,
         confidence=(0.97 if is_sure else 0.6) * job.trust,
@@ -216,7 +216,7 @@ def _non_finite(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Find
                 kind="non-finite loss",
                 places=(Place(kind="job"),) if everyone else (Place(kind="rank", ranks=bad),),
                 since_s=min(by_step[step][rank].done_s for rank in bad), since_round=step, seen_round=step,
-                evidence=LossEvidence(losses=[str(by_step[step][rank].loss) for rank in bad][:16]),
+                evidence=Evidence("loss", losses=[str(by_step[step][rank].loss) for rank in bad][:16]),
                 text=f"The loss is no number since step {step}.",
                 confidence=0.99 * job.trust,
                 remedy="lower the learning rate if it is all ranks; if it is one, look at its data and its memory",
@@ -257,8 +257,8 @@ def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Finding]
                 return {"loss": Finding(
                     kind="loss divergence", places=(Place(kind="rank", ranks=(rank,)),),
                     since_s=first.done_s, since_round=first.step, seen_round=step,
-                    evidence=LossDivergenceEvidence(
-                        loss_then=first.loss, deviations_from_the_others=round(abs(apart) / scale, 1)
+                    evidence=Evidence(
+                        "loss_divergence", loss_then=first.loss, deviations_from_the_others=round(abs(apart) / scale, 1)
                     ),
                     text=f"The loss of rank {rank} has parted from the others' since step {first.step}.",
                     confidence=0.85 * job.trust,

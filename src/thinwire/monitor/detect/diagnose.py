@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
 
-import msgspec
-
 from thinwire.monitor.detect.collectives import find_slow_operations
 from thinwire.monitor.detect.connections import find_slow_flows
 from thinwire.monitor.detect.desync import find_desync, find_losses
@@ -21,17 +19,7 @@ from thinwire.monitor.detect.slow_compute import WorkHistory, WorkTimes, find_sl
 from thinwire.monitor.detect.slow_links import find_slow_links
 from thinwire.monitor.detect.slow_paths import find_slow_paths
 from thinwire.monitor.detect.timeline import Job, build
-from thinwire.monitor.findings import (
-    ClockEvidence,
-    Finding,
-    Place,
-    PlacedOperationEvidence,
-    RasEvidence,
-    SilentRankEvidence,
-    SlowBytesEvidence,
-    SlowComputeEvidence,
-    SlowOperationEvidence,
-)
+from thinwire.monitor.findings import Evidence, Finding, Place
 from thinwire.monitor.nccl.inspector_detectors import (
     find_gaps,
     find_late,
@@ -144,7 +132,7 @@ def findings_of_whole(job: Job) -> list[Finding]:
     silent = [
         one
         for one in find_silent(job)
-        if isinstance(one.evidence, SilentRankEvidence) and one.evidence.silent_s >= STATE.stop_s
+        if one.evidence.kind == "silent_rank" and one.evidence["silent_s"] >= STATE.stop_s
     ]
     return resolve([*findings_of(job), *silent], job)
 
@@ -210,21 +198,18 @@ def _with_hosts(findings: Sequence[Finding], records: NcclRecords) -> Iterator[F
         if member.host and (short_hash(one.communicator), rank) in name_of
     }
     for finding in findings:
-        evidence = finding.evidence
-        assert isinstance(evidence, RasEvidence)
-        content = f"{finding.where} {evidence.to_json()}"
+        content = f"{finding.where} {finding.evidence}"
         named = [f"{address} is {name}" for address, name in sorted(pairs) if address in content]
-        yield replace(finding, evidence=msgspec.structs.replace(evidence, hosts=named[:16])) if named else finding
+        yield replace(finding, evidence=finding.evidence.with_values(hosts=named[:16])) if named else finding
 
 
 def _is_passing(finding: Finding, job: Job) -> bool:
     """Return whether compute or operations are slower by little and for a short time, as by other work."""
     # links are compared with each other, so that load on a machine does not show there
-    if not isinstance(finding.evidence, SlowComputeEvidence | SlowOperationEvidence | PlacedOperationEvidence
-                      | SlowBytesEvidence):  # fmt: skip
+    if finding.evidence.kind not in ("slow_compute", "slow_operation", "placed_operation", "slow_bytes"):
         return False
     lasted_s = (job.now_s if finding.until_s is None else finding.until_s) - finding.since_s
-    return lasted_s < STATE.passing_s and finding.evidence.times_longer < STATE.passing_ratio
+    return lasted_s < STATE.passing_s and (finding.times_longer or 0.0) < STATE.passing_ratio
 
 
 def find_set_clocks(job: Job) -> list[Finding]:
@@ -238,7 +223,7 @@ def find_set_clocks(job: Job) -> list[Finding]:
             kind="clock",
             places=(Place(kind="host", hosts=hosts or (clock,)),),
             since_s=fit.to_reference(fit.jumped_s),
-            evidence=ClockEvidence(clock=clock, offset_s=round(fit.offset_s, 6), error_s=round(fit.error_s, 6)),
+            evidence=Evidence("clock", clock=clock, offset_s=round(fit.offset_s, 6), error_s=round(fit.error_s, 6)),
             text=f"The clock of {clock} was set while it wrote, or its records are forged; its times are left out.",
             confidence=0.7 * job.trust,
             remedy="record with a clock that is never set (time.monotonic)",

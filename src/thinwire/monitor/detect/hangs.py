@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import msgspec
-
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.collectives import may_be_placed_soon, placed_hang
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, probe_for
@@ -24,18 +22,7 @@ from thinwire.monitor.detect.progress import PROGRESS, is_dead, is_still, slow_r
 from thinwire.monitor.detect.thread_activity import activity_of, silent_activity
 from thinwire.monitor.detect.timeline import Job, Message
 from thinwire.monitor.detect.wait_graph import WaitGraph
-from thinwire.monitor.findings import (
-    DeadlockEvidence,
-    EndedRankEvidence,
-    Finding,
-    MissingRankEvidence,
-    OneSidedEvidence,
-    OwnErrorEvidence,
-    Place,
-    StuckMessageEvidence,
-    WaitEvidence,
-    joined,
-)
+from thinwire.monitor.findings import Evidence, Finding, Place, joined
 from thinwire.runlog.records import FULL_DISK, Operation
 
 
@@ -180,11 +167,10 @@ def _hang_at_end(job: Job, communicator: str, ranks: Set[int], *, first: int, fi
         came = [m for m in messages if m.received_done_s is not None and m.received_done_s <= first_s]
         found = _inside(view, still, [*came, *(stuck or own)])
     errors = sorted({m.error for m in messages if m.error and first in (m.source, m.destination)})
-    assert isinstance(found.evidence, WaitEvidence)
     return replace(
         found,
         text=f"{found.text} Rank {first} was the first to give up, at {first_s:.3f} s.",
-        evidence=msgspec.structs.replace(found.evidence, gave_up=sorted(ranks)[:32], errors=errors[:4]),
+        evidence=found.evidence.with_values(gave_up=sorted(ranks)[:32], errors=errors[:4]),
     )
 
 
@@ -192,7 +178,7 @@ def _merged(found: list[Finding]) -> list[Finding]:
     """Return one finding for each place: several communicators may wait for one rank, or for one circle."""
     first: dict[object, Finding] = {}
     for one in sorted(found, key=lambda one: one.since_s):
-        is_wait = isinstance(one.evidence, MissingRankEvidence)
+        is_wait = one.evidence.kind in ("missing_rank", "ended_rank", "deadlock")
         first.setdefault((one.kind, one.places) if is_wait else id(one), one)
     return list(first.values())
 
@@ -427,8 +413,8 @@ def _deadlock(job: Job, still: _Standstill, graph: WaitGraph, circle: frozenset[
     return Finding(
         kind="desync", places=(Place(kind="rank", ranks=tuple(sorted(circle))),), since_s=still.since_s,
         since_round=still.round, seen_round=still.round,
-        evidence=DeadlockEvidence(
-            communicator=still.communicator, operation=still.sequence, waiting=waiting[:32],
+        evidence=Evidence(
+            "deadlock", communicator=still.communicator, operation=still.sequence, waiting=waiting[:32],
             waited_s=round(job.now_s - still.since_s, 3), longer_than_s=round(still.limit_s, 3),
             last_sign_s=round(min(job.last_seen_s[rank] for rank in circle), 3), wait_chain=chain,
         ),
@@ -468,7 +454,7 @@ def _failed(job: Job, rank: int) -> Finding:
     place = Place(kind="rank", ranks=(rank,))
     return Finding(
         kind="non-communication hang", places=(place,), since_s=at_s,
-        evidence=OwnErrorEvidence(error=error, others_ended=sorted(set(job.goodbyes) - {rank})[:32]),
+        evidence=Evidence("own_error", error=error, others_ended=sorted(set(job.goodbyes) - {rank})[:32]),
         text=f"Rank {rank} {error}." if is_written_for_it else f"Rank {rank} has ended by an error of its own: {error}",
         confidence=0.95 * job.trust,
         remedy="make room on that disk, or write to another one" if FULL_DISK in error
@@ -489,8 +475,8 @@ def _ended_early(job: Job, still: _Standstill) -> Finding:
     return Finding(
         kind="non-communication hang", places=(place,), since_s=ended_s, since_round=still.round,
         seen_round=still.round,
-        evidence=EndedRankEvidence(
-            communicator=still.communicator, operation=still.sequence, waiting=waiting[:32],
+        evidence=Evidence(
+            "ended_rank", communicator=still.communicator, operation=still.sequence, waiting=waiting[:32],
             waited_s=round(max(0.0, job.now_s - still.since_s), 3), longer_than_s=round(still.gone_s, 3),
             last_sign_s=round(ended_s, 3), last_operation=last,
             wait_chain=f"{named} wait{'s' * (len(waiting) == 1)} for {', '.join(map(str, ended))}",
@@ -534,12 +520,12 @@ def _outside(
         places=(place,),
         since_s=min(last_s, still.since_s) if gone else still.since_s,
         since_round=still.round, seen_round=still.round,
-        evidence=MissingRankEvidence(
-            communicator=still.communicator, operation=still.sequence,
+        evidence=Evidence(
+            "missing_rank", communicator=still.communicator, operation=still.sequence,
             waiting=sorted({*still.inside, *(graph.waiting_for(culprits) if graph else ())} - set(culprits))[:32],
             waited_s=round(job.now_s - still.since_s, 3), longer_than_s=round(still.limit_s, 3),
             last_sign_s=round(last_s, 3), wait_chain=_chain(still, messages, culprits),
-            activity="" if activity is None else activity.text, stack=() if activity is None else activity.stack,
+            activity=None if activity is None else activity.text, stack=None if activity is None else activity.stack,
         ),
         text=f"{place.title} has {came} operation {still.sequence} of {job.group_name(still.communicator)}{sitting}; "
         f"its recorder {who}{', and it may also be very slow' if is_unsure else ''}.{does}",
@@ -556,9 +542,8 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
         return slow
     stuck = [m for m in messages if m.is_stuck or (m.error and m.received_done_s is None)]
     if (partial := one_sided(job, still.inside, since_s=still.since_s)) is not None:
-        assert isinstance(partial.evidence, OneSidedEvidence)
-        evidence = msgspec.structs.replace(
-            partial.evidence, communicator=still.communicator, operation=still.sequence,
+        evidence = partial.evidence.with_values(
+            communicator=still.communicator, operation=still.sequence,
             waited_s=round(job.now_s - still.since_s, 3), longer_than_s=round(still.limit_s, 3),
         )  # fmt: skip
         return replace(partial, since_round=still.round, seen_round=still.round, evidence=evidence)
@@ -591,8 +576,8 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
         kind="communication hang",
         places=places,
         since_s=still.since_s, since_round=still.round, seen_round=still.round,
-        evidence=StuckMessageEvidence(
-            communicator=still.communicator, operation=still.sequence,
+        evidence=Evidence(
+            "stuck_message", communicator=still.communicator, operation=still.sequence,
             stuck=[f"{m.source} -> {m.destination}" for m in stuck][:16],
             arrived=sum(m.received_done_s is not None for m in messages), waited_s=round(job.now_s - still.since_s, 3),
             longer_than_s=round(still.limit_s, 3), errors=sorted({m.error for m in messages if m.error})[:4],

@@ -14,7 +14,7 @@ from heapq import nlargest
 from thinwire.monitor.detect.partition import partitioned
 from thinwire.monitor.detect.thread_activity import silent_activity
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, NoRecordsEvidence, Place, SilentRankEvidence
+from thinwire.monitor.findings import Evidence, Finding, Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,9 @@ def find_silent(job: Job) -> list[Finding]:
         activity = silent_activity(job, rank, since_s=last_s)
         found.append(partitioned(job, Finding(
             kind="non-communication hang", places=(Place(kind="rank", ranks=(rank,)),), since_s=last_s,
-            evidence=SilentRankEvidence(
-                last_sign_s=round(last_s, 3), silent_s=round(silent_s, 3), longer_than_s=round(limit_s, 3),
-                usual_between_s=round(period_s, 3),
+            evidence=Evidence(
+                "silent_rank", last_sign_s=round(last_s, 3), silent_s=round(silent_s, 3), longer_than_s=round(limit_s,
+                3), usual_between_s=round(period_s, 3),
             ),
             text=f"Rank {rank} has given no sign of life for {silent_s:.1f} s, while others write on"
             + (_other(job, rank) if activity is None else f". It {activity.text}."),
@@ -86,7 +86,7 @@ def _works_on(job: Job, rank: int) -> bool:
 def _no_records(job: Job, rank: int, last_s: float, heard_s: float) -> Finding:
     return Finding(
         kind="no records", places=(Place(kind="rank", ranks=(rank,)),), since_s=last_s,
-        evidence=NoRecordsEvidence(last_record_s=round(last_s, 3), last_heard_s=round(heard_s, 3)),
+        evidence=Evidence("no_records", last_record_s=round(last_s, 3), last_heard_s=round(heard_s, 3)),
         text=f"Rank {rank} has written no records for {job.now_s - last_s:.1f} s, and others received from it "
         f"{max(0.0, job.now_s - heard_s):.1f} s ago: it works, and its disk is full or its recorder has ended.",
         confidence=0.9 * job.trust,

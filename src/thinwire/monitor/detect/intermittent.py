@@ -12,7 +12,7 @@ from thinwire.monitor.detect.change_points import ChangePointDetector, at_least,
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, probe_for
 from thinwire.monitor.detect.link_history import LinkTimes
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, FlappingEvidence, joined
+from thinwire.monitor.findings import Evidence, Finding, joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,9 +293,9 @@ def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
         kind="flapping link",
         places=explained.places,
         since_s=first.since_s, since_round=first.episodes[0][0], seen_round=first.seen_round,
-        evidence=FlappingEvidence(
-            bad_rounds=[f"{begin} to {end}" for begin, end in first.episodes][:16], times_longer=round(longer, 2),
-            explained=round(explained.fit, 3),
+        evidence=Evidence(
+            "flapping", bad_rounds=[f"{begin} to {end}" for begin, end in first.episodes][:16],
+            times_longer=round(longer, 2), explained=round(explained.fit, 3),
         ),
         text=f"Messages over {named} took {longer:.1f} times as long as usual in {len(first.episodes)} bad times, "
         "and as "

@@ -17,7 +17,7 @@ from thinwire.monitor.detect.diagnose import DetectorState, findings_of
 from thinwire.monitor.detect.heartbeats import HeartbeatDelays, find_silent
 from thinwire.monitor.detect.progress import PROGRESS
 from thinwire.monitor.detect.timeline import build
-from thinwire.monitor.findings import Finding, WaitEvidence, ranks_of
+from thinwire.monitor.findings import Finding, ranks_of
 from thinwire.runlog.reader import Records, members_of
 from thinwire.runlog.records import (
     Arrival,
@@ -274,8 +274,7 @@ class _Case:
 
     def may_return(self, now_s: float) -> bool:
         """Return whether a hang that may be a very slow message may recur with the next one."""
-        evidence = self.finding.evidence
-        waited_s = evidence.waited_s if isinstance(evidence, WaitEvidence) else 0.0
+        waited_s = float(self.finding.evidence.get("waited_s", 0.0))
         return self.finding.confidence <= PROGRESS.unsure and now_s - self.last_s < LIVE.held * waited_s
 
     @property

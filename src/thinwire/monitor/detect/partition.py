@@ -11,10 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import msgspec
-
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, OneSidedEvidence, Place, WaitEvidence, ranks_of
+from thinwire.monitor.findings import Evidence, Finding, Place, ranks_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +68,7 @@ def one_sided(job: Job, inside: Collection[int], *, since_s: float) -> Finding |
     places, confidence, text = _suspects(job, observers, peers, quiet)
     return Finding(
         kind="communication hang", places=places, since_s=since_s, text=f"{text} {_observer_text(observers)}",
-        evidence=OneSidedEvidence(judged_from=observers[:32], not_heard=list(quiet)[:32], num_peers=len(peers)),
+        evidence=Evidence("one_sided", judged_from=observers[:32], not_heard=list(quiet)[:32], num_peers=len(peers)),
         confidence=confidence * job.trust, remedy=_REMEDY,
     )  # fmt: skip
 
@@ -80,8 +78,7 @@ def cut_off(job: Job, inside: Collection[int], *, since_s: float) -> Finding | N
     found = one_sided(job, inside, since_s=since_s)
     if found is None:
         return None
-    assert isinstance(found.evidence, OneSidedEvidence)
-    return found if len(found.evidence.not_heard) == found.evidence.num_peers > 1 else None
+    return found if len(found.evidence["not_heard"]) == found.evidence["num_peers"] > 1 else None
 
 
 def partitioned(job: Job, finding: Finding) -> Finding:
@@ -110,7 +107,6 @@ def partitioned(job: Job, finding: Finding) -> Finding:
     if 2 * len(heard) >= len(hosts) or max(lost_s) - min(lost_s) > PARTITION.at_once_s:
         return finding
     ranks = sorted(rank for rank in job.last_seen_s if job.host_of[rank] in heard)
-    assert isinstance(finding.evidence, WaitEvidence)
     own = Place(kind="host", hosts=tuple(sorted(heard)))
     num_silent = len(hosts - heard)
     is_alone = len(heard) == 1
@@ -121,7 +117,7 @@ def partitioned(job: Job, finding: Finding) -> Finding:
         text=f"{own.title} {'hears' if is_alone else 'hear'} from {num_silent} of {len(hosts)} hosts no more: likely "
         f"cut off {'itself' if is_alone else 'themselves'}, or these have stopped. {finding.text} "
         f"{_observer_text(ranks)}",
-        evidence=msgspec.structs.replace(finding.evidence, judged_from=ranks[:32]),
+        evidence=finding.evidence.with_values(judged_from=ranks[:32]),
         remedy=f"{_REMEDY}; then {finding.remedy}",
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.delay_matrix import WIRE_REMEDY, Cell, DelayMatrix, probe_for
 from thinwire.monitor.detect.timeline import Job, Message
-from thinwire.monitor.findings import Finding, Place, SlowStepEvidence, SlowTransferEvidence, joined, link_names
+from thinwire.monitor.findings import Evidence, Finding, Place, joined, link_names
 from thinwire.units import format_bytes
 
 
@@ -61,8 +61,8 @@ def slow_wires(job: Job, messages: Sequence[Message]) -> Finding | None:
         kind="communication slow", places=explained.places,
         since_s=min(m.begin_s for m in late if m.begin_s is not None),
         since_round=late[0].operation, seen_round=late[0].operation,
-        evidence=SlowTransferEvidence(
-            times_longer=round(longer, 2), bytes_a_second=round(came), waited_s=round(waited_s, 3),
+        evidence=Evidence(
+            "slow_transfer", times_longer=round(longer, 2), bytes_a_second=round(came), waited_s=round(waited_s, 3),
             links=link_names(times),
         ),
         text=f"Messages over {named} have been under way for {waited_s:.1f} s, and {format_bytes(came)} a second come: "
@@ -170,9 +170,9 @@ def slow_ranks(job: Job, ranks: Collection[int], place: Place, *, waited_since_s
     return Finding(
         kind="non-communication slow", places=(place,), since_s=min(began_s), since_round=min(steps),
         seen_round=max(steps),
-        evidence=SlowStepEvidence(
-            times_longer=round(times, 2), usual_s=round(usual_s, 6), now_s=round(usual_s * times, 6), steps=len(steps),
-            waited_s=round(waited_s, 3),
+        evidence=Evidence(
+            "slow_step", times_longer=round(times, 2), usual_s=round(usual_s, 6), now_s=round(usual_s * times, 6),
+            steps=len(steps), waited_s=round(waited_s, 3),
         ),
         text=f"{place.title} has been waited for for {waited_s:.1f} s and works: its steps take {times:.1f} times as "
         "long as they did.",

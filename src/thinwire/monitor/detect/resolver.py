@@ -15,30 +15,7 @@ from functools import cache
 from thinwire.monitor.detect.change_points import is_at_once
 from thinwire.monitor.detect.collectives import COLLECTIVES
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import (
-    ComputePeersEvidence,
-    DesyncEvidence,
-    EndedFileEvidence,
-    Evidence,
-    Finding,
-    FlappingEvidence,
-    LinkPeersEvidence,
-    MissingFileEvidence,
-    OwnErrorEvidence,
-    PlacedOperationEvidence,
-    RasEvidence,
-    SilentRankEvidence,
-    SlowBytesEvidence,
-    SlowComputeEvidence,
-    SlowLinkEvidence,
-    SlowOperationEvidence,
-    SlowPathEvidence,
-    SlowStepEvidence,
-    SlowTransferEvidence,
-    StallEvidence,
-    StandstillEvidence,
-    ranks_of,
-)
+from thinwire.monitor.findings import STANDSTILLS, EvidenceKind, Finding, ranks_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,40 +28,36 @@ class ResolverConfig:
 
 RESOLVER = ResolverConfig()
 
-Condition = Callable[[Finding, Sequence[Finding], Job], bool]
 Pairwise = Callable[[Finding, Finding, Job], bool]
+Condition = Callable[[Finding, Sequence[Finding], Job], bool]
 
-
-_SLOW_LINKS = (SlowLinkEvidence, LinkPeersEvidence)
-_SLOW_COMPUTE = (SlowComputeEvidence, ComputePeersEvidence)
-_SLOW_OPERATIONS = (SlowOperationEvidence, PlacedOperationEvidence)
-_WAITS = (OwnErrorEvidence, StandstillEvidence, SlowTransferEvidence, SlowStepEvidence)
+_SLOW_LINKS: tuple[EvidenceKind, ...] = ("slow_link", "link_peers")
+_SLOW_COMPUTE: tuple[EvidenceKind, ...] = ("slow_compute", "compute_peers")
+_SLOW_OPERATIONS: tuple[EvidenceKind, ...] = ("slow_operation", "placed_operation")
+_MOMENTS: tuple[EvidenceKind, ...] = (*STANDSTILLS, "slow_transfer", "slow_step")
+_WAITS: tuple[EvidenceKind, ...] = ("own_error", *_MOMENTS)
+_RAS: tuple[EvidenceKind, ...] = (
+    "ras_lost", "ras_error", "ras_state", "ras_suspect", "ras_desync", "ras_lagging", "ras_standstill",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One row: evidence of some kinds is explained by evidence of others.
+    """One row: evidence of some kinds is explained by evidence of others."""
 
-    Attributes:
-        explained: Kinds of the findings that are left out.
-        by: Kinds of the findings that explain them.
-        when: Condition on a finding and all reported findings of the kinds in `by`; there is at least one.
-        reason: For the row.
-    """
-
-    explained: tuple[type[Evidence], ...]
-    by: tuple[type[Evidence], ...]
-    when: Condition
+    explained: tuple[EvidenceKind, ...]  # of the findings that are left out
+    by: tuple[EvidenceKind, ...]  # of the findings that explain them
+    when: Condition  # on a finding and all reported findings of the kinds in `by`; there is at least one
     reason: str
+
+
+def _any(pairwise: Pairwise) -> Condition:
+    return lambda finding, causes, job: any(pairwise(finding, cause, job) for cause in causes)
 
 
 def _ranks(finding: Finding, job: Job) -> set[int]:
     is_of_all = any(place.kind == "job" for place in finding.places)
     return set(job.host_of) if is_of_all else ranks_of(finding.places, job.host_of)
-
-
-def _any(pairwise: Pairwise) -> Condition:
-    return lambda finding, causes, job: any(pairwise(finding, cause, job) for cause in causes)
 
 
 def _is_slow(finding: Finding) -> bool:
@@ -93,16 +66,6 @@ def _is_slow(finding: Finding) -> bool:
 
 def _shares_rank(finding: Finding, cause: Finding, job: Job) -> bool:
     return bool(_ranks(finding, job) & _ranks(cause, job))
-
-
-def _shares_operations(finding: Finding, cause: Finding, job: Job) -> bool:
-    one, other = finding.evidence, cause.evidence
-    assert isinstance(one, StandstillEvidence) and isinstance(other, DesyncEvidence)
-    return one.communicator == other.communicator
-
-
-def _shares_rank_and_moves(finding: Finding, cause: Finding, job: Job) -> bool:
-    return _is_slow(finding) and _shares_rank(finding, cause, job)
 
 
 def _shares_place_and_lasts(finding: Finding, cause: Finding, job: Job) -> bool:
@@ -119,101 +82,80 @@ def _lacks_time(finding: Finding, cause: Finding, job: Job) -> bool:
     return bool(own) and is_as_slow and own <= _ranks(cause, job) and is_at_once(finding, cause)
 
 
-def _is_echo(finding: Finding, cause: Finding, job: Job) -> bool:
-    return is_at_once(finding, cause) and RESOLVER.echo_share * cause.slower_by_s > finding.slower_by_s
-
-
-def _is_recorded(finding: Finding, cause: Finding, job: Job) -> bool:
-    return bool(job.messages) and is_at_once(finding, cause)
-
-
-def _lasts(finding: Finding, causes: Sequence[Finding], job: Job) -> bool:
-    return finding.until_s is None
-
-
-def _overlaps(finding: Finding, cause: Finding, job: Job) -> bool:
-    return is_at_once(finding, cause)
-
-
 def _is_slow_enough(finding: Finding, cause: Finding, job: Job) -> bool:
     """Return whether bytes are slow enough to make the operations slow."""
     own, bytes_longer = finding.times_longer or 1.0, cause.times_longer or 1.0
     return is_at_once(finding, cause) and math.log(bytes_longer) >= COLLECTIVES.min_share * math.log(own)
 
 
-def _is_of_link(finding: Finding, cause: Finding, job: Job) -> bool:
-    return _is_slow(finding) and set(cause.places[0].ranks) <= _ranks(finding, job)
-
-
-def _is_gone(finding: Finding, cause: Finding, job: Job) -> bool:
-    return "hang" in cause.kind and cause.until_s is None and _shares_rank(finding, cause, job)
-
-
 def _are_lost(finding: Finding, causes: Sequence[Finding], job: Job) -> bool:
-    assert isinstance(finding.evidence, EndedFileEvidence | MissingFileEvidence)
-    lost = {rank for cause in causes if isinstance(cause.evidence, RasEvidence) for rank in cause.evidence.ranks}
-    return bool(finding.evidence.ranks) and set(finding.evidence.ranks) <= lost
+    ranks = set(finding.evidence["ranks"])
+    return bool(ranks) and ranks <= {rank for cause in causes for rank in cause.evidence.get("ranks", ())}
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        explained=(StandstillEvidence,), by=(DesyncEvidence,), when=_any(_shares_operations),
+        explained=STANDSTILLS, by=("desync",),
+        when=_any(lambda one, cause, job: bool(one.evidence["communicator"] == cause.evidence["communicator"])),
         reason="Ranks that call different operations wait for each other because of that.",
     ),
     Rule(
-        explained=_SLOW_LINKS, by=(FlappingEvidence,), when=_any(_shares_rank),
+        explained=_SLOW_LINKS, by=("flapping",), when=_any(_shares_rank),
         reason="A link that fails in turns is slow in its bad times.",
     ),
     Rule(
-        explained=_SLOW_COMPUTE, by=(StallEvidence,), when=_any(_shares_rank),
+        explained=_SLOW_COMPUTE, by=("stall",), when=_any(_shares_rank),
         reason="Compute that stalls at regular steps is slow in these.",
     ),
     Rule(
-        explained=_SLOW_LINKS, by=(SlowComputeEvidence,), when=_any(_lacks_time),
+        explained=_SLOW_LINKS, by=("slow_compute",), when=_any(_lacks_time),
         reason="A rank that lacks processor time answers its peers late, over all its links.",
     ),
     Rule(
-        explained=(StandstillEvidence, SlowTransferEvidence, SlowStepEvidence), by=(FlappingEvidence,),
-        when=_any(_shares_rank_and_moves),
+        explained=_MOMENTS, by=("flapping",),
+        when=_any(lambda one, cause, job: _is_slow(one) and _shares_rank(one, cause, job)),
         reason="Of a link that fails in turns, the flapping detector has seen more than the current operation shows.",
     ),
     Rule(
-        explained=(StandstillEvidence, SlowTransferEvidence, SlowStepEvidence), by=(*_SLOW_LINKS, *_SLOW_COMPUTE),
-        when=_any(_shares_place_and_lasts),
+        explained=_MOMENTS, by=(*_SLOW_LINKS, *_SLOW_COMPUTE), when=_any(_shares_place_and_lasts),
         reason="A change that lasts was measured in many rounds, the current operation is one.",
     ),
     Rule(
-        explained=_SLOW_OPERATIONS, by=(SlowComputeEvidence,), when=_any(_is_echo),
+        explained=_SLOW_OPERATIONS, by=("slow_compute",),
+        when=_any(lambda one, cause, job: is_at_once(one, cause)
+                  and RESOLVER.echo_share * cause.slower_by_s > one.slower_by_s),
         reason="A rank that waits for long wakes up late, which makes the operation longer by little.",
     ),
     Rule(
-        explained=(SlowBytesEvidence,), by=(*_SLOW_LINKS, *_SLOW_COMPUTE, FlappingEvidence, StallEvidence),
-        when=_any(_is_recorded),
+        explained=("slow_bytes",), by=(*_SLOW_LINKS, *_SLOW_COMPUTE, "flapping", "stall"),
+        when=_any(lambda one, cause, job: bool(job.messages) and is_at_once(one, cause)),
         reason="Recorded messages show more than the kernel's counters.",
     ),
     Rule(
-        explained=(SlowBytesEvidence,), by=_WAITS, when=_lasts,
+        explained=("slow_bytes",), by=_WAITS, when=_any(lambda one, cause, job: one.until_s is None),
         reason="While an operation stands still, its ranks and links show the cause.",
     ),
     Rule(
-        explained=(SlowBytesEvidence,), by=(PlacedOperationEvidence,), when=_any(_overlaps),
+        explained=("slow_bytes",), by=("placed_operation",), when=_any(lambda one, cause, job: is_at_once(one, cause)),
         reason="The operations were placed by these connections.",
     ),
     Rule(
-        explained=(SlowOperationEvidence,), by=(SlowBytesEvidence,), when=_any(_is_slow_enough),
+        explained=("slow_operation",), by=("slow_bytes",), when=_any(_is_slow_enough),
         reason="Slow connections make the operations slow that run over them.",
     ),
     Rule(
-        explained=(SilentRankEvidence,), by=(*_WAITS, RasEvidence), when=_any(_is_gone),
+        explained=("silent_rank",), by=(*_WAITS, *_RAS),
+        when=_any(lambda one, cause, job: not _is_slow(cause) and cause.until_s is None
+                  and _shares_rank(one, cause, job)),
         reason="A hang of the same rank shows more than its silence.",
     ),
     Rule(
-        explained=(EndedFileEvidence, MissingFileEvidence), by=(RasEvidence,), when=_are_lost,
+        explained=("ended_file", "missing_file"), by=_RAS, when=_are_lost,
         reason="A process that RAS cannot reach, or that hangs, writes no file.",
     ),
     Rule(
-        explained=(*_SLOW_LINKS, SlowBytesEvidence, SlowTransferEvidence), by=(SlowPathEvidence,),
-        when=_any(_is_of_link),
+        explained=(*_SLOW_LINKS, "slow_bytes", "slow_transfer"), by=("slow_path",),
+        when=_any(lambda one, cause, job: _is_slow(one) and set(cause.places[0].ranks) <= _ranks(one, job)),
         reason="A link whose messages wait for one of its paths is slow because of that path.",
     ),
 )  # fmt: skip
@@ -224,10 +166,9 @@ def resolve(found: Sequence[Finding], job: Job, rules: Sequence[Rule] = RULES) -
 
     @cache
     def is_reported(index: int) -> bool:
-        evidence = found[index].evidence
         for rule in rules:
-            if isinstance(evidence, rule.explained):
-                causes = [cause for at, cause in enumerate(found) if isinstance(cause.evidence, rule.by)
+            if found[index].evidence.kind in rule.explained:
+                causes = [cause for at, cause in enumerate(found) if cause.evidence.kind in rule.by
                           and is_reported(at)]  # fmt: skip
                 if causes and rule.when(found[index], causes, job):
                     return False

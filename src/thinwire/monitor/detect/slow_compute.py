@@ -24,7 +24,7 @@ from thinwire.monitor.detect.change_points import (
     median,
 )
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import ComputePeersEvidence, Finding, Kind, Place, SlowComputeEvidence, StallEvidence
+from thinwire.monitor.findings import Evidence, Finding, Kind, Place
 from thinwire.runlog.records import Operation
 
 
@@ -317,20 +317,17 @@ def _exceeds_shared_load(finding: Finding, times: WorkTimes) -> bool:
     For a job of one host with too few ranks for a median of peers. Ranks that share cores become slow together; a rank
     that is slow alone is compared with the others in the same rounds.
     """
-    evidence = finding.evidence
-    assert isinstance(evidence, SlowComputeEvidence)
     slow = set(finding.places[0].ranks)
     last = finding.seen_round + COMPUTE.look_steps
     others = [own.excess_in(finding.since_round, last) for rank, own in times.own.items() if slow and rank not in slow]
     shared = max(0.0, median(others)) if others else 0.0
-    return evidence.times_longer >= COMPUTE.peers_ratio * math.exp(shared)
+    return (finding.times_longer or 0.0) >= COMPUTE.peers_ratio * math.exp(shared)
 
 
 def _is_relevant(finding: Finding, times: WorkTimes) -> bool:
     """Return whether compute grew by more than what a busy machine takes at a turn, and by a known number."""
-    evidence = finding.evidence
-    assert isinstance(evidence, SlowComputeEvidence)
-    return evidence.times_longer >= CUSUM.min_ratio and evidence.now_s - evidence.usual_s >= times.least_longer_s
+    longer_s = finding.evidence["now_s"] - finding.evidence["usual_s"]
+    return (finding.times_longer or 0.0) >= CUSUM.min_ratio and bool(longer_s >= times.least_longer_s)
 
 
 def _grew(own: ChangePointDetector, beside: ChangePointDetector) -> bool:
@@ -356,8 +353,8 @@ def _slow_work(
         kind=kind,
         places=(place,),
         since_s=first.since_s, since_round=since, seen_round=first.seen_round, until_s=first.until_s,
-        evidence=SlowComputeEvidence(
-            times_longer=round(math.exp(excess), 2), usual_s=round(usual_s, 6),
+        evidence=Evidence(
+            "slow_compute", times_longer=round(math.exp(excess), 2), usual_s=round(usual_s, 6),
             now_s=round(usual_s * math.exp(excess), 6),
             waited_least="unknown" if least is None else f"rank {least}, {waits[least]:.4g} s",
         ),
@@ -418,7 +415,7 @@ def _slower_than_peers(job: Job, times: WorkTimes) -> list[Finding]:
                 kind="non-communication slow",
                 places=(Place(kind="rank", ranks=(rank,)),),
                 since_s=times.own[rank].history()[0][1], since_round=0, seen_round=-1,
-                evidence=ComputePeersEvidence(times_longer_than_peers=round(ratio, 2), usual_s=round(time_s, 6)),
+                evidence=Evidence("compute_peers", times_longer_than_peers=round(ratio, 2), usual_s=round(time_s, 6)),
                 text=f"Rank {rank} has worked {ratio:.1f} times as long between exchanges as {name}, since the records "
                 "begin; it may be a slower machine.",
                 confidence=0.5 * job.trust,
@@ -463,7 +460,7 @@ def _stalling(job: Job, times: WorkTimes, stalls: Mapping[int, tuple[int, int, f
         kind="periodic stall",
         places=(place,),
         since_s=at_s, since_round=first[0], seen_round=max(stall[3] for stall in stalls.values()),
-        evidence=StallEvidence(every_rounds=period, times_longer=round(longer, 2)),
+        evidence=Evidence("stall", every_rounds=period, times_longer=round(longer, 2)),
         text=f"The work of {place} takes {longer:.1f} times as long in every {period:.0f}th round.",
         confidence=0.9 * job.trust,
         remedy="collect garbage at the same step on all ranks (gc.disable and gc.collect), and move checkpoints and "

@@ -23,7 +23,7 @@ from thinwire.monitor.detect.delay_matrix import (
 from thinwire.monitor.detect.link_history import LinkTimes
 from thinwire.monitor.detect.progress import PROGRESS
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, LinkPeersEvidence, SlowLinkEvidence, joined, link_names
+from thinwire.monitor.findings import Evidence, Finding, joined, link_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,8 +215,8 @@ def _slow_link(
         kind="communication slow",
         places=explained.places,
         since_s=since_s, since_round=since_round, seen_round=seen_round,
-        evidence=SlowLinkEvidence(
-            times_longer=round(ratio, 2), usual_s=round(usual_s, 6), now_s=round(usual_s * ratio, 6),
+        evidence=Evidence(
+            "slow_link", times_longer=round(ratio, 2), usual_s=round(usual_s, 6), now_s=round(usual_s * ratio, 6),
             links=link_names(explained.cells), explained=round(explained.fit, 3), retries=retries,
             clock_error_s=round(job.alignment.error_s, 6),
         ),
@@ -246,8 +246,8 @@ def _slower_than_peers(job: Job, times: LinkTimes) -> list[Finding]:
         begin_s = min((message.sent_posted_s or 0.0 for message in job.messages), default=0.0)
         found.append(Finding(
             kind="communication slow", places=explained.places, since_s=begin_s, since_round=0, seen_round=-1,
-            evidence=LinkPeersEvidence(
-                times_longer_than_peers=round(ratio, 2), peers_s=round(middle_s, 6),
+            evidence=Evidence(
+                "link_peers", times_longer_than_peers=round(ratio, 2), peers_s=round(middle_s, 6),
                 clock_error_s=round(job.alignment.error_s, 6),
             ),
             text=f"Messages over {named} have taken {ratio:.1f} times as long as those between other hosts since the "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, Place, SlowPathEvidence
+from thinwire.monitor.findings import Evidence, Finding, Place
 from thinwire.runlog.records import PathReading
 
 
@@ -114,9 +114,9 @@ def _finding(own: _PathRates, link: tuple[int, ...], *, is_dead: bool, trust: fl
     since_s = own.down_since_s if is_dead and own.down_since_s is not None else own.latest[0].done_s
     return Finding(
         kind="communication slow", places=(place,), since_s=since_s,
-        evidence=SlowPathEvidence(
-            times_longer=round(own.times, 3), source_port=own.last.source_port, usual_mbit_a_second=round(usual, 3),
-            now_mbit_a_second=0.0 if is_dead else round(now, 3),
+        evidence=Evidence(
+            "slow_path", times_longer=round(own.times, 3), source_port=own.last.source_port,
+            usual_mbit_a_second=round(usual, 3), now_mbit_a_second=0.0 if is_dead else round(now, 3),
         ),
         text=f"{place.title} (source port {own.last.source_port}) {state}, {usual:.3g} Mbit/s before. The other paths "
              f"are as before.",

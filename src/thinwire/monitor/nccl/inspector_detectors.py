@@ -19,18 +19,7 @@ from itertools import pairwise
 from thinwire.monitor.detect.change_points import CUSUM, Change, ChangePointDetector, median
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, Explanation, probe_for, slower_than_peers
 from thinwire.monitor.detect.link_history import size_class
-from thinwire.monitor.findings import (
-    EndedFileEvidence,
-    Finding,
-    LateRankEvidence,
-    MissingFileEvidence,
-    NcclPeersEvidence,
-    Place,
-    SlowNcclEvidence,
-    SlowNcclMessageEvidence,
-    joined,
-    link_names,
-)
+from thinwire.monitor.findings import Evidence, Finding, Place, joined, link_names
 from thinwire.runlog.nccl_values import TOGETHER, Numbers, Timing
 
 
@@ -190,24 +179,19 @@ def find_late(all_series: Iterable[CollectiveSeries], numbers: Numbers, *, trust
             job_ranks = tuple(sorted(numbers.of(series.communicator, rank) for rank in late.ranks))
             told[late.host, job_ranks].append(late)
     findings = [_finding(lates, ranks, numbers, trust) for (_, ranks), lates in told.items()]
-    return sorted(_without_followers(findings), key=lambda one: (one.until_s is not None, -_evidence(one).late_s))
-
-
-def _evidence(finding: Finding) -> LateRankEvidence:
-    assert isinstance(finding.evidence, LateRankEvidence)
-    return finding.evidence
+    return sorted(_without_followers(findings), key=lambda one: (one.until_s is not None, -one.evidence["late_s"]))
 
 
 def _without_followers(findings: Sequence[Finding]) -> list[Finding]:
     """Leave out ranks that are late because they have waited elsewhere, for one that is later still."""
     left = []
     for finding in findings:
-        one = _evidence(finding)
-        others = [_evidence(other) for other in findings if other is not finding]
+        one = finding.evidence
+        others = [other.evidence for other in findings if other is not finding]
         if not any(
-            set(one.late) <= set(other.waiting)
-            and not set(other.late) <= set(one.waiting)
-            and other.late_s >= INSPECTOR.follows * one.late_s
+            set(one["late"]) <= set(other["waiting"])
+            and not set(other["late"]) <= set(one["waiting"])
+            and other["late_s"] >= INSPECTOR.follows * one["late_s"]
             for other in others
         ):
             left.append(finding)
@@ -302,8 +286,8 @@ def _finding(lates: Sequence[_Late], ranks: tuple[int, ...], numbers: Numbers, t
         kind="non-communication slow",
         places=(place,),
         since_s=late.since[1], since_round=late.since[0],
-        evidence=LateRankEvidence(
-            late_s=round(late.late_s, 6), operation_takes_s=round(late.usual_s, 6),
+        evidence=Evidence(
+            "late_rank", late_s=round(late.late_s, 6), operation_takes_s=round(late.usual_s, 6),
             came_last=round(late.share_last, 3), late=list(ranks), waiting=others[:64], locations=locations[:16],
             communicators=sorted({one.series.communicator for one in lates})[:16],
             kinds=sorted({one.series.kind for one in lates}), ranks_without_files=series.unrecorded,
@@ -362,9 +346,9 @@ def _slow_collectives(
         places=tuple(places),
         since_s=watch.change.since_s, since_round=watch.change.since_round, seen_round=watch.change.seen_round,
         until_s=watch.change.until_s,
-        evidence=SlowNcclEvidence(
-            times_longer=round(ratio, 2), usual_s=round(watch.usual_s, 6),
-            communicators=[one.communicator for one, _ in slow][:16], kind_of_collective=series.kind, hosts=hosts[:64],
+        evidence=Evidence(
+            "slow_nccl", times_longer=round(ratio, 2), usual_s=round(watch.usual_s, 6),
+            communicators=[one.communicator for one, _ in slow][:16], kind=series.kind, hosts=hosts[:64],
         ),
         text=f"{series.kind} of communicator {series.communicator} takes {ratio:.1f} times as long as it did, also for "
         "the rank that comes last" + (f"; so do {len(slow) - 1} other communicators'" if len(slow) > 1 else "")
@@ -464,9 +448,9 @@ def _longer(links: _Links, changed: Mapping[Cell, Change], trust: float) -> list
     return [Finding(
         kind="communication slow", places=explained.places,
         since_s=first.since_s, since_round=first.since_round, seen_round=first.seen_round, until_s=first.until_s,
-        evidence=SlowNcclMessageEvidence(
-            times_longer=round(ratio, 2), usual_s=round(usual_s, 6), links=link_names(explained.cells),
-            hosts=_hosts(links, explained), communicator=links.communicator,
+        evidence=Evidence(
+            "slow_nccl_message", times_longer=round(ratio, 2), usual_s=round(usual_s, 6),
+            links=link_names(explained.cells), hosts=_hosts(links, explained), communicator=links.communicator,
         ),
         text=f"Messages over {named} take {ratio:.1f} times as long as they did, at the end that waits less.",
         confidence=(min(0.8, 0.5 + 0.3 * explained.fit) if len(explained.places) == 1 else 0.45) * trust,
@@ -486,9 +470,9 @@ def _than_peers(links: _Links, trust: float) -> list[Finding]:
         ratio, named = math.exp(explained.excess), joined(explained.places)
         found.setdefault(explained.places, Finding(
             kind="communication slow", places=explained.places, since_s=links.began_s, since_round=0,
-            evidence=NcclPeersEvidence(
-                times_longer_than_peers=round(ratio, 2), peers_s=round(middle_s, 6), links=link_names(explained.cells),
-                hosts=_hosts(links, explained), communicator=links.communicator,
+            evidence=Evidence(
+                "nccl_peers", times_longer_than_peers=round(ratio, 2), peers_s=round(middle_s, 6),
+                links=link_names(explained.cells), hosts=_hosts(links, explained), communicator=links.communicator,
             ),
             text=f"Messages over {named} have taken {ratio:.1f} times as long as those of others since the files "
             "begin; it may be the rate of this wire.",
@@ -530,8 +514,8 @@ def _ended(series: CollectiveSeries, numbers: Numbers, trust: float) -> list[Fin
         left_s = max(ended[rank] for rank in ranks)
         found.append(Finding(
             kind="no records", places=(place,), since_s=last[1], since_round=last[0],
-            evidence=EndedFileEvidence(
-                communicator=series.communicator, last_operation=last[0],
+            evidence=Evidence(
+                "ended_file", communicator=series.communicator, last_operation=last[0],
                 ranks=[numbers.of(series.communicator, rank) for rank in ranks][:INSPECTOR.max_named],
                 others_last=max(rows[-1][0] for rows in own.values()), others_went_on_s=round(left_s, 3),
                 locations=[": process ".join(map(str, series.locations[rank])) for rank in ranks][:16],
@@ -575,8 +559,8 @@ def _absent(series: CollectiveSeries, numbers: Numbers, trust: float) -> Finding
     place = Place(kind="rank", ranks=tuple(numbers.of(series.communicator, rank) for rank in gone))
     return Finding(
         kind="no records", places=(place,), since_s=first.at_s, since_round=series.operations[0][0],
-        evidence=MissingFileEvidence(
-            communicator=series.communicator, ranks=list(place.ranks), num_ranks=series.num_ranks,
+        evidence=Evidence(
+            "missing_file", communicator=series.communicator, ranks=list(place.ranks), num_ranks=series.num_ranks,
             with_files=len(series.locations),
         ),
         text=f"Of {series.num_ranks} ranks of communicator {series.communicator} {series.unrecorded} wrote nothing "

@@ -12,18 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.monitor.findings import (
-    Finding,
-    Place,
-    RasDesyncEvidence,
-    RasErrorEvidence,
-    RasEvidence,
-    RasLaggingEvidence,
-    RasLostEvidence,
-    RasStandstillEvidence,
-    RasStateEvidence,
-    RasSuspectEvidence,
-)
+from thinwire.monitor.findings import Evidence, Finding, Place
 from thinwire.runlog.nccl_values import HASH_LETTERS, CommunicatorState, Numbers, Process, RankState, Snapshot
 
 
@@ -273,8 +262,8 @@ def _desync(history: RasHistory, one: _Behind, other: _Behind) -> Finding:
         kind="desync",
         places=tuple(Place(kind="rank", ranks=own) for own in places),
         since_s=history.latest.at_s or 0.0, since_round=lacks.lowest + 1,
-        evidence=RasDesyncEvidence(
-            communicators=[one.one.communicator], ranks=list(numbers),
+        evidence=Evidence(
+            "ras_desync", communicators=[one.one.communicator], ranks=list(numbers),
             launched=[f"{own.kind}: {own.lowest} to {own.highest}" for own in (one, other)],
             locations=history.locations([(one.one, rank) for rank in sorted(ranks)]),
         ),
@@ -302,8 +291,8 @@ def _not_come(history: RasHistory, behind: _Behind, unchanged: Unchanged) -> Fin
         kind="non-communication hang",
         places=(place,),
         since_s=unchanged.since_s, since_round=behind.lowest + 1,
-        evidence=RasLaggingEvidence(
-            communicators=[one.communicator], kind_of_collective=behind.kind, launched=behind.lowest,
+        evidence=Evidence(
+            "ras_lagging", communicators=[one.communicator], kind=behind.kind, launched=behind.lowest,
             others_launched=behind.highest, num_behind=behind.num, ranks=list(named), num_others=behind.num_others,
             unchanged_s=unchanged.lasted, answers=unchanged.num,
             locations=history.locations([(one, rank) for rank in sorted(behind.ranks)]),
@@ -344,8 +333,8 @@ def find_still(history: RasHistory) -> list[Finding]:
     counts: Mapping[str, list[int]] = {one.communicator: [max(_total(one))] for one in counting[:16]}
     return [Finding(
         kind="communication hang", places=(Place(kind="job"),), since_s=least.since_s,
-        evidence=RasStandstillEvidence(
-            unchanged_s=least.lasted, answers=least.num, communicators=[*counts],
+        evidence=Evidence(
+            "ras_standstill", unchanged_s=least.lasted, answers=least.num, communicators=[*counts],
             launched=[max(own) for own in counts.values()],
         ),
         text=f"No rank has launched a collective in {least.apart_s:.0f} s, and all have launched as many: either all "
@@ -379,12 +368,11 @@ def find_in_snapshots(snapshots: Sequence[Snapshot], *, trust: float) -> list[Fi
     states = list(_find_states(history))
     behind = find_behind(history)
     found = [*gone, *errors, *behind, *states]
-    told = {name for one in found if isinstance(one.evidence, RasEvidence)
-            for name in one.evidence.communicators}  # fmt: skip
+    told = {name for one in found for name in one.evidence["communicators"]}
     bare = [  # RAS calls these faulty, and no finding is about them
         Finding(
             kind="non-communication hang", places=(Place(kind="communicator"),), since_s=history.latest.at_s or 0.0,
-            evidence=RasSuspectEvidence(communicators=[one.communicator], ras_says=one.errors, size=one.size),
+            evidence=Evidence("ras_suspect", communicators=[one.communicator], ras_says=one.errors, size=one.size),
             text=f"RAS calls a communicator {one.communicator} {one.errors}, and which ranks is not in what was read.",
             confidence=0.3 * history.trust,
             remedy="ask RAS for all: ncclras -f json, or verbose status",
@@ -447,8 +435,8 @@ def _gone(
         kind="non-communication hang",
         places=(place,),
         since_s=history.first_s(lambda snapshot: _is_lost(snapshot, host, [pid for pid, _ in processes])),
-        evidence=RasLostEvidence(
-            state=state, host=host, processes=[f"{pid}, GPU {gpus}" for pid, gpus in processes][:16],
+        evidence=Evidence(
+            "ras_lost", state=state, host=host, processes=[f"{pid}, GPU {gpus}" for pid, gpus in processes][:16],
             ranks=numbers[:64], communicators=sorted({one.communicator for one, _ in members})[:16],
         ),
         text=f"{who} has been given up by RAS, which could not reach it for a minute: it is dead or cut off." if is_dead
@@ -483,8 +471,8 @@ def _find_errors(history: RasHistory, *, is_lost: bool) -> Iterator[Finding]:
         yield Finding(
             kind="communication hang" if is_wire else "non-communication hang",
             places=(place,), since_s=history.latest.at_s or 0.0,
-            evidence=RasErrorEvidence(
-                error=error, phase=when, ranks=list(numbers)[:64], communicators=names[:16],
+            evidence=Evidence(
+                "ras_error", error=error, **{"while": when}, ranks=list(numbers)[:64], communicators=names[:16],
                 locations=history.locations(ranks),
             ),
             text=f"{place.title} has failed while {when} communicator {names[0]}: {error}"
@@ -511,9 +499,9 @@ def _find_states(history: RasHistory) -> Iterator[Finding]:
         yield Finding(
             kind="non-communication hang",
             places=(place,), since_s=same.since_s,
-            evidence=RasStateEvidence(
-                states=[f"{name}: {len(own)}" for name, own in sorted(states.items())], ranks=list(numbers)[:64],
-                communicators=[one.communicator], unchanged_s=same.lasted,
+            evidence=Evidence(
+                "ras_state", states=[f"{name}: {len(own)}" for name, own in sorted(states.items())],
+                ranks=list(numbers)[:64], communicators=[one.communicator], unchanged_s=same.lasted,
                 locations=history.locations([(one, rank) for rank in ranks]),
             ),
             text=f"{place.title} {said} communicator {one.communicator}, and others are not so far"
