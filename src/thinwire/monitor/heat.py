@@ -27,21 +27,14 @@ _Times = dict[int, list[tuple[int, float]]]  # steps and their seconds, by rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatMap:
-    """Times of one kind of work.
+    """Times of one kind of work."""
 
-    Attributes:
-        kind: What was timed, such as `compute`, `forward` or `backward`.
-        windows: The first and the last step of each window, in order.
-        times_s: The median of each rank's times in each window, in seconds; none where it has none there.
-        times_longer: The same against the median of all ranks in the window.
-        num_left_out: Ranks that are not there, since too many are; those that are furthest above the others are.
-    """
-
-    kind: str
-    windows: tuple[tuple[int, int], ...]
+    kind: str  # what was timed, such as `compute`, `forward` or `backward`
+    windows: tuple[tuple[int, int], ...]  # the first and the last step of each window, in order
+    # the median of each rank's times in each window, in seconds; none where it has none there
     times_s: Mapping[int, tuple[float | None, ...]]
-    times_longer: Mapping[int, tuple[float | None, ...]]
-    num_left_out: int = 0
+    times_longer: Mapping[int, tuple[float | None, ...]]  # the same against the median of all ranks in the window
+    num_left_out: int = 0  # ranks that are not there, since too many are; those that are furthest above the others are
 
     @property
     def hottest(self) -> tuple[int, int, float] | None:

@@ -48,21 +48,13 @@ _LEAST_FREE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """Members of a run.
+    """Members of a run."""
 
-    Attributes:
-        present: Ranks (an elastic run's replicas) that take part.
-        resting: Of these, the paused ones.
-        gone: Of these, those whose process is known to have ended.
-        ended: Others that the run still lists: they have finished, or not begun.
-        num_spares: Hosts on standby.
-    """
-
-    present: frozenset[int] = frozenset()
-    resting: frozenset[int] = frozenset()
-    gone: frozenset[int] = frozenset()
-    ended: frozenset[int] = frozenset()
-    num_spares: int = 0
+    present: frozenset[int] = frozenset()  # ranks (an elastic run's replicas) that take part
+    resting: frozenset[int] = frozenset()  # of these, the paused ones
+    gone: frozenset[int] = frozenset()  # of these, those whose process is known to have ended
+    ended: frozenset[int] = frozenset()  # others that the run still lists: they have finished, or not begun
+    num_spares: int = 0  # hosts on standby
 
 
 class Hands(Protocol):

@@ -167,21 +167,13 @@ _FLOWS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Outcome of an active test.
+    """Outcome of an active test."""
 
-    Attributes:
-        rank: This rank.
-        measured: On rank 0 only.
-        findings: On rank 0 only.
-        num_findings: The same on all ranks.
-        seconds: Duration since the rendezvous.
-    """
-
-    rank: int
-    measured: Measured | None
-    findings: tuple[Finding, ...]
-    num_findings: int
-    seconds: float
+    rank: int  # this rank
+    measured: Measured | None  # on rank 0 only
+    findings: tuple[Finding, ...]  # on rank 0 only
+    num_findings: int  # the same on all ranks
+    seconds: float  # duration since the rendezvous
 
 
 def run_test(

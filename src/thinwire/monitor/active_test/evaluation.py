@@ -14,21 +14,13 @@ from thinwire.units import format_rate, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairTest:
-    """Test of one direction of a pair while no other replica sent to either.
+    """Test of one direction of a pair while no other replica sent to either."""
 
-    Attributes:
-        rate_bits_per_s: Of payload; 0 if not measured.
-        overhead_s: Time of an empty message.
-        latency_s: One way: half of the shortest round trip.
-        fault: Empty, `dead` (no connection, or a deadline passed) or `corrupt` (other bytes arrived).
-        detail: Message of the transport about the fault.
-    """
-
-    rate_bits_per_s: float = 0.0
-    overhead_s: float = 0.0
-    latency_s: float = 0.0
-    fault: str = ""
-    detail: str = ""
+    rate_bits_per_s: float = 0.0  # of payload; 0 if not measured
+    overhead_s: float = 0.0  # time of an empty message
+    latency_s: float = 0.0  # one way: half of the shortest round trip
+    fault: str = ""  # empty, `dead` (no connection, or a deadline passed) or `corrupt` (other bytes arrived)
+    detail: str = ""  # message of the transport about the fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,44 +33,28 @@ class FlowTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduce:
-    """A ring all-reduce.
+    """A ring all-reduce."""
 
-    Attributes:
-        order: Ranks around the ring.
-        num_bytes: Of the reduced vector.
-        seconds: Of the slowest rank, in the best of the runs.
-        wrong: Links over which wrong sums came first.
-    """
-
-    order: tuple[int, ...]
-    num_bytes: int
-    seconds: float
-    wrong: tuple[Cell, ...] = ()
+    order: tuple[int, ...]  # ranks around the ring
+    num_bytes: int  # of the reduced vector
+    seconds: float  # of the slowest rank, in the best of the runs
+    wrong: tuple[Cell, ...] = ()  # links over which wrong sums came first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """All measurements; what was not measured is missing.
+    """All measurements; what was not measured is missing."""
 
-    Attributes:
-        hosts: The host of each rank.
-        machines: The machine of each rank, where they are known: hosts of one machine share its processor.
-        absent: Why a rank took no part, or not to the end.
-        loopback_bits_per_s: What a rank's host carries to itself, through the same transport.
-        pairs: By (source, destination).
-        neighbours: Transfers of a ring, all at once.
-        everyone: Transfers from everyone to everyone, all at once.
-        all_reduce: Where one was done.
-    """
-
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...]  # the host of each rank
+    # the machine of each rank, where they are known: hosts of one machine share its processor
     machines: tuple[str, ...] = ()
-    absent: Mapping[int, str] = field(default_factory=dict)
+    absent: Mapping[int, str] = field(default_factory=dict)  # why a rank took no part, or not to the end
+    # what a rank's host carries to itself, through the same transport
     loopback_bits_per_s: Mapping[int, float] = field(default_factory=dict)
-    pairs: Mapping[Cell, PairTest] = field(default_factory=dict)
-    neighbours: Mapping[Cell, FlowTest] = field(default_factory=dict)
-    everyone: Mapping[Cell, FlowTest] = field(default_factory=dict)
-    all_reduce: AllReduce | None = None
+    pairs: Mapping[Cell, PairTest] = field(default_factory=dict)  # by (source, destination)
+    neighbours: Mapping[Cell, FlowTest] = field(default_factory=dict)  # transfers of a ring, all at once
+    everyone: Mapping[Cell, FlowTest] = field(default_factory=dict)  # transfers from everyone to everyone, all at once
+    all_reduce: AllReduce | None = None  # where one was done
 
     @property
     def host_of(self) -> dict[int, str]:

@@ -120,15 +120,10 @@ Promise = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairTimes:
-    """Measurements of the sender of a pair.
+    """Measurements of the sender of a pair."""
 
-    Attributes:
-        latency_s: Half of the shortest round trip.
-        transfers: Bytes and seconds.
-    """
-
-    latency_s: float
-    transfers: tuple[tuple[int, float], ...]
+    latency_s: float  # half of the shortest round trip
+    transfers: tuple[tuple[int, float], ...]  # bytes and seconds
 
     @property
     def rate(self) -> tuple[float, float]:

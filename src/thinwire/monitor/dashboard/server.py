@@ -122,17 +122,11 @@ _SCRIPTS = ("measures.js", "page.js")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardPage:
-    """The page.
+    """The page."""
 
-    Attributes:
-        before: HTML before the run's state.
-        after: HTML after it.
-        policy: The Content-Security-Policy header.
-    """
-
-    before: str
-    after: str
-    policy: str
+    before: str  # HTML before the run's state
+    after: str  # HTML after it
+    policy: str  # the Content-Security-Policy header
 
     def holding(self, state: str) -> bytes:
         """Return the page as UTF-8 with a run's state in it, so that a saved copy shows it too.

@@ -32,19 +32,12 @@ DeviationKind = Literal["left out", "extra", "swapped", "early end", "new call"]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Properties of a call that must be equal on all ranks.
+    """Properties of a call that must be equal on all ranks."""
 
-    Attributes:
-        kind: Such as `all_reduce`.
-        dtype: Of its elements.
-        count: Elements; -1 if unknown.
-        site: File and line of the caller; empty if unknown.
-    """
-
-    kind: str
-    dtype: str
-    count: int
-    site: str = ""
+    kind: str  # such as `all_reduce`
+    dtype: str  # of its elements
+    count: int  # elements; -1 if unknown
+    site: str = ""  # file and line of the caller; empty if unknown
 
     def __str__(self) -> str:
         size = str(self.count) if self.count > 0 else ""
@@ -64,21 +57,13 @@ def call_of(operation: Operation) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Difference between two sequences of calls.
+    """Difference between two sequences of calls."""
 
-    Attributes:
-        kind: Of the deviation.
-        calls: Those that were left out or added, or the two that were swapped; the new call.
-        steps: For an early end: repetitions of the loop that are missing; 0 if unknown.
-        steps_done: For a new call: repetitions of the loop before it; 0 if unknown.
-        or_extra: Calls that may have been added instead, where the recorded calls do not decide it.
-    """
-
-    kind: DeviationKind
-    calls: tuple[Call, ...]
-    steps: int = 0
-    steps_done: int = 0
-    or_extra: tuple[Call, ...] = ()
+    kind: DeviationKind  # of the deviation
+    calls: tuple[Call, ...]  # those that were left out or added, or the two that were swapped; the new call
+    steps: int = 0  # for an early end: repetitions of the loop that are missing; 0 if unknown
+    steps_done: int = 0  # for a new call: repetitions of the loop before it; 0 if unknown
+    or_extra: tuple[Call, ...] = ()  # calls that may have been added instead, where the recorded calls do not decide it
 
 
 def align(own: Sequence[Call], others: Sequence[Call], at: int) -> Deviation | None:

@@ -158,21 +158,13 @@ class Baseline:
 
 @dataclass(slots=True)
 class Change:
-    """Durations that became longer for good.
+    """Durations that became longer for good."""
 
-    Attributes:
-        since_round: First round of the change.
-        since_s: Its time.
-        seen_round: Round of the alarm.
-        until_round: First round in which durations were usual again; -1 while they are not.
-        until_s: Its time; None while they are not.
-    """
-
-    since_round: int
-    since_s: float
-    seen_round: int
-    until_round: int = -1
-    until_s: float | None = None
+    since_round: int  # first round of the change
+    since_s: float  # its time
+    seen_round: int  # round of the alarm
+    until_round: int = -1  # first round in which durations were usual again; -1 while they are not
+    until_s: float | None = None  # its time; None while they are not
 
     @property
     def is_over(self) -> bool:

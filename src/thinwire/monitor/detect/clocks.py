@@ -80,23 +80,14 @@ class SightingBook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockFit:
-    """Linear fit of a clock: it shows `offset_s + drift * (t - origin_s)` more than the reference.
+    """Linear fit of a clock: it shows `offset_s + drift * (t - origin_s)` more than the reference."""
 
-    Attributes:
-        offset_s: Seconds more than the reference at the reference's `origin_s`.
-        drift: Seconds gained per second.
-        error_s: Largest error of the offset; infinite without messages both ways.
-        origin_s: Time at which the offset holds.
-        is_steady: Whether one line fits all records; if not, the clock was set while they were written.
-        jumped_s: Time by this clock at which it was set first.
-    """
-
-    offset_s: float
-    drift: float
-    error_s: float
-    origin_s: float
-    is_steady: bool = True
-    jumped_s: float = math.nan
+    offset_s: float  # seconds more than the reference at the reference's `origin_s`
+    drift: float  # seconds gained per second
+    error_s: float  # largest error of the offset; infinite without messages both ways
+    origin_s: float  # time at which the offset holds
+    is_steady: bool = True  # whether one line fits all records; if not, the clock was set while they were written
+    jumped_s: float = math.nan  # time by this clock at which it was set first
 
     def to_reference(self, time_s: float) -> float:
         """Return a time of this clock in reference seconds."""
@@ -106,15 +97,10 @@ class ClockFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """All clocks against one.
+    """All clocks against one."""
 
-    Attributes:
-        reference: Clock that the others are compared with.
-        fits: Each clock's.
-    """
-
-    reference: str
-    fits: Mapping[str, ClockFit]
+    reference: str  # clock that the others are compared with
+    fits: Mapping[str, ClockFit]  # each clock's
 
     @property
     def error_s(self) -> float:

@@ -73,23 +73,14 @@ _OF_HOSTS: dict[str, PlaceKind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowerWires:
-    """Place where bytes take longer than before.
+    """Place where bytes take longer than before."""
 
-    Attributes:
-        explained: The place, or several that the links in use cannot distinguish.
-        times: Ratio of the seconds a byte takes.
-        burst_times: Ratio of the bursts' durations; 1 without bursts.
-        usual_s: Seconds a byte took before.
-        num_seen: Stretches since the change.
-        links: Ways, as texts.
-    """
-
-    explained: Explanation
-    times: float
-    burst_times: float
-    usual_s: float
-    num_seen: int
-    links: tuple[str, ...]
+    explained: Explanation  # the place, or several that the links in use cannot distinguish
+    times: float  # ratio of the seconds a byte takes
+    burst_times: float  # ratio of the bursts' durations; 1 without bursts
+    usual_s: float  # seconds a byte took before
+    num_seen: int  # stretches since the change
+    links: tuple[str, ...]  # ways, as texts
 
 
 def are_watched(job: Job) -> bool:

@@ -45,21 +45,13 @@ WIRE_REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Place that explains a matrix best.
+    """Place that explains a matrix best."""
 
-    Attributes:
-        places: The place, or all that predict the same observed cells.
-        cells: Those cells.
-        excess: The common excess of those cells, as the matrix gives it.
-        fit: Part of the matrix's excess that is explained, in (0, 1].
-        lead: Excess that it explains beyond the next place, as a share of its own, in [0, 1].
-    """
-
-    places: tuple[Place, ...]
-    cells: frozenset[Cell]
-    excess: float
-    fit: float
-    lead: float
+    places: tuple[Place, ...]  # the place, or all that predict the same observed cells
+    cells: frozenset[Cell]  # those cells
+    excess: float  # the common excess of those cells, as the matrix gives it
+    fit: float  # part of the matrix's excess that is explained, in (0, 1]
+    lead: float  # excess that it explains beyond the next place, as a share of its own, in [0, 1]
 
     @property
     def is_wire_alone(self) -> bool:

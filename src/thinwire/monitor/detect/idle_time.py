@@ -32,25 +32,15 @@ IDLE = IdleConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleCause:
-    """Waits of other ranks for one rank at one call.
+    """Waits of other ranks for one rank at one call."""
 
-    Attributes:
-        rank: The rank that came last.
-        call: What it came late to.
-        group: The call's communicator, by its ranks.
-        times: How often it was late.
-        waited_s: Seconds that the other ranks waited, on average over them.
-        most_s: The longest of these waits.
-        waiting: The ranks that waited.
-    """
-
-    rank: int
-    call: Call
-    group: str
-    times: int
-    waited_s: float
-    most_s: float
-    waiting: tuple[int, ...]
+    rank: int  # the rank that came last
+    call: Call  # what it came late to
+    group: str  # the call's communicator, by its ranks
+    times: int  # how often it was late
+    waited_s: float  # seconds that the other ranks waited, on average over them
+    most_s: float  # the longest of these waits
+    waiting: tuple[int, ...]  # the ranks that waited
 
     def __str__(self) -> str:
         late = f"rank {self.rank} was late at {self.call} of {self.group}"

@@ -50,19 +50,12 @@ _Value = tuple[int, float, float]  # round, time, log ratio to the usual duratio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flapping:
-    """Bad times of an intermittent link.
+    """Bad times of an intermittent link."""
 
-    Attributes:
-        episodes: First and last round of each bad time.
-        since_s: When the first began.
-        bad: All rounds in bad times.
-        seen_round: The round that made it sure.
-    """
-
-    episodes: tuple[tuple[int, int], ...]
-    since_s: float
-    bad: frozenset[int]
-    seen_round: int
+    episodes: tuple[tuple[int, int], ...]  # first and last round of each bad time
+    since_s: float  # when the first began
+    bad: frozenset[int]  # all rounds in bad times
+    seen_round: int  # the round that made it sure
 
 
 def usual_share(watches: Mapping[Cell, ChangePointDetector], least: float) -> float:

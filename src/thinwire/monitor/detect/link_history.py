@@ -111,17 +111,11 @@ def alone_s(job: Job, messages: Iterable[Message]) -> dict[int, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """All links of a rank in use, in one direction or both.
+    """All links of a rank in use, in one direction or both."""
 
-    Attributes:
-        rank: The rank.
-        cells: Its links.
-        watch: Detector of their mean log ratio.
-    """
-
-    rank: int
-    cells: frozenset[Cell]
-    watch: ChangePointDetector
+    rank: int  # the rank
+    cells: frozenset[Cell]  # its links
+    watch: ChangePointDetector  # detector of their mean log ratio
 
 
 _Round = dict[Cell, tuple[float, float]]  # time and log ratio
@@ -221,23 +215,17 @@ def _median_without(ordered: list[float], some: list[float]) -> float:
 
 @dataclass(slots=True)
 class LinkTimes:
-    """Detectors and counts of all links.
+    """Detectors and counts of all links."""
 
-    Attributes:
-        watches: Detector of each (source, destination).
-        alone: The same without the share of other messages: growth in one of both only is no fault of the link.
-            A link that is missing here counts by its own durations.
-        ends: Endpoints.
-        retries: Sum for each link.
-        times: First durations in seconds, by link and size class.
-        soon: Alarms of links whose open message is already far beyond all usual ones, as the latest were.
-    """
-
-    watches: dict[Cell, ChangePointDetector] = field(default_factory=dict)
+    watches: dict[Cell, ChangePointDetector] = field(default_factory=dict)  # detector of each (source, destination)
+    # the same without the share of other messages: growth in one of both only is no fault of the link. A link that is
+    # missing here counts by its own durations
     alone: dict[Cell, ChangePointDetector] = field(default_factory=dict)
-    ends: list[Endpoint] = field(default_factory=list)
-    retries: dict[Cell, int] = field(default_factory=dict)
+    ends: list[Endpoint] = field(default_factory=list)  # endpoints
+    retries: dict[Cell, int] = field(default_factory=dict)  # sum for each link
+    # first durations in seconds, by link and size class
     times: dict[tuple[Cell, int], list[float]] = field(default_factory=dict)
+    # alarms of links whose open message is already far beyond all usual ones, as the latest were
     soon: dict[Cell, Change] = field(default_factory=dict)
 
 

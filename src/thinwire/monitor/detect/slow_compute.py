@@ -53,19 +53,12 @@ COMPUTE = ComputeConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Compute of one rank between two exchanges.
+    """Compute of one rank between two exchanges."""
 
-    Attributes:
-        step: Its number.
-        at_s: When it began.
-        time_s: How long it took.
-        stalled_s: How long the rank waited for the network after it; None if unknown.
-    """
-
-    step: int
-    at_s: float
-    time_s: float
-    stalled_s: float | None = None
+    step: int  # its number
+    at_s: float  # when it began
+    time_s: float  # how long it took
+    stalled_s: float | None = None  # how long the rank waited for the network after it; None if unknown
 
 
 _Gaps = dict[int, dict[int, Work]]  # by sequence number, then by rank
@@ -156,19 +149,13 @@ def _weighted_median(times_s: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class WorkTimes:
-    """Detectors of the compute of all ranks.
+    """Detectors of the compute of all ranks."""
 
-    Attributes:
-        own: Against its own history.
-        beside: Against the median of all ranks in the same step; needs three ranks.
-        first: First durations in seconds of each.
-        least_longer_s: Growth that is reported; more if steps are found in plain calls.
-    """
-
-    own: dict[int, ChangePointDetector] = field(default_factory=dict)
+    own: dict[int, ChangePointDetector] = field(default_factory=dict)  # against its own history
+    # against the median of all ranks in the same step; needs three ranks
     beside: dict[int, ChangePointDetector] = field(default_factory=dict)
-    first: dict[int, list[float]] = field(default_factory=dict)
-    least_longer_s: float = 0.0
+    first: dict[int, list[float]] = field(default_factory=dict)  # first durations in seconds of each
+    least_longer_s: float = 0.0  # growth that is reported; more if steps are found in plain calls
 
     @property
     def usual(self) -> dict[int, float]:

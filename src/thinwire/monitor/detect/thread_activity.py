@@ -18,17 +18,11 @@ _NATIVE_STACK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """State of a rank's training thread.
+    """State of a rank's training thread."""
 
-    Attributes:
-        text: As a sentence goes on after the rank's name.
-        remedy: Advice.
-        stack: Frames, innermost first.
-    """
-
-    text: str
-    remedy: str
-    stack: Sequence[str] = ()
+    text: str  # as a sentence goes on after the rank's name
+    remedy: str  # advice
+    stack: Sequence[str] = ()  # frames, innermost first
 
 
 def activity_of(job: Job, rank: int, *, since_s: float) -> Activity | None:

@@ -49,37 +49,21 @@ _Shift = Callable[[int, float | None], float | None]
 
 @dataclass(slots=True)
 class Message:
-    """Both ends of one message, in seconds of the reference clock.
+    """Both ends of one message, in seconds of the reference clock."""
 
-    Attributes:
-        source: The rank that sends.
-        destination: The rank that receives.
-        communicator: Of its operation.
-        operation: The operation's or round's number.
-        part: Which message of this pair in this operation.
-        num_bytes: Its size.
-        sent_posted_s: When the sender was ready; none where it has not said so.
-        sent_begun_s: When the sender began, where it had waited for something else first.
-        sent_done_s: When it had left.
-        received_posted_s: When the receiver was ready; none where it has not said so.
-        received_done_s: When it was there.
-        error: What went wrong at either end.
-        retries: Of both ends.
-    """
-
-    source: int
-    destination: int
-    communicator: str
-    operation: int
-    part: int
-    num_bytes: int
-    sent_posted_s: float | None = None
-    sent_done_s: float | None = None
-    received_posted_s: float | None = None
-    received_done_s: float | None = None
-    error: str = ""
-    retries: int = 0
-    sent_begun_s: float | None = None
+    source: int  # the rank that sends
+    destination: int  # the rank that receives
+    communicator: str  # of its operation
+    operation: int  # the operation's or round's number
+    part: int  # which message of this pair in this operation
+    num_bytes: int  # its size
+    sent_posted_s: float | None = None  # when the sender was ready; none where it has not said so
+    sent_done_s: float | None = None  # when it had left
+    received_posted_s: float | None = None  # when the receiver was ready; none where it has not said so
+    received_done_s: float | None = None  # when it was there
+    error: str = ""  # what went wrong at either end
+    retries: int = 0  # of both ends
+    sent_begun_s: float | None = None  # when the sender began, where it had waited for something else first
 
     @property
     def begin_s(self) -> float | None:
@@ -106,63 +90,47 @@ class Message:
 
 @dataclass(slots=True)
 class Job:
-    """Records of a job on one clock.
+    """Records of a job on one clock."""
 
-    Attributes:
-        host_of: The host of each rank.
-        communicators: By name.
-        operations: By communicator and sequence number, then by rank.
-        messages: All messages.
-        spans: All work, in order of its step.
-        last_seen_s: When each rank last wrote anything.
-        has_beats: Whether ranks said that they live.
-        left: Ranks of whom a call has failed, because they lost another one.
-        goodbyes: When each rank said that it ends, and why where that is a fault of its own.
-        now_s: The latest time of all.
-        alignment: How the clocks were brought together.
-        clock_of: The clock of each rank.
-        error_s: What the clock of each rank may be wrong by.
-        unsteady: Ranks whose clock was set; their times are compared with nobody's.
-        trust: Part of the lines that could be used, in [0, 1].
-        beat_s: Usual seconds between two beats of each rank that gives any.
-        heard_s: When the latest message of each rank reached another one, as that one wrote.
-        late_s: By how much the signs of life of ranks come late again and again, see `Lateness`.
-        arrivals: When, and how many bytes had come from a source to a destination then, in order; while a message was
-            open.
-        paths: When, and the state of each path then, by source, destination and path, in order.
-        flows: When, and what the kernel of a source knew then of its connections to a destination's host, in order.
-        probes: When a burst from a source to a destination's host began and ended, and the seconds a byte of it took.
-        signalled: Sources and destinations whose connections have signs of life of their own.
-        nccl: What NCCL's own tools wrote; its clocks are not brought together.
-        samples: When each rank's training thread was sampled, and its state then, in order.
-        processes: When the process of a silent rank was read by another one, and its state then; the latest of each.
-    """
-
-    host_of: dict[int, str] = field(default_factory=dict)
-    communicators: Mapping[str, Communicator] = field(default_factory=dict)
+    host_of: dict[int, str] = field(default_factory=dict)  # the host of each rank
+    communicators: Mapping[str, Communicator] = field(default_factory=dict)  # by name
+    # by communicator and sequence number, then by rank
     operations: dict[tuple[str, int], dict[int, Operation]] = field(default_factory=dict)
-    messages: list[Message] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    last_seen_s: dict[int, float] = field(default_factory=dict)
-    has_beats: bool = False
+    messages: list[Message] = field(default_factory=list)  # all messages
+    spans: list[Span] = field(default_factory=list)  # all work, in order of its step
+    last_seen_s: dict[int, float] = field(default_factory=dict)  # when each rank last wrote anything
+    has_beats: bool = False  # whether ranks said that they live
+    # when each rank said that it ends, and why where that is a fault of its own
     goodbyes: dict[int, tuple[float, str]] = field(default_factory=dict)
-    left: set[int] = field(default_factory=set)
-    now_s: float = -math.inf
+    left: set[int] = field(default_factory=set)  # ranks of whom a call has failed, because they lost another one
+    now_s: float = -math.inf  # the latest time of all
+    # how the clocks were brought together
     alignment: Alignment = field(default_factory=lambda: Alignment(reference="", fits={}))
-    clock_of: dict[int, str] = field(default_factory=dict)
-    error_s: dict[int, float] = field(default_factory=dict)
-    unsteady: frozenset[int] = frozenset()
-    trust: float = 1.0
+    clock_of: dict[int, str] = field(default_factory=dict)  # the clock of each rank
+    error_s: dict[int, float] = field(default_factory=dict)  # what the clock of each rank may be wrong by
+    unsteady: frozenset[int] = frozenset()  # ranks whose clock was set; their times are compared with nobody's
+    trust: float = 1.0  # part of the lines that could be used, in [0, 1]
+    # usual seconds between two beats of each rank that gives any
     beat_s: dict[int, float] = field(default_factory=dict)
+    # when the latest message of each rank reached another one, as that one wrote
     heard_s: dict[int, float] = field(default_factory=dict)
+    # by how much the signs of life of ranks come late again and again, see `Lateness`
     late_s: dict[int, float] = field(default_factory=dict)
+    # when, and how many bytes had come from a source to a destination then, in order; while a message was open
     arrivals: dict[tuple[int, int], list[tuple[float, int]]] = field(default_factory=dict)
+    # when, and what the kernel of a source knew then of its connections to a destination's host, in order
     flows: dict[tuple[int, int], list[tuple[float, Flow]]] = field(default_factory=dict)
+    # when, and the state of each path then, by source, destination and path, in order
     paths: dict[tuple[int, int, int], list[tuple[float, PathReading]]] = field(default_factory=dict)
+    # when a burst from a source to a destination's host began and ended, and the seconds a byte of it took
     probes: dict[tuple[int, int], list[tuple[float, float, float]]] = field(default_factory=dict)
+    # sources and destinations whose connections have signs of life of their own
     signalled: set[tuple[int, int]] = field(default_factory=set)
+    # what NCCL's own tools wrote; its clocks are not brought together
     nccl: NcclRecords = field(default_factory=NcclRecords)
+    # when each rank's training thread was sampled, and its state then, in order
     samples: dict[int, list[tuple[float, Beat]]] = field(default_factory=dict)
+    # when the process of a silent rank was read by another one, and its state then; the latest of each
     processes: dict[int, tuple[float, ProcessState]] = field(default_factory=dict)
 
     def silence_s(self, rank: int) -> float:

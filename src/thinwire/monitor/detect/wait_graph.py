@@ -16,19 +16,12 @@ from thinwire.runlog.records import Operation
 
 @dataclass(frozen=True, slots=True)
 class OperationWait:
-    """Ranks that wait in one operation of a communicator.
+    """Ranks that wait in one operation of a communicator."""
 
-    Attributes:
-        communicator: Its name.
-        sequence: Of the operation.
-        inside: The operation of each rank that waits in it.
-        missing: Members that have not come.
-    """
-
-    communicator: str
-    sequence: int
-    inside: Mapping[int, Operation]
-    missing: frozenset[int]
+    communicator: str  # its name
+    sequence: int  # of the operation
+    inside: Mapping[int, Operation]  # the operation of each rank that waits in it
+    missing: frozenset[int]  # members that have not come
 
 
 class WaitGraph:

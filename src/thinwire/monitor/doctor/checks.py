@@ -51,21 +51,15 @@ class Verdict(StrEnum):
 class Check:
     """One thing that was looked at.
 
-    Attributes:
-        name: What.
-        verdict: How it is.
-        found: What was found, with numbers; for a skipped check the reason.
-        remedy: What to do, empty where there is nothing to do.
-
     Example:
         >>> Check(name="memory", verdict=Verdict.OK, found="8.00 GB are free").to_json()["verdict"]
         'ok'
     """
 
-    name: str
-    verdict: Verdict
-    found: str
-    remedy: str = ""
+    name: str  # what
+    verdict: Verdict  # how it is
+    found: str  # what was found, with numbers; for a skipped check the reason
+    remedy: str = ""  # what to do, empty where there is nothing to do
 
     def to_json(self) -> dict[str, str]:
         """Write it as plain values."""
@@ -118,25 +112,15 @@ _NVIDIA = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builds:
-    """Installed versions and backends.
+    """Installed versions and backends."""
 
-    Attributes:
-        python: Its version.
-        torch: Its version.
-        cuda: The CUDA version that torch was built for, empty for a build without.
-        num_gpus: GPUs that torch sees.
-        has_gpu: Whether the machine has an NVIDIA driver.
-        pyzmq: Its version, empty where it is not installed.
-        backends: Whether torch.distributed has gloo and nccl.
-    """
-
-    python: str
-    torch: str
-    cuda: str
-    num_gpus: int
-    has_gpu: bool
-    pyzmq: str
-    backends: Mapping[str, bool]
+    python: str  # its version
+    torch: str  # its version
+    cuda: str  # the CUDA version that torch was built for, empty for a build without
+    num_gpus: int  # GPUs that torch sees
+    has_gpu: bool  # whether the machine has an NVIDIA driver
+    pyzmq: str  # its version, empty where it is not installed
+    backends: Mapping[str, bool]  # whether torch.distributed has gloo and nccl
 
 
 def installed() -> Builds:
@@ -344,19 +328,12 @@ _REACH_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """The address that this host would show to the others.
+    """The address that this host would show to the others."""
 
-    Attributes:
-        address: IPv4.
-        interface: Its interface.
-        why: What made it this one.
-        is_asked: Whether a person or the way to a given address chose it.
-    """
-
-    address: str
-    interface: str
-    why: str
-    is_asked: bool
+    address: str  # IPv4
+    interface: str  # its interface
+    why: str  # what made it this one
+    is_asked: bool  # whether a person or the way to a given address chose it
 
 
 def addresses_of_name(name: str) -> list[str]:

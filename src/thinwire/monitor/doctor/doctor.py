@@ -22,31 +22,18 @@ _MOST_PACKET_BYTES = 65_535  # of IPv4; the loopback interface says one more
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorConfig:
-    """Settings of the checks.
+    """Settings of the checks."""
 
-    Attributes:
-        target: HOST:PORT, or the string to join a run by; None for this host alone.
-        interface: That of `--interface`.
-        address: That of `--address`.
-        advertise: That of `--advertise`.
-        port_range: That of `--port-range`.
-        gloo_interface: The variable GLOO_SOCKET_IFNAME.
-        secret: The secret's file.
-        out: Where runs go.
-        cache: Where tokens are kept.
-        deadline_s: Seconds that a connection may take.
-    """
-
-    target: str | None = None
-    interface: str | None = None
-    address: str | None = None
-    advertise: str | None = None
-    port_range: str | None = None
-    gloo_interface: str | None = None
-    secret: Path | None = None
-    out: Path = Path("runs")
-    cache: Path = Path("~/.cache/thinwire")
-    deadline_s: float = 5.0
+    target: str | None = None  # HOST:PORT, or the string to join a run by; None for this host alone
+    interface: str | None = None  # that of `--interface`
+    address: str | None = None  # that of `--address`
+    advertise: str | None = None  # that of `--advertise`
+    port_range: str | None = None  # that of `--port-range`
+    gloo_interface: str | None = None  # the variable GLOO_SOCKET_IFNAME
+    secret: Path | None = None  # the secret's file
+    out: Path = Path("runs")  # where runs go
+    cache: Path = Path("~/.cache/thinwire")  # where tokens are kept
+    deadline_s: float = 5.0  # seconds that a connection may take
 
 
 def run_checks(config: DoctorConfig, *, ask: Ask | None = None) -> Iterator[Check]:

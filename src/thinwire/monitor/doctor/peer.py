@@ -66,31 +66,20 @@ class Failure(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One try to connect.
+    """One try to connect."""
 
-    Attributes:
-        seconds: How long it took.
-        failure: How it failed, None where it did not.
-        reason: The system's word for it.
-    """
-
-    seconds: float
-    failure: Failure | None = None
-    reason: str = ""
+    seconds: float  # how long it took
+    failure: Failure | None = None  # how it failed, None where it did not
+    reason: str = ""  # the system's word for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Info:
-    """Reply of another host about itself.
+    """Reply of another host about itself."""
 
-    Attributes:
-        version: Its thinwire.
-        unix_s: Its clock, in seconds since 1970 (UTC).
-        replicas: What its replicas advertise: a name for each, and where it is dialled.
-    """
-
-    version: str
-    unix_s: float
+    version: str  # its thinwire
+    unix_s: float  # its clock, in seconds since 1970 (UTC)
+    # what its replicas advertise: a name for each, and where it is dialled
     replicas: tuple[tuple[str, Address], ...] = ()
 
 
@@ -252,17 +241,12 @@ def check_store(address: Address, *, is_store: bool) -> Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathSize:
-    """Packet sizes that a path carries.
+    """Packet sizes that a path carries."""
 
-    Attributes:
-        path_bytes: The largest packet that the kernel takes the path to carry; None if unknown.
-        is_large_answered: Whether the other host answered a packet of the interface's full size; None: not tried.
-        is_small_answered: The same for a small packet.
-    """
-
-    path_bytes: int | None
+    path_bytes: int | None  # the largest packet that the kernel takes the path to carry; None if unknown
+    # whether the other host answered a packet of the interface's full size; None: not tried
     is_large_answered: bool | None = None
-    is_small_answered: bool | None = None
+    is_small_answered: bool | None = None  # the same for a small packet
 
 
 def measure_path(address: str, *, mtu: int) -> PathSize:
@@ -452,19 +436,12 @@ def _check_clock(info: Info, *, began_s: float, ended_s: float) -> Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Path to another host through one interface.
+    """Path to another host through one interface."""
 
-    Attributes:
-        interface: Its name.
-        address: Of this host, on it.
-        answer_s: Median time of a TCP connection.
-        speed_bits_per_s: Of the interface; 0 if the system does not tell.
-    """
-
-    interface: str
-    address: str
-    answer_s: float
-    speed_bits_per_s: float = 0.0
+    interface: str  # its name
+    address: str  # of this host, on it
+    answer_s: float  # median time of a TCP connection
+    speed_bits_per_s: float = 0.0  # of the interface; 0 if the system does not tell
 
     def __str__(self) -> str:
         speed = f" at {format_rate(self.speed_bits_per_s)}" if self.speed_bits_per_s else ""

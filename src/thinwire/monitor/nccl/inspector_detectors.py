@@ -46,20 +46,14 @@ INSPECTOR = InspectorConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveSeries:
-    """Operations of one kind in one communicator.
+    """Operations of one kind in one communicator."""
 
-    Attributes:
-        communicator: The begin of its hash.
-        kind: NCCL's name of it.
-        num_ranks: How many ranks the communicator has.
-        operations: Sequence number and what each rank wrote, in order; those that at least two ranks wrote.
-        locations: Host and process of each rank that wrote anything.
-    """
-
-    communicator: str
-    kind: str
-    num_ranks: int
+    communicator: str  # the begin of its hash
+    kind: str  # NCCL's name of it
+    num_ranks: int  # how many ranks the communicator has
+    # sequence number and what each rank wrote, in order; those that at least two ranks wrote
     operations: list[tuple[int, dict[int, Timing]]] = field(default_factory=list)
+    # host and process of each rank that wrote anything
     locations: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
     @property

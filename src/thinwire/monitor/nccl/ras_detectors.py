@@ -30,19 +30,12 @@ RAS = RasConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unchanged:
-    """Time for which a state has not changed.
+    """Time for which a state has not changed."""
 
-    Attributes:
-        num: How many answers show it so, the latest included.
-        since_s: When the first of them was, in seconds of RAS's clock; 0 where unknown.
-        apart_s: Seconds from the first of them to the latest; NaN where unknown.
-        has_moved: Whether an earlier answer shows it otherwise.
-    """
-
-    num: int
-    since_s: float
-    apart_s: float
-    has_moved: bool
+    num: int  # how many answers show it so, the latest included
+    since_s: float  # when the first of them was, in seconds of RAS's clock; 0 where unknown
+    apart_s: float  # seconds from the first of them to the latest; NaN where unknown
+    has_moved: bool  # whether an earlier answer shows it otherwise
 
     @property
     def has_stood(self) -> bool:
