@@ -76,11 +76,6 @@ def heat_maps(job: Job, *, most_windows: int = MOST_WINDOWS, most_ranks: int = M
     whose clock was set are left out. With an even number of ranks the lower of the two middle ones is the median,
     so that of two ranks the slower one stands out.
 
-    Args:
-        job: On one clock.
-        most_windows: Columns at most; each holds equally many steps.
-        most_ranks: Rows at most.
-
     Raises:
         ValueError: There would be no window or no row.
     """

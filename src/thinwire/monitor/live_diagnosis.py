@@ -81,12 +81,6 @@ class LiveDiagnosis:
         judge: Detectors; made by default.
         is_mine: Whether this host diagnoses now; if another one does, records are read and nothing is reported.
         is_said: Whether a finding is reported and counted, and not only written to `findings.jsonl`.
-
-    Attributes:
-        news: Reported findings, new or over, with the time in seconds since 1970.
-        actions: The lines of `actions.jsonl`.
-        num_looks: Polls so far.
-        busy_s: Seconds of one core that they took.
     """
 
     def __init__(
@@ -114,10 +108,12 @@ class LiveDiagnosis:
         self._limits: dict[int, PathLimit] = {}
         self._slow_s: dict[str, float] = {}  # by slow place: when it was last reported, new or over
         self._unsaid: set[int] = set()  # cases of places that were reported shortly before
+        # reported findings, new or over, with the time in seconds since 1970
         self.news: list[tuple[float, News]] = []
+        # the lines of `actions.jsonl`
         self.actions: list[dict[str, Any]] = []
-        self.num_looks = 0
-        self.busy_s = 0.0
+        self.num_looks = 0  # polls so far
+        self.busy_s = 0.0  # seconds of one core that they took
         self._thread = threading.Thread(target=self._run, name="thinwire-diagnosis", daemon=True)
 
     def __enter__(self) -> LiveDiagnosis:

@@ -25,12 +25,6 @@ def findings_text(findings: Sequence[Finding], records: Records, job: Job, *, at
 
     Samples carry no time, which the textfile collector would refuse.
 
-    Args:
-        findings: Those that are over are left out.
-        records: The diagnosed records.
-        job: The same on one clock.
-        at: Now, in seconds since 1970: a metric, so that an alarm notices a diagnosis that has stopped.
-
     Example:
         >>> print(findings_text([], Records(), Job(), at=0.0).splitlines()[2])
         thinwire_findings 0
@@ -40,6 +34,7 @@ def findings_text(findings: Sequence[Finding], records: Records, job: Job, *, at
         *finding_lines(rows),
         *metric_lines("diagnosed_records", "gauge", "Diagnosed records.", [({}, records.num_records)]),
         *metric_lines("refused_lines", "gauge", "Rejected lines of records.", [({}, records.num_refused)]),
+        # so that an alarm notices a diagnosis that has stopped
         *metric_lines("diagnosis_timestamp_seconds", "gauge", "Time of the diagnosis, since 1970.", [({}, at)]),
         *_rank_lines(job),
     ]
@@ -59,14 +54,7 @@ def finding_lines(findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def metric_lines(name: str, kind: str, description: str, samples: Samples) -> Iterator[str]:
-    """Yield a metric's lines; none if it has no samples.
-
-    Args:
-        name: Without the leading `thinwire_`.
-        kind: `gauge` or `counter`.
-        description: One line.
-        samples: Labels and value of each; values that are no finite number are left out.
-    """
+    """Yield the lines of the metric `thinwire_NAME`; values that are no finite number are left out."""
     known = [(labels, value) for labels, value in samples if isinstance(value, int | float) and math.isfinite(value)]
     if known:
         yield f"# HELP thinwire_{name} {description}"

@@ -105,9 +105,6 @@ class Policy:
 class Steering:
     """Decides on actions, once for each cause.
 
-    Args:
-        policy: Limits.
-
     Attributes:
         unsure: Causes below the least confidence, decided again when they exceed it.
 

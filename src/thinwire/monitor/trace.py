@@ -23,11 +23,6 @@ _Slice = tuple[float, float, int, str, str, dict[str, Any]]
 def to_trace(job: Job, findings: Sequence[Finding] = (), *, most_events: int = MOST_EVENTS) -> dict[str, Any]:
     """Return the object of a trace; the latest events where there are too many.
 
-    Args:
-        job: On one clock.
-        findings: Shown where they began.
-        most_events: How many slices are kept.
-
     Example:
         >>> from thinwire.runlog.reader import from_records
         >>> from thinwire.runlog.records import Span

@@ -72,9 +72,6 @@ def rate_of(transfers: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
     Other work can hold a transfer up and never speeds one up, so the shortest time of each size counts.
 
-    Args:
-        transfers: Bytes and seconds, of one size or more.
-
     Example:
         >>> rate_of([(25_000, 0.03), (100_000, 0.09), (100_000, 0.5)])
         (10000000.0, 0.01)

@@ -23,9 +23,6 @@ class Curve:
     The last point is always there. A point that is not beyond the last one takes the place of all that are not before
     it: a run that was resumed writes anew what it had written after its checkpoint.
 
-    Args:
-        most: How many points are kept at most.
-
     Example:
         >>> curve = Curve(most=4)
         >>> for x in range(9):

@@ -45,10 +45,6 @@ class Feed:
     """Changes of a run's snapshot: one thread polls the run, and any number of others wait for news.
 
     Polling pauses while no client has asked for `_IDLE_S`.
-
-    Args:
-        follower: The run's follower.
-        period_s: Time between two polls.
     """
 
     def __init__(self, follower: RunFollower, *, period_s: float = PERIOD_S) -> None:
@@ -75,10 +71,6 @@ class Feed:
 
     def after(self, version: int, *, wait_s: float) -> tuple[int, str]:
         """Wait for sections newer than `version`, and return the latest version and one JSON object.
-
-        Args:
-            version: Version that the caller has; 0 for none.
-            wait_s: Longest wait.
 
         Returns:
             The same version and an empty text if nothing changed in time.
@@ -129,11 +121,7 @@ class DashboardPage:
     policy: str  # the Content-Security-Policy header
 
     def holding(self, state: str) -> bytes:
-        """Return the page as UTF-8 with a run's state in it, so that a saved copy shows it too.
-
-        Args:
-            state: One JSON object, or nothing.
-        """
+        """Return the page as UTF-8 with a run's state in it, so that a saved copy shows it too."""
         # within a script of data nothing but < can end it or begin another
         return f"{self.before}{state.replace('<', chr(92) + 'u003c') or 'null'}{self.after}".encode()
 
@@ -193,12 +181,6 @@ def check_token(token: str) -> str:
 
 class DashboardServer(ThreadingHTTPServer):
     """Serves one run; `serve_forever` and `shutdown` are those of `http.server`.
-
-    Args:
-        feed: Of the run.
-        host: Address to listen at.
-        port: Port, 0 for any free one.
-        token: What every request must prove; none only where `host` is of this machine alone.
 
     Raises:
         ValueError: There is no token where one is needed.

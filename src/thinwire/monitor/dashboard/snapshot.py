@@ -339,11 +339,7 @@ class RunFollower:
         return self._sources.poll()
 
     def sections(self, *, now: float | None = None) -> dict[str, Any]:
-        """Return the state of the run by section, as JSON types.
-
-        Args:
-            now: Seconds since 1970; the clock's by default.
-        """
+        """Return the state of the run by section, as JSON types."""
         at = time.time() if now is None else now
         sources, (config, summary, downtime) = self._sources, (one.value for one in self._objects.values())
         self._analyse()
@@ -463,11 +459,6 @@ class RunFollower:
 
 def snapshot(folder: Path, *, now: float | None = None, diagnoses_all: bool = False) -> dict[str, Any]:
     """Return the state of a run's folder as JSON types.
-
-    Args:
-        folder: The run's folder, in progress or finished.
-        now: Seconds since 1970; the clock's by default.
-        diagnoses_all: See `RunFollower`.
 
     Raises:
         DataError: There is no such folder.

@@ -38,14 +38,10 @@ _Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
 
 
 class RejectedLines:
-    """Rejected lines and files: counted, and the first few quoted.
-
-    Attributes:
-        count: Number of lines and files.
-    """
+    """Rejected lines and files: counted, and the first few quoted."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0  # number of lines and files
         self._quoted: list[str] = []
 
     def add(self, where: str, reason: str) -> None:
@@ -61,22 +57,15 @@ class RejectedLines:
 
 
 class ObjectFile:
-    """A file that holds one JSON object and is written whole: read again only when it changed.
-
-    Args:
-        path: The file; it may be created later.
-        refused: Receives the errors.
-
-    Attributes:
-        value: The object; None while the file is missing or holds none.
-        changed_at: Time of the last write, seconds since 1970; None while the file is missing.
-    """
+    """A file that holds one JSON object and is written whole: read again only when it changed."""
 
     def __init__(self, path: Path, refused: RejectedLines) -> None:
         self._path = path
         self._refused = refused
         self._seen: tuple[int, int, int] | None = None
+        # the object; None while the file is missing or holds none
         self.value: dict[str, Any] | None = None
+        # time of the last write, seconds since 1970; None while the file is missing
         self.changed_at: float | None = None
 
     def poll(self) -> bool:
@@ -147,22 +136,17 @@ class TransferEntry:
 
 
 class CoordinatorLog:
-    """Members of an elastic run and their state, from the coordinator's journal.
-
-    Attributes:
-        members: By replica: host, membership state, and its progress when that last changed.
-        is_finished: Whether the run is over.
-        is_there: Whether there was any line.
-    """
+    """Members of an elastic run and their state, from the coordinator's journal."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
         """Forget all."""
+        # by replica: host, membership state, and its progress when that last changed
         self.members: dict[int, dict[str, Any]] = {}
-        self.is_finished = False
-        self.is_there = False
+        self.is_finished = False  # whether the run is over
+        self.is_there = False  # whether there was any line
         self._messages: deque[str] = deque(maxlen=_MOST_MESSAGES)
 
     def take(self, line: dict[str, Any]) -> None:
@@ -263,16 +247,7 @@ class _StreamTraffic:
 
 
 class LinkTotals:
-    """Sums over all transfers that one replica wrote, by (from, to), and over those that it sent, by stream.
-
-    Args:
-        rank: The rank that wrote them.
-
-    Attributes:
-        latest_s: The latest end of a transfer, on this replica's clock.
-        earliest_s: The earliest begin.
-        streams: What it sent, by the name of the stream.
-    """
+    """Sums over all transfers that one replica wrote, by (from, to), and over those that it sent, by stream."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -281,9 +256,10 @@ class LinkTotals:
     def restart(self) -> None:
         """Forget all transfers."""
         self._links: dict[Cell, _Traffic] = defaultdict(_Traffic)
+        # what it sent, by the name of the stream
         self.streams: dict[str, _StreamTraffic] = defaultdict(_StreamTraffic)
-        self.latest_s = 0.0
-        self.earliest_s = 0.0
+        self.latest_s = 0.0  # the latest end of a transfer, on this replica's clock
+        self.earliest_s = 0.0  # the earliest begin
 
     def add(
         self, *, stream: str, peer: int, is_sent: bool, num_bytes: int, started_s: float, done_s: float, failed: bool
@@ -337,11 +313,7 @@ def _share_after(since_s: float, started_s: float, done_s: float) -> float:
 
 
 class PathTraffic:
-    """The latest readings of each planned path that one rank sends over.
-
-    Args:
-        rank: The rank that wrote them.
-    """
+    """The latest readings of each planned path that one rank sends over."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -445,21 +417,7 @@ _LEAST_SILENCE_S, _INTERVALS = 60.0, 3.0
 
 
 class Replica:
-    """The lines of one replica's metrics.
-
-    Args:
-        number: The replica.
-
-    Attributes:
-        number: The replica.
-        first: Its first line about steps; None before it.
-        last: Its latest line about steps; None before the first.
-        loss: Its training loss by step.
-        speed: Its samples per second, by seconds of its training.
-        evaluations: Its parts of the latest evaluations, by step.
-        warnings: The latest, with their steps.
-        error: The error with which it ended; empty while it goes on.
-    """
+    """The lines of one replica's metrics."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -467,13 +425,15 @@ class Replica:
 
     def restart(self) -> None:
         """Forget all lines: the file is read again."""
-        self.first: StepMetrics | None = None
-        self.last: StepMetrics | None = None
-        self.loss = Curve()
-        self.speed = Curve()
+        self.first: StepMetrics | None = None  # its first line about steps; None before it
+        self.last: StepMetrics | None = None  # its latest line about steps; None before the first
+        self.loss = Curve()  # its training loss by step
+        self.speed = Curve()  # its samples per second, by seconds of its training
+        # its parts of the latest evaluations, by step
         self.evaluations: dict[int, EvaluationMetrics] = {}
+        # the latest, with their steps
         self.warnings: deque[tuple[int, str]] = deque(maxlen=_MOST_WARNINGS)
-        self.error = ""
+        self.error = ""  # the error with which it ended; empty while it goes on
         self._interval_s = 0.0
 
     def take(self, values: dict[str, Any]) -> tuple[StepMetrics, StepMetrics | None] | None:
@@ -532,39 +492,26 @@ _Take = Callable[[dict[str, Any]], object]
 
 
 class Sources:
-    """Contents of a run's JSONL files.
-
-    Args:
-        folder: The run's folder.
-
-    Attributes:
-        replicas: By number, from the metrics.
-        links: By the rank that wrote them.
-        paths: Likewise.
-        window: The latest records.
-        rounds: By replica, of elastic runs.
-        journal: The coordinator's.
-        findings: From `findings.jsonl`.
-        actions: From `actions.jsonl`.
-        refused: Rejected lines.
-        num_left_out: Files of more ranks than are followed.
-        changes: Number of polls that read something.
-    """
+    """Contents of a run's JSONL files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, JsonlTailer] = {}
+        # by number, from the metrics
         self.replicas: dict[int, Replica] = {}
+        # by the rank that wrote them
         self.links: dict[int, LinkTotals] = {}
+        # likewise
         self.paths: dict[int, PathTraffic] = {}
-        self.window = RunWindow()
+        self.window = RunWindow()  # the latest records
+        # by replica, of elastic runs
         self.rounds: dict[int, AppliedRounds] = {}
-        self.journal = CoordinatorLog()
-        self.findings = Findings()
-        self.actions = Actions()
-        self.refused = RejectedLines()
-        self.num_left_out = 0
-        self.changes = 0
+        self.journal = CoordinatorLog()  # the coordinator's
+        self.findings = Findings()  # from `findings.jsonl`
+        self.actions = Actions()  # from `actions.jsonl`
+        self.refused = RejectedLines()  # rejected lines
+        self.num_left_out = 0  # files of more ranks than are followed
+        self.changes = 0  # number of polls that read something
 
     def poll(self) -> bool:
         """Read what is new, a piece of each file, and return whether more is there."""

@@ -15,18 +15,13 @@ _MOST_PARTS = 1 << 13
 
 
 class RunWindow:
-    """Latest records of all ranks: from their recorders, or from their lines of metrics and transfers without one.
-
-    Attributes:
-        ranks: Ranks with files.
-        recorded: Of these, those with a recorder, which reports open operations too.
-    """
+    """Latest records of all ranks: from their recorders, or from their lines of metrics and transfers without one."""
 
     def __init__(self) -> None:
         self._kept = RecordWindow(most_records=MOST_RECORDS)
         self._parts: dict[int, dict[tuple[int, int, str], int]] = {}
-        self.ranks: set[int] = set()
-        self.recorded: set[int] = set()
+        self.ranks: set[int] = set()  # ranks with files
+        self.recorded: set[int] = set()  # of these, those with a recorder, which reports open operations too
 
     def restart(self, rank: int) -> None:
         """Forget what a rank has written."""

@@ -93,17 +93,7 @@ def is_at_once(one: Change | Finding, other: Change | Finding) -> bool:
 
 
 class Baseline:
-    """Usual duration: median and spread of the logarithms of the latest values that were not suspicious.
-
-    Args:
-        config: Constants.
-
-    Attributes:
-        middle: Median.
-        scale: Spread.
-        shift: Mean score.
-        longest: Longest value over the median.
-    """
+    """Usual duration: median and spread of the logarithms of the latest values that were not suspicious."""
 
     __slots__ = ("_config", "_fresh", "_values", "longest", "middle", "scale", "shift")
 
@@ -111,9 +101,9 @@ class Baseline:
         self._config = config
         self._values: deque[float] = deque(maxlen=config.max_history)
         self._fresh = 0
-        self.middle = math.nan
-        self.scale = config.min_scale
-        self.shift = self.longest = 0.0
+        self.middle = math.nan  # median
+        self.scale = config.min_scale  # spread
+        self.shift = self.longest = 0.0  # longest value over the median
 
     @property
     def is_known(self) -> bool:
@@ -215,18 +205,14 @@ class PeerGroup:
 
 
 class _Pair:
-    """Consecutive values of one detector that are well beyond all usual values of its peers, and do not overlap.
-
-    Attributes:
-        begin: Round and time of the first.
-    """
+    """Consecutive values of one detector that are well beyond all usual values of its peers, and do not overlap."""
 
     __slots__ = ("_count", "_done_s", "_peers", "begin")
 
     def __init__(self, peers: PeerGroup) -> None:
         self._peers = peers
         self._count, self._done_s = 0, -math.inf
-        self.begin = (-1, 0.0)
+        self.begin = (-1, 0.0)  # round and time of the first
 
     def add(self, round: int, begin_s: float, end_s: float, excess: float) -> bool:
         """Add a value after `PeerGroup.is_far` has seen it, and return whether the pair is complete."""
@@ -245,10 +231,6 @@ class ChangePointDetector:
     Args:
         config: Constants.
         peers: Detectors of the same kind; with them, a few values beyond all usual ones of the group are an alarm.
-
-    Attributes:
-        change: Latest alarm, which lasts or has ended; None without one.
-        excess: Round, time and log ratio to the usual duration, of each value with a baseline.
 
     Example:
         >>> detector = ChangePointDetector()
@@ -278,8 +260,9 @@ class ChangePointDetector:
         self._held: list[tuple[Baseline, float]] = []  # values of a sum that has not decided yet
         self._newest, self._num_late, self._num_values = -1, 0, 0
         self._long: deque[int] = deque(maxlen=config.often)
-        self.change: Change | None = None
+        self.change: Change | None = None  # latest alarm, which lasts or has ended; None without one
         # four times the default baseline, whatever the own one holds
+        # round, time and log ratio to the usual duration, of each value with a baseline
         self.excess: deque[tuple[int, float, float]] = deque(maxlen=4 * CUSUM.max_history)
 
     def add(
@@ -374,13 +357,7 @@ class ChangePointDetector:
             self._held.clear()
 
     def soon(self, round: int, time_s: float, *, size_class: int = 0) -> Change | None:
-        """Return the alarm that a value will raise which has not ended, and is far beyond all usual ones already.
-
-        Args:
-            round: Of the open value.
-            time_s: Its duration so far.
-            size_class: See `add`.
-        """
+        """Return the alarm that a value will raise which has not ended, and is far beyond all usual ones already."""
         base, peers = self._bases.get(size_class), self._peers
         if peers is None or base is None or not base.is_known:
             return None

@@ -112,13 +112,7 @@ def dead_wires(job: Job) -> tuple[Explanation | None, int]:
 
 
 def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerWires | None:
-    """Return the place where a byte takes longer than before; None if no link explains it.
-
-    Args:
-        job: All records.
-        since_s: Begin of the slowdown, by the reference clock.
-        until_s: Its end.
-    """
+    """Return the place where a byte takes longer than before; None if no link explains it."""
     heavy = heavy_ways(job)
     seen: dict[Cell, tuple[float, int]] = {}
     usual_s: dict[Cell, float] = {}
@@ -152,12 +146,7 @@ def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerW
 
 
 def usual_and_now(job: Job, *, latest: int) -> dict[Cell, tuple[float, float]]:
-    """Return the seconds that a byte takes over each link, usually and lately.
-
-    Args:
-        job: All records.
-        latest: Number of the latest values that show the present.
-    """
+    """Return the seconds that a byte takes over each link, usually and lately."""
     heavy = heavy_ways(job)
     found: dict[Cell, tuple[float, float]] = {}
     for cell in sorted({*heavy, *job.probes}):

@@ -210,13 +210,7 @@ class DelayMatrix:
 def slower_than_peers(
     groups: Mapping[_Group, Mapping[Cell, float]], host_of: Mapping[int, str], *, ratio: float
 ) -> Iterator[tuple[_Group, Explanation, float]]:
-    """Yield the place of links that were slow from the start, and the median of all links, for each group of like ones.
-
-    Args:
-        groups: Seconds of each link's messages, by what makes them alike.
-        host_of: The host of each rank.
-        ratio: To the median, of the place.
-    """
+    """Yield the place of links that were slow from the start, and the median of all, for each group of like links."""
     for group, cells in sorted(groups.items()):
         middle_s = median(list(cells.values()))
         ratios = {cell: math.log(max(time_s, 1e-6) / max(middle_s, 1e-6)) for cell, time_s in cells.items()}

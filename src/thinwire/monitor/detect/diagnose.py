@@ -165,10 +165,6 @@ def findings_of(job: Job, history: DetectorState | None = None) -> list[Finding]
 def find_in_nccl(records: NcclRecords, *, trust: float = 1.0) -> list[Finding]:
     """Return the findings from the records of NCCL's own tools.
 
-    Args:
-        records: Of all ranks and times.
-        trust: Share of the lines that could be used, in [0, 1].
-
     Example:
         >>> find_in_nccl(NcclRecords())
         []

@@ -184,11 +184,7 @@ def _merged(found: list[Finding]) -> list[Finding]:
 
 
 def limits_s(operations: Iterable[Operation]) -> tuple[float, float]:
-    """Return the limits of an operation in seconds if a rank is silent, and if all live, from earlier operations.
-
-    Args:
-        operations: In the order of their sequence numbers.
-    """
+    """Return the limits of an operation in seconds if a rank is silent, and if all live, from earlier ones in order."""
     posted: dict[int, list[float]] = defaultdict(list)
     durations: dict[int, float] = {}
     latest: dict[int, tuple[float, int]] = {}
@@ -220,10 +216,6 @@ def _longest_usual_s(durations: Mapping[int, float], latest: Mapping[int, tuple[
 
     A duration that occurred once, with the same rank last, and not in recent operations was a fault. One that recurs,
     as with evaluation or checkpoints on one rank, is usual, and so are those of the latest operations.
-
-    Args:
-        durations: Seconds by sequence number, in order.
-        latest: When the last rank came, and which.
     """
     numbers = sorted(durations)
     recent = set(numbers[-HANGS.near_operations :])

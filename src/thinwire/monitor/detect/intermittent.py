@@ -74,13 +74,7 @@ def _share(values: Sequence[_Value], least: float, latest: int | None) -> float:
 
 
 def flapping_of(watch: ChangePointDetector, *, least: float, usual: float) -> Flapping | None:
-    """Return the bad times of a link with good ones between, if they are no chance.
-
-    Args:
-        watch: Its times.
-        least: The logarithm of the ratio from which a message is bad.
-        usual: Which share of its messages may be.
-    """
+    """Return the bad times of a link with good ones between, if they are no chance."""
     values = list(watch.excess)[-INTERMITTENT.window :]
     values = _above(_lately(values), values)
     bad = [index for index, (_, _, excess) in enumerate(values) if excess >= least]
@@ -94,11 +88,7 @@ def flapping_of(watch: ChangePointDetector, *, least: float, usual: float) -> Fl
 
 
 class BothWays:
-    """Detector of links whose messages are long both ways at once, repeatedly.
-
-    Args:
-        watches: Of all links.
-    """
+    """Detector of links whose messages are long both ways at once, repeatedly."""
 
     def __init__(self, watches: Mapping[Cell, ChangePointDetector]) -> None:
         self._watches = watches

@@ -249,11 +249,7 @@ def link_times(job: Job) -> LinkTimes:
 
 
 class LinkHistory:
-    """History of all links, updated with new records.
-
-    Attributes:
-        newest: Latest round taken in; -1 without one.
-    """
+    """History of all links, updated with new records."""
 
     def __init__(self) -> None:
         self._times = LinkTimes()
@@ -265,7 +261,7 @@ class LinkHistory:
         self._classes: dict[int, int] = {}
         self._open: list[Message] = []
         self._endpoints = EndpointHistory()
-        self.newest = -1
+        self.newest = -1  # latest round taken in; -1 without one
 
     def take(self, job: Job, *, settled_s: float | None = None) -> LinkTimes:
         """Take new messages in, and return the history of the links whose ends are in the job.

@@ -195,11 +195,7 @@ class RecordWindow:
         }  # fmt: skip
 
     def records(self, *, without: Collection[int] = frozenset()) -> Records:
-        """Return the kept records.
-
-        Args:
-            without: Ranks that do not take part any more; records by them and about them are left out.
-        """
+        """Return the kept records, but those by and about ranks that take no part any more."""
         found = Records(
             operations=self._kept[Operation].values(), transfers=self._kept[TransferEnd].values(),
             spans=self._kept[Span].values(), flows=self._kept[Flow].values(), probes=self._kept[Probe].values(),
@@ -290,12 +286,6 @@ class LiveDetector:
     becomes exact is no second cause. A hang that may be a very slow link or rank has ended after twice its duration
     without another, so that it is reported once and not for each message.
 
-    Args:
-        updates_until_new: Updates in a row with a finding.
-        updates_until_over: Updates in a row without it.
-        most_records: See `RecordWindow`.
-        own_host: See `HeartbeatDelays`.
-
     Attributes:
         num_failed: Updates at which the detectors themselves failed, without findings.
         problem: Latest of these errors.
@@ -325,11 +315,7 @@ class LiveDetector:
         return frozenset(self._window.ranks())
 
     def update(self, *, without: Collection[int] = frozenset()) -> list[News]:
-        """Run the detectors, and return the findings that are new or have ended since the last update.
-
-        Args:
-            without: Ranks that do not take part any more, or are paused.
-        """
+        """Run the detectors, and return the findings that are new or have ended since the last update."""
         try:
             job = build(self._window.records(without=without), self._book)
             job.late_s = self._lateness.take(job)

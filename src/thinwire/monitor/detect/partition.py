@@ -82,12 +82,7 @@ def cut_off(job: Job, inside: Collection[int], *, since_s: float) -> Finding | N
 
 
 def partitioned(job: Job, finding: Finding) -> Finding:
-    """Return a finding about silent ranks, with less confidence if few hosts are heard.
-
-    Args:
-        job: All records.
-        finding: Names ranks or hosts that are silent.
-    """
+    """Return a finding about silent ranks, with less confidence if few hosts are heard."""
     named = ranks_of(finding.places, job.host_of)
     hosts = {job.host_of[rank] for rank in job.last_seen_s if rank not in job.goodbyes}
     heard = {

@@ -113,24 +113,14 @@ def _rate(job: Job, cell: Cell) -> float | None:
 
 
 def is_dead(job: Job, messages: Sequence[Message]) -> bool:
-    """Return whether the links of late messages are dead: no byte arrives, though live ones have keep-alives.
-
-    Args:
-        job: All records.
-        messages: Those that both ends are ready for.
-    """
+    """Return whether the links of late messages are dead: no byte arrives, though live ones have keep-alives."""
     late = [m for m in messages if m.begin_s is not None and job.now_s - m.begin_s >= PROGRESS.min_wait_s]
     cells = {(m.source, m.destination) for m in late}
     return bool(cells) and cells <= job.signalled and all(_still_s(job, cell) >= PROGRESS.dead_s for cell in cells)
 
 
 def is_still(job: Job, messages: Sequence[Message]) -> bool:
-    """Return whether no byte has arrived for a second over the links of all late messages.
-
-    Args:
-        job: All records.
-        messages: Those that both ends are ready for.
-    """
+    """Return whether no byte has arrived for a second over the links of all late messages."""
     late = [m for m in messages if m.begin_s is not None and job.now_s - m.begin_s >= PROGRESS.min_wait_s]
     return bool(late) and all(_still_s(job, (m.source, m.destination)) >= PROGRESS.min_wait_s for m in late)
 

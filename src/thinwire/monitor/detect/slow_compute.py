@@ -180,26 +180,17 @@ def work_times(job: Job) -> WorkTimes:
 
 
 class WorkHistory:
-    """History of the compute of all ranks, updated with new records.
-
-    Attributes:
-        newest: Latest step taken in; -1 without one.
-    """
+    """History of the compute of all ranks, updated with new records."""
 
     def __init__(self) -> None:
         self._times = WorkTimes()
         self._plain, self._compared = PeerGroup(), PeerGroup()
         self._taken: dict[int, int] = {}
         self._held: dict[int, dict[int, Work]] = {}  # by step, then by rank; incomplete steps
-        self.newest = -1
+        self.newest = -1  # latest step taken in; -1 without one
 
     def take(self, job: Job, *, is_all: bool) -> WorkTimes:
-        """Take new compute in, and return the history of the ranks in the job.
-
-        Args:
-            job: Latest records.
-            is_all: Whether all records are there.
-        """
+        """Take new compute in, and return the history of the ranks in the job."""
         times = self._times
         works = {rank: works for rank, works in work_of(job).items() if rank not in job.unsteady}
         for rank, own in works.items():

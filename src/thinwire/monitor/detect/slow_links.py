@@ -78,17 +78,12 @@ def _slow_places(
 
 
 class _Search:
-    """Search for one slow place after the other.
-
-    Attributes:
-        left: Links that no place explains.
-        refused: Alarms that no place explains.
-    """
+    """Search for one slow place after the other."""
 
     def __init__(self, job: Job, times: LinkTimes, *, is_over: bool, without: Collection[Cell]) -> None:
         self._job, self._times, self._is_over = job, times, is_over
-        self.left = {cell for cell in times.watches if cell not in without}
-        self.refused: set[frozenset[Cell]] = set()
+        self.left = {cell for cell in times.watches if cell not in without}  # links that no place explains
+        self.refused: set[frozenset[Cell]] = set()  # alarms that no place explains
         self._alone: dict[frozenset[Cell], Change] = {}
         for cell in self.left:
             change = _change_of(times.watches[cell], times.alone.get(cell, times.watches[cell]))

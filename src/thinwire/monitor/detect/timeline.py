@@ -177,12 +177,7 @@ def rank_ranges(ranks: Iterable[int]) -> str:
 
 
 def build(records: Records, book: SightingBook | None = None) -> Job:
-    """Bring records to one clock, and pair both ends of messages.
-
-    Args:
-        records: All of a job, or its latest ones.
-        book: Messages that bound the clocks, from earlier records; updated.
-    """
+    """Bring records to one clock, and pair both ends of messages."""
     job = Job(communicators=records.communicators, has_beats=bool(records.beats), nccl=records.nccl)
     clock_of = _places(job, records)
     ends = _latest_reports(records.transfers)

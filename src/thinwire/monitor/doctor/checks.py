@@ -140,12 +140,7 @@ def _version_of(package: str) -> str:
 
 
 def check_versions(builds: Builds, *, needs_pyzmq: bool) -> Check:
-    """Say what is installed, and whether a secret can be used.
-
-    Args:
-        builds: What is installed.
-        needs_pyzmq: Whether a secret is to be used.
-    """
+    """Say what is installed, and whether a secret can be used."""
     found = f"thinwire {__version__}, Python {builds.python}, torch {builds.torch}, pyzmq {builds.pyzmq or '-'}"
     if builds.pyzmq:
         return ok("versions", found)
@@ -201,13 +196,7 @@ def check_secret(path: Path | None) -> Check:
 
 
 def check_folder(name: str, folder: Path, *, free_bytes: Callable[[Path], int] | None = None) -> Check:
-    """Write a file into a folder, or into the nearest one above it that exists, and look at the free space.
-
-    Args:
-        name: What the folder is for.
-        folder: It need not exist; it is not made.
-        free_bytes: Tells the free space; asks the file system by default.
-    """
+    """Write a file into a folder, or into the nearest one above it that exists, and look at the free space."""
     place = folder.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -226,11 +215,7 @@ def check_folder(name: str, folder: Path, *, free_bytes: Callable[[Path], int] |
 
 
 def check_open_files(limit: int | None = None) -> Check:
-    """Look at how many files and sockets this process may open.
-
-    Args:
-        limit: The limit; by default this process's own.
-    """
+    """Look at how many files and sockets this process may open."""
     if limit is None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
@@ -241,12 +226,7 @@ def check_open_files(limit: int | None = None) -> Check:
 
 
 def check_memory(available: int | None = None, total: int | None = None) -> Check:
-    """Look at the free memory.
-
-    Args:
-        available: Bytes that can be had; asks the system by default.
-        total: Bytes that the machine has, likewise.
-    """
+    """Look at the free memory."""
     memory = psutil.virtual_memory()
     available = memory.available if available is None else available
     found = f"{format_bytes(available)} of {format_bytes(memory.total if total is None else total)} are free"
@@ -257,14 +237,7 @@ def check_memory(available: int | None = None, total: int | None = None) -> Chec
 def check_speed(
     *, threads: int | None = None, cores: float | None = None, product_s: Callable[[int], float] | None = None
 ) -> Check:
-    """Time a small matrix product with torch's threads and with one: too many threads are slower than one.
-
-    Args:
-        threads: Torch's threads; those of this process by default.
-        cores: Cores that this process may use; by default as the scheduler and the container say.
-        product_s: Tells the seconds of a product of two float32 matrices `(512, 512)` with so many threads; measures
-            by default.
-    """
+    """Time a product of two float32 matrices `(512, 512)` with torch's threads and with one: many may be slower."""
     threads = torch.get_num_threads() if threads is None else threads
     cores = usable_cores() if cores is None else cores
     measure = product_s or _product_s
@@ -286,11 +259,7 @@ def check_speed(
 
 
 def usable_cores(limit: Path = _CPU_LIMIT) -> float:
-    """Return how many cores this process may use: those it is bound to, or fewer where its container has a limit.
-
-    Args:
-        limit: The kernel's file with the container's limit.
-    """
+    """Return how many cores this process may use: those it is bound to, or fewer where its container has a limit."""
     # Linux alone says which cores a process is bound to
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = float(bound)
@@ -363,14 +332,7 @@ def check_own_name(hostname: str, *, find: FindAddresses = addresses_of_name) ->
 def choose(
     *, interface: str | None, address: str | None, gloo_interface: str | None, target: str | None
 ) -> Chosen | Check:
-    """Choose the address as `thinwire.connect` does, and say why; a check where none can be chosen.
-
-    Args:
-        interface: That of `--interface`.
-        address: That of `--address`.
-        gloo_interface: The variable GLOO_SOCKET_IFNAME.
-        target: An IPv4 address that is to be reached; without one, the default route counts.
-    """
+    """Choose the address as `thinwire.connect` does, and say why; a check where none can be chosen."""
     named = interface or (gloo_interface or "").split(",")[0]
     why = "--interface" if interface else "the variable GLOO_SOCKET_IFNAME"
     try:
@@ -417,12 +379,7 @@ def _no_route(target: str | None, addresses: Mapping[str, Sequence[str]]) -> Che
 
 
 def check_own_address(chosen: Chosen, *, target: str | None) -> Check:
-    """Check the address that the other hosts receive.
-
-    Args:
-        chosen: What was chosen.
-        target: The address that is to be reached, if there is one.
-    """
+    """Check the address that the other hosts receive."""
     found = f"{chosen.address} on {chosen.interface}: {chosen.why}"
     address = ipaddress.ip_address(chosen.address)
     remedy = "name an interface or address that the others reach: --interface, --address"
@@ -443,12 +400,7 @@ def check_own_address(chosen: Chosen, *, target: str | None) -> Check:
 
 
 def check_port(address: str, *, connect: Callable[[str, int], None] | None = None) -> Check:
-    """Listen on a free port of the address, and reach it from this host.
-
-    Args:
-        address: IPv4.
-        connect: Opens a connection to an address and a port, and closes it.
-    """
+    """Listen on a free port of the address, and reach it from this host."""
     try:
         with listen(address, backlog=1) as listener:
             port = listener.getsockname()[1]
@@ -467,11 +419,7 @@ def check_port(address: str, *, connect: Callable[[str, int], None] | None = Non
 
 
 def check_firewall(root: Path = Path("/")) -> Check:
-    """Look for a firewall that is switched on; its rules are not read.
-
-    Args:
-        root: The folder that holds `etc`, `run` and `proc`.
-    """
+    """Look for a firewall that is switched on; its rules are not read."""
     ufw = _text(root / "etc/ufw/ufw.conf")
     is_on = {
         "ufw": re.search(r"^\s*ENABLED\s*=\s*yes", ufw, re.MULTILINE | re.IGNORECASE) is not None,
@@ -494,12 +442,7 @@ def _text(path: Path) -> str:
 
 
 def check_mtu(interface: str, *, mtu: int | None = None) -> Check:
-    """Look at the largest packet that an interface sends.
-
-    Args:
-        interface: Its name.
-        mtu: Bytes; asks the kernel by default.
-    """
+    """Look at the largest packet that an interface sends."""
     if mtu is None:
         status = psutil.net_if_stats().get(interface)
         if status is None:

@@ -41,10 +41,6 @@ def run_checks(config: DoctorConfig, *, ask: Ask | None = None) -> Iterator[Chec
 
     Nothing is changed. A port is opened for a moment, and files are written that have no name.
 
-    Args:
-        config: Settings.
-        ask: Asks the other host for its version and clock.
-
     Raises:
         ValueError: The target is no address, a number is out of range, or interface and address are both given.
 

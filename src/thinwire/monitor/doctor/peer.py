@@ -132,13 +132,7 @@ def check_name(host: str, *, find: FindAddresses = addresses_of_name) -> tuple[C
 
 
 def try_connection(address: Address, *, deadline_s: float, source: str | None = None) -> Attempt:
-    """Open a TCP connection and close it, with no word said.
-
-    Args:
-        address: Where.
-        deadline_s: Seconds at most.
-        source: The address of this host to come from; the kernel's choice by default.
-    """
+    """Open a TCP connection and close it, with no word said."""
     began_s = time.perf_counter()
     failure, reason = None, ""
     try:
@@ -195,12 +189,7 @@ def _remedy(attempt: Attempt, address: Address) -> str:
 
 
 def is_torch_store(address: Address, *, deadline_s: float) -> bool:
-    """Tell whether torch's TCPStore answers at an address; it is asked for an echo, and nothing is read or changed.
-
-    Args:
-        address: Where.
-        deadline_s: Seconds for the connection and for the answer, each at most.
-    """
+    """Tell whether torch's TCPStore answers at an address; it is asked for an echo, and nothing is read or changed."""
     hello = _STORE_QUERY.pack(_STORE_VALIDATE, _STORE_MAGIC) + _STORE_QUERY.pack(_STORE_PING, _STORE_NONCE)
     answer = b""
     try:
@@ -219,12 +208,7 @@ def is_torch_store(address: Address, *, deadline_s: float) -> bool:
 
 
 def check_store(address: Address, *, is_store: bool) -> Check:
-    """Say what an open store of torch's exposes.
-
-    Args:
-        address: Where this host asked.
-        is_store: Whether torch's store answered there.
-    """
+    """Say what an open store of torch's exposes."""
     name, where = "torch store", f"{address.host}, port {address.port}"
     if not is_store:
         return ok(name, f"no store of torch answers at {where}")
@@ -250,12 +234,7 @@ class PathSize:
 
 
 def measure_path(address: str, *, mtu: int) -> PathSize:
-    """Send packets that may not be cut to pieces to an unused UDP port; the other host's kernel says that they came.
-
-    Args:
-        address: IPv4; for IPv6 nothing is measured.
-        mtu: Size of the large packet in bytes, the interface's MTU.
-    """
+    """Send packets that may not be cut to an unused UDP port over IPv4; the other host's kernel says that they came."""
     if not sys.platform.startswith("linux") or ":" in address:
         return PathSize(path_bytes=None)
     small, _ = _echo(address, _SMALL_BYTES)
@@ -291,13 +270,7 @@ def _is_answered(probe: socket.socket, size: int) -> bool:
 
 
 def check_path(found: PathSize, *, mtu: int, interface: str) -> Check:
-    """Judge whether full packets pass.
-
-    Args:
-        found: What was measured.
-        mtu: The interface's, in bytes.
-        interface: Its name.
-    """
+    """Judge whether full packets pass."""
     name = "packet size"
     size = found.path_bytes
     if size is None:
@@ -324,12 +297,7 @@ def check_path(found: PathSize, *, mtu: int, interface: str) -> Check:
 
 
 def check_advertised(listen: ListenConfig, *, deadline_s: float) -> Check:
-    """Listen on the first port of a host, and dial what the others would dial for it.
-
-    Args:
-        listen: Where it listens, and what it advertises.
-        deadline_s: Seconds that the connection may take.
-    """
+    """Listen on the first port of a host, and dial what the others would dial for it."""
     name = "advertised address"
     try:
         listener = socket.create_server(
@@ -388,14 +356,7 @@ def check_replicas(info: Info, *, attempt: Try) -> Check:
 def check_info(
     address: Address, *, ask: Ask | None, clock: Callable[[], float] = time.time, attempt: Try | None = None
 ) -> list[Check]:
-    """Compare the other host's version and clock with ours, and dial its replicas.
-
-    Args:
-        address: Who is asked.
-        ask: Asks; None where nobody can be asked.
-        clock: Ours, in seconds since 1970.
-        attempt: Tries to connect to a replica; None leaves that out.
-    """
+    """Compare the other host's version and clock with ours, and dial its replicas."""
     if ask is None:
         reason = "only a job's coordinator tells them, to those with its secret: give the words to join by, or --secret"
         return [skipped("other version", reason), skipped("clock", reason)]
@@ -476,13 +437,7 @@ def _times_faster(one: Route, other: Route) -> float:
 
 
 def measure_routes(address: Address, held: Mapping[str, str], *, deadline_s: float) -> list[Route]:
-    """Connect to another host through each interface of this one.
-
-    Args:
-        address: Where.
-        held: An address of this host on each interface.
-        deadline_s: Seconds for all connections over one interface.
-    """
+    """Connect to another host through each interface of this one."""
     routes = []
     for interface, own in held.items():
         times_s, until_s = list[float](), time.monotonic() + deadline_s

@@ -160,13 +160,7 @@ class _Late:
 
 
 def find_late(all_series: Iterable[CollectiveSeries], numbers: Numbers, *, trust: float) -> list[Finding]:
-    """Return one finding for each rank or host that others wait for and that does not wait for another.
-
-    Args:
-        all_series: Operations side by side.
-        numbers: The job's own number of each rank.
-        trust: Part of the lines that could be used, in [0, 1].
-    """
+    """Return one finding for each rank or host that others wait for and that does not wait for another."""
     told: dict[tuple[str, tuple[int, ...]], list[_Late]] = defaultdict(list)
     for series in all_series:
         for late in _late_in(series):

@@ -62,12 +62,7 @@ class Unchanged:
 
 
 class RasHistory:
-    """All answers of RAS, in order.
-
-    Args:
-        snapshots: At least one, the latest last.
-        trust: Part of the lines that could be used, in [0, 1].
-    """
+    """All answers of RAS, in order."""
 
     def __init__(self, snapshots: Sequence[Snapshot], trust: float) -> None:
         self.snapshots = snapshots

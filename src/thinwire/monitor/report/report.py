@@ -108,12 +108,7 @@ _ROWS = {
 
 
 def trouble(folder: Path, *, is_diagnosed: bool = True) -> list[str]:
-    """Return a section on findings as parts of HTML; the files are untrusted, and rejected lines are listed.
-
-    Args:
-        folder: The run's folder, with `findings.jsonl`, `actions.jsonl` and `downtime.json` where they were written.
-        is_diagnosed: Whether the run had a live diagnosis.
-    """
+    """Return a section on findings as parts of HTML; the files are untrusted, and rejected lines are listed."""
     refused, findings, actions = RejectedLines(), Findings(), Actions()
     _read(folder / "findings.jsonl", findings, refused)
     _read(folder / "actions.jsonl", actions, refused)
@@ -250,11 +245,7 @@ def _model(folder: Path) -> list[str]:
 
 
 def samples(folder: Path) -> list[str]:
-    """Return a section on texts that the model wrote before and after training; nothing without `samples.json`.
-
-    Args:
-        folder: The run's folder. The file is untrusted: a list of objects with `prompt`, `before` and `after`.
-    """
+    """Return a section on texts that the model wrote before and after training; the file is untrusted."""
     try:
         with open_regular(folder / SAMPLES) as file:
             content = file.read(_MOST_SAMPLE_BYTES + 1)
