@@ -18,7 +18,7 @@ from tests.synthetic_jobs import InjectedFault
 from thinwire.errors import DataError
 from thinwire.monitor.dashboard.chart_data import Curve
 from thinwire.monitor.dashboard.snapshot import RunFollower, snapshot
-from thinwire.monitor.dashboard.window import RunWindow
+from thinwire.monitor.dashboard.sources import RunWindow
 from thinwire.monitor.detect.live import RecordWindow
 from thinwire.monitor.findings import Place
 from thinwire.runlog.reader import MOST_LINE_BYTES
@@ -77,7 +77,7 @@ def test_a_round_that_stands_still_is_open_to_the_end_of_its_lane(tmp_path: Path
 def test_the_usual_time_of_a_link_outlives_the_window_of_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thinwire.monitor.dashboard.window.MOST_RECORDS", 600)
+    monkeypatch.setattr("thinwire.monitor.dashboard.sources.MOST_RECORDS", 600)
     monkeypatch.setattr("thinwire.monitor.dashboard.snapshot._MOST_SHARE", 1e9)
     whole = {path.name: path.read_text().splitlines(keepends=True) for path in
              write_records(tmp_path / "all", SLOW, rounds=120, hosts=("a", "a", "a")).iterdir()}  # fmt: skip

@@ -94,7 +94,6 @@ def test_by_and_by_links_and_work_are_known_as_from_all_records(
     for rank, watch in all_work.own.items():
         assert told(work.own[rank], until=80) == told(watch, until=80)
         assert told(work.beside[rank], until=80) == told(all_work.beside[rank], until=80)
-        assert work.usual[rank] == all_work.usual[rank]
     alarmed = [{end.cells for end in times.ends if end.watch.change is not None} for times in (links, whole)]
     assert alarmed[0] == alarmed[1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -94,11 +94,7 @@ class Findings:
         self._over: deque[dict[str, Any]] = deque(maxlen=_MOST_OVER)
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """Add a line.
-
-        Raises:
-            ValueError: A field is missing or invalid.
-        """
+        """Add a line; a ValueError if a field is missing or invalid."""
         event = converted(line, FindingEvent)
         finding = {**finding_row(event.finding), "at": event.at}
         key: tuple[object, ...] = (event.case,)
@@ -153,31 +149,37 @@ def _cells(place: PlaceEntry) -> list[list[int | None]]:
     return []
 
 
-class Actions:
-    """The latest actions on findings, from the lines of `actions.jsonl`."""
+class LatestRows:
+    """The latest lines of a file, as rows; `row` raises a ValueError where a field is missing or invalid."""
 
-    def __init__(self) -> None:
-        self._latest: deque[dict[str, Any]] = deque(maxlen=_MOST_ACTIONS)
+    def __init__(self, row: Callable[[Mapping[str, Any]], dict[str, Any]], *, most: int) -> None:
+        self._row = row
+        self._latest: deque[dict[str, Any]] = deque(maxlen=most)
 
     def restart(self) -> None:
         """Forget all."""
         self._latest.clear()
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """Add a line.
-
-        Raises:
-            ValueError: A field is missing or invalid.
-        """
-        event = converted(line, ActionEvent)
-        self._latest.append({
-            "at": event.at, "action": text(event.action), "target": text(event.target), "is_dry_run": event.dry_run,
-            "finding": _value(event.finding), "why": text(event.why), "result": _value(event.result),
-        })  # fmt: skip
+        """Add a line."""
+        self._latest.append(self._row(line))
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return them, the latest first."""
+        """Return the rows, the latest first."""
         return list(reversed(self._latest))
+
+
+def latest_actions() -> LatestRows:
+    """Return a reader of the lines of `actions.jsonl`."""
+
+    def row(line: Mapping[str, Any]) -> dict[str, Any]:
+        event = converted(line, ActionEvent)
+        return {
+            "at": event.at, "action": text(event.action), "target": text(event.target), "is_dry_run": event.dry_run,
+            "finding": _value(event.finding), "why": text(event.why), "result": _value(event.result),
+        }  # fmt: skip
+
+    return LatestRows(row, most=_MOST_ACTIONS)
 
 
 def downtime_rows(values: Mapping[str, Any]) -> dict[str, float]:

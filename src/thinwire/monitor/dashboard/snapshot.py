@@ -449,7 +449,7 @@ class RunFollower:
         sources = self._sources
         if not sources.journal.is_there and not sources.rounds:
             return None
-        rounds = [round for _, one in sorted(sources.rounds.items()) for round in one.rounds()]
+        rounds = [round for _, one in sorted(sources.rounds.items()) for round in one.to_json()]
         latest = {round["round"]: round for round in sorted(rounds, key=lambda round: -round["reported_by"])}
         return {
             "messages": sources.journal.messages(),

@@ -16,16 +16,19 @@ from msgspec import Meta
 from thinwire.errors import DataError
 from thinwire.files import open_regular
 from thinwire.monitor.dashboard.chart_data import Curve
-from thinwire.monitor.dashboard.findings_reader import Actions, Findings, text
-from thinwire.monitor.dashboard.window import RunWindow
-from thinwire.runlog.reader import check_header, converted, parse_line, parse_object
-from thinwire.runlog.records import Count, Direction, PathReading, Rank, TransferEnd
+from thinwire.monitor.dashboard.findings_reader import Findings, LatestRows, latest_actions, text
+from thinwire.monitor.detect.live import RecordWindow
+from thinwire.runlog.reader import Records, check_header, converted, parse_line, parse_object
+from thinwire.runlog.records import Communicator, Count, Direction, PathReading, Rank, Record, Span, TransferEnd
 from thinwire.runlog.run_folder import (
+    ROUNDS,
     ErrorMetrics,
     EvaluationMetrics,
     StepMetrics,
     WarningMetrics,
+    end_of,
     join_evaluations,
+    operation_of,
     parse_metrics,
 )
 from thinwire.runlog.run_numbers import RATE_WINDOW_S
@@ -92,7 +95,7 @@ class ObjectFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberEntry:
-    """A line of the coordinator's journal about a member; secrets in the line are not taken."""
+    """A line of the coordinator's journal about a member, or one that left; secrets in the line are not taken."""
 
     replica: Rank
     host: str = ""
@@ -101,13 +104,6 @@ class MemberEntry:
     loss: _Finite = 0.0
     tokens_s: _Finite = 0.0
     paused: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaveEntry:
-    """A line of the coordinator's journal about a member that left."""
-
-    replica: Rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,11 +146,7 @@ class CoordinatorLog:
         self._messages: deque[str] = deque(maxlen=_MOST_MESSAGES)
 
     def take(self, line: dict[str, Any]) -> None:
-        """Add a line.
-
-        Raises:
-            ValueError: A field is missing or invalid.
-        """
+        """Add a line; a ValueError if a field is missing or invalid."""
         self.is_there = True
         match line.get("what"):
             case "member":
@@ -166,7 +158,7 @@ class CoordinatorLog:
                     "step": entry.step, "loss": entry.loss, "samples_per_s": entry.tokens_s, "is_paused": entry.paused,
                 }  # fmt: skip
             case "gone":
-                own = self.members.get(converted(line, LeaveEntry).replica)
+                own = self.members.get(converted(line, MemberEntry).replica)
                 if own is not None and own["state"] != "done":
                     own["state"] = "gone"
             case "finding":
@@ -179,32 +171,12 @@ class CoordinatorLog:
         return list(reversed(self._messages))
 
 
-class AppliedRounds:
-    """The latest rounds that one replica applied, from its `rounds-replica-N.jsonl`."""
-
-    def __init__(self, replica: int) -> None:
-        self._replica = replica
-        self._rounds: deque[dict[str, Any]] = deque(maxlen=_MOST_ROUNDS)
-
-    def restart(self) -> None:
-        """Forget all."""
-        self._rounds.clear()
-
-    def take(self, line: dict[str, Any]) -> None:
-        """Add a line.
-
-        Raises:
-            ValueError: A field is missing or invalid.
-        """
-        entry = converted(line, RoundEntry)
-        self._rounds.append({
-            "round": entry.round, "fragment": entry.fragment, "launch_step": entry.launch_step, "at": entry.at_s,
-            "members": entry.members[:_MOST_MEMBERS], "is_counted": entry.is_counted, "reported_by": self._replica,
-        })  # fmt: skip
-
-    def rounds(self) -> list[dict[str, Any]]:
-        """Return them, the latest first."""
-        return list(reversed(self._rounds))
+def _round_row(replica: int, line: Mapping[str, Any]) -> dict[str, Any]:
+    entry = converted(line, RoundEntry)
+    return {
+        "round": entry.round, "fragment": entry.fragment, "launch_step": entry.launch_step, "at": entry.at_s,
+        "members": entry.members[:_MOST_MEMBERS], "is_counted": entry.is_counted, "reported_by": replica,
+    }  # fmt: skip
 
 
 RECENT_S = 10.0
@@ -444,7 +416,14 @@ class Replica:
         """
         match parse_metrics(values, source="the line"):
             case StepMetrics() as line:
-                return self._take_step(line)
+                before = self.last if self.last is not None and self.last.step < line.step else None
+                self.first = self.first or line
+                self.last, self.error = line, ""  # a resumed run goes on after an error
+                if before is not None:
+                    self._interval_s = max(0.0, line.time_s - before.time_s)
+                self.loss.add(line.step, line.loss)
+                self.speed.add(line.time_s, line.samples_per_s)
+                return line, before
             case EvaluationMetrics() as part:
                 self.evaluations[part.step] = part
                 if len(self.evaluations) > _MOST_EVALUATIONS:
@@ -454,16 +433,6 @@ class Replica:
             case WarningMetrics(step=step, message=message):
                 self.warnings.append((step, message[:_MOST_TEXT]))
         return None
-
-    def _take_step(self, line: StepMetrics) -> tuple[StepMetrics, StepMetrics | None]:
-        before = self.last if self.last is not None and self.last.step < line.step else None
-        self.first = self.first or line
-        self.last, self.error = line, ""  # a resumed run goes on after an error
-        if before is not None:
-            self._interval_s = max(0.0, line.time_s - before.time_s)
-        self.loss.add(line.step, line.loss)
-        self.speed.add(line.time_s, line.samples_per_s)
-        return line, before
 
     @property
     def silence_s(self) -> float:
@@ -483,6 +452,71 @@ class Replica:
             "sent_bits_per_s": line.sent_bits_per_s, "peak_bits_per_s": line.peak_bits_per_s,
             "rounds_in_flight": line.rounds_in_flight, "time_s": line.time_s,
         }  # fmt: skip
+
+
+MOST_RECORDS = 6_000
+_MOST_PARTS = 1 << 13
+
+
+class RunWindow:
+    """Latest records of all ranks: from their recorders, or from their lines of metrics and transfers without one."""
+
+    def __init__(self) -> None:
+        self._kept = RecordWindow(most_records=MOST_RECORDS)
+        self._parts: dict[int, dict[tuple[int, int, str], int]] = {}
+        self.ranks: set[int] = set()  # ranks with files
+        self.recorded: set[int] = set()  # of these, those with a recorder, which reports open operations too
+
+    def restart(self, rank: int) -> None:
+        """Forget what a rank has written."""
+        self._kept.forget(rank)
+        self._parts.pop(rank, None)
+
+    def add_record(self, rank: int, record: Record) -> None:
+        """Add a record of a rank's recorder; it is more exact than metrics, which are forgotten.
+
+        Raises:
+            ValueError: It is another rank's.
+        """
+        if rank not in self.recorded:
+            self.restart(rank)
+            self.recorded.add(rank)
+        if not isinstance(record, Communicator) and record.rank != rank:
+            raise ValueError(f"a record of rank {record.rank} in the file of rank {rank}")
+        self._kept.add(record)
+
+    def add_transfer(self, rank: int, line: dict[str, Any]) -> None:
+        """Add a line of a run's transfers.
+
+        Raises:
+            ValueError: It holds what cannot be.
+        """
+        parts = self._parts.setdefault(rank, defaultdict(int))
+        for key in list(parts)[: len(parts) - _MOST_PARTS]:  # rounds that are long over
+            del parts[key]
+        self._kept.add(end_of(line, rank, parts))
+
+    def add_steps(self, rank: int, line: StepMetrics, before: StepMetrics | None) -> None:
+        """Add the work between a line of metrics and the one before, with the waiting at its end."""
+        begin_s = before.time_s if before is not None else 0.0
+        if line.time_s > begin_s:
+            work_s = (line.time_s - begin_s) * min(1.0, max(0.0, line.compute_fraction))
+            self._kept.add(Span(rank=rank, kind="compute", step=line.step, started_s=begin_s, done_s=begin_s + work_s))
+
+    def records(self) -> Records:
+        """Return the records that are kept; each replica without a recorder has a clock of its own."""
+        found = self._kept.records()
+        if self.ranks and not self.recorded:
+            ranks = tuple(sorted(self.ranks))
+            hosts = tuple(f"replica-{rank}" for rank in ranks)
+            found.communicators[ROUNDS] = Communicator(communicator=ROUNDS, ranks=ranks, hosts=hosts)
+        rounds: dict[int, dict[int, list[TransferEnd]]] = defaultdict(lambda: defaultdict(list))
+        for end in found.transfers:
+            if end.rank not in self.recorded:
+                rounds[end.rank][end.operation].append(end)
+        for own in rounds.values():
+            found.operations += [operation_of(own[round], sequence=round) for round in sorted(own)]
+        return found
 
 
 MOST_RANKS = 256
@@ -505,10 +539,10 @@ class Sources:
         self.paths: dict[int, PathTraffic] = {}
         self.window = RunWindow()  # the latest records
         # by replica, of elastic runs
-        self.rounds: dict[int, AppliedRounds] = {}
+        self.rounds: dict[int, LatestRows] = {}
         self.journal = CoordinatorLog()  # the coordinator's
         self.findings = Findings()  # from `findings.jsonl`
-        self.actions = Actions()  # from `actions.jsonl`
+        self.actions = latest_actions()  # from `actions.jsonl`
         self.refused = RejectedLines()  # rejected lines
         self.num_left_out = 0  # files of more ranks than are followed
         self.changes = 0  # number of polls that read something
@@ -575,13 +609,13 @@ class Sources:
     def _taker(self, name: str) -> tuple[_Take, list[Callable[[], None]]]:
         """Return the receiver of a file's lines, and what to do when the file is read again."""
         if (match := _NAMED.fullmatch(name)) is None:
-            takers: Mapping[str, Findings | Actions | CoordinatorLog] = {
+            takers: Mapping[str, Findings | LatestRows | CoordinatorLog] = {
                 "findings.jsonl": self.findings, "actions.jsonl": self.actions, "coordinator.jsonl": self.journal,
             }  # fmt: skip
             return takers[name].take, [takers[name].restart]
         number = int(match[2])
         if match[1] == "rounds-replica":
-            applied = self.rounds.setdefault(number, AppliedRounds(number))
+            applied = self.rounds.setdefault(number, LatestRows(partial(_round_row, number), most=_MOST_ROUNDS))
             return applied.take, [applied.restart]
         self.window.ranks.add(number)
         forget = partial(self.window.restart, number)

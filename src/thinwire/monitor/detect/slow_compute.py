@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -154,13 +154,7 @@ class WorkTimes:
     own: dict[int, ChangePointDetector] = field(default_factory=dict)  # against its own history
     # against the median of all ranks in the same step; needs three ranks
     beside: dict[int, ChangePointDetector] = field(default_factory=dict)
-    first: dict[int, list[float]] = field(default_factory=dict)  # first durations in seconds of each
     least_longer_s: float = 0.0  # growth that is reported; more if steps are found in plain calls
-
-    @property
-    def usual(self) -> dict[int, float]:
-        """Median of the first durations of each rank."""
-        return {rank: median(values) for rank, values in self.first.items() if values}
 
 
 def work_of(job: Job) -> dict[int, list[Work]]:
@@ -195,14 +189,14 @@ class WorkHistory:
         works = {rank: works for rank, works in work_of(job).items() if rank not in job.unsteady}
         for rank, own in works.items():
             if rank not in times.own:
-                times.own[rank], times.beside[rank] = (
-                    ChangePointDetector(peers=self._plain),
-                    ChangePointDetector(peers=self._compared),
-                )
-                times.first[rank] = []
+                times.own[rank] = ChangePointDetector(peers=self._plain)
+                times.beside[rank] = ChangePointDetector(peers=self._compared)
             for work in own:
                 if work.step > self._taken.get(rank, -1):
-                    self._add(rank, work)
+                    self._taken[rank] = work.step
+                    self.newest = max(self.newest, work.step)
+                    self._held.setdefault(work.step, {})[rank] = work
+                    times.own[rank].add(work.step, work.at_s, work.time_s)
         # the last step that all live ranks have done
         alive = [rank for rank in works if job.now_s - job.last_seen_s.get(rank, job.now_s) <= job.silence_s(rank)]
         steps = [self._taken[rank] for rank in alive if rank in self._taken]
@@ -212,32 +206,14 @@ class WorkHistory:
             self._compare(step, self._held.pop(step))
         if all(operation.round < 0 for own in job.operations.values() for operation in own.values()):
             times.least_longer_s = COMPUTE.min_longer_s
-        return _within(times, works)
-
-    def _add(self, rank: int, work: Work) -> None:
-        times = self._times
-        self._taken[rank] = work.step
-        self.newest = max(self.newest, work.step)
-        self._held.setdefault(work.step, {})[rank] = work
-        times.own[rank].add(work.step, work.at_s, work.time_s)
-        if len(times.first[rank]) < 4 * CUSUM.min_history:
-            times.first[rank].append(work.time_s)
+        own, beside = ({rank: known[rank] for rank in known if rank in works} for known in (times.own, times.beside))
+        return WorkTimes(own=own, beside=beside, least_longer_s=times.least_longer_s)
 
     def _compare(self, step: int, works: dict[int, Work]) -> None:
         middle = median([work.time_s for work in works.values()])
         if len(works) >= COMPUTE.min_peers and middle > 0:
             for rank, work in works.items():
                 self._times.beside[rank].add(step, work.at_s, work.time_s / middle)
-
-
-def _within(times: WorkTimes, ranks: Iterable[int]) -> WorkTimes:
-    """Return the history of some ranks."""
-    present = set(ranks)
-    kept = [rank for rank in times.own if rank in present]
-    if len(kept) == len(times.own):
-        return times
-    own, beside, first = ({rank: known[rank] for rank in kept} for known in (times.own, times.beside, times.first))
-    return WorkTimes(own=own, beside=beside, first=first, least_longer_s=times.least_longer_s)  # type: ignore[arg-type]
 
 
 def find_slow_work(job: Job, times: WorkTimes) -> list[Finding]:
@@ -257,8 +233,7 @@ def _slower_job(job: Job, times: WorkTimes) -> list[Finding]:
         return []
     found = _slow_work(job, times, times.own, everyone, Place(kind="job"))
     # ranks that share a machine become slow together under other load
-    is_relevant = _is_relevant(found, times) and (found.times_longer or 0.0) >= COMPUTE.peers_ratio
-    return [found] if is_relevant else []
+    return [found] if _is_relevant(found, times) and (found.times_longer or 0.0) >= COMPUTE.peers_ratio else []
 
 
 def _slower_ranks(job: Job, times: WorkTimes, *, is_over: bool) -> list[Finding]:
@@ -266,7 +241,10 @@ def _slower_ranks(job: Job, times: WorkTimes, *, is_over: bool) -> list[Finding]
     alarmed = [
         rank
         for rank, watch in watches.items()
-        if watch.change is not None and watch.change.is_over == is_over and _grew(times.own[rank], watch)
+        if (change := watch.change) is not None
+        and change.is_over == is_over
+        # if all others become faster, none is at fault
+        and times.own[rank].excess_in(change.since_round, change.seen_round) >= math.log(CUSUM.min_ratio) / 2
     ]
     found = []
     on: dict[str, list[int]] = defaultdict(list)
@@ -308,12 +286,6 @@ def _is_relevant(finding: Finding, times: WorkTimes) -> bool:
     return (finding.times_longer or 0.0) >= CUSUM.min_ratio and bool(longer_s >= times.least_longer_s)
 
 
-def _grew(own: ChangePointDetector, beside: ChangePointDetector) -> bool:
-    """Return whether a rank itself takes longer: if all others become faster, none is at fault."""
-    change = beside.change
-    return change is not None and own.excess_in(change.since_round, change.seen_round) >= math.log(CUSUM.min_ratio) / 2
-
-
 def _slow_work(
     job: Job, times: WorkTimes, watches: Mapping[int, ChangePointDetector], ranks: Sequence[int], place: Place
 ) -> Finding:
@@ -343,10 +315,8 @@ def _slow_work(
 
 
 def _waits(job: Job, since_s: float) -> dict[int, float]:
-    """Return the median wait of each rank in operations, by its own clock: the last rank waits least.
-
-    Operations are chosen by time, since round numbers are no step numbers.
-    """
+    """Return the median wait of each rank in operations, by its own clock: the last rank waits least."""
+    # chosen by time, since round numbers are no step numbers
     waits: dict[int, list[float]] = defaultdict(list)
     for own in job.operations.values():
         for rank, operation in own.items():
@@ -442,8 +412,7 @@ def _stalling(job: Job, times: WorkTimes, stalls: Mapping[int, tuple[int, int, f
         text=f"The work of {place} takes {longer:.1f} times as long in every {period:.0f}th round.",
         confidence=0.9 * job.trust,
         remedy="collect garbage at the same step on all ranks (gc.disable and gc.collect), and move checkpoints and "
-        "data loading to "
-        "the background",
+        "data loading to the background",
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from thinwire.charts import CHART, PAGE, escape
 from thinwire.errors import DataError
 from thinwire.files import open_regular, write_whole
-from thinwire.monitor.dashboard.findings_reader import Actions, Findings, downtime_rows
+from thinwire.monitor.dashboard.findings_reader import Findings, LatestRows, downtime_rows, latest_actions
 from thinwire.monitor.dashboard.sources import ObjectFile, RejectedLines
 from thinwire.monitor.report import figures
 from thinwire.monitor.report.figures import Figure
@@ -109,7 +109,7 @@ _ROWS = {
 
 def trouble(folder: Path, *, is_diagnosed: bool = True) -> list[str]:
     """Return a section on findings as parts of HTML; the files are untrusted, and rejected lines are listed."""
-    refused, findings, actions = RejectedLines(), Findings(), Actions()
+    refused, findings, actions = RejectedLines(), Findings(), latest_actions()
     _read(folder / "findings.jsonl", findings, refused)
     _read(folder / "actions.jsonl", actions, refused)
     found, done = findings.to_json(), actions.to_json()
@@ -128,7 +128,7 @@ def trouble(folder: Path, *, is_diagnosed: bool = True) -> list[str]:
     return [*parts, *(f'<p class="note">{escape(f"Not read: {words}")}</p>' for words in refused.quoted())]
 
 
-def _read(path: Path, receiver: Findings | Actions, refused: RejectedLines) -> None:
+def _read(path: Path, receiver: Findings | LatestRows, refused: RejectedLines) -> None:
     file = JsonlTailer(path)
     while True:
         _, lines = file.poll()
