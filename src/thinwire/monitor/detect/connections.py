@@ -121,13 +121,10 @@ def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerW
         if len(before) >= CONNECTIONS.min_before and len(after) >= CONNECTIONS.min_after:
             at = CONNECTIONS.median_of if cell in heavy else CONNECTIONS.quartile_of
             # the first values count too: a link that has been slow for long is not compared with itself
-            usual_s[cell] = max(
-                min(_low(before[: CONNECTIONS.latest], at), _low(before[-CONNECTIONS.latest :], at)), CONNECTIONS.min_s
-            )
-            seen[cell] = (
-                math.log(max(_low(after[-CONNECTIONS.latest :], at), CONNECTIONS.min_s) / usual_s[cell]),
-                len(after),
-            )
+            least_s = min(_low(before[: CONNECTIONS.latest], at), _low(before[-CONNECTIONS.latest :], at))
+            usual_s[cell] = max(least_s, CONNECTIONS.min_s)
+            now_s = max(_low(after[-CONNECTIONS.latest :], at), CONNECTIONS.min_s)
+            seen[cell] = math.log(now_s / usual_s[cell]), len(after)
     # a busy machine slows all links alike, which two ways alone cannot show
     common = max(0.0, min((longer for longer, _ in seen.values()), default=0.0)) if len(seen) > 2 else 0.0
     # bursts differ from the job's own bytes in size, so they only show whether a link is slow too
@@ -172,12 +169,12 @@ def _before_and_after(
         after = [point for point in points if since_s <= point[0] <= until_s]
         return [each_s for _, each_s in seconds_a_byte(before)], [each_s for _, each_s in seconds_a_byte(after)]
     probes = job.probes[cell]
-    before_it = [each_s for _, done_s, each_s in probes if done_s <= since_s]
-    settled_s = (
-        since_s + CONNECTIONS.settled_s
-    )  # the fault may have come in the middle of the first operation that was slow
-    after_it = [each_s for began_s, _, each_s in probes if settled_s <= began_s <= until_s]
-    return before_it, after_it
+    # the fault may have come in the middle of the first operation that was slow
+    settled_s = since_s + CONNECTIONS.settled_s
+    return (
+        [each_s for _, done_s, each_s in probes if done_s <= since_s],
+        [each_s for began_s, _, each_s in probes if settled_s <= began_s <= until_s],
+    )
 
 
 def heavy_ways(job: Job) -> set[Cell]:
@@ -276,7 +273,7 @@ def find_slow_flows(job: Job) -> list[Finding]:
             break
         until_s = math.inf if change.until_s is None else change.until_s
         wires = slower_wires(job, change.since_s, until_s) if _are_calls_alike(job, change.since_s, until_s) else None
-        if wires is None or not _is_explained_by(wires, cells) or _will_be_placed(job, wires, change):
+        if wires is None or not _is_found(job, wires, change, cells):
             continue
         if has_rounds and change.until_s is None and not _is_still_so(job, wires, change):
             continue
@@ -337,19 +334,17 @@ def _are_calls_alike(job: Job, since_s: float, until_s: float) -> bool:
     return most <= CONNECTIONS.alike * least
 
 
-def _is_explained_by(wires: SlowerWires, cells: frozenset[Cell]) -> bool:
+def _is_found(job: Job, wires: SlowerWires, change: Change, cells: frozenset[Cell]) -> bool:
     """Return whether a place has a link that raised the alarm, and is slow enough to be reported."""
     explained = wires.explained
     if not cells & explained.cells or explained.excess < math.log(DELAYS.min_endpoint):
         return False
     # bursts share nothing, so a single link that they show too is no access that is shared more than before
-    return not explained.is_wire_alone or max(wires.times, wires.burst_times) >= DELAYS.min_link
-
-
-def _will_be_placed(job: Job, wires: SlowerWires, change: Change) -> bool:
-    """Return whether the next bursts over other links may decide between several places."""
+    if explained.is_wire_alone and max(wires.times, wires.burst_times) < DELAYS.min_link:
+        return False
+    # the next bursts over other links may decide between several places
     is_young = change.until_s is None and job.now_s - change.since_s < CONNECTIONS.undecided_s
-    return is_young and len(wires.explained.places) > 1 and is_probed(job)
+    return not (is_young and len(explained.places) > 1 and is_probed(job))
 
 
 def _is_still_so(job: Job, wires: SlowerWires, change: Change) -> bool:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.collectives import may_be_placed_soon, placed_hang
@@ -22,7 +23,7 @@ from thinwire.monitor.detect.progress import PROGRESS, is_dead, is_still, slow_r
 from thinwire.monitor.detect.thread_activity import activity_of, silent_activity
 from thinwire.monitor.detect.timeline import Job, Message
 from thinwire.monitor.detect.wait_graph import WaitGraph
-from thinwire.monitor.findings import Evidence, Finding, Place, joined
+from thinwire.monitor.findings import Evidence, EvidenceKind, Finding, Place, joined
 from thinwire.runlog.records import FULL_DISK, Operation
 
 
@@ -65,6 +66,12 @@ class _Standstill:
     def round(self) -> int:
         first = next(iter(self.inside.values()))
         return first.round if first.round >= 0 else self.sequence
+
+    def evidence(self, job: Job, kind: EvidenceKind, **values: Any) -> Evidence:
+        return Evidence(
+            kind, waited_s=round(max(0.0, job.now_s - self.since_s), 3), communicator=self.communicator,
+            operation=self.sequence, longer_than_s=round(self.limit_s, 3), **values,
+        )  # fmt: skip
 
 
 def find_hangs(job: Job) -> list[Finding]:
@@ -119,18 +126,15 @@ def _given_up(job: Job) -> list[Finding]:
 def _ranks_that_gave_up(job: Job, communicator: str) -> set[int]:
     """Return the ranks that ended without an own error inside an operation with a failed message."""
     failed = {
-        (rank, m.operation)
-        for m in job.messages
+        (rank, m.operation) for m in job.messages
         if m.communicator == communicator and m.error and m.received_done_s is None
         for rank in (m.source, m.destination)
-    }
+    }  # fmt: skip
     return {
-        rank
-        for (name, number), ops in job.operations.items()
-        if name == communicator
+        rank for (name, number), ops in job.operations.items() if name == communicator
         for rank, op in ops.items()
         if op.done_s is None and (rank, number) in failed and not job.goodbyes.get(rank, (0.0, "lives"))[1]
-    }
+    }  # fmt: skip
 
 
 def _hang_at_end(job: Job, communicator: str, ranks: Set[int], *, first: int, first_s: float) -> Finding:
@@ -257,9 +261,8 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
     inside = {rank: op for rank, op in ops.items() if op.done_s is None}
     since_s = max(op.posted_s for op in inside.values())
     still_s = job.now_s - since_s
-    has_ended = set(inside) <= set(job.goodbyes) and not missing
-    if has_ended:  # all of its ranks have ended, without a fault of their own
-        return None
+    if set(inside) <= set(job.goodbyes) and not missing:
+        return None  # all of its ranks have ended, without a fault of their own
     # a rank that has ended is named only if no live one is missing: that one is the cause
     ended = () if missing else _awaited(job, communicator, sequence, members & set(job.goodbyes))
     missing = missing or ended
@@ -282,28 +285,17 @@ def _awaited(job: Job, communicator: str, sequence: int, ended: Set[int]) -> tup
 
     An elastic run goes on without a rank that has left: an operation has ended since. Messages show who waits for whom.
     """
-    last: dict[int, Operation] = {}
-    latest_done = -1
-    for (name, number), ops in job.operations.items():
-        if name == communicator:
-            last |= {rank: op for rank, op in ops.items() if rank in ended and number >= _number(last.get(rank))}
-            latest_done = max(latest_done, number if any(op.done_s is not None for op in ops.values()) else -1)
+    own = sorted((number, ops) for (name, number), ops in job.operations.items() if name == communicator)
+    last = {rank: op for _, ops in own for rank, op in ops.items() if rank in ended}
+    done = [number for number, ops in own if any(op.done_s is not None for op in ops.values())]
     messages = [m for m in job.messages if m.communicator == communicator and m.operation == sequence]
     open_ends = {rank for m in messages if m.received_done_s is None for rank in (m.source, m.destination)}
-    return tuple(
-        sorted(
-            rank
-            for rank in ended
-            if latest_done <= _number(last.get(rank)) < sequence
-            and (rank not in last or last[rank].done_s is not None)
-            and (not messages or rank in open_ends)
-        )
-    )
-
-
-def _number(operation: Operation | None) -> int:
-    """Return an operation's sequence number; -1 without one."""
-    return -1 if operation is None else operation.sequence
+    return tuple(sorted(
+        rank for rank in ended
+        if (rank not in last or last[rank].done_s is not None)
+        and max(done, default=-1) <= (last[rank].sequence if rank in last else -1) < sequence
+        and (not messages or rank in open_ends)
+    ))  # fmt: skip
 
 
 def _has_stuck(job: Job, communicator: str, sequence: int, *, is_long: bool) -> bool:
@@ -391,24 +383,20 @@ def _at_roots(
 def _deadlock(job: Job, still: _Standstill, graph: WaitGraph, circle: frozenset[int]) -> Finding:
     """Return that ranks wait for each other, each in an operation that another one has not come to."""
     first = min(circle)
-    steps = graph.path(first, {first})
-    named_steps = []
-    for rank, wait, other in steps:
+    steps = []
+    for rank, wait, other in graph.path(first, {first}):
         one = wait.inside[rank]
-        name = (
-            f"{one.kind} {wait.sequence} of {job.group_name(wait.communicator)}{f' at {one.site}' if one.site else ''}"
-        )
-        named_steps.append(f"{rank} waits for {other} in {name}")
-    chain = "; ".join(named_steps)
+        name = f"{one.kind} {wait.sequence} of {job.group_name(wait.communicator)}"
+        steps.append(f"{rank} waits for {other} in {name}{f' at {one.site}' if one.site else ''}")
+    chain = "; ".join(steps)
     waiting = sorted(graph.waiting_for(circle) | circle)
     named = ", ".join(map(str, sorted(circle)))
     return Finding(
         kind="desync", places=(Place(kind="rank", ranks=tuple(sorted(circle))),), since_s=still.since_s,
         since_round=still.round, seen_round=still.round,
-        evidence=Evidence(
-            "deadlock", communicator=still.communicator, operation=still.sequence, waiting=waiting[:32],
-            waited_s=round(job.now_s - still.since_s, 3), longer_than_s=round(still.limit_s, 3),
-            last_sign_s=round(min(job.last_seen_s[rank] for rank in circle), 3), wait_chain=chain,
+        evidence=still.evidence(
+            job, "deadlock", waiting=waiting[:32], wait_chain=chain,
+            last_sign_s=round(min(job.last_seen_s[rank] for rank in circle), 3),
         ),
         text=f"Ranks {named} wait for each other in a circle: rank {chain}. They call these operations in "
         "different order.",
@@ -467,10 +455,8 @@ def _ended_early(job: Job, still: _Standstill) -> Finding:
     return Finding(
         kind="non-communication hang", places=(place,), since_s=ended_s, since_round=still.round,
         seen_round=still.round,
-        evidence=Evidence(
-            "ended_rank", communicator=still.communicator, operation=still.sequence, waiting=waiting[:32],
-            waited_s=round(max(0.0, job.now_s - still.since_s), 3), longer_than_s=round(still.gone_s, 3),
-            last_sign_s=round(ended_s, 3), last_operation=last,
+        evidence=replace(still, limit_s=still.gone_s).evidence(
+            job, "ended_rank", waiting=waiting[:32], last_sign_s=round(ended_s, 3), last_operation=last,
             wait_chain=f"{named} wait{'s' * (len(waiting) == 1)} for {', '.join(map(str, ended))}",
         ),
         text=f"{place.title} said goodbye without an error after operation {last} of "
@@ -512,11 +498,9 @@ def _outside(
         places=(place,),
         since_s=min(last_s, still.since_s) if gone else still.since_s,
         since_round=still.round, seen_round=still.round,
-        evidence=Evidence(
-            "missing_rank", communicator=still.communicator, operation=still.sequence,
+        evidence=still.evidence(
+            job, "missing_rank", last_sign_s=round(last_s, 3), wait_chain=_chain(still, messages, culprits),
             waiting=sorted({*still.inside, *(graph.waiting_for(culprits) if graph else ())} - set(culprits))[:32],
-            waited_s=round(job.now_s - still.since_s, 3), longer_than_s=round(still.limit_s, 3),
-            last_sign_s=round(last_s, 3), wait_chain=_chain(still, messages, culprits),
             activity=None if activity is None else activity.text, stack=None if activity is None else activity.stack,
         ),
         text=f"{place.title} has {came} operation {still.sequence} of {job.group_name(still.communicator)}{sitting}; "
@@ -534,10 +518,7 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
         return slow
     stuck = [m for m in messages if m.is_stuck or (m.error and m.received_done_s is None)]
     if (partial := one_sided(job, still.inside, since_s=still.since_s)) is not None:
-        evidence = partial.evidence.with_values(
-            communicator=still.communicator, operation=still.sequence,
-            waited_s=round(job.now_s - still.since_s, 3), longer_than_s=round(still.limit_s, 3),
-        )  # fmt: skip
+        evidence = still.evidence(job, "one_sided", **partial.evidence)
         return replace(partial, since_round=still.round, seen_round=still.round, evidence=evidence)
     cells: dict[Cell, float] = {
         (m.source, m.destination): 0.0 for m in messages if m.received_done_s is not None and m.sent_posted_s
@@ -568,11 +549,10 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
         kind="communication hang",
         places=places,
         since_s=still.since_s, since_round=still.round, seen_round=still.round,
-        evidence=Evidence(
-            "stuck_message", communicator=still.communicator, operation=still.sequence,
-            stuck=[f"{m.source} -> {m.destination}" for m in stuck][:16],
-            arrived=sum(m.received_done_s is not None for m in messages), waited_s=round(job.now_s - still.since_s, 3),
-            longer_than_s=round(still.limit_s, 3), errors=sorted({m.error for m in messages if m.error})[:4],
+        evidence=still.evidence(
+            job, "stuck_message", stuck=[f"{m.source} -> {m.destination}" for m in stuck][:16],
+            arrived=sum(m.received_done_s is not None for m in messages),
+            errors=sorted({m.error for m in messages if m.error})[:4],
         ), text=text, confidence=confidence * job.trust,
         remedy="look at this wire: routes, firewalls, cables; thinwire doctor HOST:PORT there tests the size of its "
         "packets; send the same bytes over it outside of the job",

@@ -100,13 +100,17 @@ class BothWays:
                    for way in (pair, pair[::-1]))
         ]  # fmt: skip
         looked_at = {*self._often, *pairs[:: 1 + len(pairs) // INTERMITTENT.max_pairs]} if self._often else set()
-        joint = {
-            pair: _joint(watches[pair], watches[pair[::-1]])[-INTERMITTENT.window :]
-            for pair in pairs
-            if pair in looked_at
-        }
-        self._lately = {pair: _lately(values) for pair, values in joint.items()}
-        self._values = {pair: _above(self._lately[pair], values) for pair, values in joint.items()}
+        self._lately: dict[Cell, float] = {}
+        self._values: dict[Cell, list[_Value]] = {}
+        for pair in pairs:
+            if pair in looked_at:
+                # the lesser excess of both ways, for each round
+                back = {number: excess for number, _, excess in watches[pair[::-1]].excess}
+                there = watches[pair].excess
+                joint = [(number, at_s, min(own, back[number])) for number, at_s, own in there if number in back]
+                values = joint[-INTERMITTENT.window :]
+                self._lately[pair] = _lately(values)
+                self._values[pair] = _above(self._lately[pair], values)
 
     def flapping(self) -> dict[Cell, Flapping]:
         """Return the bad times of each intermittent link, under both of its ways."""
@@ -159,12 +163,6 @@ def _lately(values: Sequence[_Value]) -> float:
 
 def _above(level: float, values: Sequence[_Value]) -> list[_Value]:
     return [(number, at_s, excess - level) for number, at_s, excess in values]
-
-
-def _joint(there: ChangePointDetector, back: ChangePointDetector) -> list[_Value]:
-    """Return the lesser excess of both ways, for each round."""
-    others = {number: excess for number, _, excess in back.excess}
-    return [(number, at_s, min(own, others[number])) for number, at_s, own in there.excess if number in others]
 
 
 def _without_changes(values: Sequence[_Value], bad: list[int], watches: Iterable[ChangePointDetector]) -> list[int]:
@@ -243,7 +241,12 @@ def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
     flapping: dict[Cell, Flapping] = {}
     often: Mapping[Cell, ChangePointDetector] = times.watches
     for least in sorted(INTERMITTENT.bad):
-        often = {cell: watch for cell, watch in often.items() if _is_often_bad(watch, least)}
+        often = {
+            cell: watch for cell, watch in often.items()
+            if watch.is_often_long(of=INTERMITTENT.window + 1)
+            and sum(excess >= least for _, _, excess in islice(reversed(watch.excess), INTERMITTENT.window))
+            >= INTERMITTENT.min_bad
+        }  # fmt: skip
         usual = usual_share(times.watches, least) if often else 0.0
         for cell, watch in often.items():
             found = flapping_of(watch, least=least, usual=usual)
@@ -281,16 +284,8 @@ def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
             times_longer=round(longer, 2), explained=round(explained.fit, 3),
         ),
         text=f"Messages over {named} took {longer:.1f} times as long as usual in {len(first.episodes)} bad times, "
-        "and as "
-        "usual between them.",
+        "and as usual between them.",
         confidence=(0.9 if len(explained.places) == 1 else 0.5) * job.trust,
         remedy="look at cable, plug and signal quality; make deadlines longer than a bad time, or leave this link out",
         probe=probe_for(explained.places),
     )]  # fmt: skip
-
-
-def _is_often_bad(watch: ChangePointDetector, least: float) -> bool:
-    if not watch.is_often_long(of=INTERMITTENT.window + 1):
-        return False
-    latest = islice(reversed(watch.excess), INTERMITTENT.window)
-    return sum(excess >= least for _, _, excess in latest) >= INTERMITTENT.min_bad

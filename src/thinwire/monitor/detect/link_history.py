@@ -143,7 +143,11 @@ class EndpointHistory:
         if len(watches) != len(self._cells):
             self._cells = frozenset(watches)
             named = _endpoints_of(self._cells)
-            self._endpoints = {key: self._endpoints.get(key) or _endpoint(*key) for key in named}
+            self._endpoints = {
+                (rank, own): self._endpoints.get((rank, own))
+                or Endpoint(rank=rank, cells=own, watch=ChangePointDetector(ENDPOINT_CUSUM))
+                for rank, own in named
+            }
             self._taken = {cells: self._taken.get(cells, -1) for _, cells in named}
         since = min(self._taken.values(), default=-1)
         ordered = _rounds(watches, since=since, until=until)
@@ -153,10 +157,6 @@ class EndpointHistory:
         if ordered:
             self._taken = dict.fromkeys(self._taken, ordered[-1][0])
         return [*self._endpoints.values()]
-
-
-def _endpoint(rank: int, cells: frozenset[Cell]) -> Endpoint:
-    return Endpoint(rank=rank, cells=cells, watch=ChangePointDetector(ENDPOINT_CUSUM))
 
 
 def _endpoints_of(cells: Collection[Cell]) -> list[tuple[int, frozenset[Cell]]]:
@@ -336,10 +336,8 @@ class LinkHistory:
     def _add(self, job: Job, cell: Cell, round: int, classed: int, message: Message, share_s: float) -> None:
         times, time_s, at_s = self._times, max(message.transfer_s or 0.0, 0.0), message.received_done_s or 0.0
         if cell not in times.watches:
-            times.watches[cell], times.alone[cell] = (
-                ChangePointDetector(peers=self._plain),
-                ChangePointDetector(peers=self._shared),
-            )
+            times.watches[cell] = ChangePointDetector(peers=self._plain)
+            times.alone[cell] = ChangePointDetector(peers=self._shared)
         watch, alone = times.watches[cell], times.alone[cell]
         classed_so, error_s = _measured(job, message, classed)
         if error_s > LINKS.max_error * time_s:
@@ -407,16 +405,12 @@ def _beside(job: Job, fresh: Collection[Message], *, is_all: bool) -> list[Messa
     """Return the messages that may have shared an access with new ones."""
     # forged records may show an arrival before the begin
     since_s = min((min(one.begin_s or 0.0, one.received_done_s or 0.0) for one in fresh), default=math.inf)
+    open_s = math.inf if is_all else job.now_s - LINKS.lost_s
     return [
-        one
-        for one in job.messages
-        if (not is_all and _may_come(one, job.now_s) if one.received_done_s is None else one.received_done_s >= since_s)
-    ]
-
-
-def _may_come(message: Message, now_s: float) -> bool:
-    begin_s = message.begin_s
-    return begin_s is not None and not message.error and begin_s > now_s - LINKS.lost_s
+        one for one in job.messages
+        if (one.received_done_s >= since_s if one.received_done_s is not None
+            else not one.error and (begin_s := one.begin_s) is not None and begin_s > open_s)
+    ]  # fmt: skip
 
 
 def _within(times: LinkTimes, job: Job) -> LinkTimes:

@@ -40,25 +40,15 @@ def one_sided(job: Job, inside: Collection[int], *, since_s: float) -> Finding |
     peers = _peers(job, observers)
     if not observers or not peers or peers & set(job.last_seen_s):
         return None
-    waits = {
-        m.source: m
-        for m in job.messages
-        if m.destination in observers and m.source in peers and m.received_done_s is None
-    }
-    came = {
-        peer: [m.received_done_s for m in job.messages
-               if m.source == peer and m.destination in observers and m.received_done_s is not None]
-        for peer in waits
-    }  # fmt: skip
-    silent_s = {peer: job.now_s - max(times, default=-math.inf) for peer, times in came.items()}
+    incoming = [m for m in job.messages if m.destination in observers and m.source in peers]
+    came_s = {m.source: -math.inf for m in incoming if m.received_done_s is None}
+    for m in incoming:
+        if m.source in came_s and m.received_done_s is not None:
+            came_s[m.source] = max(came_s[m.source], m.received_done_s)
+    silent_s = {peer: job.now_s - at_s for peer, at_s in came_s.items()}
     longest_s = max(silent_s.values(), default=0.0)
-    quiet = tuple(
-        sorted(
-            peer
-            for peer, own_s in silent_s.items()
-            if own_s >= PARTITION.alike * longest_s and not _is_live(job, peer, observers)
-        )
-    )
+    far = [peer for peer, own_s in silent_s.items() if own_s >= PARTITION.alike * longest_s]
+    quiet = tuple(sorted(peer for peer in far if not _is_live(job, peer, observers)))
     # the last message of the peer may have arrived before: then only what was sent to it has an error
     is_given_up = any(
         m.error and m.received_done_s is None for m in job.messages if m.source in peers or m.destination in peers
@@ -76,9 +66,7 @@ def one_sided(job: Job, inside: Collection[int], *, since_s: float) -> Finding |
 def cut_off(job: Job, inside: Collection[int], *, since_s: float) -> Finding | None:
     """Return that the only host with records hears from none of its peers; None if it hears from one."""
     found = one_sided(job, inside, since_s=since_s)
-    if found is None:
-        return None
-    return found if len(found.evidence["not_heard"]) == found.evidence["num_peers"] > 1 else None
+    return found if found and len(found.evidence["not_heard"]) == found.evidence["num_peers"] > 1 else None
 
 
 def partitioned(job: Job, finding: Finding) -> Finding:
@@ -127,19 +115,17 @@ def _peers(job: Job, observers: Collection[int]) -> set[int]:
 
 def _is_live(job: Job, peer: int, observers: Collection[int]) -> bool:
     """Return whether bytes of a peer have arrived lately, of keep-alives or messages."""
-    for rank in observers:
-        seen = job.arrivals.get((peer, rank), [])
-        moved = [later[0] for early, later in pairwise(seen) if later[1] > early[1]]
-        if moved and job.now_s - moved[-1] <= PARTITION.silent_s:
-            return True
-    return False
+    return any(
+        later[1] > early[1] and job.now_s - later[0] <= PARTITION.silent_s
+        for rank in observers
+        for early, later in pairwise(job.arrivals.get((peer, rank), []))
+    )
 
 
 def _suspects(
     job: Job, observers: list[int], peers: Collection[int], quiet: tuple[int, ...]
 ) -> tuple[tuple[Place, ...], float, str]:
-    own_hosts = tuple(sorted({job.host_of[rank] for rank in observers}))
-    own = Place(kind="host", hosts=own_hosts)
+    own = Place(kind="host", hosts=tuple(sorted({job.host_of[rank] for rank in observers})))
     who = _ranks(observers)
     if len(peers) > 1 and len(quiet) == len(peers):
         text = f"Nothing comes from any of the {len(peers)} peers of {who}: likely {own} or its link is cut off"

@@ -40,23 +40,25 @@ PROGRESS = ProgressConfig()
 
 def slow_wires(job: Job, messages: Sequence[Message]) -> Finding | None:
     """Return that messages of an operation are under way and slow; None if one of them does not move."""
-    late = [
-        m for m in messages if m.is_stuck and m.begin_s is not None and job.now_s - m.begin_s >= PROGRESS.min_wait_s
-    ]
+    late = _late(job, [m for m in messages if m.is_stuck])
     if not late or any(m.error for m in late) or not {(m.source, m.destination) for m in late} <= set(job.arrivals):
         return None
     usual = _usual_rates(job, {(m.source, m.destination): m.num_bytes for m in late})
-    times = {cell: _times_slower(job, cell, usual_rate) for cell, usual_rate in usual.items()}
-    known = [found for found in times.values() if found is not None]
-    if len(known) < len(times) or median(known) < PROGRESS.min_ratio:
+    rates = {cell: _rate(job, cell) for cell in usual}
+    # a link without a known or with hardly any rate does not move
+    times = {
+        cell: usual[cell] / rate for cell, rate in rates.items()
+        if rate is not None and rate >= max(PROGRESS.min_bytes_a_second, PROGRESS.min_share * usual[cell])
+    }  # fmt: skip
+    longer = median(list(times.values()))
+    if len(times) < len(usual) or any(map(math.isnan, usual.values())) or longer < PROGRESS.min_ratio:
         return None
     cells: dict[Cell, float] = {(m.source, m.destination): 0.0 for m in messages if m.received_done_s is not None}
     explained = DelayMatrix(cells | dict.fromkeys(times, 1.0), job.host_of).explain()
     if explained is None:
         return None
-    longer, waited_s = median(known), max(job.now_s - (m.begin_s or 0.0) for m in late)
-    named = joined(explained.places)
-    came = sum(_rate(job, cell) or 0.0 for cell in times) / len(times)
+    waited_s, named = max(job.now_s - (m.begin_s or 0.0) for m in late), joined(explained.places)
+    came = sum(rate or 0.0 for rate in rates.values()) / len(rates)
     return Finding(
         kind="communication slow", places=explained.places,
         since_s=min(m.begin_s for m in late if m.begin_s is not None),
@@ -73,6 +75,10 @@ def slow_wires(job: Job, messages: Sequence[Message]) -> Finding | None:
     )  # fmt: skip
 
 
+def _late(job: Job, messages: Sequence[Message]) -> list[Message]:
+    return [m for m in messages if m.begin_s is not None and job.now_s - m.begin_s >= PROGRESS.min_wait_s]
+
+
 def _usual_rates(job: Job, sizes: Mapping[Cell, int]) -> dict[Cell, float]:
     """Return the usual bytes a second of messages of such sizes; NaN if unknown."""
     found: dict[Cell, list[float]] = {cell: [] for cell in sizes}
@@ -81,20 +87,8 @@ def _usual_rates(job: Job, sizes: Mapping[Cell, int]) -> dict[Cell, float]:
         if own is not None and m.transfer_s and 4 * m.num_bytes >= sizes[m.source, m.destination]:
             own.append(m.num_bytes / m.transfer_s)
     # the first messages count too: a link that has been slow for long is not compared with itself
-    return {
-        cell: max(median(own[: PROGRESS.latest_messages]), median(own[-PROGRESS.latest_messages :]))
-        if own
-        else math.nan
-        for cell, own in found.items()
-    }
-
-
-def _times_slower(job: Job, cell: Cell, usual_rate: float) -> float | None:
-    """Return the ratio of the usual rate to the present one; None if it is unknown or nothing arrives."""
-    rate = _rate(job, cell)
-    if rate is None or math.isnan(usual_rate):
-        return None
-    return usual_rate / rate if rate >= max(PROGRESS.min_bytes_a_second, PROGRESS.min_share * usual_rate) else None
+    most = PROGRESS.latest_messages
+    return {cell: max(median(own[:most]), median(own[-most:])) for cell, own in found.items()}
 
 
 def _rate(job: Job, cell: Cell) -> float | None:
@@ -114,14 +108,13 @@ def _rate(job: Job, cell: Cell) -> float | None:
 
 def is_dead(job: Job, messages: Sequence[Message]) -> bool:
     """Return whether the links of late messages are dead: no byte arrives, though live ones have keep-alives."""
-    late = [m for m in messages if m.begin_s is not None and job.now_s - m.begin_s >= PROGRESS.min_wait_s]
-    cells = {(m.source, m.destination) for m in late}
+    cells = {(m.source, m.destination) for m in _late(job, messages)}
     return bool(cells) and cells <= job.signalled and all(_still_s(job, cell) >= PROGRESS.dead_s for cell in cells)
 
 
 def is_still(job: Job, messages: Sequence[Message]) -> bool:
     """Return whether no byte has arrived for a second over the links of all late messages."""
-    late = [m for m in messages if m.begin_s is not None and job.now_s - m.begin_s >= PROGRESS.min_wait_s]
+    late = _late(job, messages)
     return bool(late) and all(_still_s(job, (m.source, m.destination)) >= PROGRESS.min_wait_s for m in late)
 
 

@@ -103,9 +103,15 @@ def compare_runs(paths: Sequence[Path]) -> Comparison:
     plain = [record.name for record in records]
     names = [name if plain.count(name) == 1 else str(record.path) for name, record in zip(plain, records, strict=True)]
     first = records[0].finished()
-    rows = tuple(_row(name, record, first.val_loss) for name, record in zip(names, records, strict=True))
     runs = dict(zip(names, records, strict=True))
-    return Comparison(rows=rows, notes=tuple(_remarks(runs)), runs=runs)
+    rows = []
+    for name, run in runs.items():
+        summary = run.finished()
+        gap = 100 * (summary.val_loss / first.val_loss - 1) if first.val_loss else math.nan
+        rows.append(ComparedRun(
+            name=name, path=str(run.path), summary=summary, gap_percent=gap if math.isfinite(gap) else None,
+        ))  # fmt: skip
+    return Comparison(rows=tuple(rows), notes=tuple(_remarks(runs)), runs=runs)
 
 
 def write_comparison(comparison: Comparison, path: Path) -> None:
@@ -124,36 +130,25 @@ def write_comparison(comparison: Comparison, path: Path) -> None:
     write_page(path, page("thinwire compare", parts=parts))
 
 
-def _row(name: str, run: RunRecord, reference: float) -> ComparedRun:
-    summary = run.finished()
-    gap = 100 * (summary.val_loss / reference - 1) if reference else math.nan
-    return ComparedRun(
-        name=name, path=str(run.path), summary=summary, gap_percent=gap if math.isfinite(gap) else None
-    )  # fmt: skip
-
-
 def _remarks(runs: Mapping[str, RunRecord]) -> list[str]:
     """Return notes on differences besides the method, which a gap may come from."""
     (first, reference), *others = runs.items()
     notes = []
     for name, run in others:
-        differences = [
-            f"{what} ({mine} against {yours})" for what, mine, yours in _subjects(run, reference) if mine != yours
-        ]
+        differences = []
+        for what, place in (("data", ("data", "source")), ("model", ("model", "name"))):
+            own, other = (
+                (record.finished().model if what == "model" else "") or str(setting(record.config, *place) or "")
+                for record in (run, reference)
+            )
+            if own != other:
+                differences.append(f"{what} ({own} against {other})")
         mine, yours, unit = run.finished().samples, reference.finished().samples, reference.finished().unit
         if abs(mine - yours) > _SAMPLES_TOLERANCE * yours:
             differences.append(f"{unit} ({format_count(mine)} against {format_count(yours)})")
         if differences:
             notes.append(f"{name} is not comparable with {first} like for like: other {', '.join(differences)}.")
     return notes
-
-
-def _subjects(run: RunRecord, reference: RunRecord) -> list[tuple[str, str, str]]:
-    data, other_data = (str(setting(record.config, "data", "source") or "") for record in (run, reference))
-    model, other = (
-        record.finished().model or str(setting(record.config, "model", "name") or "") for record in (run, reference)
-    )
-    return [("data", data, other_data), ("model", model, other)]
 
 
 def _headline(comparison: Comparison) -> str:

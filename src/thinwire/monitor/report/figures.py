@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.charts import Axis, Chart, ChartSeries, Lane, Point, lane_chart, line_chart
 from thinwire.runlog.measures import per_sample, shown_metric
-from thinwire.runlog.run_folder import EvaluationMetrics, RunRecord
+from thinwire.runlog.run_folder import EvaluationMetrics, RunRecord, StepMetrics
 from thinwire.runlog.run_numbers import RATE_WINDOW_S
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -23,6 +23,10 @@ class Figure:
     heading: str
     svg: str
     caption: str
+
+
+def _figure(chart: Chart, caption: str) -> Figure:
+    return Figure(heading=chart.title, svg=line_chart(chart), caption=caption)
 
 
 def trimmed(text: str) -> str:
@@ -68,22 +72,13 @@ def loss_against_samples(run: RunRecord) -> Figure:
     first = min(run.replicas, default=0)
     training = [
         ChartSeries(
-            name=f"training, replica {replica}",
-            points=tuple((line.step * count, line.loss) for line in record.steps),
-            colour=7 if many else replica,
+            name=f"training, replica {replica}", points=tuple((line.step * count, line.loss) for line in record.steps),
+            colour=7 if many else replica, is_faint=many, is_thin=True,
             label=f"replica {replica}" if not many else "training" if replica == first else "",
-            is_faint=many,
-            is_thin=True,
         )
         for replica, record in run.replicas.items()
-    ]
-    validation = ChartSeries(
-        name="validation",
-        label="validation",
-        is_main=True,
-        has_dots=True,
-        points=tuple((e.step * count, e.val_loss) for e in evaluations(run)),
-    )
+    ]  # fmt: skip
+    validation = _validation((e.step * count, e.val_loss) for e in evaluations(run))
     broken = sum(not math.isfinite(line.loss) for record in run.replicas.values() for line in record.steps)
     note = f" The training loss was not finite at {broken} of the log lines." if broken else ""
     chart = Chart(
@@ -93,7 +88,7 @@ def loss_against_samples(run: RunRecord) -> Figure:
         f"Validation: loss of the global parameters on held-out {_held_out(unit)}. Replicas: training loss of each, "
         "mean of each log interval."
     )
-    return Figure(heading=chart.title, svg=line_chart(chart), caption=caption + note)
+    return _figure(chart, caption + note)
 
 
 def metric_against_samples(run: RunRecord) -> list[Figure]:
@@ -103,12 +98,15 @@ def metric_against_samples(run: RunRecord) -> list[Figure]:
     if not found:
         return []
     name, of_metric, _ = found[-1][1]
-    points = tuple((place, metric[2]) for place, metric in found)
-    validation = ChartSeries(name="validation", label="validation", is_main=True, has_dots=True, points=points)
+    validation = _validation((place, metric[2]) for place, metric in found)
     y = Axis(label=name, write=lambda v: trimmed(shown_metric((name, of_metric, v))))
     chart = Chart(title=f"{name.capitalize()} against {unit}", x=samples_axis(unit), y=y, series=(validation,))
     caption = f"{name.capitalize()} of the global parameters on held-out {_held_out(unit)}."
-    return [Figure(heading=chart.title, svg=line_chart(chart), caption=caption)]
+    return [_figure(chart, caption)]
+
+
+def _validation(points: Iterable[Point]) -> ChartSeries:
+    return ChartSeries(name="validation", label="validation", is_main=True, has_dots=True, points=tuple(points))
 
 
 def _held_out(unit: str) -> str:
@@ -120,28 +118,21 @@ def loss_against_bytes(run: RunRecord) -> Figure:
     training = ChartSeries(
         name="training", label="training", colour=7, is_thin=True, points=mean_loss_against_bytes(run)
     )
-    validation = ChartSeries(
-        name="validation", label="validation", is_main=True, has_dots=True, points=validation_against_bytes(run)
-    )
+    validation = _validation(validation_against_bytes(run))
     summary = run.finished()
     would, marker = summary.allreduce_bytes, None
     if would > 0 and summary.wire_bytes_sent > 0 and would > 1.2 * summary.wire_bytes_sent:
         marker = (would, f"all-reduce at every\nstep: {format_bytes(would)}")
     chart = Chart(
-        title="Loss against bytes sent",
-        x=bytes_axis(),
-        y=loss_axis(run.finished().unit),
-        series=(training, validation),
-        marker=marker,
-        empty="nothing was sent",
-    )
-    caption = "Bytes sent, mean over replicas. Further left at the same loss is better."
-    return Figure(heading=chart.title, svg=line_chart(chart), caption=caption)
+        title="Loss against bytes sent", x=bytes_axis(), y=loss_axis(summary.unit), series=(training, validation),
+        marker=marker, empty="nothing was sent",
+    )  # fmt: skip
+    return _figure(chart, "Bytes sent, mean over replicas. Further left at the same loss is better.")
 
 
 def wire_rate(run: RunRecord) -> Figure:
     """Draw the rate at which each replica sent, mean of each log interval."""
-    span_s = _end_s(run)
+    span_s = max((record.steps[-1].time_s for record in run.replicas.values() if record.steps), default=0.0)
     window_s = max(RATE_WINDOW_S, span_s / _MOST_WINDOWS)
     lanes = []
     for replica, record in run.replicas.items():
@@ -171,34 +162,27 @@ def utilisation(run: RunRecord) -> Figure:
     many = len(run.replicas) > _MOST_LABELS
     lines = tuple(
         ChartSeries(
-            name=f"replica {replica}",
-            label="" if many else f"replica {replica}",
-            colour=7 if many else replica,
+            name=f"replica {replica}", label="" if many else f"replica {replica}", colour=7 if many else replica,
             points=tuple((line.time_s, line.compute_fraction) for line in record.steps),
         )
         for replica, record in run.replicas.items()
-    )
+    )  # fmt: skip
     y = Axis(label="share of time", write=lambda v: f"{100 * v:.3g} %", include=(0.0, 1.0))
     chart = Chart(title="Time spent computing", x=time_axis(), y=y, series=lines)
     shares = [record.steps[-1].computing for record in run.replicas.values() if record.steps]
     whole = f"; {100 * sum(shares) / len(shares):.1f} % of the whole run" if shares else ""
     caption = f"Between two log lines{whole}. In the rest of the time a replica waited for the network."
-    return Figure(heading="Time spent computing", svg=line_chart(chart), caption=caption)
+    return _figure(chart, caption)
 
 
 def evaluations(run: RunRecord) -> list[EvaluationMetrics]:
     """Return the evaluations, with the summary's as the last one where the metrics lack it."""
     found, summary = list(run.evaluations), run.finished()
     if not found or found[-1].step < summary.steps:
-        last = EvaluationMetrics(
-            step=summary.steps,
-            time_s=summary.wall_s,
-            samples=summary.samples,
-            val_loss=summary.val_loss,
-            unit=summary.unit,
-            metric=summary.metric,
-        )
-        found.append(last)
+        found.append(EvaluationMetrics(
+            step=summary.steps, time_s=summary.wall_s, samples=summary.samples, val_loss=summary.val_loss,
+            unit=summary.unit, metric=summary.metric,
+        ))  # fmt: skip
     return found
 
 
@@ -223,21 +207,21 @@ def validation_against_bytes(run: RunRecord) -> tuple[Point, ...]:
 
 def mean_loss_against_bytes(run: RunRecord) -> tuple[Point, ...]:
     """Return (mean bytes that one replica had sent, mean training loss) where all replicas wrote a line."""
-    sent = mean_bytes(run)
-    losses: dict[int, list[float]] = {}
-    for record in run.replicas.values():
-        for line in record.steps:
-            losses.setdefault(line.step, []).append(line.loss)
-    return tuple((sent[step], sum(losses[step]) / len(losses[step])) for step in sorted(sent))
+    sent, losses = mean_bytes(run), _means(run, lambda line: line.loss)
+    return tuple((sent[step], losses[step]) for step in sorted(sent))
 
 
 def mean_bytes(run: RunRecord) -> dict[int, float]:
     """Return the mean bytes sent so far by step, where all replicas wrote a line."""
-    sent: dict[int, list[int]] = {}
+    return _means(run, lambda line: line.sent_bytes)
+
+
+def _means(run: RunRecord, value: Callable[[StepMetrics], float]) -> dict[int, float]:
+    values: dict[int, list[float]] = {}
     for record in run.replicas.values():
         for line in record.steps:
-            sent.setdefault(line.step, []).append(line.sent_bytes)
-    return {step: sum(found) / len(found) for step, found in sent.items() if len(found) == len(run.replicas)}
+            values.setdefault(line.step, []).append(value(line))
+    return {step: sum(found) / len(found) for step, found in values.items() if len(found) == len(run.replicas)}
 
 
 def figures_of_runs(runs: Mapping[str, RunRecord]) -> Sequence[Figure]:
@@ -255,19 +239,12 @@ def figures_of_runs(runs: Mapping[str, RunRecord]) -> Sequence[Figure]:
         title=f"Validation loss against {unit}", x=samples_axis(unit), y=loss_axis(unit), series=tuple(by_samples)
     )  # fmt: skip
     second = Chart(
-        title="Validation loss against bytes sent",
-        x=bytes_axis(),
-        y=loss_axis(unit),
-        series=tuple(by_bytes),
+        title="Validation loss against bytes sent", x=bytes_axis(), y=loss_axis(unit), series=tuple(by_bytes),
         empty="nothing was sent",
-    )
+    )  # fmt: skip
     return [
-        Figure(
-            heading=first.title,
-            svg=line_chart(first),
-            caption=f"Loss of the global parameters on held-out {_held_out(unit)}.",
-        ),
-        Figure(heading=second.title, svg=line_chart(second), caption="Bytes sent, mean over replicas."),
+        _figure(first, f"Loss of the global parameters on held-out {_held_out(unit)}."),
+        _figure(second, "Bytes sent, mean over replicas."),
     ]
 
 
@@ -278,7 +255,3 @@ def _time(seconds: float) -> str:
     if 60 <= seconds < 3600 and seconds % 60 == 0:
         return f"{seconds / 60:.0f} min"
     return trimmed(format_seconds(seconds))
-
-
-def _end_s(run: RunRecord) -> float:
-    return max((record.steps[-1].time_s for record in run.replicas.values() if record.steps), default=0.0)

@@ -24,28 +24,24 @@ from thinwire.runlog.tailer import JsonlTailer
 from thinwire.units import format_bytes, format_count, format_moment
 from thinwire.version import __version__
 
-_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'"  # the browser itself refuses whatever would come from elsewhere
-)
+# the browser itself refuses whatever would come from elsewhere
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def page(title: str, *, parts: Sequence[str]) -> str:
     """Put parts, which are HTML already, under a title, which is plain text."""
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8"/>',
-            '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"/>',
-            f"<title>{escape(title)}</title>",
-            f"<style>{CHART}{PAGE}</style></head><body><main>",
-            f"<h1>{escape(title)}</h1>",
-            *parts,
-            f"<footer>Written by thinwire {escape(__version__)}. This page is one file and loads nothing.</footer>",
-            "</main></body></html>",
-            "",
-        ]
-    )
+    return "\n".join([
+        "<!DOCTYPE html>",
+        '<html lang="en"><head><meta charset="utf-8"/>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"/>',
+        f"<title>{escape(title)}</title>",
+        f"<style>{CHART}{PAGE}</style></head><body><main>",
+        f"<h1>{escape(title)}</h1>",
+        *parts,
+        f"<footer>Written by thinwire {escape(__version__)}. This page is one file and loads nothing.</footer>",
+        "</main></body></html>\n",
+    ])  # fmt: skip
 
 
 def facts(rows: Sequence[tuple[str, str]], *, style: str = "") -> str:
@@ -63,11 +59,9 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         cells = "".join(f"<td{kind[i + 1]}>{escape(cell)}</td>" for i, cell in enumerate(others))
         lines.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
     body = "\n".join(lines)
-    name = escape(", ".join(head))
     return (
-        f'<div class="card scroll" tabindex="0" role="group" aria-label="{name}">'
-        f'<table class="many"><thead><tr>{top}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f'<div class="card scroll" tabindex="0" role="group" aria-label="{escape(", ".join(head))}">'
+        f'<table class="many"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
@@ -225,7 +219,11 @@ def render_report(run: RunRecord, *, command: str) -> str:
         gallery(drawn),
         "<h2>Numbers</h2>",
         facts(results(summary)),
-        *_model(run.path),
+        *(
+            [f'<p>The trained model is in the folder <a href="{MODEL}/">{MODEL}</a> beside this page.</p>']
+            if (run.path / MODEL).is_dir()
+            else []
+        ),
         *samples(run.path),
         *trouble(run.path, is_diagnosed=setting(run.config, "run", "on_finding") != "off"),
         "<h2>Repeat this run</h2>",
@@ -235,13 +233,6 @@ def render_report(run: RunRecord, *, command: str) -> str:
         "</details>",
     ]
     return page(f"thinwire train: {run.name}", parts=parts)
-
-
-def _model(folder: Path) -> list[str]:
-    """Return a link to the trained model, relative to the page."""
-    if not (folder / MODEL).is_dir():
-        return []
-    return [f'<p>The trained model is in the folder <a href="{MODEL}/">{MODEL}</a> beside this page.</p>']
 
 
 def samples(folder: Path) -> list[str]:
@@ -279,12 +270,7 @@ def warnings(run: RunRecord) -> list[str]:
     return [*([f"{len(found):,} warnings; the last {_MOST_WARNINGS}:"] if len(found) > len(said) else []), *said]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineRun:
-    """A finished all-reduce run of the same training: its folder's name and its summary."""
-
-    name: str
-    summary: Summary
+BaselineRun = tuple[str, Summary]  # a finished all-reduce run of the same training: its folder's name and summary
 
 
 def find_baseline(run: RunRecord) -> BaselineRun | None:
@@ -303,7 +289,7 @@ def find_baseline(run: RunRecord) -> BaselineRun | None:
         is_same = (other.model, other.replicas, other.samples) == (own.model, own.replicas, own.samples)
         is_same = is_same and setting(config, "data", "source") == setting(run.config, "data", "source")
         if is_same and other.method == BASELINE and math.isfinite(other.val_loss) and other.val_loss > 0:
-            return BaselineRun(name=folder.name, summary=other)
+            return folder.name, other
     return None
 
 
@@ -333,11 +319,12 @@ def _against(summary: Summary, baseline: BaselineRun | None) -> str:
         return "; this is a baseline run"
     if baseline is None or not math.isfinite(summary.val_loss):
         return "; no baseline run"
-    gap = 100 * (summary.val_loss / baseline.summary.val_loss - 1)
+    name, other = baseline
+    gap = 100 * (summary.val_loss / other.val_loss - 1)
     side = f"{'' if summary.metric is None else 'loss '}{abs(gap):.1f} % {'above' if gap > 0 else 'below'}"
     if abs(gap) < _NO_GAP_PERCENT:
         side = "equal to"
-    return f", <b>{side}</b> the baseline run {escape(baseline.name)} ({baseline.summary.val_loss:.3f})"
+    return f", <b>{side}</b> the baseline run {escape(name)} ({other.val_loss:.3f})"
 
 
 def results(summary: Summary) -> list[tuple[str, str]]:
@@ -368,8 +355,5 @@ def flat(config: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[str, 
         if isinstance(value, Mapping) and value:
             yield from flat(value, prefix=f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", "default" if value is None else _plain(value)
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            yield f"{prefix}{key}", "default" if value is None else text
