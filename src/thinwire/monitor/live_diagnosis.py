@@ -146,7 +146,9 @@ class LiveDiagnosis:
         self._note_members(members)
         if self._tails and self._is_mine():
             self.num_looks += 1
-            for news in self._judge.update(without=self._without(members)):
+            # ranks with records that take no part any more, or are paused
+            without = frozenset() if members is None else self._judge.ranks() - members.present | members.resting
+            for news in self._judge.update(without=without):
                 self._report(news)
                 if news.finding.places[0].kind == "path":
                     self._limit_path(news)
@@ -213,18 +215,10 @@ class LiveDiagnosis:
                 else f"there is room on the disk of {self._run_dir} again"
             )
 
-    def _without(self, members: Members | None) -> frozenset[int]:
-        """Return ranks with records that take no part any more, or are paused."""
-        if members is None:
-            return frozenset()
-        return (self._judge.ranks() - members.present) | members.resting
-
     def _report(self, news: News) -> None:
         at_s, finding = time.time(), news.finding
         self._append(FINDINGS_FILE, news.to_json(at_s=at_s))
-        if not self._is_said(finding):
-            return
-        if self._is_in_episode(news, now_s=at_s):
+        if not self._is_said(finding) or self._is_in_episode(news, now_s=at_s):
             return
         self.news.append((at_s, news))
         if news.state == "over":
@@ -262,7 +256,7 @@ class LiveDiagnosis:
             except OSError as error:
                 result = f"failed: {error.strerror}"
         verb = "limit path" if news.state == "new" else "lift limit"
-        self._note_action({
+        self._append(ACTIONS_FILE, {
             "at": round(time.time(), 3), "action": verb, "target": str(place), "dry_run": self._is_dry_run,
             "finding": why, "case": news.case, "why": news.finding.text, "result": result,
         })  # fmt: skip
@@ -285,18 +279,17 @@ class LiveDiagnosis:
                 result = self._hands.act(action)
             except Exception as error:
                 result = f"failed: {' '.join(str(error).split())}"
-        self._note_action(action.to_json(at_s=time.time(), finding=finding, dry_run=self._is_dry_run, result=result))
+        line = action.to_json(at_s=time.time(), finding=finding, dry_run=self._is_dry_run, result=result)
+        self._append(ACTIONS_FILE, line)
         if action.kind != "warn":
             target = "" if action.target is None else f" replica {action.target}"
             self._say(f"action: {action.kind}{target}, because of {finding}: {result}")
         elif self._steering.policy.on_finding != "warn":
             self._say(f"no action: {action.why}")
 
-    def _note_action(self, line: dict[str, Any]) -> None:
-        self.actions.append(line)
-        self._append(ACTIONS_FILE, line)
-
     def _append(self, name: str, line: dict[str, Any]) -> None:
+        if name == ACTIONS_FILE:
+            self.actions.append(line)
         try:
             if name not in self._files:
                 self._files[name] = JsonlWriter(self._run_dir / name, warn=self._warn_once)

@@ -188,11 +188,7 @@ class RecordWindow:
 
     def hosts(self) -> dict[int, str]:
         """Return the host of each rank that a communicator names."""
-        return {
-            rank: host
-            for one in self._communicators
-            for rank, host in zip(one.ranks, one.hosts, strict=True)
-        }  # fmt: skip
+        return {rank: host for one in self._communicators for rank, host in zip(one.ranks, one.hosts, strict=True)}
 
     def records(self, *, without: Collection[int] = frozenset()) -> Records:
         """Return the kept records, but those by and about ranks that take no part any more."""
@@ -268,11 +264,6 @@ class _Case:
     age_s: float = 0.0
     last_s: float = 0.0
 
-    def may_return(self, now_s: float) -> bool:
-        """Return whether a hang that may be a very slow message may recur with the next one."""
-        waited_s = float(self.finding.evidence.get("waited_s", 0.0))
-        return self.finding.confidence <= PROGRESS.unsure and now_s - self.last_s < LIVE.held * waited_s
-
     @property
     def is_reported(self) -> bool:
         return self.number >= 0
@@ -328,18 +319,14 @@ class LiveDetector:
         hosts = self._window.hosts()
         seen: list[_Case] = []
         for finding in findings:
-            if finding.until_s is not None:
+            case = None if finding.until_s is not None else self._case_of(finding, hosts)
+            if case is None or any(case is other for other in seen):
                 continue
-            case = self._case_of(finding, hosts)
-            if case is None:
-                continue
-            age_s = max(0.0, job.now_s - finding.since_s)
-            if not any(case is other for other in seen):
-                seen.append(case)
-                if case.finding.since_s < finding.since_s:  # the latest form, with the earliest begin
-                    finding = replace(finding, since_s=case.finding.since_s, since_round=case.finding.since_round)
-                case.finding = finding
-                case.age_s, case.last_s = age_s, job.now_s
+            seen.append(case)
+            case.age_s, case.last_s = max(0.0, job.now_s - finding.since_s), job.now_s
+            if case.finding.since_s < finding.since_s:  # the latest form, with the earliest begin
+                finding = replace(finding, since_s=case.finding.since_s, since_round=case.finding.since_round)
+            case.finding = finding
         return self._count(seen, job.now_s)
 
     @property
@@ -371,7 +358,10 @@ class LiveDetector:
                     news.append(News(case=case.number, state="new", finding=case.finding, age_s=case.age_s))
                 continue
             case.seen, case.gone = 0, case.gone + 1
-            if case.is_reported and (case.gone < self._until_over or case.may_return(now_s)):
+            # a hang that may be a very slow message may recur with the next one
+            held_s = LIVE.held * float(case.finding.evidence.get("waited_s", 0.0))
+            may_return = case.finding.confidence <= PROGRESS.unsure and now_s - case.last_s < held_s
+            if case.is_reported and (case.gone < self._until_over or may_return):
                 continue
             self._cases.remove(case)
             if case.is_reported:

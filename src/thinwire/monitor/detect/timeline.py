@@ -43,7 +43,6 @@ class TimelineConfig:
 TIMELINE = TimelineConfig()
 
 _SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-_Sure = Callable[[float], float]
 _Shift = Callable[[int, float | None], float | None]
 
 
@@ -192,13 +191,21 @@ def build(records: Records, book: SightingBook | None = None) -> Job:
         return None if time_s is None else fits[rank].to_reference(time_s)
 
     for operation in records.operations:
-        _place_operation(job, _shifted(operation, fits[operation.rank].to_reference))
+        own = job.operations.setdefault((operation.communicator, operation.sequence), {})
+        known = own.get(operation.rank)
+        if known is None or known.done_s is None:
+            own[operation.rank] = _shifted(operation, fits[operation.rank].to_reference)
         _see(job, operation.rank, operation.posted_s, operation.done_s)
     _pair(job, ends, shift)
     for end in ends.values():
         _see(job, end.rank, end.posted_s, end.done_s)
     for span in records.spans:
-        job.spans.append(_shifted_span(span, fits[span.rank].to_reference))
+        to_reference = fits[span.rank].to_reference
+        job.spans.append(Span(
+            rank=span.rank, kind=span.kind, step=span.step, started_s=to_reference(span.started_s),
+            done_s=to_reference(span.done_s), loss=span.loss, forward_s=span.forward_s, backward_s=span.backward_s,
+            stalled_s=span.stalled_s,
+        ))  # fmt: skip
         _see(job, span.rank, span.done_s)
     for beat in records.beats:
         _see(job, beat.rank, beat.at_s)
@@ -216,7 +223,6 @@ def build(records: Records, book: SightingBook | None = None) -> Job:
     steady = [at_s for rank, at_s in job.last_seen_s.items() if rank not in job.unsteady]
     job.now_s = max(steady or job.last_seen_s.values(), default=-math.inf)
     job.beat_s = usual_beats(records.beats)
-    job.heard_s = _heard(job)
     job.trust = 1.0 - records.refused_share
     return job
 
@@ -248,14 +254,6 @@ def _take_wires(job: Job, records: Records, fits: Mapping[int, ClockFit]) -> Non
             job.probes.setdefault((probe.rank, probe.peer), []).append((at_s, at_s + probe.took_s, each_s))
 
 
-def _heard(job: Job) -> dict[int, float]:
-    heard: dict[int, float] = {}
-    for message in job.messages:
-        if message.received_done_s is not None and message.destination not in job.unsteady:
-            heard[message.source] = max(heard.get(message.source, -math.inf), message.received_done_s)
-    return heard
-
-
 def _see(job: Job, rank: int, *times: float | None) -> None:
     seen_s = job.last_seen_s.get(rank, -math.inf)
     for time_s in times:
@@ -274,12 +272,13 @@ def usual_beats(beats: Iterable[Beat]) -> dict[int, float]:
     times: dict[int, list[float]] = {}
     for beat in beats:
         times.setdefault(beat.rank, []).append(beat.at_s)
-    return {rank: _usual(sorted(own)) for rank, own in times.items()}
-
-
-def _usual(times: list[float]) -> float:
-    gaps = [later - early for early, later in pairwise(times) if later > early]
-    return min(TIMELINE.max_beat_s, max(TIMELINE.min_beat_s, median(gaps))) if gaps else 1.0
+    gaps = {
+        rank: [later - early for early, later in pairwise(sorted(own)) if later > early] for rank, own in times.items()
+    }
+    return {
+        rank: min(TIMELINE.max_beat_s, max(TIMELINE.min_beat_s, median(own))) if own else 1.0
+        for rank, own in gaps.items()
+    }
 
 
 def _places(job: Job, records: Records) -> dict[int, str]:
@@ -367,16 +366,13 @@ def _pair(job: Job, ends: dict[EndKey, TransferEnd], shift: _Shift) -> None:
         message.error = message.error or end.error
         message.retries += end.retries
     job.messages = sorted(messages.values(), key=lambda message: (message.operation, message.part))
+    for message in job.messages:
+        if message.received_done_s is not None and message.destination not in job.unsteady:
+            known_s = job.heard_s.get(message.source, -math.inf)
+            job.heard_s[message.source] = max(known_s, message.received_done_s)
 
 
-def _place_operation(job: Job, operation: Operation) -> None:
-    own = job.operations.setdefault((operation.communicator, operation.sequence), {})
-    known = own.get(operation.rank)
-    if known is None or known.done_s is None:
-        own[operation.rank] = operation
-
-
-def _shifted(operation: Operation, shift: _Sure) -> Operation:
+def _shifted(operation: Operation, shift: Callable[[float], float]) -> Operation:
     # spelled out, since a job has very many: `dataclasses.replace` takes three times as long
     return Operation(
         communicator=operation.communicator, rank=operation.rank, sequence=operation.sequence, kind=operation.kind,
@@ -384,11 +380,4 @@ def _shifted(operation: Operation, shift: _Sure) -> Operation:
         is_async=operation.is_async, posted_s=shift(operation.posted_s),
         started_s=None if operation.started_s is None else shift(operation.started_s),
         done_s=None if operation.done_s is None else shift(operation.done_s),
-    )  # fmt: skip
-
-
-def _shifted_span(span: Span, shift: _Sure) -> Span:
-    return Span(
-        rank=span.rank, kind=span.kind, step=span.step, started_s=shift(span.started_s), done_s=shift(span.done_s),
-        loss=span.loss, forward_s=span.forward_s, backward_s=span.backward_s, stalled_s=span.stalled_s,
     )  # fmt: skip

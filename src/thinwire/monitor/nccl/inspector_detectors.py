@@ -112,8 +112,7 @@ def is_usable(timing: Timing) -> bool:
 
 def numbers_of(timings: Iterable[Timing]) -> Numbers:
     """Return the job's own number of each rank."""
-    locations = {(one.communicator, one.num_ranks, one.rank, (one.host, one.pid)) for one in timings}
-    return Numbers(sorted(locations))
+    return Numbers(sorted({(one.communicator, one.num_ranks, one.rank, (one.host, one.pid)) for one in timings}))
 
 
 def series_of(timings: Iterable[Timing]) -> list[CollectiveSeries]:
@@ -167,23 +166,20 @@ def find_late(all_series: Iterable[CollectiveSeries], numbers: Numbers, *, trust
             job_ranks = tuple(sorted(numbers.of(series.communicator, rank) for rank in late.ranks))
             told[late.host, job_ranks].append(late)
     findings = [_finding(lates, ranks, numbers, trust) for (_, ranks), lates in told.items()]
-    return sorted(_without_followers(findings), key=lambda one: (one.until_s is not None, -one.evidence["late_s"]))
+    left = [
+        one for one in findings
+        if not any(other is not one and _follows(one.evidence, other.evidence) for other in findings)
+    ]  # fmt: skip
+    return sorted(left, key=lambda one: (one.until_s is not None, -one.evidence["late_s"]))
 
 
-def _without_followers(findings: Sequence[Finding]) -> list[Finding]:
-    """Leave out ranks that are late because they have waited elsewhere, for one that is later still."""
-    left = []
-    for finding in findings:
-        one = finding.evidence
-        others = [other.evidence for other in findings if other is not finding]
-        if not any(
-            set(one["late"]) <= set(other["waiting"])
-            and not set(other["late"]) <= set(one["waiting"])
-            and other["late_s"] >= INSPECTOR.follows * one["late_s"]
-            for other in others
-        ):
-            left.append(finding)
-    return left
+def _follows(one: Evidence, other: Evidence) -> bool:
+    """Return whether ranks are late because they have waited elsewhere, for others that are later still."""
+    return (
+        set(one["late"]) <= set(other["waiting"])
+        and not set(other["late"]) <= set(one["waiting"])
+        and bool(other["late_s"] >= INSPECTOR.follows * one["late_s"])
+    )
 
 
 class _LateTimes:
@@ -223,11 +219,8 @@ class _LateTimes:
 def _late_in(series: CollectiveSeries) -> list[_Late]:
     """Return the late ranks or hosts; those late from the start only without a lasting change."""
     lateness = _LateTimes(series)
-    alarmed: dict[int, _Late] = {}
-    for rank, watch in lateness.watches.items():
-        if watch.change is not None:
-            alarmed[rank] = lateness.late([rank], watch.change)
-    alarmed = {rank: late for rank, late in alarmed.items() if late.late_s >= lateness.least_s}
+    changed = {rank: lateness.late([rank], one.change) for rank, one in lateness.watches.items() if one.change}
+    alarmed = {rank: late for rank, late in changed.items() if late.late_s >= lateness.least_s}
     if not any(late.change is not None and not late.change.is_over for late in alarmed.values()):
         alarmed |= {rank: always for rank in lateness.rows if (always := _always(lateness, rank)) is not None}
     return _by_host(lateness, alarmed)
@@ -266,10 +259,8 @@ def _finding(lates: Sequence[_Late], ranks: tuple[int, ...], numbers: Numbers, t
         {numbers.of(one.series.communicator, rank) for one in lates for rank in one.series.locations} - set(ranks)
     )
     sure = 0.5 if change is None else 0.85
-    locations = [
-        f"rank {rank} of {series.communicator}: {host}, process {pid}"
-        for rank, (host, pid) in ((rank, series.locations[rank]) for rank in late.ranks)
-    ]
+    where = [(rank, *series.locations[rank]) for rank in late.ranks]
+    locations = [f"rank {rank} of {series.communicator}: {host}, process {pid}" for rank, host, pid in where]
     finding = Finding(
         kind="non-communication slow",
         places=(place,),
@@ -367,8 +358,7 @@ def find_slow_messages(timings: Iterable[Timing], numbers: Numbers, *, trust: fl
     for links in _links_of(timings, numbers):
         changed = {cell: watch.change for cell, watch in links.watches.items() if watch.change is not None}
         lasting = {cell: change for cell, change in changed.items() if not change.is_over}
-        told = _longer(links, lasting, trust) or _longer(links, changed, trust) or _than_peers(links, trust)
-        found += told
+        found += _longer(links, lasting, trust) or _longer(links, changed, trust) or _than_peers(links, trust)
     return found
 
 

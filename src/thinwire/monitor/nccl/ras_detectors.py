@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,19 +129,6 @@ def _is_same(one: CommunicatorState, other: CommunicatorState, value: Callable[[
         elif now and before:
             both.append(now == before)
     return all(both) if both else None
-
-
-def in_order(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
-    """Return answers by time, or in their order if one has no time.
-
-    Example:
-        >>> first, second = Snapshot(source="b", at_s=2.0), Snapshot(source="a", at_s=1.0)
-        >>> [one.source for one in in_order([first, second])]
-        ['a', 'b']
-    """
-    if any(one.at_s is None for one in snapshots):
-        return list(snapshots)
-    return sorted(snapshots, key=lambda one: one.at_s or 0.0)
 
 
 def short_hash(communicator: str) -> str:
@@ -308,22 +295,26 @@ def _place(history: RasHistory, one: CommunicatorState, behind: _Behind, numbers
     return Place(kind="rank", ranks=numbers)
 
 
-def find_still(history: RasHistory) -> list[Finding]:
+def _find_still(history: RasHistory) -> list[Finding]:
     """Return that no communicator has moved for half a minute, if all ranks have equal counts.
 
     Only RAS's JSON tells counts of communicators that are well. It does not count messages (Send, Recv).
     """
-    counting = [one for one in history.latest.communicators if any(_total(one))]
+    totals = {
+        one.communicator: max((sum(member.counts.values()) for member in one.members.values()), default=0)
+        for one in history.latest.communicators
+    }
+    counting = [one for one in history.latest.communicators if totals[one.communicator]]
     stood = [history.unchanged(one, lambda member: dict(member.counts)) for one in counting]
     if not counting or not history.latest.is_whole or not all(one.is_long for one in stood):
         return []
     least = min(stood, key=lambda one: one.apart_s)
-    counts: Mapping[str, list[int]] = {one.communicator: [max(_total(one))] for one in counting[:16]}
+    counts = {one.communicator: totals[one.communicator] for one in counting[:16]}
     return [Finding(
         kind="communication hang", places=(Place(kind="job"),), since_s=least.since_s,
         evidence=Evidence(
             "ras_standstill", unchanged_s=least.lasted, answers=least.num, communicators=[*counts],
-            launched=[max(own) for own in counts.values()],
+            launched=[*counts.values()],
         ),
         text=f"No rank has launched a collective in {least.apart_s:.0f} s, and all have launched as many: either all "
         "are in one that does not end, which is a wire or a GPU, or all do something else, such as a checkpoint.",
@@ -331,10 +322,6 @@ def find_still(history: RasHistory) -> list[Finding]:
         remedy="take the stacks of some ranks (py-spy dump): those in a wait of CUDA are in the collective",
         probe="run `thinwire diagnose test` on these hosts",
     )]  # fmt: skip
-
-
-def _total(one: CommunicatorState) -> list[int]:
-    return [sum(member.counts.values()) for member in one.members.values()]
 
 
 REMOTE_ERROR = "Remote process error"
@@ -350,7 +337,8 @@ def find_in_snapshots(snapshots: Sequence[Snapshot], *, trust: float) -> list[Fi
     """
     if not snapshots:
         return []
-    history = RasHistory(in_order(snapshots), trust)
+    has_times = all(one.at_s is not None for one in snapshots)
+    history = RasHistory(sorted(snapshots, key=lambda one: one.at_s or 0.0) if has_times else snapshots, trust)
     gone = list(_find_lost(history))
     errors = list(_find_errors(history, is_lost=bool(gone)))
     states = list(_find_states(history))
@@ -368,7 +356,7 @@ def find_in_snapshots(snapshots: Sequence[Snapshot], *, trust: float) -> list[Fi
         for one in history.latest.communicators
         if not one.members and not one.unlisted and one.errors not in ("", "OK") and one.communicator not in told
     ]  # fmt: skip
-    return [*found, *bare] or find_still(history)
+    return [*found, *bare] or _find_still(history)
 
 
 def _find_lost(history: RasHistory) -> Iterator[Finding]:
@@ -422,7 +410,10 @@ def _gone(
     return Finding(
         kind="non-communication hang",
         places=(place,),
-        since_s=history.first_s(lambda snapshot: _is_lost(snapshot, host, [pid for pid, _ in processes])),
+        since_s=history.first_s(lambda snapshot: any(
+            one.host == host and one.pid in {pid for pid, _ in processes}
+            for own in _lost(snapshot)[0].values() for one in own
+        )),
         evidence=Evidence(
             "ras_lost", state=state, host=host, processes=[f"{pid}, GPU {gpus}" for pid, gpus in processes][:16],
             ranks=numbers[:64], communicators=sorted({one.communicator for one, _ in members})[:16],
@@ -434,11 +425,6 @@ def _gone(
         "others wait for it" if is_dead
         else f"look at the process and its host; {_ASK_AGAIN}: after a minute RAS gives it up",
     )  # fmt: skip
-
-
-def _is_lost(snapshot: Snapshot, host: str, pids: Sequence[int]) -> bool:
-    processes, _ = _lost(snapshot)
-    return any(one.host == host and one.pid in pids for own in processes.values() for one in own)
 
 
 def _find_errors(history: RasHistory, *, is_lost: bool) -> Iterator[Finding]:
