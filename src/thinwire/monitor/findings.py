@@ -7,20 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Kind = Literal[
-    "communication hang",
-    "non-communication hang",
-    "communication slow",
-    "non-communication slow",
-    "desync",
-    "non-finite loss",
-    "loss divergence",
-    "periodic stall",
-    "flapping link",
-    "slowing compute",
-    "clock",
-    "corrupt data",
+    "communication hang", "non-communication hang", "communication slow", "non-communication slow", "desync",
+    "non-finite loss", "loss divergence", "periodic stall", "flapping link", "slowing compute", "clock", "corrupt data",
     "no records",
-]
+]  # fmt: skip
 
 PlaceKind = Literal[
     "link", "path", "link both ways", "sender", "receiver", "endpoint",
@@ -208,46 +198,35 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """Return the finding for JSON."""
         return {
-            "kind": self.kind,
-            "where": self.where,
+            "kind": self.kind, "where": self.where,
             "places": [
                 {"kind": place.kind, "ranks": list(place.ranks), "hosts": list(place.hosts)} for place in self.places
             ],
-            "is_ambiguous": self.is_ambiguous,
-            "since_s": round(self.since_s, 6),
-            "since_round": self.since_round,
-            "seen_round": self.seen_round,
-            "until_s": None if self.until_s is None else round(self.until_s, 6),
-            "evidence_kind": self.evidence.kind,
-            "evidence": dict(self.evidence),
-            "text": self.text,
-            "confidence": round(self.confidence, 3),
-            "remedy": self.remedy,
-            "probe": self.probe,
-        }
+            "is_ambiguous": self.is_ambiguous, "since_s": round(self.since_s, 6), "since_round": self.since_round,
+            "seen_round": self.seen_round, "until_s": None if self.until_s is None else round(self.until_s, 6),
+            "evidence_kind": self.evidence.kind, "evidence": dict(self.evidence), "text": self.text,
+            "confidence": round(self.confidence, 3), "remedy": self.remedy, "probe": self.probe,
+        }  # fmt: skip
 
 
 def report(findings: Sequence[Finding]) -> str:
     """Return findings as text, one paragraph each."""
-    return "\n\n".join(map(_paragraph, findings)) if findings else "No fault found."
-
-
-def _paragraph(finding: Finding) -> str:
-    # a test that measured just now has no beginning
-    since = f"since {finding.since_s:.3f} s" if finding.since_s or finding.since_round >= 0 else "measured now"
-    if finding.since_round >= 0:
-        since += f", round {finding.since_round}"
-    if finding.until_s is not None:
-        since += f"; as before again from {finding.until_s:.3f} s"
-    lines = [
-        f"{finding.kind}: {finding.where} ({since}; confidence {finding.confidence:.2f})",
-        f"  {finding.text}",
-        *(f"  {name}: {_formatted(value)}" for name, value in finding.to_json()["evidence"].items()),
-        f"  remedy: {finding.remedy}",
-    ]
-    if finding.probe:
-        lines.append(f"  probe: {finding.probe}")
-    return "\n".join(lines)
+    paragraphs = []
+    for finding in findings:
+        # a test that measured just now has no beginning
+        since = f"since {finding.since_s:.3f} s" if finding.since_s or finding.since_round >= 0 else "measured now"
+        if finding.since_round >= 0:
+            since += f", round {finding.since_round}"
+        if finding.until_s is not None:
+            since += f"; as before again from {finding.until_s:.3f} s"
+        paragraphs.append("\n".join([
+            f"{finding.kind}: {finding.where} ({since}; confidence {finding.confidence:.2f})",
+            f"  {finding.text}",
+            *(f"  {name}: {_formatted(value)}" for name, value in finding.evidence.items()),
+            f"  remedy: {finding.remedy}",
+            *([f"  probe: {finding.probe}"] if finding.probe else []),
+        ]))  # fmt: skip
+    return "\n\n".join(paragraphs) or "No fault found."
 
 
 def _formatted(value: object) -> str:

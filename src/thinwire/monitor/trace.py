@@ -66,12 +66,7 @@ def _slices(job: Job) -> Iterator[_Slice]:
     for (communicator, sequence), ops in job.operations.items():
         for rank, op in ops.items():
             name = f"{op.kind} {sequence}" + ("" if op.done_s is not None else " (not done)")
-            details: dict[str, Any] = {
-                "communicator": communicator,
-                "dtype": op.dtype,
-                "count": op.count,
-                "round": op.round,
-            }
+            details = {"communicator": communicator, "dtype": op.dtype, "count": op.count, "round": op.round}
             yield op.posted_s, _end(op.done_s, job), rank, "rounds", name, details
     for number, message in enumerate(job.messages):
         yield from _message_slices(message, job, number)

@@ -194,24 +194,18 @@ def _lane(
     shares = {kind: sum(end - begin for own, begin, end, _ in seen if own == kind) for kind in ("computing", "waiting")}
     return {
         "rank": rank,
-        "work": [
-            [kind, round(begin - to_s, 6), round(end - to_s, 6), number]
-            for kind, begin, end, number in seen[-_MOST_PIECES:]
-        ],
+        "work": [[kind, round(begin - to_s, 6), round(end - to_s, 6), number]
+                 for kind, begin, end, number in seen[-_MOST_PIECES:]],
         "flights": [
-            [
-                number,
-                round(max(posted_s, from_s) - to_s, 6),
-                round(min(to_s if done_s is None else done_s, to_s) - to_s, 6),
-                done_s is None,
-            ]
+            [number, round(max(posted_s, from_s) - to_s, 6),
+             round(min(to_s if done_s is None else done_s, to_s) - to_s, 6), done_s is None]
             for posted_s, done_s, number in rounds[-_MOST_PIECES:]
         ],
         "computing": _number(min(1.0, shares["computing"] / whole_s)),
         "waiting": _number(min(1.0, shares["waiting"] / whole_s)),
         "num_rounds": len(rounds),
         "num_open": sum(done_s is None for _, done_s, _ in rounds),
-    }
+    }  # fmt: skip
 
 
 def _without_slivers(pieces: list[_Piece], *, least_s: float) -> list[_Piece]:

@@ -54,20 +54,15 @@ class Feed:
         self._sections: dict[str, tuple[int, str]] = {}
         self._version = 0
         self._wanted_s = -_IDLE_S
-        self._is_closed = False
+        self.is_closed = False
         self._thread = threading.Thread(target=self._run, name="thinwire-dashboard", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Wake all that wait."""
         with self._changed:
-            self._is_closed = True
+            self.is_closed = True
             self._changed.notify_all()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it was closed."""
-        return self._is_closed
 
     def after(self, version: int, *, wait_s: float) -> tuple[int, str]:
         """Wait for sections newer than `version`, and return the latest version and one JSON object.
@@ -78,7 +73,7 @@ class Feed:
         with self._changed:
             self._wanted_s = time.monotonic()
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._version > version or self._is_closed, timeout=wait_s)
+            self._changed.wait_for(lambda: self._version > version or self.is_closed, timeout=wait_s)
             self._wanted_s = time.monotonic()
             if self._version <= version:
                 return version, ""
@@ -87,9 +82,9 @@ class Feed:
             return self._version, f"{head}{','.join(fresh)}}}}}"
 
     def _run(self) -> None:
-        while not self._is_closed:
+        while not self.is_closed:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or time.monotonic() - self._wanted_s < _IDLE_S)
+                self._changed.wait_for(lambda: self.is_closed or time.monotonic() - self._wanted_s < _IDLE_S)
             is_behind = False
             try:
                 is_behind = self._follower.poll()
@@ -392,24 +387,23 @@ class _Handler(BaseHTTPRequestHandler):
         token = self.server.token
         if token is None:
             return True
-        given = _tokens_of(query)
-        if given and path == "/" and _same(given[0], token):
+        given = None
+        if path == "/" and len(query) < 4096:
+            with contextlib.suppress(ValueError):  # too many fields
+                given = urllib.parse.parse_qs(query, max_num_fields=4).get("token")
+        if given and _same(given[0], token):
             # the address bar and its history shall not hold it
             cookie = f"{self.server.cookie}={token}; HttpOnly; SameSite=Strict; Path=/"
             self._answer(b"", "text/plain", {"Location": "/", "Set-Cookie": cookie}, status=HTTPStatus.SEE_OTHER)
             return False
-        bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if _same(self._cookie(), token) or _same(bearer, token):
+        with contextlib.suppress(CookieError):
+            shown = SimpleCookie(self.headers.get("Cookie", "")[:4096]).get(self.server.cookie)
+            if shown is not None and _same(shown.value, token):
+                return True
+        if _same(self.headers.get("Authorization", "").removeprefix("Bearer "), token):
             return True
         self._refuse(HTTPStatus.UNAUTHORIZED, "Open the whole address that thinwire dashboard printed, with its token.")
         return False
-
-    def _cookie(self) -> str:
-        try:
-            found = SimpleCookie(self.headers.get("Cookie", "")[:4096]).get(self.server.cookie)
-        except CookieError:
-            return ""
-        return "" if found is None else found.value
 
     def _stream(self) -> None:
         self.send_response(HTTPStatus.OK)
@@ -435,16 +429,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Log nothing: requests hold the token."""
-
-
-def _tokens_of(query: str) -> list[str]:
-    """Return the tokens of a query; one that is too long, or has too many fields, has none."""
-    if len(query) >= 4096:
-        return []
-    try:
-        return urllib.parse.parse_qs(query, max_num_fields=4).get("token", [])
-    except ValueError:
-        return []
 
 
 def _same(given: str, token: str) -> bool:

@@ -162,16 +162,11 @@ def run_state(
         "unit": next((one.last.unit for one in sources.replicas.values() if one.last is not None), "tokens"),
         "metric": None if metric is None else {"name": metric[0], "value": metric[2], "text": shown_metric(metric)},
         "wall_s": result.wall_s, "times_fewer_bytes": result.times_fewer_bytes,
-        "numbers": _numbers(summary, sources), "time_left_s": _time_left_s(settings.steps, sources, state=state),
+        "numbers": _numbers(summary, sources),
+        "time_left_s": None if settings.steps is None or state != "training" else time_left_s(
+            [(one.first, one.last) for one in sources.replicas.values() if one.first is not None and one.last is not
+             None], total_steps=settings.steps),
     }  # fmt: skip
-
-
-def _time_left_s(steps: int | None, sources: Sources, *, state: str) -> float | None:
-    if steps is None or state != "training":
-        return None
-    known = [(one.first, one.last) for one in sources.replicas.values()]
-    spans = [(first, last) for first, last in known if first is not None and last is not None]
-    return time_left_s(spans, total_steps=steps)
 
 
 def _numbers(summary: Mapping[str, Any] | None, sources: Sources) -> list[dict[str, Any]]:
@@ -235,10 +230,9 @@ def _state(number: int, sources: Sources, run: Mapping[str, Any], row: Mapping[s
 
 
 def _silence_limit_s(sources: Sources, rank: int) -> float:
-    own = sources.replicas.get(rank)
     if rank in sources.window.recorded:
         return _BEAT_SILENCE_S
-    return own.silence_s if own is not None else _DEFAULT_SILENCE_S
+    return sources.replicas[rank].silence_s if rank in sources.replicas else _DEFAULT_SILENCE_S
 
 
 _SILENT = "Check that its process still runs and that its host can be reached."
@@ -272,18 +266,15 @@ def headline(
             return {"level": "trouble", "text": sentence, "detail": rows[0]["error"] or _SILENT, "ranks": ranks}
     is_finished = run["state"] == "finished"
     if not is_finished and not has_begun:
-        return {"level": "starting", "text": "starting", "detail": _starting(run), "ranks": []}
+        if run["steps"] is None:
+            detail = "This folder holds no run yet. It is shown here as soon as it begins to write."
+        else:
+            who = "the replicas" if run["num_replicas"] is None else _count(run["num_replicas"], "replica")
+            after = f" Numbers appear after step {run['log_every']}." if run["log_every"] else ""
+            detail = f"Waiting for {who}.{after}"
+        return {"level": "starting", "text": "starting", "detail": detail, "ranks": []}
     text = "finished, healthy" if is_finished else "healthy"
     return {"level": "healthy", "text": text, "detail": _coverage(run, source=source, num_links=num_links), "ranks": []}
-
-
-def _starting(run: Mapping[str, Any]) -> str:
-    """Return what a run that has no step yet waits for."""
-    if run["steps"] is None:
-        return "This folder holds no run yet. It is shown here as soon as it begins to write."
-    who = "the replicas" if run["num_replicas"] is None else _count(run["num_replicas"], "replica")
-    after = f" Numbers appear after step {run['log_every']}." if run["log_every"] else ""
-    return f"Waiting for {who}.{after}"
 
 
 def _coverage(run: Mapping[str, Any], *, source: str, num_links: int) -> str:
@@ -345,12 +336,17 @@ class RunFollower:
         self._analyse()
         findings, source = self._findings(is_over=summary is not None)
         run = run_state(self._folder, config, summary, sources, now=at)
-        replicas = replica_rows(sources, run, now=at)
+        replicas, known = replica_rows(sources, run, now=at), sorted(sources.replicas.items())
         sections: dict[str, Any] = {
             "run": run,
             "headline": self._headline(run, replicas, findings, source=source),
             "replicas": replicas,
-            "curves": self._curves(),
+            "curves": {
+                "loss": [{"replica": number, "points": one.loss.points()} for number, one in known[:_MOST_CURVES]],
+                "speed": [{"replica": number, "points": one.speed.points()} for number, one in known[:_MOST_CURVES]],
+                "evaluations": [[one.step, one.val_loss] for one in sources.evaluations()][-200:],
+                "num_left_out": max(0, len(known) - _MOST_CURVES),
+            },
             "links": link_table(sources.links),
             "paths": path_table(sources.paths),
             "matrix": self._charts["matrix"],
@@ -426,15 +422,6 @@ class RunFollower:
             self._sources.refused.add(self._folder.name, str(error))
             return []
         return [_page_row(finding) for finding in found]
-
-    def _curves(self) -> dict[str, Any]:
-        known = sorted(self._sources.replicas.items())
-        return {
-            "loss": [{"replica": number, "points": one.loss.points()} for number, one in known[:_MOST_CURVES]],
-            "speed": [{"replica": number, "points": one.speed.points()} for number, one in known[:_MOST_CURVES]],
-            "evaluations": [[one.step, one.val_loss] for one in self._sources.evaluations()][-200:],
-            "num_left_out": max(0, len(known) - _MOST_CURVES),
-        }
 
     def _downtime(self, values: Mapping[str, Any] | None) -> dict[str, float] | None:
         if values is None:
