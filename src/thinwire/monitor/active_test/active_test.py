@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import DeadlineExceeded, PayloadError, PeerLost, TransportError
@@ -93,9 +93,7 @@ class ActiveRank:
         from thinwire.transport.wire.wire_transport import WireTransport
 
         key = Secret(key=secrets.token_bytes(SECRET_BYTES))
-        pair = [
-            WireTransport(replica=side, num_replicas=2, secret=key, address="127.0.0.1") for side in range(2)
-        ]  # fmt: skip
+        pair = [WireTransport(replica=side, num_replicas=2, secret=key, address="127.0.0.1") for side in range(2)]
         try:
             pair[1].dial({0: Address(host="127.0.0.1", port=pair[0].port)}, deadline_s=FIRST_DEADLINE_S)
             seconds = seconds_of(plan, "seconds")
@@ -249,12 +247,11 @@ class _Leader:
         if ring is not None:
             self._log("neighbours: a ring, all at once")
             cells = list(zip(ring, [*ring[1:], ring[0]], strict=True))
-            self._found = replace(self._found, neighbours=self._flows(cells, share=1))
+            self._found.neighbours = self._flows(cells, share=1)
         whole = [cell for cell in self._found.pairs if self._is_whole(cell)]
         if len(self._alive) > 2 and whole:
             self._log("all-to-all: everyone to everyone, all at once")
-            flows = self._flows(whole, share=len(self._alive) - 1)
-            self._found = replace(self._found, everyone=flows)
+            self._found.everyone = self._flows(whole, share=len(self._alive) - 1)
         if ring is not None and all(self._is_whole((one, other)) for one, other in itertools.pairwise(ring)):
             self._log("all-reduce: around the ring, against the exact sum")
             self._all_reduce(ring)
@@ -284,24 +281,19 @@ class _Leader:
         self._rank.do(json.loads(text), number)
         texts = board.collect_responsive(f"result/{number}", self._alive)
         silent = [rank for rank in self._alive if rank not in texts]
-        absent = {**self._found.absent, **dict.fromkeys(silent, f"fell silent during {plan['do']}")}
-        self._found = replace(self._found, absent=absent)
+        self._found.absent |= dict.fromkeys(silent, f"fell silent during {plan['do']}")
         self._alive = [rank for rank in self._alive if rank in texts]
         return {rank: read_object(text, whose=f"what rank {rank} says") for rank, text in texts.items()}
 
     def _meet(self) -> dict[int, str]:
         said = self._ask({"do": "hello"})
         reached = {rank: note.get("connected") for rank, note in said.items()}
-        pairs = {}
-        for one in self._alive:
-            for other in self._alive:
-                lists = reached[one], reached[other]
-                knows = zip(lists, (other, one), strict=True)
-                if one != other and not all(isinstance(known, list) and peer in known for known, peer in knows):
-                    pairs[one, other] = PairTest(fault="dead", detail="no connection came about")
+        for one, other in itertools.permutations(self._alive, 2):
+            knows = zip((reached[one], reached[other]), (other, one), strict=True)
+            if not all(isinstance(known, list) and peer in known for known, peer in knows):
+                self._found.pairs[one, other] = PairTest(fault="dead", detail="no connection came about")
         clocks = {rank: str(note.get("clock"))[:80] for rank, note in said.items()}
-        machines = tuple(clocks.get(rank, "") for rank in range(len(self._found.hosts)))
-        self._found = replace(self._found, pairs=pairs, machines=machines)
+        self._found.machines = tuple(clocks.get(rank, "") for rank in range(len(self._found.hosts)))
         return clocks
 
     def _loopbacks(self, clocks: Mapping[int, str]) -> None:
@@ -317,18 +309,17 @@ class _Leader:
 
     def _loopback(self, ranks: Sequence[int], *, seconds: float) -> None:
         said = self._ask({"do": "loopback", "ranks": [[rank] for rank in ranks], "seconds": seconds})
-        known = dict(self._found.loopback_bits_per_s)
+        known = self._found.loopback_bits_per_s
         for rank in ranks:
             rate = read_pair({"overhead_s": 0, "latency_s": 0, **said.get(rank, {})}).rate_bits_per_s
             if rate > 0:
                 known[rank] = max(rate, known.get(rank, 0.0))
-        self._found = replace(self._found, loopback_bits_per_s=known)
 
     def _pairs(self, cells: Sequence[Cell]) -> None:
         if not cells:
             return
         said = self._ask({"do": "pairs", "rows": cells, "seconds": self._seconds})
-        pairs = dict(self._found.pairs)
+        pairs = self._found.pairs
         for source, destination in cells:
             if source not in said or destination not in said:
                 continue  # reported as absent
@@ -336,9 +327,8 @@ class _Leader:
             if heard == "corrupt":  # the receiver knows best
                 found = PairTest(fault="corrupt", detail=detail_of(said[destination]))
             before = pairs.get((source, destination))
-            is_better = before is None or bool(found.fault) or found.rate_bits_per_s > before.rate_bits_per_s
-            pairs[source, destination] = found if is_better or before is None else before
-        self._found = replace(self._found, pairs=pairs)
+            if before is None or found.fault or found.rate_bits_per_s > before.rate_bits_per_s:
+                pairs[source, destination] = found
 
     def _again(self) -> None:
         """Test the pairs that seem slow once more, each alone: a single measurement is no finding.
@@ -379,10 +369,8 @@ class _Leader:
                     best[source, destination] = flow
             if not set(self._gathering.endpoints) <= set(self._alive):
                 break
-        late = {
-            cell: FlowTest(num_bytes=sizes[cell], seconds=limit_s) for cell in cells if set(cell) <= set(self._alive)
-        }
-        return {**late, **{cell: flow for cell, flow in best.items() if cell in late}}
+        late = {cell: FlowTest(num_bytes=sizes[cell], seconds=limit_s) for cell in cells}
+        return {cell: flow for cell, flow in (late | best).items() if set(cell) <= set(self._alive)}
 
     def _all_reduce(self, ring: Sequence[int]) -> None:
         pairs = self._found.pairs
@@ -399,8 +387,7 @@ class _Leader:
         steps = {link: said[link[1]].get("wrong") for link in links}
         wrong = {link: step for link, step in steps.items() if isinstance(step, int) and not isinstance(step, bool)}
         first = tuple(sorted(link for link, step in wrong.items() if step == min(wrong.values())))
-        done = AllReduce(
+        self._found.all_reduce = AllReduce(
             order=tuple(ring), num_bytes=4 * numel, wrong=first,
             seconds=max(time.seconds for time in times if time is not None),
         )  # fmt: skip
-        self._found = replace(self._found, all_reduce=done)

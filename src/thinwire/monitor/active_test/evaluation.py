@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Literal
 
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
-from thinwire.monitor.findings import Evidence, Finding, Kind, Place, link_names, ranks_of
+from thinwire.monitor.findings import Evidence, Finding, Place, link_names, ranks_of
 from thinwire.units import format_rate, format_seconds
 
 
@@ -41,19 +42,19 @@ class AllReduce:
     wrong: tuple[Cell, ...] = ()  # links over which wrong sums came first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Measured:
-    """All measurements; what was not measured is missing."""
+    """All measurements, as they come; what was not measured is missing."""
 
     hosts: tuple[str, ...]  # the host of each rank
     # the machine of each rank, where they are known: hosts of one machine share its processor
     machines: tuple[str, ...] = ()
-    absent: Mapping[int, str] = field(default_factory=dict)  # why a rank took no part, or not to the end
+    absent: dict[int, str] = field(default_factory=dict)  # why a rank took no part, or not to the end
     # what a rank's host carries to itself, through the same transport
-    loopback_bits_per_s: Mapping[int, float] = field(default_factory=dict)
-    pairs: Mapping[Cell, PairTest] = field(default_factory=dict)  # by (source, destination)
-    neighbours: Mapping[Cell, FlowTest] = field(default_factory=dict)  # transfers of a ring, all at once
-    everyone: Mapping[Cell, FlowTest] = field(default_factory=dict)  # transfers from everyone to everyone, all at once
+    loopback_bits_per_s: dict[int, float] = field(default_factory=dict)
+    pairs: dict[Cell, PairTest] = field(default_factory=dict)  # by (source, destination)
+    neighbours: dict[Cell, FlowTest] = field(default_factory=dict)  # transfers of a ring, all at once
+    everyone: dict[Cell, FlowTest] = field(default_factory=dict)  # transfers from everyone to everyone, all at once
     all_reduce: AllReduce | None = None  # where one was done
 
     @property
@@ -207,10 +208,24 @@ def _absent(rank: int, why: str, measured: Measured) -> Finding:
     )
 
 
-def _faulty(measured: Measured, fault: str) -> list[Finding]:
+def _faulty(measured: Measured, fault: Literal["dead", "corrupt"]) -> list[Finding]:
     """Return findings for pairs that are dead or corrupt, by the places that explain them."""
+    found = []
     faulty = {cell: float(pair.fault == fault) for cell, pair in measured.pairs.items()}
-    return [_fault_finding(measured, fault, explained, bad) for explained, bad in _explained(faulty, measured)]
+    for explained, bad in _explained(faulty, measured):
+        details = sorted({measured.pairs[cell].detail for cell in bad} - {""})
+        named, ways = _named(explained.places, measured), f"{len(bad)} way{'' if len(bad) == 1 else 's'}"
+        found.append(Finding(
+            kind="communication hang" if fault == "dead" else "corrupt data", places=explained.places, since_s=0.0,
+            evidence=Evidence("wire_fault", links=link_names(bad), said=details[:2]),
+            text=f"Nothing gets over {named}: {ways} of {len(explained.cells)} stayed without an answer."
+            if fault == "dead" else f"What arrives over {named} are not the bytes that were sent.",
+            confidence=explained.confidence, probe=probe_for(explained.places),
+            remedy="see that a firewall lets the replicas' ports pass there, then cable, route and host: thinwire "
+            "doctor HOST:PORT" if fault == "dead" else "test memory and interface of both ends, and take that host "
+            "out until then: checksums of TCP miss this",
+        ))  # fmt: skip
+    return found
 
 
 def _explained(excess: Mapping[Cell, float], measured: Measured) -> Iterator[tuple[Explanation, list[Cell]]]:
@@ -222,27 +237,6 @@ def _explained(excess: Mapping[Cell, float], measured: Measured) -> Iterator[tup
             return
         yield explained, sorted(cell for cell in explained.cells if left[cell])
         left |= dict.fromkeys(explained.cells, 0.0)
-
-
-def _fault_finding(measured: Measured, fault: str, explained: Explanation, bad: Sequence[Cell]) -> Finding:
-    details = sorted({measured.pairs[cell].detail for cell in bad} - {""})
-    named = _named(explained.places, measured)
-    kind: Kind = "communication hang" if fault == "dead" else "corrupt data"
-    text = (
-        f"Nothing gets over {named}: {_count(len(bad), 'way')} of {len(explained.cells)} stayed without an answer."
-        if fault == "dead"
-        else f"What arrives over {named} are not the bytes that were sent."
-    )
-    remedy = (
-        "see that a firewall lets the replicas' ports pass there, then cable, route and host: thinwire doctor HOST:PORT"
-        if fault == "dead"
-        else "test memory and interface of both ends, and take that host out until then: checksums of TCP miss this"
-    )
-    return Finding(
-        kind=kind, places=explained.places, since_s=0.0,
-        evidence=Evidence("wire_fault", links=link_names(bad), said=details[:2]), text=text,
-        confidence=explained.confidence, remedy=remedy, probe=probe_for(explained.places),
-    )  # fmt: skip
 
 
 def slow_loopbacks(measured: Measured) -> dict[int, float]:
@@ -284,18 +278,30 @@ def _slow_pairs(measured: Measured, expect_bits_per_s: float | None) -> list[Fin
     rates = measured.rates
     if not rates:
         return []
-    reference = reference_rate(list(rates.values()))
-    found = []
+    reference, found = reference_rate(list(rates.values())), []
     if expect_bits_per_s is not None:
         if reference < _MOST_OF_EXPECTED * expect_bits_per_s:
             found.append(_all_slow(measured, reference, expect_bits_per_s))
         else:
             reference = expect_bits_per_s
-    is_expected = reference == expect_bits_per_s
-    least = math.log(1 / _MOST_OF_EXPECTED if is_expected else LEAST_SLOWER)
+    is_expected, usual = reference == expect_bits_per_s, format_rate(reference)
+    beside = f"{usual} is expected" if is_expected else f"the others carry {usual}"
     excess = {cell: math.log(reference / rate) for cell, rate in rates.items()}
-    for explained in _places(excess, measured, least=least):
-        found.append(_slow_pair(measured, explained, reference, is_expected=is_expected))
+    for explained in _places(excess, measured, least=math.log(1 / _MOST_OF_EXPECTED if is_expected else LEAST_SLOWER)):
+        ratio, named = math.exp(explained.excess), _named(explained.places, measured)
+        rate = median([rates[cell] for cell in explained.cells])
+        found.append(Finding(
+            kind="communication slow", places=explained.places, since_s=0.0,
+            text=f"{named[0].upper()}{named[1:]} carries {format_rate(rate)} alone, where {beside}: {ratio:.1f} times "
+            "less.",
+            evidence=Evidence(
+                "link_rate", rate_bits_per_s=rate, reference_bits_per_s=reference, times_slower=round(ratio, 2),
+                links=link_names(explained.cells), explained=round(explained.fit, 3),
+            ),
+            confidence=explained.confidence, probe=probe_for(explained.places),
+            remedy="look at the interface (rate, duplex, errors), the cable and other traffic there; if this is the "
+            "wire's own rate, let thinwire plan know by thinwire probe",
+        ))  # fmt: skip
     return found
 
 
@@ -314,24 +320,6 @@ def _places(excess: Mapping[Cell, float], measured: Measured, *, least: float) -
             break
         found.append(explained)
     return found
-
-
-def _slow_pair(measured: Measured, explained: Explanation, reference: float, *, is_expected: bool) -> Finding:
-    ratio = math.exp(explained.excess)
-    rate = median([measured.rates[cell] for cell in explained.cells])
-    named, usual = _named(explained.places, measured), format_rate(reference)
-    beside = f"{usual} is expected" if is_expected else f"the others carry {usual}"
-    text = f"{named[0].upper()}{named[1:]} carries {format_rate(rate)} alone, where {beside}: {ratio:.1f} times less."
-    return Finding(
-        kind="communication slow", places=explained.places, since_s=0.0, text=text,
-        evidence=Evidence(
-            "link_rate", rate_bits_per_s=rate, reference_bits_per_s=reference, times_slower=round(ratio, 2),
-            links=link_names(explained.cells), explained=round(explained.fit, 3),
-        ),
-        confidence=explained.confidence, probe=probe_for(explained.places),
-        remedy="look at the interface (rate, duplex, errors), the cable and other traffic there; if this is the wire's "
-        "own rate, let thinwire plan know by thinwire probe",
-    )  # fmt: skip
 
 
 def _all_slow(measured: Measured, reference: float, expect: float) -> Finding:
@@ -365,23 +353,20 @@ def _crowded(measured: Measured, named: Set[int]) -> list[Finding]:
         # one slow host of three leaves a third of the transfers as they should be
         common = sorted(excess.values())[len(excess) // 4]
         if common >= least and len(excess) > 2:
-            return [_all_crowded(math.exp(common), when)]
-        places = [
-            one for one in _places(excess, measured, least=least) if not all(named & set(cell) for cell in one.cells)
-        ]
-        if places:
+            ratio = math.exp(common)
+            return [Finding(
+                kind="communication slow", places=(Place(kind="job"),), since_s=0.0,
+                evidence=Evidence("contention", times_slower_than_alone=round(ratio, 2)),
+                text=f"While {when}, transfers take {ratio:.1f} times as long as their wires allow: all share "
+                "something.",
+                confidence=0.6,
+                remedy="look at what all wires share: the switch, its way up, or the processor where replicas share a "
+                "machine",
+            )]  # fmt: skip
+        found = _places(excess, measured, least=least)
+        if places := [one for one in found if not all(named & set(cell) for cell in one.cells)]:
             return [_crowd(measured, flows, one, when) for one in places]
     return []
-
-
-def _all_crowded(ratio: float, when: str) -> Finding:
-    return Finding(
-        kind="communication slow", places=(Place(kind="job"),), since_s=0.0,
-        evidence=Evidence("contention", times_slower_than_alone=round(ratio, 2)),
-        text=f"While {when}, transfers take {ratio:.1f} times as long as their wires allow: all share something.",
-        confidence=0.6,
-        remedy="look at what all wires share: the switch, its way up, or the processor where replicas share a machine",
-    )  # fmt: skip
 
 
 def _crowd(measured: Measured, flows: Mapping[Cell, FlowTest], explained: Explanation, when: str) -> Finding:
@@ -434,7 +419,3 @@ def _named(places: Sequence[Place], measured: Measured) -> str:
         hosts = " to ".join(measured.hosts[rank] for rank in place.ranks)
         named.append(f"{place} ({hosts})" if hosts.replace(" to ", "") else str(place))
     return " or ".join(named)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -75,8 +75,16 @@ def _all_checks(config: DoctorConfig, goal: tuple[str, int] | None, *, ask: Ask 
         interface=config.interface, address=config.address, gloo_interface=config.gloo_interface,
         target=None if target is None else target.host,
     )  # fmt: skip
-    yield from _own_network(chosen, target)
-    if config.advertise is not None and isinstance(chosen, Chosen):
+    if isinstance(chosen, Check):
+        yield chosen
+        if target is not None:
+            yield skipped("TCP connection", "this host has no address to come from")
+        return
+    yield checks.check_own_address(chosen, target=None if target is None else target.host)
+    yield checks.check_port(chosen.address)
+    yield checks.check_firewall()
+    yield checks.check_mtu(chosen.interface)
+    if config.advertise is not None:
         listen = listen_config(address=chosen.address, advertise=config.advertise, port_range=config.port_range)
         yield peer.check_advertised(listen, deadline_s=config.deadline_s)
     if target is not None:
@@ -96,20 +104,7 @@ def _machine(config: DoctorConfig) -> Iterator[Check]:
     yield checks.check_speed()
 
 
-def _own_network(chosen: Chosen | Check, target: Address | None) -> Iterator[Check]:
-    if isinstance(chosen, Check):
-        yield chosen
-        return
-    yield checks.check_own_address(chosen, target=None if target is None else target.host)
-    yield checks.check_port(chosen.address)
-    yield checks.check_firewall()
-    yield checks.check_mtu(chosen.interface)
-
-
-def _way_to(target: Address, chosen: Chosen | Check, config: DoctorConfig, *, ask: Ask | None) -> Iterator[Check]:
-    if isinstance(chosen, Check):
-        yield skipped("TCP connection", "this host has no address to come from")
-        return
+def _way_to(target: Address, chosen: Chosen, config: DoctorConfig, *, ask: Ask | None) -> Iterator[Check]:
     source = chosen.address if config.interface or config.address else None
 
     def attempt(address: Address) -> Attempt:

@@ -251,22 +251,20 @@ def _echo(address: str, size: int) -> tuple[bool, int | None]:
             probe.connect((address, _UNUSED_PORT))
         except OSError:
             return False, None
-        answered = any(_is_answered(probe, size) for _ in range(_TRIES))
+        answered = False
+        for _ in range(_TRIES):
+            with contextlib.suppress(OSError):
+                try:
+                    probe.send(bytes(max(0, size - _HEADERS_BYTES)))
+                    probe.recv(1)
+                except ConnectionRefusedError:
+                    pass  # "nobody listens there" is the answer that is hoped for
+                answered = True
+                break
         try:
             return answered, probe.getsockopt(socket.IPPROTO_IP, _IP_MTU)
         except OSError:
             return answered, None
-
-
-def _is_answered(probe: socket.socket, size: int) -> bool:
-    try:
-        probe.send(bytes(max(0, size - _HEADERS_BYTES)))
-        probe.recv(1)
-    except ConnectionRefusedError:  # "nobody listens there" is the answer that is hoped for
-        return True
-    except OSError:
-        return False
-    return True
 
 
 def check_path(found: PathSize, *, mtu: int, interface: str) -> Check:
@@ -328,11 +326,9 @@ def check_advertised(listen: ListenConfig, *, deadline_s: float) -> Check:
                 remedy=f"forward {host_port(shown.host, shown.port)} to {host_port(listen.address, port)}, or correct "
                 f"--advertise; a router may not loop back, then look with thinwire doctor from another host",
             )  # fmt: skip
-    return (
-        ok(name, f"{where} leads here")
-        if is_own
-        else wrong(name, f"{where} leads to another program", remedy="correct --advertise or the forward")
-    )
+    if is_own:
+        return ok(name, f"{where} leads here")
+    return wrong(name, f"{where} leads to another program", remedy="correct --advertise or the forward")
 
 
 def check_replicas(info: Info, *, attempt: Try) -> Check:
@@ -370,29 +366,18 @@ def check_info(
     ended_s = clock()
     if info is None:
         return [skipped("other version", problem), skipped("clock", problem)]
-    checks = [_check_version(info), _check_clock(info, began_s=began_s, ended_s=ended_s)]
-    return checks if attempt is None else [*checks, check_replicas(info, attempt=attempt)]
-
-
-def _check_version(info: Info) -> Check:
-    if info.version == __version__:
-        return ok("other version", f"both run thinwire {__version__}")
-    return wrong(
+    version = ok("other version", f"both run thinwire {__version__}") if info.version == __version__ else wrong(
         "other version", f"it runs thinwire {info.version}, this host {__version__}",
         remedy="install the same version on all hosts",
     )  # fmt: skip
-
-
-def _check_clock(info: Info, *, began_s: float, ended_s: float) -> Check:
     skew_s, trip_s = info.unix_s - (began_s + ended_s) / 2, ended_s - began_s
     direction = "ahead of" if skew_s > 0 else "behind"
     found = f"its clock is {format_seconds(abs(skew_s))} {direction} ours, known to {format_seconds(trip_s / 2)}"
-    if abs(skew_s) <= MOST_SKEW_S + trip_s / 2:
-        return ok("clock", found)
-    return warning(
+    other_clock = ok("clock", found) if abs(skew_s) <= MOST_SKEW_S + trip_s / 2 else warning(
         "clock", f"{found}; logs of both cannot be put beside each other",
         remedy="let both keep time by NTP: timedatectl set-ntp true",
     )  # fmt: skip
+    return [version, other_clock, *([] if attempt is None else [check_replicas(info, attempt=attempt)])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
