@@ -96,13 +96,10 @@ def heat_maps(job: Job, *, most_windows: int = MOST_WINDOWS, most_ranks: int = M
     maps = [
         _map(kind, {rank: own for rank, own in kinds[kind].items() if rank not in job.unsteady},
              most_windows=most_windows, most_ranks=most_ranks)
-        for kind in sorted(kinds, key=lambda kind: (_place(kind), -len(kinds[kind]), kind))[:_MOST_KINDS]
+        for kind in sorted(kinds, key=lambda kind: (
+            _FIRST.index(kind) if kind in _FIRST else len(_FIRST), -len(kinds[kind]), kind))[:_MOST_KINDS]
     ]  # fmt: skip
     return [one for one in maps if one.windows]
-
-
-def _place(kind: str) -> int:
-    return _FIRST.index(kind) if kind in _FIRST else len(_FIRST)
 
 
 def _note(times: _Times, rank: int, step: int, time_s: float) -> None:
@@ -119,10 +116,7 @@ def _map(kind: str, times: _Times, *, most_windows: int, most_ranks: int) -> Hea
     columns = [[time_s for time_s in column if time_s is not None] for column in zip(*rows.values(), strict=True)]
     middles = [median_low(column) for column in columns]  # a window is of steps that somebody timed
     ratios = {
-        rank: tuple(
-            time_s / middle if time_s is not None and middle else None
-            for time_s, middle in zip(row, middles, strict=True)
-        )
+        rank: tuple(own / all_s if own is not None and all_s else None for own, all_s in zip(row, middles, strict=True))
         for rank, row in rows.items()
     }
     order = sorted(rows, key=lambda rank: (-max([ratio or 0.0 for ratio in ratios[rank]], default=0.0), rank))
@@ -180,7 +174,8 @@ def to_page(maps: Sequence[HeatMap]) -> str:
         f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n<h1>Work of each rank against all ranks</h1>",
         *(part for number, one in enumerate(maps) for part in _section(one, number)),
         *([] if maps else ["<p>No rank wrote down what it computed.</p>"]),
-        *([_legend()] if maps else []),
+        *(["<ul>", *(f'<li><span class="l{number}"></span>{bound:g}× and more</li>'
+                     for number, bound in enumerate(BOUNDS, 1)), "</ul>"] if maps else []),
         "</main>\n</body>\n</html>\n",
     ])  # fmt: skip
 
@@ -228,18 +223,8 @@ def _cell(time_s: float | None, ratio: float | None) -> str:
     if time_s is None:
         return "<td>none</td>"
     times = "–" if ratio is None else f"{ratio:.1f}×"
-    return f'<td class="l{level(ratio)}">{times}<small>{_length(time_s)}</small></td>'
-
-
-def _length(time_s: float) -> str:
-    """Return a time with three figures, as far as that can be read."""
-    if time_s >= 59.95:
-        return format_seconds(time_s)
-    return f"{time_s:.3g} s" if time_s >= 0.9995 else f"{1000 * time_s:.3g} ms"
-
-
-def _legend() -> str:
-    steps = "".join(
-        f'<li><span class="l{number}"></span>{bound:g}× and more</li>' for number, bound in enumerate(BOUNDS, 1)
+    # three figures, as far as that can be read
+    text = f"{time_s:.3g} s" if time_s >= 0.9995 else f"{1000 * time_s:.3g} ms"
+    return (
+        f'<td class="l{level(ratio)}">{times}<small>{format_seconds(time_s) if time_s >= 59.95 else text}</small></td>'
     )
-    return f"<ul>{steps}</ul>"

@@ -18,6 +18,7 @@ from thinwire.runlog.reader import Records
 
 Samples = Iterable[tuple[Mapping[str, object], object]]
 _LATEST = 8
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 def findings_text(findings: Sequence[Finding], records: Records, job: Job, *, at: float) -> str:
@@ -60,14 +61,10 @@ def metric_lines(name: str, kind: str, description: str, samples: Samples) -> It
         yield f"# HELP thinwire_{name} {description}"
         yield f"# TYPE thinwire_{name} {kind}"
     for labels, value in known:
-        pairs = ",".join(f'{label}="{_escaped(str(text))}"' for label, text in labels.items())
+        # names from JSON may hold lone surrogates, which UTF-8 lacks
+        texts = {label: str(text).encode("utf-8", "replace").decode("utf-8") for label, text in labels.items()}
+        pairs = ",".join(f'{label}="{text.translate(_ESCAPES)}"' for label, text in texts.items())
         yield f"thinwire_{name}{{{pairs}}} {value}" if pairs else f"thinwire_{name} {value}"
-
-
-def _escaped(text: str) -> str:
-    # names from JSON may hold lone surrogates, which UTF-8 lacks
-    text = text.encode("utf-8", "replace").decode("utf-8")
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _rank_lines(job: Job) -> Iterator[str]:

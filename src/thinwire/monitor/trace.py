@@ -8,11 +8,11 @@ its own, up to 64 of a kind, since events of one lane must lie in each other or 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from thinwire.monitor.detect.timeline import Job, Message
-from thinwire.monitor.findings import Finding
+from thinwire.monitor.findings import Finding, ranks_of
 
 MOST_EVENTS = 200_000
 _LANES = 64  # of each kind; what overlaps more often than that shares the last one
@@ -38,9 +38,13 @@ def to_trace(job: Job, findings: Sequence[Finding] = (), *, most_events: int = M
     begin_s = min([found[0] for found in slices], default=0.0)
     lanes = _Lanes()
     events = [_complete(found, lane=lanes.of(found), begin_s=begin_s) for found in slices]
-    flows = [flow for event in events for flow in _flow(event)]
+    ends: dict[int, dict[str, dict[str, Any]]] = {}
     for event in events:
-        event["args"].pop("flow", None)
+        if (number := event["args"].pop("flow", None)) is not None:
+            flow = _flow(event, number)
+            ends.setdefault(number, {})[flow["ph"]] = flow
+    # without arrows of which one end is known, or whose message arrived before it left: clocks have errors
+    whole = [both for both in ends.values() if len(both) == 2 and both["s"]["ts"] <= both["f"]["ts"]]
     instants = [_instant(finding, job, begin_s=begin_s) for finding in findings]
     errors = {
         f"rank {rank}": round(1e6 * error_s, 1) if math.isfinite(error_s) else None
@@ -53,7 +57,9 @@ def to_trace(job: Job, findings: Sequence[Finding] = (), *, most_events: int = M
             "clock": job.alignment.reference, "clock_error_us": errors, "begins_at_s": round(begin_s, 6),
             "events_left_out": left_out, "ranks_with_a_set_clock": sorted(job.unsteady),
         },
-        "traceEvents": [*_names(job, lanes), *events, *_paired(flows), *instants],
+        "traceEvents": [
+            *_names(job, lanes), *events, *(end for both in whole for end in (both["s"], both["f"])), *instants,
+        ],
     }  # fmt: skip
 
 
@@ -126,32 +132,20 @@ def _complete(found: _Slice, *, lane: int, begin_s: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _flow(event: dict[str, Any]) -> list[dict[str, Any]]:
+def _flow(event: dict[str, Any], number: int) -> dict[str, Any]:
     """Return the end of an arrow that belongs to an end of a message; it must lie in the event."""
-    if "flow" not in event["args"]:
-        return []
     is_sent = event["cat"] == "sends"
     at = event["ts"] if is_sent else event["ts"] + event["dur"]
     flow = {
-        "ph": "s" if is_sent else "f", "name": "message", "cat": "message", "id": event["args"]["flow"],
+        "ph": "s" if is_sent else "f", "name": "message", "cat": "message", "id": number,
         "pid": event["pid"], "tid": event["tid"], "ts": at,
     }  # fmt: skip
-    return [flow if is_sent else {**flow, "bp": "e"}]
-
-
-def _paired(flows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out arrows of which only one end is known, or whose message arrived before it left: clocks have errors."""
-    ends: dict[int, dict[str, dict[str, Any]]] = {}
-    for flow in flows:
-        ends.setdefault(flow["id"], {})[flow["ph"]] = flow
-    whole = [both for both in ends.values() if len(both) == 2 and both["s"]["ts"] <= both["f"]["ts"]]
-    return [end for both in whole for end in (both["s"], both["f"])]
+    return flow if is_sent else {**flow, "bp": "e"}
 
 
 def _instant(finding: Finding, job: Job, *, begin_s: float) -> dict[str, Any]:
-    ranks = [rank for place in finding.places for rank in place.ranks]
-    hosts = {host for place in finding.places for host in place.hosts}
-    ranks += [rank for rank, host in sorted(job.host_of.items()) if host in hosts]
+    named = [rank for place in finding.places for rank in place.ranks]
+    ranks = named or sorted(ranks_of(finding.places, job.host_of))
     where = {"s": "p", "pid": ranks[0]} if ranks else {"s": "g", "pid": min(job.host_of, default=0)}
     return {
         "ph": "i", "name": f"{finding.kind}: {finding.where}", "cat": "finding", "tid": 0, **where,

@@ -12,7 +12,7 @@ Reference:
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -122,7 +122,8 @@ def align(clocks: Iterable[str], sightings: Iterable[Sighting]) -> Alignment:
     found = list(sightings)
     if not names:
         return Alignment(reference="", fits={})
-    reference = _busiest(names, found)
+    counts = Counter(clock for seen in found for clock in (seen.sender, seen.receiver))
+    reference = max(names, key=lambda name: counts[name])  # the others are nearest to it
     still = ClockFit(offset_s=0.0, drift=0.0, error_s=0.0, origin_s=0.0)
     if len(names) == 1 or not found:
         alone = ClockFit(offset_s=0.0, drift=0.0, error_s=math.inf, origin_s=0.0)
@@ -151,15 +152,6 @@ class _Bound(NamedTuple):
 
 
 Delays = dict[str, dict[str, float]]
-
-
-def _busiest(names: list[str], sightings: list[Sighting]) -> str:
-    """Return the clock with most messages: the others are nearest to it."""
-    counts = dict.fromkeys(names, 0)
-    for seen in sightings:
-        counts[seen.sender] += 1
-        counts[seen.receiver] += 1
-    return max(names, key=lambda name: (counts[name], -names.index(name)))
 
 
 def _segments(sightings: list[Sighting], reference: str) -> list[tuple[float, Delays]]:

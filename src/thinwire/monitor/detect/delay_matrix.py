@@ -122,12 +122,9 @@ class DelayMatrix:
         cells = self._worse_way(by_cells, cells)
         following = max(0.0, gains[1][0]) if len(gains) > 1 else 0.0
         return Explanation(
-            places=tuple(by_cells[cells]),
-            cells=cells,
-            excess=median([self._excess[cell] for cell in cells]),
-            fit=best / total,
-            lead=(best - following) / best,
-        )
+            places=tuple(by_cells[cells]), cells=cells, excess=median([self._excess[cell] for cell in cells]),
+            fit=best / total, lead=(best - following) / best,
+        )  # fmt: skip
 
     def _worse_way(self, by_cells: Mapping[frozenset[Cell], list[Place]], cells: frozenset[Cell]) -> frozenset[Cell]:
         """Return the slow way of a place that has both ways, if only that one can be at fault.
@@ -156,7 +153,10 @@ class DelayMatrix:
         ranks: set[int] = set()
         links: set[tuple[str, str]] = set()
         for source, destination in hot:
-            yield from self._links_of(source, destination)
+            cell, back = (source, destination), (destination, source)
+            yield Place(kind="link", ranks=cell), frozenset([cell])
+            if back in self._excess:
+                yield Place(kind="link both ways", ranks=(min(cell), max(cell))), frozenset([cell, back])
             between = (self._host_of[source], self._host_of[destination])
             if between not in links and between[0] != between[1]:
                 links.add(between)
@@ -166,13 +166,6 @@ class DelayMatrix:
             yield from self._places_of_rank(rank)
         for host in sorted({self._host_of[rank] for rank in ranks}):
             yield from self._places_of_host(host)
-
-    def _links_of(self, source: int, destination: int) -> Iterator[tuple[Place, frozenset[Cell]]]:
-        cell, back = (source, destination), (destination, source)
-        yield Place(kind="link", ranks=cell), frozenset([cell])
-        if back in self._excess:
-            low, high = sorted(cell)
-            yield Place(kind="link both ways", ranks=(low, high)), frozenset([cell, back])
 
     def _links_of_hosts(self, one: str, other: str) -> Iterator[tuple[Place, frozenset[Cell]]]:
         if len(self._ranks_of[one]) == len(self._ranks_of[other]) == 1:

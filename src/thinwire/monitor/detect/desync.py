@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -48,7 +48,12 @@ def find_desync(job: Job) -> list[Finding]:
     shared = _shared_sites(job)
     for (communicator, sequence), own in sorted(job.operations.items(), key=lambda item: item[0][1]):
         if communicator not in found and len(own) > 1:
-            finding = next(_mismatches(job, own, sequence), None)
+            finding = None
+            for name, words in _COMPARED:
+                values = {rank: getattr(operation, name) for rank, operation in own.items()}
+                differing = {rank: value for rank, value in values.items() if value not in (-1, "")}
+                if finding is None and len(set(differing.values())) > 1:
+                    finding = _mismatch(job, own, sequence, name, differing, words)
             if finding is None and len({op.site for op in own.values()} & shared.get(communicator, set())) > 1:
                 finding = _other_order(job, own, sequence)
             if finding is not None:
@@ -93,14 +98,6 @@ def _other_order(job: Job, own: _Own, sequence: int) -> Finding | None:
         return None
     words = f"calls {own[min(own)].kind} at {{own}} where the others call it at {usual}"
     return _mismatch(job, own, sequence, "site", sites, words)
-
-
-def _mismatches(job: Job, own: _Own, sequence: int) -> Iterator[Finding]:
-    for name, words in _COMPARED:
-        values = {rank: getattr(operation, name) for rank, operation in own.items()}
-        known = {rank: value for rank, value in values.items() if value not in (-1, "")}
-        if len(set(known.values())) > 1:
-            yield _mismatch(job, own, sequence, name, known, words)
 
 
 def _mismatch(
@@ -203,16 +200,11 @@ def find_losses(job: Job) -> list[Finding]:
     for span in job.spans:
         if span.loss is not None:
             by_step[span.step][span.rank] = span
-    found = {**_parted(job, by_step), **_non_finite(job, by_step)}
-    return list(found.values())
-
-
-def _non_finite(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Finding]:
     for step in sorted(by_step):
         bad = tuple(sorted(r for r, span in by_step[step].items() if span.loss is None or not math.isfinite(span.loss)))
         if bad:
             everyone = len(bad) == len(by_step[step]) > 1
-            return {"loss": Finding(
+            return [Finding(
                 kind="non-finite loss",
                 places=(Place(kind="job"),) if everyone else (Place(kind="rank", ranks=bad),),
                 since_s=min(by_step[step][rank].done_s for rank in bad), since_round=step, seen_round=step,
@@ -220,11 +212,11 @@ def _non_finite(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Find
                 text=f"The loss is no number since step {step}.",
                 confidence=0.99 * job.trust,
                 remedy="lower the learning rate if it is all ranks; if it is one, look at its data and its memory",
-            )}  # fmt: skip
-    return {}
+            )]  # fmt: skip
+    return _parted(job, by_step)
 
 
-def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Finding]:
+def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> list[Finding]:
     """Return a rank whose loss is far from the median of all ranks, several steps in a row.
 
     All of these steps are on one side: a small batch makes a loss jump to both.
@@ -237,9 +229,8 @@ def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Finding]
         if len(finite) < 3:
             continue
         middle = median(list(finite.values()))
-        scale = (
-            max(1.4826 * median(usual), LOSSES.min_share * abs(middle) / LOSSES.far_scores) if len(usual) >= 8 else None
-        )
+        least = LOSSES.min_share * abs(middle) / LOSSES.far_scores
+        scale = max(1.4826 * median(usual), least) if len(usual) >= 8 else None
         for rank, loss in finite.items():
             apart, run = loss - middle, runs[rank]
             is_far = scale is not None and abs(apart) > LOSSES.far_scores * scale
@@ -254,7 +245,7 @@ def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Finding]
                 usual.append(abs(apart))
             if scale is not None and len(run) >= LOSSES.far_steps:
                 first = by_step[run[0][0]][rank]
-                return {"loss": Finding(
+                return [Finding(
                     kind="loss divergence", places=(Place(kind="rank", ranks=(rank,)),),
                     since_s=first.done_s, since_round=first.step, seen_round=step,
                     evidence=Evidence(
@@ -263,7 +254,7 @@ def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Finding]
                     text=f"The loss of rank {rank} has parted from the others' since step {first.step}.",
                     confidence=0.85 * job.trust,
                     remedy="compare its parameters with the others' by a hash; look at its data order and its memory",
-                )}  # fmt: skip
+                )]  # fmt: skip
         # the spread changes as losses fall
         del usual[: -LOSSES.history]
-    return {}
+    return []

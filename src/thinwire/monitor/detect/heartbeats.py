@@ -41,12 +41,22 @@ def find_silent(job: Job) -> list[Finding]:
         silent_s, limit_s = job.now_s - last_s, job.silence_s(rank)
         if silent_s <= limit_s:
             continue
+        place = Place(kind="rank", ranks=(rank,))
         if _works_on(job, rank):
-            found.append(_no_records(job, rank, last_s, job.heard_s[rank]))
+            heard_s = job.heard_s[rank]
+            found.append(Finding(
+                kind="no records", places=(place,), since_s=last_s,
+                evidence=Evidence("no_records", last_record_s=round(last_s, 3), last_heard_s=round(heard_s, 3)),
+                text=f"Rank {rank} has written no records for {silent_s:.1f} s, and others received from it "
+                f"{max(0.0, job.now_s - heard_s):.1f} s ago: it works, and its disk is full or its recorder has ended.",
+                confidence=0.9 * job.trust,
+                remedy="look for its warning in its log and make room on its disk; until its next start faults there "
+                "are seen from its peers only",
+            ))  # fmt: skip
             continue
         activity = silent_activity(job, rank, since_s=last_s)
         found.append(partitioned(job, Finding(
-            kind="non-communication hang", places=(Place(kind="rank", ranks=(rank,)),), since_s=last_s,
+            kind="non-communication hang", places=(place,), since_s=last_s,
             evidence=Evidence(
                 "silent_rank", last_sign_s=round(last_s, 3), silent_s=round(silent_s, 3), longer_than_s=round(limit_s,
                 3), usual_between_s=round(period_s, 3),
@@ -81,18 +91,6 @@ def _works_on(job: Job, rank: int) -> bool:
     # messages in flight arrive after their sender has stopped
     flows_s = max(HEARTBEATS.in_flight_s, job.silence_s(rank) / 2)
     return job.heard_s.get(rank, -math.inf) > job.last_seen_s.get(rank, math.inf) + flows_s
-
-
-def _no_records(job: Job, rank: int, last_s: float, heard_s: float) -> Finding:
-    return Finding(
-        kind="no records", places=(Place(kind="rank", ranks=(rank,)),), since_s=last_s,
-        evidence=Evidence("no_records", last_record_s=round(last_s, 3), last_heard_s=round(heard_s, 3)),
-        text=f"Rank {rank} has written no records for {job.now_s - last_s:.1f} s, and others received from it "
-        f"{max(0.0, job.now_s - heard_s):.1f} s ago: it works, and its disk is full or its recorder has ended.",
-        confidence=0.9 * job.trust,
-        remedy="look for its warning in its log and make room on its disk; until its next start faults there are seen "
-        "from its peers only",
-    )  # fmt: skip
 
 
 class HeartbeatDelays:

@@ -173,9 +173,8 @@ def _without_changes(values: Sequence[_Value], bad: list[int], watches: Iterable
     past = [one.change for one in watches if one.change is not None and one.change.is_over]
     past = [one for one in past if one.until_round - one.since_round > INTERMITTENT.short]
     bad = [index for index in bad if not any(one.since_round <= values[index][0] < one.until_round for one in past)]
-    dense = [
-        late for early, late in zip(bad, bad[INTERMITTENT.max_bad :], strict=False) if late - early < INTERMITTENT.dense
-    ]
+    pairs = zip(bad, bad[INTERMITTENT.max_bad :], strict=False)
+    dense = [late for early, late in pairs if late - early < INTERMITTENT.dense]
     return [index for index in bad if not dense or index > dense[-1]]
 
 
@@ -192,11 +191,8 @@ def _in_turns(
     bad = min(enough, key=chance, default=[])
     stretch = [excess for _, _, excess in values[bad[0] : bad[-1] + 1]] if bad else []
     # a slow link whose excess is near the limit is never good between its bad times
-    if (
-        not bad
-        or 2 * sum(excess <= INTERMITTENT.good for excess in stretch) < len(stretch)
-        or _is_over(bad, len(values))
-    ):
+    is_slow = 2 * sum(excess <= INTERMITTENT.good for excess in stretch) < len(stretch)
+    if not bad or is_slow or _is_over(bad, len(values)):
         return None
     episodes: list[tuple[int, int]] = []
     seen_round = -1
@@ -231,9 +227,8 @@ def _alike(bad: list[int], count: int) -> list[int]:
 def _is_over(bad: list[int], count: int) -> bool:
     """Return whether the calm since the last bad message is longer than any before, and no chance at their rate."""
     share, since = len(bad) / (bad[-1] - bad[0] + 1), count - 1 - bad[-1]
-    return (
-        since > max(late - early for early, late in pairwise(bad)) and (1 - share) ** since <= INTERMITTENT.over_chance
-    )
+    longest = max(late - early for early, late in pairwise(bad))
+    return since > longest and (1 - share) ** since <= INTERMITTENT.over_chance
 
 
 def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
@@ -262,15 +257,13 @@ def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
         cell: median([excess for number, _, excess in watch.excess if number in rounds])
         for cell, watch in times.watches.items()
     }
-    known = {
-        cell: 0.0 if value < INTERMITTENT.bad[0] / 2 else value
-        for cell, value in matrix.items() if not math.isnan(value)
-    }  # fmt: skip
+    least = INTERMITTENT.bad[0] / 2
+    known = {cell: 0.0 if value < least else value for cell, value in matrix.items() if not math.isnan(value)}
     explained = DelayMatrix(known, job.host_of).explain()
     # if few links of a place are intermittent, that is their noise, or the place was slow
-    if explained is None or 2 * len(explained.cells & set(flapping)) < len(explained.cells):
-        return []
-    if explained.excess < INTERMITTENT.min_excess:
+    if explained is None or 2 * len(explained.cells & set(flapping)) < len(explained.cells) or (
+        explained.excess < INTERMITTENT.min_excess
+    ):  # fmt: skip
         return []
     first = min(flapping.values(), key=lambda found: found.seen_round)
     named = joined(explained.places)

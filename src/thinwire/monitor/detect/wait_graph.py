@@ -52,8 +52,12 @@ class WaitGraph:
         reached = {rank: self._reached(rank) for rank in start.union(*map(self._reached, start))}
         # the end of a chain is reached by all that it reaches itself
         ends = {rank for rank, ahead in reached.items() if all(rank in reached[other] for other in ahead)}
-        circles = {frozenset({rank, *reached[rank]}) for rank in ends}
-        return sorted((self._without_bystanders(circle) for circle in circles), key=min)
+        found = []
+        for circle in {frozenset({rank, *reached[rank]}) for rank in ends}:
+            # ranks of a circle whose calls do not block them hang in their own code
+            free = {rank for rank in circle if all(wait.inside[rank].is_async for wait in self.waits_of(rank))}
+            found.append(frozenset(free) if len(circle) > 1 and free else circle)
+        return sorted(found, key=min)
 
     def waiting_for(self, ranks: Collection[int]) -> set[int]:
         """Return all ranks that wait for some ranks, directly or by others."""
@@ -83,11 +87,6 @@ class WaitGraph:
             steps.append((earlier, wait, rank))
             rank = earlier
         return steps[::-1]
-
-    def _without_bystanders(self, circle: frozenset[int]) -> frozenset[int]:
-        """Return of a circle the ranks whose calls do not block them: these hang in their own code."""
-        free = {rank for rank in circle if all(wait.inside[rank].is_async for wait in self.waits_of(rank))}
-        return frozenset(free) if len(circle) > 1 and free else circle
 
     def _reached(self, start: int) -> set[int]:
         found: set[int] = set()

@@ -127,21 +127,16 @@ def series_of(timings: Iterable[Timing]) -> list[CollectiveSeries]:
             if is_usable(one):
                 # replayed CUDA graphs may repeat a number: the first one counts
                 found[one.communicator, one.kind][one.sequence].setdefault(one.rank, one)
-    return [
+    series = [
         CollectiveSeries(
-            communicator=name, kind=kind, num_ranks=size_of[name], operations=both, locations=locations[name]
+            communicator=name, kind=kind, num_ranks=size_of[name], locations=locations[name],
+            # different sizes at one number are different operations: the ranks' counts diverge
+            operations=[(sequence, by_rank) for sequence, by_rank in sorted(own.items(), key=lambda item: item[0])
+                        if len(by_rank) > 1 and len({one.num_bytes for one in by_rank.values()}) == 1],
         )
-        for (name, kind), own in sorted(found.items())
-        if (both := list(_shared(own)))
-    ]
-
-
-def _shared(operations: Mapping[int, dict[int, Timing]]) -> Iterator[tuple[int, dict[int, Timing]]]:
-    for sequence in sorted(operations):
-        own = operations[sequence]
-        # different sizes at one number are different operations: the ranks' counts diverge
-        if len(own) > 1 and len({one.num_bytes for one in own.values()}) == 1:
-            yield sequence, own
+        for (name, kind), own in sorted(found.items(), key=lambda item: item[0])
+    ]  # fmt: skip
+    return [one for one in series if one.operations]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,16 +217,12 @@ def _late_in(series: CollectiveSeries) -> list[_Late]:
     changed = {rank: lateness.late([rank], one.change) for rank, one in lateness.watches.items() if one.change}
     alarmed = {rank: late for rank, late in changed.items() if late.late_s >= lateness.least_s}
     if not any(late.change is not None and not late.change.is_over for late in alarmed.values()):
-        alarmed |= {rank: always for rank in lateness.rows if (always := _always(lateness, rank)) is not None}
+        for rank, rows in lateness.rows.items():
+            late = lateness.late([rank], None)
+            often = sum(by_s >= 0.5 * late.usual_s for _, by_s, _ in rows) >= INSPECTOR.often * len(rows)
+            if len(rows) >= CUSUM.min_history and often and late.late_s >= max(lateness.least_s, late.usual_s):
+                alarmed[rank] = late
     return _by_host(lateness, alarmed)
-
-
-def _always(lateness: _LateTimes, rank: int) -> _Late | None:
-    rows = lateness.rows[rank]
-    late = lateness.late([rank], None)
-    often = sum(by_s >= 0.5 * late.usual_s for _, by_s, _ in rows) >= INSPECTOR.often * len(rows)
-    is_late = len(rows) >= CUSUM.min_history and often and late.late_s >= max(lateness.least_s, late.usual_s)
-    return late if is_late else None
 
 
 def _by_host(lateness: _LateTimes, alarmed: dict[int, _Late]) -> list[_Late]:
