@@ -168,14 +168,14 @@ def to_page(maps: Sequence[HeatMap]) -> str:
         >>> "No rank wrote down what it computed" in to_page([])
         True
     """
+    legend = (f'<li><span class="l{number}"></span>{bound:g}× and more</li>' for number, bound in enumerate(BOUNDS, 1))
     return "\n".join([
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>Work of each rank</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n<h1>Work of each rank against all ranks</h1>",
         *(part for number, one in enumerate(maps) for part in _section(one, number)),
         *([] if maps else ["<p>No rank wrote down what it computed.</p>"]),
-        *(["<ul>", *(f'<li><span class="l{number}"></span>{bound:g}× and more</li>'
-                     for number, bound in enumerate(BOUNDS, 1)), "</ul>"] if maps else []),
+        *([f"<ul>{''.join(legend)}</ul>"] if maps else []),
         "</main>\n</body>\n</html>\n",
     ])  # fmt: skip
 
@@ -225,6 +225,5 @@ def _cell(time_s: float | None, ratio: float | None) -> str:
     times = "–" if ratio is None else f"{ratio:.1f}×"
     # three figures, as far as that can be read
     text = f"{time_s:.3g} s" if time_s >= 0.9995 else f"{1000 * time_s:.3g} ms"
-    return (
-        f'<td class="l{level(ratio)}">{times}<small>{format_seconds(time_s) if time_s >= 59.95 else text}</small></td>'
-    )
+    text = format_seconds(time_s) if time_s >= 59.95 else text
+    return f'<td class="l{level(ratio)}">{times}<small>{text}</small></td>'

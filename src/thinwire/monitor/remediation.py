@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from thinwire.monitor.detect.live import News
 from thinwire.monitor.findings import Finding, Kind
@@ -20,20 +20,11 @@ ON_FINDING: tuple[str, ...] = ("off", "warn", "exclude", "restart", "replace", "
 # Actions that help against each kind. A new process on the same machine makes no link faster, and a clock that was set
 # or a stall is no reason to lose a replica. Losses of small batches scatter, so that a person decides on divergence.
 HELPS: Mapping[Kind, tuple[ActionKind, ...]] = {
-    "communication hang": ("exclude", "restart", "replace", "abort"),
-    "non-communication hang": ("exclude", "restart", "replace", "abort"),
-    "communication slow": ("exclude", "replace"),
-    "non-communication slow": ("exclude", "replace"),
-    "slowing compute": ("exclude", "replace"),
-    "desync": ("exclude", "restart", "replace", "abort"),
-    "non-finite loss": ("exclude", "restart", "replace", "abort"),
-    "loss divergence": (),
-    "periodic stall": (),
-    "flapping link": (),
-    "clock": (),
-    "corrupt data": (),
-    "no records": (),
-}
+    **dict.fromkeys(get_args(Kind), ()),
+    **dict.fromkeys(("communication slow", "non-communication slow", "slowing compute"), ("exclude", "replace")),
+    **dict.fromkeys(("communication hang", "non-communication hang", "desync", "non-finite loss"),
+                    ("exclude", "restart", "replace", "abort")),
+}  # fmt: skip
 # Below this ratio a slow rank is only reported: others hardly wait, and other load often halves a machine's speed.
 _LEAST_TIMES = 3.0
 # Places with one rank.
@@ -160,18 +151,13 @@ class Steering:
             refusal = self._limit(kind, target, now_s=now_s, present=present)
         if kind == "warn" or refusal:
             return Action(kind="warn", target=None, case=news.case, why=refusal or "reported only: --on-finding warn")
-        self._note(kind, target, now_s=now_s)
+        if target is not None:  # for the limits of later actions
+            self._acted_s[target] = now_s
+            if kind == "restart":
+                self._restarts_s.append(now_s)
+            else:
+                self._excluded.add(target)
         return Action(kind=kind, target=target, case=news.case, why=wanted.text + more, is_hang="hang" in wanted.kind)
-
-    def _note(self, kind: ActionKind, target: int | None, *, now_s: float) -> None:
-        """Record an action for the limits of later ones."""
-        if target is None:
-            return
-        self._acted_s[target] = now_s
-        if kind == "restart":
-            self._restarts_s.append(now_s)
-        else:
-            self._excluded.add(target)
 
     def _refusal(self, finding: Finding, *, now_s: float) -> str:
         """Return why a finding does not justify the allowed action, or an empty text."""
@@ -187,9 +173,8 @@ class Steering:
         if not (finding.times_longer or 0.0) >= _LEAST_TIMES:
             return f"slower by less than {_LEAST_TIMES:g} times"
         since_s = now_s - max(self._acted_s.values(), default=-math.inf)
-        return (
-            "" if since_s >= self.policy.settle_s else f"the last action was {since_s:.0f} s ago and may be the reason"
-        )
+        said = f"the last action was {since_s:.0f} s ago and may be the reason"
+        return said if since_s < self.policy.settle_s else ""
 
     def _limit(
         self, kind: ActionKind, target: int | None, *, now_s: float, present: Collection[int]
@@ -208,11 +193,8 @@ class Steering:
         if kind == "exclude":
             left = len(set(present) - self._excluded - {target})
             least = max(1, math.ceil(self.policy.least_share * self._most_present))
-            return (
-                f"only {left} of {self._most_present} replicas would be left, and {least} are the least"
-                if left < least
-                else ""
-            )
+            said = f"only {left} of {self._most_present} replicas would be left, and {least} are the least"
+            return said if left < least else ""
         if kind == "replace":  # another one comes for each that goes
             return ""
         while self._restarts_s and now_s - self._restarts_s[0] >= _HOUR_S:

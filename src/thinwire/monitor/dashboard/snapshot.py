@@ -151,15 +151,16 @@ def run_state(
         limit_s = min((_silence_limit_s(sources, rank) for rank in sources.window.ranks), default=_DEFAULT_SILENCE_S)
         state = "training" if now - changed_at <= limit_s else "silent"
     metric = evaluated[-1].metric if evaluated else None
+    lines = [one.last for one in sources.replicas.values() if one.last is not None]
     return {
         "name": text(folder.resolve().name), "state": state, "changed_at": changed_at,
         "method": text(settings.method), "model": text(settings.model), "data": text(settings.data),
         "steps": settings.steps, "num_replicas": settings.replicas, "log_every": settings.log_every,
         "is_elastic": sources.journal.is_there or bool(sources.rounds),
-        "step": max((one.last.step for one in sources.replicas.values() if one.last is not None), default=0),
-        "loss": _mean([one.last.loss for one in sources.replicas.values() if one.last is not None]),
+        "step": max((line.step for line in lines), default=0),
+        "loss": math.fsum(line.loss for line in lines) / len(lines) if lines else None,
         "val_loss": result.val_loss if summary is not None else evaluated[-1].val_loss if evaluated else None,
-        "unit": next((one.last.unit for one in sources.replicas.values() if one.last is not None), "tokens"),
+        "unit": lines[0].unit if lines else "tokens",
         "metric": None if metric is None else {"name": metric[0], "value": metric[2], "text": shown_metric(metric)},
         "wall_s": result.wall_s, "times_fewer_bytes": result.times_fewer_bytes,
         "numbers": _numbers(summary, sources),
@@ -179,10 +180,6 @@ def _numbers(summary: Mapping[str, Any] | None, sources: Sources) -> list[dict[s
         lines = [one.last for one in sources.replicas.values() if one.last is not None]
         numbers = RunNumbers.of_lines(lines)
     return [] if numbers is None else number_rows(numbers)
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
 
 
 def replica_rows(sources: Sources, run: Mapping[str, Any], *, now: float) -> list[dict[str, Any]]:
@@ -337,9 +334,13 @@ class RunFollower:
         findings, source = self._findings(is_over=summary is not None)
         run = run_state(self._folder, config, summary, sources, now=at)
         replicas, known = replica_rows(sources, run, now=at), sorted(sources.replicas.items())
+        matrix, lanes = self._charts["matrix"], self._charts["timeline"] and self._charts["timeline"]["lanes"]
+        # a job of torch has rounds and no steps
+        has_begun = any(row.get("step") for row in replicas) or (run["steps"] is None and bool(lanes))
+        num_links = 0 if matrix is None else len(matrix["cells"])
         sections: dict[str, Any] = {
             "run": run,
-            "headline": self._headline(run, replicas, findings, source=source),
+            "headline": headline(run, replicas, findings, source=source, num_links=num_links, has_begun=has_begun),
             "replicas": replicas,
             "curves": {
                 "loss": [{"replica": number, "points": one.loss.points()} for number, one in known[:_MOST_CURVES]],
@@ -349,9 +350,7 @@ class RunFollower:
             },
             "links": link_table(sources.links),
             "paths": path_table(sources.paths),
-            "matrix": self._charts["matrix"],
-            "timeline": self._charts["timeline"],
-            "heat": self._charts["heat"],
+            **self._charts,
             "findings": {"source": source, "findings": findings},
             "actions": {"is_there": sources.has("actions"), "actions": sources.actions.to_json()},
             "downtime": self._downtime(downtime),
@@ -381,16 +380,6 @@ class RunFollower:
             if self._sources.window.recorded and not self._sources.has("findings"):
                 self._own = [_page_row(finding) for finding in findings_of(job, self._history)]
         self._next_analysis_s = time.monotonic() + (time.monotonic() - begun) / _MOST_SHARE
-
-    def _headline(
-        self, run: Mapping[str, Any], replicas: Sequence[Mapping[str, Any]], findings: Sequence[Mapping[str, Any]], *,
-        source: str,
-    ) -> dict[str, Any]:  # fmt: skip
-        matrix, lanes = self._charts["matrix"], self._charts["timeline"] and self._charts["timeline"]["lanes"]
-        # a job of torch has rounds and no steps
-        has_begun = any(row.get("step") for row in replicas) or (run["steps"] is None and bool(lanes))
-        num_links = 0 if matrix is None else len(matrix["cells"])
-        return headline(run, replicas, findings, source=source, num_links=num_links, has_begun=has_begun)
 
     def _findings(self, *, is_over: bool) -> tuple[list[dict[str, Any]], str]:
         """Return the findings, and their source: `run`, `page` (this process), `records` (all of them), or `none`."""
@@ -439,7 +428,7 @@ class RunFollower:
         rounds = [round for _, one in sorted(sources.rounds.items()) for round in one.to_json()]
         latest = {round["round"]: round for round in sorted(rounds, key=lambda round: -round["reported_by"])}
         return {
-            "messages": sources.journal.messages(),
+            "messages": list(reversed(sources.journal.messages)),
             "rounds": [latest[number] for number in sorted(latest)[:-13:-1]],
         }
 

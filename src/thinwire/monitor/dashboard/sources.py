@@ -143,7 +143,7 @@ class CoordinatorLog:
         self.members: dict[int, dict[str, Any]] = {}
         self.is_finished = False  # whether the run is over
         self.is_there = False  # whether there was any line
-        self._messages: deque[str] = deque(maxlen=_MOST_MESSAGES)
+        self.messages: deque[str] = deque(maxlen=_MOST_MESSAGES)
 
     def take(self, line: dict[str, Any]) -> None:
         """Add a line; a ValueError if a field is missing or invalid."""
@@ -162,13 +162,9 @@ class CoordinatorLog:
                 if own is not None and own["state"] != "done":
                     own["state"] = "gone"
             case "finding":
-                self._messages.append(text(line.get("text")))
+                self.messages.append(text(line.get("text")))
             case "finished":
                 self.is_finished = True
-
-    def messages(self) -> list[str]:
-        """Return the coordinator's messages, the latest first."""
-        return list(reversed(self._messages))
 
 
 def _round_row(replica: int, line: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,30 +229,25 @@ class LinkTotals:
         self.latest_s = 0.0  # the latest end of a transfer, on this replica's clock
         self.earliest_s = 0.0  # the earliest begin
 
-    def add(
-        self, *, stream: str, peer: int, is_sent: bool, num_bytes: int, started_s: float, done_s: float, failed: bool
-    ) -> None:  # fmt: skip
-        """Count one transfer.
-
-        Raises:
-            ValueError: More links or streams than any replica has.
-        """
-        cell = (self.rank, peer) if is_sent else (peer, self.rank)
+    def add(self, one: TransferEntry) -> None:
+        """Count one transfer; a ValueError where there are more links or streams than any replica has."""
+        is_sent = one.direction == "sent"
+        cell = (self.rank, one.peer) if is_sent else (one.peer, self.rank)
         if cell not in self._links and len(self._links) >= _MOST_LINKS:
             raise ValueError(f"more than {_MOST_LINKS} links of one replica")
         link = self._links[cell]
-        self.earliest_s = started_s if not self.latest_s else min(self.earliest_s, started_s)
-        self.latest_s = max(self.latest_s, done_s)
-        if failed:
+        self.earliest_s = one.started_s if not self.latest_s else min(self.earliest_s, one.started_s)
+        self.latest_s = max(self.latest_s, one.finished_s)
+        if one.error:
             link.failed += 1
             return
         link.messages += 1
-        link.num_bytes += num_bytes
-        link.recent.append((started_s, done_s, num_bytes))
-        if stream not in self.streams and len(self.streams) >= _MOST_STREAMS:
+        link.num_bytes += one.wire_bytes
+        link.recent.append((one.started_s, one.finished_s, one.wire_bytes))
+        if one.kind not in self.streams and len(self.streams) >= _MOST_STREAMS:
             raise ValueError(f"more than {_MOST_STREAMS} streams of one replica")
         if is_sent:
-            self.streams[stream].add(num_bytes, done_s=done_s)
+            self.streams[one.kind].add(one.wire_bytes, done_s=one.finished_s)
 
     def rows(self) -> dict[Cell, dict[str, Any]]:
         """Return each link's sums and its rates: over all, and over the latest seconds of this replica's clock.
@@ -296,11 +287,7 @@ class PathTraffic:
         self._readings: dict[tuple[int, int], deque[PathReading]] = {}
 
     def add(self, reading: PathReading) -> None:
-        """Add a reading.
-
-        Raises:
-            ValueError: More paths than any replica has.
-        """
+        """Add a reading; a ValueError where there are more paths than any replica has."""
         way = (reading.peer, reading.path)
         if way not in self._readings and len(self._readings) >= _MOST_LINKS:
             raise ValueError(f"more than {_MOST_LINKS} paths of one replica")
@@ -409,11 +396,7 @@ class Replica:
         self._interval_s = 0.0
 
     def take(self, values: dict[str, Any]) -> tuple[StepMetrics, StepMetrics | None] | None:
-        """Add a line; return a line about steps together with the one before it.
-
-        Raises:
-            DataError: It is no line of metrics.
-        """
+        """Add a line of metrics, else a DataError; return a line about steps together with the one before it."""
         match parse_metrics(values, source="the line"):
             case StepMetrics() as line:
                 before = self.last if self.last is not None and self.last.step < line.step else None
@@ -473,11 +456,7 @@ class RunWindow:
         self._parts.pop(rank, None)
 
     def add_record(self, rank: int, record: Record) -> None:
-        """Add a record of a rank's recorder; it is more exact than metrics, which are forgotten.
-
-        Raises:
-            ValueError: It is another rank's.
-        """
+        """Add a record of a rank's own recorder; it is more exact than metrics, which are forgotten."""
         if rank not in self.recorded:
             self.restart(rank)
             self.recorded.add(rank)
@@ -486,11 +465,7 @@ class RunWindow:
         self._kept.add(record)
 
     def add_transfer(self, rank: int, line: dict[str, Any]) -> None:
-        """Add a line of a run's transfers.
-
-        Raises:
-            ValueError: It holds what cannot be.
-        """
+        """Add a line of a run's transfers; a ValueError if it holds what cannot be."""
         parts = self._parts.setdefault(rank, defaultdict(int))
         for key in list(parts)[: len(parts) - _MOST_PARTS]:  # rounds that are long over
             del parts[key]
@@ -522,7 +497,7 @@ class RunWindow:
 MOST_RANKS = 256
 _MOST_ENTRIES = 20_000
 _NAMED = re.compile(r"(metrics-replica|transfers-replica|rounds-replica|records-rank)-([0-9]{1,6})\.jsonl")
-_Take = Callable[[dict[str, Any]], object]
+_Take = Callable[[int, bytes | None], object]
 
 
 class Sources:
@@ -560,7 +535,7 @@ class Sources:
             self.changes += bool(lines) or is_restarted
             for number, line in lines:
                 try:
-                    self._take(name, number, line, take)
+                    take(number, line)
                 except (ValueError, DataError) as error:
                     self.refused.add(f"{name}:{number}", str(error))
         return any(file.is_behind for file in self._files.values())
@@ -607,62 +582,57 @@ class Sources:
         self.num_left_out = len(left_out)
 
     def _taker(self, name: str) -> tuple[_Take, list[Callable[[], None]]]:
-        """Return the receiver of a file's lines, and what to do when the file is read again."""
+        """Return the receiver of a file's lines with their numbers, and what to do when the file is read again."""
         if (match := _NAMED.fullmatch(name)) is None:
-            takers: Mapping[str, Findings | LatestRows | CoordinatorLog] = {
+            readers: Mapping[str, Findings | LatestRows | CoordinatorLog] = {
                 "findings.jsonl": self.findings, "actions.jsonl": self.actions, "coordinator.jsonl": self.journal,
             }  # fmt: skip
-            return takers[name].take, [takers[name].restart]
-        number = int(match[2])
+            reader = readers[name]
+            return lambda at, line: reader.take(parse_object(line)), [reader.restart]
+        rank, window = int(match[2]), self.window
         if match[1] == "rounds-replica":
-            applied = self.rounds.setdefault(number, LatestRows(partial(_round_row, number), most=_MOST_ROUNDS))
-            return applied.take, [applied.restart]
-        self.window.ranks.add(number)
-        forget = partial(self.window.restart, number)
+            if rank not in self.rounds:
+                self.rounds[rank] = LatestRows(partial(_round_row, rank), most=_MOST_ROUNDS)
+            applied = self.rounds[rank]
+            return lambda at, line: applied.take(parse_object(line)), [applied.restart]
+        window.ranks.add(rank)
+        forget = partial(window.restart, rank)
+        if match[1] == "records-rank":
+            return partial(self._take_record, rank), [forget]
         if match[1] == "metrics-replica":
-            replica = self.replicas.setdefault(number, Replica(number))
-            return partial(self._take_metrics, replica), [replica.restart]
-        if match[1] == "transfers-replica":
-            links = self.links.setdefault(number, LinkTotals(number))
-            return partial(self._take_transfer, links), [links.restart] if number in self.window.recorded else [
-                links.restart, forget
-            ]  # fmt: skip
-        return lambda line: None, [forget]
+            replica = self.replicas.setdefault(rank, Replica(rank))
 
-    def _take(self, name: str, number: int, line: bytes | None, take: _Take) -> None:
-        if not name.startswith("records-rank"):
-            take(parse_object(line))
+            def take_metrics(at: int, line: bytes | None) -> None:
+                found = replica.take(parse_object(line))
+                if found is not None and rank not in window.recorded:
+                    window.add_steps(rank, *found)
+
+            return take_metrics, [replica.restart]
+        links = self.links.setdefault(rank, LinkTotals(rank))
+
+        def take_transfer(at: int, line: bytes | None) -> None:
+            values = parse_object(line)
+            transfer = converted(values, TransferEntry)
+            links.add(transfer)
+            if transfer.kind == "round" and rank not in window.recorded:
+                window.add_transfer(rank, values)
+
+        return take_transfer, [links.restart, *([] if rank in window.recorded else [forget])]
+
+    def _take_record(self, rank: int, at: int, line: bytes | None) -> None:
+        if at == 1:
+            check_header(line, self._folder / f"records-rank-{rank}.jsonl")
             return
-        if number == 1:
-            check_header(line, self._folder / name)
-            return
-        rank, record = int(name.removesuffix(".jsonl").rpartition("-")[2]), parse_line(line)
+        record = parse_line(line)
         self.window.add_record(rank, record)
         if isinstance(record, PathReading):
             self.paths.setdefault(rank, PathTraffic(rank)).add(record)
-        if isinstance(record, TransferEnd) and f"transfers-replica-{rank}.jsonl" not in self._files:
-            self._count(rank, record)
-
-    def _count(self, rank: int, end: TransferEnd) -> None:
-        """Count a transfer that only the recorder reports, once it has ended."""
-        if end.done_s is not None or end.error:
-            self.links.setdefault(rank, LinkTotals(rank)).add(
-                stream="round", peer=end.peer, is_sent=end.direction == "sent", num_bytes=end.num_bytes,
-                started_s=end.posted_s, done_s=end.posted_s if end.done_s is None else end.done_s,
-                failed=bool(end.error),
-            )  # fmt: skip
-
-    def _take_metrics(self, replica: Replica, line: dict[str, Any]) -> None:
-        found = replica.take(line)
-        if found is not None and replica.number not in self.window.recorded:
-            self.window.add_steps(replica.number, *found)
-
-    def _take_transfer(self, links: LinkTotals, line: dict[str, Any]) -> None:
-        transfer = converted(line, TransferEntry)
-        links.add(
-            stream=transfer.kind, peer=transfer.peer, is_sent=transfer.direction == "sent",
-            num_bytes=transfer.wire_bytes, started_s=transfer.started_s, done_s=transfer.finished_s,
-            failed=bool(transfer.error),
-        )  # fmt: skip
-        if transfer.kind == "round" and links.rank not in self.window.recorded:
-            self.window.add_transfer(links.rank, line)
+        # a transfer that only the recorder reports is counted once it has ended
+        if isinstance(record, TransferEnd) and f"transfers-replica-{rank}.jsonl" not in self._files and (
+            record.done_s is not None or record.error
+        ):  # fmt: skip
+            self.links.setdefault(rank, LinkTotals(rank)).add(TransferEntry(
+                kind="round", peer=record.peer, direction=record.direction, wire_bytes=record.num_bytes,
+                started_s=record.posted_s, error=record.error,
+                finished_s=record.posted_s if record.done_s is None else record.done_s,
+            ))  # fmt: skip

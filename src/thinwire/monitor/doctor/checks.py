@@ -155,10 +155,8 @@ def check_devices(builds: Builds) -> Check:
     if not builds.cuda:
         if not builds.has_gpu:
             return ok("devices", "torch is built without CUDA, and no NVIDIA driver is here: training on the CPU")
-        return warning(
-            "devices", "this machine has an NVIDIA driver, and torch is built without CUDA",
-            remedy="install a torch with CUDA (pytorch.org), or train on the CPU",
-        )  # fmt: skip
+        remedy = "install a torch with CUDA (pytorch.org), or train on the CPU"
+        return warning("devices", "this machine has an NVIDIA driver, and torch is built without CUDA", remedy=remedy)
     if builds.num_gpus:
         return ok("devices", f"torch with CUDA {builds.cuda} sees {builds.num_gpus} GPUs")
     what = "no GPU is visible" if builds.has_gpu else "no NVIDIA driver is here"
@@ -261,8 +259,7 @@ def check_speed(
 def usable_cores(limit: Path = _CPU_LIMIT) -> float:
     """Return how many cores this process may use: those it is bound to, or fewer where its container has a limit."""
     # Linux alone says which cores a process is bound to
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cores = float(bound)
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     try:
         quota, period = limit.read_text().split()
         return cores if quota == "max" else min(cores, int(quota) / int(period))
@@ -275,16 +272,14 @@ def _product_s(threads: int) -> float:
     torch.set_num_threads(threads)
     try:
         left, right = torch.rand(_SIZE, _SIZE), torch.rand(_SIZE, _SIZE)
-        torch.mm(left, right)  # the first one makes the threads
-        return statistics.median(_timed(lambda: torch.mm(left, right)) for _ in range(_TIMINGS))
+        times_s = []
+        for _ in range(1 + _TIMINGS):
+            began_s = time.perf_counter()
+            torch.mm(left, right)
+            times_s.append(time.perf_counter() - began_s)
+        return statistics.median(times_s[1:])  # the first one makes the threads
     finally:
         torch.set_num_threads(before)
-
-
-def _timed(action: Callable[[], object]) -> float:
-    began_s = time.perf_counter()
-    action()
-    return time.perf_counter() - began_s
 
 
 # RFC 8200: what every IPv6 link carries. VPNs go down to it, and below it is a mistake.
@@ -343,9 +338,12 @@ def choose(
         else:
             own = address_towards(target or ANYWHERE)
             why = f"packets to {target} leave from it" if target else "the default route leaves from it"
-        return Chosen(
-            address=own, interface=_interface_with(own), why=why, is_asked=bool(address or named or target)
-        )  # fmt: skip
+        if ":" in own:
+            held = psutil.net_if_addrs().items()
+            device = next((name for name, found in held if any(own == entry.address for entry in found)), "?")
+        else:
+            device = interface_of(own)
+        return Chosen(address=own, interface=device, why=why, is_asked=bool(address or named or target))
     except ConnectError:
         return _no_route(target, local_addresses())
     except ValueError as error:
@@ -355,13 +353,6 @@ def choose(
 def is_outer(interface: str, address: str) -> bool:
     """Return whether an interface may lead to other hosts: no loopback, and no bridge of containers."""
     return not ipaddress.ip_address(address).is_loopback and not _BRIDGES.match(interface)
-
-
-def _interface_with(address: str) -> str:
-    if ":" not in address:
-        return interface_of(address)
-    held = psutil.net_if_addrs().items()
-    return next((name for name, entries in held if any(address == entry.address for entry in entries)), "?")
 
 
 def _no_route(target: str | None, addresses: Mapping[str, Sequence[str]]) -> Check:
@@ -429,9 +420,8 @@ def check_firewall(root: Path = Path("/")) -> Check:
     found = [name for name in is_on if is_on[name]]
     if found:
         return warning("firewall", f"{' and '.join(found)} may drop what the others send", remedy=firewall_hint())
-    return ok(
-        "firewall", f"neither ufw nor firewalld nor iptables is seen (nftables is not looked at); {firewall_hint()}"
-    )
+    unseen = "neither ufw nor firewalld nor iptables is seen (nftables is not looked at)"
+    return ok("firewall", f"{unseen}; {firewall_hint()}")
 
 
 def _text(path: Path) -> str:

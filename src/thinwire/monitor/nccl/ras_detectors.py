@@ -466,7 +466,17 @@ def _find_states(history: RasHistory) -> Iterator[Finding]:
                 states[member.status].append(rank)
         if len(states) < 2 or history.has_trouble(one):
             continue
-        ranks, said = _odd(states)
+        # the ranks that block a communicator, and their state
+        ended, running = [*states.get("FINALIZE", ()), *states.get("NOCOMM", ())], states.get("RUNNING", [])
+        if "ABORT" in states or "INIT" in states:
+            ranks = states.get("ABORT") or states["INIT"]
+            said = "has aborted" if "ABORT" in states else "is still initialising"
+        elif not running:
+            ranks, said = states["FINALIZE"], "has not ended with the others of"
+        elif len(ended) < len(running):
+            ranks, said = ended, "has ended or left"
+        else:
+            ranks, said = running, "has not ended, as others have,"
         numbers = tuple(sorted(history.number(one, rank) for rank in ranks))
         place = Place(kind="rank", ranks=numbers)
         same = history.unchanged(one, lambda member: member.status)
@@ -483,15 +493,3 @@ def _find_states(history: RasHistory) -> Iterator[Finding]:
             confidence=(0.75 if same.has_stood else 0.3) * history.trust,
             remedy="take the stacks of these ranks (py-spy dump)" if same.has_stood else _ASK_AGAIN,
         )  # fmt: skip
-
-
-def _odd(states: dict[str, list[int]]) -> tuple[list[int], str]:
-    """Return the ranks that block a communicator, and their state as text."""
-    for name, said in (("ABORT", "has aborted"), ("INIT", "is still initialising")):
-        if name in states:
-            return states[name], said
-    ended = [*states.get("FINALIZE", ()), *states.get("NOCOMM", ())]
-    running = states.get("RUNNING", [])
-    if not running or len(ended) < len(running):
-        return (ended, "has ended or left") if running else (states["FINALIZE"], "has not ended with the others of")
-    return running, "has not ended, as others have,"
