@@ -206,8 +206,9 @@ class WorkHistory:
             self._compare(step, self._held.pop(step))
         if all(operation.round < 0 for own in job.operations.values() for operation in own.values()):
             times.least_longer_s = COMPUTE.min_longer_s
-        own, beside = ({rank: known[rank] for rank in known if rank in works} for known in (times.own, times.beside))
-        return WorkTimes(own=own, beside=beside, least_longer_s=times.least_longer_s)
+        present, compared = ({rank: known[rank] for rank in known if rank in works}
+                             for known in (times.own, times.beside))  # fmt: skip
+        return WorkTimes(own=present, beside=compared, least_longer_s=times.least_longer_s)
 
     def _compare(self, step: int, works: dict[int, Work]) -> None:
         middle = median([work.time_s for work in works.values()])
