@@ -331,10 +331,8 @@ class _Leader:
                 pairs[source, destination] = found
 
     def _again(self) -> None:
-        """Test the pairs that seem slow once more, each alone: a single measurement is no finding.
-
-        Those below half of the usual rate need no third test.
-        """
+        """Test the pairs that seem slow once more, each alone: a single measurement is no finding."""
+        # those below half of the usual rate need no third test
         for is_last in (False, True):
             pairs, usual = self._found.pairs, reference_rate(list(self._found.rates.values()))
             slow = [cell for cell in suspects(self._found, expect_bits_per_s=self._expect) if self._is_open(cell)]

@@ -146,10 +146,8 @@ def all_reduce_s(done: AllReduce, measured: Measured) -> float:
 
 
 def _busy_s(sent: Mapping[Cell, int], measured: Measured) -> float:
-    """Return how long the processors of all machines take for what is sent at once.
-
-    A loopback is the work of both ends on one machine, so each end is half of it.
-    """
+    """Return how long the processors of all machines take for what is sent at once."""
+    # a loopback is the work of both ends on one machine, so each end is half of it
     halves: dict[str, int] = {}
     for cell, num_bytes in sent.items():
         for rank in cell if measured.machines else ():
@@ -338,11 +336,9 @@ def _all_slow(measured: Measured, reference: float, expect: float) -> Finding:
 
 
 def _crowded(measured: Measured, named: Set[int]) -> list[Finding]:
-    """Return what is slow only where others send at the same time.
-
-    Whose wire is named already is left out: acknowledgements wait in a queue that is full, so the other way of a slow
-    wire becomes slow too.
-    """
+    """Return what is slow only where others send at the same time."""
+    # whose wire is named already is left out: acknowledgements wait in a queue that is full, so the other way of a slow
+    # wire becomes slow too
     # the first test that shows a fault is reported; the other would report the same
     for flows, when in ((measured.neighbours, "all neighbours send"), (measured.everyone, "everyone sends to all")):
         if not flows:

@@ -155,10 +155,8 @@ Delays = dict[str, dict[str, float]]
 
 
 def _segments(sightings: list[Sighting], reference: str) -> list[tuple[float, Delays]]:
-    """Cut the records into stretches and keep the least apparent delay of each pair of clocks in each.
-
-    Clocks that show different times cannot be cut by time; each clock's messages are cut by their order.
-    """
+    """Cut the records into stretches and keep the least apparent delay of each pair of clocks in each."""
+    # clocks that show different times cannot be cut by time; each clock's messages are cut by their order
     pairs: dict[tuple[str, str], list[Sighting]] = defaultdict(list)
     for seen in sightings:
         pairs[seen.sender, seen.receiver].append(seen)
@@ -181,10 +179,8 @@ def _segments(sightings: list[Sighting], reference: str) -> list[tuple[float, De
 
 
 def _bounds(delays: Delays, reference: str) -> dict[str, tuple[float, float]]:
-    """Return the least and the most offset of each clock that the reference reaches and that reaches it.
-
-    A cycle of negative length contradicts itself: the lengths are then those of at most as many messages as clocks.
-    """
+    """Return the least and the most offset of each clock that the reference reaches and that reaches it."""
+    # a cycle of negative length contradicts itself: the lengths are then those of at most as many messages as clocks
     back: Delays = defaultdict(dict)
     for sender, others in delays.items():
         for receiver, delay in others.items():
@@ -233,10 +229,8 @@ def _fit(bounds: list[_Bound], origin_s: float, play_s: float) -> ClockFit:
 
 
 def _drift(bounds: list[_Bound], play_s: float) -> float | None:
-    """Return the drift that both bounds show within what all stretches allow; None if they contradict each other.
-
-    A drifting clock moves both bounds; a link that becomes slow in one direction moves one.
-    """
+    """Return the drift that both bounds show within what all stretches allow; None if they contradict each other."""
+    # a drifting clock moves both bounds; a link that becomes slow in one direction moves one
     least, most = -CLOCKS.max_drift, CLOCKS.max_drift
     if any(bound.lower > bound.upper + 2 * play_s for bound in bounds):
         return None

@@ -18,14 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from thinwire.monitor.detect.change_points import CUSUM, Change, ChangePointDetector, is_at_once, median
-from thinwire.monitor.detect.delay_matrix import (
-    DELAYS,
-    WIRE_REMEDY,
-    Cell,
-    DelayMatrix,
-    Explanation,
-    probe_for,
-)
+from thinwire.monitor.detect.delay_matrix import DELAYS, WIRE_REMEDY, Cell, DelayMatrix, Explanation, probe_for
 from thinwire.monitor.detect.progress import PROGRESS
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.findings import Evidence, Finding, Place, PlaceKind, joined

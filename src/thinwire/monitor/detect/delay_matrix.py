@@ -127,10 +127,8 @@ class DelayMatrix:
         )  # fmt: skip
 
     def _worse_way(self, by_cells: Mapping[frozenset[Cell], list[Place]], cells: frozenset[Cell]) -> frozenset[Cell]:
-        """Return the slow way of a place that has both ways, if only that one can be at fault.
-
-        Acknowledgements wait on a very slow way, so that the other way becomes slow too, and less so.
-        """
+        """Return the slow way of a place that has both ways, if only that one can be at fault."""
+        # acknowledgements wait on a very slow way, so that the other way becomes slow too, and less so
         back = frozenset((destination, source) for source, destination in cells)
         values = {cell: self._excess[cell] for cell in cells}
         if back != cells:

@@ -217,10 +217,8 @@ def find_losses(job: Job) -> list[Finding]:
 
 
 def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> list[Finding]:
-    """Return a rank whose loss is far from the median of all ranks, several steps in a row.
-
-    All of these steps are on one side: a small batch makes a loss jump to both.
-    """
+    """Return a rank whose loss is far from the median of all ranks, several steps in a row."""
+    # all of these steps are on one side: a small batch makes a loss jump to both
     runs: dict[int, list[tuple[int, float]]] = defaultdict(list)
     usual: list[float] = []
     for step in sorted(by_step):

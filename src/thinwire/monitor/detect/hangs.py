@@ -102,11 +102,9 @@ def find_hangs(job: Job) -> list[Finding]:
 
 
 def _given_up(job: Job) -> list[Finding]:
-    """Return the standstill at which the first rank gave up: a rank that loses a peer ends without an own error.
-
-    Messages that never arrived stay in the records as failed. Later errors of the other ranks follow from the first,
-    so that only the first counts.
-    """
+    """Return the standstill at which the first rank gave up: a rank that loses a peer ends without an own error."""
+    # messages that never arrived stay in the records as failed. Later errors of the other ranks follow from the first,
+    # so that only the first counts
     found = []
     for communicator in sorted({name for name, _ in job.operations}):
         ranks = _ranks_that_gave_up(job, communicator)
@@ -216,11 +214,9 @@ def _first_limit_s(job: Job, own: Iterable[Mapping[int, Operation]]) -> float:
 
 
 def _longest_usual_s(durations: Mapping[int, float], latest: Mapping[int, tuple[float, int]]) -> float:
-    """Return the longest usual operation; an earlier fault is no measure of the next one.
-
-    A duration that occurred once, with the same rank last, and not in recent operations was a fault. One that recurs,
-    as with evaluation or checkpoints on one rank, is usual, and so are those of the latest operations.
-    """
+    """Return the longest usual operation; an earlier fault is no measure of the next one."""
+    # a duration that occurred once, with the same rank last, and not in recent operations was a fault. One that recurs,
+    # as with evaluation or checkpoints on one rank, is usual, and so are those of the latest operations
     numbers = sorted(durations)
     recent = set(numbers[-HANGS.near_operations :])
     left = sorted(numbers, key=lambda number: durations[number], reverse=True)
@@ -281,10 +277,9 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
 
 
 def _awaited(job: Job, communicator: str, sequence: int, ended: Set[int]) -> tuple[int, ...]:
-    """Return the ranks that have said goodbye and that others still wait for in an operation.
-
-    An elastic run goes on without a rank that has left: an operation has ended since. Messages show who waits for whom.
-    """
+    """Return the ranks that have said goodbye and that others still wait for in an operation."""
+    # an elastic run goes on without a rank that has left: an operation has ended since. Messages show who waits for
+    # whom
     own = sorted((number, ops) for (name, number), ops in job.operations.items() if name == communicator)
     last = {rank: op for _, ops in own for rank, op in ops.items() if rank in ended}
     done = [number for number, ops in own if any(op.done_s is not None for op in ops.values())]
@@ -299,11 +294,9 @@ def _awaited(job: Job, communicator: str, sequence: int, ended: Set[int]) -> tup
 
 
 def _has_stuck(job: Job, communicator: str, sequence: int, *, is_long: bool) -> bool:
-    """Return whether a message takes three times as long as 95 % of the latest, though both ends are ready.
-
-    Durations of operations do not help, since most of them is waiting for late ranks. If no byte arrives, three times
-    the median suffices; else the operation must have stood for long too.
-    """
+    """Return whether a message takes three times as long as 95 % of the latest, though both ends are ready."""
+    # durations of operations do not help, since most of them is waiting for late ranks. If no byte arrives, three times
+    # the median suffices; else the operation must have stood for long too
     own = [m for m in job.messages if m.communicator == communicator]
     stuck = [m for m in own if m.operation == sequence and m.is_stuck and m.begin_s is not None]
     took = _took(own)
@@ -575,11 +568,9 @@ def _by_size(job: Job, stuck: Sequence[Message]) -> str:
 
 
 def _whole_connection(job: Job, place: Place, stuck: list[Message]) -> Place:
-    """Return both ways of a link that is stuck one way, unless the other way has worked since.
-
-    A connection that is cut one way carries little the other way, since acknowledgements are lost. A message that
-    arrived the other way at about the time of the stuck one may have arrived before the cut.
-    """
+    """Return both ways of a link that is stuck one way, unless the other way has worked since."""
+    # a connection that is cut one way carries little the other way, since acknowledgements are lost. A message that
+    # arrived the other way at about the time of the stuck one may have arrived before the cut
     if place.kind not in ("link", "host link"):
         return place
     host_of = job.host_of

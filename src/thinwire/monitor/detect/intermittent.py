@@ -166,10 +166,8 @@ def _above(level: float, values: Sequence[_Value]) -> list[_Value]:
 
 
 def _without_changes(values: Sequence[_Value], bad: list[int], watches: Iterable[ChangePointDetector]) -> list[int]:
-    """Leave out rounds of an ended slowdown, and all rounds before a dense stretch of bad ones.
-
-    A very short slowdown may be a bad time of an intermittent link.
-    """
+    """Leave out rounds of an ended slowdown, and all rounds before a dense stretch of bad ones."""
+    # a very short slowdown may be a bad time of an intermittent link
     past = [one.change for one in watches if one.change is not None and one.change.is_over]
     past = [one for one in past if one.until_round - one.since_round > INTERMITTENT.short]
     bad = [index for index in bad if not any(one.since_round <= values[index][0] < one.until_round for one in past)]

@@ -376,11 +376,9 @@ class LinkHistory:
 
 
 def _measured(job: Job, message: Message, classed: int) -> tuple[int, float]:
-    """Return the class of a duration by size and by the clocks it spans, and the error of these.
-
-    A duration from the sender's begin holds the errors of both clocks, one from the receiver's begin holds none.
-    If the late end changes, the duration changes without any fault of the link: hence two classes.
-    """
+    """Return the class of a duration by size and by the clocks it spans, and the error of these."""
+    # a duration from the sender's begin holds the errors of both clocks, one from the receiver's begin holds none. If
+    # the late end changes, the duration changes without any fault of the link: hence two classes
     ends = message.source, message.destination
     if job.clock_of.get(ends[0]) == job.clock_of.get(ends[1]):
         return 2 * classed, 0.0

@@ -15,14 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from thinwire.monitor.detect.change_points import (
-    CUSUM,
-    Baseline,
-    ChangePointDetector,
-    PeerGroup,
-    at_least,
-    median,
-)
+from thinwire.monitor.detect.change_points import CUSUM, Baseline, ChangePointDetector, PeerGroup, at_least, median
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.findings import Evidence, Finding, Kind, Place
 from thinwire.runlog.records import Operation
@@ -115,10 +108,8 @@ def _by_step(gaps: _Gaps) -> dict[int, list[Work]]:
 
 
 def _long_ones(gaps: _Gaps, ranks: Collection[int]) -> Iterator[tuple[int, bool]]:
-    """Yield each sequence number, and whether its gap is long.
-
-    The limit is a median over many stretches: else one wait of seconds would make all other gaps short.
-    """
+    """Yield each sequence number, and whether its gap is long."""
+    # the limit is a median over many stretches: else one wait of seconds would make all other gaps short
     order = sorted(gaps)
     common = [
         # the lower median over ranks, so that a slow one alone makes no step
@@ -269,11 +260,9 @@ def _slower_ranks(job: Job, times: WorkTimes, *, is_over: bool) -> list[Finding]
 
 
 def _exceeds_shared_load(finding: Finding, times: WorkTimes) -> bool:
-    """Return whether ranks of a host became slower than other load on its cores explains.
-
-    For a job of one host with too few ranks for a median of peers. Ranks that share cores become slow together; a rank
-    that is slow alone is compared with the others in the same rounds.
-    """
+    """Return whether ranks of a host became slower than other load on its cores explains."""
+    # for a job of one host with too few ranks for a median of peers. Ranks that share cores become slow together; a
+    # rank that is slow alone is compared with the others in the same rounds
     slow = set(finding.places[0].ranks)
     last = finding.seen_round + COMPUTE.look_steps
     others = [own.excess_in(finding.since_round, last) for rank, own in times.own.items() if slow and rank not in slow]
@@ -338,11 +327,9 @@ def _is_growing(watch: ChangePointDetector, since: int) -> bool:
 
 
 def _slower_than_peers(job: Job, times: WorkTimes) -> list[Finding]:
-    """Return ranks that were slow from the start: below three quarters of the speed of the fastest like rank.
-
-    Each rank's work is taken in times the median of all ranks in the same step, so that uneven batches do not matter.
-    If most ranks are slower than the fastest one, that one is the exception, and they are compared with their median.
-    """
+    """Return ranks that were slow from the start: below three quarters of the speed of the fastest like rank."""
+    # each rank's work is taken in times the median of all ranks in the same step, so that uneven batches do not matter.
+    # If most ranks are slower than the fastest one, that one is the exception, and they are compared with their median
     usual = {rank: watch.usual for rank, watch in times.beside.items() if watch.usual.count >= COMPUTE.peers_steps}
     if len(usual) < COMPUTE.min_peers:
         return []

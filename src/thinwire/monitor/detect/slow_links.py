@@ -154,11 +154,9 @@ class _Search:
 
 
 def _change_of(watch: ChangePointDetector, alone: ChangePointDetector) -> Change | None:
-    """Return the change of a link: an alarm of either of its durations, which ends with the first of both.
-
-    The duration without other messages varies less if many share an access, the plain one if few do. `_matrix` checks
-    that both became longer.
-    """
+    """Return the change of a link: an alarm of either of its durations, which ends with the first of both."""
+    # the duration without other messages varies less if many share an access, the plain one if few do. `_matrix` checks
+    # that both became longer
     changes = [one.change for one in (watch, alone) if one.change is not None]
     over = [change for change in changes if change.is_over]
     lasting = [change for change in changes if not change.is_over]

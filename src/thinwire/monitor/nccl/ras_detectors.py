@@ -214,10 +214,8 @@ def _behind(one: CommunicatorState) -> Iterator[_Behind]:
 
 
 def _swapped(behind: Sequence[_Behind]) -> tuple[_Behind, _Behind] | None:
-    """Return two kinds of which one rank has launched fewer of the first and more of the second than another.
-
-    Of ranks that all call the same in the same order, one is never ahead in one kind and behind in another.
-    """
+    """Return two kinds of which one rank has launched fewer of the first and more of the second than another."""
+    # of ranks that all call the same in the same order, one is never ahead in one kind and behind in another
     for one in behind:
         for other in behind:
             if one.kind < other.kind and one.ranks & other.others and other.ranks & one.others:
@@ -296,10 +294,8 @@ def _place(history: RasHistory, one: CommunicatorState, behind: _Behind, numbers
 
 
 def _find_still(history: RasHistory) -> list[Finding]:
-    """Return that no communicator has moved for half a minute, if all ranks have equal counts.
-
-    Only RAS's JSON tells counts of communicators that are well. It does not count messages (Send, Recv).
-    """
+    """Return that no communicator has moved for half a minute, if all ranks have equal counts."""
+    # only RAS's JSON tells counts of communicators that are well. It does not count messages (Send, Recv)
     totals = {
         one.communicator: max((sum(member.counts.values()) for member in one.members.values()), default=0)
         for one in history.latest.communicators

@@ -52,12 +52,7 @@ def bytes_axis() -> Axis:
 
 def time_axis() -> Axis:
     """Time since training began."""
-    return Axis(
-        label="time since the start",
-        write=_time,
-        scale="time",
-        include=(0,),
-    )
+    return Axis(label="time since the start", write=_time, scale="time", include=(0,))
 
 
 def loss_axis(unit: str) -> Axis:
