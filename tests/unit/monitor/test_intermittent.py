@@ -10,7 +10,7 @@ import pytest
 
 from thinwire.monitor.detect.change_points import ChangePointDetector
 from thinwire.monitor.detect.delay_matrix import Cell
-from thinwire.monitor.detect.intermittent import BothWays, find_flapping
+from thinwire.monitor.detect.intermittent import find_flapping, flapping_both_ways
 from thinwire.monitor.detect.link_history import LinkTimes
 from thinwire.monitor.detect.timeline import Job
 
@@ -38,13 +38,13 @@ def _both(rounds: Mapping[int, float]) -> dict[Cell, Mapping[int, float]]:
 
 
 def _flaps(longer: Mapping[Cell, Mapping[int, float]], *, rounds: int = 84) -> Collection[Cell]:
-    return BothWays(_watches(longer, rounds=rounds)).flapping().keys()
+    return flapping_both_ways(_watches(longer, rounds=rounds)).keys()
 
 
 def test_three_times_both_ways_at_once_are_enough_though_each_way_alone_shows_little() -> None:
     longer = dict.fromkeys(BOTH, FLAPS)
     watches = _watches(longer)
-    (found,) = {id(one): one for one in BothWays(watches).flapping().values()}.values()
+    (found,) = {id(one): one for one in flapping_both_ways(watches).values()}.values()
     assert found.episodes == ((64, 64), (72, 72), (80, 80)) and found.seen_round == 80
     job = Job(host_of=dict(zip(RANKS, "abcd", strict=True)))
     (told,) = find_flapping(job, LinkTimes(watches=watches))
@@ -106,4 +106,4 @@ def test_noise_on_busy_cores_makes_no_link_flap() -> None:
                 tail = draw.paretovariate(1.2) if draw.random() < 0.02 else 1.0
                 watch.add(number, float(number), math.exp(draw.gauss(0, 0.3)) * tail)
             if number % 10 == 0:
-                assert not BothWays(watches).flapping(), (seed, number)
+                assert not flapping_both_ways(watches), (seed, number)

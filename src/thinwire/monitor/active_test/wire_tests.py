@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -140,11 +141,7 @@ def pattern(num_bytes: int, *, seed: int) -> torch.Tensor:
 class PairChannel:
     """Messages of two replicas in an order that both know; the deadline grows with the measured times.
 
-    Args:
-        transport: Joins them.
-        peer: The other one.
-        plan: The number of the plan that they carry out.
-        promise: Called before each wait with its deadline in seconds.
+    `promise` is called before each wait with its deadline in seconds.
     """
 
     def __init__(self, transport: Transport, peer: int, *, plan: int, promise: Promise) -> None:
@@ -238,17 +235,10 @@ def _timed(line: PairChannel, num_bytes: int, *, seed: int) -> float:
 def together(
     transport: Transport, flows: Mapping[tuple[int, int], int], *, plan: int, limit_s: float, promise: Promise
 ) -> dict[int, FlowTest]:
-    """Send and receive all flows of this replica at once; all replicas must call this together.
-
-    Args:
-        transport: Joins them.
-        flows: Bytes by (source, destination).
-        plan: The number of the plan.
-        limit_s: After which those that are not there are left out.
-        promise: Called with the deadline.
+    """Send and receive all flows, bytes by (source, destination), at once; all replicas must call this together.
 
     Returns:
-        What this replica sent in time, by destination.
+        What this replica sent within `limit_s`, by destination.
     """
     me, given = transport.replica, list(flows)
 
@@ -268,27 +258,17 @@ def together(
     while len(done) < len(out) and time.perf_counter() < end_s:
         for cell in [cell for cell, word in ready.items() if word.done()]:
             ready.pop(cell)
-            sends[cell] = (
-                time.perf_counter(),
-                transport.send(blocks[cell], to=cell[1], envelope=envelope(flows[cell], 1)),
-            )
+            began_s = time.perf_counter()
+            sends[cell] = began_s, transport.send(blocks[cell], to=cell[1], envelope=envelope(flows[cell], 1))
         for cell, (began_s, pending) in list(sends.items()):
             if pending.done():
                 sends.pop(cell)
                 done[cell[1]] = FlowTest(num_bytes=flows[cell], seconds=time.perf_counter() - began_s)
         time.sleep(_POLL_S)
-    _drain(receives, max(0.0, end_s - time.perf_counter()))
-    return done
-
-
-def _drain(pendings: Sequence[Pending], deadline_s: float) -> None:
-    """Wait for late arrivals; their senders report them."""
-    end_s = time.perf_counter() + deadline_s
-    for pending in pendings:
-        try:
+    for pending in receives:
+        with contextlib.suppress(TransportError):  # late arrivals are reported by their senders
             pending.wait(deadline_s=max(0.0, end_s - time.perf_counter()))
-        except TransportError:
-            continue
+    return done
 
 
 def terms(rank: int, numel: int) -> torch.Tensor:
@@ -301,14 +281,7 @@ def ring_all_reduce(
 ) -> tuple[float, int | None]:
     """Sum a vector of all ranks around a ring; all ranks of the order must call this together.
 
-    Args:
-        transport: Joins them.
-        order: Of the ranks.
-        numel: Elements, a multiple of the number of ranks.
-        plan: The number of the plan.
-        repeat: How many all-reduces it had before, at most 3.
-        limit_s: Deadline of each step.
-        promise: Called with the deadline of each step.
+    `numel` is a multiple of the number of ranks; a plan has at most 4 repeats; `limit_s` is the deadline of each step.
 
     Returns:
         Seconds, and the first step in which the wrong sum came from the neighbour before; None where all was right.

@@ -129,11 +129,6 @@ def _placed(found: Finding, wires: SlowerWires, job: Job) -> Finding:
     )  # fmt: skip
 
 
-def may_be_placed_soon(job: Job, still_s: float) -> bool:
-    """Return whether readings of connections will soon show which link is dead."""
-    return still_s < CONNECTIONS.placed_s and are_watched(job)
-
-
 def placed_hang(job: Job, hang: Finding) -> Finding:
     """Return a hang inside a collective with the links that are dead, if connections are read."""
     if not are_watched(job):

@@ -15,7 +15,8 @@ from itertools import pairwise
 from typing import Any
 
 from thinwire.monitor.detect.change_points import median
-from thinwire.monitor.detect.collectives import may_be_placed_soon, placed_hang
+from thinwire.monitor.detect.collectives import placed_hang
+from thinwire.monitor.detect.connections import CONNECTIONS, are_watched
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, probe_for
 from thinwire.monitor.detect.heartbeats import unrecorded
 from thinwire.monitor.detect.partition import cut_off, one_sided, partitioned
@@ -341,8 +342,8 @@ def _findings_of(job: Job, still: _Standstill) -> list[Finding]:
     known_s = still.since_s + PROGRESS.min_wait_s
     if job.has_beats and any(job.last_seen_s[rank] < known_s for rank in still.inside if rank not in job.goodbyes):
         return []
-    if not messages and may_be_placed_soon(job, job.now_s - still.since_s):
-        return []
+    if not messages and job.now_s - still.since_s < CONNECTIONS.placed_s and are_watched(job):
+        return []  # readings of connections will soon show which link is dead
     found = _inside(job, still, messages)
     return [found if messages else placed_hang(job, found)]
 

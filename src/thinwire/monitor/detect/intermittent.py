@@ -87,73 +87,59 @@ def flapping_of(watch: ChangePointDetector, *, least: float, usual: float) -> Fl
     )
 
 
-class BothWays:
-    """Detector of links whose messages are long both ways at once, repeatedly."""
-
-    def __init__(self, watches: Mapping[Cell, ChangePointDetector]) -> None:
-        self._watches = watches
-        pairs = [(a, b) for a, b in watches if a < b and (b, a) in watches]
-        self._num_pairs = len(pairs)
-        self._often = [
-            pair for pair in pairs
-            if all(watches[way].num_long(of=INTERMITTENT.window) >= INTERMITTENT.min_episodes
-                   for way in (pair, pair[::-1]))
-        ]  # fmt: skip
-        looked_at = {*self._often, *pairs[:: 1 + len(pairs) // INTERMITTENT.max_pairs]} if self._often else set()
-        self._lately: dict[Cell, float] = {}
-        self._values: dict[Cell, list[_Value]] = {}
-        for pair in pairs:
-            if pair in looked_at:
-                # the lesser excess of both ways, for each round
-                back = {number: excess for number, _, excess in watches[pair[::-1]].excess}
-                there = watches[pair].excess
-                joint = [(number, at_s, min(own, back[number])) for number, at_s, own in there if number in back]
-                values = joint[-INTERMITTENT.window :]
-                self._lately[pair] = _lately(values)
-                self._values[pair] = _above(self._lately[pair], values)
-
-    def flapping(self) -> dict[Cell, Flapping]:
-        """Return the bad times of each intermittent link, under both of its ways."""
-        if not self._often:
-            return {}
-        self._num_bad = Counter(
-            number for values in self._values.values() for number, _, excess in values if excess >= INTERMITTENT.bad[0]
-        )
-        found = {}
-        for pair in self._often:
-            one = self._of(pair, self._values[pair], self._usual(pair))
-            if one is not None:
-                found[pair] = found[pair[::-1]] = one
-        return found
-
-    def _usual(self, pair: Cell) -> list[float]:
-        """Return the usual share of bad messages: a constant and the share of all other pairs."""
-        others = [excess for other, values in self._values.items() if other != pair for _, _, excess in values]
-        shares = [sum(excess >= least for excess in others) / max(1, len(others)) for least in INTERMITTENT.bad]
-        return [share + seen for share, seen in zip(INTERMITTENT.usual_both, shares, strict=True)]
-
-    def _of(self, pair: Cell, values: Sequence[_Value], usual: Sequence[float]) -> Flapping | None:
-        most = max(1, self._num_pairs // INTERMITTENT.pairs_share)
+def flapping_both_ways(watches: Mapping[Cell, ChangePointDetector]) -> dict[Cell, Flapping]:
+    """Return the bad times of links that are bad both ways at once, repeatedly; each under both of its ways."""
+    pairs = [(a, b) for a, b in watches if a < b and (b, a) in watches]
+    often = [
+        pair for pair in pairs
+        if all(watches[way].num_long(of=INTERMITTENT.window) >= INTERMITTENT.min_episodes for way in (pair, pair[::-1]))
+    ]  # fmt: skip
+    # some of the others tell what is usual
+    compared = {*often, *pairs[:: 1 + len(pairs) // INTERMITTENT.max_pairs]} if often else set()
+    levels: dict[Cell, float] = {}
+    values: dict[Cell, list[_Value]] = {}
+    for pair in pairs:
+        if pair in compared:
+            # the lesser excess of both ways, for each round
+            back = {number: excess for number, _, excess in watches[pair[::-1]].excess}
+            there = watches[pair].excess
+            joint = [(number, at_s, min(own, back[number])) for number, at_s, own in there if number in back]
+            latest = joint[-INTERMITTENT.window :]
+            levels[pair] = _lately(latest)
+            values[pair] = _above(levels[pair], latest)
+    num_bad = Counter(number for own in values.values() for number, _, excess in own if excess >= INTERMITTENT.bad[0])
+    most = max(1, len(pairs) // INTERMITTENT.pairs_share)
+    found = {}
+    for pair in often:
+        both = watches[pair], watches[pair[::-1]]
         bad = [
-            index
-            for index, (number, _, excess) in enumerate(values)
-            if excess >= INTERMITTENT.bad[0] and self._num_bad[number] <= most
-        ]
-
-        def chance(own: Sequence[int]) -> float:
-            likely = math.prod(usual[values[index][2] >= INTERMITTENT.bad[1]] for index in own)
-            return len(values) * math.comb(own[-1] - own[0] + 1, len(own)) * likely
-
-        both = [self._watches[pair], self._watches[pair[::-1]]]
-        bad = _without_changes(values, bad, both)
-        found = _in_turns(values, bad, chance, least_bad=INTERMITTENT.min_episodes, most=INTERMITTENT.chance_both)
-        if found is None:
-            return None
-        first, last = found.episodes[0][0], found.episodes[-1][1]
+            index for index, (number, _, excess) in enumerate(values[pair])
+            if excess >= INTERMITTENT.bad[0] and num_bad[number] <= most
+        ]  # fmt: skip
+        others = [excess for other, own in values.items() if other != pair for _, _, excess in own]
         # one slow way and another with a few long messages are not intermittent
-        least = INTERMITTENT.bad[0] + self._lately[pair]
-        slow = max(sum(excess >= least for excess in one.values_in(first, last)) for one in both)
-        return found if 2 * slow < sum(first <= number <= last for number, _, _ in values) else None
+        one = _joint_flapping(values[pair], _without_changes(values[pair], bad, both), others)
+        if one is not None and not _is_slow(one, values[pair], both, INTERMITTENT.bad[0] + levels[pair]):
+            found[pair] = found[pair[::-1]] = one
+    return found
+
+
+def _joint_flapping(values: Sequence[_Value], bad: list[int], others: Sequence[float]) -> Flapping | None:
+    # the usual share of bad messages: a constant and the share of all other pairs
+    shares = [sum(excess >= least for excess in others) / max(1, len(others)) for least in INTERMITTENT.bad]
+    usual = [share + seen for share, seen in zip(INTERMITTENT.usual_both, shares, strict=True)]
+
+    def chance(own: Sequence[int]) -> float:
+        likely = math.prod(usual[values[index][2] >= INTERMITTENT.bad[1]] for index in own)
+        return len(values) * math.comb(own[-1] - own[0] + 1, len(own)) * likely
+
+    return _in_turns(values, bad, chance, least_bad=INTERMITTENT.min_episodes, most=INTERMITTENT.chance_both)
+
+
+def _is_slow(found: Flapping, values: Sequence[_Value], ways: Iterable[ChangePointDetector], least: float) -> bool:
+    first, last = found.episodes[0][0], found.episodes[-1][1]
+    slow = max(sum(excess >= least for excess in one.values_in(first, last)) for one in ways)
+    return 2 * slow >= sum(first <= number <= last for number, _, _ in values)
 
 
 def _lately(values: Sequence[_Value]) -> float:
@@ -245,7 +231,7 @@ def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
             found = flapping_of(watch, least=least, usual=usual)
             if found is not None:
                 flapping.setdefault(cell, found)
-    for cell, found in BothWays(times.watches).flapping().items():
+    for cell, found in flapping_both_ways(times.watches).items():
         flapping.setdefault(cell, found)
     if not flapping:
         return []

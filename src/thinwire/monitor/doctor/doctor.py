@@ -64,7 +64,16 @@ def has_passed(checks: list[Check]) -> bool:
 
 
 def _all_checks(config: DoctorConfig, goal: tuple[str, int] | None, *, ask: Ask | None) -> Iterator[Check]:
-    yield from _machine(config)
+    builds = checks.installed()
+    yield checks.check_versions(builds, needs_pyzmq=config.secret is not None)
+    yield checks.check_devices(builds)
+    yield checks.check_backends(builds)
+    yield checks.check_secret(config.secret)
+    yield checks.check_folder("run folder", config.out.expanduser())
+    yield checks.check_folder("cache", config.cache.expanduser())
+    yield checks.check_open_files()
+    yield checks.check_memory()
+    yield checks.check_speed()
     yield checks.check_own_name(socket.gethostname())
     target: Address | None = None
     if goal is not None:
@@ -89,19 +98,6 @@ def _all_checks(config: DoctorConfig, goal: tuple[str, int] | None, *, ask: Ask 
         yield peer.check_advertised(listen, deadline_s=config.deadline_s)
     if target is not None:
         yield from _way_to(target, chosen, config, ask=ask)
-
-
-def _machine(config: DoctorConfig) -> Iterator[Check]:
-    builds = checks.installed()
-    yield checks.check_versions(builds, needs_pyzmq=config.secret is not None)
-    yield checks.check_devices(builds)
-    yield checks.check_backends(builds)
-    yield checks.check_secret(config.secret)
-    yield checks.check_folder("run folder", config.out.expanduser())
-    yield checks.check_folder("cache", config.cache.expanduser())
-    yield checks.check_open_files()
-    yield checks.check_memory()
-    yield checks.check_speed()
 
 
 def _way_to(target: Address, chosen: Chosen, config: DoctorConfig, *, ask: Ask | None) -> Iterator[Check]:
