@@ -15,12 +15,12 @@ import pytest
 from tests.rehearsed_run import finding_line, write_records
 from tests.sample_runs import append, step_line, write_run
 from tests.synthetic_jobs import InjectedFault
-from thinwire.monitor.dashboard.server import dashboard_page
+from thinwire.monitor.dashboard.server import page_parts, page_with
 from thinwire.monitor.dashboard.snapshot import snapshot
 from thinwire.monitor.findings import Place
 
 NODE = shutil.which("node")
-PAGE = dashboard_page().holding("").decode()
+PAGE = page_with("").decode()
 SLOW = InjectedFault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=30, severity=5.0)
 NEEDS_NODE = pytest.mark.skipif(NODE is None, reason="runs the page's script: install node (Debian: nodejs)")
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -159,7 +159,7 @@ def test_the_policy_allows_exactly_what_stands_in_the_page() -> None:
     import base64
     import hashlib
 
-    policy = dashboard_page().policy
+    policy = page_parts()[2]
     for tag in ("style", "script"):
         inside = PAGE.rpartition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
         assert base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() in policy

@@ -34,21 +34,13 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """Action for a finding.
+    """Action for a finding."""
 
-    Attributes:
-        kind: Of the action.
-        target: Rank, which is the replica's number in an elastic run; None for a warning or an abort.
-        case: Number of the cause in `News`.
-        why: Reason for the action, or for no more than a warning.
-        is_hang: Whether the target does not answer, so that it cannot be asked to leave.
-    """
-
-    kind: ActionKind
-    target: int | None
-    case: int
-    why: str
-    is_hang: bool = False
+    kind: ActionKind  # of the action
+    target: int | None  # rank, which is the replica's number in an elastic run; None for a warning or an abort
+    case: int  # number of the cause in `News`
+    why: str  # reason for the action, or for no more than a warning
+    is_hang: bool = False  # whether the target does not answer, so that it cannot be asked to leave
 
     def to_json(self, *, at_s: float, finding: str, dry_run: bool, result: str) -> dict[str, Any]:
         """Return a line of `actions.jsonl`; `at_s` in seconds since 1970."""

@@ -45,11 +45,7 @@ def rounds_of(ranks: Sequence[int]) -> list[list[Cell]]:
 
 
 def cells_of(plan: Mapping[str, Any], *, world_size: int, parts: int = 2) -> Iterator[tuple[int, ...]]:
-    """Return the rows of a plan: (source, destination), or with the bytes too.
-
-    Raises:
-        PayloadError: They are none of this job's.
-    """
+    """Return the rows of a plan: (source, destination), or with bytes; a PayloadError if they are not this job's."""
     rows = plan.get("rows")
     if not isinstance(rows, list):
         raise PayloadError("rank 0 left a plan without rows; run the same thinwire on all hosts")
@@ -63,11 +59,7 @@ def cells_of(plan: Mapping[str, Any], *, world_size: int, parts: int = 2) -> Ite
 
 
 def seconds_of(plan: Mapping[str, Any], name: str, *, most: float = 3600.0) -> float:
-    """Return a number of seconds of a plan or note.
-
-    Raises:
-        PayloadError: It is none.
-    """
+    """Return a number of seconds of a plan or note; a PayloadError if it is none."""
     value = plan.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
         raise PayloadError(f"{name} is {value!r:.60}, which is no number of 0 to {most:g}")
@@ -342,11 +334,7 @@ def find_ring(ranks: Sequence[int], alive: Callable[[int, int], bool]) -> tuple[
 
 
 def loopback_times(pair: tuple[Transport, Transport], *, seconds: float, promise: Promise) -> PairTimes:
-    """Time blocks between two transports of this process.
-
-    Raises:
-        TransportError: One broke.
-    """
+    """Time blocks between two transports of this process; a TransportError if one breaks."""
     one = PairChannel(pair[0], 1, plan=0, promise=promise)
     other = PairChannel(pair[1], 0, plan=0, promise=lambda seconds: None)
     with ThreadPoolExecutor(max_workers=1) as threads:

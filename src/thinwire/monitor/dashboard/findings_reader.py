@@ -116,11 +116,7 @@ class Findings:
 
 
 def finding_row(finding: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a finding as pages and tables show it.
-
-    Raises:
-        ValueError: A field is missing or invalid.
-    """
+    """Return a finding as pages and tables show it; a ValueError if a field is missing or invalid."""
     entry = converted(finding, FindingEntry)
     places = entry.places[:_MOST_EVIDENCE]
     return {
@@ -183,11 +179,7 @@ def latest_actions() -> LatestRows:
 
 
 def downtime_rows(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the rows of `downtime.json` that are present.
-
-    Raises:
-        ValueError: A row is invalid, or all are missing.
-    """
+    """Return the rows of `downtime.json` that are present; a ValueError if one is invalid, or all are missing."""
     rows = {name: value for name, value in asdict(converted(values, DowntimeEntry)).items() if value is not None}
     if not rows:
         raise ValueError("no row of a downtime budget")

@@ -107,23 +107,9 @@ class Feed:
 _SCRIPTS = ("measures.js", "page.js")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DashboardPage:
-    """The page."""
-
-    before: str  # HTML before the run's state
-    after: str  # HTML after it
-    policy: str  # the Content-Security-Policy header
-
-    def holding(self, state: str) -> bytes:
-        """Return the page as UTF-8 with a run's state in it, so that a saved copy shows it too."""
-        # within a script of data nothing but < can end it or begin another
-        return f"{self.before}{state.replace('<', chr(92) + 'u003c') or 'null'}{self.after}".encode()
-
-
 @cache
-def dashboard_page() -> DashboardPage:
-    """Return the page from its parts; nothing in it depends on a run."""
+def page_parts() -> tuple[str, str, str]:
+    """Return the page before and after the run's state, which are the same for all runs, and its security policy."""
     folder = files("thinwire.monitor.dashboard") / "page"
     style = (folder / "page.css").read_text(encoding="utf-8")
     script = "\n".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -133,7 +119,14 @@ def dashboard_page() -> DashboardPage:
         "default-src 'none'", f"style-src '{_hash(style)}'", f"script-src '{_hash(script)}'", "connect-src 'self'",
         "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'", "require-trusted-types-for 'script'",
     ])  # fmt: skip
-    return DashboardPage(before=before, after=after, policy=policy)
+    return before, after, policy
+
+
+def page_with(state: str) -> bytes:
+    """Return the page as UTF-8 with a run's state in it, one JSON object or none, so that a saved copy shows it too."""
+    before, after, _ = page_parts()
+    # within a script of data nothing but < can end it or begin another
+    return f"{before}{state.replace('<', chr(92) + 'u003c') or 'null'}{after}".encode()
 
 
 def _hash(text: str) -> str:
@@ -367,8 +360,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"{MOST_CLIENTS} pages are open; close one.")
         elif path == "/":
             _, state = self.server.feed.after(0, wait_s=_FIRST_S)
-            policy = {"Content-Security-Policy": dashboard_page().policy}
-            self._answer(dashboard_page().holding(state), "text/html; charset=utf-8", policy)
+            policy = {"Content-Security-Policy": page_parts()[2]}
+            self._answer(page_with(state), "text/html; charset=utf-8", policy)
         elif path == "/snapshot.json":
             _, text = self.server.feed.after(0, wait_s=_PATIENCE_S)
             self._answer(text.encode() or b"{}", "application/json", {})

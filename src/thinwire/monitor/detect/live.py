@@ -231,19 +231,12 @@ def _most_of(count: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """A finding that is new or has ended.
+    """A finding that is new or has ended."""
 
-    Attributes:
-        case: Counts the causes of the run, from 0; the same for `new` and `over`.
-        state: `over` once it has ended.
-        finding: Its latest form.
-        age_s: Seconds from its begin to the latest record.
-    """
-
-    case: int
-    state: Literal["new", "over"]
-    finding: Finding
-    age_s: float
+    case: int  # counts the causes of the run, from 0; the same for `new` and `over`
+    state: Literal["new", "over"]  # `over` once it has ended
+    finding: Finding  # its latest form
+    age_s: float  # seconds from its begin to the latest record
 
     def to_json(self, *, at_s: float) -> dict[str, Any]:
         """Return a line of `findings.jsonl`; `at_s` in seconds since 1970."""

@@ -301,11 +301,7 @@ class Chosen:
 
 
 def addresses_of_name(name: str) -> list[str]:
-    """Return the addresses of a name, those of IPv4 first.
-
-    Raises:
-        OSError: It has none.
-    """
+    """Return the addresses of a name, those of IPv4 first; an OSError if it has none."""
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))

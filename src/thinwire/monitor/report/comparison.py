@@ -115,11 +115,7 @@ def compare_runs(paths: Sequence[Path]) -> Comparison:
 
 
 def write_comparison(comparison: Comparison, path: Path) -> None:
-    """Write the table, the notes and the figures as one self-contained page.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write the table, the notes and the figures as one self-contained page, or raise an OSError."""
     parts = [
         f'<p class="headline">{_headline(comparison)}</p>',
         *(f'<p class="note">{escape(note)}</p>' for note in comparison.notes),

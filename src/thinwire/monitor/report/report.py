@@ -82,11 +82,7 @@ def code(command: str) -> str:
 
 
 def write_page(path: Path, content: str) -> None:
-    """Write a page whole or not at all.
-
-    Raises:
-        OSError: It cannot be written there.
-    """
+    """Write a page whole, or not at all with an OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, content)
 
