@@ -100,7 +100,7 @@ def _slow_operation(job: Job, communicator: str, watch: ChangePointDetector) -> 
         places=(Place(kind="communicator"),),
         since_s=change.since_s, since_round=change.since_round, seen_round=change.seen_round, until_s=change.until_s,
         evidence=Evidence(
-            "slow_operation", communicator=communicator, times_longer=round(ratio, 2), usual_s=round(watch.usual_s, 6),
+            "slow_operation", times_longer=round(ratio, 2), communicator=communicator, usual_s=round(watch.usual_s, 6),
         ),
         text=f"Operations of {job.group_name(communicator)} take {ratio:.1f} times as long as they did, also for the "
         "rank that comes last",

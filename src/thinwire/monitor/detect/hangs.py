@@ -389,8 +389,8 @@ def _deadlock(job: Job, still: _Standstill, graph: WaitGraph, circle: frozenset[
         kind="desync", places=(Place(kind="rank", ranks=tuple(sorted(circle))),), since_s=still.since_s,
         since_round=still.round, seen_round=still.round,
         evidence=still.evidence(
-            job, "deadlock", waiting=waiting[:32], wait_chain=chain,
-            last_sign_s=round(min(job.last_seen_s[rank] for rank in circle), 3),
+            job, "deadlock", waiting=waiting[:32],
+            last_sign_s=round(min(job.last_seen_s[rank] for rank in circle), 3), wait_chain=chain,
         ),
         text=f"Ranks {named} wait for each other in a circle: rank {chain}. They call these operations in "
         "different order.",
@@ -450,8 +450,8 @@ def _ended_early(job: Job, still: _Standstill) -> Finding:
         kind="non-communication hang", places=(place,), since_s=ended_s, since_round=still.round,
         seen_round=still.round,
         evidence=replace(still, limit_s=still.gone_s).evidence(
-            job, "ended_rank", waiting=waiting[:32], last_sign_s=round(ended_s, 3), last_operation=last,
-            wait_chain=f"{named} wait{'s' * (len(waiting) == 1)} for {', '.join(map(str, ended))}",
+            job, "ended_rank", waiting=waiting[:32], last_sign_s=round(ended_s, 3),
+            wait_chain=f"{named} wait{'s' * (len(waiting) == 1)} for {', '.join(map(str, ended))}", last_operation=last,
         ),
         text=f"{place.title} said goodbye without an error after operation {last} of "
         f"{job.group_name(still.communicator)}, and {Place(kind='rank', ranks=tuple(waiting))} "
@@ -493,8 +493,9 @@ def _outside(
         since_s=min(last_s, still.since_s) if gone else still.since_s,
         since_round=still.round, seen_round=still.round,
         evidence=still.evidence(
-            job, "missing_rank", last_sign_s=round(last_s, 3), wait_chain=_chain(still, messages, culprits),
+            job, "missing_rank",
             waiting=sorted({*still.inside, *(graph.waiting_for(culprits) if graph else ())} - set(culprits))[:32],
+            last_sign_s=round(last_s, 3), wait_chain=_chain(still, messages, culprits),
             activity=None if activity is None else activity.text, stack=None if activity is None else activity.stack,
         ),
         text=f"{place.title} has {came} operation {still.sequence} of {job.group_name(still.communicator)}{sitting}; "

@@ -257,8 +257,8 @@ def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
         places=explained.places,
         since_s=first.since_s, since_round=first.episodes[0][0], seen_round=first.seen_round,
         evidence=Evidence(
-            "flapping", bad_rounds=[f"{begin} to {end}" for begin, end in first.episodes][:16],
-            times_longer=round(longer, 2), explained=round(explained.fit, 3),
+            "flapping", times_longer=round(longer, 2),
+            bad_rounds=[f"{begin} to {end}" for begin, end in first.episodes][:16], explained=round(explained.fit, 3),
         ),
         text=f"Messages over {named} took {longer:.1f} times as long as usual in {len(first.episodes)} bad times, "
         "and as usual between them.",

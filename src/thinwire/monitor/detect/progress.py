@@ -64,7 +64,7 @@ def slow_wires(job: Job, messages: Sequence[Message]) -> Finding | None:
         since_s=min(m.begin_s for m in late if m.begin_s is not None),
         since_round=late[0].operation, seen_round=late[0].operation,
         evidence=Evidence(
-            "slow_transfer", times_longer=round(longer, 2), bytes_a_second=round(came), waited_s=round(waited_s, 3),
+            "slow_transfer", waited_s=round(waited_s, 3), times_longer=round(longer, 2), bytes_a_second=round(came),
             links=link_names(times),
         ),
         text=f"Messages over {named} have been under way for {waited_s:.1f} s, and {format_bytes(came)} a second come: "
@@ -154,8 +154,8 @@ def slow_ranks(job: Job, ranks: Collection[int], place: Place, *, waited_since_s
         kind="non-communication slow", places=(place,), since_s=min(began_s), since_round=min(steps),
         seen_round=max(steps),
         evidence=Evidence(
-            "slow_step", times_longer=round(times, 2), usual_s=round(usual_s, 6), now_s=round(usual_s * times, 6),
-            steps=len(steps), waited_s=round(waited_s, 3),
+            "slow_step", waited_s=round(waited_s, 3), times_longer=round(times, 2), usual_s=round(usual_s, 6),
+            now_s=round(usual_s * times, 6), steps=len(steps),
         ),
         text=f"{place.title} has been waited for for {waited_s:.1f} s and works: its steps take {times:.1f} times as "
         "long as they did.",

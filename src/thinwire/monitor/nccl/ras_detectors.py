@@ -237,8 +237,8 @@ def _desync(history: RasHistory, one: _Behind, other: _Behind) -> Finding:
         since_s=history.latest.at_s or 0.0, since_round=lacks.lowest + 1,
         evidence=Evidence(
             "ras_desync", communicators=[one.one.communicator], ranks=list(numbers),
-            launched=[f"{own.kind}: {own.lowest} to {own.highest}" for own in (one, other)],
             locations=history.locations([(one.one, rank) for rank in sorted(ranks)]),
+            launched=[f"{own.kind}: {own.lowest} to {own.highest}" for own in (one, other)],
         ),
         text=f"{Place(kind='rank', ranks=numbers).title} of communicator {one.one.communicator}: more {calls.kind} and "
         f"fewer {lacks.kind} launched than by others, so they call different collectives.",
@@ -265,10 +265,10 @@ def _not_come(history: RasHistory, behind: _Behind, unchanged: Unchanged) -> Fin
         places=(place,),
         since_s=unchanged.since_s, since_round=behind.lowest + 1,
         evidence=Evidence(
-            "ras_lagging", communicators=[one.communicator], kind=behind.kind, launched=behind.lowest,
-            others_launched=behind.highest, num_behind=behind.num, ranks=list(named), num_others=behind.num_others,
-            unchanged_s=unchanged.lasted, answers=unchanged.num,
-            locations=history.locations([(one, rank) for rank in sorted(behind.ranks)]),
+            "ras_lagging", communicators=[one.communicator], ranks=list(named),
+            locations=history.locations([(one, rank) for rank in sorted(behind.ranks)]), kind=behind.kind,
+            launched=behind.lowest, others_launched=behind.highest, num_behind=behind.num,
+            num_others=behind.num_others, unchanged_s=unchanged.lasted, answers=unchanged.num,
         ),
         text=f"{who} {verb} not come to {behind.kind} {behind.lowest + 1} of communicator {one.communicator}, which "
         f"others have launched up to {behind.highest}"
@@ -309,7 +309,7 @@ def _find_still(history: RasHistory) -> list[Finding]:
     return [Finding(
         kind="communication hang", places=(Place(kind="job"),), since_s=least.since_s,
         evidence=Evidence(
-            "ras_standstill", unchanged_s=least.lasted, answers=least.num, communicators=[*counts],
+            "ras_standstill", communicators=[*counts], unchanged_s=least.lasted, answers=least.num,
             launched=[*counts.values()],
         ),
         text=f"No rank has launched a collective in {least.apart_s:.0f} s, and all have launched as many: either all "
@@ -411,8 +411,8 @@ def _gone(
             for own in _lost(snapshot)[0].values() for one in own
         )),
         evidence=Evidence(
-            "ras_lost", state=state, host=host, processes=[f"{pid}, GPU {gpus}" for pid, gpus in processes][:16],
-            ranks=numbers[:64], communicators=sorted({one.communicator for one, _ in members})[:16],
+            "ras_lost", communicators=sorted({one.communicator for one, _ in members})[:16], ranks=numbers[:64],
+            state=state, host=host, processes=[f"{pid}, GPU {gpus}" for pid, gpus in processes][:16],
         ),
         text=f"{who} has been given up by RAS, which could not reach it for a minute: it is dead or cut off." if is_dead
         else f"{who} does not answer RAS: it is stopped, killed or cut off, or busy for some seconds.",
@@ -442,8 +442,8 @@ def _find_errors(history: RasHistory, *, is_lost: bool) -> Iterator[Finding]:
             kind="communication hang" if is_wire else "non-communication hang",
             places=(place,), since_s=history.latest.at_s or 0.0,
             evidence=Evidence(
-                "ras_error", error=error, **{"while": when}, ranks=list(numbers)[:64], communicators=names[:16],
-                locations=history.locations(ranks),
+                "ras_error", communicators=names[:16], ranks=list(numbers)[:64], locations=history.locations(ranks),
+                error=error, **{"while": when},
             ),
             text=f"{place.title} has failed while {when} communicator {names[0]}: {error}"
             + (", which says that another process or the wire to it is lost." if error == REMOTE_ERROR else "."),
@@ -480,9 +480,9 @@ def _find_states(history: RasHistory) -> Iterator[Finding]:
             kind="non-communication hang",
             places=(place,), since_s=same.since_s,
             evidence=Evidence(
-                "ras_state", states=[f"{name}: {len(own)}" for name, own in sorted(states.items())],
-                ranks=list(numbers)[:64], communicators=[one.communicator], unchanged_s=same.lasted,
-                locations=history.locations([(one, rank) for rank in ranks]),
+                "ras_state", communicators=[one.communicator], ranks=list(numbers)[:64],
+                locations=history.locations([(one, rank) for rank in ranks]), unchanged_s=same.lasted,
+                states=[f"{name}: {len(own)}" for name, own in sorted(states.items())],
             ),
             text=f"{place.title} {said} communicator {one.communicator}, and others are not so far"
             + (f": {same.said}." if same.has_stood else "; this may be on its way."),
