@@ -16,13 +16,15 @@ TESTS = Path(__file__).parent
 # Begins of paths below tests/; of several that fit a file, the longest counts.
 WINGS: dict[str, tuple[str, ...]] = {
     "core": (
-        "laws/", "reference/", "unit/averaging/", "unit/codecs/", "unit/methods/", "unit/sync/", "unit/transport/",
-        "unit/test_", "multiprocess/test_closure_methods", "multiprocess/test_coded_stage", "multiprocess/test_connect",
+        "laws/", "reference/", "unit/averaging/", "unit/codecs/", "unit/methods/", "unit/split/", "unit/sync/",
+        "unit/transport/", "unit/test_", "multiprocess/test_closure_methods", "multiprocess/test_coded_stage",
+        "multiprocess/test_connect",
         "multiprocess/test_forked_",
         "multiprocess/test_listeners", "multiprocess/test_methods", "multiprocess/test_nursery",
         "multiprocess/test_one_bit_", "multiprocess/test_open_wire", "multiprocess/test_process_group",
         "multiprocess/test_replica_ranks", "multiprocess/test_shared_collectives", "multiprocess/test_slow_replica",
-        "multiprocess/test_solo_world", "multiprocess/test_two_optimizers", "multiprocess/test_uneven_steps",
+        "multiprocess/test_solo_world", "multiprocess/test_split",
+        "multiprocess/test_two_optimizers", "multiprocess/test_uneven_steps",
         "multiprocess/test_wire",
     ),
     "elastic": (

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from thinwire.version import __version__
 
 if TYPE_CHECKING:
-    from thinwire import codecs, lab, methods
+    from thinwire import codecs, lab, methods, split
     from thinwire.codecs.activation_code import ActivationCode
     from thinwire.errors import ThinwireError
     from thinwire.integrations.tracking import metrics
@@ -58,7 +58,7 @@ _HOMES = {
     "run_replicas": "thinwire.transport.loopback",
     "watch": "thinwire.recording.torch_recorder",
 }
-_MODULES = ("codecs", "lab", "methods")
+_MODULES = ("codecs", "lab", "methods", "split")
 
 __all__ = [
     "ActivationCode",
@@ -80,6 +80,7 @@ __all__ = [
     "methods",
     "metrics",
     "run_replicas",
+    "split",
     "watch",
 ]
 

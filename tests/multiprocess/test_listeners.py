@@ -38,9 +38,10 @@ STORE = [Expected(id="hosts-store", process=MAIN)]
 REACH_CHECK = [Expected(id="hosts-check", process=MAIN)]
 HOSTS_GLOO = [Expected(id="hosts-gloo", process=MAIN)]
 HOSTS_WIRE = [Expected(id="hosts-wire", process=MAIN)]
+SPLIT = [Expected(id="split", process=MAIN)]
 BURSTS = [Expected(id="watch-bursts", process="watched.py")]
 HERE = [*TRAIN_GLOO, *TRAIN_WIRE, *ELASTIC, *COORDINATOR, *TEST_HERE, *DASHBOARD]
-BETWEEN_HOSTS = [*STORE, *REACH_CHECK, *HOSTS_GLOO, *HOSTS_WIRE, *BURSTS]
+BETWEEN_HOSTS = [*STORE, *REACH_CHECK, *HOSTS_GLOO, *HOSTS_WIRE, *SPLIT, *BURSTS]
 
 ATTACKER = """
 import json, socket, sys
@@ -202,6 +203,16 @@ def test_a_dashboard(tmp_path: Path, hosts: Hosts) -> None:
         now = command.until(lambda: f":{port}/" in command.log.read_text(), "its address")
         check(now, expected=[at(port, *DASHBOARD)])
         assert set(tried_from_outside(hosts, now).values()) == {"ConnectionRefusedError"}
+
+
+def test_a_server_of_middle_layers(tmp_path: Path, hosts: Hosts) -> None:
+    port, model = free_port(), tmp_path / "config.json"
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+    model.write_text(json.dumps({"model_type": "llama", "num_attention_heads": 2, **sizes}))
+    words = [*CLI, "split", "serve", "--model", f"hf:{model}", "--layers", "1:2", *secret_in(tmp_path)]
+    with Command([*words, "--port", str(port)], hosts=hosts, host=0, log=tmp_path / "log") as command:
+        now = command.until(lambda: f"at port {port}" in command.log.read_text(), "its port")
+        check(now, expected=[at(port, *SPLIT)])
 
 
 def test_bursts_of_a_watched_job(tmp_path: Path, hosts: Hosts) -> None:

@@ -37,6 +37,7 @@ COMMANDS = {
     "pause": "pause replicas of an elastic job",
     "resume": "resume paused replicas of an elastic job",
     "leave": "remove replicas from an elastic job",
+    "split": "serve the middle layers of a model to those who keep texts and labels",
     "lab": "run a command on hosts joined by thin wires, all on this machine",
 }
 # Commands whose module has another name; the function has the command's.
