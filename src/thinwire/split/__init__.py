@@ -14,6 +14,17 @@ from __future__ import annotations
 
 from thinwire.split.client import RemoteBody, connect
 from thinwire.split.parts import around, middle_layers
+from thinwire.split.prompts import SoftPrompt, el2n_scores, hardest, split_round_bytes
 from thinwire.split.server import BodyServer
 
-__all__ = ["BodyServer", "RemoteBody", "around", "connect", "middle_layers"]
+__all__ = [
+    "BodyServer",
+    "RemoteBody",
+    "SoftPrompt",
+    "around",
+    "connect",
+    "el2n_scores",
+    "hardest",
+    "middle_layers",
+    "split_round_bytes",
+]
