@@ -6,36 +6,28 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
+from live_processes import descendants, is_running, is_stopped, kill, until
 
 from thinwire.cli.run_watchdog import kill_stopped_children
 
-SLEEPERS = "import subprocess, time; [subprocess.Popen(['sleep', '60']) for _ in range(2)]; print(1, flush=True)"
-
-
-def wait_until(process: psutil.Process, status: str) -> None:
-    end_s = time.monotonic() + 20
-    while process.status() != status:
-        assert time.monotonic() < end_s, f"still {process.status()}"
-        time.sleep(0.01)
+SLEEPERS = "import subprocess, time; [subprocess.Popen(['sleep', '600']) for _ in range(2)]; print(1, flush=True)"
 
 
 def test_what_is_stopped_is_killed_and_all_else_is_left_to_the_launcher() -> None:
-    line = [sys.executable, "-c", f"{SLEEPERS}; time.sleep(60)"]
+    line = [sys.executable, "-c", f"{SLEEPERS}; time.sleep(600)"]
     with subprocess.Popen(line, stdout=subprocess.PIPE) as launcher:
         try:
             assert launcher.stdout is not None and launcher.stdout.readline()
             stopped, running = psutil.Process(launcher.pid).children()
             os.kill(stopped.pid, signal.SIGSTOP)
-            wait_until(stopped, psutil.STATUS_STOPPED)
+            until(lambda: is_stopped(stopped))
             kill_stopped_children(launcher.pid)
-            wait_until(stopped, psutil.STATUS_ZOMBIE)  # its parent has not asked for its end
-            assert running.is_running() and running.status() != psutil.STATUS_ZOMBIE
+            until(lambda: stopped.status() == psutil.STATUS_ZOMBIE)  # its parent has not asked for its end
+            assert is_running(running)
         finally:
-            for process in psutil.Process(launcher.pid).children():
-                process.kill()
+            kill(descendants(launcher.pid))
             launcher.kill()
 
 

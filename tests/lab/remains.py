@@ -19,7 +19,7 @@ import psutil
 
 _KINDS = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "user", "uts")
 _NAMESPACE = re.compile(r"^(?:cgroup|ipc|mnt|net|pid|user|uts):\[(\d+)\]$")
-_DEADLINE_S = 15.0
+_DEADLINE_S = 240.0
 _POLL_S = 0.05
 
 
@@ -45,6 +45,7 @@ class Remains:
         mark = f"THINWIRE_TEST_MARK={self.environment['THINWIRE_TEST_MARK']}".encode()
         found = set()
         for pid in psutil.pids():
+            # a zombie's environment cannot be read: it has ended, and holds no namespace
             with contextlib.suppress(OSError):
                 if mark in Path(f"/proc/{pid}/environ").read_bytes():
                     found.add(pid)
@@ -53,8 +54,9 @@ class Remains:
     def daemons(self) -> tuple[int, int]:
         """Return the outer and the inner process of the daemon."""
         found = [pid for pid in sorted(self.processes()) if "thinwire.lab.namespace_daemon" in words_of(pid)]
-        outer = next(pid for pid in found if psutil.Process(pid).ppid() not in found)
-        (inner,) = (pid for pid in found if psutil.Process(pid).ppid() == outer)
+        parents = {pid: psutil.Process(pid).ppid() for pid in found}
+        outer = next(pid for pid in found if parents[pid] not in found)
+        (inner,) = (pid for pid in found if parents[pid] == outer)
         return outer, inner
 
     def relay(self) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from processes import free_port
 
 from thinwire.errors import PayloadError, ThinwireError
 from thinwire.transport.addresses import Address, DialPaths
@@ -34,9 +33,7 @@ def in_loopback(num_replicas: int, replica_main: Main) -> list[Any]:
 
 
 def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in taken]
+    return [free_port() for _ in range(count)]
 
 
 def on_paths(num_replicas: int, replica_main: Main) -> list[Any]:

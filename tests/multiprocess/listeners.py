@@ -16,12 +16,12 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
+from live_processes import DEADLINE_S, kill, marked, words_of
 from namespaces import Hosts
 
 MARK = "LISTENERS_OF_TEST"
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "listeners.md"
 LOOPBACK, OWN, EVERY = "loopback", "own address", "every interface"
-DEADLINE_S = 240.0
 _TCP_LISTENS = "0A"
 _HEADER = re.compile(r"^\| id \| .*\|$", re.MULTILINE)
 
@@ -86,8 +86,8 @@ def listeners_of(processes: Sequence[psutil.Process]) -> set[Listener]:
     """Return what processes listen on: TCP and UDP, IPv4 and IPv6, each as its own network namespace shows it."""
     found: set[Listener] = set()
     for process in processes:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
-            command = " ".join(process.cmdline())
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            command = " ".join(words_of(process))
             if not command:
                 continue  # it is ending: its memory is gone, and its sockets are about to be closed
             inodes = _socket_inodes(process.pid)
@@ -156,19 +156,12 @@ class Command:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for process in self.family():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill(self.family())
         self.process.wait(timeout=DEADLINE_S)
 
     def family(self) -> list[psutil.Process]:
         """Return all that runs now and carries the command's mark."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                if process.environ().get(MARK) == self.mark:
-                    found.append(process)
-        return found
+        return marked(MARK, self.mark)
 
     def listeners(self) -> set[Listener]:
         """Return what it listens on now, and remember it."""

@@ -35,7 +35,8 @@ from typing import Any
 from nursery import NURSERY, Child
 
 POLL_S = 0.02
-_NOT_LENT = (10_000, 29_000)
+_NOT_LENT, _WORKERS = (10_000, 29_000), 16
+_handed_out: set[int] = set()
 ENVIRONMENT_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -203,15 +204,18 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port that nobody listens on just now.
+    """Return a TCP port that nobody listens on just now, and that no other test gets.
 
-    It is none of those that the kernel lends to connections: one of these may be another test's before it is used.
+    It is none of those that the kernel lends to connections. Of the others each pytest worker has its own, by the
+    remainder of their numbers, and it hands out none twice.
     """
-    draw = random.SystemRandom()
-    for _ in range(100):
-        port = draw.randrange(*_NOT_LENT)
-        with contextlib.suppress(OSError), socket.create_server((host, port)):
-            return port
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    own = range(_NOT_LENT[0] + worker % _WORKERS, _NOT_LENT[1], _WORKERS)
+    for port in random.SystemRandom().sample(own, len(own)):
+        if port not in _handed_out:
+            with contextlib.suppress(OSError), socket.create_server((host, port)):
+                _handed_out.add(port)
+                return port
     raise AssertionError(f"no port of {_NOT_LENT} is free on {host}")
 
 

@@ -6,8 +6,8 @@ import os
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from live_processes import DEADLINE_S, descendants, words_of
 
 from thinwire.training.elastic.launch import Role, launch
 
@@ -30,7 +30,7 @@ def test_the_coordinator_ends_by_itself_after_this_host_s_replicas(
     (tmp_path / "role_that_trains.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     roles = [Role(name="server", module="role_that_serves", is_needed=False), Role(name="r", module="role_that_trains")]
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + DEADLINE_S
 
     def look() -> None:
         assert time.monotonic() < until_s, "it does not end"
@@ -71,7 +71,7 @@ def test_a_process_that_waits_takes_the_place_of_one_that_died_and_ends_with_the
     (tmp_path / "role_of_a_spare.py").write_text(SPARE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     role = Role(name="replica 7", module="role_of_a_replica", arguments=("7",), spare="role_of_a_spare")
-    until_s, said = time.monotonic() + 60, list[str]()
+    until_s, said = time.monotonic() + DEADLINE_S, list[str]()
 
     def look() -> None:
         assert time.monotonic() < until_s, (tmp_path / "logs" / "spare.err").read_text()
@@ -83,5 +83,4 @@ def test_a_process_that_waits_takes_the_place_of_one_that_died_and_ends_with_the
     assert (tmp_path / "logs" / "replica-7.pid").read_text() == lives[-1][1] + "\n"
     assert (tmp_path / "logs" / "replica-7.err").read_text().count("says 7\n") == 3
     assert len(said) == 2 and all("was ended by SIGKILL; starting it again" in text for text in said)
-    mine = [p for p in psutil.Process().children() if str(tmp_path) in " ".join(p.cmdline())]
-    assert not mine
+    assert not [one for one in descendants() if str(tmp_path) in " ".join(words_of(one))]

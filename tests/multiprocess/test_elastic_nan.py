@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_elastic_run import active, rounds, runs, start, texts, wait_until
+from live_processes import named_in, read_pid
+from test_elastic_run import active, pid_file, rounds, runs, start, texts, wait_until
 from training_runs import Started
 
 from thinwire.training.elastic.coordinator_process import JOURNAL_FILE
@@ -72,12 +73,12 @@ def test_a_replica_with_nan_is_dropped_fetches_the_state_and_what_it_trained_on_
     run, folder = tmp_path / "run", tmp_path / "nan"
     started = started_with_nan(runs, texts, run, folder, replicas=3)
     wait_until(run, lambda found: len(active(found)) == 3 and found["rounds"] > 6, started)
-    pid = (run / "logs" / "replica-process-2.pid").read_text().strip()
+    process = named_in(pid_file(run, 2))
     log = run / "logs" / "replica-process-2.err"
     ((first, _),) = lives(log)
-    (folder / pid).touch()
+    (folder / str(process.pid)).touch()
     wait_until(run, lambda found: "was dropped" in log.read_text(), started)
-    (folder / pid).unlink()
+    (folder / str(process.pid)).unlink()
     dropped = wait_until(run, lambda found: True, started)["step"]
     # the lives before were bad from their beginning: who takes part in a mean from here on is finite again
     wait_until(run, lambda found: any(max(line["members"]) > 2 for line in decisions(run)), started)
@@ -88,7 +89,7 @@ def test_a_replica_with_nan_is_dropped_fetches_the_state_and_what_it_trained_on_
     assert started.end() == 128 + signal.SIGTERM
     said = log.read_text()
     assert "going on from its own state" not in said and "fetched the state of step" in said
-    assert int((run / "logs" / "replica-process-2.pid").read_text()) == int(pid), "the same process came back"
+    assert read_pid(pid_file(run, 2)) == process.pid, "the same process came back"
     # on a busy machine the first part of a later life, before any step, may have counted: that ends a finding
     later = {replica for replica, _ in lives(log)[1:-1]}
     has_counted = any(later & set(line["members"]) for line in decisions(run))
@@ -126,15 +127,15 @@ def test_parts_of_one_replica_that_are_8_bytes_short_end_no_process_and_it_comes
     run, folder = tmp_path / "run", tmp_path / "short"
     started = started_with_nan(runs, texts, run, folder, replicas=3, variable="CHAOS_SHORT")
     wait_until(run, lambda found: len(active(found)) == 3 and found["rounds"] > 2, started)
-    pids = [(run / "logs" / f"replica-process-{index}.pid").read_text() for index in range(3)]
+    pids = [named_in(pid_file(run, index)).pid for index in range(3)]
     log = run / "logs" / "replica-process-2.err"
     ((first, _),) = lives(log)
-    (folder / pids[2].strip()).touch()
+    (folder / str(pids[2])).touch()
     wait_until(run, lambda found: "was dropped" in log.read_text(), started)
-    (folder / pids[2].strip()).unlink()
+    (folder / str(pids[2])).unlink()
     wait_until(run, lambda found: any(max(line["members"]) > 2 for line in decisions(run)), started)
     found = wait_until(run, lambda found: len(active(found)) == 3, started)
-    assert [(run / "logs" / f"replica-process-{index}.pid").read_text() for index in range(3)] == pids
+    assert [read_pid(pid_file(run, index)) for index in range(3)] == pids
     told = [text for text in found["findings"] if "are malformed (" in text]
     assert "without the part of replica" in told[0] and f"replica {first} on" in told[0]
     assert f"replica {first} on" in told[1] and "was dropped: 2 of its parts in a row are malformed (" in told[1]
@@ -150,7 +151,7 @@ def test_a_run_in_which_all_replicas_have_nan_ends_with_one_error(
     started = started_with_nan(runs, texts, run, folder, replicas=replicas)
     wait_until(run, lambda found: len(active(found)) == replicas and found["rounds"] > 2, started)
     for index in range(replicas):
-        (folder / (run / "logs" / f"replica-process-{index}.pid").read_text().strip()).touch()
+        (folder / str(named_in(pid_file(run, index)).pid)).touch()
     assert started.end() == 1
     errors = [line for line in started.stderr.splitlines() if line.startswith("thinwire: error")]
     assert len(errors) == 1 and "NaN or infinity; the model has diverged" in errors[0], started.stderr

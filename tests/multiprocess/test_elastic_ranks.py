@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_elastic_run import SOON_S, STEP_S, active, processes, slower_file, start, wait_until
+from live_processes import send
+from test_elastic_run import STEP_S, active, processes, slower_file, start, wait_until
 from test_elastic_run import runs as runs
 from test_elastic_run import texts as texts
-from training_runs import Started, with_slow_steps
+from training_runs import DEADLINE_S, Started, with_slow_steps
 
 from thinwire.runlog.run_folder import read_files
 from thinwire.training.elastic.job import LocalSettings
@@ -63,13 +65,13 @@ def test_a_killed_rank_takes_its_replica_out_and_its_return_brings_it_back_besid
         (rank,) = processes(started, "replica-rank")
         leader = rank.parent()
         slower_file(run).touch()
-        rank.kill()
+        assert send(rank, signal.SIGKILL)
         wait_until(run, lambda found: not lost & active(found), started)
         found = wait_until(run, lambda found: len(active(found)) == 2, started)
         wait_until(run, lambda _: bool(set(rounds_in(run)) - lost), started)  # it has taken part in a round
         slower_file(run).unlink()
         assert leader is not None and not leader.is_running(), "no rank outlives another"
-        assert started.end() == 0 and joining.wait(timeout=SOON_S) == 0, started.stderr
+        assert started.end() == 0 and joining.wait(timeout=DEADLINE_S) == 0, started.stderr
     assert "rank 1 of this replica was ended by SIGKILL" in started.stderr
     is_named = any(f"replica {min(lost)} on " in text and "lost one of its ranks" in text for text in found["findings"])
     assert is_named, found["findings"]

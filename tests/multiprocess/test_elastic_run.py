@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from live_processes import is_running, named_in, read_pid, send, send_to_named, words_of
 from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, with_slow_steps
 
 from tests.untraced.tiny_model import with_tiny
@@ -29,9 +29,8 @@ from thinwire.training.summary import parameters_sha256
 from thinwire.transport.secret import read_secret
 from thinwire.workloads.language import presets
 
-SOON_S, STEP_S = 120.0, 0.2
-# Questions to a coordinator, which take as long as the machine is busy, and the pause between two.
-MOST_QUESTIONS, PAUSE_S = 600, 0.2
+STEP_S, ANSWER_S = 0.2, DEADLINE_S / 4
+PAUSE_S = 0.2  # between two questions to a coordinator, each of which costs it a handshake
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +72,21 @@ def slower_file(run: Path) -> Path:
 def status(run: Path) -> dict[str, Any]:
     settings = LocalSettings.load(run)
     secret = read_secret(Path(settings.secret))
-    answer = send_command(read_invitation(settings.invitation), secret=secret, deadline_s=30, verb="status", target="")
-    found: dict[str, Any] = answer["status"]
+    place = read_invitation(settings.invitation)
+    found: dict[str, Any] = send_command(place, secret=secret, deadline_s=ANSWER_S, verb="status", target="")["status"]
     return found
 
 
 def wait_until(run: Path, what: Callable[[dict[str, Any]], bool], started: Started) -> dict[str, Any]:
     started.wait_for(run / "elastic.json")
-    for _ in range(MOST_QUESTIONS):
+    until_s = time.monotonic() + DEADLINE_S
+    while True:
         assert started.process.poll() is None, started.process.communicate()
         found = status(run)
         if what(found):
             return found
-        time.sleep(PAUSE_S)  # each question costs the coordinator a handshake
-    raise AssertionError(found)
+        assert time.monotonic() < until_s, found
+        time.sleep(PAUSE_S)
 
 
 def active(found: dict[str, Any]) -> set[int]:
@@ -100,12 +100,12 @@ def rounds(run: Path, replica: int) -> list[dict[str, Any]]:
 
 
 def processes(started: Started, kind: str) -> list[psutil.Process]:
-    found = []
-    for one in started.workers():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended, or is a zombie
-            if kind in one.cmdline():
-                found.append(one)
-    return found
+    return [one for one in started.workers() if kind in words_of(one)]
+
+
+def pid_file(run: Path, index: int) -> Path:
+    """Return the file with the id of a replica process, which the launcher writes again for each one in its place."""
+    return run / "logs" / f"replica-process-{index}.pid"
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -120,10 +120,11 @@ def test_killed_replicas_and_a_killed_coordinator_stop_nobody(
     started = start(runs, texts, run, steps=150)
     wait_until(run, lambda found: len(active(found)) == 2 and found["step"] > 5, started)
     slower_file(run).touch()
-    os.kill(int((run / "logs" / "replica-process-1.pid").read_text()), signal.SIGKILL)
+    send_to_named(pid_file(run, 1), signal.SIGKILL)
     wait_until(run, lambda found: len(active(found)) == 2 and max(active(found)) == 2, started)
+    (coordinator,) = processes(started, "coordinator")
+    assert send(coordinator, signal.SIGKILL)
     slower_file(run).unlink()
-    processes(started, "coordinator")[0].kill()
     assert started.end() == 0, started.stderr
     key = own_key(run)  # the coordinator that came back proved it to the replicas
     assert key is not None and (run / KEY_FILE).stat().st_mode & 0o777 == 0o600
@@ -147,16 +148,14 @@ def test_a_replica_that_was_stopped_for_longer_than_it_can_follow_joins_again_by
     run = tmp_path / "run"
     started = start(runs, texts, run, steps=100_000, replicas=3, more=["--sync-interval", "3"])
     begun = wait_until(run, lambda found: len(active(found)) == 3 and found["step"] > 5, started)
-    pid = int((run / "logs" / "replica-process-2.pid").read_text())
     log = run / "logs" / "replica-process-2.err"
 
     def lives() -> list[str]:
         return re.findall(r"replica (\d+) takes part from step", log.read_text())
 
-    stopped = psutil.Process(pid)
-    stopped.suspend()
+    stopped = send_to_named(pid_file(run, 2), signal.SIGSTOP)
     wait_until(run, lambda found: found["step"] > begun["step"] + 30, started)  # sooner than its silence is too long
-    stopped.resume()
+    assert send(stopped, signal.SIGCONT)
 
     def is_back(found: dict[str, Any]) -> bool:
         if len(lives()) > 1:
@@ -171,7 +170,7 @@ def test_a_replica_that_was_stopped_for_longer_than_it_can_follow_joins_again_by
     gone = f"replica {lives()[0]} on "
     told = [text for text in found["findings"] if text.startswith(gone) and "the others go on without it" in text]
     assert len(told) == 1, found["findings"]
-    assert int((run / "logs" / "replica-process-2.pid").read_text()) == pid, "the same process came back"
+    assert named_in(pid_file(run, 2)) == stopped, "the same process came back"
     number = int(lives()[1])
     wait_until(run, lambda found: any(number in line["members"] for line in rounds(run, 0)), started)
 
@@ -197,7 +196,7 @@ def test_a_host_joins_a_running_job_and_leaves_it_and_a_wrong_secret_does_not_ge
         wait_until(run, lambda found: found["step"] > step + 8, started)
         told = command("leave", str(run), "--replica", "1")
         assert told.returncode == 0 and "replica 1" in told.stderr, told
-        assert joining.wait(timeout=SOON_S) == 0
+        assert joining.wait(timeout=DEADLINE_S) == 0
     finally:
         joining.kill()
         joining.communicate()
@@ -215,7 +214,7 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_with_another_number_of_replic
     wait_until(run, lambda found: found["step"] > 42, started)
     started.process.send_signal(signal.SIGTERM)
     assert started.end() == 128 + signal.SIGTERM
-    assert not [one for one in started.family() if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not any(map(is_running, started.family()))
     latest = GlobalCheckpoints(run / "checkpoints").latest().state
     assert latest is not None and 0 < latest.step < 90
     told = f"thinwire: go on from step {latest.step} with: thinwire train --resume {run}"
@@ -238,12 +237,10 @@ def test_a_killed_replica_goes_on_from_its_own_state_in_the_place_that_waits_for
     kept, spare = run / "kept" / "replica-process-1.state", run / "logs" / "spare.err"
     wait_until(run, lambda found: kept.exists() and spare.exists() and found["step"] > 10, started)
     wait_until(run, lambda found: bool(processes(started, "standby-replica")), started)
-    pid = run / "logs" / "replica-process-1.pid"
-    before = int(pid.read_text())
     spares = [process.pid for process in processes(started, "standby-replica")]
-    os.kill(before, signal.SIGKILL)
+    send_to_named(pid_file(run, 1), signal.SIGKILL)
     wait_until(run, lambda found: len(active(found)) == 2 and max(active(found)) == 2, started)
-    assert int(pid.read_text()) in spares
+    assert read_pid(pid_file(run, 1)) in spares
 
     def shared() -> list[tuple[int, int]]:
         # whichever of the first two was not the one that was killed has gone on; a round is written by each on its own

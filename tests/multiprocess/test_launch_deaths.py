@@ -10,6 +10,7 @@ import pytest
 
 from thinwire.errors import WorkerFailed
 from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.detect.hangs import HANGS
 from thinwire.monitor.findings import Finding
 from thinwire.runlog.run_folder import read_files
 from thinwire.training.config import TrainConfig
@@ -28,7 +29,8 @@ folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
 recorder = Recorder(folder, rank=rank)
 time.sleep(1.2)
 mine = folder / f"pid-{rank}"
-mine.write_text(str(os.getpid()))
+mine.with_suffix(".partial").write_text(str(os.getpid()))
+mine.with_suffix(".partial").rename(mine)
 while not (folder / "pid-1").exists():
     time.sleep(0.05)
 if rank == 1:
@@ -43,19 +45,22 @@ while True:
 """
 STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
 UNTIL_STOPPED = """\
-other = psutil.Process(int((folder / "pid-1").read_text() or 0))
+other = psutil.Process(int((folder / "pid-1").read_text()))
     while other.status() != psutil.STATUS_STOPPED:
         time.sleep(0.05)
-    time.sleep(5)"""
+    time.sleep(SILENCE)"""
 DEAF = "signal.signal(signal.SIGUSR1, signal.SIG_IGN); (folder / 'deaf').touch()"
 UNTIL_DEAF = "while not (folder / 'deaf').exists(): time.sleep(0.05)"
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
-UNTIL_KILLED = "time.sleep(60)"
+UNTIL_KILLED = "time.sleep(600)"
+STOP_S = 4.0  # from the launcher's signal to SIGKILL
 
 
 def _end(folder: Path, monkeypatch: pytest.MonkeyPatch, *, broken: str, wait: str) -> tuple[str, list[Finding]]:
     """Run three replicas until they have ended; return the launcher's reason, and what the records tell."""
+    wait = wait.replace("SILENCE", str(HANGS.silence_s + 1))
     (folder / "replica_that_breaks.py").write_text(REPLICA.replace("BREAK", broken).replace("WAIT", wait))
+    monkeypatch.setattr("thinwire.training.launch._STOP_S", STOP_S)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
     config = TrainConfig.of(replicas=3, out=folder / "run")
     (folder / "run").mkdir()
@@ -69,7 +74,7 @@ def test_a_paused_replica_that_the_launcher_killed_is_named_as_silent(
 ) -> None:
     reason, findings = _end(tmp_path, monkeypatch, broken=STOPPED, wait=UNTIL_STOPPED)
     told = re.fullmatch(r"replica 1 was silent for (\d+) s; stopped by the launcher; replica 0: (.*)", reason)
-    assert told and int(told[1]) >= 14 and told[2] == "replica 1 (rank 1) was lost", reason
+    assert told and int(told[1]) >= STOP_S + HANGS.silence_s and told[2] == "replica 1 (rank 1) was lost", reason
     (finding,) = findings
     assert finding.where == "rank 1"
     assert re.fullmatch(r"Rank 1 was silent for \d+ s; stopped by the launcher\.", finding.text), finding.text

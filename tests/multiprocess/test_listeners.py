@@ -9,9 +9,9 @@ import os
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from listeners import EVERY, Command, Expected, Listener, check, documented
+from live_processes import name_of
 from namespaces import ADDRESSES, CABLE, Hosts
 from processes import free_port
 from training_runs import DOCUMENTS, OPTIONS
@@ -251,8 +251,4 @@ def test_a_terminal_that_watches_and_a_lab_listen_nowhere(tmp_path: Path, hosts:
 
 
 def programs(command: Command) -> set[str]:
-    found = set()
-    for process in command.family():
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            found.add(process.name())
-    return found
+    return set(map(name_of, command.family()))

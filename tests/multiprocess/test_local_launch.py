@@ -18,11 +18,13 @@ from pathlib import Path
 
 run, rank = Path(sys.argv[1]), os.environ["RANK"]
 folder = Path(os.environ["THINWIRE_RENDEZVOUS_FILE"]).parent
-(run / f"seen-{rank}").write_text(f"{folder.stat().st_mode & 0o777:o} {folder} {os.getpid()}")
+seen = run / f"partial-{rank}"
+seen.write_text(f"{folder.stat().st_mode & 0o777:o} {folder} {os.getpid()}")
+seen.rename(run / f"seen-{rank}")
 if rank == "1":
     os.kill(os.getpid(), signal.SIGSTOP)
 other = run / "seen-1"
-while not (other.exists() and len(other.read_text().split()) == 3):
+while not other.exists():
     time.sleep(0.01)
 while " T " not in Path(f"/proc/{other.read_text().split()[2]}/stat").read_text():
     time.sleep(0.01)
@@ -38,6 +40,7 @@ def test_a_replica_that_the_launcher_has_to_kill_is_not_blamed_and_nothing_is_le
     run = tmp_path / "run"
     run.mkdir()
     config = resolve(TrainConfig.of(replicas=2, out=run), world_size=None, cores=2, home=tmp_path)
+    monkeypatch.setattr("thinwire.training.launch._STOP_S", 2.0)
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
     with pytest.raises(WorkerFailed, match=r"^replica 0 ended with exit code 5; see .*replica-0\.err$"):
         launch(config, module="stopping_replica", is_resumed=False)

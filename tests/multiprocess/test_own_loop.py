@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from live_processes import DEADLINE_S, kill, until, words_of
 from processes import Processes, announce, free_port, values
 
 import thinwire
@@ -25,6 +26,7 @@ from thinwire.training.summary import parameters_sha256
 from thinwire.transport.secret import read_secret
 
 # From SLOW_STEP on, until the killed process is back, steps are slow: else the run would end without it.
+ANSWER_S = DEADLINE_S / 4
 STEPS, FIRST_STEP, SLOW_STEP, STEP_S, SLOW_S = 160, 20, 50, 0.05, 0.3
 METHOD = thinwire.methods.streaming_diloco(sync_interval=8, overlap_steps=2)
 
@@ -75,15 +77,13 @@ def train(folder: str, port: int, seed: int) -> dict[str, Any]:
 
 
 def coordinators(folder: Path) -> list[psutil.Process]:
-    found = psutil.process_iter(["cmdline"])
-    return [one for one in found if str(folder) in (words := one.info["cmdline"] or ()) and "coordinator" in words]
+    return [one for one in psutil.process_iter() if {str(folder), "coordinator"} <= set(words_of(one))]
 
 
 def end_coordinator(folder: Path) -> None:
     """Kill the coordinator of a run in a folder of this test, where a failure has left one."""
-    for process in coordinators(folder):
-        process.kill()
-        process.wait(timeout=30)  # it holds the lock of the run until it is gone
+    kill(coordinators(folder))
+    until(lambda: not coordinators(folder))  # it holds the lock of the run until it is gone
 
 
 def test_own_loops_go_on_without_a_killed_one_and_it_comes_back_to_the_same_model(tmp_path: Path) -> None:
@@ -102,10 +102,10 @@ def test_own_loops_go_on_without_a_killed_one_and_it_comes_back_to_the_same_mode
             (tmp_path / "killed").touch()
             second.wait_for(f"past {SLOW_STEP}", rank=1)
             invitation, secret = read_invitation(f"127.0.0.1:{port}"), read_secret(tmp_path / "secret")
-            status = send_command(invitation, secret=secret, deadline_s=30, verb="status", target="")["status"]
+            status = send_command(invitation, secret=secret, deadline_s=ANSWER_S, verb="status", target="")["status"]
             # the killed one may still be in the list, at the step that it had reached
             survivor = str(max(status["members"], key=lambda member: member["step"])["replica"])
-            assert send_command(invitation, secret=secret, deadline_s=30, verb="expel", target=survivor)["ok"]
+            assert send_command(invitation, secret=secret, deadline_s=ANSWER_S, verb="expel", target=survivor)["ok"]
             with start([3]) as again:
                 outcomes = values([*second.join(), *third.join(), *again.join()])
     finally:
@@ -138,16 +138,14 @@ def test_a_killed_coordinator_is_started_again_with_the_same_run(tmp_path: Path)
 
     def run_and_process() -> tuple[str, int]:
         secret = place.ready(new_job)
-        found = send_command(place.near, secret=secret, deadline_s=60, verb="status", target="")["status"]
+        found = send_command(place.near, secret=secret, deadline_s=ANSWER_S, verb="status", target="")["status"]
         [process] = coordinators(tmp_path)
         return found["identity"]["run"], process.pid
 
     try:
         first = run_and_process()
         assert run_and_process() == first  # a second process of this host takes the coordinator that runs
-        [process] = coordinators(tmp_path)
-        process.kill()
-        process.wait(timeout=60)
+        end_coordinator(tmp_path)
         again = run_and_process()
         bare = RunPlace.find(f"127.0.0.1:{named.port}", secret=None, folder=tmp_path, reach={})
         with pytest.raises(ValueError, match=f"got no key, and .*; allowed {named.text()}; try that address"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 from dataclasses import replace
 from functools import cache
@@ -14,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from live_processes import send
 from namespaces import ADDRESSES, CABLE, NAMES, Hosts
 from processes import run, values
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_runs import COMMAND, DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, result
+from training_runs import COMMAND, DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, result, worker_of
 
 from thinwire.cli import plan as plan_command
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, sent_numbers
@@ -470,8 +472,7 @@ def test_a_killed_rank_of_a_replica_of_two_ends_the_run_with_one_error_that_name
         "--cache-dir", str(texts / ".cache"), "--no-samples", *words,
     ])  # fmt: skip
     started.wait_for(out / "checkpoints" / "step-00000008")
-    by_rank = {process.environ().get("RANK"): process for process in started.workers()}
-    by_rank[str(rank)].kill()
+    assert send(worker_of(started, rank), signal.SIGKILL)
     assert started.end() == 1
     assert f"error: {name} was ended by SIGKILL" in started.stderr, started.stderr
     assert f"thinwire train --resume {out}" in started.stderr and "Traceback" not in started.stderr

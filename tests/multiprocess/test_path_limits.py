@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,11 @@ OPTIONS = (  # noqa: SIM905 - the words as a user types them
 
 
 def free_ports() -> tuple[int, int]:
-    """Return a free port for rank 0, the next one for rank 1, and as many for the relay."""
-    for port in range(21_000, 28_000, 4):
+    """Return a free port for rank 0, the next one for rank 1, and as many for the relay.
+
+    They lie above those that `free_port` hands out, and below those that the kernel lends to connections.
+    """
+    for port in range(29_600, 32_000, 4):
         sockets = [socket.socket() for _ in range(4)]
         try:
             for number, one in enumerate(sockets):
@@ -77,11 +79,7 @@ def actions(run: Path) -> list[dict[str, Any]]:
 
 
 def until(condition: Callable[[], bool], started: Started) -> None:
-    end_s = time.monotonic() + 120
-    while not condition():
-        assert started.process.poll() is None, started.process.communicate()
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
+    started.until(condition, "what is waited for")
 
 
 def test_a_slow_path_is_named_and_limited_while_training_goes_on(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from namespaces import ADDRESSES, CABLE, NAMES, Hosts
+from processes import free_port
 from training_runs import COMMAND, DEADLINE_S, DOCUMENTS, OPTIONS
 
 from thinwire.cli.main import main
@@ -67,9 +67,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 def test_a_rank_that_was_killed_is_named_after_the_other_has_ended(ranks: Ranks) -> None:
     run = ranks.folder / "run"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    ranks.start(outs=[run, run], address="127.0.0.1", port=port, prefixes=[[], []], words=[])
+    ranks.start(outs=[run, run], address="127.0.0.1", port=free_port(), prefixes=[[], []], words=[])
     ranks.wait_for_rounds(run / "records-rank-1.jsonl", 20)
     ranks.running[1].send_signal(signal.SIGKILL)
     assert ranks.running[0].wait(DEADLINE_S) == 1

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from live_processes import POLL_S, is_listening, is_running, kill, send, until
 from processes import free_port
 from rich.console import Console
-from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, metrics, result, with_slow_steps
+from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, metrics, result, with_slow_steps, worker_of
 
 from thinwire.cli.tables import final_table
 from thinwire.monitor.dashboard.snapshot import snapshot
@@ -31,9 +31,6 @@ from thinwire.runlog.run_numbers import RunNumbers
 from thinwire.transport.base import JSON_BYTES
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.secret import make_secret
-
-# Of runs that are to be stopped: four steps must not be over before the signal comes.
-STEP_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +54,10 @@ def unbroken(whole: tuple[Started, Path]) -> dict[str, Any]:
 
 
 def start(
-    texts: Path, folder: Path, *, steps: int, replicas: int = 2, more: tuple[str, ...] = (), step_s: float = 0.0
-) -> Started:
+    texts: Path, folder: Path, *, steps: int, replicas: int = 2, more: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
+) -> Started:  # fmt: skip
     words = ["--replicas", str(replicas), "--steps", str(steps), "--data", str(texts), "--out", str(folder / "run")]
-    environment = with_slow_steps(step_s) if step_s else None
     return Started([*words, "--cache-dir", str(texts / ".cache"), *OPTIONS, *more], environment=environment)
 
 
@@ -85,16 +82,15 @@ def nothing_left() -> Iterator[Callable[[Started], None]]:
     def note(started: Started) -> None:
         family = started.family()
         assert len(family) > 2, "the launcher and two replicas carry the mark"
-        listening = [c for process in family for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-        assert listening, "the replicas' gloo groups listen while they run"
+        assert any(map(is_listening, family)), "the replicas' gloo groups listen while they run"
         commands.append(started)
 
     yield note
     left = [process for started in commands for process in started.family()]
-    _, alive = psutil.wait_procs(left, timeout=10)
-    for process in alive:
-        process.kill()
-    assert not alive
+    try:
+        until(lambda: not any(map(is_running, left)), lambda: left)
+    finally:
+        kill(left)
 
 
 def test_a_run_ends_with_one_object_on_stdout_and_a_whole_folder(whole: tuple[Started, Path]) -> None:
@@ -162,12 +158,15 @@ def test_a_run_stopped_by_every_kind_of_signal_ends_with_the_bits_of_one_never_s
 ) -> None:
     run = tmp_path / "run"
     resume = ["--resume", str(run), "--json", "--quiet"]
+    held_at = tmp_path / "held"
+    held = with_slow_steps(held_at=held_at)
 
     # a replica dies: the others end, and one error names it
-    started = start(texts, tmp_path, steps=20, step_s=STEP_S)
+    held_at.write_text("6")
+    started = start(texts, tmp_path, steps=20, environment=held)
     wait_for_checkpoints(started, run, 4)
     nothing_left(started)
-    _replica(started, 1).kill()
+    assert send(worker_of(started, 1), signal.SIGKILL)
     assert started.end() == 1
     assert "replica 1 was ended by SIGKILL" in started.stderr
     assert f"thinwire train --resume {run}" in started.stderr
@@ -181,12 +180,14 @@ def test_a_run_stopped_by_every_kind_of_signal_ends_with_the_bits_of_one_never_s
         (12, signal.SIGINT, 128 + signal.SIGINT),
         (16, signal.SIGKILL, -signal.SIGKILL),
     ):
-        started = Started(resume, environment=with_slow_steps(STEP_S))
+        held_at.write_text(f"{step + 2}")
+        started = Started(resume, environment=held)
         wait_for_checkpoints(started, run, step)
         nothing_left(started)
         # SIGTERM comes to the launcher alone, SIGINT to its replicas too
-        for process in [*(started.workers() if number == signal.SIGINT else []), started.process]:
-            process.send_signal(number)
+        for worker in started.workers() if number == signal.SIGINT else []:
+            send(worker, number)
+        started.process.send_signal(number)
         assert started.end() == code, started.stderr
         if number != signal.SIGKILL:
             # a machine that was busy may have made the run say before that a replica kept the other waiting
@@ -209,14 +210,11 @@ def test_a_run_stopped_by_every_kind_of_signal_ends_with_the_bits_of_one_never_s
         assert [line["step"] for line in metrics(run, replica) if line["kind"] == "step"] == [4, 8, 12, 16, 20]
 
 
-def _replica(started: Started, number: int) -> psutil.Process:
-    return next(worker for worker in started.workers() if worker.environ().get("RANK") == str(number))
-
-
 def joined(texts: Path, folder: Path, port: int, rank: int, *words: str) -> Started:
     """One host of a run, as torchrun starts it: with a folder of its own."""
     environment = {
-        "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)
+        "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        **with_slow_steps(held_at=folder / "held"),
     }  # fmt: skip
     out = ["--out", str(folder / f"host-{rank}")] if "--resume" not in words else []
     return Started([*words, *out], environment=environment)
@@ -227,17 +225,16 @@ def test_hosts_with_folders_of_their_own_resume_from_their_newest_common_step(
 ) -> None:
     words = [*OPTIONS, "--steps", "20", "--data", str(texts), "--cache-dir", str(texts / ".cache")]
     port = free_port()
+    (tmp_path / "held").write_text("14")
     hosts = [joined(texts, tmp_path, port, rank, *words) for rank in (0, 1)]
     for rank, host in enumerate(hosts):
         host.wait_for(checkpoint(tmp_path / f"host-{rank}", 12, replica=rank))
     for host in hosts:
         host.process.kill()
         host.end()
-    # host 1 loses its newest checkpoints, so that host 0 has ones that it must not use
-    for step in (12, 16, 20):
-        path = checkpoint(tmp_path / "host-1", step, replica=1)
-        if path.exists():
-            path.write_text("{}")
+    (tmp_path / "held").unlink()
+    # host 1 loses its newest checkpoint, so that host 0 has one that it must not use
+    checkpoint(tmp_path / "host-1", 12, replica=1).write_text("{}")
     port = free_port()
     hosts = [
         joined(texts, tmp_path, port, rank, "--resume", str(tmp_path / f"host-{rank}"), "--quiet", "--json")
@@ -285,11 +282,12 @@ def test_a_signal_to_torchrun_saves_one_step_on_all_replicas_and_a_resumed_run_g
         agent = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
              "thinwire.cli.main", "train", *map(str, more)],
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **with_slow_steps(0.1)},
         )  # fmt: skip
         while max(steps_of(run), default=0) <= saved:
             assert agent.poll() is None, agent.communicate()
-            time.sleep(0.05)
+            time.sleep(POLL_S)
         agent.send_signal(number)
         _, told = agent.communicate(timeout=DEADLINE_S)
         found = re.search(r"stopped by a signal after step (\d+), which all replicas have saved.*--resume", told)

@@ -16,6 +16,7 @@ import torch
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from processes import free_port
 from zmq.utils import z85
 
 from tests.strangers import GARBAGE, GARBAGE_NAMES, GREETING, hangs_up, memory_is_bounded
@@ -337,8 +338,7 @@ def test_a_replica_that_is_there_cannot_be_replaced_by_another_that_claims_its_n
 
 def test_a_port_that_nobody_listens_on_is_named() -> None:
     lonely = made(1)
-    with socket.create_server((HOST, 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     try:
         with pytest.raises(ConnectError, match=f"port {port}: it takes no connection"):
             lonely.dial({0: Address(host=HOST, port=port)}, deadline_s=0.5)

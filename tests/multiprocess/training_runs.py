@@ -11,35 +11,41 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
+from live_processes import DEADLINE_S, descendants, environment_of, kill, marked, until
 
 COMMAND = [sys.executable, "-m", "thinwire.cli.main", "train"]
 OPTIONS = (  # noqa: SIM905 - the words as a user types them
     "--model tiny --tokenizer bytes --batch-size 1 --seq-len 16 --sync-interval 6 --overlap-steps 2 --eval-every 0 "
     "--final-eval-batches 2 --checkpoint-every 4 --log-every 4 --threads 1 --quiet --json"
 ).split()
-DEADLINE_S = 240
 _SLOW_STEPS = Path(__file__).parents[2] / "benchmarks" / "chaos" / "slow_steps"
 DOCUMENTS = [f"{number}: " + "a thin wire carries little, so say little. " * 40 for number in range(20)]
 
 
 MARK = "STARTED_BY_TEST"
+_Found = TypeVar("_Found")
 
 
-def with_slow_steps(step_s: float, *, slower_while: Path | None = None) -> dict[str, str]:
-    """Return the environment in which elastic replicas sleep at each step, and leave the cores to others meanwhile.
+def with_slow_steps(
+    step_s: float = 0.0, *, slower_while: Path | None = None, held_at: Path | None = None
+) -> dict[str, str]:
+    """Return the environment in which replicas sleep at each step, and leave the cores to others meanwhile.
 
     Args:
         step_s: How long.
         slower_while: While there is such a file, they sleep for ten times as long.
+        held_at: A file that holds the number of a step: while it is there, they do not begin this one unless their
+            launcher stops the run, so that no run ends before a test has acted on it.
     """
     paths = [str(_SLOW_STEPS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    slower = {} if slower_while is None else {"CHAOS_SLOWER_WHILE": str(slower_while)}
-    return {"CHAOS_STEP_S": str(step_s), "PYTHONPATH": os.pathsep.join(paths), **slower}
+    files = {"CHAOS_SLOWER_WHILE": slower_while, "CHAOS_HELD_AT": held_at}
+    named = {name: str(path) for name, path in files.items() if path is not None}
+    return {"CHAOS_STEP_S": str(step_s), "PYTHONPATH": os.pathsep.join(paths), **named}
 
 
 class Started:
@@ -65,30 +71,35 @@ class Started:
 
     def family(self) -> list[psutil.Process]:
         """Return all that runs now and was started by this command, also what has lost its parent."""
-        return [process for process in psutil.process_iter() if _environment(process).get(MARK) == self.mark]
+        return marked(MARK, self.mark)
 
     def kill_family(self) -> None:
-        """Kill all of it, as far as it has not just ended with its launcher."""
-        for process in self.family():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        """Kill all of it."""
+        kill(self.family())
 
     def workers(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return descendants(self.process.pid)
 
     def wait_for(self, path: Path) -> None:
-        until = time.monotonic() + DEADLINE_S
-        while not path.exists():
-            assert self.process.poll() is None, f"ended before {path.name}: {self.process.communicate()}"
-            assert time.monotonic() < until, f"{path} never came"
-            time.sleep(0.01)
+        self.until(path.exists, path.name)
+
+    def until(self, what: Callable[[], _Found], why: str) -> _Found:
+        """Wait until something is there while the command runs, and return it."""
+
+        def look() -> _Found:
+            has_ended = self.process.poll() is not None
+            found = what()
+            assert found or not has_ended, f"ended before {why}: {self.process.communicate()}"
+            return found
+
+        return until(look, lambda: f"{why} never came")
 
     def wait_to_read(self, words: str) -> None:
         """Read what the command says to its terminal, until it has said some words."""
         assert self.process.stderr is not None
-        until = time.monotonic() + DEADLINE_S
+        end_s = time.monotonic() + DEADLINE_S
         while words not in self.stderr:
-            assert select.select([self.process.stderr], [], [], until - time.monotonic())[0], f"it never said {words!r}"
+            assert select.select([self.process.stderr], [], [], end_s - time.monotonic())[0], f"it never said {words!r}"
             said = os.read(self.process.stderr.fileno(), 1 << 16).decode()
             assert said, f"ended before it said {words!r}: {self.stderr}"
             self.stderr += said
@@ -97,13 +108,6 @@ class Started:
         out, rest = self.process.communicate(timeout=DEADLINE_S)
         self.stdout, self.stderr = out or "", self.stderr + (rest or "")
         return self.process.returncode
-
-
-def _environment(process: psutil.Process) -> dict[str, str]:
-    try:
-        return process.environ()
-    except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has just ended, or is a zombie
-        return {}
 
 
 def as_rank(lines: Sequence[Sequence[str]], ports: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -140,3 +144,13 @@ def result(started: Started) -> dict[str, Any]:
 
 def metrics(run: Path, replica: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / f"metrics-replica-{replica}.jsonl").read_text().splitlines()]
+
+
+def worker_of(started: Started, number: int) -> psutil.Process:
+    """Return the process of a replica, or of a rank of one, by its RANK."""
+
+    def look() -> psutil.Process | None:
+        found = (worker for worker in started.workers() if environment_of(worker).get("RANK") == str(number))
+        return next(found, None)
+
+    return started.until(look, f"rank {number}")

@@ -2,9 +2,13 @@
 
 CHAOS_STEP_S: seconds that each step takes longer, so that many replicas fit on a core.
 CHAOS_SLOWER_WHILE: a file; while it exists each step takes ten times that, so that a run does not end too early.
+CHAOS_HELD_AT: a file with the number of a step; while it exists, no replica begins this step, unless the launcher stops
+the run.
 CHAOS_NAN: a folder; as long as it holds a file named by an elastic replica's process id, its gradients are NaN.
 CHAOS_SHORT: such a folder for replicas whose parts are 8 bytes too short.
 """
+
+from __future__ import annotations
 
 import os
 import runpy
@@ -23,10 +27,22 @@ _ELASTIC = {"elastic-replica", "standby-replica"}
 _STATIC = {"replica"}
 
 
-def _sleep() -> None:
+def _sleep(training: Training) -> None:
+    """Sleep before a step, for as long as it is held or is to take longer."""
+    while _is_held(training):
+        time.sleep(0.02)
     slower = os.environ.get("CHAOS_SLOWER_WHILE")
     is_slower = slower is not None and Path(slower).exists()
     time.sleep(float(os.environ.get("CHAOS_STEP_S", "0")) * (10 if is_slower else 1))
+
+
+def _is_held(training: Training) -> bool:
+    if isinstance(training._stop, AgreedStop) and training._stop._read(_STOP):
+        return False
+    try:
+        return training.step >= int(Path(os.environ["CHAOS_HELD_AT"]).read_text())
+    except (KeyError, OSError, ValueError):
+        return False
 
 
 _KIND = set(sys.orig_argv[3:4]) if "thinwire.cli.processes" in sys.orig_argv else set()
@@ -35,6 +51,7 @@ if _ELASTIC & _KIND and {"CHAOS_STEP_S", "CHAOS_NAN", "CHAOS_SHORT"} & set(os.en
     import torch
 
     from thinwire.elastic.round_driver import RoundDriver
+    from thinwire.training.agreed_stop import _STOP, AgreedStop
     from thinwire.training.loop import LocalPasses, Training
 
     _plain_step, _clip, _offer = Training._plain_step, LocalPasses.clip, RoundDriver._offer
@@ -44,7 +61,7 @@ if _ELASTIC & _KIND and {"CHAOS_STEP_S", "CHAOS_NAN", "CHAOS_SHORT"} & set(os.en
         return bool(folder) and (Path(folder) / str(os.getpid())).exists()
 
     def _slow_step(self: Training, *arguments: object) -> object:
-        _sleep()
+        _sleep(self)
         return _plain_step(self, *arguments)
 
     def _spoilt_clip(self: LocalPasses) -> None:
@@ -59,13 +76,17 @@ if _ELASTIC & _KIND and {"CHAOS_STEP_S", "CHAOS_NAN", "CHAOS_SHORT"} & set(os.en
 
     Training._plain_step, LocalPasses.clip, RoundDriver._offer = _slow_step, _spoilt_clip, _offer_short
 
-if _STATIC & _KIND and "CHAOS_STEP_S" in os.environ:
+# A rank that torchrun started is no process of a launcher of thinwire.
+_IS_RANK = "thinwire.cli.main" in sys.orig_argv and "RANK" in os.environ
+
+if (_STATIC & _KIND or _IS_RANK) and "CHAOS_STEP_S" in os.environ:
+    from thinwire.training.agreed_stop import _STOP, AgreedStop
     from thinwire.training.loop import Training
 
     _train_step = Training._train_step
 
     def _slow_train_step(self: Training) -> None:
-        _sleep()
+        _sleep(self)
         _train_step(self)
 
     Training._train_step = _slow_train_step

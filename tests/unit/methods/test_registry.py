@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import free_port
 
 from thinwire.averaging.exchange import cheapest
 from thinwire.averaging.topology import AllReplicas
@@ -59,9 +59,8 @@ def train(folder: Path, *words: str) -> int:
 def test_a_new_method_trains_with_its_own_option_and_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gains: list[float]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    one_rank["MASTER_PORT"] = str(free_port())
     for name, value in one_rank.items():
         monkeypatch.setenv(name, value)
     assert train(tmp_path, "--gain", "0.5", "--sync-interval", "2") == 0

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from msgspec.structs import replace
+from processes import free_port
 
 from thinwire.errors import ConnectError, DataError
 from thinwire.transport import addresses
@@ -153,8 +154,7 @@ def test_a_rank_that_answers_is_reachable_without_anybody_accepting() -> None:
 
 @pytest.mark.usefixtures("another_address")
 def test_refusal_and_time_out_name_both_ends_the_reason_and_the_ports() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        closed = server.getsockname()[1]
+    closed = free_port()
     refused = addresses.first_unreachable(OWN, [replace(OTHER, address="127.0.0.1", port=closed)], deadline_s=1)
     with full_server() as full:
         late = addresses.first_unreachable(OWN, [replace(OTHER, address="127.0.0.1", port=full)], deadline_s=0.2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import free_port
 
 from thinwire.errors import ConnectError, PeerLost
 from thinwire.transport.addresses import Address, DialPaths
@@ -207,9 +207,7 @@ def test_what_breaks_the_protocol_is_refused(raw: bytearray | None) -> None:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    with contextlib.ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return tuple(one.getsockname()[1] for one in taken)
+    return tuple(free_port() for _ in range(count))
 
 
 def until(condition: Callable[[], bool]) -> None:
