@@ -12,7 +12,10 @@ from processes import run, values
 from torch import nn
 
 from thinwire.codecs.activation_code import ActivationCode
+from thinwire.transport.addresses import Address
 from thinwire.transport.collective_hooks import CollectiveHooks, GroupCall
+from thinwire.transport.secret import Secret
+from thinwire.transport.wire.wire_transport import WireTransport
 
 WIDTH, ROWS, PASSES = 24, 3, 8
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
@@ -125,6 +128,7 @@ def rank(sites: list[int]) -> dict[str, Any]:
                 "gradients": [_gradient(chunk).tolist() for chunk in chunks],
                 "sent": {str(peer): count for peer, count in observer.sent.items()},
             }
+    found["wire"] = over_the_wire(sites, observer)
     hooks.close()
     other = ActivationCode(backward="e3m0" if own else "block-int4")
     try:
@@ -132,6 +136,37 @@ def rank(sites: list[int]) -> dict[str, Any]:
     except ValueError as error:
         found["refused"] = str(error)
     dist.destroy_process_group()
+    return found
+
+
+def over_the_wire(sites: list[int], observer: SentBytes) -> dict[str, Any]:
+    """Run 1F1B with messages between sites on an encrypted wire."""
+    from torch.distributed.pipelining import Schedule1F1B
+
+    from thinwire import CodedStage, RecordingTransport
+
+    own, size = dist.get_rank(), dist.get_world_size()
+    bare = WireTransport(replica=own, num_replicas=size, secret=Secret(key=bytes(range(32))), address="127.0.0.1")
+    ports: list[Any] = [None] * size
+    dist.all_gather_object(ports, bare.port)
+    bare.dial({peer: Address(host="127.0.0.1", port=ports[peer]) for peer in range(own)}, deadline_s=60)
+    wire = RecordingTransport(bare)
+    part = parts(size, torch.float32)[own]
+    stage = CodedStage(part, own, size, torch.device("cpu"), code=ActivationCode(), sites=sites, wire=wire)
+    schedule = Schedule1F1B(stage, PASSES, loss_fn=loss_of, scale_grads=False)
+    rows, wanted = batch(torch.float32)
+    for _ in range(3):
+        observer.sent.clear()
+        part.zero_grad()
+        more = {"target": wanted, "losses": []} if own == size - 1 else {}
+        schedule.step(*((rows,) if own == 0 else ()), **more)
+    found = {
+        "gradients": [_gradient(part).tolist()],
+        "sent": {str(peer): count for peer, count in observer.sent.items()},
+        "wire": wire.log.totals("received").payload_bytes,
+    }
+    dist.barrier()
+    wire.close()
     return found
 
 
@@ -175,6 +210,21 @@ def test_bytes_of_each_direction_are_those_of_the_code(
             expected[other][str(one)] += PASSES * (BACKWARD_BYTES if crosses else plain)
         for own in range(size):
             assert found[own][f"{name} {dtype} {is_coded}"]["sent"] == expected[own], (own, is_coded)
+
+
+def test_an_encrypted_wire_carries_the_same_payloads_between_sites(
+    ranks: tuple[list[int], list[dict[str, Any]]],
+) -> None:
+    sites, found = ranks
+    for own, one in enumerate(found):
+        coded = one["1f1b torch.float32 True"]
+        assert one["wire"]["gradients"] == coded["gradients"]
+        # of three steps; within a site messages take the group, and are not coded
+        near = {peer: count for peer, count in coded["sent"].items() if sites[int(peer)] == sites[own]}
+        assert one["wire"]["sent"] == near
+        far = [other["1f1b torch.float32 True"]["sent"].get(str(own), 0)
+               for peer, other in enumerate(found) if sites[peer] != sites[own]]  # fmt: skip
+        assert one["wire"]["wire"] == 3 * sum(far)
 
 
 def test_codes_that_differ_are_refused_on_every_rank_before_the_first_step(

@@ -420,6 +420,35 @@ def test_train_runs_the_plan_of_a_site_as_one_rank_would_and_resumes_it(tmp_path
     assert result(resumed)["global_parameters_sha256"] == result(cut)["global_parameters_sha256"]
 
 
+def test_train_runs_and_resumes_a_plan_over_the_border_of_two_sites(tmp_path: Path) -> None:
+    plan, texts, words = tmp_path / "plan.json", tmp_path / "texts", ["--rate", "5mbit", "--latency", "1ms"]
+    for name in ("attic", "office"):  # nano's states need 49 MB
+        node = {"name": name, "devices": 1, "memory_bytes": "45 MB", "flops_per_s": 1e11}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"format": "thinwire-site", "version": 1, "nodes": [node]}))
+        words += ["--inside", str(tmp_path / f"{name}.json")]
+    texts.mkdir()
+    for number, text in enumerate(DOCUMENTS):
+        (texts / f"{number}.txt").write_text(text)
+    words += ["--model", "nano", "--seq-len", "16", "--batch-size", "4", "--out", str(plan)]
+    assert plan_command.main(words) == 0
+    planned = json.loads(plan.read_text())
+    assert planned["degrees"]["pp"] == 2 and planned["activation_code"] == "block-int8/block-int4"
+    more = ["--steps", "8", "--data", str(texts), "--cache-dir", str(texts / ".cache"), "--method", "streaming-diloco",
+            "--codec", "float32", "--no-samples", *OPTIONS]  # fmt: skip
+    more = [word for place, word in enumerate(more) if "--batch-size" not in more[max(0, place - 1) : place + 1]]
+    out, plain_out = tmp_path / "run", tmp_path / "plain"
+    coded = finish(Started(["--plan", str(plan), "--replicas", "1", "--out", str(out), *more]))
+    plain = finish(Started(["--batch-size", "4", "--replicas", "1", "--out", str(plain_out), *more]))
+    # eight steps on a few sentences
+    assert result(coded)["val_loss"] == pytest.approx(result(plain)["val_loss"], rel=2e-2)
+    assert result(coded)["val_loss"] != result(plain)["val_loss"], "the code was used"
+    for folder in (out, out / "ranks" / "1"):
+        shutil.rmtree(folder / "checkpoints" / "step-00000008")
+    (out / "summary.json").unlink()
+    resumed = finish(Started(["--resume", str(out), "--quiet", "--json"]))
+    assert result(resumed)["global_parameters_sha256"] == result(coded)["global_parameters_sha256"]
+
+
 def test_a_replica_of_two_hosts_trains_as_planned_and_a_rank_on_the_wrong_one_is_refused(
     tmp_path: Path, hosts: Hosts
 ) -> None:

@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from thinwire.errors import refusal
+from thinwire.transport.base import Envelope, Pending, Transport
+from thinwire.transport.streams import ACTIVATIONS
 
 # Of a code's name, as ranks compare it.
 _NAME_BYTES = 64
@@ -55,10 +57,12 @@ class CodedStage(PipelineStage):
         code: Of messages; None sends all as torch does.
         sites: Site of each stage, in order: messages inside a site are not coded. Default: each stage is one.
         group: Ranks of the pipeline. Default: all.
+        wire: Carries coded messages instead of the group, such as an encrypted `WireTransport`; its replicas are the
+            group's ranks. It stays the caller's, who closes it after a barrier.
         **more: As of `PipelineStage`.
 
     Raises:
-        ValueError: Ranks have different codes.
+        ValueError: Ranks have different codes, or a wire has no code to carry.
 
     Example:
         ```python
@@ -70,14 +74,19 @@ class CodedStage(PipelineStage):
     def __init__(
         self, submodule: nn.Module, stage_index: int, num_stages: int, device: torch.device, *,
         code: StageCode | None = None, sites: Sequence[int] | None = None, group: dist.ProcessGroup | None = None,
-        **more: Any,
+        wire: Transport | None = None, **more: Any,
     ) -> None:  # fmt: skip
         super().__init__(submodule, stage_index, num_stages, device, group=group, **more)
         places = list(range(num_stages) if sites is None else sites)
         if len(places) != num_stages:
             raise refusal("sites must name the site of each stage", got=len(places), allowed=num_stages,
                           remedy=str(list(range(num_stages))))  # fmt: skip
-        self._code = code
+        if wire is not None and code is None:
+            raise refusal("a wire carries coded messages", got="no code", allowed="an ActivationCode",
+                          remedy='ActivationCode.parse("float32")')  # fmt: skip
+        self._code, self._wire = code, wire
+        self._step = 0
+        self._sent: list[tuple[Pending, float]] = []
         own = places[stage_index]
         # neighbours by direction: whether a message from or to them is coded
         self._is_coded = {
@@ -85,7 +94,7 @@ class CodedStage(PipelineStage):
             for neighbour in (stage_index - 1, stage_index + 1) if 0 <= neighbour < num_stages
         }  # fmt: skip
         # payloads on their way, by direction and micro-batch, with the buffers that they fill
-        self._awaited: dict[tuple[bool, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._awaited: dict[tuple[bool, int], list[tuple[torch.Tensor | Pending, torch.Tensor]]] = {}
         _compare_codes("" if code is None else code.name, places, device=device, group=group)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -115,34 +124,77 @@ class CodedStage(PipelineStage):
         return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def clear_runtime_states(self) -> None:
-        """Forget the step, payloads of a failed one included."""
+        """Begin a step: forget the payloads of a failed one, and see that all of the last one have arrived."""
         self._awaited.clear()
+        for pending, deadline_s in self._sent:
+            pending.wait(deadline_s=deadline_s)
+        self._sent.clear()
+        self._step += 1
         super().clear_runtime_states()
 
     def _neighbour(self, *, is_forward: bool, is_sender: bool) -> int:
         return self.stage_index + (1 if is_forward == is_sender else -1)
 
+    def _envelope(self, ops: Sequence[dist.P2POp], micro_batch: int, *, sender: int, is_forward: bool) -> Envelope:
+        """Return the address of a message on the wire; both ends count the same steps.
+
+        Raises:
+            ValueError: The stages exchange several tensors, which have no addresses of their own.
+        """
+        assert self._code is not None, "nothing is coded without a code"
+        if len(ops) > 1:
+            raise refusal("a wire carries one tensor between two stages", got=len(ops), allowed="1",
+                          remedy="CodedStage without wire, or one tensor as the stage's output")  # fmt: skip
+        numel = ops[0].tensor.numel()
+        return Envelope(
+            stream=ACTIVATIONS, key=(self._step << 16 | micro_batch, sender, int(is_forward)), numel=numel,
+            payload_bytes=self._code.payload_bytes(numel, is_forward=is_forward),
+        )  # fmt: skip
+
     def _sends(self, ops: list[dist.P2POp], micro_batch: int, *, is_forward: bool) -> list[dist.P2POp]:
-        if not ops or self._code is None or not self._is_coded[self._neighbour(is_forward=is_forward, is_sender=True)]:
+        neighbour = self._neighbour(is_forward=is_forward, is_sender=True)
+        if not ops or self._code is None or not self._is_coded[neighbour]:
             return ops
         source = f"stage {self.stage_index}, micro-batch {micro_batch}"
-        return [_with_tensor(op, self._code.encode(op.tensor, is_forward=is_forward, source=source)) for op in ops]
+        coded = [_with_tensor(op, self._code.encode(op.tensor, is_forward=is_forward, source=source)) for op in ops]
+        if self._wire is None:
+            return coded
+        self._sent = [(pending, deadline_s) for pending, deadline_s in self._sent if not pending.done()]
+        envelope = self._envelope(ops, micro_batch, sender=self.stage_index, is_forward=is_forward)
+        to = self.stage_index_to_group_rank[neighbour]
+        pending = self._wire.send(coded[0].tensor.cpu(), to=to, envelope=envelope)
+        self._sent.append((pending, ACTIVATIONS.deadline_s(envelope.payload_bytes)))
+        return []
 
     def _receives(self, ops: list[dist.P2POp], micro_batch: int, *, is_forward: bool) -> list[dist.P2POp]:
-        if not ops or self._code is None or not self._is_coded[self._neighbour(is_forward=is_forward, is_sender=False)]:
+        neighbour = self._neighbour(is_forward=is_forward, is_sender=False)
+        if not ops or self._code is None or not self._is_coded[neighbour]:
             return ops
-        pairs = []
+        if self._wire is not None:
+            envelope = self._envelope(ops, micro_batch, sender=neighbour, is_forward=is_forward)
+            pending = self._wire.receive(source=self.stage_index_to_group_rank[neighbour], envelope=envelope)
+            self._awaited[is_forward, micro_batch] = [(pending, ops[0].tensor)]
+            return []
+        payloads = []
         for op in ops:
             size = self._code.payload_bytes(op.tensor.numel(), is_forward=is_forward)
-            pairs.append((torch.empty(size, dtype=torch.uint8, device=op.tensor.device), op.tensor))
-        self._awaited[is_forward, micro_batch] = pairs
-        return [_with_tensor(op, payload) for op, (payload, _) in zip(ops, pairs, strict=True)]
+            payloads.append(torch.empty(size, dtype=torch.uint8, device=op.tensor.device))
+        buffers = [op.tensor for op in ops]
+        self._awaited[is_forward, micro_batch] = list(zip(payloads, buffers, strict=True))
+        return [_with_tensor(op, payload) for op, payload in zip(ops, payloads, strict=True)]
 
     def _decode(self, micro_batch: int, *, is_forward: bool) -> None:
-        for payload, out in self._awaited.pop((is_forward, micro_batch), ()):
+        for awaited, out in self._awaited.pop((is_forward, micro_batch), ()):
+            assert self._code is not None, "nothing is awaited without a code"
             sender = self._neighbour(is_forward=is_forward, is_sender=False)
             source = f"stage {sender}, micro-batch {micro_batch}"
-            assert self._code is not None, "nothing is awaited without a code"
+            if isinstance(awaited, torch.Tensor):
+                payload = awaited
+            else:
+                size = self._code.payload_bytes(out.numel(), is_forward=is_forward)
+                received = awaited.wait(deadline_s=ACTIVATIONS.deadline_s(size))
+                assert received is not None, "a receive returns its message"
+                payload = received.payload.to(out.device)
             self._code.decode(payload, out, is_forward=is_forward, source=source)
 
 

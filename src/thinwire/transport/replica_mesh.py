@@ -191,7 +191,13 @@ class ReplicaMesh:
         schedule = runtime(stages, num_micro_batches, loss_fn=loss, scale_grads=False)
         schedule._prepare_schedule_with_comms(table)
         for rank, actions in schedule.pipeline_order_with_comms.items():
-            schedule.pipeline_order_with_comms[rank] = _gathered_once(actions, kinds)
+            ordered = _gathered_once(actions, kinds)
+            if self.device.type == "cpu":
+                # gloo announces a receive behind what its rank is sending: those that wait for it come first. nccl runs
+                # the messages of two ranks in their order, and would wait for ever.
+                turns = {kinds.UNSHARD: 0, kinds.RECV_F: 1, kinds.RECV_B: 1}
+                ordered.sort(key=lambda one: turns.get(one.computation_type, 2))
+            schedule.pipeline_order_with_comms[rank] = ordered
         return schedule
 
     def gather_ahead(self, chunks: Sequence[nn.Module]) -> None:

@@ -148,6 +148,11 @@ ROUNDS = Stream(name="round", number=1, keys=("round", "fragment"), in_flight=(4
 SETUP = Stream(name="setup", number=2, in_flight=(4096, 8, 1))
 BUFFERS = Stream(name="buffers", number=3, in_flight=(4096, 1, 4))
 BLOBS = Stream(name="blob", number=5, priority=2)
-_OWN = (CONTROL, ROUNDS, SETUP, BUFFERS, BLOBS)
+# Between pipeline stages: a message waits for all passes before its own.
+ACTIVATIONS = Stream(
+    name="activations", number=6, keys=("step and micro-batch", "stage", "direction"), in_flight=(4096, 8, 2),
+    priority=0, least_deadline_s=600.0,
+)  # fmt: skip
+_OWN = (CONTROL, ROUNDS, SETUP, BUFFERS, BLOBS, ACTIVATIONS)
 for _stream in _OWN:
     register(_stream)
