@@ -107,12 +107,6 @@ def closing(ended: MeterReading, closing: MeterReading, closed: MeterReading) ->
     }
 
 
-def since_gate(opened: MeterReading, closed: MeterReading) -> dict[str, Any]:
-    """Return what was sent from the gate to the end: nothing is on its way at either."""
-    payload_bytes = _bytes(opened, closed)["payload_bytes_sent"]
-    return {"gate_unix_s": opened.unix_s, "gate_payload_bytes_sent": payload_bytes}
-
-
 def _bytes(began: MeterReading, ended: MeterReading) -> dict[str, int | None]:
     fields: dict[str, int | None] = {}
     for direction, first, last in (("sent", began.sent, ended.sent), ("received", began.received, ended.received)):
@@ -278,7 +272,9 @@ class _Run:
         return {
             **self._facts(model, trainer),
             **span(began, ended, step_s=step_s, tokens=len(step_s) * options.batch_size * options.seq_len),
-            **closing(ended, flushing, closed), **since_gate(opened, closed), "initial_sha256": initial_sha256,
+            **closing(ended, flushing, closed), "initial_sha256": initial_sha256,
+            # what was sent from the gate to the end: nothing is on its way at either
+            "gate_unix_s": opened.unix_s, "gate_payload_bytes_sent": _bytes(opened, closed)["payload_bytes_sent"],
             "data_sha256": self._data_digest.hexdigest(), **self._evaluate(model, trainer),
         }  # fmt: skip
 
@@ -335,15 +331,14 @@ class _Run:
         return {"global_sha256": global_sha256, "val_loss": val_loss, "eval_batches": options.eval_batches}
 
     def _facts(self, model: nn.Module, trainer: Trainer) -> dict[str, Any]:
-        options = self._options
+        given = ("contender", "model", "batch_size", "seq_len", "seed", "threads", "steps", "warmup_steps")
+        in_effect = ("num_fragments", "sync_interval", "overlap_steps")
         return {
-            "contender": options.contender, "rank": self._transport.replica,
-            "world_size": self._transport.num_replicas, "model": options.model,
+            **{name: getattr(self._options, name) for name in given},
+            **{name: getattr(trainer, name) for name in in_effect},
+            "rank": self._transport.replica, "world_size": self._transport.num_replicas,
             "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "num_fragments": trainer.num_fragments, "sync_interval": trainer.sync_interval,
-            "overlap_steps": trainer.overlap_steps, "codec": self._contender.codec, "batch_size": options.batch_size,
-            "seq_len": options.seq_len, "seed": options.seed, "threads": options.threads, "steps": options.steps,
-            "warmup_steps": options.warmup_steps, "machine": describe_machine("cpu"), "thinwire_version": __version__,
+            "codec": self._contender.codec, "machine": describe_machine("cpu"), "thinwire_version": __version__,
         }  # fmt: skip
 
     def _read(self, trainer: Trainer) -> MeterReading:
