@@ -86,7 +86,8 @@ def el2n_scores(logits: Tensor, labels: Tensor) -> Tensor:
     hit = labels.clamp_min(0)[..., None]
     errors = errors.scatter_add(-1, hit, torch.full_like(hit, -1, dtype=errors.dtype))
     lengths = torch.linalg.vector_norm(errors, dim=-1) * counted
-    return lengths.sum(1) / counted.sum(1).clamp_min(1)
+    found: Tensor = lengths.sum(1) / counted.sum(1).clamp_min(1)
+    return found
 
 
 def hardest(scores: Tensor, share: float) -> Tensor:
