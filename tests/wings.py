@@ -19,7 +19,7 @@ WINGS: dict[str, tuple[str, ...]] = {
         "laws/", "reference/", "unit/averaging/", "unit/codecs/", "unit/methods/", "unit/split/", "unit/sync/",
         "unit/transport/", "unit/test_", "multiprocess/test_closure_methods", "multiprocess/test_coded_stage",
         "multiprocess/test_connect",
-        "multiprocess/test_forked_", "multiprocess/test_live_",
+        "multiprocess/test_forked_", "multiprocess/test_gnn_", "multiprocess/test_live_",
         "multiprocess/test_listeners", "multiprocess/test_methods", "multiprocess/test_nursery",
         "multiprocess/test_one_bit_", "multiprocess/test_open_wire", "multiprocess/test_process_group",
         "multiprocess/test_replica_ranks", "multiprocess/test_shared_collectives", "multiprocess/test_slow_replica",

@@ -33,6 +33,7 @@ def results(name: str, *, num_ranks: int | None = None) -> list[tuple[int, float
 def test_every_example_is_run_here() -> None:
     tested = {"five_lines.py", "own_method.py", "fsdp_replicas.py"}
     tested.add("own_workload.py")  # in tests/unit/workloads/test_own_workload.py
+    tested.add("gnn_pipeline.py")  # in tests/multiprocess/test_gnn_pipeline.py
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
