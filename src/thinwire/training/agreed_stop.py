@@ -41,11 +41,6 @@ _ANSWER_S, _WATCH_S = 20.0, 0.1
 class AgreedStop:
     """One end of the shared file, at the launcher or at a process of the run.
 
-    Args:
-        path: The file, which `create` made.
-        size: Processes of the run.
-        rank: Of this process among them; None for the launcher.
-
     Attributes:
         step: The step to stop after, as far as it is known; 0 while the run goes on.
     """

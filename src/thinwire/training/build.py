@@ -152,10 +152,6 @@ def lr_factor(step: int, *, config: TrainConfig) -> float:
 def check(config: TrainConfig, *, num_local: int | None = None) -> None:
     """Refuse everything that can be refused before a worker starts; loads no weights and reads no data.
 
-    Args:
-        config: Resolved.
-        num_local: Replicas on this host; None for all.
-
     Raises:
         ValueError: One clear line: the option, its value, the limit, the remedy.
         MissingExtra: A logger, or peft for `--lora`, is not installed.
@@ -225,13 +221,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(config: TrainConfig, model: nn.Module, method: Method) -> MemoryEstimate:
-    """Estimate the memory of one replica from shapes alone.
-
-    Args:
-        config: Resolved options.
-        model: May be on the meta device; frozen parameters have no gradients and nothing is remembered of them.
-        method: Of the run.
-    """
+    """Estimate the memory of one replica from shapes alone."""
     assert config.data.batch_size is not None
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     stored = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -248,14 +238,7 @@ def estimate_memory(config: TrainConfig, model: nn.Module, method: Method) -> Me
 def check_memory(
     config: TrainConfig, model: nn.Module, method: Method, *, num_local: int, limit_bytes: float | None = None
 ) -> None:
-    """Refuse a run whose replicas on this host need more memory than there is.
-
-    Args:
-        config: Resolved options.
-        model: On the meta device.
-        method: Of the run.
-        num_local: Replicas on this host.
-        limit_bytes: Of the device; by default that of this machine.
+    """Refuse a run whose replicas on this host need more memory than there is, `limit_bytes` in place of what it has.
 
     Raises:
         ValueError: Names the need, the limit and the remedy.

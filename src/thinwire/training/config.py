@@ -350,10 +350,6 @@ _LR_OF_SGD = {"sgd": 0.02, "plain-sgd": 0.2}
 def validate(config: TrainConfig, *, world_size: int | None = None) -> None:
     """Check every option that can be checked without torch.
 
-    Args:
-        config: The options; defaults may be missing.
-        world_size: torchrun's, if it runs.
-
     Raises:
         ValueError: One line a problem: the option, its value, what is allowed, and what to do.
     """
@@ -529,12 +525,7 @@ def _bad_sequences(config: TrainConfig) -> list[ValueError]:
 
 
 def workload_problems(config: TrainConfig, *, named: Sequence[str] = ()) -> list[ValueError]:
-    """Return what is wrong with options that only some workloads have.
-
-    Args:
-        config: The options.
-        named: Options that the command line names, also with their defaults.
-    """
+    """Return what is wrong with options of some workloads; the command line names `named`, also as defaults."""
     name = config.run.workload
     try:
         card = card_of(name)
@@ -577,13 +568,7 @@ def default_seq_len(model: str) -> int:
 
 
 def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Path) -> TrainConfig:
-    """Fill in every default that depends on something else.
-
-    Args:
-        config: The user's options.
-        world_size: torchrun's, if it runs.
-        cores: Of this host.
-        home: The user's home, for the default cache.
+    """Fill in every default that depends on something else: torchrun's world size, the host's cores, the user's home.
 
     Raises:
         ValueError: `--replicas` contradicts torchrun, or no method has the name.
@@ -676,12 +661,7 @@ def meaning(config: TrainConfig) -> dict[str, Any]:
 
 
 def to_json(config: TrainConfig, *, without: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-    """Return the sections as JSON values.
-
-    Args:
-        config: The options.
-        without: Names of options to leave out.
-    """
+    """Return the sections as JSON values, without some options."""
     found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, (section, field) in OPTIONS.items():
         if name not in without:
@@ -748,11 +728,6 @@ def find_run(run_dir: Path) -> Path:
 
 def check_language(config: TrainConfig, *, what: str, remedy: str) -> None:
     """Refuse what is for language models alone.
-
-    Args:
-        config: Options of the run.
-        what: An option or a command.
-        remedy: What to try for another workload.
 
     Raises:
         ValueError: The run trained something else.

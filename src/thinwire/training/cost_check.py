@@ -59,12 +59,7 @@ class CodeCost:
         return self.extra_s - 8 * self.saved_bytes / rate_bits_per_s
 
     def complaint(self, *, rate_bits_per_s: float, steps_between: float = 1.0) -> str:
-        """Return the warning if the codec does not pay on a link of this rate, else an empty text.
-
-        Args:
-            rate_bits_per_s: Of the link.
-            steps_between: Inner steps from one round to the next; less than a millisecond a step is not reported.
-        """
+        """Return the warning if the codec does not pay on a link of this rate, else an empty text."""
         if self.lost_s(rate_bits_per_s=rate_bits_per_s) / steps_between < _LEAST_LOSS_S:
             return ""
         sending_s = 8 * abs(self.saved_bytes) / rate_bits_per_s
@@ -81,20 +76,9 @@ class CodeCost:
 def complain(
     optimizer: DistributedOptimizer, *, num_steps: int, number: int, deadline_s: float, device: torch.device
 ) -> str:
-    """Return the warning about the codec of the optimizer's method that loses most here, else an empty text.
+    """Measure the link and the codes; return the warning about a codec that costs more time than it saves, or "".
 
-    The codecs of a method are compared one by one, each with the largest fragment that this run sends by it: what one
-    saves does not excuse another. All replicas must call this together; times are this replica's own.
-
-    Args:
-        optimizer: The optimizer of the run.
-        num_steps: Inner steps of the run.
-        number: First of four note numbers that no other caller uses.
-        deadline_s: Seconds to wait for the others.
-        device: Where the model is.
-
-    Raises:
-        TransportError: A replica was lost or late, or sent no time.
+    Four notes are sent, numbered from `number` on, which no other caller uses. All replicas must call this together.
     """
     method, num_replicas = optimizer.method, optimizer.transport.num_replicas
     fragments = range(optimizer.num_fragments)
@@ -138,12 +122,6 @@ def measure_codes(
     """Time every codec of a method against float32 payloads, each with the tensors that its channels send.
 
     Bytes are those of a round among `num_replicas`. Times are those among at most 8, if the method takes so few.
-
-    Args:
-        method: The method of the run.
-        shapes: Shapes of the tensors that one round sends, by channel.
-        num_replicas: At least 2.
-        device: Where the model is.
 
     Returns:
         The cost of each codec; channels that send float32 or nothing have none.

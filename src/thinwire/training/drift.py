@@ -112,16 +112,6 @@ class StepMonitor:
 
     Only steps with the rounds of the run's end are typical, since a plan predicts their time: not a warm-up that sends
     more, nor the steps before the first round.
-
-    Args:
-        drift: The detector.
-        window_steps: Least number of steps in a window.
-        schedule: Of the run's rounds.
-        num_fragments: Fragments that it launches.
-        num_steps: Inner steps of the run.
-        log: Record of the messages, on the same clock.
-        stalled_s: Returns the seconds in which the training thread has waited for the network so far.
-        clock: Monotonic seconds.
     """
 
     def __init__(

@@ -131,11 +131,7 @@ def rank_folder(run_dir: Path, rank: int) -> Path:
 
 
 def process_name(rank: int, *, ranks: int) -> str:
-    """Return how messages name a process of a run.
-
-    Args:
-        rank: Among the processes of all replicas.
-        ranks: Of each replica.
+    """Return how messages name a process by its rank among those of all replicas, each of so many ranks.
 
     Example:
         >>> process_name(1, ranks=1), process_name(2, ranks=2), process_name(3, ranks=2)
@@ -149,11 +145,6 @@ def explain(failures: Mapping[int, ProcessFailure], *, run_dir: Path, ranks: int
     """Describe in one line which replica failed first and why; the others failed because of it.
 
     A replica that the launcher stopped is named only where it was silent before, as one that is paused is.
-
-    Args:
-        failures: By rank, in the order in which the launcher saw them.
-        run_dir: Holds the replicas' last words and records.
-        ranks: Of each replica.
     """
     words = {replica: _read_failure(run_dir, replica, ranks=ranks) for replica in failures}
     own = [replica for replica, said in words.items() if said and not said["is_consequence"]]
@@ -228,10 +219,6 @@ class _Replicas:
     """The processes of all replicas, each with a session and log files (`replica-N.out`, `replica-N.err`) of its own.
 
     Where a replica has several ranks, those of its rank K are named `replica-N-rank-K`.
-
-    Args:
-        logs: Folder of the log files.
-        stop: The launcher's end.
     """
 
     def __init__(self, logs: Path, stop: AgreedStop) -> None:
@@ -242,13 +229,7 @@ class _Replicas:
         self._killed: set[int] = set()
 
     def start(self, command: Sequence[str], *, names: Sequence[str], rendezvous: Path) -> None:
-        """Start all replicas.
-
-        Args:
-            command: The same for each; ranks are in the environment, as torchrun would set them.
-            names: Of the processes, by rank.
-            rendezvous: File that they meet in.
-        """
+        """Start all replicas with one command; the environment holds ranks and the file to meet in, as with torchrun."""
         self._logs.mkdir(parents=True, exist_ok=True)
         size = str(len(names))
         for rank, name in enumerate(names):
@@ -351,14 +332,7 @@ def _noted_signals() -> Iterator[list[int]]:
 
 
 def write_failure_report(run_dir: Path, rank: int, error: Exception, *, ranks: int = 1) -> None:
-    """Write down why a process of a local run ends, for `launch` to report.
-
-    Args:
-        run_dir: The run's folder.
-        rank: Among the processes of all replicas.
-        error: Why.
-        ranks: Of each replica.
-    """
+    """Write down why a process of a local run ends, for `launch` to report."""
     if isinstance(error, OSError):
         text = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
     elif isinstance(error, ThinwireError | ValueError):

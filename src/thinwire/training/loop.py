@@ -37,10 +37,6 @@ class Passes:
     Passes are timed on the CPU only: a GPU computes after its calls have returned, and waiting for it would cost what
     is to be measured.
 
-    Args:
-        device: Where the model is.
-        clock: Monotonic seconds.
-
     Example:
         >>> passes = Passes(torch.device("cpu"), clock=iter([1.0, 1.25, 2.0, 2.5]).__next__)
         >>> with passes.forward():
@@ -105,13 +101,7 @@ class ModelPasses(Protocol):
 
 
 class LocalPasses:
-    """Passes of a model that one rank holds whole; see `ModelPasses`.
-
-    Args:
-        config: Resolved options.
-        model: The workload's, on `device`.
-        device: Where the model is.
-    """
+    """Passes of a model that one rank holds whole; see `ModelPasses`."""
 
     def __init__(self, config: TrainConfig, model: nn.Module, *, device: torch.device) -> None:
         self.timing = Passes(device)
@@ -318,12 +308,7 @@ class Training:
         raise Stopped(signal.SIGTERM)
 
     def evaluate(self, num_batches: int, *, part: int = 0, num_parts: int = 1) -> tuple[list[float], int]:
-        """Evaluate the global parameters on held-out batches.
-
-        Args:
-            num_batches: How many batches at most, over all parts.
-            part: Every `num_parts`-th batch from this one on is taken, at least one.
-            num_parts: How many replicas share the batches.
+        """Evaluate the global parameters on at most so many held-out batches, shared out in parts, at least one each.
 
         Returns:
             Mean loss and metric, and over how many samples.

@@ -32,15 +32,9 @@ _LEAST_STEPS, _LEAST_CODINGS = 3, 3
 
 
 def measure_machine(config: TrainConfig, *, name: str, seconds: float = 5.0) -> Machine:
-    """Train a few steps on random tokens, code a few vectors, and ask for the free memory.
+    """Train a few steps on random tokens, code a few vectors, and ask for the free memory; wires are left out.
 
-    Args:
-        config: Says the model, the batch, the sequence, the device and the threads.
-        name: What the machine is called.
-        seconds: About how long to train; at least three steps after a first one that does not count.
-
-    Returns:
-        The machine without its wires.
+    Training takes about so many seconds: at least three steps after a first one that does not count.
 
     Raises:
         ValueError: The model or the device is not there.
@@ -115,13 +109,7 @@ _NAMES = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """Result of a probe, the same on all hosts.
-
-    Attributes:
-        replica: The number of this host.
-        machines: Without their wires, in the replicas' order.
-        wires: Between them.
-    """
+    """Result of a probe, the same on all hosts but for this one's number; machines are in the replicas' order."""
 
     replica: int
     machines: tuple[Machine, ...]
@@ -134,14 +122,9 @@ class Probed:
 
 
 def probe_hosts(config: TrainConfig, *, budget: ProbeBudget, step_s: float) -> Probed:
-    """Time this host's inner step, join the others, and measure the wires between all.
+    """Time this host's inner step for about `step_s`, join the others, and measure the wires between all.
 
     All hosts must call this together.
-
-    Args:
-        config: Resolved: the model, the batch, the device, and how the others are reached.
-        budget: Of the wires' probe.
-        step_s: About how long inner steps are timed.
 
     Raises:
         ThinwireError: A host did not come, was lost, or sent something else.

@@ -46,10 +46,6 @@ def check_options(run_dir: Path, config: TrainConfig) -> None:
 def check_corpus(config: TrainConfig, sha256: str) -> None:
     """Refuse data whose content is not what the run began with.
 
-    Args:
-        config: The run's options on this host.
-        sha256: Hash of all that is learnt from.
-
     Raises:
         DataError: It is other data.
     """

@@ -62,15 +62,9 @@ def summarise(
     config: TrainConfig, notes: Sequence[Mapping[str, Any]], *, shown: Sequence[float], parameters: int,
     num_fragments: int, all_reduce_dtype: str = "float32",
 ) -> dict[str, Any]:  # fmt: skip
-    """Put the replicas' notes together.
+    """Put the replicas' notes together; `shown` is loss and metric of the global parameters.
 
-    Args:
-        config: Resolved options.
-        notes: `replica_note` of every replica.
-        shown: Loss and metric of the global parameters.
-        parameters: Trained numbers of the model.
-        num_fragments: How many fragments the method made.
-        all_reduce_dtype: Dtype of the gradients that the comparison with an all-reduce assumes.
+    `all_reduce_dtype` is that of the gradients in the comparison with an all-reduce.
 
     Raises:
         DesyncError: The replicas ended with different global parameters.
@@ -118,12 +112,7 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def save_model(run_dir: Path, model: nn.Module, *, files: Mapping[str, str]) -> None:
-    """Write `model/`, and `adapters/` where there are some: see `write_model`.
-
-    Args:
-        run_dir: The run's folder.
-        model: With the global parameters in place.
-        files: Content of the files beside the weights, by name.
+    """Write `model/` with the global parameters in place, and `adapters/` where there are some: see `write_model`.
 
     Raises:
         OSError: It could not be written.
@@ -139,10 +128,6 @@ def save_companion(run_dir: Path, *, files: Mapping[str, str]) -> None:
     """Write files such as the tokenizer into `model/`, where checkpoints of a run that has not finished need them too.
 
     A full disk ends no run here: `save_model` writes them again.
-
-    Args:
-        run_dir: The run's folder.
-        files: Content of the files beside the weights, by name.
     """
     folder = run_dir / "model"
     with contextlib.suppress(OSError):
@@ -155,11 +140,6 @@ def write_model(folder: Path, model: nn.Module, *, files: Mapping[str, str]) -> 
     """Write weights under their plain names, the shape, and files such as the tokenizer; readable without thinwire.
 
     Adapters are added to the model's weights for good.
-
-    Args:
-        folder: Where the files go.
-        model: With the global parameters in place.
-        files: Content of the files beside the weights, by name.
 
     Raises:
         OSError: It could not be written.
@@ -214,13 +194,6 @@ def begin_samples(
 
     Each has the keys `prompt`, `before` and `after`; the last one is empty until `finish_samples`. A file that is
     there stays, so that a resumed run keeps what its model wrote before training.
-
-    Args:
-        run_dir: The run's folder.
-        workload: Of the run; one that shows no samples writes no file.
-        model: With its first weights.
-        data: The run's.
-        warn: Receives a problem; a run goes on without samples.
     """
     path = run_dir / SAMPLES
     if path.exists() or workload.samples is None:
@@ -235,15 +208,7 @@ def begin_samples(
 def finish_samples(
     run_dir: Path, workload: Workload, model: nn.Module, companion: Any, *, warn: Callable[[str], None]
 ) -> None:  # fmt: skip
-    """Add what the trained model makes of the prompts to `samples.json`, if the run has one.
-
-    Args:
-        run_dir: The run's folder.
-        workload: Of the run.
-        model: With the global parameters in place.
-        companion: Of the run's data.
-        warn: Receives a problem.
-    """
+    """Add what the trained model makes of the prompts to `samples.json`, if the run has one."""
     path = run_dir / SAMPLES
     if not path.exists() or workload.samples is None:
         return

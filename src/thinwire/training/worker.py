@@ -87,13 +87,8 @@ def run_replica(
 ) -> dict[str, Any] | None:  # fmt: skip
     """Train one replica in this process, from joining the others to the end.
 
-    Args:
-        config: Resolved options, the same on all replicas but for paths.
-        place: How this process takes part.
-        loggers: Receive metrics besides the files.
-        warn: Receives problems that do not stop the run.
-        on_start: Receives the step to begin after, once all replicas agree on it and before metrics are written.
-        stop: By which a signal may end the run early.
+    Loggers receive metrics besides the files; `on_start` receives the step to begin after, once all replicas agree on
+    it.
 
     Returns:
         The run's summary on replica 0, None on the others.

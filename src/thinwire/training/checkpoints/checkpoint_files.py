@@ -110,12 +110,7 @@ class CheckpointFiles:
         self._foreign = foreign
 
     def write(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Any) -> None:
-        """Write a checkpoint; an older one of its step stops counting first.
-
-        Args:
-            step: Inner steps done.
-            tensors: By file and name, on the CPU.
-            state: All that is no tensor, as JSON values.
+        """Write the CPU tensors of each file and a JSON state; an older checkpoint of the step stops counting first.
 
         Raises:
             ForeignCheckpoint: That of this step is of another run; nothing is written or removed.
@@ -369,13 +364,10 @@ def _folder(step: int) -> str:
 
 
 def safetensors_chunks(tensors: Mapping[str, Tensor], *, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[memoryview]:
-    """Yield the bytes of a safetensors file, so that no second copy of the tensors is needed.
+    """Yield the bytes of a safetensors file of CPU tensors, its header first, so that no second copy is needed.
 
-    `safetensors.torch.load_file` reads it. The same tensors give the same bytes, in whatever order they come.
-
-    Args:
-        tensors: On the CPU, by name. Several names may share a tensor; it is written under each.
-        chunk_bytes: How many bytes are yielded at once, at most; the header comes whole.
+    `safetensors.torch.load_file` reads it. The same tensors give the same bytes, in whatever order they come; several
+    names may share a tensor, which is written under each.
 
     Raises:
         ValueError: A name or a dtype has no place in such a file.
@@ -443,11 +435,7 @@ class Storage(Protocol):
 
 
 class LocalStorage:
-    """A folder of this host: files are there whole or not at all, also after a loss of power.
-
-    Args:
-        root: The folder; it need not exist yet.
-    """
+    """A folder of this host, which may not exist yet: files are there whole or not at all, also after a power loss."""
 
     def __init__(self, root: Path) -> None:
         self.name = str(root)
@@ -494,12 +482,7 @@ class LocalStorage:
 
 
 class UrlStorage:
-    """A folder of an fsspec file system. A file may be there in part, so the JSON file lists all sizes.
-
-    Args:
-        filesystem: An `fsspec.AbstractFileSystem`.
-        root: The folder in it, without the protocol.
-    """
+    """A folder of an `fsspec.AbstractFileSystem`. A file may be there in part, so the JSON file lists all sizes."""
 
     def __init__(self, filesystem: Any, root: str) -> None:
         self.name = str(filesystem.unstrip_protocol(root))
@@ -548,10 +531,7 @@ class UrlStorage:
 
 
 def open_storage(folder_or_url: str | Path) -> Storage:
-    """Return the storage at a folder or URL; nothing is written or fetched yet.
-
-    Args:
-        folder_or_url: A folder, or a URL such as `s3://bucket/run`. `file://` is a folder.
+    """Return the storage at a folder, or a URL such as `s3://bucket/run`; nothing is written or fetched yet.
 
     Raises:
         ValueError: The URL's protocol is unknown.

@@ -37,12 +37,7 @@ _Copies = dict[tuple[str, str], Tensor]
 
 
 def global_files(storage: Storage, *, run: RunIdentity | None = None) -> CheckpointFiles:
-    """Return the files of global states in a storage.
-
-    Args:
-        storage: The storage.
-        run: The run that reads and writes them: those of another one are refused. None reads every run's.
-    """
+    """Return the files of global states in a storage, of every run, or of one, which refuses those of another."""
 
     def foreign(body: Mapping[str, Any]) -> str:
         return "" if run is None else run.foreign(body["run"])
@@ -353,10 +348,6 @@ class BackgroundSaves:
 
     def hand_over(self, state: GlobalState, *, copy: bool = True) -> None:
         """Queue a state, in place of one that still waits.
-
-        Args:
-            state: What is written.
-            copy: Whether its tensors may change after this call, so that they are copied first.
 
         Raises:
             CheckpointError: An earlier one could not be written, and there is no `on_warning`; this one is written all

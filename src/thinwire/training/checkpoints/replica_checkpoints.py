@@ -26,14 +26,7 @@ _RESTART = "train again from the start with --overwrite"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Run and replica of a checkpoint.
-
-    Attributes:
-        run: The run's id.
-        replica: The replica whose state it is.
-        num_replicas: How many there are.
-        config_digest: Hash of the options that change what is computed.
-    """
+    """Run and replica of a checkpoint; the digest is that of the options that change what is computed."""
 
     run: str
     replica: int
@@ -59,12 +52,7 @@ class Identity:
 
 
 class ReplicaCheckpoints:
-    """One replica's checkpoints of one run.
-
-    Args:
-        run_dir: The run's folder.
-        identity: Run and replica.
-    """
+    """One replica's checkpoints of one run."""
 
     def __init__(self, run_dir: Path, *, identity: Identity) -> None:
         self._tensor_file = f"replica-{identity.replica}.safetensors"
@@ -74,13 +62,10 @@ class ReplicaCheckpoints:
         )  # fmt: skip
 
     def save(self, state: Mapping[str, Any], *, step: int, drift_steps: int) -> None:
-        """Write the state after a step, then remove those that no replica can need any more.
+        """Write a state of nested containers, tensors and plain values, then remove those that no replica can need.
 
-        Args:
-            state: Nested dicts, lists and tuples of tensors, texts, numbers, bools and None.
-            step: Inner steps done.
-            drift_steps: How many steps another replica may be behind: checkpoints that young are kept, since the
-                newest one that all replicas have may be among them, and at least the latest two.
+        Another replica may be `drift_steps` behind: checkpoints that young are kept, since the newest one that all
+        replicas have may be among them, and at least the latest two.
 
         Raises:
             CheckpointError: It could not be written; earlier ones are untouched.
@@ -142,12 +127,7 @@ def replica_files(storage: Storage) -> dict[int, CheckpointFiles]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The verified and the damaged checkpoints of one replica.
-
-    Attributes:
-        good: Steps whose files verify.
-        bad: Steps whose files do not, each with what is wrong.
-    """
+    """Steps of one replica whose checkpoints verify, and what is wrong with each of the others."""
 
     good: tuple[int, ...]
     bad: dict[int, str]

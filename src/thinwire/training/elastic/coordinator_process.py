@@ -44,15 +44,7 @@ def coordinate(
     run_dir: Path, *, secret_path: Path, address: str, port: int, say: Callable[[str], None],
     until: threading.Event,
 ) -> None:  # fmt: skip
-    """Run a coordinator until the run has ended and its replicas have left.
-
-    Args:
-        run_dir: Folder of the run's options and of the journal.
-        secret_path: File of the job's secret.
-        address: The IPv4 address to listen on.
-        port: The port, 0 for a free one.
-        say: Reports to the user.
-        until: Ends it earlier.
+    """Run a coordinator until the run has ended and its replicas have left, or `until` is set; port 0 is a free one.
 
     Raises:
         ThinwireError: The port cannot be had, or the journal not be written.
@@ -166,11 +158,7 @@ def _check_journal(journal: Journal, identity: Mapping[str, Any], *, path: Path)
 class _EndOfRun:
     """Whether the coordinator has nothing left to do.
 
-    Args:
-        state: The coordinator's.
-        until: Ends it earlier.
-        alone: A file that exists once this host has no replicas any more.
-        idle_s: Seconds without any replica after which it ends; None for no limit.
+    `alone` exists once this host has no replicas any more; after `idle_s` without any replica it ends too.
     """
 
     def __init__(

@@ -23,11 +23,9 @@ _STANDBY_STOP_S = 5.0
 
 
 class StandbyProcess:
-    """Keeps one process waiting for work.
+    """Keeps one process waiting in `read_work` for work; without a module none.
 
-    Args:
-        module: What `python -m` runs: it waits in `read_work`, and does what comes; "" keeps none.
-        run_dir: The run's folder; what the process prints while it waits goes to `logs/spare.err` there.
+    What it prints while it waits goes to `logs/spare.err` of the run's folder.
     """
 
     def __init__(self, module: str, *, run_dir: Path) -> None:
@@ -53,12 +51,7 @@ class StandbyProcess:
             )
 
     def assign(self, *, log: Path, arguments: Sequence[str]) -> subprocess.Popen[bytes] | None:
-        """Give the waiting process work; return it, None where none waits.
-
-        Args:
-            log: Takes what it prints from now on.
-            arguments: Of the process.
-        """
+        """Give the waiting process its arguments, and the log of what it prints from now on; None where none waits."""
         process, self._process = self._process, None
         if process is None or process.poll() is not None:
             return None

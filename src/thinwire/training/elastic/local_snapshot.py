@@ -100,15 +100,7 @@ class LocalSnapshot:
         return HeldState(step=state.step, era=state.note["era"], state=state)
 
     def read_resumed(self, *, step: int, sha256: str) -> HeldState | None:
-        """Return the state that a resumed run goes on from, where it was kept before the run was resumed.
-
-        Args:
-            step: The state's step.
-            sha256: Hash of its tensors.
-
-        Returns:
-            The state with this replica's inner moments; None where another one, or none, was kept.
-        """
+        """Return the state of this hash, kept before the run was resumed, that it goes on from; None without one."""
         state = _read(self._path)
         if state is None or state.step != step or self._run.foreign(state.note["run"]):
             return None
@@ -121,14 +113,7 @@ class LocalSnapshot:
             self._path.unlink()
 
     def offer(self, step: int, *, era: int, every: int, model: nn.Module, optimizer: DistributedOptimizer) -> bool:
-        """Write the state after a step when due; called between two steps.
-
-        Args:
-            step: The step; its rounds are all applied.
-            era: See `HeldState`.
-            every: Inner steps between two states, at least.
-            model: The model.
-            optimizer: Over it.
+        """Write the state after a step when due, at least `every` steps apart; called with all rounds applied.
 
         Returns:
             Whether it is being written; one that holds NaN or infinity is not.
@@ -190,15 +175,7 @@ class NewestSnapshot:
 
 
 def newest_snapshot(run_dir: Path, *, run: RunIdentity) -> NewestSnapshot | None:
-    """Return the newest state that the replicas of a host keep of a run, with what the data needs to go on from it.
-
-    Args:
-        run_dir: The run's folder on the host.
-        run: The run; states of its earlier incarnations count.
-
-    Returns:
-        The state; None where there is none.
-    """
+    """Return the newest state that replicas of a host keep of a run, with the account of the data; or None."""
     states = [state for path in sorted((run_dir / _FOLDER).glob("*.state")) if (state := _read(path)) is not None]
     own = [state for state in states if not run.foreign(state.note["run"]) and state.note.get("account")]
     newest = max(own, key=lambda state: (run.age(state.note["run"]), state.note["era"], state.step), default=None)

@@ -331,13 +331,6 @@ class ElasticOptimizer(DistributedOptimizer):
 
     A replica that the run goes on without, as after a long pause of its process, joins again by itself: within `step`
     the model then gets the global parameters, and `steps_done` the step that the others have reached.
-
-    Args:
-        model: The replica's model.
-        inner: Any optimizer over the model's parameters.
-        method: The method, as for replicas that stay.
-        place: Where the coordinator is.
-        new_job: Makes the job, if this is the first process.
     """
 
     def __init__(

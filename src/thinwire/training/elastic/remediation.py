@@ -46,10 +46,8 @@ class ProcessOrder:
 class ElasticRemediation:
     """See `thinwire.monitor.live_diagnosis.Hands`.
 
-    Args:
-        run_dir: The run's folder on this host.
-        status: Gives what the coordinator said last, None before it did.
-        send_command: Sends a verb and a replica's number to the coordinator; returns its answer.
+    `status` gives what the coordinator said last, None before it did; `send_command` sends it a verb and a replica's
+    number, and returns its answer.
     """
 
     def __init__(
@@ -142,12 +140,7 @@ def read_pid(run_dir: Path, replica: int) -> int | None:
 
 
 def orders_of(status: Mapping[str, Any], *, run_dir: Path) -> list[ProcessOrder]:
-    """Return the coordinator's orders for processes of this host; repeated until executed.
-
-    Args:
-        status: What it said last.
-        run_dir: The run's folder on this host.
-    """
+    """Return the coordinator's orders for processes of this host; repeated until executed."""
     found = []
     for one in status.get("orders", ()):
         what, replica = one.get("what"), one.get("replica")
@@ -266,15 +259,7 @@ class DowntimeTracker:
         self, news: list[tuple[float, News]], actions: list[dict[str, Any]], *, run_s: float, end_s: float,
         batch_size: int,
     ) -> Downtime:  # fmt: skip
-        """Return what the run lost.
-
-        Args:
-            news: Findings, with the time of each report.
-            actions: Lines of `actions.jsonl`.
-            run_s: Seconds of the run.
-            end_s: Its end.
-            batch_size: Sequences of a replica's step.
-        """
+        """Return what a run of `run_s` seconds lost, from timed findings and the lines of `actions.jsonl`."""
         done_s = {str(one["target"]): float(one["at"]) for one in reversed(actions) if not one["dry_run"]}
         hangs = [(at_s, one) for at_s, one in news if one.state == "new" and "hang" in one.finding.kind]
         found = [self._incident(lost, hangs, done_s) for lost in self._lost]

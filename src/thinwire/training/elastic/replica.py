@@ -57,14 +57,7 @@ from thinwire.workloads.workload import Companion, Data, LeasedBatches, Leases
 
 
 class RoundLog:
-    """Writes `rounds-replica-N.jsonl`, a line for each round as it is applied.
-
-    Args:
-        run_dir: The run's folder on this host.
-        replica: This replica.
-        engine: Whose rounds.
-        warn: Told where there is no room for the file.
-    """
+    """Writes `rounds-replica-N.jsonl`, a line for each round as it is applied."""
 
     def __init__(
         self, run_dir: Path, *, replica: int, engine: RoundEngine, warn: Callable[[str], None] = lambda text: None
@@ -111,16 +104,9 @@ _LOOK_S = 0.5
 def run_replica(
     settings: LocalSettings, *, report: Callable[[str], None], device_index: int = 0, rank0: Rank0Driver | None = None
 ) -> bool:
-    """Take part in a job until it ends, or this replica is asked to leave.
+    """Take part in a job until it ends, or this replica is asked to leave; return whether the run came to its end.
 
-    Args:
-        settings: Settings of this host's replicas.
-        report: Takes the messages for the user.
-        device_index: Which of this host's GPUs is its own.
-        rank0: The ranks that this replica is made of, where there are several; this one leads.
-
-    Returns:
-        Whether the run came to its end.
+    A replica of several ranks is driven through `rank0`.
 
     Raises:
         ThinwireError: The job cannot be joined, or the run cannot go on.

@@ -35,18 +35,8 @@ if TYPE_CHECKING:
 class ModelShard:
     """Model whose parameters are sharded over the ranks (FSDP2), with the collective operations on it.
 
-    Every method is called by all ranks of the replica, in the same order.
-
-    Args:
-        group: The replica's ranks.
-        config: The job's options on this host.
-        sizes: What the model's shape takes from the data.
-
-    Attributes:
-        model: This rank's part; its parameters are DTensors.
-        inner: Its inner optimizer.
-        parameters: The shards of all ranks.
-        passes: Timer of this rank's passes, including waits for other ranks' shards.
+    Every method is called by all ranks of the replica, in the same order. `model` is this rank's part, of DTensors; the
+    timer of its passes includes waits for other ranks' shards.
     """
 
     def __init__(self, group: ReplicaGroup, config: TrainConfig, *, sizes: Mapping[str, int]) -> None:
@@ -67,12 +57,8 @@ class ModelShard:
     def backward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Put the mean gradient over the replica's whole batch into each rank's shards.
 
-        Args:
-            inputs: (batch, seq) int64: the replica's whole batch, the same on all ranks, no fewer rows than ranks.
-            targets: (batch, seq) int64.
-
-        Returns:
-            Loss and what is shown of the whole batch, the same on all ranks; see `Loss`.
+        Inputs and targets, (batch, seq) int64, are the whole batch, the same on all ranks, no fewer rows than ranks.
+        Returns loss and what is shown of the whole batch, the same on all ranks; see `Loss`.
         """
         self.model.train()
         rows, share = own_rows(inputs.shape[0], rank=self._group.rank, size=self._group.size)
@@ -184,12 +170,7 @@ _ASSEMBLY_S = 900.0
 
 
 class Rank0Driver:
-    """Drives a replica's ranks from rank 0; reaches all shards of the parameters (see `ReplicaShards`).
-
-    Args:
-        group: The replica's ranks; this one leads.
-        processes: Processes of the other ranks; None where another part watches them.
-    """
+    """Drives a replica's ranks from rank 0; reaches all shards of the parameters (see `ReplicaShards`)."""
 
     def __init__(self, group: ReplicaGroup, *, processes: RankProcesses | None = None) -> None:
         self._group = group
@@ -228,16 +209,7 @@ class Rank0Driver:
         return self._made.passes
 
     def backward(self, inputs: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
-        """Begin a step on all ranks; `clip` must follow, and the inner optimizer's step.
-
-        Args:
-            inputs: (batch, seq) int64, the replica's whole batch.
-            targets: (batch, seq) int64.
-            factor: The step's learning rate as a share of its peak.
-
-        Returns:
-            Loss and what is shown of the whole batch.
-        """
+        """Begin a step on all ranks with the whole batch; `clip` must follow, and the inner optimizer's step."""
         with self._during("a step"):
             self._send("step", shape=list(inputs.shape), factor=factor)
             return self._made.backward(*self._group.broadcast(torch.stack([inputs, targets])))
@@ -305,12 +277,7 @@ class Rank0Driver:
 
 
 def check_ranks(config: TrainConfig, *, num_ranks: int, num_replicas: int = 1) -> None:
-    """Check that this host can run replicas of so many ranks.
-
-    Args:
-        config: The job's options on this host.
-        num_ranks: Ranks of each replica.
-        num_replicas: Replicas of this host.
+    """Check that this host can run so many replicas of so many ranks each.
 
     Raises:
         ValueError: Names the option, the limit and the remedy.
@@ -344,14 +311,7 @@ def check_ranks(config: TrainConfig, *, num_ranks: int, num_replicas: int = 1) -
 def whole_model(
     config: TrainConfig, *, sizes: Mapping[str, int], parameters: dict[str, Tensor], sharded: nn.Module
 ) -> nn.Module:  # fmt: skip
-    """Return a plain model on the CPU with given parameters and a sharded model's buffers.
-
-    Args:
-        config: The job's options.
-        sizes: What the model's shape takes from the data.
-        parameters: All of them, whole, by name.
-        sharded: Holds the buffers, whole.
-    """
+    """Return a plain model on the CPU with given parameters and a sharded model's buffers."""
     model = config.workload.make_model(config, sizes, "cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -496,17 +456,7 @@ def start_ranks(
     run_dir: Path, *, module: str, leader: int, index: int, num_ranks: int, report: Callable[[str], None],
     end: Callable[[], None],
 ) -> Iterator[Rank0Driver]:  # fmt: skip
-    """Start a replica's other ranks, and drive them inside the block.
-
-    Args:
-        run_dir: The run's folder, which holds this host's settings.
-        module: What `python -m` runs for another rank.
-        leader: This process's id: the others end with it.
-        index: Which of the host's replicas this is.
-        num_ranks: Ranks of the replica, at least 2.
-        report: See `RankProcesses`.
-        end: See `RankProcesses`.
-    """
+    """Start a replica's other ranks, at least one, and drive them inside the block; they end with `leader`."""
     command = [sys.executable, "-m", *module.split(), str(run_dir.resolve()), str(leader), str(index), str(num_ranks)]
     processes = RankProcesses(
         command, num_ranks=num_ranks, logs=run_dir / "logs", name=f"replica-process-{index}", report=report, end=end

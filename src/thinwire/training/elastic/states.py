@@ -65,13 +65,7 @@ class CheckpointPolicy:
 class StateKeeper:
     """Copies the global state when a joiner needs it or a checkpoint is due; a thread publishes and writes it.
 
-    Args:
-        membership: Membership of this replica.
-        model: Its model.
-        optimizer: Over it.
-        policy: Where and when states are written.
-        warn: Called for each state that could not be kept or written.
-        kept: Takes this replica's own state, once an interval; None for nowhere.
+    `kept` takes this replica's own state, once an interval.
     """
 
     def __init__(
@@ -213,15 +207,7 @@ def checkpoints_of(
 def newest_state(
     config: TrainConfig, *, run: RunIdentity, report: Callable[[str], None]
 ) -> tuple[GlobalState | None, bool]:
-    """Return the newest global state of a run that this host can read: a checkpoint, or what a replica kept.
-
-    Args:
-        config: The run's options on this host.
-        run: The run, as the incarnation that goes on with it.
-        report: Takes a message for each state that cannot be used.
-
-    Returns:
-        The state, None where there is none, and whether it is no checkpoint yet.
+    """Return the newest global state of a run that this host can read, and whether a replica kept it.
 
     Raises:
         ForeignCheckpoint: Checkpoints of another run lie there; names both.
@@ -248,16 +234,8 @@ def take_in(
 ) -> tuple[int, IncomingState | None]:  # fmt: skip
     """Begin from a state: fetched from others, from this host's disk, the replica's own, or from the seed.
 
-    Args:
-        offer: What the coordinator offers.
-        membership: This replica's seat.
-        model: The model, with the first weights.
-        optimizer: Over it.
-        checkpoints: This host's checkpoints.
-        held: The state that this replica said it holds.
-        report: Takes progress messages.
-        may_begin_early: Whether the outer optimizer's memory may come after the parameters: training goes on here while
-            rounds are overdue.
+    With `may_begin_early` the outer optimizer's memory may come after the parameters: training goes on while rounds are
+    overdue.
 
     Returns:
         The step to go on from, and the state of which some is still on its way.
@@ -335,15 +313,8 @@ def fetch(
 ) -> tuple[IncomingState, dict[str, Tensor]]:  # fmt: skip
     """Fetch a state's parameters; where all that hold it go, a newer one's.
 
-    Args:
-        offer: What the coordinator offers.
-        membership: This replica's seat.
-        most_bytes: Size of a state of this model, at most.
-        report: Takes progress messages, maybe from another thread.
-        may_begin_early: Whether the rest may come later; else it is waited for.
-
     Returns:
-        The state, and its global parameters by name.
+        The state, of which the rest may come later with `may_begin_early`, and its global parameters by name.
 
     Raises:
         Expelled: It could not be had; this replica joins again.
@@ -380,13 +351,7 @@ def fetch(
 
 
 class IncomingState:
-    """State that a thread fetches from all its holders.
-
-    Args:
-        offer: What is fetched.
-        membership: This replica's seat.
-        report: Called, by that thread, when all is here.
-    """
+    """State that a thread fetches from all its holders."""
 
     def __init__(self, offer: StateOffer, *, membership: Membership, report: Callable[[str], None]) -> None:
         self._offer, self._membership, self._report = offer, membership, report
@@ -412,10 +377,7 @@ class IncomingState:
         return self._offer.step
 
     def parameters(self, *, may_begin_early: bool) -> dict[str, Tensor]:
-        """Wait for the global parameters, and return them by name.
-
-        Args:
-            may_begin_early: Whether to return before the rest is here, if that will not take long.
+        """Wait for the global parameters by name; with `may_begin_early` no longer than the rest will soon be here.
 
         Raises:
             NotThere: Nobody holds the state any more.

@@ -36,16 +36,7 @@ _LEAST_S = 1e-6
 
 
 class StepThroughput:
-    """Throughput of the latest steps, reported to the coordinator.
-
-    Args:
-        session: Session with the coordinator.
-        interval_steps: H, inner steps.
-        now: Clock in seconds that never goes back.
-
-    Attributes:
-        steps_s: Times of the latest steps without waits, in seconds.
-    """
+    """Throughput of the latest steps, reported to the coordinator; `steps_s` are their times without waits."""
 
     def __init__(
         self, session: CoordinatorSession, *, interval_steps: int, now: Callable[[], float] = time.monotonic
@@ -58,13 +49,7 @@ class StepThroughput:
         self._tokens = 0
 
     def add_step(self, *, took_s: float, step: int, tokens: int) -> None:
-        """Record a step.
-
-        Args:
-            took_s: Seconds without waits.
-            step: Inner step reached, skipped steps among them.
-            tokens: Tokens trained on.
-        """
+        """Record a step."""
         if len(self._seen) == 1:
             self.steps_s.clear()  # the first step warms up
         self.steps_s.append(max(_LEAST_S, took_s))
@@ -89,15 +74,9 @@ class Left(ThinwireError):
 
 
 class ElasticPolicy:
-    """Loop policy of an elastic replica: membership, pauses, throughput, and a slow start; see `LoopPolicy`.
+    """Loop policy of an elastic replica: membership, pauses, throughput, and a slow start.
 
-    Args:
-        membership: This replica's membership in the job.
-        optimizer: The wrapped optimizer.
-        throughput: Records this replica's steps.
-        tokens_per_step: Tokens of this replica's batch.
-        step: Inner steps that the run has done already.
-        is_fresh: Whether the inner optimizer has no state yet: in a running job, the learning rate then rises slowly.
+    A fresh replica, whose inner optimizer has no state yet, raises its learning rate slowly in a running job.
     """
 
     def __init__(
@@ -210,19 +189,8 @@ _Terms = TypeVar("_Terms", bound=JobTerms)
 class ElasticStay(Generic[_Terms]):
     """Stay in a run, from the first message to the coordinator to the last.
 
-    Args:
-        invitation: Where the coordinator is.
-        secret: Secret of the job.
-        read_job: Decodes and checks the coordinator's description of the job.
-        listen: Where this replica listens; None for the address from which the coordinator is reached.
-        report: Takes the messages for the user.
-        on_silence: Called while the coordinator is silent; `report` by default.
-
-    Attributes:
-        membership: Connections and session of this replica.
-        job: The job.
-        throughput: Records this replica's steps.
-        driver: Catch-up policy of its optimizer.
+    Without `listen` it listens at the address from which the coordinator is reached. `on_silence` is called while the
+    coordinator is silent; `report` by default.
 
     Raises:
         ThinwireError: The job cannot be joined.
@@ -300,18 +268,7 @@ class ElasticStay(Generic[_Terms]):
         checkpoints: GlobalCheckpoints | None = None, kept: LocalSnapshot | None = None,
         held: HeldState | None = None, may_begin_early: bool,
     ) -> int:  # fmt: skip
-        """Take the offered state in and become active; return the step to go on from.
-
-        Args:
-            offer: What `announce` returned.
-            model: The model, with its first values.
-            optimizer: Over it.
-            policy: Where and when states are written.
-            checkpoints: Where a checkpoint is read.
-            kept: Takes this replica's own state, once an interval.
-            held: The state that this replica announced.
-            may_begin_early: See `take_in`.
-        """
+        """Take the offered state in and become active; return the step to go on from. See `take_in`."""
         membership = self.membership
         self._keeper = StateKeeper(
             membership, model=model, optimizer=optimizer, policy=policy, warn=self._report, kept=kept
