@@ -412,16 +412,10 @@ class Lane:
 def lane_chart(
     title: str, lanes: Sequence[Lane], *, x: Axis, y: Axis, width: float, until: float, empty: str
 ) -> str:  # fmt: skip
-    """Draw lanes below each other.
+    """Draw lanes, the strips from the top, over one axis x; windows are `width` long, x reaches at least to `until`.
 
-    Args:
-        title: What a screen reader says.
-        lanes: The strips, from the top.
-        x: The axis that all share.
-        y: The axis of each, from 0 to a round value above the highest of all.
-        width: Length of a window, in the unit of x.
-        until: The axis reaches at least to here.
-        empty: What stands there when no lane has a value above 0.
+    The axis of each lane goes from 0 to a round value above the highest of all. `title` is read by screen readers;
+    `empty` stands there when no lane has a value above 0.
     """
     top = max((value for lane in lanes for _, value in lane.points), default=0.0)
     if top <= 0:

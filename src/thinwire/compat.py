@@ -124,9 +124,6 @@ def gathering_groups(distributed: ModuleType) -> Container[Any] | None:
 
     Such a call's `Work`, where it has one, knows nothing of the call's end.
 
-    Args:
-        distributed: `torch.distributed`, which only the transport may name.
-
     Returns:
         What holds a group for as long as this goes on; none where this build of torch does not tell.
     """
@@ -206,9 +203,6 @@ class EagerOptimizer(Optimizer):
 
 def eager(kind: type[_Kind]) -> type[_Kind]:
     """Return an optimizer's class that computes the same and leaves torch's compiler unimported.
-
-    Args:
-        kind: A class of torch.optim.
 
     Example:
         >>> made = eager(torch.optim.SGD)([torch.ones(2, requires_grad=True)], lr=0.5)

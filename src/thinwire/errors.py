@@ -47,12 +47,6 @@ def is_no_room(error: OSError) -> bool:
 def refusal(what: str, *, got: object, allowed: object, remedy: str) -> ValueError:
     """Return the error of a wrong argument, in the form that all of them have.
 
-    Args:
-        what: The argument, and what is wrong with it.
-        got: Its value.
-        allowed: The values that it may have.
-        remedy: A value or a command that works.
-
     Example:
         >>> print(refusal("--steps is too small", got=0, allowed="1 or more", remedy="--steps 300"))
         --steps is too small; got 0; allowed 1 or more; try --steps 300
@@ -71,13 +65,7 @@ def excluded(one: str, other: str, *, why: str, remedy: str) -> ValueError:
 
 
 def unknown_name(kind: str, name: str, names: Iterable[str], *, others: str = "") -> ValueError:
-    """Return the error of a name that nothing has, with the nearest ones.
-
-    Args:
-        kind: What the name is of, such as "method".
-        name: The name.
-        names: All names there are.
-        others: Further allowed forms, such as "hf:PATH".
+    """Return the error of a name that nothing has, with the nearest of all names; `others` are further allowed forms.
 
     Example:
         >>> print(unknown_name("codec", "e3m1", ["float32", "e3m0"]))
@@ -186,11 +174,7 @@ class WorkerFailed(ThinwireError):
 
 
 class Stopped(ThinwireError):
-    """A signal asked a local run to stop; all its workers have ended.
-
-    Attributes:
-        signal_number: The signal.
-    """
+    """A signal asked a local run to stop; all its workers have ended."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name}")
@@ -216,12 +200,7 @@ class UntestedWarning(RuntimeWarning):
 
 
 def warn_untested(path: UntestedPath, *, stacklevel: int = 2) -> None:
-    """Warn that a path has never run on its hardware, once a process.
-
-    Args:
-        path: Which.
-        stacklevel: As for `warnings.warn`, seen from the caller.
-    """
+    """Warn that a path has never run on its hardware, once a process."""
     with _lock:
         if path in _warned:
             return

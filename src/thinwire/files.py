@@ -112,12 +112,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_json(path: Path, *, most_bytes: int, command: str) -> Any:
-    """Read a JSON file of a bounded size.
-
-    Args:
-        path: The file.
-        most_bytes: A file of more is a mistake, or an attack.
-        command: What writes such a file, for the error's text.
+    """Read a JSON file of a bounded size; `command` is what writes such a file, for the error's text.
 
     Raises:
         DataError: There is no such file, it is too long, or it is no JSON; names the file and the remedy.

@@ -71,11 +71,6 @@ class TrainedModel:
 def load_trained(run_dir: Path, *, step: int | None = None, device: str = "cpu") -> TrainedModel:
     """Load the global model of a run: its result, or that of its newest checkpoint.
 
-    Args:
-        run_dir: The folder that `thinwire train --out` named.
-        step: Take the checkpoint of this step instead.
-        device: `cpu` or `cuda`.
-
     Raises:
         CheckpointError: There is no run, no checkpoint or no such step, or a file is damaged; names the remedy.
         ValueError: There is no such device.
@@ -207,12 +202,7 @@ class Evaluation:
 
 
 def read_texts(trained: TrainedModel, *, data: str | None, max_bytes: int | None) -> Iterator[str]:
-    """Yield the texts to evaluate on.
-
-    Args:
-        trained: Its run names the data where none is given.
-        data: As for `thinwire train --data`; None takes the part of the run's own data that was held out.
-        max_bytes: Read no more than this many bytes of UTF-8; None reads all.
+    """Yield the texts to evaluate on: of `data`, or what was held out of the run's own; at most so many bytes of UTF-8.
 
     Raises:
         DataError: There is no such data.
@@ -305,11 +295,8 @@ FORMATS = ("hf", "safetensors")
 def export_model(trained: TrainedModel, folder: Path, *, to: str) -> None:
     """Write a model and its tokenizer into a new or empty folder.
 
-    Args:
-        trained: The model.
-        folder: Where the files go.
-        to: `hf`, which `AutoModelForCausalLM` and `AutoTokenizer` of transformers open without code of ours; or
-            `safetensors`, the weights under our names, as in the run's `model` folder.
+    As `hf`, `AutoModelForCausalLM` and `AutoTokenizer` of transformers open it without code of ours; as `safetensors`
+    it has the weights under our names, as in the run's `model` folder.
 
     Raises:
         ValueError: The format is unknown, or the folder holds something.
@@ -350,12 +337,7 @@ def _write_apertus(folder: Path, model: Transformer, *, end_of_text: int) -> Non
 
 
 def apertus_config(shape: TransformerConfig, *, end_of_text: int) -> dict[str, Any]:
-    """Return the `config.json` with which transformers builds a decoder of ours.
-
-    Args:
-        shape: The decoder's.
-        end_of_text: The token that ends a text.
-    """
+    """Return the `config.json` with which transformers builds a decoder of ours."""
     return {
         "architectures": ["ApertusForCausalLM"], "model_type": "apertus", "dtype": "float32",
         "vocab_size": shape.vocab_size, "hidden_size": shape.dim, "intermediate_size": shape.mlp_dim,
@@ -398,11 +380,7 @@ def apertus_tensors(model: Transformer) -> dict[str, Tensor]:
 
 
 def tokenizer_settings(*, max_seq_len: int) -> dict[str, Any]:
-    """Return the `tokenizer_config.json` beside a `tokenizer.json` of ours.
-
-    Args:
-        max_seq_len: Longest sequence of the model, in tokens.
-    """
+    """Return the `tokenizer_config.json` beside a `tokenizer.json` of ours."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "model_max_length": max_seq_len,
         "clean_up_tokenization_spaces": False,

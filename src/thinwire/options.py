@@ -49,13 +49,7 @@ class OptionRule:
     unused: str = ""
 
     def problem(self, flag: str, value: Any, *, default: object) -> ValueError | None:
-        """Return what is wrong with a value; none for a missing one.
-
-        Args:
-            flag: The option as the command line writes it.
-            value: Its value.
-            default: The value without the option.
-        """
+        """Return what is wrong with a value; none for a missing one."""
         if value is None:
             return None
         if self.choices and value not in self.choices:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 
 class RateLimit:
-    """A token bucket; pure, time comes in as a number.
-
-    Args:
-        a_second: Tokens added each second.
-        at_once: Capacity.
+    """A token bucket of so many a second and so many at once; pure, time comes in as a number.
 
     Example:
         >>> limit = RateLimit(a_second=1.0, at_once=2.0)

@@ -12,10 +12,6 @@ REMOVED = {"pier": "its loss was higher than all-reduce's, for 31 times the byte
 def unknown_method(name: str, names: Iterable[str]) -> ValueError:
     """Return the error of a method's name that nothing has, or no longer.
 
-    Args:
-        name: The name; `_` and `-` are the same.
-        names: All methods there are.
-
     Example:
         >>> print(unknown_method("dilco", ["diloco"]))
         unknown method; got 'dilco'; allowed diloco; try diloco

@@ -37,12 +37,7 @@ def derive_seed(base: int, *labels: str | int) -> int:
 
 
 def toss(probability: float, base: int, *labels: str | int) -> bool:
-    """Toss a coin that shows the same side on every replica.
-
-    Args:
-        probability: Of True, in [0, 1].
-        base: The run's own seed; any integer.
-        *labels: What the coin is for, such as `"participation", round, replica`.
+    """Toss a coin that shows the same side on every replica; `labels` are as for `derive_seed`.
 
     Example:
         >>> [toss(0.5, 17, "coin", number) for number in range(6)]

@@ -229,7 +229,7 @@ class _Replicas:
         self._killed: set[int] = set()
 
     def start(self, command: Sequence[str], *, names: Sequence[str], rendezvous: Path) -> None:
-        """Start all replicas with one command; the environment holds ranks and the file to meet in, as with torchrun."""
+        """Start all replicas with one command; the environment holds ranks and the file to meet in, as torchrun."""
         self._logs.mkdir(parents=True, exist_ok=True)
         size = str(len(names))
         for rank, name in enumerate(names):

@@ -145,14 +145,8 @@ def validation_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Return batches to validate on, the same every time; with a limit, windows spread evenly over all tokens.
 
-    Args:
-        tokens: (tokens,) of any integer dtype, such as `Corpus.held_out`.
-        batch_size: Windows a batch; the last batch may have fewer.
-        seq_len: Tokens a window.
-        max_batches: At most this many batches; all by default.
-
     Returns:
-        An iterator over (inputs, targets), each (up to batch_size, seq_len) int64.
+        An iterator over (inputs, targets), each (up to batch_size, seq_len) int64; the last batch may be smaller.
 
     Raises:
         ValueError: An argument is below 1.
@@ -239,22 +233,10 @@ _MOST_USED = 64
 
 
 class ShardBatches:
-    """An endless iterator over batches of leased shards.
+    """An endless iterator over batches of leased shards; see `Leases`.
 
     The windows of all epochs, each epoch in its own order, form one sequence; shard k begins at window
-    `k * shard_windows` of it.
-
-    Args:
-        tokens: (tokens,) of any integer dtype.
-        batch_size: Windows a batch.
-        seq_len: Tokens a window.
-        seed: The run's seed, the same on all replicas.
-        shard_windows: Windows of a shard.
-        lend: Returns this replica's n-th shard and the first window there; may wait.
-        ask_ahead: Called with n when the n-th shard will be needed soon.
-
-    Attributes:
-        used: By shard, the number of windows that have been read.
+    `k * shard_windows` of it. `used` holds how many windows of each shard have been read.
 
     Raises:
         DataError: The tokens do not fill one window.

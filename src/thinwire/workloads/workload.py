@@ -78,12 +78,7 @@ class Batches(Protocol):
 
 
 class LeasedBatches(Batches, Protocol):
-    """Batches of leased shards of the data, for elastic replicas.
-
-    Attributes:
-        used: By shard, the number of windows that have been read.
-        num_windows: Windows of an epoch.
-    """
+    """Batches of leased shards of the data, for elastic replicas."""
 
     used: dict[int, int]
     num_windows: int

@@ -69,15 +69,10 @@ class Split:
 
 
 def divide(documents: Iterable[Document], *, fraction: float, name: str) -> Split:
-    """Divide a corpus into a training part and a held-out part.
+    """Divide a corpus into a training part and a held-out part; the documents are read once.
 
-    A document is held out when the hash of its text is in the lowest `fraction` of all hashes; equal documents go to
-    the same side. At least one document is on each side; a corpus of one document is cut by position.
-
-    Args:
-        documents: Read once.
-        fraction: Expected share that is held out, in (0, 1).
-        name: What the corpus is called in an error.
+    A document is held out when the hash of its text is in the lowest `fraction`, in (0, 1), of all hashes; equal
+    documents go to the same side. At least one document is on each side; a corpus of one document is cut by position.
 
     Raises:
         DataError: There is no text, or one character, or text that UTF-8 cannot write.

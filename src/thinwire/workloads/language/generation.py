@@ -34,16 +34,10 @@ class Sampling:
 
 
 def generate(model: nn.Module, tokenizer: Tokenizer, prompt: str, *, sampling: Sampling) -> Iterator[str]:
-    """Yield the continuation of a prompt in pieces, as its tokens come.
+    """Yield the continuation of a prompt in pieces, as its tokens come, from a `LanguageModel` in evaluation mode.
 
     It ends after `max_tokens`, or where the model ends the text. A text that is longer than the model's sequence is
     continued from its last half, so that a token costs one position and not the whole text.
-
-    Args:
-        model: A `LanguageModel` in evaluation mode; `decode` reads its tokens.
-        tokenizer: The model's.
-        prompt: The beginning of the text.
-        sampling: How tokens are chosen.
 
     Raises:
         ValueError: The prompt is empty.

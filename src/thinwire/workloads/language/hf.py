@@ -74,28 +74,16 @@ class HuggingFaceModel(nn.Module):
         return logits
 
     def decode(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        """Read more tokens of a text, and return the logits of the one that follows.
+        """Read more tokens (batch, seq) of a text, and return the logits of the one that follows, (batch, vocab_size).
 
-        Args:
-            tokens: (batch, seq) int64: the first tokens, then those that follow.
-            cache: What an earlier call returned for the tokens before; None at the start of a text.
-
-        Returns:
-            (batch, vocab_size), and the cache for the next call; None where the model has none, and every call begins
-            at the start of the text.
+        The cache is for the next call; None where the model has none, and every call begins at the start of the text.
         """
         earlier = {} if cache is None else {"past_key_values": cache}
         found = self.model(input_ids=tokens, use_cache=True, **earlier)
         return found.logits[:, -1], getattr(found, "past_key_values", None)
 
     def loss(self, tokens: Tensor, targets: Tensor, *, is_padded: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the loss to train on and the mean negative log-likelihood in nats, both float32.
-
-        Args:
-            tokens: (batch, seq) int64.
-            targets: (batch, seq) int64, the token that follows each.
-            is_padded: Whether negative targets count nothing.
-        """
+        """Return the loss to train on and the mean negative log-likelihood in nats; see `Transformer.loss`."""
         return next_token_loss(self(tokens), targets, z_loss=self.z_loss, is_padded=is_padded)
 
 
@@ -139,10 +127,6 @@ def build_hf_model(
 def decoder_numbers(source: str, *, seq_len: int) -> dict[str, Any]:
     """Return the numbers of a transformers model that a plan needs, without reading or making its weights.
 
-    Args:
-        source: A local folder or `config.json`, or a name on the hub.
-        seq_len: Tokens of a sequence that it must take.
-
     Returns:
         layers, width, heads, vocab_size, layer_parameters (the mean of its blocks, with what stands outside them),
         embedding_parameters, head_parameters and is_head_tied.
@@ -184,9 +168,6 @@ def decoder_numbers(source: str, *, seq_len: int) -> dict[str, Any]:
 
 def load_hf_tokenizer(source: str) -> PretrainedTokenizer | None:
     """Load a model's own tokenizer; None where a local folder holds none.
-
-    Args:
-        source: A local folder or `config.json`, or a name on the hub.
 
     Raises:
         MissingExtra: transformers is not installed.

@@ -93,12 +93,7 @@ def cost_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSequence:
-    """A sequence and the devices that share it.
-
-    Attributes:
-        index: Of the sequence in the step's list.
-        devices: One, or the members of its group.
-    """
+    """A sequence, by its index in the step's list, and the devices that share it: one, or the members of its group."""
 
     index: int
     devices: tuple[int, ...]
@@ -106,12 +101,9 @@ class SharedSequence:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthAssignment:
-    """The sequences of a step on devices.
+    """The sequences of a step on devices, in the order in which they run, groups first; each device's seconds.
 
-    Attributes:
-        sequences: In the order in which they run: groups first.
-        device_s: Seconds of each device.
-        num_tokens: Of the whole step: what each device divides its sum of token losses by.
+    `num_tokens` are those of the whole step: what each device divides its sum of token losses by.
     """
 
     sequences: tuple[SharedSequence, ...]
@@ -272,15 +264,7 @@ def length_outlook(
     counts: Mapping[int, int], *, num_devices: int, cost: SequenceCost, max_tokens: int, step_tokens: int,
     piece_tokens: int,
 ) -> LengthsOutlook:  # fmt: skip
-    """Draw steps from a histogram and time them.
-
-    Args:
-        counts: Sequences of each length.
-        num_devices: Devices that share a step.
-        cost: Of a sequence.
-        max_tokens: Most tokens of a sequence that a device can hold.
-        step_tokens: Tokens of a step, about.
-        piece_tokens: Most tokens of a piece in training.
+    """Draw steps of about `step_tokens` tokens from a histogram of lengths, and time them; see `assign_sequences`.
 
     Raises:
         ValueError: The longest sequence does not fit all devices together.

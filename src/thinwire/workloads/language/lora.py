@@ -20,15 +20,9 @@ _ALPHA_PER_RANK = 2
 
 
 def with_adapters(model: HuggingFaceModel, *, rank: int, seed: int) -> HuggingFaceModel:
-    """Freeze a model and put adapters beside all its linear layers but the head.
+    """Freeze a model and put adapters of a rank beside all its linear layers but the head.
 
-    Args:
-        model: Changed in place; its parameters become those of the result.
-        rank: Width of the adapters.
-        seed: What their first values follow from. Torch's global generator is left as it was.
-
-    Returns:
-        The model with adapters, which changes no output before it is trained.
+    The model is changed in place; torch's global generator is left as it was. No output changes before training.
 
     Raises:
         MissingExtra: peft is not installed.

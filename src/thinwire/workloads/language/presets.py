@@ -73,13 +73,7 @@ class LanguageModel(Protocol):
 def preset(
     name: str, *, vocab_size: int | None = None, max_seq_len: int | None = None, tied_head: bool | None = None
 ) -> TransformerConfig:
-    """Return a named shape, with what the data decides put in.
-
-    Args:
-        name: A key of `PRESETS`, or a size such as `7b` or `1.5b`: a decoder of about so many parameters.
-        vocab_size: The tokenizer's, where it differs from the preset's.
-        max_seq_len: Longest sequence in tokens.
-        tied_head: Whether the head shares the embedding's weights.
+    """Return a named shape, or a decoder of a size such as `7b`, with what the data decides put in.
 
     Raises:
         ValueError: There is no such name; the text holds the nearest ones.
@@ -111,16 +105,10 @@ def build_model(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> torch.nn.Module:
-    """Build the model that a name stands for; the result is a `LanguageModel`.
+    """Build the model of a name as for `preset`, or of `hf:` and a transformers model; the result is a `LanguageModel`.
 
-    Args:
-        name: As for `preset`, or `hf:` and the path or name of a transformers model.
-        vocab_size: The tokenizer's, where it differs from the preset's. A `hf:` model keeps its own, which must be at
-            least this large.
-        max_seq_len: Longest sequence in tokens. A `hf:` model keeps its own, which must be at least this long.
-        tied_head: Whether the head shares the embedding's weights; a `hf:` model keeps its own choice.
-        seed: What the first weights follow from, where none are loaded.
-        device: Where the weights are put.
+    A `hf:` model keeps its own vocabulary, longest sequence and head: the first two must be at least as large as asked
+    for.
 
     Raises:
         ValueError: There is no such name, or the `hf:` model is too small for the vocabulary or the sequence.
@@ -144,11 +132,7 @@ def build_model(
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Copy the weights that a run saved into a model of the same shape.
-
-    Args:
-        model: One of the presets or sizes.
-        folder: `model/` of the run.
+    """Copy the weights that a run saved in its `model/` into a preset or a size of the same shape.
 
     Raises:
         CheckpointError: They cannot be read, or are of another shape.

@@ -177,9 +177,6 @@ class Source(Protocol):
 def check_source(spec: str) -> None:
     """Refuse data that does not exist, or that nothing here reads; no file is opened, and no folder read to its end.
 
-    Args:
-        spec: As for `open_source`.
-
     Raises:
         DataError: There is nothing of this name, or nothing in it that can be read.
         MissingExtra: `hf:` without datasets, or a parquet file without pyarrow.
@@ -288,12 +285,7 @@ class StdlibSource:
 
 
 class HuggingFaceSource:
-    """One split of a data set, read with the datasets library; no code of the data set is run.
-
-    Args:
-        spec: `hf:NAME[:SPLIT]`, see `open_source`; the split is `train` by default.
-        cache: Folder for what the library prepares.
-    """
+    """One split of a data set, read with the datasets library; no code of the data set is run."""
 
     def __init__(self, spec: str, *, cache: Path) -> None:
         try:

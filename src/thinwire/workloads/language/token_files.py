@@ -106,9 +106,6 @@ def write_bytes(path: Path, data: bytes) -> None:
 class TokenWriter:
     """A file that appears under its name when all is written; leaving the `with` block by an error leaves nothing.
 
-    Args:
-        path: The name; its folder exists.
-
     Raises:
         DataError: It cannot be written; where the disk is full the text says how many bytes are needed.
     """
@@ -152,12 +149,7 @@ class TokenWriter:
         return self._hash.hexdigest()
 
     def write(self, data: bytes, *, needed_bytes: int = 0) -> None:
-        """Append bytes.
-
-        Args:
-            data: The bytes.
-            needed_bytes: What the whole corpus will need, for the text of an error; what is known by default.
-        """
+        """Append bytes; `needed_bytes` is what the whole corpus will need, for the text of an error."""
         self.num_bytes += len(data)
         self.needed_bytes = max(needed_bytes, self.num_bytes)
         self._hash.update(data)

@@ -53,11 +53,9 @@ class ByteTokenizer:
     end_of_text = 256
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Encode texts, each to an array (bytes,) of uint32."""
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens without the ends of texts."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def to_json(self) -> str:
@@ -69,18 +67,14 @@ class ByteTokenizer:
         return tokenizer.to_str(pretty=True)
 
     def files(self) -> Mapping[str, str]:
-        """Return `tokenizer.json` alone."""
         return {"tokenizer.json": self.to_json()}
 
 
 class BpeTokenizer:
     """Byte-level byte-pair encoding; every text can be encoded, whatever the training text was.
 
-    Args:
-        tokenizer: A trained tokenizer with the token `END_OF_TEXT`.
-
     Raises:
-        ValueError: It has no such token.
+        ValueError: The trained tokenizer has no token `END_OF_TEXT`.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
@@ -95,12 +89,7 @@ class BpeTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
-        """Train on texts.
-
-        Args:
-            texts: Read once.
-            vocab_size: Wanted number of tokens. Pairs that are seen once are not merged, so a small corpus gives fewer:
-                ask the result for its own `vocab_size`.
+        """Train on texts, read once. Pairs seen once are not merged, so a small corpus gives a smaller `vocab_size`.
 
         Raises:
             ValueError: The vocabulary cannot hold the 256 bytes and the end of a text.
@@ -123,29 +112,20 @@ class BpeTokenizer:
         return cls(tokenizer)
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Encode texts on all cores, each to an array (tokens,) of uint32."""
         return _encode(self._tokenizer, texts)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens without the ends of texts."""
         return _decode(self._tokenizer, tokens)
 
     def to_json(self) -> str:
-        """Return the text of its `tokenizer.json`."""
         return str(self._tokenizer.to_str(pretty=True))
 
     def files(self) -> Mapping[str, str]:
-        """Return `tokenizer.json` alone."""
         return {"tokenizer.json": self.to_json()}
 
 
 class PretrainedTokenizer:
-    """A pretrained model's own tokenizer, so that token ids are rows of its embedding.
-
-    Args:
-        files: The files that save it, by name; `tokenizer.json` is one of them.
-        end_of_text: The token that follows each document.
-    """
+    """A pretrained model's own tokenizer, from the files that save it, so that token ids are rows of its embedding."""
 
     def __init__(self, files: Mapping[str, str], *, end_of_text: int) -> None:
         self._files = dict(files)
@@ -160,19 +140,15 @@ class PretrainedTokenizer:
         self.vocab_size = max([end_of_text, *self._tokenizer.get_vocab(with_added_tokens=True).values()]) + 1
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Encode texts on all cores, each to an array (tokens,) of uint32, without special tokens."""
         return _encode(self._tokenizer, texts)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens without special ones."""
         return _decode(self._tokenizer, tokens)
 
     def to_json(self) -> str:
-        """Return the text of its `tokenizer.json`."""
         return self._files["tokenizer.json"]
 
     def files(self) -> Mapping[str, str]:
-        """Return all files that save it, such as its settings and chat template."""
         return dict(self._files)
 
 

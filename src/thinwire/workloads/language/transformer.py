@@ -204,11 +204,8 @@ class TransformerConfig:
 class RmsNorm(nn.Module):
     """A norm over the last axis with a learned gain (see `rms_norm`).
 
-    The gain is a vector also where it has several parts, so that optimizers know it from a matrix.
-
-    Args:
-        width: Size of the last axis.
-        parts: With more than 1, the size of the third axis from the right, along which the gain differs.
+    The gain is a vector also where it has several parts, so that optimizers know it from a matrix. It then differs
+    along the third axis from the right.
     """
 
     def __init__(self, width: int, *, parts: int = 1) -> None:
@@ -263,12 +260,9 @@ class Attention(nn.Module):
     def forward(
         self, stream: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[KeyValueCache, int] | None = None
     ) -> Tensor:
-        """Attend within (batch, seq, dim), and to what a cache holds.
+        """Attend within a stream (batch, seq, dim), and to what a cache holds under this block's number.
 
-        Args:
-            stream: (batch, seq, dim).
-            rotation: Cosines and sines, (seq, 1, 1, head_dim / 2) each.
-            cache: Earlier tokens, and the number of this block there.
+        The rotation has cosines and sines, (seq, 1, 1, head_dim / 2) each.
         """
         batch, seq, _ = stream.shape
         mixed = self.query_key_value(stream).view(batch, seq, 3, self.heads, -1)
@@ -339,28 +333,17 @@ class Transformer(nn.Module):
         return self.config.max_seq_len
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of every next token.
-
-        Args:
-            tokens: (batch, seq) int64, seq at most `max_seq_len`.
-
-        Returns:
-            (batch, seq, vocab_size) in the dtype of the weights, or of autocast.
+        """Return the logits of every next token, (batch, seq, vocab_size), in the dtype of the weights, or of autocast.
 
         Raises:
-            ValueError: The sequence is too long.
+            ValueError: The sequence of tokens, (batch, seq) int64, is longer than `max_seq_len`.
         """
         return self._logits(tokens, None)
 
     def decode(self, tokens: Tensor, cache: KeyValueCache | None = None) -> tuple[Tensor, KeyValueCache]:
-        """Read more tokens of a text, and return the logits of the one that follows.
+        """Read more tokens of a text, and return the logits of the one that follows, (batch, vocab_size).
 
-        Args:
-            tokens: (batch, seq) int64: any number of first tokens, then one at a time.
-            cache: What an earlier call returned for the tokens before; None at the start of a text.
-
-        Returns:
-            (batch, vocab_size), and the cache for the next call.
+        Tokens are (batch, seq) int64: any number of first ones, then one at a time with the cache of the call before.
 
         Raises:
             ValueError: The text is too long, or several tokens follow a cache.
@@ -398,10 +381,7 @@ class Transformer(nn.Module):
     def loss(self, tokens: Tensor, targets: Tensor, *, is_padded: bool = False) -> tuple[Tensor, Tensor]:
         """Return the loss to train on (with z-loss) and the mean negative log-likelihood in nats, both float32.
 
-        Args:
-            tokens: (batch, seq) int64.
-            targets: (batch, seq) int64, the token that follows each.
-            is_padded: Whether negative targets count nothing.
+        Tokens and the targets that follow each are (batch, seq) int64; with `is_padded` negative targets count nothing.
         """
         return next_token_loss(self(tokens), targets, z_loss=self.config.z_loss, is_padded=is_padded)
 
@@ -418,12 +398,8 @@ class Transformer(nn.Module):
 class TransformerStage(nn.Module):
     """Neighbouring layers of a decoder, as a chunk of a pipeline; parameters keep the names that they have there.
 
-    Args:
-        model: The whole decoder; the chunk shares its modules.
-        layers: Numbers of the blocks of this chunk; none where it holds an end alone.
-        has_embedding: Whether this is the first chunk.
-        has_head: Whether this is the last chunk, with the last norm and the head.
-        num_recomputed: How many blocks, from the chunk's first on, are computed again in the backward pass.
+    The first chunk has the embedding, the last one the last norm and the head; one that holds an end alone has no
+    layers. The backward pass computes the first `num_recomputed` blocks again.
 
     Attributes:
         tied_weight: In the last chunk of a decoder with a tied head, the embedding of the first chunk, which is no
@@ -447,11 +423,7 @@ class TransformerStage(nn.Module):
         self.register_buffer("sines", model.sines, persistent=False)
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return what the next chunk takes, (batch, seq, dim), or the logits.
-
-        Args:
-            values: (batch, seq) int64 tokens in the first chunk, else (batch, seq, dim).
-        """
+        """Return what the next chunk takes, (batch, seq, dim), or the logits, from that or (batch, seq) tokens."""
         seq = values.shape[1]
         stream = values if self.embedding is None else self.embedding(values)
         rotation = (self.cosines[:seq].to(stream.dtype), self.sines[:seq].to(stream.dtype))
@@ -468,12 +440,9 @@ class TransformerStage(nn.Module):
 
 
 def share_sequences(model: Transformer, positions: Tensor, attend: Attend) -> None:
-    """Prepare a decoder for context parallelism: it works on some positions of each sequence.
+    """Prepare a decoder, before it is cut, for context parallelism: it takes these positions of each sequence.
 
-    Args:
-        model: Whole, before it is cut; afterwards it takes these positions alone, in this order.
-        positions: (own positions,), int64, of `max_seq_len`.
-        attend: Attention of the queries at these positions to the keys and values of all ranks.
+    `attend` is the attention of the queries at these positions to the keys and values of all ranks.
     """
     model.whole_rotation = model.cosines, model.sines
     take_positions(model, positions)
@@ -490,11 +459,7 @@ def split_heads(model: Transformer, parts: int) -> None:
     """Prepare each layer for tensor parallelism: a rank's rows of the first product become those of its own heads.
 
     The rows of queries, keys and values are sorted by part, so that each part of `query_key_value.weight` is what a
-    layer with so many heads fewer has. `join_heads` sorts them back.
-
-    Args:
-        model: Whole, before it is cut; afterwards its layers work only on their part.
-        parts: Ranks that share each layer.
+    layer with so many heads fewer has. `join_heads` sorts them back. Afterwards the layers work on their part only.
 
     Raises:
         ValueError: The heads are not divided by the parts.
@@ -514,13 +479,7 @@ def split_heads(model: Transformer, parts: int) -> None:
 
 
 def join_heads(name: str, weight: Tensor, *, parts: int) -> Tensor:
-    """Return a parameter as an unsplit model has it; see `split_heads`.
-
-    Args:
-        name: Of the parameter.
-        weight: Whole.
-        parts: As for `split_heads`.
-    """
+    """Return a whole parameter by its name as an unsplit model has it; see `split_heads`."""
     return _sorted_rows(weight, parts, 3) if name.endswith("query_key_value.weight") else weight
 
 
