@@ -53,11 +53,9 @@ class Passes:
         self._seconds: dict[str, float] = {}
 
     def forward(self) -> contextlib.AbstractContextManager[None]:
-        """Time a forward pass."""
         return self._timed("forward")
 
     def backward(self) -> contextlib.AbstractContextManager[None]:
-        """Time a backward pass."""
         return self._timed("backward")
 
     def take(self) -> tuple[float | None, float | None]:
@@ -79,25 +77,18 @@ class ModelPasses(Protocol):
     @property
     def timing(self) -> Passes:
         """The timer of this rank's passes."""
-        ...
 
     def backward(self, inputs: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
-        """Compute the gradients of a batch; return the loss, and what is shown, as a `Loss` does.
+        """Compute the gradients of a batch, (batch, ...) each; return the loss, and what is shown, as a `Loss` does.
 
-        Args:
-            inputs: (batch, ...).
-            targets: (batch, ...).
-            factor: The step's learning rate as a share of its peak.
+        `factor` is the step's learning rate as a share of its peak.
         """
-        ...
 
     def clip(self) -> None:
         """Clip the gradient to `clip_norm`."""
-        ...
 
     def held_out(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return what is shown of a held-out batch, (1 + metrics,)."""
-        ...
 
 
 class LocalPasses:
@@ -137,73 +128,36 @@ class LocalPasses:
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
-class LoopPolicy(Protocol):
-    """Decisions around the steps of the loop; `StaticPolicy` is that of a run with fixed replicas."""
-
-    def before_step(self) -> None:
-        """Prepare for a step; may wait, or raise to end the training."""
-        ...
-
-    def after_step(self, step: int, *, took_s: float) -> None:
-        """Observe a step.
-
-        Args:
-            step: Inner steps done, skipped ones among them.
-            took_s: Seconds without waits for other replicas.
-        """
-        ...
-
-    def after_report(self, loss: float) -> None:
-        """Observe the latest training loss."""
-        ...
-
-    def before_evaluation(self) -> None:
-        """Bring the global parameters to the state that all replicas evaluate."""
-        ...
-
-    def share(self) -> tuple[int, int]:
-        """Return which part of an evaluation is this replica's, and the number of parts."""
-        ...
-
-    def lr_scale(self) -> float:
-        """Return a factor on the next step's learning rate."""
-        ...
-
-
-class StaticPolicy:
-    """Policy of a run whose replicas do not change.
-
-    Args:
-        optimizer: Its transport knows the replicas.
-    """
+class LoopPolicy:
+    """Decisions around the steps of the loop; these are those of a run whose replicas do not change."""
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self._transport = optimizer.transport
 
     def before_step(self) -> None:
-        """Do nothing."""
+        """Prepare for a step; may wait, or raise to end the training."""
 
     def after_step(self, step: int, *, took_s: float) -> None:
-        """Do nothing."""
+        """Observe that inner steps are done, skipped ones among them, in seconds without waits for other replicas."""
 
     def after_report(self, loss: float) -> None:
-        """Do nothing."""
+        """Observe the latest training loss."""
 
     def before_evaluation(self) -> None:
-        """Do nothing."""
+        """Bring the global parameters to the state that all replicas evaluate."""
 
     def share(self) -> tuple[int, int]:
-        """Return this replica's number and the number of replicas."""
+        """Return which part of an evaluation is this replica's, and the number of parts."""
         return self._transport.replica, self._transport.num_replicas
 
     def lr_scale(self) -> float:
-        """Return 1."""
+        """Return a factor on the next step's learning rate."""
         return 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopSetup:
-    """Parts of a training loop.
+@dataclass(kw_only=True, eq=False)
+class Training:
+    """One replica's training, from any step to the last.
 
     Attributes:
         config: Resolved options.
@@ -215,6 +169,11 @@ class LoopSetup:
         device: Where the model is.
         watch: Detects steps that take longer than planned, if there is a plan.
         recorder: Receives each step's time and loss.
+        checkpoints: Receives the states; None where another part saves them.
+        policy: Decisions around the steps; `LoopPolicy` by default.
+        passes: Passes of the model; `LocalPasses` by default.
+        step: Inner steps done.
+        stop: By which a signal may end the run early.
     """
 
     config: TrainConfig
@@ -226,42 +185,23 @@ class LoopSetup:
     device: torch.device
     watch: StepMonitor | None = None
     recorder: Recorder | None = None
+    checkpoints: ReplicaCheckpoints | None = None
+    policy: LoopPolicy | None = None
+    passes: ModelPasses | None = None
+    step: int = 0
+    stop: AgreedStop | NetworkStop | None = None
 
-
-class Training:
-    """One replica's training, from any step to the last.
-
-    Args:
-        setup: What it works with.
-        checkpoints: Receives the states; None where another part saves them.
-        policy: Decisions around the steps; `StaticPolicy` by default.
-        passes: Passes of the model; `LocalPasses` by default.
-        step: Inner steps that the run has done already.
-        stop: By which a signal may end the run early.
-
-    Attributes:
-        step: Inner steps done.
-    """
-
-    def __init__(
-        self, setup: LoopSetup, *, checkpoints: ReplicaCheckpoints | None = None, policy: LoopPolicy | None = None,
-        passes: ModelPasses | None = None, step: int = 0, stop: AgreedStop | NetworkStop | None = None,
-    ) -> None:  # fmt: skip
-        self.step = self._reported_step = step
-        self._config, self._model, self._device = setup.config, setup.model, setup.device
-        self._optimizer = optimizer = setup.optimizer
-        self._batches, self._held_out = setup.batches, setup.held_out
-        self._num_samples = setup.config.workload.num_samples
-        self._meter, self._watch, self._recorder = setup.meter, setup.watch, setup.recorder
-        self._checkpoints, self._stop = checkpoints, stop
-        self._policy: LoopPolicy = policy or StaticPolicy(optimizer)
-        self._passes: ModelPasses = passes or LocalPasses(setup.config, setup.model, device=setup.device)
+    def __post_init__(self) -> None:
+        self._policy = self.policy or LoopPolicy(self.optimizer)
+        self._passes: ModelPasses = self.passes or LocalPasses(self.config, self.model, device=self.device)
+        self._reported_step = self.step
+        self._num_samples = self.config.workload.num_samples
         self._step_s = 0.0
         self._frozen: str | None = None
-        self._base_lrs = [group["lr"] for group in optimizer.param_groups]
+        self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._deadlines = Deadlines()
         self._last_step_s: float | None = None
-        method = optimizer.method
+        method = self.optimizer.method
         self._drift_steps = method.drift_intervals * method.schedule.sync_interval
 
     @property
@@ -271,9 +211,9 @@ class Training:
 
     def reading(self) -> ReplicaCounts:
         """Return this replica's counts in its latest line, after `run` those of the whole training."""
-        if self._meter.latest.time_s:
-            return self._meter.latest
-        return self._meter.read(stalled_s=self._optimizer.statistics.stalled_s)
+        if self.meter.latest.time_s:
+            return self.meter.latest
+        return self.meter.read(stalled_s=self.optimizer.statistics.stalled_s)
 
     def run(self) -> None:
         """Train to the last step, save the full state, flush the rounds in flight, and write the last line.
@@ -282,29 +222,31 @@ class Training:
             ThinwireError: A replica was lost, a checkpoint could not be written, or the like.
             Stopped: A signal ended the run early, and the state is saved.
         """
-        self._model.train()
+        self.model.train()
         self._end_early()
-        while self.step < self._config.run.steps:
+        while self.step < self.config.run.steps:
             self.step += 1
             self._train_step()
             self._report()
-            self._check_drift()
+            if complaint := self.watch.observe_step(self.step) if self.watch else "":
+                replica = self.optimizer.transport.replica
+                self.meter.write_warning(self.step, message=f"replica {replica}: {complaint}")
             self._end_early()
-            if self._is_due(self._config.output.checkpoint_every):
+            if self._is_due(self.config.output.checkpoint_every):
                 with self._apart():
                     self.save()
-        self._optimizer.close(final_exchange=self._config.sync.final_exchange)
-        self._optimizer.average_buffers()
+        self.optimizer.close(final_exchange=self.config.sync.final_exchange)
+        self.optimizer.average_buffers()
         if self._reported_step < self.step:
             self._write_step()
 
     def _end_early(self) -> None:
         """Save and end where the run is stopped after this step."""
-        if self._stop is None or not self._stop.is_due(self.step):
+        if self.stop is None or not self.stop.is_due(self.step):
             return
         with self._apart():
             self.save()
-        self._stop.saved()
+        self.stop.saved()
         raise Stopped(signal.SIGTERM)
 
     def evaluate(self, num_batches: int, *, part: int = 0, num_parts: int = 1) -> tuple[list[float], int]:
@@ -316,43 +258,43 @@ class Training:
         self._policy.before_evaluation()
         totals: list[float] = []
         count = 0
-        batches = list(self._held_out(num_batches))
-        self._model.eval()
-        with self._optimizer.global_parameters(may_lag=True), torch.no_grad():
+        batches = list(self.held_out(num_batches))
+        self.model.eval()
+        with self.optimizer.global_parameters(may_lag=True), torch.no_grad():
             for inputs, targets in batches[part % len(batches) :: num_parts]:
-                shown = self._passes.held_out(inputs.to(self._device), targets.to(self._device)).tolist()
+                shown = self._passes.held_out(inputs.to(self.device), targets.to(self.device)).tolist()
                 weight = self._num_samples(targets)  # the last batch may be smaller
                 before = totals or [0.0] * len(shown)
                 totals = [total + value * weight for total, value in zip(before, shown, strict=True)]
                 count += weight
-        self._model.train()
+        self.model.train()
         return [total / count for total in totals], count
 
     def lr_factor(self) -> float:
         """Return the present step's learning rate as a share of its peak."""
-        return self._policy.lr_scale() * lr_factor(self.step, config=self._config)
+        return self._policy.lr_scale() * lr_factor(self.step, config=self.config)
 
     def evaluate_at_end(self) -> list[float]:
         """Evaluate on all the batches that the end deserves, write it down, and return loss and metric."""
-        shown, targets = self.evaluate(self._config.output.final_eval_batches)
-        self._meter.write_eval(self.step, shown=shown, targets=targets)
+        shown, targets = self.evaluate(self.config.output.final_eval_batches)
+        self.meter.write_eval(self.step, shown=shown, targets=targets)
         return shown
 
     def save(self) -> None:
         """Write a checkpoint of the state after the present step."""
-        if self._checkpoints is None:
+        if self.checkpoints is None:
             return
         state = {
-            "model": {name: parameter.detach() for name, parameter in _trained(self._model).items()},
+            "model": {name: parameter.detach() for name, parameter in _trained(self.model).items()},
             "frozen": self._frozen_sha256(),
-            "buffers": dict(self._model.named_buffers()), "optimizer": checked_state(self._optimizer.state_dict()),
-            "batches": self._batches.state_dict(), "random": _random_state(self._device),
-            "meter": self._meter.state_dict(stalled_s=self._optimizer.statistics.stalled_s), "step": self.step,
+            "buffers": dict(self.model.named_buffers()), "optimizer": checked_state(self.optimizer.state_dict()),
+            "batches": self.batches.state_dict(), "random": _random_state(self.device),
+            "meter": self.meter.state_dict(stalled_s=self.optimizer.statistics.stalled_s), "step": self.step,
         }  # fmt: skip
         began_s = time.monotonic()
-        self._checkpoints.save(state, step=self.step, drift_steps=self._drift_steps)
-        if self._optimizer.transport.replica == 0 and self._step_s and self._config.output.out is not None:
-            note_cost(self._config.run_dir, cost_s=time.monotonic() - began_s, step_s=self._step_s)
+        self.checkpoints.save(state, step=self.step, drift_steps=self._drift_steps)
+        if self.optimizer.transport.replica == 0 and self._step_s and self.config.output.out is not None:
+            note_cost(self.config.run_dir, cost_s=time.monotonic() - began_s, step_s=self._step_s)
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint's state.
@@ -364,15 +306,15 @@ class Training:
             with torch.no_grad():
                 if state.get("frozen", "") != self._frozen_sha256():
                     raise ValueError("the frozen weights are not those it was trained beside; restore their folder")
-                _copy_all(state["model"], _trained(self._model))
-                _copy_all(state["buffers"], dict(self._model.named_buffers()))
-            self._optimizer.load_state_dict(_in_shards(state["optimizer"], self._optimizer))
-            self._batches.load_state_dict(state["batches"])
-            self._meter.load_state_dict(state["meter"])
-            _set_random_state(state["random"], self._device)
+                _copy_all(state["model"], _trained(self.model))
+                _copy_all(state["buffers"], dict(self.model.named_buffers()))
+            self.optimizer.load_state_dict(_in_shards(state["optimizer"], self.optimizer))
+            self.batches.load_state_dict(state["batches"])
+            self.meter.load_state_dict(state["meter"])
+            _set_random_state(state["random"], self.device)
             self.step = int(state["step"])
             # a run that was stopped in its final exchange has yet to write its last line
-            self._reported_step = self.step - (self.step == self._config.run.steps)
+            self._reported_step = self.step - (self.step == self.config.run.steps)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit this run: {error!r}; start a new run with --overwrite"
@@ -381,35 +323,35 @@ class Training:
     def _frozen_sha256(self) -> str:
         """Return a hash of the frozen parameters, which checkpoints leave out; empty where there are none."""
         if self._frozen is None:
-            frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
+            frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
             self._frozen = tensors_sha256(frozen) if frozen else ""
         return self._frozen
 
     def _train_step(self) -> None:
         self._policy.before_step()
-        statistics = self._optimizer.statistics
+        statistics = self.optimizer.statistics
         began_s, exchanged_s, stalled_s = time.monotonic(), statistics.exchanging_s, statistics.stalled_s
         factor = self.lr_factor()
-        for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+        for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
-        inputs, targets = next(self._batches)
+        inputs, targets = next(self.batches)
         num_samples = self._num_samples(targets)
-        inputs, targets = inputs.to(self._device), targets.to(self._device)
-        self._optimizer.count_tokens(num_samples)
-        self._optimizer.next_stop = self._next_stop()
-        needs_closure = self._optimizer.needs_closure
+        inputs, targets = inputs.to(self.device), targets.to(self.device)
+        self.optimizer.count_tokens(num_samples)
+        self.optimizer.next_stop = self._next_stop()
+        needs_closure = self.optimizer.needs_closure
         shown = self._driven_step(inputs, targets) if needs_closure else self._plain_step(inputs, targets)
-        self.step = self._optimizer.steps_done
-        self._optimizer.zero_grad(set_to_none=True)
-        self._meter.train_step(shown[0], samples=num_samples)
+        self.step = self.optimizer.steps_done
+        self.optimizer.zero_grad(set_to_none=True)
+        self.meter.train_step(shown[0], samples=num_samples)
         now_s = time.monotonic()
-        if self._recorder is not None:
+        if self.recorder is not None:
             # steps with an exchange would look like stalls if what it takes counted as their work
-            done_s = now_s - (self._optimizer.statistics.exchanging_s - exchanged_s)
+            done_s = now_s - (self.optimizer.statistics.exchanging_s - exchanged_s)
             # the value of a loss on a GPU would have to be waited for
             loss = float(shown[0]) if shown.device.type == "cpu" else None
             forward_s, backward_s = self._passes.timing.take()
-            self._recorder.add_step(
+            self.recorder.add_step(
                 self.step, started_s=began_s, done_s=done_s, loss=loss, forward_s=forward_s, backward_s=backward_s,
                 stalled_s=statistics.stalled_s - stalled_s,
             )  # fmt: skip
@@ -417,71 +359,66 @@ class Training:
             self._deadlines.observe_step(now_s - self._last_step_s)
             self._step_s = now_s - began_s
         self._last_step_s = now_s
-        took_s = time.monotonic() - began_s - (self._optimizer.statistics.stalled_s - stalled_s)
+        took_s = time.monotonic() - began_s - (self.optimizer.statistics.stalled_s - stalled_s)
         self._policy.after_step(self.step, took_s=took_s)
 
     def _plain_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         _, shown = self._passes.backward(inputs, targets, factor=self.lr_factor())
-        self._optimizer.average_gradients()
+        self.optimizer.average_gradients()
         self._passes.clip()
-        self._optimizer.step()
+        self.optimizer.step()
         return shown
 
     def _driven_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Let the method ask for this batch's gradients wherever it wants; return what the last one showed."""
-        before = _random_state(self._device)
+        before = _random_state(self.device)
         found: list[Tensor] = []
 
         def closure() -> Tensor:
             if found:  # the method takes differences of gradients: dropout must fall alike in all of a step
-                _set_random_state(before, self._device)
-            self._optimizer.zero_grad(set_to_none=True)
+                _set_random_state(before, self.device)
+            self.optimizer.zero_grad(set_to_none=True)
             loss, shown = self._passes.backward(inputs, targets, factor=self.lr_factor())
             self._passes.clip()
             found.append(shown)
             return loss
 
-        self._optimizer.step(closure)
+        self.optimizer.step(closure)
         return found[-1]
 
     def _next_stop(self) -> int:
         """Return the next step from here after which all replicas do something together."""
-        every = [self._config.run.steps, self._config.output.eval_every, self._config.output.checkpoint_every]
-        if self._stop is not None and self._stop.step >= self.step:
-            every.append(self._stop.step)
+        every = [self.config.run.steps, self.config.output.eval_every, self.config.output.checkpoint_every]
+        if self.stop is not None and self.stop.step >= self.step:
+            every.append(self.stop.step)
         return min(-(-self.step // steps) * steps for steps in every if steps)
 
     def _report(self) -> None:
         # a replica that catches up may pass over the very step
-        is_due = self.step // self._config.output.log_every > self._reported_step // self._config.output.log_every
-        is_last = self.step == self._config.run.steps
+        is_due = self.step // self.config.output.log_every > self._reported_step // self.config.output.log_every
+        is_last = self.step == self.config.run.steps
         if is_due and not is_last:  # the last line follows the final exchange, whose bytes and time it holds
             self._write_step()
-        if not is_last and self._is_due(self._config.output.eval_every):
+        if not is_last and self._is_due(self.config.output.eval_every):
             # shared out, so that no replica waits for the one that evaluates
             part, num_parts = self._policy.share()
             with self._apart():
-                shown, targets = self.evaluate(self._config.output.eval_batches, part=part, num_parts=num_parts)
-            self._meter.write_eval(self.step, shown=shown, targets=targets)
-        self._policy.after_report(self._meter.interval_loss() if is_last else self._meter.latest_loss)
+                shown, targets = self.evaluate(self.config.output.eval_batches, part=part, num_parts=num_parts)
+            self.meter.write_eval(self.step, shown=shown, targets=targets)
+        self._policy.after_report(self.meter.interval_loss() if is_last else self.meter.latest_loss)
 
     def _write_step(self) -> None:
         self._reported_step = self.step
-        self._meter.write_step(
-            self.step, stalled_s=self._optimizer.statistics.stalled_s,
-            rounds_in_flight=len(self._optimizer.rounds_in_flight),
+        self.meter.write_step(
+            self.step, stalled_s=self.optimizer.statistics.stalled_s,
+            rounds_in_flight=len(self.optimizer.rounds_in_flight),
         )  # fmt: skip
 
-    def _check_drift(self) -> None:
-        complaint = self._watch.observe_step(self.step) if self._watch else ""
-        if complaint:
-            self._meter.write_warning(self.step, message=f"replica {self._optimizer.transport.replica}: {complaint}")
-
     def _apart(self) -> contextlib.AbstractContextManager[None]:
-        return self._watch.apart() if self._watch else contextlib.nullcontext()
+        return self.watch.apart() if self.watch else contextlib.nullcontext()
 
     def _is_due(self, every: int | None) -> bool:
-        is_last = self.step == self._config.run.steps
+        is_last = self.step == self.config.run.steps
         return is_last or bool(every and self.step % every == 0)
 
 

@@ -37,7 +37,7 @@ from thinwire.training.config import PLACES, TrainConfig, config_text, has_run, 
 from thinwire.training.cost_check import complain
 from thinwire.training.drift import step_monitor_of
 from thinwire.training.launch import RANKS, rank_folder
-from thinwire.training.loop import LoopSetup, ModelPasses, Training
+from thinwire.training.loop import ModelPasses, Training
 from thinwire.training.run_origin import ORIGIN_FILE, check_corpus, keep_corpus, write_origin
 from thinwire.training.summary import (
     begin_samples,
@@ -281,15 +281,15 @@ class _Replica:
             seed=config.run.seed, pace=config.sync.pace,
         )  # fmt: skip
         self._model, self._optimizer = model, optimizer
-        setup = LoopSetup(
+        if isinstance(self._stop, NetworkStop):
+            self._stop.join(transport, mesh=mesh)
+        return Training(
             config=config, model=model, optimizer=optimizer, meter=meter, device=device, recorder=recorder,
             batches=workload.batches(config, data, transport.replica),
             held_out=lambda num_batches: workload.held_out(config, data, num_batches),
-            watch=step_monitor_of(config, optimizer, log=transport.log),
+            watch=step_monitor_of(config, optimizer, log=transport.log), checkpoints=self._checkpoints, passes=passes,
+            stop=self._stop,
         )  # fmt: skip
-        if isinstance(self._stop, NetworkStop):
-            self._stop.join(transport, mesh=mesh)
-        return Training(setup, checkpoints=self._checkpoints, passes=passes, stop=self._stop)
 
     @property
     def _leads(self) -> bool:

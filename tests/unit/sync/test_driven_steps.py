@@ -20,7 +20,7 @@ from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
-from thinwire.training.loop import LoopSetup, Passes, Training
+from thinwire.training.loop import Passes, Training
 from thinwire.transport.loopback import single
 from thinwire.transport.recording import RecordingTransport
 from thinwire.workloads.language import Sampler
@@ -60,17 +60,16 @@ def training_of(
     )
     meter = Meter(run_dir, replica=0, log=transport.log)
     meter.train_step = lambda loss, samples: seen(loss, samples)  # type: ignore[method-assign]
-    setup = LoopSetup(
+    identity = Identity(run="r", replica=0, num_replicas=1, config_digest=config.digest())
+    return Training(
         config=config, model=model, optimizer=optimizer, meter=meter, device=torch.device("cpu"), recorder=recorder,
         batches=Sampler(TOKENS, replica=0, num_replicas=1, batch_size=2, seq_len=SEQ_LEN, seed=0),
-        held_out=lambda count: [],
+        held_out=lambda count: [], checkpoints=ReplicaCheckpoints(run_dir, identity=identity),
     )  # fmt: skip
-    identity = Identity(run="r", replica=0, num_replicas=1, config_digest=config.digest())
-    return Training(setup, checkpoints=ReplicaCheckpoints(run_dir, identity=identity))
 
 
 def steps(training: Training, count: int) -> None:
-    training._model.train()
+    training.model.train()
     for _ in range(count):
         training.step += 1
         training._train_step()

@@ -18,7 +18,7 @@ from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer, make_method
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
-from thinwire.training.loop import LoopSetup, Training
+from thinwire.training.loop import Training
 from thinwire.training.summary import parameters_sha256
 from thinwire.transport.loopback import LoopbackTransport, run_replicas
 from thinwire.transport.recording import RecordingTransport
@@ -78,12 +78,12 @@ def run(config: TrainConfig, *, start: int = 0, stop: int | None = None) -> list
         meter = Meter(config.run_dir, replica=transport.replica, log=transport.log)
         identity = Identity(run="r", replica=transport.replica, num_replicas=2, config_digest=config.digest())
         checkpoints = ReplicaCheckpoints(config.run_dir, identity=identity)
-        setup = LoopSetup(
+        training = Training(
             config=config, model=model, optimizer=optimizer, meter=meter, device=torch.device("cpu"),
             batches=Sampler(TOKENS, replica=transport.replica, num_replicas=2, batch_size=2, seq_len=8, seed=0),
             held_out=lambda count: validation_batches(TOKENS, batch_size=2, seq_len=8, max_batches=count),
+            checkpoints=checkpoints,
         )  # fmt: skip
-        training = Training(setup, checkpoints=checkpoints)
         if start:
             training.load(checkpoints.load(start))
         meter.start()

@@ -13,7 +13,7 @@ from tests.reference.loops import wrap
 from thinwire.codecs import float32
 from thinwire.methods import decoupled_diloco
 from thinwire.training.config import TrainConfig
-from thinwire.training.loop import LoopSetup, Training
+from thinwire.training.loop import Training
 
 HOLDS = [(2, 4, 11)]
 
@@ -84,11 +84,10 @@ def train(transport):
         final_exchange=True,
     )  # fmt: skip
     held_out = [(torch.zeros(1, 4, dtype=torch.int64),) * 2] * 3
-    setup = LoopSetup(
+    training = Training(
         config=config, model=model, optimizer=optimizer, batches=batches, held_out=lambda count: held_out, meter=meter,
-        device=torch.device("cpu"),
+        device=torch.device("cpu"), checkpoints=Checkpoints(),
     )  # fmt: skip
-    training = Training(setup, checkpoints=Checkpoints())
     training.run()
     with optimizer.global_parameters():
         values = model.embed.weight.detach().clone()

@@ -38,28 +38,44 @@ _MOST_DIGITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticJob:
-    """Description of a job, shared by all its replicas.
+class JobTerms:
+    """Facts of a job that its coordinator and all its replicas must know alike.
 
     Attributes:
-        config: Options, without those of single hosts.
         sync_interval: H.
         overlap_steps: tau.
-        shard_windows: Windows of a data lease.
         part_share: Bytes of the parts that a replica sends in an interval, over those of the state.
         allows_overdue: Whether training goes on where a round's result is overdue: where rounds overlap steps.
         identity: The run's id, and the incarnations of its coordinator.
+    """
+
+    sync_interval: int
+    overlap_steps: int
+    part_share: float
+    allows_overdue: bool
+    identity: RunIdentity
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the coordinator's description of the job."""
+        return {
+            "thinwire": __version__, "sync_interval": self.sync_interval, "overlap_steps": self.overlap_steps,
+            "part_share": self.part_share, "allows_overdue": self.allows_overdue, "identity": self.identity.to_json(),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticJob(JobTerms):
+    """Description of a job of `thinwire train`, shared by all its replicas.
+
+    Attributes:
+        config: Options, without those of single hosts.
+        shard_windows: Windows of a data lease.
         resumed_step: Step of the state that this incarnation goes on from; 0 where it begins from the seed.
         resumed_sha256: Hash of that state's tensors, in hexadecimal: who holds the same need not fetch them.
     """
 
     config: TrainConfig
-    sync_interval: int
-    overlap_steps: int
     shard_windows: int
-    part_share: float
-    allows_overdue: bool
-    identity: RunIdentity
     resumed_step: int = 0
     resumed_sha256: str = ""
 
@@ -89,14 +105,11 @@ class ElasticJob:
         return self.config.run.steps
 
     def to_json(self) -> dict[str, Any]:
-        """Return the coordinator's description of the job."""
         return {
-            "thinwire": __version__, "config": to_json(self.config, without=LOCAL),
-            "sync_interval": self.sync_interval,
-            "overlap_steps": self.overlap_steps, "shard_windows": self.shard_windows, "part_share": self.part_share,
-            "allows_overdue": self.allows_overdue, "identity": self.identity.to_json(),
-            "resumed_step": self.resumed_step, "resumed_sha256": self.resumed_sha256,
-            "begin_with": self.config.elastic.begin_with or self.config.num_replicas, "last_step": self.last_step,
+            **JobTerms.to_json(self), "config": to_json(self.config, without=LOCAL),
+            "shard_windows": self.shard_windows, "resumed_step": self.resumed_step,
+            "resumed_sha256": self.resumed_sha256, "last_step": self.last_step,
+            "begin_with": self.config.elastic.begin_with or self.config.num_replicas,
             "is_invite_only": self.config.elastic.invite_only,
             "start_timeout_s": self.config.run.join_deadline_s, "window_samples": self.config.model.seq_len or 1,
         }  # fmt: skip
@@ -115,7 +128,8 @@ class ElasticJob:
             )
         try:
             terms = _read_terms(values, more=("shard_windows", "resumed_step"))
-            config = _without_places(from_json(values["config"]))
+            default = TrainConfig()
+            config = from_json(values["config"]).replace(**{name: default.option(name) for name in LOCAL})
             if ":" in config.run.workload:  # before anything looks for it: that would run its module
                 raise ValueError(f"got workload {config.run.workload[:80]!r}, a program of another host")
             validate(config)
@@ -148,28 +162,18 @@ class ElasticJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoopJob:
+class LoopJob(JobTerms):
     """Description of a run whose replicas have training loops of their own (`thinwire.join`).
 
     Attributes:
-        sync_interval: See `ElasticJob`.
-        overlap_steps: See `ElasticJob`.
-        part_share: See `ElasticJob`.
-        allows_overdue: See `ElasticJob`.
         setup: What all replicas must have alike: hash of the parameters' names, shapes and dtypes, and the method.
         num_replicas: Replicas that begin together.
         last_step: The run's last inner step, 0 where it has none.
-        identity: The run's id.
     """
 
-    sync_interval: int
-    overlap_steps: int
-    part_share: float
-    allows_overdue: bool
     setup: Mapping[str, str]
     num_replicas: int
     last_step: int
-    identity: RunIdentity
 
     @classmethod
     def of(
@@ -179,12 +183,10 @@ class LoopJob:
         return cls(setup=setup, num_replicas=num_replicas, last_step=last_step, identity=identity, **_terms_of(method))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the coordinator's description of the job."""
         return {
-            "thinwire": __version__, "setup": dict(self.setup), "sync_interval": self.sync_interval,
-            "overlap_steps": self.overlap_steps, "part_share": self.part_share, "allows_overdue": self.allows_overdue,
-            "begin_with": self.num_replicas, "last_step": self.last_step, "identity": self.identity.to_json(),
-            "shard_windows": 1, "resumed_step": 0, "start_timeout_s": _START_S, "idle_s": _IDLE_S,
+            **JobTerms.to_json(self), "setup": dict(self.setup), "begin_with": self.num_replicas,
+            "last_step": self.last_step, "shard_windows": 1, "resumed_step": 0, "start_timeout_s": _START_S,
+            "idle_s": _IDLE_S,
         }  # fmt: skip
 
     @classmethod
@@ -213,9 +215,12 @@ def _terms_of(method: Method) -> dict[str, Any]:
     """Return what the coordinator and a session must know of a method."""
     overlap = getattr(method.schedule, "overlap_steps", 0)
     overlap_steps = max(overlap) if isinstance(overlap, tuple) else overlap
+    codec, numel = getattr(method.exchanges(2)[0], "codec", None), 1 << 20
+    part_bytes = 4 * numel if codec is None else codec.payload_bytes(numel)
     return {
         "sync_interval": method.schedule.sync_interval, "overlap_steps": overlap_steps,
-        "part_share": _part_share(method), "allows_overdue": overlap_steps > 0,
+        "part_share": min(_MOST_SHARE, round(part_bytes / (_STATE_BYTES * numel), 6)),
+        "allows_overdue": overlap_steps > 0,
     }  # fmt: skip
 
 
@@ -240,12 +245,6 @@ def _read_terms(values: Mapping[str, Any], *, more: tuple[str, ...]) -> dict[str
     return {**counts, "part_share": share, "allows_overdue": allows_overdue}
 
 
-def _without_places(config: TrainConfig) -> TrainConfig:
-    """Return options from the network without those that are each host's own."""
-    default = TrainConfig()
-    return config.replace(**{name: default.option(name) for name in LOCAL})
-
-
 def shared_places_of(config: TrainConfig) -> dict[str, str]:
     """Return what `PLACES` name, by option; a name that means the same on all hosts is no place.
 
@@ -267,36 +266,20 @@ def _no_job(error: Exception) -> Refused:
     )
 
 
-def _part_share(method: Method, *, numel: int = 1 << 20) -> float:
-    codec = getattr(method.exchanges(2)[0], "codec", None)
-    part_bytes = 4 * numel if codec is None else codec.payload_bytes(numel)
-    return min(_MOST_SHARE, round(part_bytes / (_STATE_BYTES * numel), 6))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSettings:
-    """Settings of a host's replicas, written by its launcher.
+    """Settings of a host's replicas, written by its launcher; None is as the job says, or to be found.
 
     Attributes:
         invitation: Where the coordinator is, without the secret.
         secret: File of the secret.
-        out: Folder of the run on this host.
-        cache_dir: Where tokenizers and token files are kept.
-        threads: Torch's threads a replica.
-        device: cpu or cuda; None as the job says.
-        batch_size: Sequences a step on this host; None as the job says.
         data: Name or folder of the data on this host; None where the job reads the standard library.
         model: Name of the `hf:` model on this host; None where the job trains a preset.
-        init_from: Folder of the run that the job starts from; None where there is none.
         checkpoint_to: Folder or URL of checkpoints; None for the run's folder.
-        tensorboard: Whether this host's replicas write metrics for TensorBoard.
-        wandb: Whether this host's replicas send metrics to Weights & Biases.
-        address: This host's address that the others reach; None to find it.
-        ranks_per_replica: Ranks that hold each of this host's replicas together.
+        address: This host's address that the others reach.
         replicas: Replicas of this host.
         is_joined: Whether this host joined a coordinator of another one.
-        advertise: HOST:PORT that the others dial, see `ReachOptions`.
-        port_range: The only ports to listen on.
+        advertise: HOST:PORT that the others dial, see `ReachOptions`; `port_range` too.
     """
 
     invitation: str

@@ -39,8 +39,8 @@ from thinwire.training.elastic.local_snapshot import RESUMED_ERA, HeldState, Loc
 from thinwire.training.elastic.remediation import write_pid
 from thinwire.training.elastic.replica_ranks import Rank0Driver, check_ranks, whole_model
 from thinwire.training.elastic.states import CheckpointPolicy, checkpoints_of
-from thinwire.training.elastic.stay import ElasticStay, Left, elastic_training
-from thinwire.training.loop import LoopSetup, Training
+from thinwire.training.elastic.stay import ElasticPolicy, ElasticStay, Left
+from thinwire.training.loop import Training
 from thinwire.training.run_origin import keep_corpus, write_origin
 from thinwire.training.summary import (
     begin_samples,
@@ -410,15 +410,18 @@ class _Stay:
         self._round_log = RoundLog(
             config.run_dir, replica=membership.replica, engine=parts.optimizer.engine, warn=self._report
         )
-        setup = LoopSetup(
+        assert config.data.batch_size is not None
+        policy = ElasticPolicy(
+            membership, optimizer=parts.optimizer, throughput=stay.throughput, step=step,
+            tokens_per_step=config.data.batch_size * config.workload.window_samples(config),
+            is_fresh=not self._has_moments,
+        )  # fmt: skip
+        return Training(
             config=config, model=parts.model, optimizer=parts.optimizer, batches=parts.batches,
             held_out=lambda num_batches: config.workload.held_out(config, parts.data, num_batches),
             meter=self._meter, device=parts.device, recorder=self._recorder,
-            watch=step_monitor_of(config, parts.optimizer, log=membership.transport.log),
-        )  # fmt: skip
-        return elastic_training(
-            setup, membership=membership, throughput=stay.throughput, step=step, is_fresh=not self._has_moments,
-            rank0=self._rank0,
+            watch=step_monitor_of(config, parts.optimizer, log=membership.transport.log), policy=policy,
+            passes=self._rank0, step=step,
         )  # fmt: skip
 
     def _end(self, stay: ElasticStay[ElasticJob], parts: _Assembly, training: Training) -> bool:

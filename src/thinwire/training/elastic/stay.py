@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -23,10 +23,10 @@ from thinwire.errors import Refused, ThinwireError
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
+from thinwire.training.elastic.job import ElasticJob, LoopJob
 from thinwire.training.elastic.local_snapshot import HeldState, LocalSnapshot
-from thinwire.training.elastic.replica_ranks import Rank0Driver
 from thinwire.training.elastic.states import CheckpointPolicy, IncomingState, StateKeeper, take_in
-from thinwire.training.loop import LoopSetup, Training
+from thinwire.training.loop import LoopPolicy
 from thinwire.transport.addresses import ListenConfig
 from thinwire.transport.secret import Secret
 
@@ -73,7 +73,7 @@ class Left(ThinwireError):
     """A replica was asked to leave, and has."""
 
 
-class ElasticPolicy:
+class ElasticPolicy(LoopPolicy):
     """Loop policy of an elastic replica: membership, pauses, throughput, and a slow start.
 
     A fresh replica, whose inner optimizer has no state yet, raises its learning rate slowly in a running job.
@@ -128,65 +128,11 @@ class ElasticPolicy:
         return min(1.0, (self._own_steps + 1) / self._ramp_steps) if self._ramp_steps else 1.0
 
 
-def elastic_training(
-    setup: LoopSetup, *, membership: Membership, throughput: StepThroughput, step: int, is_fresh: bool = True,
-    rank0: Rank0Driver | None = None,
-) -> Training:  # fmt: skip
-    """Return the training loop of an elastic replica; checkpoints are written by `StateKeeper`.
-
-    Args:
-        setup: What the loop works with.
-        membership: This replica's membership in the job.
-        throughput: Records this replica's steps.
-        step: Inner steps that the run has done already.
-        is_fresh: Whether the inner optimizer has no state yet.
-        rank0: Drives the ranks of a replica of several ranks.
-    """
-    config, optimizer = setup.config, setup.optimizer
-    assert config.data.batch_size is not None
-    policy = ElasticPolicy(
-        membership, optimizer=optimizer, throughput=throughput,
-        tokens_per_step=config.data.batch_size * config.workload.window_samples(config), step=step, is_fresh=is_fresh,
-    )  # fmt: skip
-    return Training(setup, policy=policy, passes=rank0, step=step)
-
-
 _JOIN_S = 60.0
+_Job = TypeVar("_Job", ElasticJob, LoopJob)
 
 
-class JobTerms(Protocol):
-    """Facts of a job that a stay needs; see `ElasticJob` and `LoopJob`."""
-
-    @property
-    def sync_interval(self) -> int:
-        """H, inner steps."""
-        ...
-
-    @property
-    def overlap_steps(self) -> int:
-        """Inner steps between the launch of a round and its result."""
-        ...
-
-    @property
-    def allows_overdue(self) -> bool:
-        """Whether training goes on where a round's result is overdue."""
-        ...
-
-    @property
-    def num_replicas(self) -> int:
-        """Planned replicas."""
-        ...
-
-    @property
-    def last_step(self) -> int:
-        """The run's last inner step, 0 where it has none."""
-        ...
-
-
-_Terms = TypeVar("_Terms", bound=JobTerms)
-
-
-class ElasticStay(Generic[_Terms]):
+class ElasticStay(Generic[_Job]):
     """Stay in a run, from the first message to the coordinator to the last.
 
     Without `listen` it listens at the address from which the coordinator is reached. `on_silence` is called while the
@@ -197,7 +143,7 @@ class ElasticStay(Generic[_Terms]):
     """
 
     def __init__(
-        self, invitation: Invitation, *, secret: Secret, read_job: Callable[[Mapping[str, Any]], _Terms],
+        self, invitation: Invitation, *, secret: Secret, read_job: Callable[[Mapping[str, Any]], _Job],
         listen: ListenConfig | None, report: Callable[[str], None], on_silence: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         def plan_of(values: Mapping[str, Any]) -> JoinPlan:
@@ -208,14 +154,10 @@ class ElasticStay(Generic[_Terms]):
             return JoinPlan(num_replicas=job.num_replicas, interval_steps=job.sync_interval, limits=limits)
 
         self.membership, self._address = join(
-            invitation,
-            secret=secret,
-            plan_of=plan_of,
-            listen=listen,
-            deadline_s=_JOIN_S,
-            warn=on_silence or report,
+            invitation, secret=secret, plan_of=plan_of, listen=listen, deadline_s=_JOIN_S, warn=on_silence or report
         )
-        self.job = job = read_job(self.membership.job)
+        job: _Job = read_job(self.membership.job)
+        self.job = job
         self._report = report
         self._keeper: StateKeeper | None = None
         self._coming: IncomingState | None = None
