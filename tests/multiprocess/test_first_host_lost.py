@@ -180,16 +180,16 @@ def status(address: str) -> dict[str, Any]:
 
 def newest_step(folder: Path) -> int:
     run = read_identity(folder)
-    latest, kept = GlobalCheckpoints(folder / "checkpoints", run=run).latest().state, newest_snapshot(folder, run=run)
-    return max(0 if latest is None else latest.step, 0 if kept is None else kept.state.step)
+    found = GlobalCheckpoints(folder / "checkpoints", run=run).latest(), newest_snapshot(folder, run=run)
+    return max(0 if one.state is None else one.state.step for one in found)
 
 
 def test_a_survivor_goes_on_with_the_run_and_the_others_join_it(hosts: Hosts, lost: Lost, tmp_path: Path) -> None:
     before, second, third = read_identity(tmp_path / "first"), tmp_path / "second", tmp_path / "third"
     had = newest_step(second)
     assert had >= 20
-    kept = newest_snapshot(third, run=before)
-    holds_it = (kept is not None and kept.state.step == had) or (third / f"checkpoints/step-{had:08d}").exists()
+    kept = newest_snapshot(third, run=before).state
+    holds_it = (kept is not None and kept.step == had) or (third / f"checkpoints/step-{had:08d}").exists()
     again = hosts.start("second", "train", "--elastic", "--resume", "second", "--json")
     new_address = address_of(again)
     new_place, old_place = read_invitation(new_address), read_invitation(lost.address)

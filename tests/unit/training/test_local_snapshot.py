@@ -132,7 +132,7 @@ def test_a_host_goes_on_from_the_newest_state_that_its_replicas_keep(tmp_path: P
         kept.close()
     assert not snapshot_path(tmp_path, 2).exists(), "without the account of the data the state before stays"
     found = newest_snapshot(tmp_path, run=RUN.next_incarnation())
-    assert found is not None and (found.state.step, found.age) == (16, 0), (
+    assert found.state is not None and (found.state.step, found.age) == (16, 0), (
         "another run's or one without account is none"
     )
     assert found.state.note == {"data": {"counted": 30}, "tokens": 64, "era": 1}
@@ -144,7 +144,7 @@ def test_a_host_goes_on_from_the_newest_state_that_its_replicas_keep(tmp_path: P
     held = resumed.read_resumed(step=16, sha256=tensors_sha256(found.state))
     assert held is not None and held.has_inner, "but the run goes on from these very bits"
     assert resumed.read_resumed(step=16, sha256=64 * "0") is None
-    assert newest_snapshot(tmp_path, run=new_identity(config_digest=RUN.config_digest)) is None
+    assert newest_snapshot(tmp_path, run=new_identity(config_digest=RUN.config_digest)).state is None
 
 
 def test_copies_and_writes_take_their_share_of_the_time_and_no_more(tmp_path: Path) -> None:

@@ -45,23 +45,11 @@ _FOLDER = re.compile(r"step-(\d{8,18})", re.ASCII)
 _CHUNK_BYTES = 1 << 23
 _ALIGNMENT = 8
 _SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32",
+    torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 _Read = TypeVar("_Read")
 
@@ -122,8 +110,16 @@ class CheckpointFiles:
             if files is None:
                 if step in self.folders():  # else the removal could take an empty folder from another replica
                     self.remove(step)
-                files = {file: self._write_tensors(folder, file, tensors[file]) for file in self._tensor_files}
-            self._storage.write(folder, self._json_file, [memoryview(self._json(step, files, state))])
+                files = {}
+                for file in self._tensor_files:
+                    chunks = _Hashed(safetensors_chunks(tensors[file]))
+                    self._storage.write(folder, file, chunks)
+                    files[file] = chunks.facts()
+            body = {"format": _FORMAT, "version": _VERSION, "step": step, **self._header, "files": files}
+            # as it will be read, so that its hash is that of what is read
+            body = json.loads(json.dumps({**body, "state": state}, default=dict))
+            content = json.dumps({**body, "sha256": body_sha256(body)}).encode() + b"\n"
+            self._storage.write(folder, self._json_file, [memoryview(content)])
         except ForeignCheckpoint:
             raise
         except Exception as error:  # stores raise errors of their own kinds
@@ -132,12 +128,16 @@ class CheckpointFiles:
     def folders(self) -> dict[int, bool]:
         """Return the steps that have files of this writer, and whether each was completed."""
         found = {}
+        unfinished = tuple(f".{name}." for name in self._all_files)
         for name in self._storage.folders():
             match = _FOLDER.fullmatch(name)
             if match and _folder(int(match.group(1))) == name:
                 with contextlib.suppress(FileNotFoundError):  # another replica has removed it just now
-                    files = {file for file in self._storage.sizes(name) if self._is_ours(file)}
-                    if files:
+                    files = self._storage.sizes(name)
+                    if any(
+                        file in self._all_files or (file.startswith(unfinished) and file.endswith(".partial"))
+                        for file in files
+                    ):
                         found[int(match.group(1))] = self._json_file in files
         return found
 
@@ -273,17 +273,6 @@ class CheckpointFiles:
             wanted[file] = chunks.facts()
         return wanted if wanted == there else None
 
-    def _write_tensors(self, folder: str, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        chunks = _Hashed(safetensors_chunks(tensors))
-        self._storage.write(folder, file, chunks)
-        return chunks.facts()
-
-    def _json(self, step: int, files: Mapping[str, Any], state: Any) -> bytes:
-        body = {"format": _FORMAT, "version": _VERSION, "step": step, **self._header, "files": files, "state": state}
-        # as it will be read, so that its hash is that of what is read
-        body = json.loads(json.dumps(body, default=dict))
-        return json.dumps({**body, "sha256": body_sha256(body)}).encode() + b"\n"
-
     def _cannot_write(self, step: int, error: Exception) -> CheckpointError:
         remedy = "see that the place can be reached and written"
         code = error.errno if isinstance(error, OSError) else None
@@ -297,11 +286,6 @@ class CheckpointFiles:
         except Exception as second:
             text += f" (the part that was written cannot be removed: {reason_of(second)})"
         return CheckpointError(text)
-
-    def _is_ours(self, file: str) -> bool:
-        return file in self._all_files or any(
-            file.startswith(f".{name}.") and file.endswith(".partial") for name in self._all_files
-        )
 
     def _check_hash(self, step: int, file: str, body: Mapping[str, Any], sha256: str) -> None:
         if sha256 != body["files"][file]["sha256"]:
@@ -339,12 +323,10 @@ class _Hashed:
             yield chunk
 
     def consume(self) -> None:
-        """Pass all chunks."""
         for _ in self:
             pass
 
     def facts(self) -> dict[str, Any]:
-        """Return the number of bytes and the SHA-256."""
         return {"bytes": self._num_bytes, "sha256": self.digest.hexdigest()}
 
 
@@ -386,11 +368,8 @@ def safetensors_chunks(tensors: Mapping[str, Tensor], *, chunk_bytes: int = _CHU
         if name in header or tensor.dtype not in _SAFETENSORS_DTYPES:
             raise ValueError(f"a safetensors file cannot hold {tensor.dtype} as {name!r}")
         begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        dtype = _SAFETENSORS_DTYPES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     yield memoryview(struct.pack("<Q", len(text)) + text)
@@ -411,27 +390,21 @@ class Storage(Protocol):
 
     def folders(self) -> list[str]:
         """Return the names of the folders, none where nothing was written yet."""
-        ...
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of each file of a folder."""
-        ...
 
     def write(self, folder: str, file: str, chunks: Iterable[memoryview]) -> None:
         """Write a file, over an old one where there is one."""
-        ...
 
     def read(self, folder: str, file: str) -> Iterator[bytes]:
         """Yield a file's bytes."""
-        ...
 
     def tensors(self, folder: str, file: str) -> tuple[dict[str, Tensor], str]:
         """Return the tensors of a safetensors file and the SHA-256 of its bytes."""
-        ...
 
     def remove(self, folder: str, files: Sequence[str]) -> None:
         """Remove files in the order given, with partial ones of a killed writer, then the folder if it is empty."""
-        ...
 
 
 class LocalStorage:
@@ -459,7 +432,12 @@ class LocalStorage:
             place.mkdir(parents=True, exist_ok=True)
             for above in (self._root, self._root.parent):
                 sync_folder(above)
-        replace_whole(place / file, lambda path: _write_all(path, chunks))
+
+        def write_all(path: Path) -> None:
+            with path.open("wb") as stream:
+                stream.writelines(chunks)
+
+        replace_whole(place / file, write_all)
 
     def read(self, folder: str, file: str) -> Iterator[bytes]:
         with (self._root / folder / file).open("rb") as stream:
@@ -550,34 +528,18 @@ def open_storage(folder_or_url: str | Path) -> Storage:
     try:
         filesystem, root = fsspec.core.url_to_fs(text)
     except ImportError as error:
-        raise MissingExtra(_how_to_install(text.partition("://")[0], error)) from error
+        protocol = text.partition("://")[0]
+        package = fsspec.registry.known_implementations.get(protocol, {}).get("class", "").partition(".")[0]
+        # where fsspec has the file system itself, its error names what is missing
+        if package in ("", "fsspec"):
+            raise MissingExtra(f"{protocol}:// cannot be opened: {error}") from error
+        raise MissingExtra(
+            f"{package} is not installed, and {protocol}:// needs it; install it with: pip install {package}"
+        ) from error
     except ValueError as error:
         raise ValueError(f"checkpoints are kept in a folder or under a URL that fsspec knows: {error}") from error
-    if "file" in _protocols(filesystem):
-        return LocalStorage(Path(root))
-    return UrlStorage(filesystem, root)
-
-
-def _protocols(filesystem: Any) -> tuple[str, ...]:
-    found = filesystem.protocol
-    return (found,) if isinstance(found, str) else tuple(found)
-
-
-def _how_to_install(protocol: str, error: ImportError) -> str:
-    from fsspec.registry import known_implementations
-
-    known = known_implementations.get(protocol, {}).get("class", "")
-    package = known.partition(".")[0]
-    # where fsspec has the file system itself, its error names what is missing
-    if package in ("", "fsspec"):
-        return f"{protocol}:// cannot be opened: {error}"
-    return f"{package} is not installed, and {protocol}:// needs it; install it with: pip install {package}"
-
-
-def _write_all(path: Path, chunks: Iterable[memoryview]) -> None:
-    with path.open("wb") as stream:
-        for chunk in chunks:
-            stream.write(chunk)
+    is_local = "file" in ([filesystem.protocol] if isinstance(filesystem.protocol, str) else filesystem.protocol)
+    return LocalStorage(Path(root)) if is_local else UrlStorage(filesystem, root)
 
 
 def _last(path: str) -> str:

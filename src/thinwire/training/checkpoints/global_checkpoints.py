@@ -62,6 +62,12 @@ class Latest:
     warnings: tuple[str, ...] = ()
     age: int = 0
 
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """What a newer state has more of: incarnation, era, step."""
+        era = None if self.state is None else self.state.note.get("era")
+        return (-1, 0, 0) if self.state is None else (self.age, era if type(era) is int else 0, self.state.step)
+
 
 class GlobalCheckpoints:
     """The checkpoints of one elastic run.
@@ -128,13 +134,7 @@ class GlobalCheckpoints:
         self._saves.hand_over(state, copy=copy)
 
     def wait(self, deadline_s: float | None = None) -> bool:
-        """Wait until nothing is left to write.
-
-        Args:
-            deadline_s: How long to wait at most; None waits for ever.
-
-        Returns:
-            Whether nothing is left to write.
+        """Wait until nothing is left to write, for so long at most; return whether nothing is left.
 
         Raises:
             CheckpointError: Without `on_warning`: a state could not be written.
@@ -161,11 +161,6 @@ class GlobalCheckpoints:
             ) from error
 
     def steps(self) -> list[int]:
-        """Return the steps whose checkpoints were completed, in order, verified or not.
-
-        Raises:
-            CheckpointError: The place cannot be listed.
-        """
         return self._files.steps()
 
     def problem(self, step: int) -> str:
@@ -177,11 +172,6 @@ class GlobalCheckpoints:
         return problem
 
     def describe(self, step: int) -> Description:
-        """Read a checkpoint's JSON; its files' sizes are checked, and their content is not.
-
-        Raises:
-            CheckpointError: It is missing, incomplete or damaged; names the file.
-        """
         return self._files.describe(step)
 
     def load(self, step: int) -> GlobalState:
@@ -224,10 +214,7 @@ class GlobalCheckpoints:
         return Latest(state=None)
 
     def readable_step(self, wanted: int = 0) -> int:
-        """Return a step whose checkpoint can be read as its JSON states: the wanted one if it can, else the newest.
-
-        Returns:
-            The step; 0 where there is none.
+        """Return the wanted step if its checkpoint can be read as its JSON states, else the newest such; 0 for none.
 
         Raises:
             ForeignCheckpoint: One is of another run; names both.
@@ -307,7 +294,13 @@ class GlobalCheckpoints:
 
     def _prune(self, just_written: int) -> None:
         folders = self._files.folders()
-        oldest_kept = self._oldest_kept([step for step, is_complete in folders.items() if is_complete])
+        oldest_kept = whole = 0
+        for step in sorted((step for step, is_complete in folders.items() if is_complete), reverse=True):
+            # those that do not verify are no reason to remove one that does
+            whole += step in self._verified or not self.problem(step)
+            if whole == self._keep_last:
+                oldest_kept = step
+                break
         for step, is_complete in folders.items():
             is_marked = self._keep_every is not None and step % self._keep_every == 0
             is_needless = step < oldest_kept and not is_marked
@@ -315,15 +308,6 @@ class GlobalCheckpoints:
             if step != just_written and (is_needless or not is_complete):
                 self._verified.discard(step)
                 self._files.remove(step)
-
-    def _oldest_kept(self, steps: list[int]) -> int:
-        """Return the last of the newest that stay; those that do not verify are no reason to remove one that does."""
-        whole = 0
-        for step in sorted(steps, reverse=True):
-            whole += step in self._verified or not self.problem(step)
-            if whole == self._keep_last:
-                return step
-        return 0
 
 
 class BackgroundSaves:
@@ -347,12 +331,7 @@ class BackgroundSaves:
         self._failure: CheckpointError | None = None
 
     def hand_over(self, state: GlobalState, *, copy: bool = True) -> None:
-        """Queue a state, in place of one that still waits.
-
-        Raises:
-            CheckpointError: An earlier one could not be written, and there is no `on_warning`; this one is written all
-                the same.
-        """
+        """Queue a state, in place of one that still waits; see `GlobalCheckpoints.save`."""
         with self._changed:
             left_out, self._waiting = self._waiting, None
             buffers = left_out[1] if left_out else self._spare
@@ -382,17 +361,6 @@ class BackgroundSaves:
         self._raise_failure()
 
     def wait(self, deadline_s: float | None = None) -> bool:
-        """Wait until nothing is left to write.
-
-        Args:
-            deadline_s: How long to wait at most; None waits for ever.
-
-        Returns:
-            Whether nothing is left to write.
-
-        Raises:
-            CheckpointError: One could not be written, and there is no `on_warning`.
-        """
         with self._changed:
             is_done = self._changed.wait_for(lambda: self._thread is None, timeout=deadline_s)
         self._raise_failure()

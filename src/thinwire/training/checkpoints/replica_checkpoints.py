@@ -56,10 +56,8 @@ class ReplicaCheckpoints:
 
     def __init__(self, run_dir: Path, *, identity: Identity) -> None:
         self._tensor_file = f"replica-{identity.replica}.safetensors"
-        self._files = CheckpointFiles(
-            LocalStorage(run_dir / "checkpoints"), json_file=f"replica-{identity.replica}.json",
-            tensor_files=[self._tensor_file], header=identity.header(), foreign=identity.foreign,
-        )  # fmt: skip
+        storage = LocalStorage(run_dir / "checkpoints")
+        self._files = _files_of(identity.replica, storage, header=identity.header(), foreign=identity.foreign)
 
     def save(self, state: Mapping[str, Any], *, step: int, drift_steps: int) -> None:
         """Write a state of nested containers, tensors and plain values, then remove those that no replica can need.
@@ -79,11 +77,9 @@ class ReplicaCheckpoints:
             self._remove(earlier)
 
     def steps(self) -> list[int]:
-        """Return the steps for which this replica has completed files, in order, verified or not."""
         return self._files.steps()
 
     def problem(self, step: int) -> str:
-        """Check a checkpoint against its hashes; return what is wrong with it, or an empty text."""
         return self._files.problem(step)
 
     def load(self, step: int) -> dict[str, Any]:
@@ -117,12 +113,12 @@ def replica_files(storage: Storage) -> dict[int, CheckpointFiles]:
     """Return the files of each replica that has checkpoints in a storage, of whatever run, to list and verify them."""
     names = {file for folder in storage.folders() for file in storage.sizes(folder)}
     replicas = sorted(int(match.group(1)) for match in map(_JSON_FILE.fullmatch, names) if match)
-    return {
-        replica: CheckpointFiles(
-            storage, json_file=f"replica-{replica}.json", tensor_files=[f"replica-{replica}.safetensors"], header={}
-        )
-        for replica in replicas
-    }
+    return {replica: _files_of(replica, storage, header={}) for replica in replicas}
+
+
+def _files_of(replica: int, storage: Storage, **more: Any) -> CheckpointFiles:
+    tensor_files = [f"replica-{replica}.safetensors"]
+    return CheckpointFiles(storage, json_file=f"replica-{replica}.json", tensor_files=tensor_files, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from thinwire.errors import ThinwireError
 from thinwire.files import replace_whole
 from thinwire.runlog.run_identity import RunIdentity
 from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.training.checkpoints.global_checkpoints import Latest
 
 # Shares of training time spent on copying, and of the disk and a core on writing, at most.
 _COPY_SHARE, _WRITE_SHARE = 0.005, 0.05
@@ -95,9 +95,8 @@ class LocalSnapshot:
     def read(self) -> HeldState | None:
         """Return the state, None where there is none of this run that is whole and finite."""
         state = _read(self._path)
-        if state is None or state.note["run"] != self._run.stamp():
-            return None
-        return HeldState(step=state.step, era=state.note["era"], state=state)
+        is_own = state is not None and state.note["run"] == self._run.stamp()
+        return HeldState(step=state.step, era=state.note["era"], state=state) if state is not None and is_own else None
 
     def read_resumed(self, *, step: int, sha256: str) -> HeldState | None:
         """Return the state of this hash, kept before the run was resumed, that it goes on from; None without one."""
@@ -108,7 +107,6 @@ class LocalSnapshot:
         return HeldState(step=step, era=RESUMED_ERA, state=state) if is_same else None
 
     def discard(self) -> None:
-        """Delete the file."""
         with contextlib.suppress(OSError):
             self._path.unlink()
 
@@ -148,7 +146,12 @@ class LocalSnapshot:
             note = {**state.note, "account": dict(account)}
             state = GlobalState(step=state.step, parameters=state.parameters, outer=state.outer, note=note)
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_whole(self._path, partial(_write_spans, state))
+
+            def write_spans(path: Path) -> None:
+                with path.open("wb") as file:
+                    file.writelines(spans(state))
+
+            replace_whole(self._path, write_spans)
         except (OSError, ValueError, MemoryError) as error:
             self._has_failed = True
             self._warn(f"this replica's own state cannot be kept at {self._path}: {error}; it would fetch it again")
@@ -161,29 +164,15 @@ def snapshot_path(run_dir: Path, index: int) -> Path:
     return run_dir / _FOLDER / f"replica-process-{index}.state"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewestSnapshot:
-    """A kept state as a checkpoint.
-
-    Attributes:
-        state: Global parameters, momenta, and the account of the data at its step.
-        age: Place of its incarnation in the run's list.
-    """
-
-    state: GlobalState
-    age: int
-
-
-def newest_snapshot(run_dir: Path, *, run: RunIdentity) -> NewestSnapshot | None:
-    """Return the newest state that replicas of a host keep of a run, with the account of the data; or None."""
+def newest_snapshot(run_dir: Path, *, run: RunIdentity) -> Latest:
+    """Return the newest state that replicas of a host keep of a run, with the account of the data, as a checkpoint."""
     states = [state for path in sorted((run_dir / _FOLDER).glob("*.state")) if (state := _read(path)) is not None]
     own = [state for state in states if not run.foreign(state.note["run"]) and state.note.get("account")]
     newest = max(own, key=lambda state: (run.age(state.note["run"]), state.note["era"], state.step), default=None)
     if newest is None:
-        return None
+        return Latest(state=None)
     note = {**newest.note["account"], "era": newest.note["era"]}
-    state = dataclasses.replace(_global(newest), note=note)
-    return NewestSnapshot(state=state, age=run.age(newest.note["run"]))
+    return Latest(state=dataclasses.replace(_global(newest), note=note), age=run.age(newest.note["run"]))
 
 
 def _global(state: GlobalState) -> GlobalState:
@@ -202,9 +191,3 @@ def _read(path: Path) -> GlobalState | None:
     is_whole = isinstance(state.note.get("run"), Mapping) and type(state.note.get("era")) is int and state.step > 0
     is_whole = is_whole and isinstance(state.note.get("account", {}), Mapping)
     return state if is_whole and not non_finite(state) else None
-
-
-def _write_spans(state: GlobalState, path: Path) -> None:
-    with path.open("wb") as file:
-        for span in spans(state):
-            file.write(span)

@@ -30,7 +30,7 @@ from thinwire.errors import CheckpointError, ConnectError, Expelled, NotThere, R
 from thinwire.runlog.run_identity import RunIdentity
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.sync.round_engine import RoundEngine
-from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
+from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints, Latest
 from thinwire.training.config import TrainConfig
 from thinwire.training.elastic.local_snapshot import HeldState, LocalSnapshot, newest_snapshot
 from thinwire.units import format_bytes
@@ -81,13 +81,12 @@ class StateKeeper:
         self._published: dict[int, tuple[bytes, int]] = {}
         self._published_s = 0.0
         self._begun: set[int] = set()
-        self._has_kept = False
+        self.has_kept = False  # whether this replica has begun to write a state of its own
         self._tasks: queue.SimpleQueue[tuple[GlobalState, bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="thinwire-states", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Finish all started work."""
         self._tasks.put(None)
         self._thread.join(timeout=60)
         if self._kept is not None:
@@ -103,8 +102,12 @@ class StateKeeper:
             wanted = step in session.view.captures
             missed = [cut for cut in session.view.captures if cut < step]
             session.view.captures -= {step, *missed}
-        for cut in missed:
-            self._answer_late(cut)
+        for cut in missed:  # captured or missed, unless it is still being captured
+            if cut in self._published:
+                root, num_bytes = self._published[cut]
+                session.send("captured", step=cut, root=root.hex(), bytes=num_bytes)
+            elif cut not in self._begun:
+                session.send("missed", step=cut)
         is_due = self._policy.is_due(step)
         if wanted or (is_due and self._policy.checkpoints is not None):
             parameters, outer = global_tensors(self._optimizer.engine, self._model)
@@ -116,29 +119,19 @@ class StateKeeper:
                 self._begun.add(step)
                 self._tasks.put((state, is_due))
         if self._kept is not None and step < self._policy.last_step:
-            self._has_kept |= self._kept.offer(
+            self.has_kept |= self._kept.offer(
                 step, era=session.view.era, every=session.interval_steps, model=self._model, optimizer=self._optimizer
             )
-
-    @property
-    def has_kept(self) -> bool:
-        """Whether this replica has begun to write a state of its own."""
-        return self._has_kept
-
-    def _answer_late(self, cut: int) -> None:
-        """Report a past step's state as captured or missed, unless it is still being captured."""
-        if cut in self._published:
-            root, num_bytes = self._published[cut]
-            self._membership.session.send("captured", step=cut, root=root.hex(), bytes=num_bytes)
-        elif cut not in self._begun:
-            self._membership.session.send("missed", step=cut)
 
     def _run(self) -> None:
         while True:
             try:
                 task = self._tasks.get(timeout=_LOOK_S)
             except queue.Empty:
-                self._forget_unwanted()
+                # withdraw states that no replica fetches: each is as large as the parameters and the outer momenta
+                since_s = min(time.monotonic() - self._published_s, self._membership.library.bulk_unwanted_s)
+                for step in [*self._published] if since_s > _UNWANTED_S else []:
+                    self._withdraw(step)
                 continue
             if task is None:
                 return
@@ -172,23 +165,14 @@ class StateKeeper:
         self._begun.discard(step)
         withdraw_state(self._membership.library, state_name(step), num_bytes=num_bytes)
 
-    def _forget_unwanted(self) -> None:
-        """Withdraw states that no replica fetches: each is as large as the parameters and the outer momenta."""
-        since_s = min(time.monotonic() - self._published_s, self._membership.library.bulk_unwanted_s)
-        for step in [*self._published] if since_s > _UNWANTED_S else []:
-            self._withdraw(step)
-
     def _write(self, state: GlobalState) -> None:
         """Write a checkpoint with the coordinator's account of the data."""
         assert self._policy.checkpoints is not None
-
-        def note_of(view: object) -> StateOffer | None:
-            return self._membership.session.view.offers.get(state.step)
-
         try:
-            offer = self._membership.session.wait_for(
-                note_of, deadline_s=_NOTE_S, why="the checkpoint has no account of the data"
-            )
+            offer: StateOffer = self._membership.session.wait_for(
+                lambda view: view.offers.get(state.step), deadline_s=_NOTE_S,
+                why="the checkpoint has no account of the data",
+            )  # fmt: skip
             note = {**offer.note, "era": offer.era}
         except (ConnectError, Expelled):
             note = {}
@@ -213,18 +197,16 @@ def newest_state(
         ForeignCheckpoint: Checkpoints of another run lie there; names both.
         CheckpointError: There are checkpoints and none verifies.
     """
-    latest = checkpoints_of(config, run=run).latest()
+    latest, kept = _latest(checkpoints_of(config, run=run), report), newest_snapshot(config.run_dir, run=run)
+    is_kept = kept.order > latest.order
+    return kept.state if is_kept else latest.state, is_kept
+
+
+def _latest(checkpoints: GlobalCheckpoints, report: Callable[[str], None]) -> Latest:
+    latest = checkpoints.latest()
     for warning in latest.warnings:
         report(warning)
-    kept = newest_snapshot(config.run_dir, run=run)
-    if kept is None or (latest.state is not None and _order(latest.state, latest.age) >= _order(kept.state, kept.age)):
-        return latest.state, False
-    return kept.state, True
-
-
-def _order(state: GlobalState, age: int) -> tuple[int, int, int]:
-    era = state.note.get("era")
-    return age, era if type(era) is int else 0, state.step
+    return latest
 
 
 def take_in(
@@ -245,18 +227,18 @@ def take_in(
     """
     if offer.root == "seed":
         return 0, None
-    if offer.root == "own":
-        if held is None or held.step != offer.step:
-            raise Expelled(f"was to go on from a state of its own of step {offer.step}, and holds none; joining again")
+    is_held = held is not None and held.step == offer.step
+    if offer.root == "own" and not is_held:
+        raise Expelled(f"was to go on from a state of its own of step {offer.step}, and holds none; joining again")
+    if held is not None and is_held and offer.root in ("own", "disk"):  # on disk the same, without the inner moments
         held.take_in(model=model, optimizer=optimizer)
-        report(f"going on from its own state of step {held.step}")
-        return held.step, None
-    if offer.root == "disk" and held is not None and offer.step == held.step:  # the same, with the inner moments
-        held.take_in(model=model, optimizer=optimizer)
-        report(f"going on from the checkpoint of step {held.step}, as this host holds it")
+        whose = "its own state" if offer.root == "own" else "the checkpoint"
+        report(f"going on from {whose} of step {held.step}" + ", as this host holds it" * (offer.root == "disk"))
         return held.step, None
     if offer.root == "disk":
-        state = None if checkpoints is None else _checkpoint(checkpoints, step=offer.step, report=report)
+        state = None
+        if checkpoints is not None:
+            state = checkpoints.load(offer.step) if offer.step else _latest(checkpoints, report).state
         if state is None:
             report("there is no checkpoint on this host; starting from the seed")
             return 0, None
@@ -275,16 +257,6 @@ def take_in(
     load_global_parameters(optimizer.engine, model, parameters)
     membership.session.reach(coming.step)
     return coming.step, coming
-
-
-def _checkpoint(checkpoints: GlobalCheckpoints, *, step: int, report: Callable[[str], None]) -> GlobalState | None:
-    """Return the state of a step, or the newest one where the step is 0."""
-    if step:
-        return checkpoints.load(step)
-    latest = checkpoints.latest()
-    for warning in latest.warnings:
-        report(warning)
-    return latest.state
 
 
 _HOLDER_POLL_S = 0.2

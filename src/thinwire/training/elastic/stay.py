@@ -129,7 +129,7 @@ class ElasticPolicy(LoopPolicy):
 
 
 _JOIN_S = 60.0
-_Job = TypeVar("_Job", ElasticJob, LoopJob)
+_Job = TypeVar("_Job", bound=ElasticJob | LoopJob)
 
 
 class ElasticStay(Generic[_Job]):
@@ -156,7 +156,7 @@ class ElasticStay(Generic[_Job]):
         self.membership, self._address = join(
             invitation, secret=secret, plan_of=plan_of, listen=listen, deadline_s=_JOIN_S, warn=on_silence or report
         )
-        job: _Job = read_job(self.membership.job)
+        job = read_job(self.membership.job)
         self.job = job
         self._report = report
         self._keeper: StateKeeper | None = None
