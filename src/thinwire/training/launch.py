@@ -10,11 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from thinwire.errors import Stopped, ThinwireError, TransportError, WorkerFailed
@@ -25,6 +23,7 @@ from thinwire.runlog.writer import last_beat_s, write_obituary
 from thinwire.training.agreed_stop import AgreedStop
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints, choose_step, verify_all
 from thinwire.training.config import TrainConfig
+from thinwire.training.elastic.launch import noted_signals
 from thinwire.transport.addresses import RENDEZVOUS_FILE
 
 # Folders of the ranks of replicas that do not lead: each holds what a run of its own would, for the same shard.
@@ -38,7 +37,6 @@ _STOP_S = 10.0
 _STUCK_S, _SAVE_S = 10.0, 120.0
 # Signals so close together are one: a shell and a wrapper may both pass on Ctrl-C.
 _ONE_SIGNAL_S = 1.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +80,7 @@ def launch(
     # the folder's mode is 0700: no other user can leave notes for the replicas, and no port is opened for them
     with (
         tempfile.TemporaryDirectory(prefix="thinwire-rendezvous-", ignore_cleanup_errors=True) as folder,
-        _noted_signals() as signals,
+        noted_signals() as signals,
     ):
         names = [process_name(rank, ranks=ranks) for rank in range(config.num_replicas * ranks)]
         stop = AgreedStop.create(Path(folder) / "stop", size=len(names))
@@ -114,14 +112,11 @@ def step_to_resume(config: TrainConfig) -> tuple[int, list[str]]:
         CheckpointError: There are checkpoints, but none is whole for all replicas.
     """
     found = []
-    run = read_identity(config.run_dir).run
+    own = {"run": read_identity(config.run_dir).run, "config_digest": config.digest()}
     for replica in range(config.num_replicas):
-        identity = Identity(
-            run=run, replica=replica, num_replicas=config.num_replicas, config_digest=config.digest()
-        )  # fmt: skip
+        identity = Identity(replica=replica, num_replicas=config.num_replicas, **own)
         for rank in range(config.parallel.ranks):
-            folder = rank_folder(config.run_dir, rank)
-            found.append(verify_all(ReplicaCheckpoints(folder, identity=identity)))
+            found.append(verify_all(ReplicaCheckpoints(rank_folder(config.run_dir, rank), identity=identity)))
     return choose_step(found)
 
 
@@ -253,9 +248,8 @@ class _Replicas:
                     self._longest_s = max(self._longest_s, time.monotonic() - done_s)
                 done, done_s = now, time.monotonic()
             codes = {replica: process.poll() for replica, process in self._processes.items()}
-            failures = {replica: ProcessFailure(exitcode=code) for replica, code in codes.items() if code}
-            if failures or all(code == 0 for code in codes.values()):
-                return failures
+            if any(codes.values()) or all(code == 0 for code in codes.values()):
+                return {replica: ProcessFailure(exitcode=code) for replica, code in codes.items() if code}
             time.sleep(_POLL_S)
         return {}
 
@@ -286,12 +280,16 @@ class _Replicas:
 
     def stop(self) -> None:
         """End all that still run at once, by SIGKILL if need be."""
-        self._send(_END)
-        until_s = time.monotonic() + _STOP_S
-        self._wait_until(until_s)
-        self._killed = self._send(signal.SIGKILL)
-        # bounded: a process that waits for a device in the kernel does not end by SIGKILL either
-        self._wait_until(time.monotonic() + _STOP_S)
+        for number in (_END, signal.SIGKILL):
+            self._killed = {replica for replica, process in self._processes.items() if process.poll() is None}
+            for replica in self._killed:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._processes[replica].pid, number)
+            # bounded: a process that waits for a device in the kernel does not end by SIGKILL either
+            until_s = time.monotonic() + _STOP_S
+            for process in self._processes.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=max(0.0, until_s - time.monotonic()))
 
     def later_failures(self, earlier: Mapping[int, ProcessFailure]) -> dict[int, ProcessFailure]:
         """Return the failures seen after `earlier`, with those that `stop` caused marked so."""
@@ -301,34 +299,6 @@ class _Replicas:
             for replica, code in codes.items()
             if code
         }
-
-    def _send(self, number: int) -> set[int]:
-        running = {replica for replica, process in self._processes.items() if process.poll() is None}
-        for replica in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._processes[replica].pid, number)
-        return running
-
-    def _wait_until(self, until_s: float) -> None:
-        for process in self._processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(0.0, until_s - time.monotonic()))
-
-
-@contextmanager
-def _noted_signals() -> Iterator[list[int]]:
-    """Collect the signals that end a run in a list instead of acting on them."""
-    signals: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-
-    before = {number: signal.signal(number, note) for number in _SIGNALS}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def write_failure_report(run_dir: Path, rank: int, error: Exception, *, ranks: int = 1) -> None:

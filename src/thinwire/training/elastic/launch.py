@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -64,7 +64,6 @@ class StandbyProcess:
         return process
 
     def stop(self) -> None:
-        """Let no process wait any more."""
         if self._process is None:
             return
         assert self._process.stdin is not None
@@ -87,11 +86,7 @@ def log_path(path: Path) -> Path:
 
 
 def read_work() -> list[str] | None:
-    """Wait for work on stdin, and send what is printed from then on where the launcher wants it.
-
-    Returns:
-        The arguments, None where there is no work any more.
-    """
+    """Wait for arguments on stdin, and send what is printed from then on to their log; None where no work is left."""
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return None
@@ -175,11 +170,19 @@ class _Worker:
         self._process = None
         if code == 0:
             self.has_ended = True
-        elif code == REFUSED or (code == UNANSWERED and not is_answered()):
+            return
+        error = self._last_error()
+        if code == REFUSED or (code == UNANSWERED and not is_answered()):
             self.has_ended = True
-            self.problem = self._last_error() or f"{self.role.name} could not go on"
-        else:
-            self._plan_again(code, report)
+            self.problem = error or f"{self.role.name} could not go on"
+            return
+        if time.monotonic() - self._began_s > _SHORT_LIFE_S:
+            self._pause_s = _AGAIN_S
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        why = f" ({error})" if error and code > 0 else ""
+        report(f"{self.role.name} {how}{why}; starting it again in {self._pause_s:g} s")
+        self._due_s = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_AGAIN_S)
 
     def _start(self, standby: StandbyProcess) -> None:
         logs = self._run_dir / "logs"
@@ -200,16 +203,6 @@ class _Worker:
         self._began_s = time.monotonic()
         self.num_starts += 1
 
-    def _plan_again(self, code: int, report: Callable[[str], None]) -> None:
-        if time.monotonic() - self._began_s > _SHORT_LIFE_S:
-            self._pause_s = _AGAIN_S
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        error = self._last_error() if code > 0 else ""
-        why = f" ({error})" if error else ""
-        report(f"{self.role.name} {how}{why}; starting it again in {self._pause_s:g} s")
-        self._due_s = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, _LONGEST_AGAIN_S)
-
     def stop(self, number: int) -> None:
         """Ask the process to end, and start no other."""
         self.has_ended = True
@@ -227,11 +220,6 @@ class _Worker:
             self._process.kill()
             self._process.wait()
 
-    @property
-    def pid(self) -> int:
-        """The process, 0 for none."""
-        return 0 if self._process is None else self._process.pid
-
     def execute(self, order: ProcessOrder) -> None:
         """Kill the process, and start another one in its place or none."""
         if self._process is None or self._process.pid != order.pid:
@@ -244,6 +232,22 @@ class _Worker:
         lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
         said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return said[-1] if said else ""
+
+
+@contextlib.contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Collect the signals that end a run in a list instead of acting on them, in the main thread."""
+    signals: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def launch(
@@ -272,53 +276,32 @@ def launch(
     """
     workers = [_Worker(role, run_dir=run_dir) for role in roles]
     standby = StandbyProcess(next((role.spare for role in roles if role.spare), ""), run_dir=run_dir)
-    signals: list[int] = []
     has_parted = False
-
-    def take(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-
-    before = {number: signal.signal(number, take) for number in _SIGNALS}
-    try:
-        _wait(signals, standby, on_tick=on_tick, is_waiting=is_waiting)
-        while not signals:
-            for worker in workers:
-                worker.update(report, standby, is_answered=is_answered)
-            _execute(workers, orders())
-            _check(workers)
-            if all(worker.has_ended for worker in workers):
-                return
-            is_parted = all(worker.has_ended for worker in workers if worker.role.is_needed)
-            if not has_parted and is_parted:
-                with contextlib.suppress(OSError):  # a full disk; it is tried again
-                    part()
-                    has_parted = True
-            if not is_parted and all(worker.is_steady for worker in workers):
-                standby.start()  # not before: it would slow down those that start
-            on_tick()
-            time.sleep(_LOOK_S)
-        raise Stopped(signals[0])
-    finally:
-        standby.stop()
-        _stop_all(workers)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _wait(
-    signals: Sequence[int], standby: StandbyProcess, *, on_tick: Callable[[], None], is_waiting: Callable[[], bool]
-) -> None:  # fmt: skip
-    """Keep a process ready, and start none in a replica's place."""
-    while not signals and is_waiting():
-        standby.start()
-        on_tick()
-        time.sleep(_LOOK_S)
-
-
-def _check(workers: Sequence[_Worker]) -> None:
-    problems = [worker.problem for worker in workers if worker.problem]
-    if problems:
-        raise WorkerFailed(problems[0])
+    with noted_signals() as signals:
+        try:
+            while not signals and is_waiting():
+                standby.start()
+                on_tick()
+                time.sleep(_LOOK_S)
+            while not signals:
+                for worker in workers:
+                    worker.update(report, standby, is_answered=is_answered)
+                _execute(workers, orders())
+                if all(worker.has_ended for worker in workers):
+                    return
+                is_parted = all(worker.has_ended for worker in workers if worker.role.is_needed)
+                if not has_parted and is_parted:
+                    with contextlib.suppress(OSError):  # a full disk; it is tried again
+                        part()
+                        has_parted = True
+                if not is_parted and all(worker.is_steady for worker in workers):
+                    standby.start()  # not before: it would slow down those that start
+                on_tick()
+                time.sleep(_LOOK_S)
+            raise Stopped(signals[0])
+        finally:
+            standby.stop()
+            _stop_all(workers)
 
 
 def _execute(workers: Sequence[_Worker], orders: Sequence[ProcessOrder]) -> None:
@@ -327,6 +310,9 @@ def _execute(workers: Sequence[_Worker], orders: Sequence[ProcessOrder]) -> None
             raise WorkerFailed(f"the run was ended because of a finding: {order.why}")
         for worker in workers:
             worker.execute(order)
+    problems = [worker.problem for worker in workers if worker.problem]
+    if problems:
+        raise WorkerFailed(problems[0])
 
 
 def _stop_all(workers: Sequence[_Worker]) -> None:
