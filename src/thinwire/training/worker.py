@@ -172,8 +172,18 @@ class _Replica:
         why = ""
         try:
             training = self._assemble(meter, recorder, warn)
-            complaint = self._check_code()
-            self._go_to(step, training, meter)
+            complaint = ""
+            if self._transport.num_replicas > 1:  # a codec may cost more time than it saves on this link
+                complaint = complain(
+                    self._optimizer, num_steps=config.run.steps, number=_PROBING,
+                    deadline_s=config.run.join_deadline_s, device=next(self._model.parameters()).device,
+                )  # fmt: skip
+            if step:
+                training.load(self._checkpoints.load(step))
+                self._checkpoints.forget_after(step)
+            elif self._place.is_resumed:
+                meter.start_over()
+            meter.start()
             recorder.follow(self._transport, self._optimizer.engine)
             if complaint and self._transport.replica == 0:
                 meter.write_warning(step + 1, message=complaint)
@@ -210,11 +220,15 @@ class _Replica:
             "options": _comparable(self._config), "corpus": self._data.sha256, "run": self._run.to_json(),
             "has_run": has_run(self._config.run_dir), "is_resumed": self._place.is_resumed, "good": found.good[-32:],
             "bad": [[step, problem[:200]] for step, problem in sorted(found.bad.items())[-8:]],
-            "data_problem": self._data_problem() if self._place.is_resumed else "",
+            "data_problem": "",
         }  # fmt: skip
+        if self._place.is_resumed:
+            try:
+                check_corpus(self._config, self._data.sha256)
+            except DataError as error:
+                note["data_problem"] = str(error)
         notes = self._all_gather(note, number=_OPENING, deadline_s=self._config.run.join_deadline_s)
         _check_same(notes)
-        self._check_folder(notes)
         self._agree_on_run(notes)
         reports = [Found(good=tuple(n["good"]), bad={int(s): str(p) for s, p in n["bad"]}) for n in notes]
         step, warnings = choose_step(reports)
@@ -230,24 +244,13 @@ class _Replica:
         self._all_gather({}, number=_READY, deadline_s=self._config.run.join_deadline_s)
         return step
 
-    def _data_problem(self) -> str:
-        try:
-            check_corpus(self._config, self._data.sha256)
-        except DataError as error:
-            return str(error)
-        return ""
-
-    def _check_folder(self, notes: list[dict[str, Any]]) -> None:
-        if self._place.is_prepared or self._place.is_resumed or self._config.output.overwrite:
-            return
-        holders = [replica for replica, note in enumerate(notes) if note["has_run"]]
-        if holders:
-            raise ValueError(f"{occupied(self._config.run_dir)} (seen by replica {holders[0]})")
-
     def _agree_on_run(self, notes: list[dict[str, Any]]) -> None:
         """Take replica 0's run id where the run begins here; else all hosts must hold the same one."""
         first = identity_from_json(notes[0]["run"])
         if not self._place.is_prepared and not self._place.is_resumed:
+            holders = [replica for replica, note in enumerate(notes) if note["has_run"]]
+            if holders and not self._config.output.overwrite:
+                raise ValueError(f"{occupied(self._config.run_dir)} (seen by replica {holders[0]})")
             self._run = first
             self._checkpoints = self._checkpoints_of(first)
             return
@@ -317,32 +320,16 @@ class _Replica:
                 parameter.copy_(values[name])
         return model
 
-    def _check_code(self) -> str:
-        """Return the warning about a method whose codec costs more time than it saves on this link."""
-        if self._transport.num_replicas < 2:
-            return ""
-        return complain(
-            self._optimizer, num_steps=self._config.run.steps, number=_PROBING,
-            deadline_s=self._config.run.join_deadline_s, device=next(self._model.parameters()).device,
-        )  # fmt: skip
-
-    def _go_to(self, step: int, training: Training, meter: Meter) -> None:
-        if step:
-            training.load(self._checkpoints.load(step))
-            self._checkpoints.forget_after(step)
-        elif self._place.is_resumed:
-            meter.start_over()
-        meter.start()
-
     def _close(self, training: Training, warn: Callable[[str], None]) -> dict[str, Any] | None:
         """Compare the replicas' results; replica 0 evaluates and writes the run's."""
         reading = training.reading()
         with self._optimizer.global_parameters(may_lag=True):
             sha256 = parameters_sha256(self._whole_model())
-        notes = self._all_gather(
-            self._note_of_replica(replica_note(reading, sha256=sha256)), number=_CLOSING,
-            deadline_s=training.deadline_s,
-        )  # fmt: skip
+        note = replica_note(reading, sha256=sha256)
+        of_ranks = self._of_all_ranks(note)  # they differ in what they sent and received alone
+        counted = ("payload_bytes", "wire_bytes_sent", "wire_bytes_received", "peak_bits_per_s")
+        note |= {name: sum(one[name] for one in of_ranks) for name in counted}
+        notes = self._all_gather(note, number=_CLOSING, deadline_s=training.deadline_s)
         if self._transport.replica != 0:
             return None
         shown = training.evaluate_at_end()
@@ -359,12 +346,6 @@ class _Replica:
         )
         write_summary(self._config.run_dir, summary)
         return summary
-
-    def _note_of_replica(self, note: dict[str, Any]) -> dict[str, Any]:
-        """Add up what the ranks of this replica sent; the rest of the note is the same on all of them."""
-        notes = self._of_all_ranks(note)
-        counted = ("payload_bytes", "wire_bytes_sent", "wire_bytes_received", "peak_bits_per_s")
-        return {**note, **{name: sum(one[name] for one in notes) for name in counted}}
 
     def _all_gather(self, note: dict[str, Any], *, number: int, deadline_s: float) -> list[dict[str, Any]]:
         return all_gather_json(note, transport=self._transport, number=number, deadline_s=deadline_s)

@@ -46,6 +46,8 @@ class JobTerms:
         overlap_steps: tau.
         part_share: Bytes of the parts that a replica sends in an interval, over those of the state.
         allows_overdue: Whether training goes on where a round's result is overdue: where rounds overlap steps.
+        num_replicas: Planned replicas; of a loop of one's own, those that begin together.
+        last_step: The run's last inner step, 0 where it has none.
         identity: The run's id, and the incarnations of its coordinator.
     """
 
@@ -53,13 +55,16 @@ class JobTerms:
     overlap_steps: int
     part_share: float
     allows_overdue: bool
+    num_replicas: int
+    last_step: int
     identity: RunIdentity
 
     def to_json(self) -> dict[str, Any]:
         """Return the coordinator's description of the job."""
         return {
             "thinwire": __version__, "sync_interval": self.sync_interval, "overlap_steps": self.overlap_steps,
-            "part_share": self.part_share, "allows_overdue": self.allows_overdue, "identity": self.identity.to_json(),
+            "part_share": self.part_share, "allows_overdue": self.allows_overdue, "last_step": self.last_step,
+            "identity": self.identity.to_json(),
         }  # fmt: skip
 
 
@@ -88,27 +93,18 @@ class ElasticJob(JobTerms):
         from thinwire.training.build import make_method  # imports torch, which readers of a job do not need
 
         method = make_method(config)
+        batches = max(_BATCHES_A_SHARD, -(-method.schedule.sync_interval // 4))
         return cls(
-            config=config, shard_windows=max(_BATCHES_A_SHARD, -(-method.schedule.sync_interval // 4)) *
-            config.data.batch_size, identity=identity, resumed_step=resumed_step, resumed_sha256=resumed_sha256,
-            **_terms_of(method),
+            config=config, shard_windows=batches * config.data.batch_size, identity=identity,
+            num_replicas=config.num_replicas, last_step=config.run.steps, resumed_step=resumed_step,
+            resumed_sha256=resumed_sha256, **_terms_of(method),
         )  # fmt: skip
-
-    @property
-    def num_replicas(self) -> int:
-        """Planned replicas."""
-        return self.config.num_replicas
-
-    @property
-    def last_step(self) -> int:
-        """The run's last inner step."""
-        return self.config.run.steps
 
     def to_json(self) -> dict[str, Any]:
         return {
             **JobTerms.to_json(self), "config": to_json(self.config, without=LOCAL),
             "shard_windows": self.shard_windows, "resumed_step": self.resumed_step,
-            "resumed_sha256": self.resumed_sha256, "last_step": self.last_step,
+            "resumed_sha256": self.resumed_sha256,
             "begin_with": self.config.elastic.begin_with or self.config.num_replicas,
             "is_invite_only": self.config.elastic.invite_only,
             "start_timeout_s": self.config.run.join_deadline_s, "window_samples": self.config.model.seq_len or 1,
@@ -145,7 +141,10 @@ class ElasticJob(JobTerms):
             if not isinstance(sha256, str) or len(sha256) > _MOST_DIGITS:
                 raise ValueError(f"got resumed_sha256 {str(sha256)[:80]!r}")
             identity = identity_from_json(values["identity"])
-            return cls(config=config, identity=identity, resumed_sha256=sha256, **terms)
+            return cls(
+                config=config, identity=identity, num_replicas=config.num_replicas, last_step=config.run.steps,
+                resumed_sha256=sha256, **terms,
+            )  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
             raise _no_job(error) from None
 
@@ -167,13 +166,9 @@ class LoopJob(JobTerms):
 
     Attributes:
         setup: What all replicas must have alike: hash of the parameters' names, shapes and dtypes, and the method.
-        num_replicas: Replicas that begin together.
-        last_step: The run's last inner step, 0 where it has none.
     """
 
     setup: Mapping[str, str]
-    num_replicas: int
-    last_step: int
 
     @classmethod
     def of(
@@ -185,8 +180,7 @@ class LoopJob(JobTerms):
     def to_json(self) -> dict[str, Any]:
         return {
             **JobTerms.to_json(self), "setup": dict(self.setup), "begin_with": self.num_replicas,
-            "last_step": self.last_step, "shard_windows": 1, "resumed_step": 0, "start_timeout_s": _START_S,
-            "idle_s": _IDLE_S,
+            "shard_windows": 1, "resumed_step": 0, "start_timeout_s": _START_S, "idle_s": _IDLE_S,
         }  # fmt: skip
 
     @classmethod

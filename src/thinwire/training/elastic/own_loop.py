@@ -197,7 +197,6 @@ class RunPlace:
         """Return where this process listens.
 
         Raises:
-            ValueError: An option is wrong.
             ConnectError: There is no route to the coordinator.
         """
         towards = None if self.reach.get("serve") else self.invitation.host
@@ -220,6 +219,7 @@ class RunPlace:
         """Start the coordinator where that is this host's part and none runs; return the secret.
 
         Raises:
+            ValueError: The coordinator of this folder is not the one that the address names.
             RunOver: The run in the folder has ended.
             ThinwireError: The coordinator cannot be started.
         """
@@ -231,13 +231,27 @@ class RunPlace:
         # one process of this host at a time
         with (self.folder / _START_LOCK_FILE).open("a") as turn, (self.folder / _LOCK_FILE).open("a") as lock:
             _await_turn(turn)
-            secret = self._secret()
-            self._check_key()
+            secret, key = self._secret(), own_key(self.folder)
+            has = b"" if key is None else coordinator_keys(key).public_bytes
+            if has != self.invitation.coordinator_key:
+                names = "a key that this folder does not hold" if self.invitation.coordinator_key else "no key"
+                raise refusal(
+                    "the address is not that of this folder's coordinator", got=f"{names}, and {self.folder}",
+                    allowed=dataclasses.replace(self.invitation, coordinator_key=has, secret=None).text(),
+                    remedy="that address, or folder=NEW-FOLDER",
+                )  # fmt: skip
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return secret  # its coordinator runs
-            self._prepare(new_job)
+            if not (self.folder / JOB_FILE).exists():
+                job = new_job()
+                write_identity(self.folder, job.identity)
+                write_whole(self.folder / JOB_FILE, json.dumps(job.to_json()) + "\n")
+            elif any(line["what"] in ("finished", "failed") for line in read_journal(self.folder / JOURNAL_FILE)):
+                raise RunOver(
+                    f"the run in {self.folder} has ended; begin another one with folder=NEW-FOLDER, or remove that one"
+                )
             self._start(lock.fileno())
         return secret
 
@@ -249,34 +263,6 @@ class RunPlace:
         path = self.folder / _SECRET_FILE
         return read_secret(path) if path.exists() else make_secret(path)
 
-    def _check_key(self) -> None:
-        """Check that the coordinator of this folder is the one that the address names.
-
-        Raises:
-            ValueError: It is not.
-        """
-        key = own_key(self.folder)
-        has = b"" if key is None else coordinator_keys(key).public_bytes
-        if has != self.invitation.coordinator_key:
-            names = "a key that this folder does not hold" if self.invitation.coordinator_key else "no key"
-            raise refusal(
-                "the address is not that of this folder's coordinator", got=f"{names}, and {self.folder}",
-                allowed=dataclasses.replace(self.invitation, coordinator_key=has, secret=None).text(),
-                remedy="that address, or folder=NEW-FOLDER",
-            )  # fmt: skip
-
-    def _prepare(self, new_job: Callable[[], LoopJob]) -> None:
-        """Write the job of a new run; go on with one that was cut off."""
-        if (self.folder / JOB_FILE).exists():
-            if any(line["what"] in ("finished", "failed") for line in read_journal(self.folder / JOURNAL_FILE)):
-                raise RunOver(
-                    f"the run in {self.folder} has ended; begin another one with folder=NEW-FOLDER, or remove that one"
-                )
-            return
-        job = new_job()
-        write_identity(self.folder, job.identity)
-        write_whole(self.folder / JOB_FILE, json.dumps(job.to_json()) + "\n")
-
     def _start(self, lock: int) -> None:
         """Start the coordinator, which holds the lock for as long as it lives, in the background."""
         secret_file = self.secret_file
@@ -284,9 +270,9 @@ class RunPlace:
             secret_file = self.folder / _SECRET_FILE
             if self.invitation.secret is not None and not secret_file.exists():
                 write_secret(secret_file, self.invitation.secret)
-        given = self.reach.get("serve")
-        local = Address(host=resolve(self.invitation.host), port=self.invitation.port)
-        serve = local if given is None else read_host_port(given, what="serve")
+        serve = Address(host=resolve(self.invitation.host), port=self.invitation.port)
+        if (given := self.reach.get("serve")) is not None:
+            serve = read_host_port(given, what="serve")
         words = [
             sys.executable, "-m", "thinwire.cli.processes", "coordinator", str(self.folder), "0", str(secret_file),
             serve.host, str(serve.port),
@@ -307,11 +293,7 @@ class RunPlace:
 
 
 def _await_turn(turn: IO[str]) -> None:
-    """Wait until no other process of this host starts the coordinator; one that does ends within `_START_S`.
-
-    Raises:
-        ThinwireError: One holds the lock for twice as long, such as a process that is stopped.
-    """
+    """Wait until no other process of this host starts the coordinator; one that does ends within `_START_S`."""
     until_s = time.monotonic() + 2 * _START_S
     while True:
         try:
@@ -421,7 +403,10 @@ class ElasticOptimizer(DistributedOptimizer):
             if not self._left_why:
                 super().close(final_exchange=has_ended and final_exchange)
             if has_ended:
-                self._finish()
+                sha256 = parameters_sha256(self._model)
+                finish = self._stay.finish({"sha256": sha256})
+                if any(note.get("sha256") != sha256 for note in finish["notes"]):
+                    raise DesyncError("a replica ended with other parameters; see that all load the same frozen ones")
         finally:
             self._end(why="has come to the end" if has_ended else self._left_why.partition(" ")[2] or "left")
 
@@ -498,12 +483,6 @@ class ElasticOptimizer(DistributedOptimizer):
                 return
             except Expelled as again:
                 why = again
-
-    def _finish(self) -> None:
-        sha256 = parameters_sha256(self._model)
-        finish = self._stay.finish({"sha256": sha256})
-        if any(note.get("sha256") != sha256 for note in finish["notes"]):
-            raise DesyncError("a replica ended with other parameters; see that all load the same frozen ones")
 
     def _end(self, *, why: str) -> None:
         if not self._is_closed:

@@ -68,7 +68,6 @@ class RoundLog:
         engine.observers.append(self)
 
     def close(self) -> None:
-        """Write no more."""
         self._engine.observers.remove(self)
         self._file.close()
 
@@ -76,17 +75,13 @@ class RoundLog:
         """Ignore it: only applied rounds are logged."""
 
     def on_applied(self, round: Round, average: Average) -> None:
-        """Write the line of a round."""
         line = {
             "round": round.id, "fragment": round.fragment, "launch_step": round.launch_step,
             "members": list(average.members), "is_counted": average.is_counted,
-            "crc": self._engine.view.parameters.reference_hash(round.fragment), "at_s": _milliseconds(time.time()),
+            "crc": self._engine.view.parameters.reference_hash(round.fragment),
+            "at_s": float(f"{time.time():.3f}"),  # the name `round` is taken
         }  # fmt: skip
         self._file.write(json.dumps(line, separators=(",", ":")), is_last=True)
-
-
-def _milliseconds(seconds: float) -> float:
-    return round(seconds, 3)
 
 
 # Seconds between two attempts to join; doubled up to the second while they fail at once.
@@ -212,14 +207,25 @@ class _Stay:
 
     def live(self) -> bool:
         """Join, train, and see the run to its end."""
-        stay = self._join()
+        self._stay = stay = ElasticStay(
+            read_invitation(self._settings.invitation), secret=self._secret, read_job=ElasticJob.from_json,
+            listen=self._settings.listen(), report=self._report,
+        )  # fmt: skip
+        with suppress(OSError):  # a full disk must not end a replica; only restarts on request need the file
+            write_pid(Path(self._settings.out), stay.membership.replica)
         self._wait(stay.membership)
         parts = self._assemble(stay)
         offer = self._arrive(stay, parts)
         step = self._begin(stay, parts, offer)
         training = self._training(stay, parts, step=step)
         training.run()
-        return self._end(stay, parts, training)
+        with self._global_model(parts) as model:
+            sha256 = parameters_sha256(model)
+        finish = stay.finish(replica_note(training.reading(), sha256=sha256))
+        if finish["writer"] == stay.membership.replica:
+            self._write(parts, training, finish)
+        self.why = "has come to the end"
+        return True
 
     def close(self) -> None:
         """Leave, and give everything back."""
@@ -236,15 +242,6 @@ class _Stay:
         if self._stay is not None:
             why = f"left after an error: {self.fault}" if self.fault else self.why
             self._stay.close(why=why if self._rank0 is None else self._rank0.problem or why)
-
-    def _join(self) -> ElasticStay[ElasticJob]:
-        self._stay = ElasticStay(
-            read_invitation(self._settings.invitation), secret=self._secret, read_job=ElasticJob.from_json,
-            listen=self._settings.listen(), report=self._report,
-        )  # fmt: skip
-        with suppress(OSError):  # a full disk must not end a replica; only restarts on request need the file
-            write_pid(Path(self._settings.out), self._stay.membership.replica)
-        return self._stay
 
     def _wait(self, membership: Membership) -> None:
         """Wait before taking part, as a member that the coordinator can reach: the run may end meanwhile."""
@@ -286,22 +283,12 @@ class _Stay:
         batches = workload.leased_batches(config, data, leases)
         membership.session.track_windows(batches.used)
         return _Assembly(
-            config=config,
-            job=job,
-            data=data,
-            companion=companion,
-            device=device,
-            model=model,
-            optimizer=optimizer,
+            config=config, job=job, data=data, companion=companion, device=device, model=model, optimizer=optimizer,
             batches=batches,
-        )
+        )  # fmt: skip
 
     def _keep_job(self, job: ElasticJob, config: TrainConfig) -> None:
-        """Check that the folder is of this run, and keep what this host needs to go on with the run alone.
-
-        Raises:
-            Refused: The folder is of another run or incarnation.
-        """
+        """Check that the folder is of this run, and keep what this host needs to go on with the run alone."""
         is_news = check_folder(config.run_dir, job.identity)
         if not self._settings.is_joined or self._device_index:
             return
@@ -356,11 +343,7 @@ class _Stay:
         return None
 
     def _disk_step(self, parts: _Assembly) -> int:
-        """Return the step of a checkpoint that this host can read, 0 for none.
-
-        Raises:
-            ForeignCheckpoint: Checkpoints of another run lie there.
-        """
+        """Return the step of a checkpoint that this host can read, 0 for none."""
         try:
             return checkpoints_of(parts.config, run=parts.job.identity).readable_step(parts.job.resumed_step)
         except ForeignCheckpoint:
@@ -396,12 +379,9 @@ class _Stay:
     def _training(self, stay: ElasticStay[ElasticJob], parts: _Assembly, *, step: int) -> Training:
         config, membership = parts.config, stay.membership
         loggers = open_loggers(
-            config.run_dir,
-            tensorboard=config.output.tensorboard,
-            wandb=config.output.wandb,
-            replica=membership.replica,
-            after_step=step,
-        )
+            config.run_dir, tensorboard=config.output.tensorboard, wandb=config.output.wandb,
+            replica=membership.replica, after_step=step,
+        )  # fmt: skip
         self._meter = Meter(
             config.run_dir, replica=membership.replica, log=membership.transport.log, loggers=loggers,
             measures=config.workload.card.measures, warn=self._report, connections=membership.transport.connections,
@@ -423,15 +403,6 @@ class _Stay:
             watch=step_monitor_of(config, parts.optimizer, log=membership.transport.log), policy=policy,
             passes=self._rank0, step=step,
         )  # fmt: skip
-
-    def _end(self, stay: ElasticStay[ElasticJob], parts: _Assembly, training: Training) -> bool:
-        with self._global_model(parts) as model:
-            sha256 = parameters_sha256(model)
-        finish = stay.finish(replica_note(training.reading(), sha256=sha256))
-        if finish["writer"] == stay.membership.replica:
-            self._write(parts, training, finish)
-        self.why = "has come to the end"
-        return True
 
     @contextmanager
     def _global_model(self, parts: _Assembly) -> Iterator[torch.nn.Module]:

@@ -23,7 +23,7 @@ from thinwire.errors import Refused, ThinwireError
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
-from thinwire.training.elastic.job import ElasticJob, LoopJob
+from thinwire.training.elastic.job import JobTerms
 from thinwire.training.elastic.local_snapshot import HeldState, LocalSnapshot
 from thinwire.training.elastic.states import CheckpointPolicy, IncomingState, StateKeeper, take_in
 from thinwire.training.loop import LoopPolicy
@@ -129,7 +129,7 @@ class ElasticPolicy(LoopPolicy):
 
 
 _JOIN_S = 60.0
-_Job = TypeVar("_Job", bound=ElasticJob | LoopJob)
+_Job = TypeVar("_Job", bound=JobTerms)
 
 
 class ElasticStay(Generic[_Job]):
@@ -156,8 +156,7 @@ class ElasticStay(Generic[_Job]):
         self.membership, self._address = join(
             invitation, secret=secret, plan_of=plan_of, listen=listen, deadline_s=_JOIN_S, warn=on_silence or report
         )
-        job = read_job(self.membership.job)
-        self.job = job
+        self.job = job = read_job(self.membership.job)
         self._report = report
         self._keeper: StateKeeper | None = None
         self._coming: IncomingState | None = None
