@@ -25,9 +25,10 @@ from thinwire.training.elastic.job import LocalSettings
 from thinwire.training.summary import save_tensors, write_model
 from thinwire.workloads.language import Transformer
 from thinwire.workloads.language.corpus import HELD_OUT_FRACTION, divide, limit
+from thinwire.workloads.language.presets import TransformerConfig
 from thinwire.workloads.language.sources import Document, open_source
 from thinwire.workloads.language.tokenizers import END_OF_TEXT, Tokenizer
-from thinwire.workloads.language.transformer import RMS_EPSILON, ROTARY_BASE, TransformerConfig
+from thinwire.workloads.language.transformer import RMS_EPSILON, ROTARY_BASE
 from thinwire.workloads.sampler import windows
 from thinwire.workloads.workload import Companion
 

@@ -30,7 +30,8 @@ from thinwire.training.config import TrainConfig
 from thinwire.training.loop import LocalPasses
 from thinwire.training.parallel_passes import cut_model
 from thinwire.transport.base import JSON_BYTES
-from thinwire.workloads.language.transformer import TransformerConfig, build_transformer
+from thinwire.workloads.language.presets import TransformerConfig
+from thinwire.workloads.language.transformer import build_transformer
 from thinwire.workloads.sampler import PADDING
 
 SHAPE = TransformerConfig(vocab_size=16, dim=16, layers=4, heads=4, max_seq_len=8)

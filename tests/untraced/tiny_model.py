@@ -8,24 +8,22 @@ from types import ModuleType
 from typing import Any
 
 _WIDTH = 64
-_MODULES = ("thinwire.workloads.language.presets", "thinwire.training.config")
+_MODULE = "thinwire.workloads.language.presets"
 
 
 class WithTiny:
-    """Finds the modules of thinwire that know models by name as Python does, and adds `tiny` to their models."""
+    """Finds the module that knows models by name as Python does, and adds `tiny` to them."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name in _MODULES else None
+        spec = PathFinder.find_spec(name, path, target) if name == _MODULE else None
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def run_and_add(module: Any) -> None:
                 run(module)
-                if hasattr(module, "PRESETS"):
-                    module.PRESETS = with_tiny(module.PRESETS)
-                else:
-                    module._LR["tiny"] = module._LR["nano"]
+                module.PRESETS = with_tiny(module.PRESETS)
+                module.USUAL_LR["tiny"] = module.USUAL_LR["nano"]
 
             spec.loader.exec_module = run_and_add  # type: ignore[method-assign]
         return spec

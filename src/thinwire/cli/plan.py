@@ -30,9 +30,9 @@ from thinwire.errors import excluded, refusal
 from thinwire.files import write_json
 from thinwire.planning.cluster import Cluster
 from thinwire.site.search import NothingFits
-from thinwire.training.config import check_model
 from thinwire.training.method_catalog import method_entry
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds, parse_bytes
+from thinwire.workloads.language.presets import check_model
 
 if TYPE_CHECKING:
     from thinwire.planning.plan import Needs, Outlook, Plan

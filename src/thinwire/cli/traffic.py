@@ -35,9 +35,10 @@ from thinwire.traffic.source_ports import (
     read_probes,
     with_source_ports,
 )
-from thinwire.training.config import TrainConfig, check_model, default_seq_len, method_problems, resolve
+from thinwire.training.config import TrainConfig, default_seq_len, method_problems, resolve
 from thinwire.transport.addresses import read_port_range
 from thinwire.units import format_bytes, format_rate, format_seconds, parse_rate, parse_seconds
+from thinwire.workloads.language.presets import check_model
 
 _HELP = """\
 usage: thinwire traffic plan|compare|probe [OPTIONS]

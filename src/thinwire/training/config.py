@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import math
-import re
 import shlex
 import typing
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from thinwire.codec_specs import codec_key
-from thinwire.errors import CheckpointError, excluded, refusal, unknown_name
+from thinwire.errors import CheckpointError, excluded, refusal
 from thinwire.monitor.remediation import ON_FINDING
 from thinwire.options import flag, option, rules_of
 from thinwire.training.method_catalog import MethodEntry, check_method_option, method_entry
@@ -26,6 +25,7 @@ from thinwire.training.parallel_config import ONE_RANK, ParallelConfig, parallel
 from thinwire.transport.addresses import listen_config
 from thinwire.version import __version__
 from thinwire.workloads.cards import DIGITS, LANGUAGE, WORKLOAD_OPTIONS, card_of
+from thinwire.workloads.language.presets import USUAL_LR, check_model
 
 if TYPE_CHECKING:
     from thinwire.workloads.workload import Workload
@@ -339,9 +339,6 @@ SHARING = ("ranks_per_replica", *(name for name, (section, _) in OPTIONS.items()
 # Options that a method may take, and why one that does not take them has no use for them.
 OF_METHODS = {name: rule.unused for name, (_, _, rule) in _RULES.items() if rule.unused}
 
-# Peak learning rates of AdamW. nano's was tuned: `thinwire train --replicas 2 --sync-interval 30 --overlap-steps 3
-# --steps 300` on stdlib ended at 4.70, 4.55, 4.51, 4.55 for 1e-3, 3e-3, 6e-3, 1e-2. The others: the papers' scale.
-_LR = {"nano": 6e-3, "35m": 1e-3, "150m": 6e-4, "400m": 4e-4, "1b": 3e-4}
 # Models whose runs take minutes.
 _SMALL = ("nano", DIGITS.model)
 _LR_OF_SGD = {"sgd": 0.02, "plain-sgd": 0.2}
@@ -379,23 +376,6 @@ def _bad_values(config: TrainConfig) -> list[str]:
     except ValueError as error:
         problems.append(str(error))
     return problems
-
-
-def check_model(name: str) -> None:
-    """Refuse a model that does not exist, as far as that shows without torch.
-
-    Raises:
-        ValueError: Names the nearest ones.
-    """
-    if re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?[mbt]", name.lower()):
-        return
-    if name.startswith("hf:"):
-        path = name.removeprefix("hf:")
-        if not path or (path.startswith(("/", ".", "~")) and not Path(path).expanduser().exists()):
-            raise refusal("--model names no folder", got=repr(name), allowed="hf: and the path or name of a model",
-                          remedy="--model nano")  # fmt: skip
-    elif name not in _LR:
-        raise unknown_name("--model", name, _LR, others="a size such as 125m, hf:PATH")
 
 
 def method_problems(config: TrainConfig) -> list[str]:
@@ -598,7 +578,7 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
     filled: dict[str, Any] = {
         "replicas": replicas, "batch_size": workload.batch_size,
         "seq_len": default_seq_len(model) if workload is LANGUAGE else None,
-        "lr": card.lr or _LR_OF_SGD.get(inner) or workload.lr or _LR.get(model, 3e-4), "inner_optimizer": inner,
+        "lr": card.lr or _LR_OF_SGD.get(inner) or workload.lr or USUAL_LR.get(model, 3e-4), "inner_optimizer": inner,
         "warmup_steps": min(1000, steps // 10), "eval_every": max(1, math.ceil(steps / 6)),
         "checkpoint_every": 100 if model in _SMALL else 500,
         "threads": max(1, cores // max(1, replicas * config.elastic.ranks_per_replica * ranks)),

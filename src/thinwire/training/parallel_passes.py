@@ -21,9 +21,9 @@ from thinwire.training.loop import Passes
 from thinwire.transport.replica_mesh import ReplicaMesh
 from thinwire.transport.shards import drop_gathered, local_shard, named_failures, own_part
 from thinwire.workloads.language.lengths import assign_sequences, cost_of, padded_groups
+from thinwire.workloads.language.presets import TransformerConfig
 from thinwire.workloads.language.transformer import (
     Transformer,
-    TransformerConfig,
     TransformerStage,
     build_transformer,
     join_heads,

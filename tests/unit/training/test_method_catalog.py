@@ -7,9 +7,8 @@ import inspect
 import pytest
 
 from thinwire.methods import RECIPES, about, options_of, recipe
-from thinwire.training.config import check_model
 from thinwire.training.method_catalog import catalog, check_method_option, method_entry
-from thinwire.workloads.language import PRESETS
+from thinwire.workloads.language.presets import PRESETS, check_model
 
 
 def test_every_method_is_in_the_catalogue_and_nothing_else() -> None:

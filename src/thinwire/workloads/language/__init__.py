@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from thinwire.workloads.language.corpus import Corpus, open_corpus
     from thinwire.workloads.language.hf import HuggingFaceModel, build_hf_model
-    from thinwire.workloads.language.presets import PRESETS, LanguageModel, build_model, preset
+    from thinwire.workloads.language.presets import PRESETS, TransformerConfig, preset
     from thinwire.workloads.language.tokenizers import BpeTokenizer, ByteTokenizer, Tokenizer
-    from thinwire.workloads.language.transformer import Transformer, TransformerConfig, build_transformer
+    from thinwire.workloads.language.transformer import Transformer, build_transformer
+    from thinwire.workloads.language.workload import LanguageModel, build_model
     from thinwire.workloads.sampler import Sampler, validation_batches
 
 _HOMES = {
     "BpeTokenizer": "language.tokenizers", "ByteTokenizer": "language.tokenizers", "Corpus": "language.corpus",
-    "HuggingFaceModel": "language.hf", "LanguageModel": "language.presets", "PRESETS": "language.presets",
+    "HuggingFaceModel": "language.hf", "LanguageModel": "language.workload", "PRESETS": "language.presets",
     "Sampler": "sampler", "Tokenizer": "language.tokenizers", "Transformer": "language.transformer",
-    "TransformerConfig": "language.transformer", "build_hf_model": "language.hf", "build_model": "language.presets",
+    "TransformerConfig": "language.presets", "build_hf_model": "language.hf", "build_model": "language.workload",
     "build_transformer": "language.transformer", "open_corpus": "language.corpus", "preset": "language.presets",
     "validation_batches": "sampler",
 }  # fmt: skip

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from thinwire.errors import refusal
 from thinwire.shared_random import derive_seed
+from thinwire.workloads.language.presets import TransformerConfig
 
 RMS_EPSILON = 1e-6
 
@@ -140,65 +140,6 @@ class _NextTokenLoss(torch.autograd.Function):
 ROTARY_BASE = 10_000.0
 # Causal attention of queries to keys and values, (batch, heads, seq, head_dim) each.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformerConfig:
-    """The shape of a decoder.
-
-    Attributes:
-        vocab_size: Number of different tokens.
-        dim: Width of the residual stream.
-        layers: Number of blocks.
-        heads: Attention heads; each is dim / heads wide, an even number.
-        mlp_dim: Inner width of the MLP; 0 stands for 4 * dim.
-        max_seq_len: Longest sequence, in tokens.
-        tied_head: Whether the head shares the embedding's weights.
-        z_loss: Weight of the squared log normaliser in the loss.
-
-    Raises:
-        ValueError: A size is below 1, or the heads do not divide the width evenly.
-    """
-
-    vocab_size: int
-    dim: int
-    layers: int
-    heads: int
-    mlp_dim: int = 0
-    max_seq_len: int = 1024
-    tied_head: bool = True
-    z_loss: float = 1e-4
-
-    def __post_init__(self) -> None:
-        if self.mlp_dim == 0:
-            object.__setattr__(self, "mlp_dim", 4 * self.dim)
-        for name in ("vocab_size", "dim", "layers", "heads", "mlp_dim", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.dim % (2 * self.heads):
-            raise ValueError(
-                f"dim must be a multiple of 2 * heads, so that rotary positions can turn pairs; "
-                f"got dim {self.dim} with {self.heads} heads"
-            )
-        if not self.z_loss >= 0:
-            raise ValueError(f"z_loss must be 0 or more, got {self.z_loss}")
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.dim // self.heads
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of trained numbers; a tied head counts once.
-
-        Example:
-            >>> TransformerConfig(vocab_size=2048, dim=192, layers=6, heads=4).num_parameters
-            3050496
-        """
-        block = 4 * self.dim**2 + 2 * self.dim * self.mlp_dim + 2 * self.dim + 2 * self.head_dim
-        embeddings = self.vocab_size * self.dim * (1 if self.tied_head else 2)
-        return embeddings + self.layers * block + self.dim
 
 
 class RmsNorm(nn.Module):

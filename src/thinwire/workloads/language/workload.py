@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, MissingExtra, excluded, refusal
@@ -17,10 +18,8 @@ from thinwire.workloads.language import (
     PRESETS,
     Corpus,
     HuggingFaceModel,
-    LanguageModel,
     Sampler,
     build_hf_model,
-    build_model,
     build_transformer,
     open_corpus,
     preset,
@@ -29,12 +28,74 @@ from thinwire.workloads.language import (
 from thinwire.workloads.language.hf import has_weights, load_hf_tokenizer, load_saved_tokenizer
 from thinwire.workloads.language.lengths import padded_groups
 from thinwire.workloads.language.lora import with_adapters
-from thinwire.workloads.language.presets import check_vocabulary, load_weights
 from thinwire.workloads.language.samples import continue_briefly, find_prompts
 from thinwire.workloads.language.token_files import TOKENIZER
 from thinwire.workloads.language.tokenizers import Tokenizer
 from thinwire.workloads.sampler import ShardBatches
 from thinwire.workloads.workload import Batch, Leases, Loss, RunOptions, SampleOutputs, Workload, rows_at_once
+
+
+class LanguageModel(Protocol):
+    """Interface of a model to the training loop; it is a `torch.nn.Module` too.
+
+    Attributes:
+        recompute: Whether the backward pass computes a block's activations again in place of keeping them.
+    """
+
+    recompute: bool
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of different tokens."""
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest sequence, in tokens."""
+
+    def loss(self, tokens: Tensor, targets: Tensor, *, is_padded: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the loss to train on and the mean negative log-likelihood in nats, from (batch, seq) int64 each.
+
+        With `is_padded` negative targets count nothing.
+        """
+
+    def decode(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """Return the logits after more tokens of a text, (batch, vocab_size), and a cache for the next call."""
+
+
+def build_model(
+    name: str, *, vocab_size: int | None = None, max_seq_len: int | None = None, tied_head: bool | None = None,
+    seed: int = 0, device: torch.device | str = "cpu",
+) -> nn.Module:  # fmt: skip
+    """Build the model of a name as for `preset`, or of `hf:` and a transformers model; the result is a `LanguageModel`.
+
+    A `hf:` model keeps its own vocabulary, longest sequence and head: the first two must be at least as large as asked
+    for.
+
+    Raises:
+        ValueError: There is no such name, or the `hf:` model is too small for the vocabulary or the sequence.
+        MissingExtra: `hf:` without transformers.
+        CheckpointError: The `hf:` model cannot be read.
+
+    Example:
+        >>> model = build_model("nano", vocab_size=257)
+        >>> sum(parameter.numel() for parameter in model.parameters())
+        2706624
+    """
+    if not name.startswith("hf:"):
+        config = preset(name, vocab_size=vocab_size, max_seq_len=max_seq_len, tied_head=tied_head)
+        return build_transformer(config, seed=seed, device=device)
+    model = build_hf_model(name.removeprefix("hf:"), seed=seed, device=device)
+    if vocab_size is not None:
+        _check_vocabulary(model, name=name, vocab_size=vocab_size)
+    if max_seq_len is not None and model.max_seq_len < max_seq_len:
+        raise ValueError(f"{name} takes sequences of {model.max_seq_len} tokens, {max_seq_len} were asked for")
+    return model
+
+
+def _check_vocabulary(model: LanguageModel, *, name: str, vocab_size: int) -> None:
+    """Refuse a tokenizer whose tokens a model does not all know."""
+    if model.vocab_size < vocab_size:
+        raise ValueError(f"{name} knows {model.vocab_size} tokens, the tokenizer has {vocab_size}; use a smaller one")
 
 
 def make_model(config: RunOptions, *, vocab_size: int | None, device: torch.device | str) -> nn.Module:
@@ -53,7 +114,15 @@ def make_model(config: RunOptions, *, vocab_size: int | None, device: torch.devi
     if isinstance(model, HuggingFaceModel):  # an earlier run's is read as a folder of transformers
         return model if config.model.lora is None else with_adapters(model, rank=config.model.lora, seed=seed)
     if run is not None and torch.device(device).type != "meta":
-        load_weights(model, run / "model")
+        folder = run / "model"
+        try:
+            model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
+        except (OSError, RuntimeError, SafetensorError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise CheckpointError(
+                f"cannot start from the weights in {folder}: {reason}; give the --out of a finished run of the same "
+                f"model"
+            ) from error
     return model
 
 
@@ -72,7 +141,7 @@ def sketch(config: RunOptions) -> nn.Module:
     vocab_size = 257 if config.data.tokenizer == "bytes" else config.model.vocab_size
     model: Any = make_model(config, vocab_size=tokenizer.vocab_size if tokenizer else vocab_size, device="meta")
     if is_hf and (tokenizer := own_tokenizer(config)) is not None:
-        check_vocabulary(model, name=config.model.name, vocab_size=tokenizer.vocab_size)
+        _check_vocabulary(model, name=config.model.name, vocab_size=tokenizer.vocab_size)
     return cast(nn.Module, model)
 
 
@@ -150,7 +219,7 @@ def open_data(config: RunOptions) -> Corpus:
     )  # fmt: skip
 
 
-def make_sampler(config: RunOptions, corpus: Corpus, *, replica: int) -> Sampler:
+def make_sampler(config: RunOptions, corpus: Corpus, replica: int) -> Sampler:
     """Return one replica's share of the corpus."""
     assert config.data.batch_size is not None and config.model.seq_len is not None
     return Sampler(
@@ -160,7 +229,7 @@ def make_sampler(config: RunOptions, corpus: Corpus, *, replica: int) -> Sampler
     )  # fmt: skip
 
 
-def held_out_batches(config: RunOptions, corpus: Corpus, *, num_batches: int) -> Iterable[Batch]:
+def held_out_batches(config: RunOptions, corpus: Corpus, num_batches: int) -> Iterable[Batch]:
     """Return at most so many held-out batches, the same at every call."""
     assert config.data.batch_size is not None and config.model.seq_len is not None
     return validation_batches(
@@ -171,8 +240,8 @@ def held_out_batches(config: RunOptions, corpus: Corpus, *, num_batches: int) ->
 def _data_of(config: RunOptions) -> Corpus:
     corpus = open_data(config)
     # refuses a corpus that does not fill one window a replica, or none to validate on
-    make_sampler(config, corpus, replica=0)
-    held_out_batches(config, corpus, num_batches=1)
+    make_sampler(config, corpus, 0)
+    held_out_batches(config, corpus, 1)
     return corpus
 
 
@@ -249,10 +318,8 @@ LANGUAGE_MODELLING = Workload(
     sizes=lambda tokenizer: {"vocab_size": tokenizer.vocab_size},
     make_model=lambda config, sizes, device: make_model(config, device=device, vocab_size=sizes["vocab_size"]),
     saved_model=_saved_model,
-    batches=lambda config, corpus, replica: make_sampler(config, corpus, replica=replica),
-    leased_batches=_leased,
-    held_out=lambda config, corpus, num_batches: held_out_batches(config, corpus, num_batches=num_batches),
-    loss=_loss, parts=_parts, num_samples=lambda targets: sum(num_targets(targets)),
+    batches=make_sampler, leased_batches=_leased, held_out=held_out_batches, loss=_loss, parts=_parts,
+    num_samples=lambda targets: sum(num_targets(targets)),
     window_samples=lambda config: config.model.seq_len, activation_bytes=_activations,
     samples=SampleOutputs(prompts=find_prompts, answers=continue_briefly),
 )  # fmt: skip
