@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from thinwire.errors import DataError
-from thinwire.workloads.language.sources import Document, Source, open_source
+from thinwire.workloads.language.sources import Document, open_source
 from thinwire.workloads.language.token_files import (
     FORMAT_VERSION,
     MANIFEST,
@@ -163,45 +163,10 @@ class Corpus:
     folder: Path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
-    tokenizer: str | Tokenizer
-    vocab_size: int
-    held_out_fraction: float
-    max_bytes: int | None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.tokenizer, str) and self.tokenizer not in ("bpe", "bytes"):
-            raise ValueError(f"tokenizer must be 'bpe' or 'bytes', got {self.tokenizer!r}")
-        if self.vocab_size < SMALLEST_VOCABULARY:
-            raise ValueError(
-                f"vocab_size must be at least {SMALLEST_VOCABULARY} (256 bytes and the end of a text), "
-                f"got {self.vocab_size}"
-            )
-        if not 0 < self.held_out_fraction < 1:
-            raise ValueError(f"held_out_fraction must be in (0, 1), got {self.held_out_fraction}")
-        if self.max_bytes is not None and self.max_bytes < 2:
-            raise ValueError(f"max_bytes must be at least 2, got {self.max_bytes}")
-
-    def key(self, source: Source) -> str:
-        vocab_size = self.vocab_size if self.tokenizer == "bpe" else 0
-        name = self.tokenizer
-        if not isinstance(name, str):
-            name = sha256(f"{name.end_of_text} {name.to_json()}".encode("utf-8", "surrogatepass"))
-        parts = [FORMAT_VERSION, name, vocab_size, self.held_out_fraction, self.max_bytes, source.listing()]
-        return sha256(json.dumps(parts).encode("utf-8", "surrogatepass"))
-
-
 def open_corpus(
-    spec: str,
-    *,
-    cache: Path | str,
-    tokenizer: str | Tokenizer = "bpe",
-    vocab_size: int = 2048,
-    held_out_fraction: float = HELD_OUT_FRACTION,
-    max_bytes: int | None = None,
-    deadline_s: float = 3600.0,
-) -> Corpus:
+    spec: str, *, cache: Path | str, tokenizer: str | Tokenizer = "bpe", vocab_size: int = 2048,
+    held_out_fraction: float = HELD_OUT_FRACTION, max_bytes: int | None = None, deadline_s: float = 3600.0,
+) -> Corpus:  # fmt: skip
     """Open a corpus: tokenise and keep it the first time, map it from the cache later.
 
     Several processes may open the same corpus at once: one builds it, the others wait.
@@ -221,21 +186,40 @@ def open_corpus(
         DataError: There is no such corpus, it is empty, binary or malformed, or the cache cannot be written.
         MissingExtra: The kind of corpus needs an optional dependency.
     """
-    settings = _Settings(
-        tokenizer=tokenizer, vocab_size=vocab_size, held_out_fraction=held_out_fraction, max_bytes=max_bytes
-    )
+    is_named = isinstance(tokenizer, str)
+    for is_wrong, problem in (
+        (is_named and tokenizer not in ("bpe", "bytes"), f"tokenizer must be 'bpe' or 'bytes', got {tokenizer!r}"),
+        (vocab_size < SMALLEST_VOCABULARY,
+         f"vocab_size must be at least {SMALLEST_VOCABULARY} (256 bytes and the end of a text), got {vocab_size}"),
+        (not 0 < held_out_fraction < 1, f"held_out_fraction must be in (0, 1), got {held_out_fraction}"),
+        (max_bytes is not None and max_bytes < 2, f"max_bytes must be at least 2, got {max_bytes}"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise ValueError(problem)
     cache = Path(cache).expanduser()
     source = open_source(spec, cache=cache)
-    key = settings.key(source)
+    given, name = (None, tokenizer) if isinstance(tokenizer, str) else (tokenizer, "")
+    if given is not None:
+        name = sha256(f"{given.end_of_text} {given.to_json()}".encode("utf-8", "surrogatepass"))
+    size = vocab_size if tokenizer == "bpe" else 0
+    parts = [FORMAT_VERSION, name, size, held_out_fraction, max_bytes, source.listing()]
+    key = sha256(json.dumps(parts).encode("utf-8", "surrogatepass"))
     folder = cache / "corpora" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source.name)[:40]}-{key[:16]}"
-    given = None if isinstance(tokenizer, str) else tokenizer
+
+    def documents() -> Iterator[Document]:
+        return limit(source.documents(), max_bytes=max_bytes)
+
     corpus = _load(folder, key=key, name=source.name, tokenizer=given)
     if corpus is None:
         with sole_builder(folder, deadline_s=deadline_s):
             # Another process may have built it while this one waited.
             corpus = _load(folder, key=key, name=source.name, tokenizer=given)
             if corpus is None:
-                _build(folder, key=key, source=source, settings=settings)
+                split = divide(documents(), fraction=held_out_fraction, name=source.name)
+                made: Tokenizer = given or ByteTokenizer()
+                if tokenizer == "bpe":
+                    made = _train_tokenizer(split.parts(documents()), split=split, vocab_size=vocab_size)
+                _build(folder, documents, key=key, split=split, tokenizer=made)
                 corpus = _load(folder, key=key, name=source.name, tokenizer=given)
     if corpus is None:
         raise DataError(f"{folder} was changed while it was built; start again")
@@ -260,14 +244,10 @@ def _load(folder: Path, *, key: str, name: str, tokenizer: Tokenizer | None) -> 
         return None
 
 
-def _build(folder: Path, *, key: str, source: Source, settings: _Settings) -> None:
+def _build(
+    folder: Path, documents: Callable[[], Iterator[Document]], *, key: str, split: Split, tokenizer: Tokenizer
+) -> None:
     (folder / MANIFEST).unlink(missing_ok=True)
-
-    def documents() -> Iterator[Document]:
-        return limit(source.documents(), max_bytes=settings.max_bytes)
-
-    split = divide(documents(), fraction=settings.held_out_fraction, name=source.name)
-    tokenizer = _make_tokenizer(split.parts(documents()), split=split, settings=settings)
     described = tokenizer.to_json().encode()
     dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     write_bytes(folder / TOKENIZER, described)
@@ -283,12 +263,8 @@ def _build(folder: Path, *, key: str, source: Source, settings: _Settings) -> No
     write_manifest(folder, manifest)
 
 
-def _make_tokenizer(parts: Iterator[tuple[str, bool]], *, split: Split, settings: _Settings) -> Tokenizer:
-    if not isinstance(settings.tokenizer, str):
-        return settings.tokenizer
-    if settings.tokenizer == "bytes":
-        return ByteTokenizer()
-    enough = _TRAINING_CHARACTERS_PER_TOKEN * settings.vocab_size
+def _train_tokenizer(parts: Iterator[tuple[str, bool]], *, split: Split, vocab_size: int) -> Tokenizer:
+    enough = _TRAINING_CHARACTERS_PER_TOKEN * vocab_size
 
     def texts() -> Iterator[str]:
         # Evenly from the whole corpus: its first part alone may be of one kind.
@@ -300,7 +276,7 @@ def _make_tokenizer(parts: Iterator[tuple[str, bool]], *, split: Split, settings
                 taken += min(len(text), enough)
                 yield text[:enough]
 
-    return BpeTokenizer.train(texts(), vocab_size=settings.vocab_size)
+    return BpeTokenizer.train(texts(), vocab_size=vocab_size)
 
 
 def _write_tokens(

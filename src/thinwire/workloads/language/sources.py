@@ -12,7 +12,6 @@ import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from thinwire.errors import DataError, MissingExtra
@@ -118,7 +117,13 @@ def _read_parquet(path: Path) -> Iterator[Document]:
         raise MissingExtra.of("pyarrow", extra="parquet") from None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            column = _text_column(file.schema_arrow, path=path)
+            schema = file.schema_arrow
+            column = next((field for field in TEXT_FIELDS if field in schema.names and _is_text(schema, field)), None)
+            if column is None:
+                raise DataError(
+                    f"{path} has no text: it must have a column of strings named 'text' or 'content', "
+                    f"its columns are {', '.join(schema.names) or 'none'}"
+                )
             row = 0
             for batch in file.iter_batches(batch_size=1024, columns=[column]):
                 for text in batch.column(0).to_pylist():
@@ -131,30 +136,13 @@ def _read_parquet(path: Path) -> Iterator[Document]:
         ) from None
 
 
-def _text_column(schema: Any, *, path: Path) -> str:
-    import pyarrow
-
-    for field in TEXT_FIELDS:
-        if field in schema.names:
-            kind = schema.field(field).type
-            if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
-                return field
-    raise DataError(
-        f"{path} has no text: it must have a column of strings named 'text' or 'content', "
-        f"its columns are {', '.join(schema.names) or 'none'}"
-    )
+def _is_text(schema: Any, field: str) -> bool:
+    return str(schema.field(field).type) in ("string", "large_string")
 
 
-READERS: Mapping[str, Callable[[Path], Iterator[Document]]] = MappingProxyType(
-    {
-        ".txt": _read_text,
-        ".md": _read_text,
-        ".py": _read_text,
-        ".rst": _read_text,
-        ".jsonl": _read_jsonl,
-        ".parquet": _read_parquet,
-    }
-)
+READERS: Mapping[str, Callable[[Path], Iterator[Document]]] = {
+    **dict.fromkeys((".txt", ".md", ".py", ".rst"), _read_text), ".jsonl": _read_jsonl, ".parquet": _read_parquet,
+}  # fmt: skip
 
 
 _NO_SOURCE = {"site-packages", "dist-packages", "__pycache__"}
@@ -239,11 +227,9 @@ class FileSource:
         self._files = files
 
     def listing(self) -> list[list[str | int]]:
-        """Return path, size in bytes and time of the last change in ns of each file."""
         return [_stat(file, root=self._root) for file in self._files]
 
     def documents(self) -> Iterator[Document]:
-        """Read all files."""
         for file in self._files:
             yield from read_file(file)
 
@@ -260,19 +246,22 @@ class StdlibSource:
     def __init__(self) -> None:
         root = Path(sysconfig.get_path("stdlib"))
         files = [file for file in _walk(root, skip=_NO_SOURCE) if file.suffix == ".py"]
-        # The topics are read as texts below; as a source file they are one long literal.
-        self._files = [file for file in files if file.parent.name != "pydoc_data" and not _is_data(file, root=root)]
+
+        def is_data(file: Path) -> bool:
+            # the topics are read as texts below; as a source file they are one long literal
+            folders = file.relative_to(root).parts[:-1]
+            return any(name.endswith("data") or name == "cjkencodings" for name in folders)
+
+        self._files = [file for file in files if not is_data(file)]
         self._root = root
         if not self._files:
             raise DataError(f"the running Python has no source files in {root}; give a folder of texts as data")
 
     def listing(self) -> list[list[str | int]]:
-        """Return Python's version, and path, size and time of each file."""
         version: list[str | int] = [platform.python_implementation(), platform.python_version()]
         return [version, *(_stat(file, root=self._root) for file in self._files)]
 
     def documents(self) -> Iterator[Document]:
-        """Read all files that are text, then the topics."""
         for file in self._files:
             try:
                 with tokenize.open(file) as lines:
@@ -281,7 +270,13 @@ class StdlibSource:
                 continue
             if text and "\0" not in text:
                 yield Document(origin=str(file), text=text)
-        yield from _topics()
+        try:
+            topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+        except (ImportError, AttributeError):
+            return  # some distributions package the documentation apart
+        for name in sorted(topics):
+            if topics[name]:
+                yield Document(origin=f"pydoc topic {name}", text=topics[name])
 
 
 class HuggingFaceSource:
@@ -303,10 +298,15 @@ class HuggingFaceSource:
                 f"cannot read {spec}: {reason}; it must be a data set on the hub or a local folder of one, "
                 "as hf:NAME or hf:NAME:SPLIT"
             ) from error
-        self._column = self._find_column()
+        found = next((field for field in TEXT_FIELDS if field in self._rows.column_names), None)
+        if found is None:
+            raise DataError(
+                f"{spec} has no text: it must have a column named 'text' or 'content', "
+                f"its columns are {', '.join(self._rows.column_names)}"
+            )
+        self._column = found
 
     def listing(self) -> list[list[str | int]]:
-        """Return name, split, number of rows and size, and of a local folder its files."""
         info = self._rows.info
         rows: list[str | int] = [self._path, self._split, len(self._rows), str(info.version), info.dataset_size or 0]
         path = Path(self._path)
@@ -314,7 +314,6 @@ class HuggingFaceSource:
         return [rows, *(_stat(file, root=path) for file in files)]
 
     def documents(self) -> Iterator[Document]:
-        """Read all rows of the split."""
         for number, row in enumerate(self._rows):
             origin = f"{self._spec}:{number}"
             text = text_of_record({self._column: row[self._column] or ""}, origin=origin)
@@ -336,15 +335,6 @@ class HuggingFaceSource:
         name, config = (self._path, None) if path.exists() or len(parts) < 3 else ("/".join(parts[:2]), parts[2])
         return self._datasets.load_dataset(name, config, split=self._split, cache_dir=str(cache))
 
-    def _find_column(self) -> str:
-        for field in TEXT_FIELDS:
-            if field in self._rows.column_names:
-                return field
-        raise DataError(
-            f"{self._spec} has no text: it must have a column named 'text' or 'content', "
-            f"its columns are {', '.join(self._rows.column_names)}"
-        )
-
 
 def _walk(root: Path, *, skip: frozenset[str] | set[str]) -> list[Path]:
     files: list[Path] = []
@@ -355,25 +345,9 @@ def _walk(root: Path, *, skip: frozenset[str] | set[str]) -> list[Path]:
     return sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(root).parts)
 
 
-def _is_data(file: Path, *, root: Path) -> bool:
-    folders = file.relative_to(root).parts[:-1]
-    return any(name.endswith("data") or name == "cjkencodings" for name in folders)
-
-
 def _stat(file: Path, *, root: Path) -> list[str | int]:
     try:
         found = file.stat()
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror or error}") from error
     return [file.relative_to(root).as_posix(), found.st_size, found.st_mtime_ns]
-
-
-def _topics() -> Iterator[Document]:
-    try:
-        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    except (ImportError, AttributeError):
-        # Some distributions package the documentation apart.
-        return
-    for name in sorted(topics):
-        if topics[name]:
-            yield Document(origin=f"pydoc topic {name}", text=topics[name])

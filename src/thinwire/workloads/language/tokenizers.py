@@ -70,7 +70,22 @@ class ByteTokenizer:
         return {"tokenizer.json": self.to_json()}
 
 
-class BpeTokenizer:
+class _LibraryTokenizer:
+    """A tokenizer of the tokenizers library; text that quotes a special token must not encode to it."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        encodings: list[Any] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
+
+
+class BpeTokenizer(_LibraryTokenizer):
     """Byte-level byte-pair encoding; every text can be encoded, whatever the training text was.
 
     Raises:
@@ -78,9 +93,7 @@ class BpeTokenizer:
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        # A corpus that quotes the marker must not be able to end a text in the middle.
-        tokenizer.encode_special_tokens = True
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         self.vocab_size: int = tokenizer.get_vocab_size()
         end_of_text = tokenizer.token_to_id(END_OF_TEXT)
         if end_of_text is None:
@@ -111,12 +124,6 @@ class BpeTokenizer:
         tokenizer.train_from_iterator(texts, trainer)
         return cls(tokenizer)
 
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        return _encode(self._tokenizer, texts)
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        return _decode(self._tokenizer, tokens)
-
     def to_json(self) -> str:
         return str(self._tokenizer.to_str(pretty=True))
 
@@ -124,14 +131,12 @@ class BpeTokenizer:
         return {"tokenizer.json": self.to_json()}
 
 
-class PretrainedTokenizer:
+class PretrainedTokenizer(_LibraryTokenizer):
     """A pretrained model's own tokenizer, from the files that save it, so that token ids are rows of its embedding."""
 
     def __init__(self, files: Mapping[str, str], *, end_of_text: int) -> None:
         self._files = dict(files)
-        self._tokenizer = tokenizers.Tokenizer.from_str(self._files["tokenizer.json"])
-        # text that quotes a special token must not encode to it
-        self._tokenizer.encode_special_tokens = True
+        super().__init__(tokenizers.Tokenizer.from_str(self._files["tokenizer.json"]))
         # limits and padding that the file may hold are for batches of single texts
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -139,26 +144,11 @@ class PretrainedTokenizer:
         # ids may have gaps, so the count of tokens is not enough
         self.vocab_size = max([end_of_text, *self._tokenizer.get_vocab(with_added_tokens=True).values()]) + 1
 
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        return _encode(self._tokenizer, texts)
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        return _decode(self._tokenizer, tokens)
-
     def to_json(self) -> str:
         return self._files["tokenizer.json"]
 
     def files(self) -> Mapping[str, str]:
         return dict(self._files)
-
-
-def _encode(tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> list[Tokens]:
-    encodings: list[Any] = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-    return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
-
-
-def _decode(tokenizer: tokenizers.Tokenizer, tokens: Iterable[int]) -> str:
-    return str(tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
 
 
 def load_tokenizer(text: str) -> Tokenizer:
