@@ -253,13 +253,8 @@ class ShardBatches:
         self, tokens: TokenArray, *, batch_size: int, seq_len: int, seed: int, shard_windows: int,
         lend: Callable[[int], tuple[int, int]], ask_ahead: Callable[[int], None] = lambda number: None,
     ) -> None:  # fmt: skip
-        self._tokens = tokens
-        self._batch_size = batch_size
-        self._seq_len = seq_len
-        self._seed = seed
-        self._shard_windows = shard_windows
-        self._lend = lend
-        self._ask_ahead = ask_ahead
+        self._tokens, self._batch_size, self._seq_len, self._seed = tokens, batch_size, seq_len, seed
+        self._shard_windows, self._lend, self._ask_ahead = shard_windows, lend, ask_ahead
         self.num_windows = count_windows(tokens, seq_len=seq_len, at_least=1, what="training")
         self.used: dict[int, int] = {}
         self._orders: deque[tuple[int, NDArray[np.int64]]] = deque(maxlen=2)
@@ -271,13 +266,11 @@ class ShardBatches:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, each (batch_size, seq_len) int64; a target is the token after its input."""
         chosen = np.array([self._take() for _ in range(self._batch_size)], dtype=np.int64)
         return windows(self._tokens, chosen, seq_len=self._seq_len)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the coordinator remembers the leases."""
-        return {}
+        return {}  # the coordinator remembers the leases
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `state_dict`."""
@@ -293,12 +286,8 @@ class ShardBatches:
         self._next += 1
         self.used[self._shard] = self._next
         epoch, number = divmod(place, self.num_windows)
-        return int(self._order(epoch)[number])
-
-    def _order(self, epoch: int) -> NDArray[np.int64]:
-        for known, order in self._orders:
-            if known == epoch:
-                return order
-        order = shuffled(self.num_windows, seed=self._seed, epoch=epoch)
-        self._orders.append((epoch, order))
-        return order
+        order = dict(self._orders).get(epoch)
+        if order is None:
+            order = shuffled(self.num_windows, seed=self._seed, epoch=epoch)
+            self._orders.append((epoch, order))
+        return int(order[number])

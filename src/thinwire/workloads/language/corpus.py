@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from thinwire.errors import DataError
@@ -28,7 +29,6 @@ from thinwire.workloads.language.token_files import (
     sha256,
     sole_builder,
     write_bytes,
-    write_manifest,
 )
 from thinwire.workloads.language.tokenizers import (
     SMALLEST_VOCABULARY,
@@ -260,7 +260,7 @@ def _build(
         num_documents=split.num_documents, num_text_bytes=split.num_bytes, tokenizer_sha256=sha256(described),
         tokens_sha256=sha256("".join(writer.sha256 for writer in writers).encode()),
     )  # fmt: skip
-    write_manifest(folder, manifest)
+    write_bytes(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))  # last of all
 
 
 def _train_tokenizer(parts: Iterator[tuple[str, bool]], *, split: Split, vocab_size: int) -> Tokenizer:

@@ -114,7 +114,13 @@ def build_hf_model(
             )
         else:
             config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-            model = _from_config(transformers.AutoModelForCausalLM, config, seed=seed, device=device)
+            # weights are drawn on the CPU, so that every device starts from the same
+            made_on = "meta" if torch.device(device).type == "meta" else "cpu"
+            with torch.random.fork_rng(devices=[]), torch.device(made_on):
+                torch.default_generator.manual_seed(derive_seed(seed, "weights"))
+                model = transformers.AutoModelForCausalLM.from_config(
+                    config, dtype=torch.float32, trust_remote_code=False
+                )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot read hf:{source}: {_first_line(error)}; it must be a folder with a transformers config.json, "
@@ -233,14 +239,6 @@ def has_weights(source: str) -> bool:
             "(save_pretrained of a recent transformers), or remove the file to start from the configuration"
         )
     return False
-
-
-def _from_config(auto_class: Any, config: Any, *, seed: int, device: torch.device | str) -> Any:
-    # Weights are drawn on the CPU, so that every device starts from the same.
-    made_on = "meta" if torch.device(device).type == "meta" else "cpu"
-    with torch.random.fork_rng(devices=[]), torch.device(made_on):
-        torch.default_generator.manual_seed(derive_seed(seed, "weights"))
-        return auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
 def _transformers() -> Any:

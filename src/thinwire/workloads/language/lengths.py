@@ -150,11 +150,22 @@ def assign_sequences(
         >>> found.of_device(0), found.of_device(1), found.step_s
         ([0, 2], [3, 1], 8.0)
     """
-    _check(lengths, num_devices=num_devices, max_tokens=max_tokens, may_share=may_share)
+    if not lengths or min(lengths) < 1:
+        raise refusal(
+            "a step needs sequences of at least one token", got=f"{len(lengths)} sequences",
+            allowed="one or more, none of them empty", remedy="the list without empty documents",
+        )  # fmt: skip
+    most = max_tokens * num_devices if may_share else max_tokens
+    if max(lengths) > most:
+        raise refusal(
+            "a sequence is too long for the devices", got=f"{max(lengths):,} tokens",
+            allowed=f"at most {most:,}: {max_tokens:,} on each of {num_devices if may_share else 1} devices",
+            remedy="shorter pieces of it, more devices or more recomputed layers",
+        )  # fmt: skip
     fair_s = sum(map(cost.alone_s, lengths)) / num_devices
     free_s = [0.0] * num_devices
     found = []
-    for index in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+    for index in _longest_first(lengths):
         fewest = ceil(lengths[index] / max_tokens)
         size = fewest if not may_share else _group_size(lengths[index], fewest, num_devices, cost, fair_s)
         devices = sorted(sorted(range(num_devices), key=lambda device: (free_s[device], device))[:size])
@@ -175,19 +186,8 @@ def _group_size(length: int, fewest: int, num_devices: int, cost: SequenceCost, 
     return size
 
 
-def _check(lengths: Sequence[int], *, num_devices: int, max_tokens: int, may_share: bool) -> None:
-    if not lengths or min(lengths) < 1:
-        raise refusal(
-            "a step needs sequences of at least one token", got=f"{len(lengths)} sequences",
-            allowed="one or more, none of them empty", remedy="the list without empty documents",
-        )  # fmt: skip
-    most = max_tokens * num_devices if may_share else max_tokens
-    if max(lengths) > most:
-        raise refusal(
-            "a sequence is too long for the devices", got=f"{max(lengths):,} tokens",
-            allowed=f"at most {most:,}: {max_tokens:,} on each of {num_devices if may_share else 1} devices",
-            remedy="shorter pieces of it, more devices or more recomputed layers",
-        )  # fmt: skip
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
 
 
 def pack(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
@@ -202,7 +202,7 @@ def pack(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
     """
     passes: list[list[int]] = []
     room: list[int] = []
-    for place in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+    for place in _longest_first(lengths):
         number = next((n for n, left in enumerate(room) if left >= lengths[place]), len(room))
         if number == len(room):
             passes.append([])
@@ -225,7 +225,7 @@ def padded_groups(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]
         [[1], [2, 0], [3]]
     """
     groups: list[list[int]] = []
-    for place in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+    for place in _longest_first(lengths):
         if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
             groups[-1].append(place)
         else:

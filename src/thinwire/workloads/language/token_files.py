@@ -80,11 +80,6 @@ def read_manifest(folder: Path, *, key: str) -> Manifest | None:
     return manifest if is_ours and is_whole and sha256(tokenizer) == manifest.tokenizer_sha256 else None
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, which makes the folder valid."""
-    write_bytes(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-
-
 def map_tokens(path: Path, *, dtype: str) -> TokenArray:
     """Return the tokens of a file, (tokens,), read-only and read from disk as they are used."""
     if path.stat().st_size == 0:
@@ -165,14 +160,16 @@ class TokenWriter:
                 f"no space left in {folder}: the tokens need about {format_bytes(self.needed_bytes)}; "
                 "make room, or choose another cache folder"
             )
-        return DataError(
-            f"cannot write in {folder}: {error.strerror or error}; choose a cache folder that can be written"
-        )
+        return _unwritable(folder, error)
+
+
+def _unwritable(folder: Path, error: OSError) -> DataError:
+    return DataError(f"cannot write in {folder}: {error.strerror or error}; choose a cache folder that can be written")
 
 
 def partial_path(path: Path) -> Path:
     """Return the name under which this process writes a file before it is whole."""
-    # Host and process: a cache may be on a disk that several hosts share.
+    # host and process: a cache may be on a disk that several hosts share
     return path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.partial")
 
 
@@ -189,9 +186,7 @@ def sole_builder(folder: Path, *, deadline_s: float) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("ab")
     except OSError as error:
-        raise DataError(
-            f"cannot write in {folder}: {error.strerror or error}; choose a cache folder that can be written"
-        ) from error
+        raise _unwritable(folder, error) from error
     with lock:
         end = time.monotonic() + deadline_s
         while not _try_lock(lock.fileno()):

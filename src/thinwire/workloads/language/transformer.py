@@ -481,7 +481,11 @@ def build_transformer(
     )
     model._fill_rotation()
     if weights is not None:
-        _check_names(weights, model)
+        own = {name: parameter.shape for name, parameter in model.named_parameters()}
+        for name in sorted(own.keys() | weights.keys()):
+            there = weights[name].shape if name in weights else None
+            if there != own.get(name):
+                raise ValueError(f"{name} has the shape {there and tuple(there)}, this model's {own.get(name)}")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             value = (
@@ -489,14 +493,6 @@ def build_transformer(
             )
             parameter.copy_(value)
     return model
-
-
-def _check_names(weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    own = {name: parameter.shape for name, parameter in model.named_parameters()}
-    for name in sorted(own.keys() | weights.keys()):
-        there = weights[name].shape if name in weights else None
-        if there != own.get(name):
-            raise ValueError(f"{name} has the shape {there and tuple(there)}, this model's {own.get(name)}")
 
 
 class _Unfilled(TorchFunctionMode):
