@@ -365,16 +365,14 @@ def _bad_values(config: TrainConfig) -> list[str]:
         for name, (_, field, rule) in _RULES.items()
         if (problem := rule.problem(flag(name), config.option(name), default=field.default)) is not None
     ]
-    try:
-        if card_of(config.run.workload) is LANGUAGE:
-            check_model(config.model.name)
-    except ValueError as error:
-        problems.append(str(error))
-    try:
-        if config.sync.codec is not None:
-            codec_key(config.sync.codec, what="--codec")
-    except ValueError as error:
-        problems.append(str(error))
+    for check in (
+        lambda: check_model(config.model.name) if card_of(config.run.workload) is LANGUAGE else None,
+        lambda: None if config.sync.codec is None else codec_key(config.sync.codec, what="--codec"),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            problems.append(str(error))
     return problems
 
 
@@ -388,39 +386,39 @@ def method_problems(config: TrainConfig) -> list[str]:
     except ValueError as error:
         return [str(error)]
     problems = [
-        str(excluded(flag(name), f"--method {method}", why=reason, remedy=f"to leave {flag(name)} out"))
+        excluded(flag(name), f"--method {method}", why=reason, remedy=f"to leave {flag(name)} out")
         for name, reason in OF_METHODS.items()
         if config.option(name) is not None and name not in entry.takes
     ]
-    for name in named:
-        if name in OF_METHODS and config.option(name) is not None:
-            twice = f"--method-option {name} and {flag(name)}"
-            problems.append(str(refusal(f"{name} is given twice", got=twice, allowed="one of them", remedy=flag(name))))
-    if len(set(named)) < len(named):
-        twice = next(name for name in named if named.count(name) > 1)
+    problems += [
+        refusal(f"{name} is given twice", got=f"--method-option {name} and {flag(name)}", allowed="one of them",
+                remedy=flag(name))
+        for name in named
+        if name in OF_METHODS and config.option(name) is not None
+    ]  # fmt: skip
+    if twice := [name for name in named if named.count(name) > 1]:
         problems.append(
-            str(refusal(f"--method-option {twice} is given twice", got=", ".join(config.sync.method_option),
-                        allowed="each option once", remedy="to leave one out"))
+            refusal(f"--method-option {twice[0]} is given twice", got=", ".join(config.sync.method_option),
+                    allowed="each option once", remedy="to leave one out")
         )  # fmt: skip
-    return problems or _bad_overlaps(config, entry, overlaps)
+    return [str(problem) for problem in problems] or _bad_overlaps(config, entry, overlaps)
 
 
 def _bad_overlaps(config: TrainConfig, entry: MethodEntry, overlaps: int | tuple[int, ...] | None) -> list[str]:
     if overlaps is None or "sync_interval" not in entry.takes:
         return []
     interval = config.sync.sync_interval or default_sync_interval(config.model.name)
-    most = max(overlaps) if isinstance(overlaps, tuple) else overlaps
-    least = min(overlaps) if isinstance(overlaps, tuple) else overlaps
-    if least >= 0 and most < interval:
-        return []
-    text = refusal(
-        f"--overlap-steps is not below --sync-interval, which is {interval}" if most >= interval
-        else "--overlap-steps is too small",
-        got=most if most >= interval else least, allowed=f"0 to {interval - 1}",
-        remedy=f"--overlap-steps {min(1, interval - 1)}, or --sync-interval {most + 1}" if most >= interval
-        else "--overlap-steps 1",
-    )  # fmt: skip
-    return [str(text)]
+    given = overlaps if isinstance(overlaps, tuple) else (overlaps,)
+    allowed = f"0 to {interval - 1}"
+    if max(given) >= interval:
+        return [str(refusal(
+            f"--overlap-steps is not below --sync-interval, which is {interval}", got=max(given), allowed=allowed,
+            remedy=f"--overlap-steps {min(1, interval - 1)}, or --sync-interval {max(given) + 1}",
+        ))]  # fmt: skip
+    if min(given) < 0:
+        what = "--overlap-steps is too small"
+        return [str(refusal(what, got=min(given), allowed=allowed, remedy="--overlap-steps 1"))]
+    return []
 
 
 def _bad_reach(config: TrainConfig) -> list[ValueError]:
@@ -447,61 +445,51 @@ def _bad_reach(config: TrainConfig) -> list[ValueError]:
 
 
 def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
-    on_finding = config.run.on_finding
-    problems = [*workload_problems(config), *_bad_elastic_model(config), *_bad_sequences(config)]
-    if config.run.interface is not None and config.run.address is not None:
-        why = "each of them says how the other hosts reach this one"
-        problems.append(excluded("--interface", "--address", why=why, remedy="--interface alone"))
-    problems += _bad_reach(config)
-    problems += parallel_problems(config)
-    if config.elastic.is_enabled:
-        if config.output.checkpoint_auto:
-            why = "an elastic run returns to a checkpoint only if all replicas are lost at once"
-            problems.append(excluded("--checkpoint-auto", "--elastic", why=why, remedy="--checkpoint-every 100"))
-        if is_torchrun:
-            why = "it starts its own replicas and lets others join"
-            problems.append(
-                excluded("--elastic", "torchrun", why=why, remedy="it alone, and thinwire join on the other hosts")
-            )
-        return [str(problem) for problem in problems]
-    for name, (section, _) in OPTIONS.items():
-        if section == "elastic" and config.option(name) != _DEFAULTS.option(name):
-            problems.append(
-                refusal(f"{flag(name)} is for elastic runs", got=f"{flag(name)} without --elastic",
-                        allowed="both, or neither", remedy="--elastic too, or to leave it out")
-            )  # fmt: skip
-    if config.output.checkpoint_auto and is_torchrun:
-        problems.append(
-            excluded("--checkpoint-auto", "torchrun", why="hosts may differ", remedy="--checkpoint-every 100")
-        )
-    if on_finding in ("exclude", "restart", "replace"):
-        problems.append(
-            refusal(f"--on-finding {on_finding} is for elastic runs: others cannot go on without a replica",
-                    got=f"--on-finding {on_finding} without --elastic", allowed="warn, abort or off",
-                    remedy="--elastic too, or --on-finding warn")
-        )  # fmt: skip
-    if on_finding == "abort" and is_torchrun:
-        why = "torchrun starts the replicas, so nothing here can end them"
-        problems.append(excluded("--on-finding abort", "torchrun", why=why, remedy="--on-finding warn"))
-    return [str(problem) for problem in problems]
+    on_finding, is_elastic = config.run.on_finding, config.elastic.is_enabled
+    has_documents, windows = config.data.sequences != "windows", "--sequences windows"  # a plan may name documents
+    checks = [
+        (config.model.lora is not None and is_elastic,
+         excluded("--lora", "--elastic", why="a replica that joins would fetch the frozen weights too",
+                  remedy="to leave one of them out")),
+        (config.data.micro_batch is not None and config.elastic.ranks_per_replica > 1,
+         excluded("--micro-batch", "--ranks-per-replica", why="the ranks share the batch already",
+                  remedy="to leave --micro-batch out")),
+        (has_documents and is_elastic,
+         excluded("--sequences documents", "--elastic", why="an elastic run lends windows of equal length",
+                  remedy=windows)),
+        (has_documents and not is_elastic and config.parallel.pp > 1,
+         excluded("--sequences documents", "--pp", why="torch's pipelines take micro-batches of one shape",
+                  remedy=f"{windows}, or another cut")),
+        (config.run.interface is not None and config.run.address is not None,
+         excluded("--interface", "--address", why="each of them says how the other hosts reach this one",
+                  remedy="--interface alone")),
+        (is_elastic and config.output.checkpoint_auto,
+         excluded("--checkpoint-auto", "--elastic", remedy="--checkpoint-every 100",
+                  why="an elastic run returns to a checkpoint only if all replicas are lost at once")),
+        (is_elastic and is_torchrun,
+         excluded("--elastic", "torchrun", why="it starts its own replicas and lets others join",
+                  remedy="it alone, and thinwire join on the other hosts")),
+        *((not is_elastic and section == "elastic" and config.option(name) != _DEFAULTS.option(name),
+           refusal(f"{flag(name)} is for elastic runs", got=f"{flag(name)} without --elastic",
+                   allowed="both, or neither", remedy="--elastic too, or to leave it out"))
+          for name, (section, _) in OPTIONS.items()),
+        (not is_elastic and config.output.checkpoint_auto and is_torchrun,
+         excluded("--checkpoint-auto", "torchrun", why="hosts may differ", remedy="--checkpoint-every 100")),
+        (not is_elastic and on_finding in ("exclude", "restart", "replace"),
+         refusal(f"--on-finding {on_finding} is for elastic runs: others cannot go on without a replica",
+                 got=f"--on-finding {on_finding} without --elastic", allowed="warn, abort or off",
+                 remedy="--elastic too, or --on-finding warn")),
+        (not is_elastic and on_finding == "abort" and is_torchrun,
+         excluded("--on-finding abort", "torchrun", remedy="--on-finding warn",
+                  why="torchrun starts the replicas, so nothing here can end them")),
+    ]  # fmt: skip
+    found = [*workload_problems(config), *(problem for is_wrong, problem in checks if is_wrong)]
+    return [str(problem) for problem in (*found, *_bad_reach(config), *parallel_problems(config))]
 
 
 def default_sync_interval(model: str) -> int:
     """Return the default of `--sync-interval`, for methods that have one."""
     return 30 if model in _SMALL else 100
-
-
-def _bad_sequences(config: TrainConfig) -> list[ValueError]:
-    if config.data.sequences == "windows":
-        return []
-    remedy = "--sequences windows"  # a plan may have named documents
-    if config.elastic.is_enabled:
-        why = "an elastic run lends windows of equal length"
-        return [excluded("--sequences documents", "--elastic", why=why, remedy=remedy)]
-    if config.parallel.pp > 1:
-        why = "torch's pipelines take micro-batches of one shape"
-        return [excluded("--sequences documents", "--pp", why=why, remedy=f"{remedy}, or another cut")]
-    return []
 
 
 def workload_problems(config: TrainConfig, *, named: Sequence[str] = ()) -> list[ValueError]:
@@ -529,17 +517,6 @@ def workload_problems(config: TrainConfig, *, named: Sequence[str] = ()) -> list
         excluded(f"--{option.replace('_', '-')}", own, why=why, remedy=f"to leave --{option.replace('_', '-')} out")
         for option, why in wrong.items()
     ]
-
-
-def _bad_elastic_model(config: TrainConfig) -> list[ValueError]:
-    problems = []
-    if config.model.lora is not None and config.elastic.is_enabled:
-        why = "a replica that joins would fetch the frozen weights too"
-        problems.append(excluded("--lora", "--elastic", why=why, remedy="to leave one of them out"))
-    if config.data.micro_batch is not None and config.elastic.ranks_per_replica > 1:
-        why = "the ranks share the batch already"
-        problems.append(excluded("--micro-batch", "--ranks-per-replica", why=why, remedy="to leave --micro-batch out"))
-    return problems
 
 
 def default_seq_len(model: str) -> int:
