@@ -8,8 +8,9 @@ has loaded `thinwire.methods`; these are then in the catalogue too.
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,14 +33,12 @@ class MethodEntry:
     Attributes:
         takes: All arguments of the method's function.
         kinds: Options that text can set, with the kinds of value that each takes, as `options_of` writes them.
-        defaults: Defaults of the arguments, where they are literals.
         inner_optimizer: The default of `thinwire train --inner-optimizer`.
         lr: The default of `thinwire train --lr`; None for that of the model and the inner optimizer.
     """
 
     takes: frozenset[str]
     kinds: Mapping[str, tuple[str, ...]]
-    defaults: Mapping[str, Any]
     inner_optimizer: str
     lr: float | None
 
@@ -51,11 +50,20 @@ def catalog() -> Mapping[str, MethodEntry]:
         >>> catalog()["dgc"].inner_optimizer, catalog()["dgc"].kinds["density"]
         ('plain-sgd', ('float',))
     """
-    methods = sys.modules.get("thinwire.methods")
-    own = getattr(methods, "RECIPES", {})
-    known = _read_package()
-    added = {name: _entry_of(methods, name) for name in own if name not in known}
-    return MappingProxyType({**known, **added}) if added else known
+    methods: Any = sys.modules.get("thinwire.methods")
+    known = dict(_read_package())
+    for name, recipe in getattr(methods, "RECIPES", {}).items():
+        if name not in known:  # the program's own
+            kinds = {
+                option: tuple(text.rpartition(", ")[0].split(" or "))
+                for option, text in methods.options_of(recipe).items()
+            }
+            card = methods.about(name)
+            known[name] = MethodEntry(
+                takes=frozenset(inspect.signature(recipe).parameters), kinds=kinds,
+                inner_optimizer=card.inner_optimizer, lr=card.lr,
+            )  # fmt: skip
+    return known
 
 
 def method_entry(name: str) -> MethodEntry:
@@ -98,36 +106,14 @@ def _fits(value: str, kind: str) -> bool:
         return True  # whether it may be none is known once the method is loaded
     if kind == "codec":
         return value.lower().replace("_", "-") in CODEC_SPECS
-    if kind == _NUMBERS:
-        return all(_is_number(part, float) for part in value.split(","))
-    if kind in ("int", "float"):
-        return _is_number(value, int if kind == "int" else float)
-    if kind == "bool":
-        return value in _BOOLS
-    return kind == "str" or value in kind.split("/")
-
-
-def _is_number(text: str, kind: Callable[[str], float]) -> bool:
-    try:
-        kind(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _entry_of(methods: Any, name: str) -> MethodEntry:
-    """Return the entry of a method that the program has registered."""
-    import inspect
-
-    recipe, card = methods.RECIPES[name], methods.about(name)
-    parameters = inspect.signature(recipe).parameters
-    kinds = {
-        option: tuple(text.rpartition(", ")[0].split(" or ")) for option, text in methods.options_of(recipe).items()
-    }
-    return MethodEntry(
-        takes=frozenset(parameters), kinds=kinds, defaults={one.name: one.default for one in parameters.values()},
-        inner_optimizer=card.inner_optimizer, lr=card.lr,
-    )  # fmt: skip
+    if kind in ("int", "float", _NUMBERS):
+        try:
+            for part in value.split(",") if kind == _NUMBERS else (value,):
+                int(part) if kind == "int" else float(part)
+        except ValueError:
+            return False
+        return True
+    return kind == "str" or value in (_BOOLS if kind == "bool" else kind.split("/"))
 
 
 @cache
@@ -149,13 +135,25 @@ def _read_module(tree: ast.Module) -> dict[str, MethodEntry]:
                 values = _assigned(ast.parse(path.read_text(encoding="utf-8"))) | values
     found = {}
     for node in tree.body:
-        if not isinstance(node, ast.FunctionDef):
-            continue
-        for decorator in node.decorator_list:
+        for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
             if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "register":
-                card = decorator.args[0]
+                assert isinstance(node, ast.FunctionDef)
+                arguments, card = [*node.args.args, *node.args.kwonlyargs], decorator.args[0]
                 card = values.get(card.id, card) if isinstance(card, ast.Name) else card
-                found[node.name.replace("_", "-")] = _read_function(node, card, values)
+                facts = {
+                    word.arg: word.value.value
+                    for word in (card.keywords if isinstance(card, ast.Call) else [])
+                    if isinstance(word.value, ast.Constant)
+                }
+                found[node.name.replace("_", "-")] = MethodEntry(
+                    takes=frozenset(one.arg for one in arguments),
+                    kinds={
+                        one.arg: kinds for one in arguments
+                        if one.annotation and (kinds := _kinds(one.annotation, values))
+                    },
+                    inner_optimizer=str(facts.get("inner_optimizer", "adamw")),
+                    lr=lr if isinstance(lr := facts.get("lr"), float) else None,
+                )  # fmt: skip
     return found
 
 
@@ -166,26 +164,6 @@ def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
-
-
-def _read_function(function: ast.FunctionDef, card: ast.expr, values: Mapping[str, ast.expr]) -> MethodEntry:
-    arguments = [*function.args.args, *function.args.kwonlyargs]
-    defaults = {
-        argument.arg: default.value
-        for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-        if isinstance(default, ast.Constant)
-    }
-    kinds = {one.arg: found for one in arguments if one.annotation and (found := _kinds(one.annotation, values))}
-    facts = {
-        word.arg: word.value.value
-        for word in (card.keywords if isinstance(card, ast.Call) else [])
-        if word.arg is not None and isinstance(word.value, ast.Constant)
-    }
-    return MethodEntry(
-        takes=frozenset(one.arg for one in arguments), kinds=MappingProxyType(kinds),
-        defaults=MappingProxyType(defaults), inner_optimizer=str(facts.get("inner_optimizer", "adamw")),
-        lr=lr if isinstance(lr := facts.get("lr"), float) else None,
-    )  # fmt: skip
 
 
 def _kinds(annotation: ast.expr, values: Mapping[str, ast.expr]) -> tuple[str, ...]:
