@@ -14,6 +14,7 @@ from thinwire.elastic.global_state import GlobalState
 from thinwire.runlog.run_identity import new_identity
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
+from thinwire.training.config import TrainConfig, config_text
 
 Output = pytest.CaptureFixture[str]
 
@@ -81,7 +82,14 @@ def test_the_run_that_wrote_a_checkpoint_stands_beside_it(tmp_path: Path, capsys
     run = new_identity(config_digest=32 * "0")
     GlobalCheckpoints(tmp_path, run=run).write(GlobalState(step=7, parameters={"w": torch.ones(9)}))
     assert main([str(tmp_path)]) == 0
-    assert run.run in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert run.run in shown and "samples seen" in shown
+    for workload, samples in (("language", "tokens"), ("digits", "images"), ("nowhere:AT_ALL", "samples")):
+        (tmp_path / "config.json").write_text(config_text(TrainConfig.of(workload=workload)))
+        (tmp_path / "checkpoints").mkdir(exist_ok=True)
+        GlobalCheckpoints(tmp_path / "checkpoints", run=run).write(GlobalState(step=7, parameters={}))
+        assert main([str(tmp_path)]) == 0
+        assert f"{samples} seen" in capsys.readouterr().out
     assert main([str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["checkpoints"][0]["run"] == run.run
 

@@ -43,7 +43,7 @@ class Listed:
     Attributes:
         step: Its step.
         bytes: Of its tensors' files; None where it does not say.
-        tokens: Tokens seen by all replicas together, where its note says.
+        tokens: Tokens, or other samples, seen by all replicas together, where its note says.
         is_verified: Whether every file was read and is as it was written.
         problem: What is wrong with it, or an empty text.
         run: Id of the run that wrote it; None where it names none.
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print(json_format.dumps({"place": storage.name, "checkpoints": [asdict(one) for one in found]}))
     elif found:
-        print_wide(_table(found))
+        print_wide(_table(found, samples=_samples(place)))
     else:
         log(f"{printable(storage.name)} holds no checkpoint", command="checkpoints")
     return int(any(one.problem for one in found))
@@ -115,9 +115,21 @@ def _listed(files: CheckpointFiles, step: int, *, verify: bool, replica: int | N
     )
 
 
-def _table(found: list[Listed]) -> Table:
+def _samples(place: str) -> str:
+    """Return what the run of these checkpoints counts, as far as its own folder tells."""
+    from thinwire.training.config import read_config
+    from thinwire.workloads.cards import card_of
+
+    try:
+        workload = read_config(Path(place).parent).run.workload
+    except CheckpointError:
+        return "samples"
+    return "samples" if ":" in workload else card_of(workload).measures.samples  # a program's own is not run for this
+
+
+def _table(found: list[Listed], *, samples: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("step", "size", "tokens seen"):
+    for title in ("step", "size", f"{samples} seen"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("replica", no_wrap=True)
     table.add_column("run", no_wrap=True)
