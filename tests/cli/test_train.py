@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 
 from thinwire.cli.main import main
-from thinwire.runlog.run_identity import new_identity, write_identity
+from thinwire.runlog.run_identity import new_identity, read_identity, write_identity
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
 from thinwire.training.config import OPTIONS, TrainConfig, config_text, read_config, resolve
-from thinwire.training.run_origin import write_origin
+from thinwire.training.launch import step_to_resume
+from thinwire.training.run_origin import check_options, write_origin
 from thinwire.version import __version__
 
 THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]
@@ -156,6 +158,22 @@ def stopped_run(tmp_path: Path) -> Path:
         for step in (10, 20):
             ReplicaCheckpoints(run, identity=identity).save({}, step=step, drift_steps=60)
     return run
+
+
+def test_a_run_of_an_earlier_version_goes_on_where_a_removed_option_changed_nothing(stopped_run: Path) -> None:
+    config = read_config(stopped_run)
+    older = dataclasses.replace(read_identity(stopped_run), config_digest=32 * "a")  # over that option too
+    write_identity(stopped_run, older)
+    for name, section in (("config.json", "elastic"), ("origin.json", "options")):
+        values = json.loads((stopped_run / name).read_text())
+        values[section]["preserve_norm"] = False
+        (stopped_run / name).write_text(json.dumps(values))
+    for replica in (0, 1):
+        identity = Identity(run=older.run, replica=replica, num_replicas=2, config_digest=older.config_digest)
+        ReplicaCheckpoints(stopped_run, identity=identity).save({}, step=30, drift_steps=60)
+    assert read_config(stopped_run) == config
+    check_options(stopped_run, config)
+    assert step_to_resume(config) == (30, [])
 
 
 def content_of(folder: Path) -> dict[str, bytes]:

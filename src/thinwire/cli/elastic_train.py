@@ -127,11 +127,6 @@ def prepare(config: TrainConfig) -> Begun:
         identity = new_identity(config_digest=config.digest())
         return Begun(config=config, identity=identity, local=local, replaced=_replaced(config, new=identity))
     before = read_identity(config.run_dir)
-    if before.config_digest != config.digest():
-        raise CheckpointError(
-            f"{config.run_dir} is of run {before.run} with options {before.config_digest}, and its config.json has "
-            f"options {config.digest()}; restore config.json, or start a new run"
-        )
     identity = before.next_incarnation()
     was = LocalSettings.of_resumed(config)
     if was is not None:

@@ -617,6 +617,10 @@ def meaning(config: TrainConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# Options that earlier versions had, and their values that changed nothing.
+_REMOVED = (("elastic", "preserve_norm", False),)
+
+
 def to_json(config: TrainConfig, *, without: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
     """Return the sections as JSON values, without some options."""
     found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
@@ -643,9 +647,11 @@ def from_json(values: object) -> TrainConfig:
         for section, kind in SECTIONS.items():
             known = {field.name for field in dataclasses.fields(kind)}
             found = values.get(section)
+            given = found if isinstance(found, Mapping) else {}
             unknown += [
-                f"{section}.{name}" for name in (found if isinstance(found, Mapping) else ()) if name not in known
-            ]
+                f"{section}.{name}" for name in given
+                if name not in known and (section, name, given[name]) not in _REMOVED
+            ]  # fmt: skip
         if unknown:
             raise ValueError(f"unknown options {', '.join(sorted(unknown))[:200]}")
     config: TrainConfig = msgspec.convert(values, TrainConfig, dec_hook=_path_of)

@@ -112,7 +112,8 @@ def step_to_resume(config: TrainConfig) -> tuple[int, list[str]]:
         CheckpointError: There are checkpoints, but none is whole for all replicas.
     """
     found = []
-    own = {"run": read_identity(config.run_dir).run, "config_digest": config.digest()}
+    run = read_identity(config.run_dir)
+    own = {"run": run.run, "config_digest": run.config_digest}
     for replica in range(config.num_replicas):
         identity = Identity(replica=replica, num_replicas=config.num_replicas, **own)
         for rank in range(config.parallel.ranks):

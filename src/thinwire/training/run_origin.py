@@ -8,6 +8,7 @@ from typing import Any
 
 from thinwire.errors import CheckpointError, DataError, refusal
 from thinwire.files import write_whole
+from thinwire.runlog.run_identity import read_identity
 from thinwire.training.config import OPTIONS, TrainConfig, meaning
 
 ORIGIN_FILE = "origin.json"
@@ -29,8 +30,14 @@ def check_options(run_dir: Path, config: TrainConfig) -> None:
         CheckpointError: They differ; names each option and both values.
     """
     began = _read(run_dir).get("options")
-    if not isinstance(began, dict):
-        return  # a folder of an older thinwire: the hash of all options is compared later
+    if not isinstance(began, dict):  # a folder of an older thinwire
+        run = read_identity(run_dir)
+        if run.config_digest != config.digest():
+            raise CheckpointError(
+                f"{run_dir} is of run {run.run} with options {run.config_digest}, and its config.json has options "
+                f"{config.digest()}; restore config.json, or start a new run"
+            )
+        return
     now, edited = json.loads(json.dumps(meaning(config))), []
     for name in (name for name in OPTIONS if name in now or name in began):
         usual = TrainConfig().option(name)  # of an option that an older thinwire did not know

@@ -206,7 +206,7 @@ class _Replica:
     def _checkpoints_of(self, run: RunIdentity) -> ReplicaCheckpoints:
         identity = Identity(
             run=run.run, replica=self._transport.replica, num_replicas=self._transport.num_replicas,
-            config_digest=self._config.digest(),
+            config_digest=run.config_digest,
         )  # fmt: skip
         return ReplicaCheckpoints(self._config.run_dir, identity=identity)
 

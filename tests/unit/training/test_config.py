@@ -93,6 +93,7 @@ def test_the_digest_follows_what_is_computed_and_nothing_else() -> None:
         ('{"output": {"out": 1}}', "expected the name of a file, got 1"),
         ('{"run": {"stepps": 1}}', "unknown options run.stepps"),
         ('{"stepps": 1}', "unknown options stepps"),
+        ('{"elastic": {"preserve_norm": true}}', "unknown options elastic.preserve_norm"),
     ],
 )
 def test_a_damaged_config_json_is_refused_by_name(tmp_path: Path, content: str, reason: str) -> None:
