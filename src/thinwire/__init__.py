@@ -61,28 +61,10 @@ _HOMES = {
 _MODULES = ("codecs", "lab", "methods", "split")
 
 __all__ = [
-    "ActivationCode",
-    "CodedStage",
-    "DistributedOptimizer",
-    "ElasticOptimizer",
-    "FaultyTransport",
-    "LoopbackTransport",
-    "LoopbackWorld",
-    "Method",
-    "MultiOptimizer",
-    "RecordingTransport",
-    "ThinwireError",
-    "__version__",
-    "codecs",
-    "connect",
-    "join",
-    "lab",
-    "methods",
-    "metrics",
-    "run_replicas",
-    "split",
-    "watch",
-]
+    "ActivationCode", "CodedStage", "DistributedOptimizer", "ElasticOptimizer", "FaultyTransport", "LoopbackTransport",
+    "LoopbackWorld", "Method", "MultiOptimizer", "RecordingTransport", "ThinwireError", "__version__", "codecs",
+    "connect", "join", "lab", "methods", "metrics", "run_replicas", "split", "watch",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -262,7 +262,12 @@ def line_chart(chart: Chart) -> str:
     x = scale(chart.x, [p[0] for p in points] + marked, start=left, stop=WIDTH - right, most_ticks=5)
     parts = frame(x, y)
     if chart.marker:
-        parts += _marker(chart.marker, x)
+        place = x(chart.marker[0])
+        at, anchor = (place - 6, "end") if place > (x.start + x.stop) / 2 else (place + 6, "start")
+        ends_y = f'y1="{_TOP:.1f}" y2="{HEIGHT - _BOTTOM:.1f}"'
+        parts.append(f'<line class="marker" x1="{place:.1f}" x2="{place:.1f}" {ends_y}/>')
+        words = enumerate(chart.marker[1].split("\n"))
+        parts += [text(at, _TOP + 12 + _LINE * n, part, anchor=anchor) for n, part in words]
     for one, kept in sorted(series, key=lambda pair: not (pair[0].is_faint or pair[0].is_thin)):
         parts += _line(one, kept, x, y)
     ends = [(one, [p for p in kept if p is not None][-1]) for one, kept in series if one.label and any(kept)]
@@ -355,15 +360,6 @@ def _labels(ends: Sequence[tuple[ChartSeries, Point]], x: Scale, y: Scale) -> li
         parts.append(f'<line class="{one.line_style().replace(" faint", "")}" {swatch}/>')
         parts.append(text(at + 14, place + 4, _short(one.label), style="label"))
     return parts
-
-
-def _marker(marker: tuple[float, str], x: Scale) -> list[str]:
-    place = x(marker[0])
-    left = place > (x.start + x.stop) / 2
-    line = f'<line class="marker" x1="{place:.1f}" x2="{place:.1f}" y1="{_TOP:.1f}" y2="{HEIGHT - _BOTTOM:.1f}"/>'
-    words = marker[1].split("\n")
-    at, anchor = (place - 6, "end") if left else (place + 6, "start")
-    return [line, *(text(at, _TOP + 12 + _LINE * n, part, anchor=anchor) for n, part in enumerate(words))]
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", style: str = "") -> str:

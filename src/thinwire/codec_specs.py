@@ -9,27 +9,15 @@ from typing import Any
 from thinwire.errors import refusal, unknown_name
 
 # Function of `thinwire.codecs`, and its arguments.
-CODEC_SPECS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "float32": ("float32", {}),
-        "bfloat16": ("bfloat16", {}),
-        "float16": ("float16", {}),
-        "block-int8": ("block_int8", {}),
-        "block-int4": ("block_int4", {}),
-        "block-2bit": ("block_2bit", {}),
-        "e3m0": ("e3m0", {}),
-        "e3m0-stochastic": ("e3m0", {"rounding": "stochastic"}),
-        "top-k": ("top_k", {}),
-        "top-k-sampled": ("top_k", {"selection": "sampled"}),
-        "chunked-top-k": ("chunked_top_k", {}),
-        "chunked-top-k-2bit": ("chunked_top_k", {"values": "codebook2"}),
-        "random-k": ("random_k", {}),
-        "threshold": ("threshold", {}),
-        "sign": ("sign", {}),
-        "sign-mean": ("sign", {"scale": "mean"}),
-        "dct-top-k": ("dct_top_k", {}),
-    }
-)
+CODEC_SPECS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "float32": ("float32", {}), "bfloat16": ("bfloat16", {}), "float16": ("float16", {}),
+    "block-int8": ("block_int8", {}), "block-int4": ("block_int4", {}), "block-2bit": ("block_2bit", {}),
+    "e3m0": ("e3m0", {}), "e3m0-stochastic": ("e3m0", {"rounding": "stochastic"}),
+    "top-k": ("top_k", {}), "top-k-sampled": ("top_k", {"selection": "sampled"}),
+    "chunked-top-k": ("chunked_top_k", {}), "chunked-top-k-2bit": ("chunked_top_k", {"values": "codebook2"}),
+    "random-k": ("random_k", {}), "threshold": ("threshold", {}),
+    "sign": ("sign", {}), "sign-mean": ("sign", {"scale": "mean"}), "dct-top-k": ("dct_top_k", {}),
+}  # fmt: skip
 
 
 def codec_key(name: str, *, what: str = "codec") -> str:

@@ -41,7 +41,7 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         OSError: It could not be written; the old content is still there.
     """
-    replace_whole(path, lambda temporary: _write_text(temporary, text))
+    replace_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -57,7 +57,7 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
+def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` make a file beside `path`, bring it to the disk and put it in the place of `path`.
 
     Raises:
@@ -92,10 +92,6 @@ def make_readable(path: Path) -> None:
     finally:
         os.close(descriptor)
         probe.unlink(missing_ok=True)
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def sync_folder(folder: Path) -> None:

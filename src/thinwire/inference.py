@@ -87,8 +87,13 @@ def load_trained(run_dir: Path, *, step: int | None = None, device: str = "cpu")
     replica = None
     if is_final:
         step = config.run.steps
-        companion = workload.saved_companion(run_dir / MODEL_FOLDER)
-        model = _final_model(config, companion)
+        companion, folder = workload.saved_companion(run_dir / MODEL_FOLDER), run_dir / MODEL_FOLDER
+        try:
+            model = workload.saved_model(config, workload.sizes(companion), folder)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{folder / MODEL_FILE} is not the model of this run: {reason_of(error)}; take a checkpoint with --step"
+            ) from error
     else:
         files, step, replica = _checkpoint(config, step)
         companion = workload.saved_companion(run_dir / MODEL_FOLDER)
@@ -98,16 +103,6 @@ def load_trained(run_dir: Path, *, step: int | None = None, device: str = "cpu")
         run_dir=run_dir, config=config, model=model.to(device), companion=companion, step=step, is_final=is_final,
         replica=replica,
     )  # fmt: skip
-
-
-def _final_model(config: TrainConfig, companion: Companion) -> nn.Module:
-    folder, workload = config.run_dir / MODEL_FOLDER, config.workload
-    try:
-        return workload.saved_model(config, workload.sizes(companion), folder)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder / MODEL_FILE} is not the model of this run: {reason_of(error)}; take a checkpoint with --step"
-        ) from error
 
 
 def _checkpoint(config: TrainConfig, step: int | None) -> tuple[CheckpointFiles, int, int | None]:
@@ -316,7 +311,12 @@ def export_model(trained: TrainedModel, folder: Path, *, to: str) -> None:
         if to == "safetensors" or not isinstance(model, Transformer):
             write_model(folder, model, files=files)
         else:
-            _write_apertus(folder, model, end_of_text=trained.tokenizer.end_of_text)
+            tensors = apertus_tensors(model)
+            replace_whole(
+                folder / "model.safetensors", lambda path: save_tensors(tensors, path, metadata={"format": "pt"})
+            )
+            shape = apertus_config(model.config, end_of_text=trained.tokenizer.end_of_text)
+            write_whole(folder / "config.json", json.dumps(shape, indent=2) + "\n")
             for name, content in files.items():
                 write_whole(folder / name, content)
         if to == "hf" and not (folder / "tokenizer_config.json").exists():
@@ -324,17 +324,6 @@ def export_model(trained: TrainedModel, folder: Path, *, to: str) -> None:
             write_whole(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
     except OSError as error:
         raise ThinwireError(f"cannot write to {folder}: {error.strerror or error}; choose another --out") from error
-
-
-def _write_apertus(folder: Path, model: Transformer, *, end_of_text: int) -> None:
-    tensors = apertus_tensors(model)
-    replace_whole(
-        folder / "model.safetensors",
-        lambda path: save_tensors(tensors, path, metadata={"format": "pt"}),
-    )
-    write_whole(
-        folder / "config.json", json.dumps(apertus_config(model.config, end_of_text=end_of_text), indent=2) + "\n"
-    )
 
 
 def apertus_config(shape: TransformerConfig, *, end_of_text: int) -> dict[str, Any]:

@@ -54,11 +54,16 @@ class OptionRule:
             return None
         if self.choices and value not in self.choices:
             return unknown_name(flag, value, self.choices)
-        remedy = f"{flag} {self._usual(default)}"
+        usual = self.usual if self.usual is not None else default or max(1, self.least or 0)
+        remedy = f"{flag} {usual}"
         is_range = (self.least is not None or self.above is not None) and (
             self.below is not None or self.most is not None
         )
-        if is_range and not self._is_allowed(value):
+        is_allowed = (
+            (self.least is None or value >= self.least) and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most) and (self.below is None or value < self.below)
+        )  # fmt: skip
+        if is_range and not is_allowed:
             return refusal(f"{flag} is out of its range", got=value, allowed=self.allowed, remedy=remedy)
         if self.above is not None and not self.above < value < math.inf:
             return refusal(f"{flag} is not above {self.above:g}", got=value, allowed=self.allowed, remedy=remedy)
@@ -75,17 +80,6 @@ class OptionRule:
         if self.below is not None:
             return f"{low}, below {self.below:g}"
         return f"{self.least:g} or more" if self.above is None else f"{low} and finite"
-
-    def _is_allowed(self, value: float) -> bool:
-        return (
-            (self.least is None or value >= self.least) and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most) and (self.below is None or value < self.below)
-        )  # fmt: skip
-
-    def _usual(self, default: object) -> object:
-        if self.usual is not None:
-            return self.usual
-        return default or max(1, self.least or 0)
 
 
 def option(default: Any, **rule: Any) -> Any:

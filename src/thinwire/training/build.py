@@ -53,18 +53,14 @@ def _check_run(config: TrainConfig, method: Method, *, takes_overlap: bool) -> N
         why = "only that exchange makes one model of its replicas'"
         method_of_run = f"--method {config.sync.method}"
         raise excluded("--no-final-exchange", method_of_run, why=why, remedy="to leave --no-final-exchange out")
-    if config.sync.pace and not isinstance(config.sync.overlaps, tuple) and not _overlaps(method):
+    steps = range(1, 2 * method.schedule.sync_interval + 1)
+    rounds = [round for step in steps for round in method.schedule.launches(step, num_fragments=1)]
+    overlaps = isinstance(config.sync.overlaps, tuple) or any(r.apply_step > r.launch_step for r in rounds)
+    if config.sync.pace and not overlaps:
         reason = OF_METHODS["overlap_steps"]
         if takes_overlap:
             reason = "with --overlap-steps 0 every exchange is waited for, so there are no steps to spread it over"
         raise excluded("--pace", f"--method {config.sync.method}", why=reason, remedy="to leave --pace out")
-
-
-def _overlaps(method: Method) -> bool:
-    """Return whether any round of a method is applied later than it is launched."""
-    steps = range(1, 2 * method.schedule.sync_interval + 1)
-    rounds = [round for step in steps for round in method.schedule.launches(step, num_fragments=1)]
-    return any(round.apply_step > round.launch_step for round in rounds)
 
 
 def make_inner_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -162,7 +158,13 @@ def check(config: TrainConfig, *, num_local: int | None = None) -> None:
         if is_wanted:
             MissingExtra.check(package, extra="report")
     method = make_method(config)
-    _check_warm_ups(config, method)
+    own = method.schedule.warmup_steps if isinstance(method.schedule, WarmUp) else None
+    if own is not None and (config.optimizer.warmup_steps or 0) > own:
+        raise refusal(
+            f"--warmup-steps, of the learning rate, ends after the warm-up of --method {config.sync.method}, which "
+            f"would freeze what it learnt of small steps",
+            got=config.optimizer.warmup_steps, allowed=f"0 to {own}", remedy=f"--warmup-steps {own}",
+        )  # fmt: skip
     model = config.workload.sketch(config)
     # the pattern alone: binding a view would copy values, and a model on the meta device has none
     pattern = getattr(method.view, "fragments", Pattern(num_fragments=1))
@@ -173,17 +175,6 @@ def check(config: TrainConfig, *, num_local: int | None = None) -> None:
     method.exchanges(config.num_replicas)
     method.update(config.num_replicas)
     check_memory(config, model, method, num_local=config.num_replicas if num_local is None else num_local)
-
-
-def _check_warm_ups(config: TrainConfig, method: Method) -> None:
-    """Refuse a learning rate that still rises when a method freezes what it has learnt of the gradients."""
-    own = method.schedule.warmup_steps if isinstance(method.schedule, WarmUp) else None
-    if own is not None and (config.optimizer.warmup_steps or 0) > own:
-        raise refusal(
-            f"--warmup-steps, of the learning rate, ends after the warm-up of --method {config.sync.method}, which "
-            f"would freeze what it learnt of small steps",
-            got=config.optimizer.warmup_steps, allowed=f"0 to {own}", remedy=f"--warmup-steps {own}",
-        )  # fmt: skip
 
 
 def check_device(name: str) -> None:

@@ -21,7 +21,6 @@ from thinwire.errors import DesyncError
 from thinwire.files import make_readable, replace_whole, write_whole
 from thinwire.recording.metrics import ReplicaCounts
 from thinwire.runlog.run_numbers import all_reduce_bytes, times_fewer
-from thinwire.sync.method import Method
 from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig
 from thinwire.version import __version__
@@ -69,13 +68,21 @@ def summarise(
     Raises:
         DesyncError: The replicas ended with different global parameters.
     """
-    _check_hashes([note["sha256"] for note in notes])
+    hashes = [note["sha256"] for note in notes]
+    if len(set(hashes)) > 1:
+        told = ", ".join(f"replica {replica}: {sha256[:12]}" for replica, sha256 in enumerate(hashes))
+        raise DesyncError(
+            f"the replicas ended with different global parameters ({told}); something changed parameters outside the "
+            f"optimizer, or the hosts run different code; resume from a checkpoint before that"
+        )
     count = len(notes)
 
     def mean(name: str) -> float:
         return sum(float(note[name]) for note in notes) / count
 
     method = make_method(config)
+    codecs = [getattr(exchange, "codec", None) for exchange in method.exchanges(count)]
+    lossy = (codec_at(codec, 1).name for codec in codecs if codec is not None)
     wall_s = max(note["time_s"] for note in notes)
     samples = sum(note["samples"] for note in notes)
     measures = config.workload.card.measures
@@ -93,7 +100,8 @@ def summarise(
         "global_parameters_sha256": notes[0]["sha256"], "model": config.model.name, "data": config.data.source,
         "parameters": parameters, "sync_interval": config.sync.sync_interval or 1,
         "overlap_steps": getattr(method.schedule, "overlap_steps", 0),
-        "codec": config.sync.codec or _codec_of(method, num_replicas=count), "num_fragments": num_fragments,
+        "codec": config.sync.codec or next((name for name in lossy if name != "float32"), "float32"),
+        "num_fragments": num_fragments,
         "allreduce_bytes": round(all_reduce), "all_reduce_dtype": all_reduce_dtype,
         "times_fewer_bytes": None if times is None else round(times, 2), "seed": config.run.seed,
         "machine": describe_machine(config.model.device), "thinwire_version": __version__,
@@ -166,22 +174,6 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, *, metadata: dict
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json`; its presence says that the run has finished."""
     write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-
-
-def _codec_of(method: Method, *, num_replicas: int) -> str:
-    """Return the name of the method's first lossy codec, `float32` if it has none."""
-    codecs = [getattr(exchange, "codec", None) for exchange in method.exchanges(num_replicas)]
-    names = [codec_at(codec, 1).name for codec in codecs if codec is not None]
-    return next((name for name in names if name != "float32"), "float32")
-
-
-def _check_hashes(hashes: Sequence[str]) -> None:
-    if len(set(hashes)) > 1:
-        told = ", ".join(f"replica {replica}: {sha256[:12]}" for replica, sha256 in enumerate(hashes))
-        raise DesyncError(
-            f"the replicas ended with different global parameters ({told}); something changed parameters outside the "
-            f"optimizer, or the hosts run different code; resume from a checkpoint before that"
-        )
 
 
 SAMPLES = "samples.json"

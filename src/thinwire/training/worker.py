@@ -217,7 +217,8 @@ class _Replica:
         common = set(found.good).intersection(*(one["good"] for one in of_ranks))
         found = Found(good=tuple(sorted(common)), bad=found.bad)
         note = {
-            "options": _comparable(self._config), "corpus": self._data.sha256, "run": self._run.to_json(),
+            "options": {name: value for name, value in meaning(self._config).items() if name not in PLACES},
+            "corpus": self._data.sha256, "run": self._run.to_json(),
             "has_run": has_run(self._config.run_dir), "is_resumed": self._place.is_resumed, "good": found.good[-32:],
             "bad": [[step, problem[:200]] for step, problem in sorted(found.bad.items())[-8:]],
             "data_problem": "",
@@ -380,10 +381,6 @@ def make_run_folder(config: TrainConfig, *, run: RunIdentity, is_resumed: bool) 
             write_origin(config)
     except OSError as error:
         raise ThinwireError(f"cannot write to {run_dir}: {error.strerror or error}; choose another --out") from error
-
-
-def _comparable(config: TrainConfig) -> dict[str, Any]:
-    return {name: value for name, value in meaning(config).items() if name not in PLACES}
 
 
 def _check_same(notes: list[dict[str, Any]]) -> None:

@@ -213,7 +213,10 @@ class DowntimeTracker:
         for number, life in [*self._lives.items()]:
             if number not in members:
                 del self._lives[number]
-                if not _went_well(number, status["findings"]):
+                begin = f"replica {number} on "
+                said = next((text for text in reversed(status["findings"]) if text.startswith(begin)), "")
+                went_well = any(reason in said for reason in _GOOD_REASONS) and "left after an error" not in said
+                if not went_well:
                     self._lose(number, life, at_s)
             elif number not in active:  # it has come to the end
                 del self._lives[number]
@@ -285,10 +288,3 @@ class DowntimeTracker:
             since_s=lost.since_s, found_s=found_s, acted_s=done_s.get(str(lost.replica), lost.gone_s),
             back_s=lost.back_s, share=lost.share, text=f"replica {lost.replica} on {lost.host} was lost",
         )  # fmt: skip
-
-
-def _went_well(replica: int, findings: list[str]) -> bool:
-    begin = f"replica {replica} on "
-    said = [text for text in findings if text.startswith(begin)]
-    has_failed = bool(said) and "left after an error" in said[-1]
-    return bool(said) and not has_failed and any(reason in said[-1] for reason in _GOOD_REASONS)

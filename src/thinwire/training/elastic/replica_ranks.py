@@ -419,24 +419,22 @@ class RankProcesses:
             now_s = time.monotonic()
             passed_s, before_s = min(_LONGEST_POLL_S, now_s - before_s), now_s
             if why := self._find_problem(passed_s):
-                self._give_up(why)
+                # end all ranks; the main thread then sees broken connections and has a moment to leave the run
+                self.problem = "lost one of its ranks"
+                for process in self._processes.values():
+                    if process.poll() is None:
+                        process.kill()
+                self._report(why)
+                self._has_reported.set()
+                if not self._is_over.wait(min(_LONGEST_LEAVE_S, _LEAVE_S + _GAPS_TO_LEAVE * self._gaps.largest_s)):
+                    self._end()
                 return
-
-    def _give_up(self, why: str) -> None:
-        """End all ranks; the main thread then sees broken connections and has a moment to leave the run."""
-        self.problem = "lost one of its ranks"
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.kill()
-        self._report(why)
-        self._has_reported.set()
-        if not self._is_over.wait(min(_LONGEST_LEAVE_S, _LEAVE_S + _GAPS_TO_LEAVE * self._gaps.largest_s)):
-            self._end()
 
     def _find_problem(self, passed_s: float) -> str:
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
-                return f"rank {rank} of this replica {_how_it_ended(code)}; see {self._log(rank)}"
+                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+                return f"rank {rank} of this replica {how}; see {self._log(rank)}"
         expected = self._expected
         # compared by identity: each call of `expect` makes a new tuple
         self._waited_s = self._waited_s + passed_s if expected is self._latest else 0.0
@@ -445,10 +443,6 @@ class RankProcesses:
             return ""
         what, limit_s = expected
         return f"a rank of this replica hangs: {what} took longer than {limit_s:.3g} s; see {self._log(1).parent}"
-
-
-def _how_it_ended(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 @contextlib.contextmanager

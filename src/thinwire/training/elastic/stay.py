@@ -226,7 +226,8 @@ class ElasticStay(Generic[_Job]):
             session.pace.start(now_s=time.monotonic())
         session.reach(step)
         session.send_reliably("active", step=step)
-        session.wait_for(lambda view: _is_active(view, membership.replica), deadline_s=None, why="")
+        me = membership.replica
+        session.wait_for(lambda view: me in view.neighbours and view.neighbours[me].is_active, deadline_s=None, why="")
         session.stop_resending("active")
         self._report(f"replica {membership.replica} takes part from step {step}")
         return step
@@ -249,8 +250,3 @@ class ElasticStay(Generic[_Job]):
     def close(self, *, why: str = "") -> None:
         """Leave the run, and close connections and threads."""
         self.membership.close(why=why)
-
-
-def _is_active(view: CoordinatorView, replica: int) -> bool:
-    own = view.neighbours.get(replica)
-    return own is not None and own.is_active
