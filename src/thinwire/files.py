@@ -80,11 +80,7 @@ def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def make_readable(path: Path) -> None:
-    """Give a file that a library made for its owner alone the mode of any new file here.
-
-    Raises:
-        OSError: It could not be done.
-    """
+    """Give a file that a library made for its owner alone the mode of any new file here."""
     probe = path.with_name(f"{path.name}.mode")
     descriptor = os.open(probe, os.O_CREAT | os.O_WRONLY, 0o666)  # the umask is not readable without changing it
     try:
@@ -95,11 +91,7 @@ def make_readable(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring to the disk what names a folder holds: a file's rename is there only when its folder is.
-
-    Raises:
-        OSError: It could not be done.
-    """
+    """Bring to the disk what names a folder holds: a file's rename is there only when its folder is."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -125,11 +117,7 @@ def read_json(path: Path, *, most_bytes: int, command: str) -> Any:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file, whole or not at all.
-
-    Raises:
-        OSError: The place cannot be written; names it.
-    """
+    """Write a JSON file, whole or not at all."""
     write_whole(path, json.dumps(content, indent=2) + "\n")
 
 

@@ -41,8 +41,6 @@ class TrainedModel:
     """The global model of a run, or a replica's where the method has no global one, with its companion.
 
     Attributes:
-        run_dir: The run's folder.
-        config: The run's options.
         model: In evaluation mode, on the device that was asked for; of a run on texts a `LanguageModel` too.
         companion: What belongs beside the weights: the tokenizer of a language model.
         step: Inner steps after which it was taken.
@@ -222,13 +220,7 @@ def evaluate(
 
     Every token of every text is predicted, and its end too. The texts form one sequence, as in training: the end of a
     text stands between two, and before the first. It is read in windows of the run's sequence length, each of which
-    starts without what came before.
-
-    Args:
-        trained: The model.
-        texts: The documents.
-        batch_size: Windows that are computed together.
-        on_tokens: Called after each batch with the tokens that are done, and all of them.
+    starts without what came before. `on_tokens` is called with the tokens that are done, and all of them.
 
     Raises:
         DataError: There is no text.

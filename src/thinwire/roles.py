@@ -20,11 +20,7 @@ def unknown_role(role: str | int) -> str:
 
 
 def checked_role(role: str | int) -> str:
-    """Return the name of a role.
-
-    Raises:
-        ValueError: There is no such role.
-    """
+    """Return the name of a role."""
     if problem := unknown_role(role):
         raise ValueError(problem)
     return ROLES[role] if isinstance(role, int) else role

@@ -178,11 +178,7 @@ def check(config: TrainConfig, *, num_local: int | None = None) -> None:
 
 
 def check_device(name: str) -> None:
-    """Check that torch has the device.
-
-    Raises:
-        ValueError: Names it and what to do.
-    """
+    """Check that torch has the device."""
     if name == "cuda" and not torch.cuda.is_available():
         raise refusal("--device cuda, but torch sees no GPU", got="cuda", allowed="cpu on this host",
                       remedy="--device cpu, or a CUDA build of torch")  # fmt: skip
@@ -229,11 +225,7 @@ def estimate_memory(config: TrainConfig, model: nn.Module, method: Method) -> Me
 def check_memory(
     config: TrainConfig, model: nn.Module, method: Method, *, num_local: int, limit_bytes: float | None = None
 ) -> None:
-    """Refuse a run whose replicas on this host need more memory than there is, `limit_bytes` in place of what it has.
-
-    Raises:
-        ValueError: Names the need, the limit and the remedy.
-    """
+    """Refuse a run whose replicas on this host need more memory than it has, or than `limit_bytes`."""
     found, own = estimate_memory(config, model, method), config.parallel
     parts = f"{format_bytes(found.states)} of parameters, gradients and optimizer, {format_bytes(found.activations)} of"
     if config.model.device == "cuda":

@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,9 +140,6 @@ class SyncConfig:
     @property
     def overlaps(self) -> int | tuple[int, ...] | None:
         """`overlap_steps` as a number, or one a replica.
-
-        Raises:
-            ValueError: It is neither.
 
         Example:
             >>> SyncConfig(overlap_steps="1,4").overlaps
@@ -365,10 +362,11 @@ def _bad_values(config: TrainConfig) -> list[str]:
         for name, (_, field, rule) in _RULES.items()
         if (problem := rule.problem(flag(name), config.option(name), default=field.default)) is not None
     ]
-    for check in (
+    checks: tuple[Callable[[], object], ...] = (
         lambda: check_model(config.model.name) if card_of(config.run.workload) is LANGUAGE else None,
-        lambda: None if config.sync.codec is None else codec_key(config.sync.codec, what="--codec"),
-    ):
+        lambda: config.sync.codec is None or codec_key(config.sync.codec, what="--codec"),
+    )
+    for check in checks:
         try:
             check()
         except ValueError as error:
@@ -679,22 +677,14 @@ def free_folder(folder: Path) -> Path:
 
 
 def find_run(run_dir: Path) -> Path:
-    """Return the folder of a run.
-
-    Raises:
-        CheckpointError: It holds no run.
-    """
+    """Return the folder of a run; refuse one that holds none."""
     if not (run_dir / "config.json").is_file():
         raise CheckpointError(f"{run_dir} holds no run (no config.json); give the --out folder of thinwire train")
     return run_dir
 
 
 def check_language(config: TrainConfig, *, what: str, remedy: str) -> None:
-    """Refuse what is for language models alone.
-
-    Raises:
-        ValueError: The run trained something else.
-    """
+    """Refuse what is for language models alone."""
     if config.run.workload != LANGUAGE.name:
         raise refusal(f"{what} is for language models", got=f"a run of --workload {config.run.workload}",
                       allowed="a run of --workload language", remedy=remedy)  # fmt: skip

@@ -45,9 +45,6 @@ class Drift:
         windows: Consecutive late windows before a report, and consecutive windows in time before another one. The very
             first window is ignored: start-up and compilation fall into it.
 
-    Raises:
-        ValueError: A number is out of its range.
-
     Example:
         >>> drift = Drift(expected_step_s=0.4, sync_interval=30, windows=2)
         >>> late = StepWindow(steps=30, seconds=18.0, stalled_s=6.0, sent_bytes=4_000_000, sending_s=8.0)

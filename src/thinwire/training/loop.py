@@ -297,11 +297,7 @@ class Training:
             note_cost(self.config.run_dir, cost_s=time.monotonic() - began_s, step_s=self._step_s)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state.
-
-        Raises:
-            CheckpointError: It does not fit this run.
-        """
+        """Go on from a checkpoint's state; refuse one that does not fit this run."""
         try:
             with torch.no_grad():
                 if state.get("frozen", "") != self._frozen_sha256():

@@ -35,9 +35,6 @@ def measure_machine(config: TrainConfig, *, name: str, seconds: float = 5.0) -> 
     """Train a few steps on random tokens, code a few vectors, and ask for the free memory; wires are left out.
 
     Training takes about so many seconds: at least three steps after a first one that does not count.
-
-    Raises:
-        ValueError: The model or the device is not there.
     """
     if not seconds > 0:
         raise ValueError(f"the time for steps must be above 0 s, got {seconds}; 5 s is usual")

@@ -15,20 +15,12 @@ ORIGIN_FILE = "origin.json"
 
 
 def write_origin(config: TrainConfig) -> None:
-    """Keep the options of a run that begins.
-
-    Raises:
-        OSError: They could not be written.
-    """
+    """Keep the options of a run that begins."""
     _write(config.run_dir, {"options": meaning(config)})
 
 
 def check_options(run_dir: Path, config: TrainConfig) -> None:
-    """Refuse the options in a run's `config.json` where they are not those that the run began with.
-
-    Raises:
-        CheckpointError: They differ; names each option and both values.
-    """
+    """Refuse the options in a run's `config.json` where they are not those that the run began with."""
     began = _read(run_dir).get("options")
     if not isinstance(began, dict):  # a folder of an older thinwire
         run = read_identity(run_dir)
@@ -51,11 +43,7 @@ def check_options(run_dir: Path, config: TrainConfig) -> None:
 
 
 def check_corpus(config: TrainConfig, sha256: str) -> None:
-    """Refuse data whose content is not what the run began with.
-
-    Raises:
-        DataError: It is other data.
-    """
+    """Refuse data whose content is not what the run began with."""
     if (began := _read(config.run_dir).get("corpus", sha256)) != sha256:
         raise DataError(str(refusal(
             f"the run in {config.run_dir} began with other data", got=f"{config.data.source} with hash {sha256[:16]}",
@@ -65,12 +53,7 @@ def check_corpus(config: TrainConfig, sha256: str) -> None:
 
 
 def keep_corpus(config: TrainConfig, sha256: str) -> None:
-    """Check the data, and keep its hash where none is kept yet; see `check_corpus`.
-
-    Raises:
-        DataError: It is other data.
-        OSError: The hash could not be written.
-    """
+    """Check the data, and keep its hash where none is kept yet; see `check_corpus`."""
     check_corpus(config, sha256)
     found = _read(config.run_dir)
     if "corpus" not in found:

@@ -56,21 +56,14 @@ class StepProfile:
     """Time and memory of a step by what they are spent on, medians over some steps.
 
     Attributes:
-        model: Its name; `method`, `device` and `threads` likewise.
-        num_parameters: That are trained.
         tokens: Of a step.
         steps: Timed steps.
         forward_s: With the loss.
-        backward_s: Backward pass.
-        optimizer_s: Inner optimizer.
         exchange_s: Coding and outer steps of two replicas, spread over the interval. Waiting is not in it.
         modules: By kind, in the order of the forward pass. What is left of the phases is outside of all modules.
-        parameters_bytes: Memory of parameters.
-        gradients_bytes: Of gradients.
         optimizer_bytes: Of the inner optimizer's state.
         activations_bytes: Of what the forward pass keeps for the backward pass, each storage once.
-        encode_bytes_per_s: See `thinwire.planning.cluster.Machine`.
-        float64_flops_per_s: See there.
+        encode_bytes_per_s: See `thinwire.planning.cluster.Machine`, as for `float64_flops_per_s`.
     """
 
     model: str

@@ -64,9 +64,6 @@ def summarise(
     """Put the replicas' notes together; `shown` is loss and metric of the global parameters.
 
     `all_reduce_dtype` is that of the gradients in the comparison with an all-reduce.
-
-    Raises:
-        DesyncError: The replicas ended with different global parameters.
     """
     hashes = [note["sha256"] for note in notes]
     if len(set(hashes)) > 1:
@@ -120,11 +117,7 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def save_model(run_dir: Path, model: nn.Module, *, files: Mapping[str, str]) -> None:
-    """Write `model/` with the global parameters in place, and `adapters/` where there are some: see `write_model`.
-
-    Raises:
-        OSError: It could not be written.
-    """
+    """Write `model/` with the global parameters in place, and `adapters/` where there are some: see `write_model`."""
     folder = run_dir / "model"
     folder.mkdir(exist_ok=True)
     if has_adapters(model):
@@ -148,9 +141,6 @@ def write_model(folder: Path, model: nn.Module, *, files: Mapping[str, str]) -> 
     """Write weights under their plain names, the shape, and files such as the tokenizer; readable without thinwire.
 
     Adapters are added to the model's weights for good.
-
-    Raises:
-        OSError: It could not be written.
     """
     wrapped: Any = merged(model) if has_adapters(model) else getattr(model, "model", None)
     if hasattr(wrapped, "save_pretrained"):

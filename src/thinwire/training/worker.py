@@ -361,11 +361,7 @@ def occupied(run_dir: Path) -> str:
 
 
 def make_run_folder(config: TrainConfig, *, run: RunIdentity, is_resumed: bool) -> None:
-    """Make the run's folder with its `config.json` and `run.json`; remove an earlier run that is to be replaced.
-
-    Raises:
-        ThinwireError: It cannot be written.
-    """
+    """Make the run's folder with its `config.json` and `run.json`; remove an earlier run that is to be replaced."""
     run_dir = config.run_dir
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -17,16 +17,13 @@ class WorkloadCard:
     """Name, units and options of a workload.
 
     Attributes:
-        name: As `--workload` takes it.
+        source: MODULE:NAME of the `Workload`.
         measures: What is counted and measured.
-        model: Name of the model, where no option names one.
-        data: Name of the data, where no option names them.
-        batch_size: Default of `--batch-size`.
+        model: Name of the model, where no option names one; `data` likewise.
         lr: Default of `--lr` for AdamW; None by the model.
         needs: Module that it imports, the package of it, and the extra of thinwire with it.
         options: Options of `thinwire train` that are of some workloads only, and of this one.
         keeps_ranks: Whether the ranks of a replica can share its model.
-        source: MODULE:NAME of the `Workload`.
     """
 
     name: str
@@ -41,11 +38,7 @@ class WorkloadCard:
     keeps_ranks: bool = False
 
     def check_installed(self) -> None:
-        """Refuse a workload whose package is missing, without importing it.
-
-        Raises:
-            MissingExtra: Names the command that installs it.
-        """
+        """Refuse a workload whose package is missing, without importing it."""
         if self.needs is not None and importlib.util.find_spec(self.needs[0]) is None:
             raise MissingExtra.of(self.needs[1], extra=self.needs[2])
 

@@ -50,11 +50,7 @@ class ItemBatches:
 
 
 def own_items(options: RunOptions, inputs: Tensor, targets: Tensor, replica: int) -> ItemBatches:
-    """Return a replica's share of a table.
-
-    Raises:
-        DataError: There are fewer items than replicas.
-    """
+    """Return a replica's share of a table."""
     if len(inputs) < options.num_replicas:
         raise DataError(
             f"there are {len(inputs)} items and {options.num_replicas} replicas; give --replicas {len(inputs)} at most"

@@ -39,10 +39,6 @@ class Sampler:
         seed: The run's seed, the same on all replicas.
         end_of_text: The token after each document; None for windows.
 
-    Raises:
-        ValueError: An argument is outside its range.
-        DataError: There are fewer windows or documents than replicas.
-
     Example:
         >>> sampler = Sampler(np.arange(9), replica=0, num_replicas=1, batch_size=2, seq_len=4, seed=0)
         >>> inputs, targets = next(sampler)
@@ -172,11 +168,7 @@ def shuffled(num_windows: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def count_windows(tokens: TokenArray, *, seq_len: int, at_least: int, what: str) -> int:
-    """Return how many windows of `seq_len` tokens, each with one token to follow, there are.
-
-    Raises:
-        DataError: There are fewer than `at_least`.
-    """
+    """Return how many windows of `seq_len` tokens, each with one token to follow, there are; refuse too few."""
     available = max(0, len(tokens) - 1) // seq_len
     if available < at_least:
         raise DataError(
@@ -237,9 +229,6 @@ class ShardBatches:
 
     The windows of all epochs, each epoch in its own order, form one sequence; shard k begins at window
     `k * shard_windows` of it. `used` holds how many windows of each shard have been read.
-
-    Raises:
-        DataError: The tokens do not fill one window.
 
     Example:
         >>> batches = ShardBatches(

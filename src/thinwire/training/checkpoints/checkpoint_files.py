@@ -142,11 +142,7 @@ class CheckpointFiles:
         return found
 
     def steps(self) -> list[int]:
-        """Return the steps whose checkpoints were completed, in order, verified or not.
-
-        Raises:
-            CheckpointError: The storage cannot be listed.
-        """
+        """Return the steps whose checkpoints were completed, in order, verified or not."""
         try:
             return sorted(step for step, is_complete in self.folders().items() if is_complete)
         except Exception as error:
@@ -155,21 +151,13 @@ class CheckpointFiles:
             ) from error
 
     def describe(self, step: int) -> Description:
-        """Read a checkpoint's JSON; the other files' sizes are checked, and their content is not.
-
-        Raises:
-            CheckpointError: It is missing, incomplete or damaged; names the file.
-        """
+        """Read a checkpoint's JSON; the other files' sizes are checked, and their content is not."""
         body = self.body(step)
         num_bytes = sum(body["files"][file]["bytes"] for file in self._tensor_files)
         return Description(run=body["run"], step=step, num_bytes=num_bytes, note=body["state"])
 
     def verify(self, step: int) -> None:
-        """Read all files of a checkpoint and check their hashes.
-
-        Raises:
-            CheckpointError: It is missing, incomplete or damaged; names the file.
-        """
+        """Read all files of a checkpoint and check their hashes."""
         body = self.body(step)
         for file in self._tensor_files:
             chunks = _Hashed(self._storage.read(_folder(step), file))
@@ -198,11 +186,7 @@ class CheckpointFiles:
         return found, body["state"]
 
     def remove(self, step: int) -> None:
-        """Remove a step's files, with partial ones of a killed writer.
-
-        Raises:
-            Exception: Whatever the storage's file system raises.
-        """
+        """Remove a step's files, with partial ones of a killed writer; raises what the file system raises."""
         self._storage.remove(_folder(step), self._all_files)
 
     def body(self, step: int) -> dict[str, Any]:

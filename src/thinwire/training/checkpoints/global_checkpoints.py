@@ -134,11 +134,7 @@ class GlobalCheckpoints:
         self._saves.hand_over(state, copy=copy)
 
     def wait(self, deadline_s: float | None = None) -> bool:
-        """Wait until nothing is left to write, for so long at most; return whether nothing is left.
-
-        Raises:
-            CheckpointError: Without `on_warning`: a state could not be written.
-        """
+        """Wait until nothing is left to write, for so long at most; return whether nothing is left."""
         return self._saves.wait(deadline_s)
 
     def write(self, state: GlobalState) -> None:
@@ -175,11 +171,7 @@ class GlobalCheckpoints:
         return self._files.describe(step)
 
     def load(self, step: int) -> GlobalState:
-        """Read and check the state after a step. Any number of replicas may go on from it.
-
-        Raises:
-            CheckpointError: It is missing, incomplete or damaged; names the file.
-        """
+        """Read and check the state after a step. Any number of replicas may go on from it."""
         tensors, note = self._files.load(step)
         try:
             state = GlobalState(step=step, parameters=tensors[MODEL_FILE], outer=tensors[OUTER_FILE], note=note)
@@ -214,12 +206,7 @@ class GlobalCheckpoints:
         return Latest(state=None)
 
     def readable_step(self, wanted: int = 0) -> int:
-        """Return the wanted step if its checkpoint can be read as its JSON states, else the newest such; 0 for none.
-
-        Raises:
-            ForeignCheckpoint: One is of another run; names both.
-            CheckpointError: The place cannot be listed.
-        """
+        """Return the wanted step if its checkpoint can be read as its JSON states, else the newest such; 0 for none."""
         steps = self._newest_first()
         for step in sorted(steps, key=lambda step: step != wanted):
             try:
@@ -230,11 +217,7 @@ class GlobalCheckpoints:
         return 0
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint, whichever run's it is.
-
-        Raises:
-            CheckpointError: It cannot be removed.
-        """
+        """Remove a checkpoint, whichever run's it is."""
         self._verified.discard(step)
         try:
             self._files.remove(step)
@@ -248,9 +231,6 @@ class GlobalCheckpoints:
         """Remove later checkpoints: for a run that goes on from an earlier one, and would find them newer than its own.
 
         Waits for what is being written.
-
-        Raises:
-            CheckpointError: One could not be removed.
         """
         self.wait()
         for later in self.steps():
@@ -272,10 +252,6 @@ class GlobalCheckpoints:
 
         A run that goes back to an earlier checkpoint begins a new era; states of later steps may be of an older one.
         A state whose JSON is damaged comes before the others, so that it is reported.
-
-        Raises:
-            ForeignCheckpoint: One is of another run.
-            CheckpointError: The place cannot be listed.
         """
         steps = self.steps()
         steps.reverse()  # so that of several foreign ones the newest is named

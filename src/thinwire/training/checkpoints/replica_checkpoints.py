@@ -83,11 +83,7 @@ class ReplicaCheckpoints:
         return self._files.problem(step)
 
     def load(self, step: int) -> dict[str, Any]:
-        """Read and check the state after a step.
-
-        Raises:
-            CheckpointError: It is missing, damaged or of another run; names the file.
-        """
+        """Read and check the state after a step."""
         tensors, skeleton = self._files.load(step)
         path = f"{self._files.path(step)}/{self._tensor_file}"
         try:
@@ -203,11 +199,7 @@ def flatten_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def unflatten_state(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
-    """Rebuild a state from what `flatten_state` returned.
-
-    Raises:
-        ValueError: The two do not belong together.
-    """
+    """Rebuild a state from what `flatten_state` returned."""
     if not isinstance(skeleton, dict) or len(skeleton) != 1:
         raise ValueError("the shape of the state is damaged")
     ((kind, content),) = skeleton.items()

@@ -138,11 +138,7 @@ class _DiskCheck:
 
 
 def _check_journal(journal: Journal, identity: Mapping[str, Any], *, path: Path) -> None:
-    """Refuse a journal of another run or incarnation; begin an empty one with this run's identity.
-
-    Raises:
-        ThinwireError: It is another one's; names both.
-    """
+    """Refuse a journal of another run or incarnation; begin an empty one with this run's identity."""
     stated = next((line for line in journal.lines() if line["what"] == "run"), None)
     if not journal.lines():
         journal.write("run", dict(identity))

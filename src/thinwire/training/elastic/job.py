@@ -149,11 +149,7 @@ class ElasticJob(JobTerms):
             raise _no_job(error) from None
 
     def check_method(self, method: Method) -> None:
-        """Check that the numbers of the job are those of the method that its options name.
-
-        Raises:
-            Refused: They are not; this replica would wait for rounds that never come.
-        """
+        """Refuse a job whose numbers are not those of its method: its rounds would never come."""
         of_method = _terms_of(method)
         stated = {name: getattr(self, name) for name in of_method}
         if stated != of_method:
@@ -185,11 +181,7 @@ class LoopJob(JobTerms):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LoopJob:
-        """Decode and check the result of `to_json` from the network.
-
-        Raises:
-            Refused: It is malformed, or of another kind of run.
-        """
+        """Decode and check the result of `to_json` from the network; see `ElasticJob.from_json`."""
         if "config" in values:
             raise Refused(
                 "this run is one of thinwire train --elastic; add a replica with: thinwire join - <<< ADDRESS"
@@ -219,12 +211,7 @@ def _terms_of(method: Method) -> dict[str, Any]:
 
 
 def _read_terms(values: Mapping[str, Any], *, more: tuple[str, ...]) -> dict[str, Any]:
-    """Read what `_terms_of` returned, and more counts, from the network.
-
-    Raises:
-        KeyError: One is missing.
-        ValueError: One is out of its range.
-    """
+    """Read what `_terms_of` returned, and more counts, from the network."""
     counts = {name: values[name] for name in ("sync_interval", "overlap_steps", *more)}
     if not all(type(value) is int and 0 <= value < 1 << 32 for value in counts.values()):
         raise ValueError(f"got {counts}")
@@ -313,11 +300,7 @@ class LocalSettings:
 
     @classmethod
     def of_resumed(cls, config: TrainConfig) -> LocalSettings | None:
-        """Return this host's settings of the elastic run to resume; None where the run begins here.
-
-        Raises:
-            CheckpointError: The settings are damaged.
-        """
+        """Return this host's settings of the elastic run to resume; None where the run begins here."""
         if not config.elastic.is_enabled or config.output.resume is None:
             return None
         path = config.output.resume / LOCAL_FILE
@@ -329,11 +312,7 @@ class LocalSettings:
             raise CheckpointError(f"{path} is damaged ({error}); restore it, or go on from another host") from error
 
     def apply(self, config: TrainConfig) -> TrainConfig:
-        """Return the job's options with this host's own.
-
-        Raises:
-            ValueError: The job names what to read, and this host does not say where it has the same.
-        """
+        """Return the job's options with this host's own; refuse a place that the job names and this host does not."""
         own: dict[str, Any] = {"out": Path(self.out), "cache_dir": Path(self.cache_dir), "threads": self.threads}
         own |= {name: getattr(self, name) for name in ("ranks_per_replica", "tensorboard", "wandb")}
         given = {"device": self.device, "batch_size": self.batch_size, "address": self.address}

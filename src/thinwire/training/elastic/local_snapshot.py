@@ -55,11 +55,7 @@ class HeldState:
         return any(name.startswith(_INNER) for name in self.state.outer)
 
     def take_in(self, *, model: nn.Module, optimizer: DistributedOptimizer) -> None:
-        """Begin from it.
-
-        Raises:
-            CheckpointError: It is of another model or method.
-        """
+        """Begin from it."""
         of_outer = {name: t for name, t in self.state.outer.items() if not name.startswith(_INNER)}
         inner = {name.removeprefix(_INNER): t for name, t in self.state.outer.items() if name.startswith(_INNER)}
         load_global_tensors(optimizer.engine, model, dict(self.state.parameters), of_outer)

@@ -171,11 +171,7 @@ class RunPlace:
     def find(
         cls, uri: str | None, *, secret: Path | str | None, folder: Path | str | None, reach: JoinReachOptions
     ) -> RunPlace:
-        """Read the arguments of `join` and the environment.
-
-        Raises:
-            ValueError: The address or the secret is missing, or both hold a secret.
-        """
+        """Read the arguments of `join` and the environment."""
         given = uri or given_join_uri()
         if not given:
             raise refusal("the address of the run is missing", got="nothing", allowed="thinwire://HOST:PORT",
@@ -194,11 +190,7 @@ class RunPlace:
         return cls(invitation=invitation, folder=place.resolve(), secret_file=path, is_here=is_here, reach=reach)
 
     def listen(self) -> ListenConfig:
-        """Return where this process listens.
-
-        Raises:
-            ConnectError: There is no route to the coordinator.
-        """
+        """Return where this process listens."""
         towards = None if self.reach.get("serve") else self.invitation.host
         return listen_config(
             address=self.reach.get("address"), interface=self.reach.get("interface"), towards=towards,
@@ -391,11 +383,7 @@ class ElasticOptimizer(DistributedOptimizer):
         self._share_state()
 
     def close(self, *, final_exchange: bool = False) -> None:
-        """Leave the run; after its last step, do the final exchange and wait for the other replicas first.
-
-        Raises:
-            DesyncError: Another replica ended with other parameters.
-        """
+        """Leave the run; after its last step, do the final exchange and wait for the other replicas first."""
         if self._is_closed:
             return
         has_ended = self.is_finished and not self._left_why

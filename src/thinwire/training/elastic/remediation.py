@@ -121,11 +121,7 @@ class ElasticRemediation:
 
 
 def write_pid(run_dir: Path, replica: int) -> None:
-    """Write down that this process is a replica of an elastic run.
-
-    Raises:
-        OSError: It could not be written.
-    """
+    """Write down that this process is a replica of an elastic run."""
     path = _pid_path(run_dir, replica)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, f"{os.getpid()}\n")

@@ -125,11 +125,7 @@ def block_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def follow(group: ReplicaGroup) -> None:
-    """Execute the commands of rank 0 until it ends the group.
-
-    Raises:
-        RuntimeError: A rank is gone.
-    """
+    """Execute the commands of rank 0 until it ends the group."""
     shard: ModelShard | None = None
     base_lrs: list[float] = []
     while (order := json.loads(group.receive_order()))["do"] != "end":
@@ -277,11 +273,7 @@ class Rank0Driver:
 
 
 def check_ranks(config: TrainConfig, *, num_ranks: int, num_replicas: int = 1) -> None:
-    """Check that this host can run so many replicas of so many ranks each.
-
-    Raises:
-        ValueError: Names the option, the limit and the remedy.
-    """
+    """Check that this host can run so many replicas of so many ranks each."""
     if num_ranks < 1:
         raise ValueError(f"--ranks-per-replica must be at least 1, got {num_ranks}")
     if num_ranks == 1:

@@ -221,9 +221,6 @@ def take_in(
 
     Returns:
         The step to go on from, and the state of which some is still on its way.
-
-    Raises:
-        ThinwireError: The state could not be had.
     """
     if offer.root == "seed":
         return 0, None
@@ -349,12 +346,7 @@ class IncomingState:
         return self._offer.step
 
     def parameters(self, *, may_begin_early: bool) -> dict[str, Tensor]:
-        """Wait for the global parameters by name; with `may_begin_early` no longer than the rest will soon be here.
-
-        Raises:
-            NotThere: Nobody holds the state any more.
-            ThinwireError: It could not be had.
-        """
+        """Wait for the global parameters by name; with `may_begin_early` no longer than the rest will soon be here."""
         while not self._has_ended.wait(_FIRST_POLL_S):
             if may_begin_early and self._is_rest_soon():
                 found = unpack_parameters(self._fetch.first_bytes, num_bytes=self._offer.num_bytes, source=self._source)

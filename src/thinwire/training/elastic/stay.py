@@ -92,11 +92,7 @@ class ElasticPolicy(LoopPolicy):
         self._own_steps = 0
 
     def before_step(self) -> None:
-        """Wait while the run is paused.
-
-        Raises:
-            Left: This replica was asked to leave.
-        """
+        """Wait while the run is paused."""
         session = self._session
         session.check()
         if session.view.is_paused:
@@ -186,11 +182,7 @@ class ElasticStay(Generic[_Job]):
         self, *, corpus: str, num_windows: int, held: HeldState | None = None, disk_step: int = 0,
         first_values: str = "",
     ) -> StateOffer:  # fmt: skip
-        """Report what this replica holds; return the state that the coordinator offers it. See `Membership.announce`.
-
-        Raises:
-            Refused: The job refuses this replica.
-        """
+        """Report what this replica holds; return the state that the coordinator offers it. It may refuse."""
         self.membership.announce(
             corpus=corpus, num_windows=num_windows, address=self._address, disk_step=disk_step,
             held_step=0 if held is None else held.step, era=0 if held is None else held.era, first_values=first_values,

@@ -47,8 +47,6 @@ class Split:
     """The division of a corpus.
 
     Attributes:
-        num_documents: All documents.
-        num_bytes: Bytes of UTF-8 in all of them.
         held_out: Numbers of the documents that are held out.
         cut: Where a corpus of one document is cut, in characters: what follows is held out. None with more documents.
     """
@@ -119,11 +117,7 @@ def limit(documents: Iterable[Document], *, max_bytes: int | None) -> Iterator[D
 
 
 def utf8(document: Document) -> bytes:
-    """Encode a document's text.
-
-    Raises:
-        DataError: The text holds half of a surrogate pair, which JSON can carry and UTF-8 cannot.
-    """
+    """Encode a document's text; refuse half of a surrogate pair, which JSON can carry and UTF-8 cannot."""
     try:
         return document.text.encode()
     except UnicodeEncodeError as error:
@@ -143,14 +137,11 @@ class Corpus:
     """A tokenised corpus.
 
     Attributes:
-        name: Short name of the source.
         tokenizer: What encoded it; its `vocab_size` is what a model needs.
         train: Tokens to train on, (tokens,) uint16 or uint32; each document is followed by the end of text.
         held_out: Tokens to validate on, likewise.
-        num_documents: In both.
         num_text_bytes: UTF-8 bytes of both.
         sha256: Hash of tokens and tokenizer: equal on two hosts when the corpora are.
-        folder: Where the tokens are kept.
     """
 
     name: str

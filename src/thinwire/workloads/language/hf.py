@@ -207,14 +207,7 @@ def load_hf_tokenizer(source: str) -> PretrainedTokenizer | None:
 
 
 def load_saved_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer that a run saved beside its model: one of ours, or a pretrained model's own.
-
-    Raises:
-        OSError: There is none.
-        ValueError: It is damaged.
-        CheckpointError: It is damaged, and transformers says so.
-        MissingExtra: It is a pretrained model's own, and transformers is not installed.
-    """
+    """Load the tokenizer that a run saved beside its model: one of ours, or a pretrained model's own."""
     own = load_hf_tokenizer(str(folder)) if (folder / "tokenizer_config.json").exists() else None
     return own or load_tokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"))
 

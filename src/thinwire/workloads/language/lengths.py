@@ -134,13 +134,6 @@ def assign_sequences(
     devices would take together is shared by more of them, while that is faster. All others go, longest first, to the
     device that is free first. This last part is at most 4/3 of the best possible time (Graham 1969).
 
-    Args:
-        lengths: Tokens of each sequence, at least 1.
-        num_devices: Devices, at least 1.
-        cost: Of a sequence.
-        max_tokens: Most tokens of a sequence that a device can hold.
-        may_share: Whether several devices can share a sequence.
-
     Raises:
         ValueError: There is nothing to assign, or a sequence is too long; names the length, the limit and the remedy.
 
@@ -238,10 +231,8 @@ class LengthsOutlook:
     """Mean step of sequences drawn from a histogram, by the way in which devices share them.
 
     Attributes:
-        sequences: Of a step.
         pieces: Of a step, where each sequence is cut into pieces of at most `piece_tokens`.
-        mean_tokens: Of a sequence.
-        longest: Tokens of the longest sequence.
+        mean_tokens: Of a sequence; `longest` is the longest one's.
         step_s: Seconds where every sequence goes to the device that is free first; see `assign_sequences`.
         in_turn_s: Seconds where each device takes as many sequences.
         padded_s: Seconds where each device takes as many sequences, all padded to the longest of the step.

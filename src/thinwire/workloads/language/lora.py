@@ -48,11 +48,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def save_adapters(model: nn.Module, folder: Path) -> None:
-    """Write the adapters alone, as `peft.PeftModel.from_pretrained` reads them.
-
-    Raises:
-        OSError: They cannot be written.
-    """
+    """Write the adapters alone, as `peft.PeftModel.from_pretrained` reads them."""
     wrapped: Any = model.model
     wrapped.save_pretrained(str(folder), safe_serialization=True)
 

@@ -30,9 +30,7 @@ class TransformerConfig:
     """The shape of a decoder.
 
     Attributes:
-        vocab_size: Number of different tokens.
         dim: Width of the residual stream.
-        layers: Number of blocks.
         heads: Attention heads; each is dim / heads wide, an even number.
         mlp_dim: Inner width of the MLP; 0 stands for 4 * dim.
         max_seq_len: Longest sequence, in tokens.
@@ -103,11 +101,7 @@ _OTHERS = "a size such as 125m, hf:PATH"
 
 
 def check_model(name: str) -> None:
-    """Refuse a model that does not exist, as far as that shows without torch.
-
-    Raises:
-        ValueError: Names the nearest ones.
-    """
+    """Refuse a model that does not exist, as far as that shows without torch."""
     if name.startswith("hf:"):
         path = name.removeprefix("hf:")
         if not path or (path.startswith(("/", ".", "~")) and not Path(path).expanduser().exists()):

@@ -48,11 +48,7 @@ def read_file(path: Path) -> Iterator[Document]:
 
 
 def _reader_of(path: Path) -> Callable[[Path], Iterator[Document]]:
-    """Return what reads a file that is named by itself; one without a suffix is plain text.
-
-    Raises:
-        DataError: The suffix is not known.
-    """
+    """Return what reads a file that is named by itself; one without a suffix is plain text."""
     reader = READERS.get(path.suffix.lower()) if path.suffix else _read_text
     if reader is None:
         raise DataError(
@@ -63,11 +59,7 @@ def _reader_of(path: Path) -> Callable[[Path], Iterator[Document]]:
 
 
 def decode_text(data: bytes, *, origin: str) -> str:
-    """Decode UTF-8, with or without a byte order mark.
-
-    Raises:
-        DataError: The bytes hold NUL or are not UTF-8.
-    """
+    """Decode UTF-8, with or without a byte order mark; refuse NUL and what is not UTF-8."""
     nul = data.find(b"\0")
     if nul >= 0:
         raise DataError(f"{origin} is binary: byte {nul} is NUL; leave it out, or convert it to UTF-8 text")
@@ -80,11 +72,7 @@ def decode_text(data: bytes, *, origin: str) -> str:
 
 
 def text_of_record(record: object, *, origin: str) -> str:
-    """Return the text of a record by the first of `TEXT_FIELDS` that it has.
-
-    Raises:
-        DataError: The record has none of them, or it is no text.
-    """
+    """Return the text of a record by the first of `TEXT_FIELDS` that it has; refuse one without."""
     if isinstance(record, Mapping):
         for field in TEXT_FIELDS:
             if isinstance(record.get(field), str):
@@ -201,10 +189,6 @@ def open_source(spec: str, *, cache: Path) -> Source:
         spec: `stdlib`; the path of a file or folder; or `hf:NAME[:SPLIT]`, where NAME is a local folder, or the name of
             a data set on the hub, with a slash and its configuration where it has several.
         cache: Folder in which the datasets library keeps what it prepares.
-
-    Raises:
-        DataError: There is nothing of this name, or nothing in it that can be read.
-        MissingExtra: `hf:` without datasets.
     """
     if spec == "stdlib":
         return StdlibSource()

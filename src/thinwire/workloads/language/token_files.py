@@ -47,11 +47,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         version: Of this format.
         key: Hash of what the content follows from: the listing of the source, the tokenizer, the split.
         dtype: Of both files of tokens.
-        num_train_tokens: In `train.bin`.
-        num_held_out_tokens: In `held_out.bin`.
-        num_documents: In the corpus.
         num_text_bytes: UTF-8 bytes in the corpus.
-        tokenizer_sha256: Of `tokenizer.json`.
         tokens_sha256: Of `train.bin`, then `held_out.bin`.
     """
 
@@ -89,11 +85,7 @@ def map_tokens(path: Path, *, dtype: str) -> TokenArray:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a small file as a whole or not at all.
-
-    Raises:
-        DataError: It cannot be written.
-    """
+    """Write a small file as a whole or not at all."""
     with TokenWriter(path) as file:
         file.write(data)
 

@@ -86,11 +86,7 @@ class _LibraryTokenizer:
 
 
 class BpeTokenizer(_LibraryTokenizer):
-    """Byte-level byte-pair encoding; every text can be encoded, whatever the training text was.
-
-    Raises:
-        ValueError: The trained tokenizer has no token `END_OF_TEXT`.
-    """
+    """Byte-level byte-pair encoding; every text can be encoded, whatever the training text was."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         super().__init__(tokenizer)
@@ -152,11 +148,7 @@ class PretrainedTokenizer(_LibraryTokenizer):
 
 
 def load_tokenizer(text: str) -> Tokenizer:
-    """Read what `to_json` wrote.
-
-    Raises:
-        ValueError: The text is no tokenizer of ours.
-    """
+    """Read what `to_json` wrote."""
     try:
         # The one without merges is the one of bytes, and needs no library to encode.
         if not json.loads(text)["model"]["merges"]:

@@ -401,9 +401,6 @@ def split_heads(model: Transformer, parts: int) -> None:
 
     The rows of queries, keys and values are sorted by part, so that each part of `query_key_value.weight` is what a
     layer with so many heads fewer has. `join_heads` sorts them back. Afterwards the layers work on their part only.
-
-    Raises:
-        ValueError: The heads are not divided by the parts.
     """
     config = model.config
     if config.heads % parts or config.mlp_dim % parts:
