@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from thinwire.averaging.exchange import Exchange
 from thinwire.averaging.topology import Topology
-from thinwire.removed_methods import unknown_method
+from thinwire.errors import unknown_method
 from thinwire.sync.schedule import Schedule
 from thinwire.sync.updates import Update
 from thinwire.sync.views import View

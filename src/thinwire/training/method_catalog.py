@@ -18,8 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from thinwire.codec_specs import CODEC_SPECS, codec_key
-from thinwire.errors import refusal, unknown_name
-from thinwire.removed_methods import unknown_method
+from thinwire.errors import refusal, unknown_method, unknown_name
 
 _PACKAGE = Path(__file__).parents[1] / "methods"
 _BOOLS = ("true", "yes", "false", "no")

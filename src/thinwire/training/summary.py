@@ -24,7 +24,7 @@ from thinwire.runlog.run_numbers import all_reduce_bytes, times_fewer
 from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig
 from thinwire.version import __version__
-from thinwire.workloads.language.lora import has_adapters, merged, save_adapters
+from thinwire.workloads.language.hf import has_adapters, merged, save_adapters
 from thinwire.workloads.workload import Workload
 
 

@@ -15,7 +15,7 @@ from tests.scripted_model import Scripted
 from tests.trained_runs import TEXT, train
 from thinwire.training.summary import begin_samples, finish_samples
 from thinwire.workloads.language import ByteTokenizer
-from thinwire.workloads.language.samples import continue_briefly, find_prompts
+from thinwire.workloads.language.generation import continue_briefly, find_prompts
 from thinwire.workloads.language.workload import LANGUAGE_MODELLING
 
 

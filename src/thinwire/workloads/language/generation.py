@@ -1,8 +1,9 @@
-"""Text generation with a language model: one token at a time."""
+"""Text generation with a language model, one token at a time, and samples of it before and after training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError
-from thinwire.workloads.language import Tokenizer
+from thinwire.workloads.language import Corpus, Tokenizer
 
 # What a byte-level tokenizer returns for the first bytes of a character whose others are still to come.
 _INCOMPLETE = "\ufffd"
@@ -95,3 +96,55 @@ def _choose(logits: Tensor, *, sampling: Sampling, generator: torch.Generator) -
         least = scaled.topk(sampling.top_k).values[-1]
         scaled = scaled.masked_fill(scaled < least, -torch.inf)
     return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
+
+
+_SAMPLE_TOKENS = 24
+_NUM_SAMPLES = 2
+# A sample ends after so many seconds, so that one of a large model on a CPU does not delay its run.
+_SAMPLE_S = 0.25
+# Whole lines of so many characters: long enough to be a beginning, short enough for a line of a table.
+_PROMPT_LENGTHS = range(15, 41)
+_READ_TOKENS = 2000
+
+
+def find_prompts(corpus: Corpus) -> list[str]:
+    """Return lines, or first words of long ones, from several places of the held-out text; fewer where it is short."""
+    found: list[str] = []
+    for part in range(_NUM_SAMPLES):
+        begin = part * len(corpus.held_out) // _NUM_SAMPLES
+        text = corpus.tokenizer.decode(corpus.held_out[begin : begin + _READ_TOKENS].tolist())
+        # the first line may begin in the middle of a word
+        lines = [line.strip() for line in text.splitlines()[1:]]
+        prompt = next((line for line in lines if len(line) in _PROMPT_LENGTHS), "")
+        longest = max(_PROMPT_LENGTHS)
+        prompt = prompt or next((line[:longest].rpartition(" ")[0] for line in lines if len(line) > longest), "")
+        if not prompt and not found:
+            prompt = text.strip()[: max(_PROMPT_LENGTHS)]
+        if prompt and prompt not in found:
+            found.append(prompt)
+    return found
+
+
+def continue_briefly(
+    model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], *, clock: Callable[[], float] = time.monotonic
+) -> list[str]:
+    """Return a continuation of each prompt: a few tokens, the same for the same model, and fewer where they take long.
+
+    The model's mode and torch's random state stay as they are.
+    """
+    # not greedy: a model that has seen little repeats its most likely token for ever
+    sampling = Sampling(max_tokens=_SAMPLE_TOKENS)
+    was_training = model.training
+    model.eval()
+    try:
+        texts = []
+        for prompt in prompts:
+            until_s, pieces = clock() + _SAMPLE_S, []
+            for piece in generate(model, tokenizer, prompt, sampling=sampling):
+                pieces.append(piece)
+                if clock() > until_s:
+                    break
+            texts.append("".join(pieces))
+        return texts
+    finally:
+        model.train(was_training)

@@ -25,10 +25,9 @@ from thinwire.workloads.language import (
     preset,
     validation_batches,
 )
-from thinwire.workloads.language.hf import has_weights, load_hf_tokenizer, load_saved_tokenizer
+from thinwire.workloads.language.generation import continue_briefly, find_prompts
+from thinwire.workloads.language.hf import has_weights, load_hf_tokenizer, load_saved_tokenizer, with_adapters
 from thinwire.workloads.language.lengths import padded_groups
-from thinwire.workloads.language.lora import with_adapters
-from thinwire.workloads.language.samples import continue_briefly, find_prompts
 from thinwire.workloads.language.token_files import TOKENIZER
 from thinwire.workloads.language.tokenizers import Tokenizer
 from thinwire.workloads.sampler import ShardBatches
