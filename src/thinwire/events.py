@@ -19,24 +19,17 @@ FIRST_LAST_ROUND = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """One message that crossed (or failed to cross) the wire.
+class _Message:
+    """One end of a message.
 
     Attributes:
         direction: Seen from the replica that recorded it.
         peer: The other replica.
-        kind: Stream that the message belonged to, such as `"round"` or `"setup"`.
-        owner: Which of several owners on the transport it belonged to.
-        round_id: The round, counted from 0.
-        fragment: The fragment, counted from 0.
+        kind: Stream that the message belongs to, such as `"round"` or `"setup"`.
+        owner: Which of several owners on the transport it belongs to.
+        round_id: The round, counted from 0; `fragment` too.
         phase: 0 for a round's first message, 1 for the second of a two-phase exchange.
-        payload_bytes: Bytes of the codec's payload.
-        wire_bytes: Payload and thinwire's own header; the kernel adds its own below.
-        started_s: When the transfer was asked for, seconds on the recorder's clock.
-        finished_s: When it was done.
-        error: What went wrong, or an empty text.
         name: What was asked for by name, where it was.
-        begun_s: From when on a sender did not wait for the other direction any more; None where it never did.
     """
 
     direction: Direction
@@ -45,14 +38,29 @@ class Transfer:
     round_id: int
     fragment: int
     phase: int
+    name: bytes = b""
+    owner: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer(_Message):
+    """One message that crossed (or failed to cross) the wire.
+
+    Attributes:
+        payload_bytes: Bytes of the codec's payload.
+        wire_bytes: Payload and thinwire's own header; the kernel adds its own below.
+        started_s: When the transfer was asked for, seconds on the recorder's clock.
+        finished_s: When it was done.
+        error: What went wrong, or an empty text.
+        begun_s: From when on a sender did not wait for the other direction any more; None where it never did.
+    """
+
     payload_bytes: int
     wire_bytes: int
     started_s: float
     finished_s: float
     error: str = ""
-    name: bytes = b""
     begun_s: float | None = None
-    owner: int = 0
 
     def to_json(self) -> str:
         """Write the record as one JSON line without the line's end; `name` and `begun_s` are left out."""
@@ -62,32 +70,16 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Posted:
+class Posted(_Message):
     """One end of a message that was asked for; the `Transfer` of its end holds the outcome.
 
     Attributes:
-        direction: Seen from the replica that recorded it.
-        peer: The other replica.
-        kind: Stream that the message belongs to.
-        owner: Which of several owners on the transport it belongs to.
-        round_id: The round, counted from 0.
-        fragment: The fragment, counted from 0.
-        phase: 0 for a round's first message, 1 for the second of a two-phase exchange.
         num_bytes: The payload's bytes; for a receiver the most that they can be.
         posted_s: When it was asked for, seconds on the recorder's clock.
-        name: What was asked for by name, where it was.
     """
 
-    direction: Direction
-    peer: int
-    kind: str
-    round_id: int
-    fragment: int
-    phase: int
     num_bytes: int
     posted_s: float
-    name: bytes = b""
-    owner: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +163,7 @@ class TransferLog:
         with self._lock:
             return {name: replace(one) for (name, way), one in self._streams.items() if way == direction}
 
-    def _stream(self, event: Transfer | Posted) -> StreamTotals:
+    def _stream(self, event: _Message) -> StreamTotals:
         return self._streams.setdefault((event.kind, event.direction), StreamTotals())
 
     def add_post_sink(self, sink: PostSink) -> None:

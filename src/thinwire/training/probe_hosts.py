@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import psutil
 import torch
+from torch import nn
 
 from thinwire.codecs import e3m0
 from thinwire.errors import DataError, PayloadError
@@ -39,23 +40,18 @@ def measure_machine(config: TrainConfig, *, name: str, seconds: float = 5.0) -> 
     if not seconds > 0:
         raise ValueError(f"the time for steps must be above 0 s, got {seconds}; 5 s is usual")
     device = torch.device(config.model.device)
-    torch.set_num_threads(config.model.threads or 1)
     free_bytes = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
-    model = make_model(config, vocab_size=None, device=device)
-    inner = make_inner_optimizer(config, model)
-    assert config.data.batch_size is not None and config.model.seq_len is not None
-    shape = (config.data.batch_size, config.model.seq_len)
-    tokens = torch.randint(int(model.vocab_size), shape, device=device)  # type: ignore[arg-type]
+    model, inner, loss = random_step(config)
 
     def step() -> None:
-        model.loss(tokens, tokens)[0].backward()  # type: ignore[operator]
+        loss().backward()  # type: ignore[no-untyped-call]
         inner.step()
         inner.zero_grad()
         if device.type == "cuda":
             torch.cuda.synchronize()
 
     step_s = _median_s(step, seconds=seconds, at_least=_LEAST_STEPS)
-    step_tokens = shape[0] * shape[1]
+    step_tokens = (config.data.batch_size or 0) * (config.model.seq_len or 0)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return Machine(
         name=name, step_s=step_s, step_tokens=step_tokens,
@@ -63,6 +59,23 @@ def measure_machine(config: TrainConfig, *, name: str, seconds: float = 5.0) -> 
         memory_bytes=float(free_bytes), encode_bytes_per_s=coding_bytes_per_s(device),
         float64_flops_per_s=outer_flops_per_s(device),
     )  # fmt: skip
+
+
+def random_step(config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
+    """Return model and inner optimizer of resolved options, and the loss of one batch of random tokens."""
+    device = torch.device(config.model.device)
+    torch.set_num_threads(config.model.threads or 1)
+    model = make_model(config, vocab_size=None, device=device)
+    inner = make_inner_optimizer(config, model)
+    assert config.data.batch_size is not None and config.model.seq_len is not None
+    shape = (config.data.batch_size, config.model.seq_len)
+    tokens = torch.randint(int(model.vocab_size), shape, device=device)  # type: ignore[arg-type]
+
+    def loss() -> torch.Tensor:
+        found: torch.Tensor = model.loss(tokens, tokens)[0]  # type: ignore[operator]
+        return found
+
+    return model, inner, loss
 
 
 def coding_bytes_per_s(device: torch.device) -> float:

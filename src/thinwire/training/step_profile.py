@@ -24,10 +24,9 @@ from torch import nn
 from thinwire.planning.cluster import Machine
 from thinwire.planning.predict import FLOPS_PER_PARAMETER, interval_coding_s, interval_outer_s
 from thinwire.planning.simulator_adapter import traffic_of
-from thinwire.training.build import make_inner_optimizer, make_method
+from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig
-from thinwire.training.probe_hosts import coding_bytes_per_s, outer_flops_per_s
-from thinwire.workloads.language.workload import make_model
+from thinwire.training.probe_hosts import coding_bytes_per_s, outer_flops_per_s, random_step
 
 FORMAT, VERSION = "thinwire-profile", 1
 # Names of modules in a list differ by their number alone.
@@ -117,17 +116,7 @@ def profile_step(config: TrainConfig, *, steps: int) -> StepProfile:
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}; 5 is usual")
     device = torch.device(config.model.device)
-    torch.set_num_threads(config.model.threads or 1)
-    model = make_model(config, vocab_size=None, device=device)
-    inner = make_inner_optimizer(config, model)
-    assert config.data.batch_size is not None and config.model.seq_len is not None
-    shape = (config.data.batch_size, config.model.seq_len)
-    tokens = torch.randint(int(model.vocab_size), shape, device=device)  # type: ignore[arg-type]
-
-    def loss() -> torch.Tensor:
-        found: torch.Tensor = model.loss(tokens, tokens)[0]  # type: ignore[operator]
-        return found
-
+    model, inner, loss = random_step(config)
     phases = _phases(loss, inner, device=device, steps=steps)
     modules = _modules(model, loss, inner, device=device, steps=steps)
     activations = _activation_bytes(model, loss)
@@ -136,11 +125,15 @@ def profile_step(config: TrainConfig, *, steps: int) -> StepProfile:
         name=str(device), encode_bytes_per_s=coding_bytes_per_s(device), float64_flops_per_s=outer_flops_per_s(device)
     )
     assert machine.encode_bytes_per_s is not None and machine.float64_flops_per_s is not None
+    method = make_method(config)
+    traffic = traffic_of(method, model, num_replicas=_REPLICAS, inner=inner)
+    interval_s = interval_coding_s(machine, traffic) + interval_outer_s(machine, traffic)
     return StepProfile(
         model=config.model.name, method=config.sync.method, device=str(device), threads=torch.get_num_threads(),
-        num_parameters=sum(parameter.numel() for parameter in trained), tokens=tokens.numel(), steps=steps,
+        num_parameters=sum(parameter.numel() for parameter in trained), steps=steps,
+        tokens=(config.data.batch_size or 0) * (config.model.seq_len or 0),
         forward_s=phases[0], backward_s=phases[1], optimizer_s=phases[2],
-        exchange_s=_exchange_s(config, model, inner, machine), modules=modules,
+        exchange_s=interval_s / method.schedule.sync_interval, modules=modules,
         parameters_bytes=_bytes_of(model.parameters()), gradients_bytes=_bytes_of(trained),
         optimizer_bytes=_bytes_of(x for state in inner.state.values() for x in state.values()),
         activations_bytes=activations, encode_bytes_per_s=machine.encode_bytes_per_s,
@@ -252,13 +245,6 @@ def _activation_bytes(model: nn.Module, loss: Callable[[], torch.Tensor]) -> int
     total = sum(kept.values())
     del value
     return total
-
-
-def _exchange_s(config: TrainConfig, model: nn.Module, inner: torch.optim.Optimizer, machine: Machine) -> float:
-    method = make_method(config)
-    traffic = traffic_of(method, model, num_replicas=_REPLICAS, inner=inner)
-    interval_s = interval_coding_s(machine, traffic) + interval_outer_s(machine, traffic)
-    return interval_s / method.schedule.sync_interval
 
 
 def _bytes_of(values: Any) -> int:
