@@ -419,29 +419,6 @@ def _bad_overlaps(config: TrainConfig, entry: MethodEntry, overlaps: int | tuple
     return []
 
 
-def _bad_reach(config: TrainConfig) -> list[ValueError]:
-    """Check the options by which a host is reached; what needs the network is checked later."""
-    if config.run.traffic_plan is not None and config.elastic.is_enabled:
-        return [excluded("--traffic-plan", "--elastic", why="a plan is for fixed replicas",
-                         remedy="to leave --elastic out")]  # fmt: skip
-    if config.run.traffic_plan is not None and config.run.secret is None:
-        return [refusal("--traffic-plan needs connections of thinwire's own, and gloo takes any source port",
-                        got="no --secret", allowed="--secret FILE",
-                        remedy="--secret FILE, of thinwire secret")]  # fmt: skip
-    if config.run.advertise is None and config.run.port_range is None:
-        return []
-    name = "--port-range" if config.run.advertise is None else "--advertise"
-    if not config.elastic.is_enabled and config.run.secret is None:
-        return [refusal(f"{name} needs connections of thinwire's own, and gloo listens on any port", got="no --secret",
-                        allowed="--secret FILE or --elastic", remedy="--secret FILE, of thinwire secret")]  # fmt: skip
-    try:
-        reach = {"advertise": config.run.advertise, "port_range": config.run.port_range}
-        listen_config(address="127.0.0.1", **reach)
-    except ValueError as error:
-        return [error]
-    return []
-
-
 def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
     on_finding, is_elastic = config.run.on_finding, config.elastic.is_enabled
     has_documents, windows = config.data.sequences != "windows", "--sequences windows"  # a plan may name documents
@@ -481,8 +458,28 @@ def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
          excluded("--on-finding abort", "torchrun", remedy="--on-finding warn",
                   why="torchrun starts the replicas, so nothing here can end them")),
     ]  # fmt: skip
-    found = [*workload_problems(config), *(problem for is_wrong, problem in checks if is_wrong)]
-    return [str(problem) for problem in (*found, *_bad_reach(config), *parallel_problems(config))]
+    reach_options = {"advertise": config.run.advertise, "port_range": config.run.port_range}
+    is_reached, has_secret = any(reach_options.values()), is_elastic or config.run.secret is not None
+    reach = "--port-range" if config.run.advertise is None else "--advertise"
+    has_plan, secret = config.run.traffic_plan is not None, "--secret FILE, of thinwire secret"
+    reach_checks = [
+        (has_plan and is_elastic, excluded("--traffic-plan", "--elastic", why="a plan is for fixed replicas",
+                                           remedy="to leave --elastic out")),
+        (has_plan and not has_secret,
+         refusal("--traffic-plan needs connections of thinwire's own, and gloo takes any source port",
+                 got="no --secret", allowed="--secret FILE", remedy=secret)),
+        (is_reached and not has_plan and not has_secret,
+         refusal(f"{reach} needs connections of thinwire's own, and gloo listens on any port", got="no --secret",
+                 allowed="--secret FILE or --elastic", remedy=secret)),
+    ]  # fmt: skip
+    found = [problem for is_wrong, problem in reach_checks if is_wrong]
+    if is_reached and not found:  # what needs the network is checked later
+        try:
+            listen_config(address="127.0.0.1", **reach_options)
+        except ValueError as error:
+            found.append(error)
+    of_options = [problem for is_wrong, problem in checks if is_wrong]
+    return [str(one) for one in (*workload_problems(config), *of_options, *found, *parallel_problems(config))]
 
 
 def default_sync_interval(model: str) -> int:

@@ -150,14 +150,12 @@ class StepMonitor:
                 steps=step - first + 1, seconds=now_s - self._began_s, stalled_s=now_stalled_s - self._began_stalled_s,
                 sent_bytes=sent_bytes, sending_s=sending_s,
             )  # fmt: skip
-            report = self._drift.observe(window, is_typical=self._is_typical(first, step))
+            interval = self._schedule.sync_interval
+            left = (self._num_steps - step) // interval * interval
+            is_typical = all(self._launched(one) == self._launched(one + left) for one in range(first, step + 1))
+            report = self._drift.observe(window, is_typical=is_typical)
         self._first_step, self._began_s, self._began_stalled_s = step + 1, now_s, now_stalled_s
         return report
-
-    def _is_typical(self, first: int, last: int) -> bool:
-        interval = self._schedule.sync_interval
-        to_the_end = (self._num_steps - last) // interval * interval
-        return all(self._launched(step) == self._launched(step + to_the_end) for step in range(first, last + 1))
 
     def _launched(self, step: int) -> list[tuple[int, int]]:
         rounds = self._schedule.launches(step, num_fragments=self._num_fragments)

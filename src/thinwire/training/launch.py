@@ -142,7 +142,11 @@ def explain(failures: Mapping[int, ProcessFailure], *, run_dir: Path, ranks: int
 
     A replica that the launcher stopped is named only where it was silent before, as one that is paused is.
     """
-    words = {replica: _read_failure(run_dir, replica, ranks=ranks) for replica in failures}
+    words: dict[int, dict[str, Any] | None] = {}
+    for replica in failures:
+        words[replica] = None
+        with contextlib.suppress(OSError, ValueError):
+            words[replica] = json.loads(_failure_path(run_dir, replica, ranks=ranks).read_text())
     own = [replica for replica, said in words.items() if said and not said["is_consequence"]]
     silent = _silent_before_stop(failures, run_dir=run_dir, ranks=ranks)
     killed = [
@@ -322,11 +326,3 @@ def write_failure_report(run_dir: Path, rank: int, error: Exception, *, ranks: i
 
 def _failure_path(run_dir: Path, rank: int, *, ranks: int) -> Path:
     return _log_path(run_dir / "logs", process_name(rank, ranks=ranks), ".error.json")
-
-
-def _read_failure(run_dir: Path, rank: int, *, ranks: int) -> dict[str, Any] | None:
-    try:
-        said: dict[str, Any] = json.loads(_failure_path(run_dir, rank, ranks=ranks).read_text())
-    except (OSError, ValueError):
-        return None
-    return said

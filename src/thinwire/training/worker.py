@@ -109,7 +109,15 @@ def run_replica(
     mesh: ReplicaMesh | None = None
     try:
         if ranks > 1:
-            mesh = _join_ranks(config, place)
+            from thinwire.training.parallel_passes import make_mesh  # imports device meshes, which takes a second
+
+            device = torch.device("cpu")
+            if config.model.device == "cuda":
+                warn_untested("gpu ranks")
+                # connect() left this replica's GPUs visible alone
+                device = torch.device("cuda", place.local_rank % ranks)
+                torch.cuda.set_device(device)
+            mesh = make_mesh(config, device=device)
             config = config.replace(out=rank_folder(config.run_dir, mesh.rank))
         replica = _Replica(config, place=place, data=data, transport=transport, mesh=mesh, stop=stop)
         return replica.run(loggers, warn, on_start)
@@ -117,18 +125,6 @@ def run_replica(
         if mesh is not None:
             mesh.close()
         transport.close()
-
-
-def _join_ranks(config: TrainConfig, place: ReplicaStart) -> ReplicaMesh:
-    from thinwire.training.parallel_passes import make_mesh  # imports device meshes, which takes a second
-
-    device = torch.device("cpu")
-    if config.model.device == "cuda":
-        warn_untested("gpu ranks")
-        # connect() left this replica's GPUs visible alone
-        device = torch.device("cuda", place.local_rank % config.parallel.ranks)
-        torch.cuda.set_device(device)
-    return make_mesh(config, device=device)
 
 
 class _Replica:

@@ -98,16 +98,13 @@ class ElasticRemediation:
             self._order(ProcessOrder(what="kill", pid=pid, why=action.why))
             self._send_command("expel", str(action.target))  # the others need not wait until its silence is noticed
             return "its process was killed, and another one takes its place"
-        removed = self._remove(action.target, pid, action)
+        verb = "leave"
+        if action.is_hang:
+            verb = "end" if pid is None else "expel"
+        if verb == "expel":  # it would never come to its end by itself
+            self._order(ProcessOrder(what="end", pid=pid or 0, why=action.why))
+        removed = self._send_command(verb, str(action.target))
         return f"{removed}; {self._send_command('call', str(action.target))}" if action.kind == "replace" else removed
-
-    def _remove(self, target: int, pid: int | None, action: Action) -> str:
-        if not action.is_hang:
-            return self._send_command("leave", str(target))
-        if pid is None:
-            return self._send_command("end", str(target))
-        self._order(ProcessOrder(what="end", pid=pid, why=action.why))  # it would never come to its end by itself
-        return self._send_command("expel", str(target))
 
     def take_orders(self) -> list[ProcessOrder]:
         """Return what the launcher is to do, once."""
@@ -141,14 +138,11 @@ def orders_of(status: Mapping[str, Any], *, run_dir: Path) -> list[ProcessOrder]
     for one in status.get("orders", ()):
         what, replica = one.get("what"), one.get("replica")
         pid = read_pid(run_dir, replica) if isinstance(replica, int) and what in ("kill", "end") else None
-        if pid is not None and replica == _latest_replica(run_dir, pid):  # who lived and joined again has another one
+        numbers = [path.stem.rpartition("-")[2] for path in (run_dir / "logs").glob("replica-*.pid")]
+        latest = max((int(n) for n in numbers if n.isdecimal() and read_pid(run_dir, int(n)) == pid), default=-1)
+        if pid is not None and replica == latest:  # who lived and joined again has another one
             found.append(ProcessOrder(what=what, pid=pid, why="the run's diagnosis found that it hangs"))
     return found
-
-
-def _latest_replica(run_dir: Path, pid: int) -> int:
-    numbers = [path.stem.rpartition("-")[2] for path in (run_dir / "logs").glob("replica-*.pid")]
-    return max((int(n) for n in numbers if n.isdecimal() and read_pid(run_dir, int(n)) == pid), default=-1)
 
 
 def _has_ended(pid: int) -> bool:
@@ -219,12 +213,22 @@ class DowntimeTracker:
         for number, one in active.items():
             known = self._lives.get(number)
             if known is None:
-                self._lives[number] = _LiveReplica(str(one["host"]), int(one["step"]), at_s)
-                self._come(str(one["host"]), at_s)
+                host = str(one["host"])
+                self._lives[number] = _LiveReplica(host, int(one["step"]), at_s)
+                waiting = [lost for lost in self._lost if lost.back_s is None and self._may_come(host, lost)]
+                if waiting:
+                    waiting[0].back_s = at_s
+                else:
+                    self._arrivals.append((host, at_s))
             elif one["step"] > known.step:
                 known.step, known.moved_s = int(one["step"]), at_s
         self._num_active = max(1, len(active))
-        self._learn(status, active)
+        repeated = int(status["data"].get("repeated", 0))
+        if self._first_windows is None:
+            self._first_windows = repeated
+        self._repeated_windows = max(self._repeated_windows, repeated - self._first_windows)
+        steps_s = [float(one["step_s"]) for one in active.values() if one["step_s"]]
+        self._step_s = sum(steps_s) / len(steps_s) if steps_s else self._step_s
 
     def _lose(self, replica: int, life: _LiveReplica, at_s: float) -> None:
         lost = _LostReplica(replica, life.host, life.moved_s, at_s, share=1 / self._num_active)
@@ -235,24 +239,9 @@ class DowntimeTracker:
             lost.back_s = came[0][1]
             self._arrivals.remove(came[0])
 
-    def _come(self, host: str, at_s: float) -> None:
-        waiting = [lost for lost in self._lost if lost.back_s is None and self._may_come(host, lost)]
-        if waiting:
-            waiting[0].back_s = at_s
-        else:
-            self._arrivals.append((host, at_s))
-
     def _may_come(self, host: str, lost: _LostReplica) -> bool:
         """Tell whether a replica of a host takes the place of one that was lost."""
         return host in (lost.host, self._spare_of.get(lost.replica))
-
-    def _learn(self, status: Mapping[str, Any], active: Mapping[int, Mapping[str, Any]]) -> None:
-        repeated = int(status["data"].get("repeated", 0))
-        if self._first_windows is None:
-            self._first_windows = repeated
-        self._repeated_windows = max(self._repeated_windows, repeated - self._first_windows)
-        steps_s = [float(one["step_s"]) for one in active.values() if one["step_s"]]
-        self._step_s = sum(steps_s) / len(steps_s) if steps_s else self._step_s
 
     def downtime(
         self, news: list[tuple[float, News]], actions: list[dict[str, Any]], *, run_s: float, end_s: float,

@@ -348,19 +348,15 @@ class IncomingState:
     def parameters(self, *, may_begin_early: bool) -> dict[str, Tensor]:
         """Wait for the global parameters by name; with `may_begin_early` no longer than the rest will soon be here."""
         while not self._has_ended.wait(_FIRST_POLL_S):
-            if may_begin_early and self._is_rest_soon():
+            # what is missing comes soon enough, at the rate so far
+            session, here = self._membership.session, self._fetch.bytes_here
+            missing_s = (self._offer.num_bytes - here) / max(1, here) * (time.monotonic() - self._began_s)
+            interval_s = session.interval_steps * session.pace.step_s
+            if may_begin_early and missing_s <= _MOST_LATE_INTERVALS * interval_s:
                 found = unpack_parameters(self._fetch.first_bytes, num_bytes=self._offer.num_bytes, source=self._source)
                 if found is not None:
                     return found
         return dict(self._whole().parameters)
-
-    def _is_rest_soon(self) -> bool:
-        """Tell whether what is missing comes within `_MOST_LATE_INTERVALS`, at the rate so far."""
-        session = self._membership.session
-        interval_s = session.interval_steps * session.pace.step_s
-        here = self._fetch.bytes_here
-        missing_s = (self._offer.num_bytes - here) / max(1, here) * (time.monotonic() - self._began_s)
-        return missing_s <= _MOST_LATE_INTERVALS * interval_s
 
     def is_here(self) -> bool:
         return self._has_ended.is_set()
