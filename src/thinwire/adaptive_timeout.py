@@ -39,7 +39,6 @@ class AdaptiveTimeout:
         self._known_s: float | None = most_s
 
     def observe(self, seconds: float) -> None:
-        """Add a measured time."""
         self._seen.append(seconds)
         self._known_s = None
 
@@ -55,7 +54,6 @@ class AdaptiveTimeout:
 
     @property
     def limit_s(self) -> float:
-        """The time to wait now."""
         if self._known_s is None:  # read far more often than a time is measured
             median = statistics.median(self._seen)
             deviation = statistics.median(abs(seconds - median) for seconds in self._seen)

@@ -129,7 +129,6 @@ class Scale:
     ticks: tuple[float, ...]
 
     def __call__(self, value: float) -> float:
-        """Return the coordinate of a value."""
         low, high = (math.log10(self.low), math.log10(self.high)) if self.axis.scale == "log" else (self.low, self.high)
         place = math.log10(value) if self.axis.scale == "log" else value
         return self.start + (place - low) / (high - low) * (self.stop - self.start)
@@ -206,13 +205,11 @@ class ChartSeries:
     has_dots: bool = False
 
     def line_style(self) -> str:
-        """Return the style classes of the line."""
         colour = "main" if self.is_main else f"s{self.colour % COLOURS}"
         more = "faint" if self.is_faint else "again" if self.colour >= COLOURS else "thin" if self.is_thin else ""
         return f"line {colour} {more}".rstrip()
 
     def dot_style(self) -> str:
-        """Return the style class of a point."""
         return "main-dot" if self.is_main else f"f{self.colour % COLOURS}"
 
 

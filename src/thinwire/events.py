@@ -140,7 +140,6 @@ class TransferLog:
                 sink(transfer)
 
     def add_sink(self, sink: Sink) -> None:
-        """Stream all later records to `sink` too."""
         with self._lock:
             self._sinks.append(sink)
 
@@ -193,7 +192,6 @@ class Totals:
     wire_bytes: int = 0
 
     def plus(self, transfer: Transfer) -> Totals:
-        """Return the sums with one more transfer."""
         return Totals(
             messages=self.messages + 1,
             payload_bytes=self.payload_bytes + transfer.payload_bytes,

@@ -58,12 +58,10 @@ class TrainedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The companion of a language model."""
         return cast(Tokenizer, self.companion)
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
         return next(self.model.parameters()).device
 
 

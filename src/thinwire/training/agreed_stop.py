@@ -60,7 +60,6 @@ class AgreedStop:
         return made
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
     def decide(self) -> int:
@@ -76,11 +75,9 @@ class AgreedStop:
         return self.step
 
     def steps(self) -> list[int]:
-        """Return the steps that each process has done."""
         return [self._read(_FIRST + rank) for rank in range(self._size)]
 
     def num_saved(self) -> int:
-        """Return how many processes have saved their checkpoint."""
         return sum(self._read(_FIRST + self._size + rank) for rank in range(self._size))
 
     def signal(self) -> int:

@@ -284,7 +284,6 @@ class _Replicas:
         return False
 
     def stop(self) -> None:
-        """End all that still run at once, by SIGKILL if need be."""
         for number in (_END, signal.SIGKILL):
             self._killed = {replica for replica, process in self._processes.items() if process.poll() is None}
             for replica in self._killed:

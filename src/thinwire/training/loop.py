@@ -241,7 +241,6 @@ class Training:
             self._write_step()
 
     def _end_early(self) -> None:
-        """Save and end where the run is stopped after this step."""
         if self.stop is None or not self.stop.is_due(self.step):
             return
         with self._apart():
@@ -281,7 +280,6 @@ class Training:
         return shown
 
     def save(self) -> None:
-        """Write a checkpoint of the state after the present step."""
         if self.checkpoints is None:
             return
         state = {

@@ -127,7 +127,6 @@ class Probed:
 
     @property
     def cluster(self) -> Cluster:
-        """Machines and wires together."""
         return self.wires.cluster(self.machines)
 
 

@@ -96,7 +96,6 @@ class StepProfile:
         return FLOPS_PER_PARAMETER * self.num_parameters * self.tokens / inner_s
 
     def to_json(self) -> dict[str, Any]:
-        """Return all numbers."""
         return {
             "format": FORMAT, "version": VERSION, **asdict(self), "step_s": self.step_s,
             "flops_per_s": self.flops_per_s,

@@ -59,12 +59,9 @@ def replica_note(reading: ReplicaCounts, *, sha256: str) -> dict[str, Any]:
 
 def summarise(
     config: TrainConfig, notes: Sequence[Mapping[str, Any]], *, shown: Sequence[float], parameters: int,
-    num_fragments: int, all_reduce_dtype: str = "float32",
+    num_fragments: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Put the replicas' notes together; `shown` is loss and metric of the global parameters.
-
-    `all_reduce_dtype` is that of the gradients in the comparison with an all-reduce.
-    """
+    """Put the replicas' notes together; `shown` is loss and metric of the global parameters."""
     hashes = [note["sha256"] for note in notes]
     if len(set(hashes)) > 1:
         told = ", ".join(f"replica {replica}: {sha256[:12]}" for replica, sha256 in enumerate(hashes))
@@ -99,7 +96,7 @@ def summarise(
         "overlap_steps": getattr(method.schedule, "overlap_steps", 0),
         "codec": config.sync.codec or next((name for name in lossy if name != "float32"), "float32"),
         "num_fragments": num_fragments,
-        "allreduce_bytes": round(all_reduce), "all_reduce_dtype": all_reduce_dtype,
+        "allreduce_bytes": round(all_reduce), "all_reduce_dtype": "float32",
         "times_fewer_bytes": None if times is None else round(times, 2), "seed": config.run.seed,
         "machine": describe_machine(config.model.device), "thinwire_version": __version__,
     }  # fmt: skip

@@ -43,7 +43,6 @@ class WorkloadCard:
             raise MissingExtra.of(self.needs[1], extra=self.needs[2])
 
     def load(self) -> Any:
-        """Import the `Workload`, and torch with it."""
         return _imported(self.source)
 
 

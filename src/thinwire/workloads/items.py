@@ -38,7 +38,6 @@ class ItemBatches:
         return self
 
     def __next__(self) -> Batch:
-        """Return inputs and targets, (batch, ...) each."""
         chosen = next(self._numbers)[0][:, 0]
         return self._inputs[chosen], self._targets[chosen]
 

@@ -157,7 +157,6 @@ class CheckpointFiles:
         return Description(run=body["run"], step=step, num_bytes=num_bytes, note=body["state"])
 
     def verify(self, step: int) -> None:
-        """Read all files of a checkpoint and check their hashes."""
         body = self.body(step)
         for file in self._tensor_files:
             chunks = _Hashed(self._storage.read(_folder(step), file))
@@ -234,11 +233,9 @@ class CheckpointFiles:
         return dict(body)
 
     def path(self, step: int) -> str:
-        """Return the folder of a step, for messages."""
         return f"{self._storage.name.rstrip('/')}/{_folder(step)}"
 
     def remedy(self, step: int) -> str:
-        """Return the advice where a checkpoint cannot be used."""
         return f"remove {self.path(step)} to go on from the one before it"
 
     def _same_files(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any] | None:

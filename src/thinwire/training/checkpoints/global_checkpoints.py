@@ -160,7 +160,6 @@ class GlobalCheckpoints:
         return self._files.steps()
 
     def problem(self, step: int) -> str:
-        """Read all of a checkpoint and check its hashes; return what is wrong with it, or an empty text."""
         self._verified.discard(step)
         problem = self._files.problem(step)
         if not problem:
@@ -217,7 +216,6 @@ class GlobalCheckpoints:
         return 0
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint, whichever run's it is."""
         self._verified.discard(step)
         try:
             self._files.remove(step)

@@ -34,14 +34,12 @@ class Identity:
     config_digest: str
 
     def header(self) -> dict[str, Any]:
-        """Return the fields of a checkpoint's JSON that name the run and the replica."""
         return {
             "run": {"id": self.run, "config": self.config_digest},
             "replica": {"index": self.replica, "of": self.num_replicas},
         }
 
     def foreign(self, body: Mapping[str, Any]) -> str:
-        """Return why a checkpoint is not of this run and replica, naming both; empty where it is."""
         for field, own in self.header().items():
             for name, value in own.items():
                 there = body.get(field)
@@ -83,7 +81,6 @@ class ReplicaCheckpoints:
         return self._files.problem(step)
 
     def load(self, step: int) -> dict[str, Any]:
-        """Read and check the state after a step."""
         tensors, skeleton = self._files.load(step)
         path = f"{self._files.path(step)}/{self._tensor_file}"
         try:

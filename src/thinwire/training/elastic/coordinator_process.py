@@ -113,7 +113,6 @@ class _DiskCheck:
         self._num_left = _MAX_DISK_REPORTS
 
     def check(self, *, now_s: float) -> None:
-        """Check the disk once a second."""
         if now_s < self._next_s or self._num_left <= 0:
             return
         self._next_s = now_s + _DISK_CHECK_S
@@ -168,7 +167,6 @@ class _EndOfRun:
         self._idle_since_s = time.monotonic()
 
     def has_come(self) -> bool:
-        """Return whether to end."""
         if self._until.is_set():
             return True
         if len(self._state.roster):

@@ -88,7 +88,6 @@ class ElasticJob(JobTerms):
     def of(
         cls, config: TrainConfig, *, identity: RunIdentity, resumed_step: int = 0, resumed_sha256: str = ""
     ) -> ElasticJob:
-        """Return the job that resolved options describe."""
         assert config.data.batch_size is not None
         from thinwire.training.build import make_method  # imports torch, which readers of a job do not need
 
@@ -170,7 +169,6 @@ class LoopJob(JobTerms):
     def of(
         cls, method: Method, *, setup: Mapping[str, str], num_replicas: int, last_step: int, identity: RunIdentity
     ) -> LoopJob:
-        """Return the job of a method and a model."""
         return cls(setup=setup, num_replicas=num_replicas, last_step=last_step, identity=identity, **_terms_of(method))
 
     def to_json(self) -> dict[str, Any]:
@@ -290,12 +288,10 @@ class LocalSettings:
         return listen_config(address=self.address, advertise=self.advertise, port_range=self.port_range)
 
     def save(self) -> None:
-        """Write them into the run's folder."""
         write_whole(Path(self.out) / LOCAL_FILE, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, run_dir: Path) -> LocalSettings:
-        """Read them from the run's folder."""
         return cls(**json.loads((run_dir / LOCAL_FILE).read_text()))
 
     @classmethod
@@ -327,7 +323,6 @@ class LocalSettings:
         return self.with_own_places(config).replace(**own)
 
     def with_own_places(self, config: TrainConfig) -> TrainConfig:
-        """Return options that read and write where this host does."""
         own = {name: getattr(self, name) for name in PLACES}
         own["init_from"] = self.init_from and Path(self.init_from)
         return config.replace(**{name: value for name, value in own.items() if value is not None})

@@ -35,11 +35,9 @@ class StandbyProcess:
 
     @property
     def is_there(self) -> bool:
-        """Whether a process waits."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Let a process wait, unless one does."""
         if self.is_there or not self._module:
             return
         logs = self._run_dir / "logs"
@@ -155,7 +153,6 @@ class _Worker:
     def update(
         self, report: Callable[[str], None], standby: StandbyProcess, *, is_answered: Callable[[], bool]
     ) -> None:
-        """Start the process when it is due, and see how it ended."""
         if self.has_ended:
             if self._process is not None:
                 self._process.poll()  # one that was killed for good is no zombie
@@ -204,14 +201,12 @@ class _Worker:
         self.num_starts += 1
 
     def stop(self, number: int) -> None:
-        """Ask the process to end, and start no other."""
         self.has_ended = True
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
     def wait(self, until_s: float) -> None:
-        """Wait for the end of one that was asked to, and end it then."""
         if self._process is None:
             return
         try:

@@ -51,11 +51,9 @@ class HeldState:
 
     @property
     def has_inner(self) -> bool:
-        """Whether it holds what the inner optimizer remembered."""
         return any(name.startswith(_INNER) for name in self.state.outer)
 
     def take_in(self, *, model: nn.Module, optimizer: DistributedOptimizer) -> None:
-        """Begin from it."""
         of_outer = {name: t for name, t in self.state.outer.items() if not name.startswith(_INNER)}
         inner = {name.removeprefix(_INNER): t for name, t in self.state.outer.items() if name.startswith(_INNER)}
         load_global_tensors(optimizer.engine, model, dict(self.state.parameters), of_outer)
@@ -130,7 +128,6 @@ class LocalSnapshot:
         return True
 
     def close(self) -> None:
-        """Wait until a running write has finished."""
         if self._writer is not None:
             self._writer.join(timeout=60)
 

@@ -171,7 +171,6 @@ class RunPlace:
     def find(
         cls, uri: str | None, *, secret: Path | str | None, folder: Path | str | None, reach: JoinReachOptions
     ) -> RunPlace:
-        """Read the arguments of `join` and the environment."""
         given = uri or given_join_uri()
         if not given:
             raise refusal("the address of the run is missing", got="nothing", allowed="thinwire://HOST:PORT",
@@ -190,7 +189,6 @@ class RunPlace:
         return cls(invitation=invitation, folder=place.resolve(), secret_file=path, is_here=is_here, reach=reach)
 
     def listen(self) -> ListenConfig:
-        """Return where this process listens."""
         towards = None if self.reach.get("serve") else self.invitation.host
         return listen_config(
             address=self.reach.get("address"), interface=self.reach.get("interface"), towards=towards,
@@ -438,7 +436,6 @@ class ElasticOptimizer(DistributedOptimizer):
             _log.warning("%s", error)
 
     def _begin(self, stay: ElasticStay[LoopJob]) -> None:
-        """Take a state in, and begin to take part."""
         offer = stay.announce(corpus="", num_windows=1, first_values=parameters_sha256(self._model))
         step = stay.begin(
             offer, model=self._model, optimizer=self, may_begin_early=stay.job.allows_overdue,

@@ -60,7 +60,6 @@ class ElasticRemediation:
         self._lock = threading.Lock()
 
     def members(self) -> Members | None:
-        """Return who takes part."""
         status = self._status()
         if status is None:
             return None
@@ -86,7 +85,6 @@ class ElasticRemediation:
             return False
 
     def act(self, action: Action) -> str:
-        """Do what was decided, and return what came of it."""
         if action.kind == "abort":
             self._order(ProcessOrder(what="abort", why=action.why))
             return "the run ends"
@@ -107,7 +105,6 @@ class ElasticRemediation:
         return f"{removed}; {self._send_command('call', str(action.target))}" if action.kind == "replace" else removed
 
     def take_orders(self) -> list[ProcessOrder]:
-        """Return what the launcher is to do, once."""
         with self._lock:
             orders, self._orders = self._orders, []
         return orders

@@ -206,7 +206,6 @@ class _Stay:
         return session.interval_steps * (session.pace.step_s or session.step_s) or 1.0
 
     def live(self) -> bool:
-        """Join, train, and see the run to its end."""
         self._stay = stay = ElasticStay(
             read_invitation(self._settings.invitation), secret=self._secret, read_job=ElasticJob.from_json,
             listen=self._settings.listen(), report=self._report,
@@ -228,7 +227,6 @@ class _Stay:
         return True
 
     def close(self) -> None:
-        """Leave, and give everything back."""
         if self._optimizer is not None:
             self._optimizer.abandon()
         if self._recorder is not None:
@@ -353,7 +351,6 @@ class _Stay:
             return 0
 
     def _begin(self, stay: ElasticStay[ElasticJob], parts: _Assembly, offer: StateOffer) -> int:
-        """Take a state in and become active; return the step to go on from."""
         config, membership = parts.config, stay.membership
         checkpoints = checkpoints_of(config, run=parts.job.identity, warn=self._report)
         policy = CheckpointPolicy(
@@ -416,7 +413,6 @@ class _Stay:
             yield parts.model
 
     def _write(self, parts: _Assembly, training: Training, finish: Mapping[str, Any]) -> None:
-        """Evaluate, and write the model and the run's numbers."""
         config = parts.config
         shown = training.evaluate_at_end()
         with self._global_model(parts) as model:

@@ -71,7 +71,6 @@ class ModelShard:
         return summed[0], summed[1:]
 
     def held_out(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return what is shown of a held-out batch of any number of rows; see `backward`."""
         rows, share = own_rows(inputs.shape[0], rank=self._group.rank, size=self._group.size)
         self.model.eval()
         with torch.no_grad(), self._autocast():
@@ -79,7 +78,6 @@ class ModelShard:
         return self._group.all_reduce(shown.detach() * share)
 
     def step(self, factor: float, *, base_lrs: Sequence[float]) -> None:
-        """Clip, step and clear, as the training loop does at rank 0."""
         for group, base_lr in zip(self.inner.param_groups, base_lrs, strict=True):
             group["lr"] = base_lr * factor
         self.clip()
@@ -87,7 +85,6 @@ class ModelShard:
         self.inner.zero_grad(set_to_none=True)
 
     def clip(self) -> None:
-        """Shorten the gradient of all shards together to `clip_norm`."""
         if self._config.optimizer.clip_norm > 0:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._config.optimizer.clip_norm)
 
@@ -182,12 +179,10 @@ class Rank0Driver:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of this replica."""
         return self._group.size
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank."""
         return self._group.device
 
     def assemble(self, config: TrainConfig, *, sizes: Mapping[str, int]) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -201,7 +196,6 @@ class Rank0Driver:
 
     @property
     def timing(self) -> Passes:
-        """The timer of this rank's passes."""
         return self._made.passes
 
     def backward(self, inputs: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
@@ -211,12 +205,10 @@ class Rank0Driver:
             return self._made.backward(*self._group.broadcast(torch.stack([inputs, targets])))
 
     def clip(self) -> None:
-        """Shorten the gradient as the other ranks do; see `ModelShard.clip`."""
         with self._during("the norm of the gradient"):
             self._made.clip()
 
     def held_out(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return what is shown of a held-out batch; see `ModelShard.held_out`."""
         with self._during("an evaluation"):
             self._send("held_out", shape=list(inputs.shape))
             return self._made.held_out(*self._group.broadcast(torch.stack([inputs, targets])))
@@ -240,7 +232,6 @@ class Rank0Driver:
         self._made.parameters.restore()
 
     def dismiss(self) -> None:
-        """End the other ranks."""
         self._send("end")
 
     @property
@@ -371,7 +362,6 @@ class RankProcesses:
         self._expected = what, limit_s
 
     def expect_nothing(self) -> None:
-        """End the time limit."""
         self._expected = None
 
     def wait_for_report(self) -> None:

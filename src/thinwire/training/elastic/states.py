@@ -58,7 +58,6 @@ class CheckpointPolicy:
     is_shared: bool = False
 
     def is_due(self, step: int) -> bool:
-        """Return whether the state of a step is to be written."""
         return bool(self.every and step % self.every == 0) or step == self.last_step
 
 
@@ -342,7 +341,6 @@ class IncomingState:
 
     @property
     def step(self) -> int:
-        """The step that the state is of."""
         return self._offer.step
 
     def parameters(self, *, may_begin_early: bool) -> dict[str, Tensor]:
@@ -373,7 +371,6 @@ class IncomingState:
         self._fetch.forget()
 
     def close(self) -> None:
-        """Stop fetching."""
         self._watch.give_up()
         self._thread.join()
 
@@ -411,7 +408,6 @@ class _HolderTracker:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop updating."""
         self._is_over.set()
         self._thread.join()
 

@@ -49,7 +49,6 @@ class StepThroughput:
         self._tokens = 0
 
     def add_step(self, *, took_s: float, step: int, tokens: int) -> None:
-        """Record a step."""
         if len(self._seen) == 1:
             self.steps_s.clear()  # the first step warms up
         self.steps_s.append(max(_LEAST_S, took_s))
@@ -92,7 +91,6 @@ class ElasticPolicy(LoopPolicy):
         self._own_steps = 0
 
     def before_step(self) -> None:
-        """Wait while the run is paused."""
         session = self._session
         session.check()
         if session.view.is_paused:
@@ -115,7 +113,6 @@ class ElasticPolicy(LoopPolicy):
         self._optimizer.engine.apply_overdue()
 
     def share(self) -> tuple[int, int]:
-        """Return this replica's place among the active ones, and their number."""
         active = self._session.active()
         return active.index(self._membership.replica), len(active)
 
@@ -168,11 +165,9 @@ class ElasticStay(Generic[_Job]):
 
     @property
     def has_kept(self) -> bool:
-        """Whether this replica has begun to write a state of its own."""
         return self._keeper is not None and self._keeper.has_kept
 
     def elastic_method(self, method: Method, *, pieces: ReplicaShards | None = None) -> Method:
-        """Return a method's variant for this stay; see `elastic`."""
         return elastic(
             method, session=self.membership.rounds, pieces=pieces,
             find=lambda text: self.membership.session.send("note", level="warning", text=text),
@@ -240,5 +235,4 @@ class ElasticStay(Generic[_Job]):
             self._keeper.close()
 
     def close(self, *, why: str = "") -> None:
-        """Leave the run, and close connections and threads."""
         self.membership.close(why=why)

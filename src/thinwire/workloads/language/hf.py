@@ -40,7 +40,6 @@ class HuggingFaceModel(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Number of different tokens."""
         return int(_text_config(self.model).vocab_size)
 
     @property
@@ -69,7 +68,6 @@ class HuggingFaceModel(nn.Module):
             getattr(model, f"{kind}_checkpointing_disable")()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits (batch, seq, vocab_size) for tokens (batch, seq) int64."""
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits
 
@@ -83,7 +81,6 @@ class HuggingFaceModel(nn.Module):
         return found.logits[:, -1], getattr(found, "past_key_values", None)
 
     def loss(self, tokens: Tensor, targets: Tensor, *, is_padded: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the loss to train on and the mean negative log-likelihood in nats; see `Transformer.loss`."""
         return next_token_loss(self(tokens), targets, z_loss=self.z_loss, is_padded=is_padded)
 
 

@@ -132,7 +132,6 @@ class TokenWriter:
 
     @property
     def sha256(self) -> str:
-        """Hash of what was written so far."""
         return self._hash.hexdigest()
 
     def write(self, data: bytes, *, needed_bytes: int = 0) -> None:

@@ -265,12 +265,10 @@ class Transformer(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Number of different tokens."""
         return self.config.vocab_size
 
     @property
     def max_seq_len(self) -> int:
-        """Longest sequence, in tokens."""
         return self.config.max_seq_len
 
     def forward(self, tokens: Tensor) -> Tensor:
