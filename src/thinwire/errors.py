@@ -1,30 +1,4 @@
-"""Exceptions of the package, as one tree.
-
-```
-Exception
-├── ValueError              an argument of the user's is wrong (raised as is, with value, limit and remedy)
-└── ThinwireError           something went wrong while running
-    ├── TransportError      bytes did not arrive as they should
-    │   ├── ConnectError        the replicas could not be joined at the start
-    │   │   └── WrongCoordinator    what answers has not the coordinator's key
-    │   ├── PeerLost            a replica's connection broke
-    │   ├── DeadlineExceeded    a replica did not answer in time
-    │   ├── NotThere            a replica does not have what it was asked for, and never will
-    │   └── PayloadError        a message is corrupt, foreign or of the wrong size
-    ├── Expelled            an elastic run goes on without this replica, which may join again
-    │   └── DroppedBadParts    because its parts were bad, as with NaN
-    ├── Refused             an elastic run does not take this replica
-    ├── RunOver             an elastic run has come to its end
-    ├── DesyncError         replicas that must agree do not
-    ├── NonFiniteError      a replica sent NaN or infinity
-    ├── DataError           a corpus cannot be read or is too small
-    ├── CheckpointError     a checkpoint is missing, corrupt or foreign
-    ├── MissingExtra        an optional dependency is not installed
-    ├── LabError            a lab of hosts on this machine cannot be made, or broke
-    ├── WorkerFailed        a worker process of a local run died
-    └── Stopped             a signal asked a local run to stop, and it has
-```
-"""
+"""Exceptions of the package: a `ValueError` is for a wrong argument, a `ThinwireError` for a fault while running."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from thinwire.cli.checkpoints import main
 from thinwire.elastic.global_state import GlobalState
 from thinwire.runlog.run_identity import new_identity
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
-from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
+from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints
 from thinwire.training.config import TrainConfig, config_text
 
 Output = pytest.CaptureFixture[str]
@@ -96,8 +96,8 @@ def test_the_run_that_wrote_a_checkpoint_stands_beside_it(tmp_path: Path, capsys
 
 def test_a_static_runs_checkpoints_are_listed_by_replica(tmp_path: Path, capsys: Output) -> None:
     for replica in (0, 1):
-        identity = Identity(run="r", replica=replica, num_replicas=2, config_digest="d")
-        ReplicaCheckpoints(tmp_path, identity=identity).save({"w": torch.ones(9)}, step=30, drift_steps=0)
+        identity = {"run": "r", "replica": replica, "num_replicas": 2, "config_digest": "d"}
+        ReplicaCheckpoints(tmp_path, **identity).save({"w": torch.ones(9)}, step=30, drift_steps=0)
     assert main([str(tmp_path), "--verify"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[-3:] for row in rows] == [["0", "r", "verified"], ["1", "r", "verified"]]

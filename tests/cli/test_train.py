@@ -16,7 +16,7 @@ import pytest
 
 from thinwire.cli.main import main
 from thinwire.runlog.run_identity import new_identity, read_identity, write_identity
-from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
+from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints
 from thinwire.training.config import OPTIONS, TrainConfig, config_text, read_config, resolve
 from thinwire.training.launch import step_to_resume
 from thinwire.training.run_origin import check_options, write_origin
@@ -154,9 +154,9 @@ def stopped_run(tmp_path: Path) -> Path:
     write_identity(run, identity_of_run)
     write_origin(config)
     for replica in (0, 1):
-        identity = Identity(run=identity_of_run.run, replica=replica, num_replicas=2, config_digest=config.digest())
+        identity = {"run": identity_of_run.run, "replica": replica, "num_replicas": 2, "config_digest": config.digest()}
         for step in (10, 20):
-            ReplicaCheckpoints(run, identity=identity).save({}, step=step, drift_steps=60)
+            ReplicaCheckpoints(run, **identity).save({}, step=step, drift_steps=60)
     return run
 
 
@@ -169,8 +169,8 @@ def test_a_run_of_an_earlier_version_goes_on_where_a_removed_option_changed_noth
         values[section]["preserve_norm"] = False
         (stopped_run / name).write_text(json.dumps(values))
     for replica in (0, 1):
-        identity = Identity(run=older.run, replica=replica, num_replicas=2, config_digest=older.config_digest)
-        ReplicaCheckpoints(stopped_run, identity=identity).save({}, step=30, drift_steps=60)
+        identity = {"run": older.run, "replica": replica, "num_replicas": 2, "config_digest": older.config_digest}
+        ReplicaCheckpoints(stopped_run, **identity).save({}, step=30, drift_steps=60)
     assert read_config(stopped_run) == config
     check_options(stopped_run, config)
     assert step_to_resume(config) == (30, [])

@@ -24,8 +24,9 @@ from thinwire.site.memory import FRAGMENTATION
 from thinwire.site.search import memory_front, plan_site
 from thinwire.site.site_file import NodeLink, Site, join_sites, load_site
 from thinwire.site.site_plan import CAUSES, SitePlan, torchtitan_toml, why_slower
-from thinwire.training.config import BATCH_SIZE, default_seq_len
+from thinwire.training.config import default_seq_len
 from thinwire.units import format_bytes, format_count, format_seconds
+from thinwire.workloads.cards import BATCH_SIZE
 from thinwire.workloads.language.lengths import LengthsOutlook, cost_of, length_outlook, load_lengths
 from thinwire.workloads.language.presets import check_model
 

@@ -20,9 +20,10 @@ from thinwire.codec_specs import codec_key
 from thinwire.errors import excluded, refusal
 from thinwire.options import option
 from thinwire.simulate import SimRecovery, SimReplica, simulate_training
-from thinwire.training.config import BATCH_SIZE, TrainConfig, default_seq_len, method_problems, resolve
+from thinwire.training.config import TrainConfig, default_seq_len, method_problems, resolve
 from thinwire.training.method_catalog import method_entry
 from thinwire.units import format_bytes, format_rate, format_seconds, parse_seconds
+from thinwire.workloads.cards import BATCH_SIZE
 from thinwire.workloads.language.presets import check_model
 
 if TYPE_CHECKING:

@@ -30,9 +30,6 @@ from thinwire.workloads.language.presets import USUAL_LR, check_model
 if TYPE_CHECKING:
     from thinwire.workloads.workload import Workload
 
-# Default of --batch-size: sequences of one replica's step.
-BATCH_SIZE = 8
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:

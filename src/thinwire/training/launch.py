@@ -21,7 +21,7 @@ from thinwire.monitor.detect.hangs import HANGS
 from thinwire.runlog.run_identity import read_identity
 from thinwire.runlog.writer import last_beat_s, write_obituary
 from thinwire.training.agreed_stop import AgreedStop
-from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints, choose_step, verify_all
+from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints, choose_step, verify_all
 from thinwire.training.config import TrainConfig
 from thinwire.training.elastic.launch import noted_signals
 from thinwire.transport.addresses import RENDEZVOUS_FILE
@@ -113,11 +113,13 @@ def step_to_resume(config: TrainConfig) -> tuple[int, list[str]]:
     """
     found = []
     run = read_identity(config.run_dir)
-    own = {"run": run.run, "config_digest": run.config_digest}
     for replica in range(config.num_replicas):
-        identity = Identity(replica=replica, num_replicas=config.num_replicas, **own)
         for rank in range(config.parallel.ranks):
-            found.append(verify_all(ReplicaCheckpoints(rank_folder(config.run_dir, rank), identity=identity)))
+            own = ReplicaCheckpoints(
+                rank_folder(config.run_dir, rank), run=run.run, replica=replica, num_replicas=config.num_replicas,
+                config_digest=run.config_digest,
+            )  # fmt: skip
+            found.append(verify_all(own))
     return choose_step(found)
 
 

@@ -104,7 +104,7 @@ class LocalPasses:
     def backward(self, inputs: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
         loss_sum, shown_sum = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
         for rows, row_targets, share in self._parts(self._config, inputs, targets):
-            with self.timing.forward(), self._autocast():
+            with self.timing.forward(), autocast(self._config, self._device):
                 loss, shown = self._loss(rows, row_targets)
             with self.timing.backward():
                 (loss * share if share < 1 else loss).backward()  # type: ignore[no-untyped-call]
@@ -119,13 +119,14 @@ class LocalPasses:
     def held_out(self, inputs: Tensor, targets: Tensor) -> Tensor:
         shown_sum = torch.zeros((), device=self._device)
         for rows, row_targets, share in self._parts(self._config, inputs, targets):
-            with self._autocast():
+            with autocast(self._config, self._device):
                 shown_sum = shown_sum + share * self._loss(rows, row_targets)[1]
         return shown_sum
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        enabled = self._config.model.autocast == "bf16"
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled)
+
+def autocast(config: TrainConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of a forward pass; see `--autocast`."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.model.autocast == "bf16")
 
 
 class LoopPolicy:

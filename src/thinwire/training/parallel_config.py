@@ -8,9 +8,7 @@ from typing import Any
 from thinwire.codec_specs import activation_codecs
 from thinwire.errors import excluded, refusal
 from thinwire.options import flag, option
-
-# Default of --batch-size, which is filled in later.
-_BATCH_SIZE = 8
+from thinwire.workloads.cards import BATCH_SIZE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +152,7 @@ def _bad_with_ranks(config: Any) -> list[ValueError]:
         nearest = max(1, round(seq_len / parts)) * parts
         problems.append(refusal("--cp cuts each sequence into 2 equal parts a rank", got=f"{seq_len} tokens",
                                 allowed=f"multiples of {parts}", remedy=f"--seq-len {nearest}"))  # fmt: skip
-    batch = config.data.batch_size or _BATCH_SIZE
+    batch = config.data.batch_size or BATCH_SIZE
     if batch < own.data_ranks and config.data.sequences == "windows":  # documents fill passes by their lengths
         problems.append(
             refusal("--batch-size has no sequence for some of the ranks", got=batch,

@@ -28,7 +28,6 @@ from thinwire.training.agreed_stop import AgreedStop, NetworkStop
 from thinwire.training.build import make_inner_optimizer, make_method
 from thinwire.training.checkpoints.replica_checkpoints import (
     Found,
-    Identity,
     ReplicaCheckpoints,
     choose_step,
     verify_all,
@@ -200,11 +199,10 @@ class _Replica:
             meter.close()
 
     def _checkpoints_of(self, run: RunIdentity) -> ReplicaCheckpoints:
-        identity = Identity(
-            run=run.run, replica=self._transport.replica, num_replicas=self._transport.num_replicas,
-            config_digest=run.config_digest,
+        return ReplicaCheckpoints(
+            self._config.run_dir, run=run.run, replica=self._transport.replica,
+            num_replicas=self._transport.num_replicas, config_digest=run.config_digest,
         )  # fmt: skip
-        return ReplicaCheckpoints(self._config.run_dir, identity=identity)
 
     def _open(self, warn: Callable[[str], None]) -> int:
         """Compare options and data, choose the first step, and make the run's folder."""

@@ -11,6 +11,9 @@ from typing import Any
 from thinwire.errors import MissingExtra, refusal, unknown_name
 from thinwire.runlog.measures import Measures, Metric
 
+# Default of --batch-size, where a workload has none of its own: sequences of one replica's step.
+BATCH_SIZE = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadCard:
@@ -31,7 +34,7 @@ class WorkloadCard:
     measures: Measures
     model: str = ""
     data: str = ""
-    batch_size: int = 8
+    batch_size: int = BATCH_SIZE
     lr: float | None = None
     needs: tuple[str, str, str] | None = None
     options: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from thinwire.recording.recorder import Recorder
 from thinwire.runlog.run_folder import read_files
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer
-from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
+from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import Passes, Training
 from thinwire.transport.loopback import single
@@ -60,11 +60,11 @@ def training_of(
     )
     meter = Meter(run_dir, replica=0, log=transport.log)
     meter.train_step = lambda loss, samples: seen(loss, samples)  # type: ignore[method-assign]
-    identity = Identity(run="r", replica=0, num_replicas=1, config_digest=config.digest())
+    identity = {"run": "r", "replica": 0, "num_replicas": 1, "config_digest": config.digest()}
     return Training(
         config=config, model=model, optimizer=optimizer, meter=meter, device=torch.device("cpu"), recorder=recorder,
         batches=Sampler(TOKENS, replica=0, num_replicas=1, batch_size=2, seq_len=SEQ_LEN, seed=0),
-        held_out=lambda count: [], checkpoints=ReplicaCheckpoints(run_dir, identity=identity),
+        held_out=lambda count: [], checkpoints=ReplicaCheckpoints(run_dir, **identity),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from thinwire.recording.metrics import Meter
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer, make_method
-from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
+from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import Training
 from thinwire.training.summary import parameters_sha256
@@ -76,8 +76,8 @@ def run(config: TrainConfig, *, start: int = 0, stop: int | None = None) -> list
         method = SHORT.get(config.sync.method, lambda: make_method(config))()
         optimizer = DistributedOptimizer(model, make_inner_optimizer(config, model), method=method, transport=transport)
         meter = Meter(config.run_dir, replica=transport.replica, log=transport.log)
-        identity = Identity(run="r", replica=transport.replica, num_replicas=2, config_digest=config.digest())
-        checkpoints = ReplicaCheckpoints(config.run_dir, identity=identity)
+        identity = {"run": "r", "replica": transport.replica, "num_replicas": 2, "config_digest": config.digest()}
+        checkpoints = ReplicaCheckpoints(config.run_dir, **identity)
         training = Training(
             config=config, model=model, optimizer=optimizer, meter=meter, device=torch.device("cpu"),
             batches=Sampler(TOKENS, replica=transport.replica, num_replicas=2, batch_size=2, seq_len=8, seed=0),

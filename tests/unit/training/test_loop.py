@@ -14,7 +14,7 @@ from thinwire.methods import diloco
 from thinwire.recording.metrics import Meter
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer
-from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
+from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import LocalPasses, Training
 from thinwire.transport.loopback import single
@@ -86,20 +86,20 @@ def training_of(run_dir: Path, *, frozen_seed: int) -> Training:
     optimizer = DistributedOptimizer(
         model, make_inner_optimizer(config, model), method=diloco(sync_interval=2), transport=transport
     )
-    identity = Identity(run="r", replica=0, num_replicas=1, config_digest=config.digest())
+    identity = {"run": "r", "replica": 0, "num_replicas": 1, "config_digest": config.digest()}
     return Training(
         config=config, model=model, optimizer=optimizer, meter=Meter(run_dir, replica=0, log=transport.log),
         batches=Sampler(TOKENS, replica=0, num_replicas=1, batch_size=2, seq_len=8, seed=0),
         held_out=lambda count: [], device=torch.device("cpu"),
-        checkpoints=ReplicaCheckpoints(run_dir, identity=identity),
+        checkpoints=ReplicaCheckpoints(run_dir, **identity),
     )  # fmt: skip
 
 
 def test_a_checkpoint_leaves_frozen_weights_out_and_goes_on_beside_the_same_ones_only(tmp_path: Path) -> None:
     first = training_of(tmp_path, frozen_seed=1)
     first.run()
-    identity = Identity(run="r", replica=0, num_replicas=1, config_digest=first.config.digest())
-    state = ReplicaCheckpoints(tmp_path, identity=identity).load(2)
+    identity = {"run": "r", "replica": 0, "num_replicas": 1, "config_digest": first.config.digest()}
+    state = ReplicaCheckpoints(tmp_path, **identity).load(2)
     assert "embedding.weight" not in state["model"] and "norm.gain" in state["model"]
     training_of(tmp_path, frozen_seed=1).load(state)
     with pytest.raises(CheckpointError, match="the frozen weights are not those it was trained beside"):

@@ -13,7 +13,6 @@ from tests.full_disk import file_size_limit
 from thinwire.errors import CheckpointError
 from thinwire.training.checkpoints.replica_checkpoints import (
     Found,
-    Identity,
     ReplicaCheckpoints,
     choose_step,
     flatten_state,
@@ -32,8 +31,8 @@ STATES = st.recursive(
 def checkpoints(
     run_dir: Path, *, replica: int = 0, num_replicas: int = 1, digest: str = "abc", run: str = "r"
 ) -> ReplicaCheckpoints:
-    identity = Identity(run=run, replica=replica, num_replicas=num_replicas, config_digest=digest)
-    return ReplicaCheckpoints(run_dir, identity=identity)
+    identity = {"run": run, "replica": replica, "num_replicas": num_replicas, "config_digest": digest}
+    return ReplicaCheckpoints(run_dir, **identity)
 
 
 def saved(run_dir: Path, *steps: int, **identity: Any) -> ReplicaCheckpoints:

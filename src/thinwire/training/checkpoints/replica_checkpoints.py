@@ -24,38 +24,25 @@ _JSON_FILE = re.compile(r"replica-(\d{1,9})\.json", re.ASCII)
 _RESTART = "train again from the start with --overwrite"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """Run and replica of a checkpoint; the digest is that of the options that change what is computed."""
-
-    run: str
-    replica: int
-    num_replicas: int
-    config_digest: str
-
-    def header(self) -> dict[str, Any]:
-        return {
-            "run": {"id": self.run, "config": self.config_digest},
-            "replica": {"index": self.replica, "of": self.num_replicas},
-        }
-
-    def foreign(self, body: Mapping[str, Any]) -> str:
-        for field, own in self.header().items():
-            for name, value in own.items():
-                there = body.get(field)
-                found = there.get(name) if isinstance(there, Mapping) else None
-                if found != value:
-                    return f"its {field} {name} is {str(found)[:64]!r}, this one's {value!r}"
-        return ""
-
-
 class ReplicaCheckpoints:
-    """One replica's checkpoints of one run."""
+    """One replica's checkpoints of one run, by its id and the digest of the options that change what is computed."""
 
-    def __init__(self, run_dir: Path, *, identity: Identity) -> None:
-        self._tensor_file = f"replica-{identity.replica}.safetensors"
-        storage = LocalStorage(run_dir / "checkpoints")
-        self._files = _files_of(identity.replica, storage, header=identity.header(), foreign=identity.foreign)
+    def __init__(self, run_dir: Path, *, run: str, replica: int, num_replicas: int, config_digest: str) -> None:
+        header: dict[str, dict[str, Any]] = {
+            "run": {"id": run, "config": config_digest}, "replica": {"index": replica, "of": num_replicas},
+        }  # fmt: skip
+
+        def foreign(body: Mapping[str, Any]) -> str:
+            for field, own in header.items():
+                for name, value in own.items():
+                    there = body.get(field)
+                    found = there.get(name) if isinstance(there, Mapping) else None
+                    if found != value:
+                        return f"its {field} {name} is {str(found)[:64]!r}, this one's {value!r}"
+            return ""
+
+        self._tensor_file = f"replica-{replica}.safetensors"
+        self._files = _files_of(replica, LocalStorage(run_dir / "checkpoints"), header=header, foreign=foreign)
 
     def save(self, state: Mapping[str, Any], *, step: int, drift_steps: int) -> None:
         """Write a state of nested containers, tensors and plain values, then remove those that no replica can need.

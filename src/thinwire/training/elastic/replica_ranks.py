@@ -25,7 +25,7 @@ from thinwire.shared_random import derive_seed
 from thinwire.sync.fragments import find_blocks
 from thinwire.training.build import check_device, make_inner_optimizer
 from thinwire.training.config import TrainConfig, from_json, to_json
-from thinwire.training.loop import Passes
+from thinwire.training.loop import Passes, autocast
 from thinwire.transport.replica_group import ShardedParameters
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ModelShard:
         """
         self.model.train()
         rows, share = own_rows(inputs.shape[0], rank=self._group.rank, size=self._group.size)
-        with self.passes.forward(), self._autocast():
+        with self.passes.forward(), autocast(self._config, self._group.device):
             loss, shown = self._loss(inputs[rows], targets[rows])
         # FSDP2 averages the ranks' gradients alike, so each weighs its own by its rows
         with self.passes.backward():
@@ -73,7 +73,7 @@ class ModelShard:
     def held_out(self, inputs: Tensor, targets: Tensor) -> Tensor:
         rows, share = own_rows(inputs.shape[0], rank=self._group.rank, size=self._group.size)
         self.model.eval()
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), autocast(self._config, self._group.device):
             shown = self._loss(inputs[rows], targets[rows])[1]
         return self._group.all_reduce(shown.detach() * share)
 
@@ -87,10 +87,6 @@ class ModelShard:
     def clip(self) -> None:
         if self._config.optimizer.clip_norm > 0:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._config.optimizer.clip_norm)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        enabled = self._config.model.autocast == "bf16"
-        return torch.autocast(self._group.device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
 def own_rows(num_rows: int, *, rank: int, size: int) -> tuple[slice, float]:
