@@ -78,29 +78,25 @@ _NOT_PARALLEL = {
 def parallel_problems(config: Any) -> list[ValueError]:
     """Return what is wrong with the degrees of a `TrainConfig`; what the model decides is checked with it."""
     own = config.parallel
-    problems: list[ValueError] = []
     if min(own.dp_replicate, own.dp_shard, own.cp, own.tp, own.pp) < 1 or (config.data.micro_batch or 1) < 1:
-        return problems  # refused as too small
-    if own.pp == 1 and own.interleave > 1:
-        problems.append(refusal("--interleave is for pipelines", got=own.interleave, allowed="1 where --pp is 1",
-                                remedy="--interleave 1"))  # fmt: skip
-    problems += _stage_problems(own)
-    if own.zero_stage > 3:
-        problems.append(refusal("--zero-stage is too large", got=own.zero_stage, allowed="1 to 3",
-                                remedy="--zero-stage 3"))  # fmt: skip
-    if own.zero_stage == 3 and own.pp > 1:
-        why = "its schedules keep parameters and gradients whole between micro-batches"
-        problems.append(excluded("--zero-stage 3", "--pp", why=why, remedy="--zero-stage 1"))
-    elif own.unsharded_layers and own.zero_stage != 3:
-        problems.append(
-            refusal("--unsharded-layers is for --zero-stage 3; below it all are unsharded", got=own.unsharded_layers,
-                    allowed="0", remedy="--zero-stage 3, or to leave --unsharded-layers out")
-        )  # fmt: skip
-    elif own.unsharded_layers and own.dp_shard * own.cp == 1:
-        problems.append(
-            refusal("--unsharded-layers has no use without shards", got="--dp-shard 1", allowed="2 or more shards",
-                    remedy="--dp-shard 2, or to leave --unsharded-layers out")
-        )  # fmt: skip
+        return []  # refused as too small
+    checks = [
+        (own.pp == 1 and own.interleave > 1,
+         refusal("--interleave is for pipelines", got=own.interleave, allowed="1 where --pp is 1",
+                 remedy="--interleave 1")),
+        (own.zero_stage > 3,
+         refusal("--zero-stage is too large", got=own.zero_stage, allowed="1 to 3", remedy="--zero-stage 3")),
+        (own.zero_stage == 3 and own.pp > 1,
+         excluded("--zero-stage 3", "--pp", remedy="--zero-stage 1",
+                  why="its schedules keep parameters and gradients whole between micro-batches")),
+        (own.unsharded_layers and own.zero_stage != 3,
+         refusal("--unsharded-layers is for --zero-stage 3; below it all are unsharded", got=own.unsharded_layers,
+                 allowed="0", remedy="--zero-stage 3, or to leave --unsharded-layers out")),
+        (own.unsharded_layers and own.zero_stage == 3 and own.pp == 1 and own.dp_shard * own.cp == 1,
+         refusal("--unsharded-layers has no use without shards", got="--dp-shard 1", allowed="2 or more shards",
+                 remedy="--dp-shard 2, or to leave --unsharded-layers out")),
+    ]  # fmt: skip
+    problems = [*(problem for is_wrong, problem in checks if is_wrong), *_stage_problems(own)]
     return problems if own.ranks == 1 else [*problems, *_bad_with_ranks(config)]
 
 
@@ -132,33 +128,29 @@ def _stage_problems(own: ParallelConfig) -> list[ValueError]:
 def _bad_with_ranks(config: Any) -> list[ValueError]:
     """Check what else is given where a replica has several ranks."""
     own = config.parallel
-    problems: list[ValueError] = []
-    which = next(flag(name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-                 if config.option(name) > 1)  # fmt: skip
-    for name, why in _NOT_PARALLEL.items():
-        if config.option(name):
-            problems.append(excluded(flag(name), which, why=why, remedy=f"to leave {flag(name)} out"))
-    if config.model.name.startswith("hf:"):
-        problems.append(excluded(which, f"--model {config.model.name}", why="it shards thinwire's own models",
-                                 remedy="a preset or a size, such as --model 35m"))  # fmt: skip
-    if config.optimizer.inner_optimizer == "muon":
-        problems.append(excluded("--inner-optimizer muon", which, why="it needs whole matrices",
-                                 remedy="--inner-optimizer adamw"))  # fmt: skip
-    if own.pp > 1 and config.model.autocast != "none":
-        problems.append(excluded("--autocast", "--pp", why="its schedule runs both passes in one call",
-                                 remedy="to leave --autocast out"))  # fmt: skip
-    seq_len, parts = config.model.seq_len, 2 * own.cp
-    if own.cp > 1 and seq_len is not None and seq_len % parts:
-        nearest = max(1, round(seq_len / parts)) * parts
-        problems.append(refusal("--cp cuts each sequence into 2 equal parts a rank", got=f"{seq_len} tokens",
-                                allowed=f"multiples of {parts}", remedy=f"--seq-len {nearest}"))  # fmt: skip
+    which = next(flag(name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp") if config.option(name) > 1)
+    seq_len, parts = config.model.seq_len or 0, 2 * own.cp
     batch = config.data.batch_size or BATCH_SIZE
-    if batch < own.data_ranks and config.data.sequences == "windows":  # documents fill passes by their lengths
-        problems.append(
-            refusal("--batch-size has no sequence for some of the ranks", got=batch,
-                    allowed=f"{own.data_ranks} or more", remedy=f"--batch-size {own.data_ranks}")
-        )  # fmt: skip
-        return problems
+    is_small = batch < own.data_ranks and config.data.sequences == "windows"  # documents fill passes by their lengths
+    checks = [
+        *((config.option(name), excluded(flag(name), which, why=why, remedy=f"to leave {flag(name)} out"))
+          for name, why in _NOT_PARALLEL.items()),
+        (config.model.name.startswith("hf:"),
+         excluded(which, f"--model {config.model.name}", why="it shards thinwire's own models",
+                  remedy="a preset or a size, such as --model 35m")),
+        (config.optimizer.inner_optimizer == "muon",
+         excluded("--inner-optimizer muon", which, why="it needs whole matrices", remedy="--inner-optimizer adamw")),
+        (own.pp > 1 and config.model.autocast != "none",
+         excluded("--autocast", "--pp", why="its schedule runs both passes in one call",
+                  remedy="to leave --autocast out")),
+        (own.cp > 1 and seq_len % parts,
+         refusal("--cp cuts each sequence into 2 equal parts a rank", got=f"{seq_len} tokens",
+                 allowed=f"multiples of {parts}", remedy=f"--seq-len {max(1, round(seq_len / parts)) * parts}")),
+        (is_small,
+         refusal("--batch-size has no sequence for some of the ranks", got=batch,
+                 allowed=f"{own.data_ranks} or more", remedy=f"--batch-size {own.data_ranks}")),
+    ]  # fmt: skip
+    problems = [problem for is_wrong, problem in checks if is_wrong]
     per_rank = -(-batch // own.data_ranks)
     num_passes = -(-per_rank // (config.data.micro_batch or per_rank))
     if num_passes < own.pp and not problems:
@@ -167,7 +159,7 @@ def _bad_with_ranks(config: Any) -> list[ValueError]:
             refusal("--pp needs as many micro-batches as stages", got=num_passes, allowed=f"{own.pp} or more",
                     remedy="--micro-batch 1" + (f" and --batch-size {fewest}" if batch < fewest else ""))
         )  # fmt: skip
-    elif own.interleave > 1 and num_passes % own.pp:
+    elif own.interleave > 1 and num_passes % own.pp and not is_small:
         problems.append(
             refusal("--interleave needs as many micro-batches as --pp, or a multiple", got=num_passes,
                     allowed=f"multiples of {own.pp}", remedy="--micro-batch 1, or --interleave 1")
