@@ -509,8 +509,10 @@ def open_storage(folder_or_url: str | Path) -> Storage:
     try:
         filesystem, root = fsspec.core.url_to_fs(text)
     except ImportError as error:
+        from fsspec.registry import known_implementations
+
         protocol = text.partition("://")[0]
-        package = fsspec.registry.known_implementations.get(protocol, {}).get("class", "").partition(".")[0]
+        package = known_implementations.get(protocol, {}).get("class", "").partition(".")[0]
         # where fsspec has the file system itself, its error names what is missing
         if package in ("", "fsspec"):
             raise MissingExtra(f"{protocol}:// cannot be opened: {error}") from error
