@@ -36,7 +36,7 @@ def test_steps_sizes_tokens_and_states_stand_in_a_table(tmp_path: Path, capsys: 
     write(tmp_path / "checkpoints", 100, 250)
     assert main([str(tmp_path)]) == 0
     head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert head == ["step", "size", "tokens", "seen", "replica", "run", "state"]
+    assert head == ["step", "size", "samples", "seen", "replica", "run", "state"]
     assert [row[0] for row in rows] == ["100", "250"]
     assert rows[1][1] == "4.14" and rows[1][3:] == ["250", "k", "all", "-", "complete,", "not", "verified"]
     assert main([str(tmp_path / "checkpoints"), "--verify"]) == 0
