@@ -30,6 +30,7 @@ from thinwire.training.elastic.job import ElasticJob, LocalSettings, shared_plac
 from thinwire.training.elastic.launch import Role
 from thinwire.training.elastic.replica_ranks import check_ranks
 from thinwire.training.elastic.states import checkpoints_of, newest_state
+from thinwire.training.run_origin import run_of
 from thinwire.training.worker import make_run_folder
 from thinwire.transport.addresses import ANY_LOOPBACK, ListenConfig, free_port, listen_config
 from thinwire.transport.secret import Secret, make_secret, need_pyzmq, read_secret
@@ -126,7 +127,7 @@ def prepare(config: TrainConfig) -> Begun:
     if config.output.resume is None:
         identity = new_identity(config_digest=config.digest())
         return Begun(config=config, identity=identity, local=local, replaced=_replaced(config, new=identity))
-    before = read_identity(config.run_dir)
+    before = run_of(config)
     identity = before.next_incarnation()
     was = LocalSettings.of_resumed(config)
     if was is not None:

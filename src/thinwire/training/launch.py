@@ -18,12 +18,12 @@ from typing import Any
 from thinwire.errors import Stopped, ThinwireError, TransportError, WorkerFailed
 from thinwire.files import write_whole
 from thinwire.monitor.detect.hangs import HANGS
-from thinwire.runlog.run_identity import read_identity
 from thinwire.runlog.writer import last_beat_s, write_obituary
 from thinwire.training.agreed_stop import AgreedStop
 from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints, choose_step, verify_all
 from thinwire.training.config import TrainConfig
 from thinwire.training.elastic.launch import noted_signals
+from thinwire.training.run_origin import run_of
 from thinwire.transport.addresses import RENDEZVOUS_FILE
 
 # Folders of the ranks of replicas that do not lead: each holds what a run of its own would, for the same shard.
@@ -112,7 +112,7 @@ def step_to_resume(config: TrainConfig) -> tuple[int, list[str]]:
         CheckpointError: There are checkpoints, but none is whole for all replicas.
     """
     found = []
-    run = read_identity(config.run_dir)
+    run = run_of(config)
     for replica in range(config.num_replicas):
         for rank in range(config.parallel.ranks):
             own = ReplicaCheckpoints(

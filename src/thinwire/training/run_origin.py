@@ -8,7 +8,7 @@ from typing import Any
 
 from thinwire.errors import CheckpointError, DataError, refusal
 from thinwire.files import write_whole
-from thinwire.runlog.run_identity import read_identity
+from thinwire.runlog.run_identity import RunIdentity, read_identity
 from thinwire.training.config import OPTIONS, TrainConfig, meaning
 
 ORIGIN_FILE = "origin.json"
@@ -22,14 +22,8 @@ def write_origin(config: TrainConfig) -> None:
 def check_options(run_dir: Path, config: TrainConfig) -> None:
     """Refuse the options in a run's `config.json` where they are not those that the run began with."""
     began = _read(run_dir).get("options")
-    if not isinstance(began, dict):  # a folder of an older thinwire
-        run = read_identity(run_dir)
-        if run.config_digest != config.digest():
-            raise CheckpointError(
-                f"{run_dir} is of run {run.run} with options {run.config_digest}, and its config.json has options "
-                f"{config.digest()}; restore config.json, or start a new run"
-            )
-        return
+    if not isinstance(began, dict):
+        return  # a folder of an older thinwire: `run_of` compares the hash of all options
     now, edited = json.loads(json.dumps(meaning(config))), []
     for name in (name for name in OPTIONS if name in now or name in began):
         usual = TrainConfig().option(name)  # of an option that an older thinwire did not know
@@ -40,6 +34,17 @@ def check_options(run_dir: Path, config: TrainConfig) -> None:
             f"config.json in {run_dir} has other options than the run began with: {', '.join(edited)}; restore them "
             f"there, or begin another run with --out NEW-FOLDER"
         )
+
+
+def run_of(config: TrainConfig) -> RunIdentity:
+    """Return the run that goes on in its folder; refuse other options, also where their hash alone tells."""
+    run, run_dir = read_identity(config.run_dir), config.run_dir
+    if "options" not in _read(run_dir) and run.config_digest != config.digest():
+        raise CheckpointError(
+            f"{run_dir} is of run {run.run} with options {run.config_digest}, and its config.json has options "
+            f"{config.digest()}; restore config.json, or start a new run"
+        )
+    return run
 
 
 def check_corpus(config: TrainConfig, sha256: str) -> None:

@@ -20,7 +20,6 @@ from thinwire.runlog.run_identity import (
     RunIdentity,
     identity_from_json,
     new_identity,
-    read_identity,
     write_identity,
 )  # fmt: skip
 from thinwire.sync.optimizer import DistributedOptimizer
@@ -37,7 +36,7 @@ from thinwire.training.cost_check import complain
 from thinwire.training.drift import step_monitor_of
 from thinwire.training.launch import RANKS, rank_folder
 from thinwire.training.loop import ModelPasses, Training
-from thinwire.training.run_origin import ORIGIN_FILE, check_corpus, keep_corpus, write_origin
+from thinwire.training.run_origin import ORIGIN_FILE, check_corpus, keep_corpus, run_of, write_origin
 from thinwire.training.summary import (
     begin_samples,
     finish_samples,
@@ -142,7 +141,7 @@ class _Replica:
         self._transport = transport
         is_begun = place.is_prepared or place.is_resumed
         # where hosts begin a run under torchrun, that of replica 0 is the run's
-        self._run = read_identity(config.run_dir) if is_begun else new_identity(config_digest=config.digest())
+        self._run = run_of(config) if is_begun else new_identity(config_digest=config.digest())
         if not is_begun:
             self._run = identity_from_json(self._of_all_ranks({"run": self._run.to_json()})[0]["run"])
         self._checkpoints = self._checkpoints_of(self._run)
