@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError
-from thinwire.workloads.language import Corpus, Tokenizer
+from thinwire.workloads.language.corpus import Corpus
+from thinwire.workloads.language.tokenizers import Tokenizer
 
 # What a byte-level tokenizer returns for the first bytes of a character whose others are still to come.
 _INCOMPLETE = "\ufffd"

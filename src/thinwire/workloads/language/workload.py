@@ -14,23 +14,22 @@ from torch import Tensor, nn
 from thinwire.errors import CheckpointError, MissingExtra, excluded, refusal
 from thinwire.planning.training_task import activation_bytes
 from thinwire.workloads.cards import LANGUAGE
-from thinwire.workloads.language import (
-    PRESETS,
-    Corpus,
-    HuggingFaceModel,
-    Sampler,
-    build_hf_model,
-    build_transformer,
-    open_corpus,
-    preset,
-    validation_batches,
-)
+from thinwire.workloads.language.corpus import Corpus, open_corpus
 from thinwire.workloads.language.generation import continue_briefly, find_prompts
-from thinwire.workloads.language.hf import has_weights, load_hf_tokenizer, load_saved_tokenizer, with_adapters
+from thinwire.workloads.language.hf import (
+    HuggingFaceModel,
+    build_hf_model,
+    has_weights,
+    load_hf_tokenizer,
+    load_saved_tokenizer,
+    with_adapters,
+)
 from thinwire.workloads.language.lengths import padded_groups
+from thinwire.workloads.language.presets import PRESETS, preset
 from thinwire.workloads.language.token_files import TOKENIZER
 from thinwire.workloads.language.tokenizers import Tokenizer
-from thinwire.workloads.sampler import ShardBatches
+from thinwire.workloads.language.transformer import build_transformer
+from thinwire.workloads.sampler import Sampler, ShardBatches, validation_batches
 from thinwire.workloads.workload import Batch, Leases, Loss, RunOptions, SampleOutputs, Workload, rows_at_once
 
 
