@@ -68,7 +68,7 @@ def metric_lines(name: str, kind: str, description: str, samples: Samples) -> It
 
 
 def _rank_lines(job: Job) -> Iterator[str]:
-    labels = {rank: {"rank": rank, "host": job.host_of[rank]} for rank in job.ranks}
+    labels = {rank: {"rank": rank, "host": job.host_of[rank]} for rank in sorted(job.host_of)}
     silent = [(labels[rank], round(job.now_s - seen_s, 6)) for rank, seen_s in sorted(job.last_seen_s.items())
               if rank not in job.unsteady]  # fmt: skip
     description = "Time from the rank's last record to the latest one of all ranks."
@@ -76,7 +76,7 @@ def _rank_lines(job: Job) -> Iterator[str]:
     ended = [(labels[rank], 1) for rank in sorted(job.goodbyes)]
     yield from metric_lines("rank_ended", "gauge", "1 for a rank that has ended.", ended)
     done: dict[int, int] = {}
-    unfinished = dict.fromkeys(job.ranks, 0)
+    unfinished = dict.fromkeys(labels, 0)
     for own in job.operations.values():
         for rank, operation in own.items():
             number = operation.round if operation.round >= 0 else operation.sequence

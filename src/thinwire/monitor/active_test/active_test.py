@@ -119,8 +119,12 @@ class ActiveRank:
             times = lead(line, seconds=seconds, seed=number)
         except PayloadError as error:
             return pair_note(PairTest(fault="corrupt", detail=str(error)))
+        except DeadlineExceeded:  # its text has the internal number of a message
+            said = f"no answer within {line.deadline_s:.3g} s, the deadline that follows from measured times"
+            return pair_note(PairTest(fault="dead", detail=said))
         except TransportError as error:
-            return pair_note(PairTest(fault="dead", detail=_why(error, line)))
+            said = "the connection broke" if isinstance(error, PeerLost) else str(error)
+            return pair_note(PairTest(fault="dead", detail=said))
         rate, overhead_s = times.rate
         return pair_note(PairTest(rate_bits_per_s=rate, overhead_s=overhead_s, latency_s=times.latency_s))
 
@@ -148,13 +152,6 @@ class ActiveRank:
                 return {"detail": str(error)[:300]}
             best_s, wrong = min(best_s, seconds), step if wrong is None else wrong
         return {"seconds": best_s, "wrong": wrong}
-
-
-def _why(error: TransportError, line: PairChannel) -> str:
-    """Return the reason why a pair is dead, without the internal number of a message."""
-    if isinstance(error, DeadlineExceeded):
-        return f"no answer within {line.deadline_s:.3g} s, the deadline that follows from measured times"
-    return "the connection broke" if isinstance(error, PeerLost) else str(error)
 
 
 _LEAST_S, _MOST_S = 0.05, 0.3

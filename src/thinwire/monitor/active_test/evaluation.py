@@ -359,26 +359,25 @@ def _crowded(measured: Measured, named: Set[int]) -> list[Finding]:
                 remedy="look at what all wires share: the switch, its way up, or the processor where replicas share a "
                 "machine",
             )]  # fmt: skip
-        found = _places(excess, measured, least=least)
-        if places := [one for one in found if not all(named & set(cell) for cell in one.cells)]:
-            return [_crowd(measured, flows, one, when) for one in places]
+        found = []
+        for explained in _places(excess, measured, least=least):
+            if not all(named & set(cell) for cell in explained.cells):
+                ratio, where = math.exp(explained.excess), _named(explained.places, measured)
+                rate = median([8 * flows[cell].num_bytes / flows[cell].seconds for cell in explained.cells])
+                found.append(Finding(
+                    kind="communication slow", places=explained.places, since_s=0.0,
+                    evidence=Evidence(
+                        "contention", times_slower_than_alone=round(ratio, 2), rate_bits_per_s=rate,
+                        links=link_names(explained.cells),
+                    ),
+                    text=f"While {when}, transfers over {where} take {ratio:.1f} times as long as what both ends carry "
+                    "alone allows.",
+                    confidence=0.8 * explained.confidence, probe=probe_for(explained.places),
+                    remedy="look for a half-duplex interface, a small queue or other traffic there",
+                ))  # fmt: skip
+        if found:
+            return found
     return []
-
-
-def _crowd(measured: Measured, flows: Mapping[Cell, FlowTest], explained: Explanation, when: str) -> Finding:
-    ratio, named = math.exp(explained.excess), _named(explained.places, measured)
-    rate = median([8 * flows[cell].num_bytes / flows[cell].seconds for cell in explained.cells])
-    return Finding(
-        kind="communication slow", places=explained.places, since_s=0.0,
-        evidence=Evidence(
-            "contention", times_slower_than_alone=round(ratio, 2), rate_bits_per_s=rate,
-            links=link_names(explained.cells),
-        ),
-        text=f"While {when}, transfers over {named} take {ratio:.1f} times as long as what both ends carry alone "
-        "allows.",
-        confidence=0.8 * explained.confidence, probe=probe_for(explained.places),
-        remedy="look for a half-duplex interface, a small queue or other traffic there",
-    )  # fmt: skip
 
 
 def _all_reduce(measured: Measured, found: Sequence[Finding]) -> list[Finding]:

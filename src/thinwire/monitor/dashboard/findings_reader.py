@@ -178,12 +178,18 @@ def latest_actions() -> LatestRows:
     return LatestRows(row, most=_MOST_ACTIONS)
 
 
-def downtime_rows(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the rows of `downtime.json` that are present; a ValueError if one is invalid, or all are missing."""
-    rows = {name: value for name, value in asdict(converted(values, DowntimeEntry)).items() if value is not None}
-    if not rows:
-        raise ValueError("no row of a downtime budget")
-    return rows
+def downtime_rows(values: Mapping[str, Any] | None, refuse: Callable[[str, str], None]) -> dict[str, float] | None:
+    """Return the rows of `downtime.json` that are present; None without the file, or if a row is refused."""
+    if values is None:
+        return None
+    try:
+        rows = {name: value for name, value in asdict(converted(values, DowntimeEntry)).items() if value is not None}
+        if not rows:
+            raise ValueError("no row of a downtime budget")
+        return rows
+    except ValueError as error:
+        refuse("downtime.json", str(error))
+        return None
 
 
 def text(value: object) -> str:

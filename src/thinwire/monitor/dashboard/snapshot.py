@@ -353,7 +353,7 @@ class RunFollower:
             **self._charts,
             "findings": {"source": source, "findings": findings},
             "actions": {"is_there": sources.has("actions"), "actions": sources.actions.to_json()},
-            "downtime": self._downtime(downtime),
+            "downtime": downtime_rows(downtime, sources.refused.add),
             "elastic": self._elastic(),
         }
         sections["notes"] = {
@@ -361,9 +361,7 @@ class RunFollower:
             "warnings": [[number, step, message] for number, one in sorted(sources.replicas.items())
                          for step, message in one.warnings][-20:],
         }  # fmt: skip
-        cleaned = _clean(sections)
-        assert isinstance(cleaned, dict)
-        return cleaned
+        return dict(_clean(sections))
 
     def _analyse(self) -> None:
         """Update the charts after new records, unless that would take too much of the time."""
@@ -411,15 +409,6 @@ class RunFollower:
             self._sources.refused.add(self._folder.name, str(error))
             return []
         return [_page_row(finding) for finding in found]
-
-    def _downtime(self, values: Mapping[str, Any] | None) -> dict[str, float] | None:
-        if values is None:
-            return None
-        try:
-            return downtime_rows(values)
-        except ValueError as error:
-            self._sources.refused.add("downtime.json", str(error))
-            return None
 
     def _elastic(self) -> dict[str, Any] | None:
         sources = self._sources

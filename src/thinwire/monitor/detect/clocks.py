@@ -131,8 +131,16 @@ def align(clocks: Iterable[str], sightings: Iterable[Sighting]) -> Alignment:
     segments = _segments(found, reference)
     bounds: dict[str, list[_Bound]] = defaultdict(list)
     for at_s, delays in segments:
-        for name, (lower, upper) in _bounds(delays, reference).items():
-            bounds[name].append(_Bound(at_s, lower, upper))
+        back: Delays = defaultdict(dict)
+        for sender, others in delays.items():
+            for receiver, delay in others.items():
+                back[receiver][sender] = delay
+        # offset(b) - offset(a) <= apparent delay a -> b: the tightest upper bound is a shortest path, the lower one of
+        # the reversed graph. A cycle of negative length contradicts itself: the lengths are then those of at most as
+        # many messages as clocks
+        upper, lower = _shortest(delays, reference), _shortest(back, reference)
+        for name in upper.keys() & lower.keys() - {reference}:
+            bounds[name].append(_Bound(at_s, -lower[name], upper[name]))
     origin_s = segments[0][0]
     # bounds of one stretch come from different moments, between which clocks drift
     play_s = CLOCKS.play_s + CLOCKS.usual_drift * abs(segments[-1][0] - origin_s) / max(1, len(segments) - 1)
@@ -176,19 +184,6 @@ def _segments(sightings: list[Sighting], reference: str) -> list[tuple[float, De
         (sum(own) / len(own) if own else float(place), delays)
         for place, (own, delays) in enumerate(zip(times, segments, strict=True))
     ]
-
-
-def _bounds(delays: Delays, reference: str) -> dict[str, tuple[float, float]]:
-    """Return the least and the most offset of each clock that the reference reaches and that reaches it."""
-    # a cycle of negative length contradicts itself: the lengths are then those of at most as many messages as clocks
-    back: Delays = defaultdict(dict)
-    for sender, others in delays.items():
-        for receiver, delay in others.items():
-            back[receiver][sender] = delay
-    # offset(b) - offset(a) <= apparent delay a -> b: the tightest upper bound is a shortest path, the lower one of the
-    # reversed graph
-    upper, lower = _shortest(delays, reference), _shortest(back, reference)
-    return {name: (-lower[name], upper[name]) for name in upper if name in lower and name != reference}
 
 
 def _shortest(delays: Delays, source: str) -> dict[str, float]:

@@ -62,8 +62,11 @@ def find_slow_operations(job: Job) -> list[Finding]:
     for communicator, own_watches in sorted(watches.items()):
         slow = [watch for watch in own_watches.values() if watch.change is not None]
         slow = [watch for watch in slow if _lasting(watch) >= math.log(CUSUM.min_ratio)]
-        if slow:  # a wire slows large operations by most
-            finding = _slow_operation(job, communicator, max(slow, key=_added_s))
+        if slow:  # of those that last, the one that became longest: a wire slows large operations by most
+            worst = max(slow, key=lambda one: (
+                one.change is not None and not one.change.is_over, one.usual_s * math.expm1(_lasting(one))
+            ))  # fmt: skip
+            finding = _slow_operation(job, communicator, worst)
             found += [] if _will_be_placed(job, finding) else [finding]
     return found
 
@@ -77,11 +80,6 @@ def _will_be_placed(job: Job, slow: Finding) -> bool:
     if is_probed(job):
         return waited_s < CONNECTIONS.undecided_s
     return not is_placed and waited_s < COLLECTIVES.unplaced_s and are_watched(job)
-
-
-def _added_s(watch: ChangePointDetector) -> tuple[bool, float]:
-    """Return whether a change lasts, and the seconds that it adds."""
-    return watch.change is not None and not watch.change.is_over, watch.usual_s * math.expm1(_lasting(watch))
 
 
 def _lasting(watch: ChangePointDetector) -> float:

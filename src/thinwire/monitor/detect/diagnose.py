@@ -28,8 +28,8 @@ from thinwire.monitor.nccl.inspector_detectors import (
     numbers_of,
     series_of,
 )
-from thinwire.monitor.nccl.ras_detectors import find_in_snapshots, short_hash
-from thinwire.runlog.nccl_values import NcclRecords
+from thinwire.monitor.nccl.ras_detectors import find_in_snapshots
+from thinwire.runlog.nccl_values import HASH_LETTERS, NcclRecords
 from thinwire.runlog.reader import Records
 
 
@@ -186,12 +186,12 @@ def find_in_nccl(records: NcclRecords, *, trust: float = 1.0) -> list[Finding]:
 def _with_hosts(findings: Sequence[Finding], records: NcclRecords) -> Iterator[Finding]:
     """Yield findings of RAS, which knows addresses only, with the host names that the Inspector writes."""
     name_of = {(one.communicator, one.rank): one.host for one in records.timings}
-    pairs = {
-        (member.host, name_of[short_hash(one.communicator), rank])
+    pairs = {  # the Inspector cuts a communicator's hash
+        (member.host, name_of[one.communicator[:HASH_LETTERS], rank])
         for snapshot in records.snapshots
         for one in snapshot.communicators
         for rank, member in one.members.items()
-        if member.host and (short_hash(one.communicator), rank) in name_of
+        if member.host and (one.communicator[:HASH_LETTERS], rank) in name_of
     }
     for finding in findings:
         content = f"{finding.where} {finding.evidence}"

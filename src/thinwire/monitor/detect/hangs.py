@@ -99,7 +99,12 @@ def find_hangs(job: Job) -> list[Finding]:
             if not are_silent or not any(op.done_s is not None for ops in own for op in ops.values()):
                 break  # the others wait for these
             left_behind = without
-    return _merged(found) or _given_up(job)
+    # one finding for each place: several communicators may wait for one rank, or for one circle
+    first: dict[object, Finding] = {}
+    for one in sorted(found, key=lambda one: one.since_s):
+        is_wait = one.evidence.kind in ("missing_rank", "ended_rank", "deadlock")
+        first.setdefault((one.kind, one.places) if is_wait else id(one), one)
+    return list(first.values()) or _given_up(job)
 
 
 def _given_up(job: Job) -> list[Finding]:
@@ -175,15 +180,6 @@ def _hang_at_end(job: Job, communicator: str, ranks: Set[int], *, first: int, fi
         text=f"{found.text} Rank {first} was the first to give up, at {first_s:.3f} s.",
         evidence=found.evidence.with_values(gave_up=sorted(ranks)[:32], errors=errors[:4]),
     )
-
-
-def _merged(found: list[Finding]) -> list[Finding]:
-    """Return one finding for each place: several communicators may wait for one rank, or for one circle."""
-    first: dict[object, Finding] = {}
-    for one in sorted(found, key=lambda one: one.since_s):
-        is_wait = one.evidence.kind in ("missing_rank", "ended_rank", "deadlock")
-        first.setdefault((one.kind, one.places) if is_wait else id(one), one)
-    return list(first.values())
 
 
 def limits_s(operations: Iterable[Operation]) -> tuple[float, float]:

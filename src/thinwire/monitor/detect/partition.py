@@ -37,7 +37,10 @@ _REMEDY = "diagnose with the records of all hosts: give all their folders; look 
 def one_sided(job: Job, inside: Collection[int], *, since_s: float) -> Finding | None:
     """Return a standstill seen by ranks whose peers' records are missing; None if all records are there."""
     observers = sorted(set(inside) & set(job.last_seen_s))
-    peers = _peers(job, observers)
+    # ranks on other hosts that exchange messages with the observers
+    ends = {rank for m in job.messages if {m.source, m.destination} & set(observers)
+            for rank in (m.source, m.destination)}  # fmt: skip
+    peers = {rank for rank in ends if job.host_of[rank] not in {job.host_of[one] for one in observers}}
     if not observers or not peers or peers & set(job.last_seen_s):
         return None
     incoming = [m for m in job.messages if m.destination in observers and m.source in peers]
@@ -103,14 +106,6 @@ def partitioned(job: Job, finding: Finding) -> Finding:
         evidence=finding.evidence.with_values(judged_from=ranks[:32]),
         remedy=f"{_REMEDY}; then {finding.remedy}",
     )
-
-
-def _peers(job: Job, observers: Collection[int]) -> set[int]:
-    """Return the ranks on other hosts that exchange messages with some ranks."""
-    hosts = {job.host_of[rank] for rank in observers}
-    own = set(observers)
-    ends = {rank for m in job.messages for rank in (m.source, m.destination) if {m.source, m.destination} & own}
-    return {rank for rank in ends if rank not in observers and job.host_of[rank] not in hosts}
 
 
 def _is_live(job: Job, peer: int, observers: Collection[int]) -> bool:

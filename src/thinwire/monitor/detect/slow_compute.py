@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from thinwire.monitor.detect.change_points import CUSUM, Baseline, ChangePointDetector, PeerGroup, at_least, median
@@ -197,9 +197,8 @@ class WorkHistory:
             self._compare(step, self._held.pop(step))
         if all(operation.round < 0 for own in job.operations.values() for operation in own.values()):
             times.least_longer_s = COMPUTE.min_longer_s
-        present, compared = ({rank: known[rank] for rank in known if rank in works}
-                             for known in (times.own, times.beside))  # fmt: skip
-        return WorkTimes(own=present, beside=compared, least_longer_s=times.least_longer_s)
+        present = {rank: watch for rank, watch in times.own.items() if rank in works}
+        return replace(times, own=present, beside={rank: times.beside[rank] for rank in present})
 
     def _compare(self, step: int, works: dict[int, Work]) -> None:
         middle = median([work.time_s for work in works.values()])

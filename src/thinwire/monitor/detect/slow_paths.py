@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.timeline import Job
@@ -34,8 +35,7 @@ class PathConfig:
 PATHS = PathConfig()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stretch:
+class _Stretch(NamedTuple):
     done_s: float
     busy_s: float
     bytes_per_s: float

@@ -152,11 +152,6 @@ class Job:
             return "all ranks"
         return f"rank{'s' * (len(known.ranks) != 1)} {rank_ranges(known.ranks)} ({communicator})"
 
-    @property
-    def ranks(self) -> list[int]:
-        """All ranks, in order."""
-        return sorted(self.host_of)
-
 
 def rank_ranges(ranks: Iterable[int]) -> str:
     """Return ranks as one phrase.
@@ -291,9 +286,8 @@ def _places(job: Job, records: Records) -> dict[int, str]:
             clock_of.setdefault(rank, clock)
     told: list[Iterable[int]] = [
         {operation.rank for operation in records.operations}, {end.rank for end in records.transfers},
-        {end.peer for end in records.transfers},
-        {span.rank for span in records.spans}, {beat.rank for beat in records.beats},
-        {process.peer for process in records.processes},
+        {end.peer for end in records.transfers}, {span.rank for span in records.spans},
+        {beat.rank for beat in records.beats}, {process.peer for process in records.processes},
         *({one.rank for one in own} | {one.peer for one in own}
           for own in (records.arrivals, records.flows, records.probes, records.paths)),
     ]  # fmt: skip

@@ -253,13 +253,13 @@ def _echo(address: str, size: int) -> tuple[bool, int | None]:
             return False, None
         answered = False
         for _ in range(_TRIES):
-            with contextlib.suppress(OSError):
-                try:
-                    probe.send(bytes(max(0, size - _HEADERS_BYTES)))
-                    probe.recv(1)
-                except ConnectionRefusedError:
-                    pass  # "nobody listens there" is the answer that is hoped for
+            try:
+                probe.send(bytes(max(0, size - _HEADERS_BYTES)))
+                probe.recv(1)
                 answered = True
+            except OSError as error:  # "nobody listens there" is the answer that is hoped for
+                answered = isinstance(error, ConnectionRefusedError)
+            if answered:
                 break
         try:
             return answered, probe.getsockopt(socket.IPPROTO_IP, _IP_MTU)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.monitor.findings import Evidence, Finding, Place
-from thinwire.runlog.nccl_values import HASH_LETTERS, CommunicatorState, Numbers, Process, RankState, Snapshot
+from thinwire.runlog.nccl_values import CommunicatorState, Numbers, Process, RankState, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,16 +129,6 @@ def _is_same(one: CommunicatorState, other: CommunicatorState, value: Callable[[
         elif now and before:
             both.append(now == before)
     return all(both) if both else None
-
-
-def short_hash(communicator: str) -> str:
-    """Return a communicator's hash as the Inspector writes it, which cuts it.
-
-    Example:
-        >>> short_hash("0x7f8c496ae9f661a3")
-        '0x7f8c496ae9f661'
-    """
-    return communicator[:HASH_LETTERS]
 
 
 _ASK_AGAIN = "ask RAS again after some seconds, and diagnose both answers together"

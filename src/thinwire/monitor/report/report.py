@@ -148,12 +148,7 @@ def _finding(one: Mapping[str, Any]) -> str:
 def _lost(path: Path, refused: RejectedLines) -> list[str]:
     file = ObjectFile(path, refused)
     file.poll()
-    if file.value is None:
-        return []
-    try:
-        lost = downtime_rows(file.value)
-    except ValueError as error:
-        refused.add(path.name, str(error))
+    if (lost := downtime_rows(file.value, refused.add)) is None:
         return []
     rows = [(label, f"{lost[name]:.1f} s") for name, label in _ROWS.items() if name in lost]
     total_s, run_s = lost.get("total_s"), lost.get("run_s")
@@ -247,16 +242,15 @@ def samples(folder: Path) -> list[str]:
         entries = [converted(one, TextSample) for one in found[:_MOST_SAMPLES]]
     except (ValueError, RecursionError) as error:
         return [f'<p class="note">{escape(f"Not read: {SAMPLES}: {error}")}</p>']
-    return ["<h2>Text samples</h2>", *map(_sample, entries)] if entries else []
-
-
-def _sample(one: TextSample) -> str:
-    columns = "".join(
-        f"<div><h4>{when} training</h4><pre>{escape(text[:_MOST_SAMPLE_TEXT]) or '(empty)'}</pre></div>"
-        for when, text in (("before", one.before), ("after", one.after))
-    )
-    prompt = escape(one.prompt[:_MOST_SAMPLE_TEXT])
-    return f'<div class="card sample"><h3>Prompt: {prompt}</h3><div class="pair">{columns}</div></div>'
+    parts = []
+    for one in entries:
+        columns = "".join(
+            f"<div><h4>{when} training</h4><pre>{escape(text[:_MOST_SAMPLE_TEXT]) or '(empty)'}</pre></div>"
+            for when, text in (("before", one.before), ("after", one.after))
+        )
+        prompt = escape(one.prompt[:_MOST_SAMPLE_TEXT])
+        parts.append(f'<div class="card sample"><h3>Prompt: {prompt}</h3><div class="pair">{columns}</div></div>')
+    return ["<h2>Text samples</h2>", *parts] if parts else []
 
 
 def warnings(run: RunRecord) -> list[str]:
