@@ -421,7 +421,7 @@ def test_train_runs_the_plan_of_a_site_as_one_rank_would_and_resumes_it(tmp_path
     assert result(resumed)["global_parameters_sha256"] == result(cut)["global_parameters_sha256"]
 
 
-def test_train_runs_and_resumes_a_plan_over_the_border_of_two_sites(tmp_path: Path) -> None:
+def test_train_runs_and_resumes_two_replicas_that_lie_over_the_border_of_two_sites(tmp_path: Path) -> None:
     plan, texts, words = tmp_path / "plan.json", tmp_path / "texts", ["--rate", "5mbit", "--latency", "1ms"]
     for name in ("attic", "office"):  # nano's states need 49 MB
         node = {"name": name, "devices": 1, "memory_bytes": "45 MB", "flops_per_s": 1e11}
@@ -438,8 +438,8 @@ def test_train_runs_and_resumes_a_plan_over_the_border_of_two_sites(tmp_path: Pa
             "--codec", "float32", "--no-samples", *OPTIONS]  # fmt: skip
     more = [word for place, word in enumerate(more) if "--batch-size" not in more[max(0, place - 1) : place + 1]]
     out, plain_out = tmp_path / "run", tmp_path / "plain"
-    coded = finish(Started(["--plan", str(plan), "--replicas", "1", "--out", str(out), *more]))
-    plain = finish(Started(["--batch-size", "4", "--replicas", "1", "--out", str(plain_out), *more]))
+    coded = finish(Started(["--plan", str(plan), "--out", str(out), *more]))
+    plain = finish(Started(["--batch-size", "4", "--out", str(plain_out), *more]))
     # eight steps on a few sentences
     assert result(coded)["val_loss"] == pytest.approx(result(plain)["val_loss"], rel=2e-2)
     assert result(coded)["val_loss"] != result(plain)["val_loss"], "the code was used"
