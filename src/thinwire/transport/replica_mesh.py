@@ -7,6 +7,7 @@ shards of the states too, so for FSDP2 they are ranks of dp_shard. The default g
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from thinwire.transport.shards import is_a, named_failures
 if TYPE_CHECKING:
     from thinwire.transport.coded_stage import StageCode  # its module takes a second to import
 
+# Receives of a pipeline rank that wait at once before their time; a recorder has a thread for each.
+_RECEIVES_AHEAD = 8
 _AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
@@ -192,12 +195,9 @@ class ReplicaMesh:
         schedule._prepare_schedule_with_comms(table)
         for rank, actions in schedule.pipeline_order_with_comms.items():
             ordered = _gathered_once(actions, kinds)
-            if self.device.type == "cpu":
-                # gloo announces a receive behind what its rank is sending: those that wait for it come first. nccl runs
-                # the messages of two ranks in their order, and would wait for ever.
-                turns = {kinds.UNSHARD: 0, kinds.RECV_F: 1, kinds.RECV_B: 1}
-                ordered.sort(key=lambda one: turns.get(one.computation_type, 2))
-            schedule.pipeline_order_with_comms[rank] = ordered
+            # nccl runs the messages of two ranks in their order: a receive before its time would wait for ever
+            is_early = self.device.type == "cpu"
+            schedule.pipeline_order_with_comms[rank] = _received_early(ordered, kinds) if is_early else ordered
         return schedule
 
     def gather_ahead(self, chunks: Sequence[nn.Module]) -> None:
@@ -297,6 +297,33 @@ def _gathered_once(actions: Sequence[Any], kinds: Any) -> list[Any]:
     ends = {kind: list(dict.fromkeys(one for one in actions if one.computation_type is kind)) for kind in last}
     passes = [action for action in actions if action.computation_type not in (kinds.UNSHARD, *last)]
     return [*first, *passes, *ends[kinds.REDUCE_GRAD], *ends[kinds.RESHARD]]
+
+
+def _received_early(actions: Sequence[Any], kinds: Any) -> list[Any]:
+    """Return a rank's actions with each receive some passes before its time, in the same order.
+
+    gloo announces a receive on the connection that carries what the rank sends, and behind it. On a thin link the peer
+    would wait for that before it sends its own message.
+    """
+    receives = [action for action in actions if action.computation_type in (kinds.RECV_F, kinds.RECV_B)]
+    left = iter(receives)
+    found = [action for action in actions if action.computation_type is kinds.UNSHARD]
+    found += itertools.islice(left, _RECEIVES_AHEAD)
+    posted = set(found)
+    for action in actions:
+        if action.computation_type in (kinds.RECV_F, kinds.RECV_B):
+            own: list[Any] = []
+            while action not in posted:
+                own.append(next(left))
+                posted.add(own[-1])
+            found += own
+        elif action.computation_type is not kinds.UNSHARD:
+            found.append(action)
+            if action.computation_type in (kinds.FORWARD, kinds.FULL_BACKWARD):
+                following = list(itertools.islice(left, 1))
+                found += following
+                posted.update(following)
+    return found
 
 
 class _RingAttention(torch.autograd.Function):
