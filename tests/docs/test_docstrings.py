@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+import griffe
 import pytest
 
 from thinwire.errors import MissingExtra
@@ -61,3 +62,14 @@ def test_the_reference_has_every_part_of_the_package() -> None:
     pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
     listed = set(re.findall(r"^::: (thinwire\.\w+)$", pages, re.MULTILINE))
     assert wanted == listed, f"missing in docs/reference: {wanted - listed}; gone from src: {listed - wanted}"
+
+
+def test_the_reference_shows_the_comments_at_the_fields_of_a_class() -> None:
+    extensions = griffe.load_extensions(ROOT / "scripts" / "field_comments.py")
+    plan = griffe.load("thinwire.planning.plan", search_paths=[PACKAGE.parent], extensions=extensions)
+    shown = plan["Needs"].docstring.parse("google")[-1]
+    assert shown.kind.value == "attributes"
+    assert shown.value[1].description.startswith("What the machines reach on wires without a limit: below 1")
+    assert shown.value[3].description == (
+        "The least H with which the chosen method reaches it on these wires; None where none does."
+    )

@@ -20,23 +20,14 @@ from thinwire.roles import ROLES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """Another replica, or this one, as the coordinator describes it.
+    """Another replica, or this one, as the coordinator describes it."""
 
-    Attributes:
-        replica: Its number.
-        host: Its host name.
-        address: Where it is reached.
-        port: Its port.
-        role: What it does in the run.
-        is_active: Whether it takes part in rounds.
-    """
-
-    replica: int
-    host: str
-    address: str
+    replica: int  # its number
+    host: str  # its host name
+    address: str  # where it is reached
     port: int
-    role: str = ROLES[0]
-    is_active: bool
+    role: str = ROLES[0]  # what it does in the run
+    is_active: bool  # whether it takes part in rounds
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Neighbour:
@@ -48,24 +39,16 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateOffer:
-    """A state that a replica may begin from.
+    """A state that a replica may begin from."""
 
-    Attributes:
-        step: Of the state.
-        root: Its hash; `seed` for the first weights, `disk` for the replica's own last checkpoint, `own` for the state
-            that it said it holds.
-        num_bytes: Its size.
-        holders: Replicas that publish it.
-        note: Added by the coordinator: the data used so far.
-        era: Number of times that the run continued from a disk; states of other eras do not fit.
-    """
-
-    step: int
+    step: int  # of the state
+    # its hash; `seed` for the first weights, `disk` for the replica's own last checkpoint, `own` for the state that it
+    # said it holds
     root: str
-    num_bytes: int
-    holders: tuple[int, ...]
-    note: Mapping[str, Any]
-    era: int = 0
+    num_bytes: int  # its size
+    holders: tuple[int, ...]  # replicas that publish it
+    note: Mapping[str, Any]  # added by the coordinator: the data used so far
+    era: int = 0  # number of times that the run continued from a disk; states of other eras do not fit
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,15 +101,10 @@ class _PendingMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundLimits:
-    """Limits on waiting for a round's parts.
+    """Limits on waiting for a round's parts."""
 
-    Attributes:
-        overdue_steps: Inner steps for which parts may be under way while no replica waits for the result.
-        last_step: The run's last inner step.
-    """
-
-    overdue_steps: float = 0.0
-    last_step: float = math.inf
+    overdue_steps: float = 0.0  # inner steps for which parts may be under way while no replica waits for the result
+    last_step: float = math.inf  # the run's last inner step
 
 
 class LinkActivity(Protocol):

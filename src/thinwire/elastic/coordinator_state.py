@@ -179,33 +179,19 @@ _MAX_GONE = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig:
-    """Constants of a run.
+    """Constants of a run."""
 
-    Attributes:
-        job: What a replica must know to take part: `config` and numbers, as JSON values.
-        initial_replicas: Replicas that begin together.
-        sync_interval: H, inner steps.
-        overlap_steps: tau, inner steps.
-        shard_windows: Windows of the data in a lease.
-        part_share: Bytes of the parts that a replica sends in an interval, over those of the state.
-        allows_overdue: Whether training goes on where a round's result is overdue.
-        start_timeout_s: Wait for initial replicas that are late.
-        resumed_step: Step of the checkpoint that the run resumes from, 0 where it begins from the seed.
-        last_step: The run's last inner step, 0 where it has none.
-        is_invite_only: Whether other hosts join by invitations alone.
-    """
-
-    job: Mapping[str, Any]
-    initial_replicas: int
-    sync_interval: int
-    overlap_steps: int
-    shard_windows: int
-    part_share: float = 0.0
-    allows_overdue: bool = False
-    start_timeout_s: float = 60.0
-    resumed_step: int = 0
-    is_invite_only: bool = False
-    last_step: int = 0
+    job: Mapping[str, Any]  # what a replica must know to take part: `config` and numbers, as JSON values
+    initial_replicas: int  # replicas that begin together
+    sync_interval: int  # H, inner steps
+    overlap_steps: int  # tau, inner steps
+    shard_windows: int  # windows of the data in a lease
+    part_share: float = 0.0  # bytes of the parts that a replica sends in an interval, over those of the state
+    allows_overdue: bool = False  # whether training goes on where a round's result is overdue
+    start_timeout_s: float = 60.0  # wait for initial replicas that are late
+    resumed_step: int = 0  # step of the checkpoint that the run resumes from, 0 where it begins from the seed
+    is_invite_only: bool = False  # whether other hosts join by invitations alone
+    last_step: int = 0  # the run's last inner step, 0 where it has none
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

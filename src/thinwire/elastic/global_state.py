@@ -59,20 +59,17 @@ class GlobalState:
 
     Two states are the same where `sha256` of both is.
 
-    Attributes:
-        step: The cut: all rounds that were to be applied up to this step have been.
-        parameters: The global parameters by the model's names, in its shapes, on the CPU. Tied parameters may stand
-            under each of their names.
-        outer: State of the outer optimizer, by names such as `momentum.0`, on the CPU.
-        note: All else, as plain JSON: dicts with texts as keys, lists, texts, finite numbers, bools and None.
-
     Raises:
         ValueError: A field holds what the bytes cannot; names it.
     """
 
-    step: int
+    step: int  # the cut: all rounds that were to be applied up to this step have been
+    # the global parameters by the model's names, in its shapes, on the CPU. Tied parameters may stand under each of
+    # their names
     parameters: Mapping[str, Tensor]
+    # state of the outer optimizer, by names such as `momentum.0`, on the CPU
     outer: Mapping[str, Tensor] = field(default_factory=dict)
+    # all else, as plain JSON: dicts with texts as keys, lists, texts, finite numbers, bools and None
     note: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

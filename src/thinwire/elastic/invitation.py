@@ -22,13 +22,6 @@ _TEXT = re.compile(
 class Invitation:
     """Address of a coordinator, its public key, and the secret of its job.
 
-    Attributes:
-        host: Name or address of the coordinator's host.
-        port: Its port.
-        secret: The job's secret, None if the URI does not contain it.
-        coordinator_key: The public key that the coordinator must prove, 32 bytes; empty for one that has no key of its
-            own, whose key follows from the secret.
-
     Example:
         >>> text = Invitation(host="10.0.0.1", port=29400, secret=Secret(key=bytes(32))).text()
         >>> text == "thinwire://10.0.0.1:29400/" + 52 * "a", read_invitation(text).secret.key == bytes(32)
@@ -37,9 +30,11 @@ class Invitation:
         True
     """
 
-    host: str
+    host: str  # name or address of the coordinator's host
     port: int
-    secret: Secret | None = field(default=None, repr=False)
+    secret: Secret | None = field(default=None, repr=False)  # the job's secret, None if the URI does not contain it
+    # the public key that the coordinator must prove, 32 bytes; empty for one that has no key of its own, whose key
+    # follows from the secret
     coordinator_key: bytes = b""
 
     def text(self) -> str:

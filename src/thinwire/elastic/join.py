@@ -32,23 +32,14 @@ _NOT_THERE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """A replica that has joined.
+    """A replica that has joined."""
 
-    Attributes:
-        job: The job as the coordinator describes it.
-        session: Session with the coordinator.
-        transport: Its connections.
-        library: Blob store of this replica.
-        rounds: The engine's interface to elastic rounds.
-        connection: Its connection to the coordinator.
-    """
-
-    job: Mapping[str, Any]
-    session: CoordinatorSession
-    transport: RecordingRequestTransport
-    library: BlobStore
-    rounds: ReplicaRounds
-    connection: CoordinatorConnection
+    job: Mapping[str, Any]  # the job as the coordinator describes it
+    session: CoordinatorSession  # session with the coordinator
+    transport: RecordingRequestTransport  # its connections
+    library: BlobStore  # blob store of this replica
+    rounds: ReplicaRounds  # the engine's interface to elastic rounds
+    connection: CoordinatorConnection  # its connection to the coordinator
 
     @property
     def replica(self) -> int:
@@ -85,17 +76,11 @@ class Membership:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinPlan:
-    """Values of a job that a session needs.
+    """Values of a job that a session needs."""
 
-    Attributes:
-        num_replicas: Planned replicas.
-        interval_steps: H, inner steps.
-        limits: Limits on waiting for parts.
-    """
-
-    num_replicas: int
-    interval_steps: int
-    limits: RoundLimits = field(default_factory=RoundLimits)
+    num_replicas: int  # planned replicas
+    interval_steps: int  # H, inner steps
+    limits: RoundLimits = field(default_factory=RoundLimits)  # limits on waiting for parts
 
 
 class _Handshake:

@@ -18,23 +18,14 @@ _MAX_OPEN, _MAX_OPEN_EACH = 64, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
-    """Report of a member on a part.
+    """Report of a member on a part."""
 
-    Attributes:
-        verdict: Whether it can be used; unknown to who holds no copy of it.
-        sha256: Hash of the bytes that it saw; empty where they could not be read.
-        since: Where it is bad: the round of the first bad part in a row.
-        num_parts: How many in a row were bad.
-        fault: What is wrong with it.
-        why: The error's text.
-    """
-
-    verdict: PartVerdict
-    sha256: str = ""
-    since: int = 0
-    num_parts: int = 0
-    fault: PartFault = "non_finite"
-    why: str = ""
+    verdict: PartVerdict  # whether it can be used; unknown to who holds no copy of it
+    sha256: str = ""  # hash of the bytes that it saw; empty where they could not be read
+    since: int = 0  # where it is bad: the round of the first bad part in a row
+    num_parts: int = 0  # how many in a row were bad
+    fault: PartFault = "non_finite"  # what is wrong with it
+    why: str = ""  # the error's text
 
     def left_out_text(self, round_id: int, *, of: str, are_two: bool) -> str:
         """Return a finding about a part that was left out.
@@ -81,17 +72,11 @@ class PartDispute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """Outcome of a dispute.
-
-    Attributes:
-        dispute: The dispute.
-        is_bad: Whether its sender is to go.
-        liars: Accusers that are to go: most others hold the bytes that they name, and find nothing wrong.
-    """
+    """Outcome of a dispute."""
 
     dispute: PartDispute
-    is_bad: bool
-    liars: tuple[int, ...]
+    is_bad: bool  # whether its sender is to go
+    liars: tuple[int, ...]  # accusers that are to go: most others hold the bytes that they name, and find nothing wrong
 
 
 class PartDisputes:

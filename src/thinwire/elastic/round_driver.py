@@ -64,37 +64,22 @@ Action = RequestPart | CastVote | GiveUp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundInputs:
-    """Inputs of one transition: the coordinator's messages, members, and measured limits.
+    """Inputs of one transition: the coordinator's messages, members, and measured limits."""
 
-    Attributes:
-        called: Replicas called to gather the round's parts, None before the call.
-        decision: The coordinator's decision, None before.
-        active: Replicas that take part in rounds.
-        neighbours: All connected replicas.
-        limit_s: Time limit of a part, seconds.
-        silent: Replicas from which no byte has arrived for a while.
-        relays: Replica to ask first for a part of another one, where the link to its origin is slow.
-        relay_limit_s: Seconds from the call until the origin is asked instead of the relay.
-        near: Replicas of the same site; asked first for parts that many hold.
-        slow: Replicas with a slow link to this one; asked last.
-        slack_s: Seconds after the call before any replica needs the result.
-        is_busy: Whether this replica's link is busy, so that a late part is not its source's fault.
-        ahead: Missing parts of earlier decided rounds, which come first.
-    """
-
-    called: tuple[int, ...] | None
-    decision: Decision | None
-    active: Collection[int]
-    neighbours: Collection[int]
-    limit_s: float
-    silent: Collection[int] = ()
+    called: tuple[int, ...] | None  # replicas called to gather the round's parts, None before the call
+    decision: Decision | None  # the coordinator's decision, None before
+    active: Collection[int]  # replicas that take part in rounds
+    neighbours: Collection[int]  # all connected replicas
+    limit_s: float  # time limit of a part, seconds
+    silent: Collection[int] = ()  # replicas from which no byte has arrived for a while
+    # replica to ask first for a part of another one, where the link to its origin is slow
     relays: Mapping[int, int] = field(default_factory=dict)
-    relay_limit_s: float = 0.0
-    near: Collection[int] = ()
-    slow: Collection[int] = ()
-    slack_s: float = 0.0
-    is_busy: bool = False
-    ahead: int = 0
+    relay_limit_s: float = 0.0  # seconds from the call until the origin is asked instead of the relay
+    near: Collection[int] = ()  # replicas of the same site; asked first for parts that many hold
+    slow: Collection[int] = ()  # replicas with a slow link to this one; asked last
+    slack_s: float = 0.0  # seconds after the call before any replica needs the result
+    is_busy: bool = False  # whether this replica's link is busy, so that a late part is not its source's fault
+    ahead: int = 0  # missing parts of earlier decided rounds, which come first
 
 
 class RoundStateMachine:
@@ -311,18 +296,12 @@ class PartStore(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult:
-    """Result of a round, the same at every replica.
+    """Result of a round, the same at every replica."""
 
-    Attributes:
-        parts: Parts of the mean, by replica in ascending order.
-        step: The furthest step that was known when it was decided.
-        closed_step: A step up to which all rounds are decided.
-        refused: By replica, what is wrong with the part that it delivered to this one, and the error's text.
-    """
-
-    parts: Mapping[int, torch.Tensor]
-    step: int
-    closed_step: int
+    parts: Mapping[int, torch.Tensor]  # parts of the mean, by replica in ascending order
+    step: int  # the furthest step that was known when it was decided
+    closed_step: int  # a step up to which all rounds are decided
+    # by replica, what is wrong with the part that it delivered to this one, and the error's text
     refused: Mapping[int, tuple[PartFault, str]] = field(default_factory=dict)
 
 

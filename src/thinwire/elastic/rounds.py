@@ -391,28 +391,19 @@ _MAX_EXACT = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """The parts of a round that one replica holds.
+    """The parts of a round that one replica holds."""
 
-    Attributes:
-        has: Replicas whose parts it holds, itself among them; only parts of the same global value as its own.
-        reference_hash: Hash of that value.
-    """
-
+    # replicas whose parts it holds, itself among them; only parts of the same global value as its own
     has: frozenset[int]
-    reference_hash: int = 0
+    reference_hash: int = 0  # hash of that value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The parts that make a mean, and the replicas that hold all of them.
+    """The parts that make a mean, and the replicas that hold all of them."""
 
-    Attributes:
-        members: Replicas whose parts are in the mean, ascending.
-        holders: Replicas that hold all of these, also with no part of their own among them; ascending.
-    """
-
-    members: tuple[int, ...]
-    holders: tuple[int, ...]
+    members: tuple[int, ...]  # replicas whose parts are in the mean, ascending
+    holders: tuple[int, ...]  # replicas that hold all of these, also with no part of their own among them; ascending
 
 
 def decide(votes: Mapping[int, Vote]) -> Choice:

@@ -217,19 +217,12 @@ _MOST_DETOURS, _MOST_WAYS = 256, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detour:
-    """Replicas that one replica asks first for another one's parts.
+    """Replicas that one replica asks first for another one's parts."""
 
-    Attributes:
-        source: Origin of the parts.
-        replica: Replica that asks.
-        over: Replicas that it asks, one per part, in ascending order.
-        every: One round in this many also probes the link from `source`.
-    """
-
-    source: int
-    replica: int
-    over: tuple[int, ...]
-    every: int
+    source: int  # origin of the parts
+    replica: int  # replica that asks
+    over: tuple[int, ...]  # replicas that it asks, one per part, in ascending order
+    every: int  # one round in this many also probes the link from `source`
 
     @classmethod
     def from_list(cls, values: Sequence[int]) -> Detour:

@@ -410,17 +410,11 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorruptChunk:
-    """Finding: a replica sent bytes that are not the state.
+    """Finding: a replica sent bytes that are not the state."""
 
-    Attributes:
-        holder: The replica.
-        name: Of the blob.
-        problem: What is wrong with it.
-    """
-
-    holder: int
-    name: bytes
-    problem: str
+    holder: int  # the replica
+    name: bytes  # of the blob
+    problem: str  # what is wrong with it
 
     def describe(self) -> str:
         """Return a description in one line."""

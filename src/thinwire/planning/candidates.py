@@ -42,30 +42,18 @@ _CHOSEN = ("sync_interval", "overlap_steps", "codec", "exchange", "layers_per_fr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        method: Its name.
-        replicas: The machines' names, in the replicas' order.
-        batch_size: Sequences of a step of each replica.
-        sync_interval: H; None where the method exchanges at every step.
-        overlap_steps: tau; None where nothing overlaps.
-        codec: None for the method's own.
-        exchange: How payloads travel; None for the cheaper one.
-        layers_per_fragment: None where the model is exchanged whole.
-        micro_batch: Sequences in a forward pass; None for the whole batch.
-        recompute: Whether activations are computed again in the backward pass, since they do not fit the memory.
-    """
-
-    method: str
-    replicas: tuple[str, ...]
-    batch_size: int
-    sync_interval: int | None = None
-    overlap_steps: int | None = None
-    codec: str | None = None
-    exchange: str | None = None
-    layers_per_fragment: int | None = None
-    micro_batch: int | None = None
+    method: str  # its name
+    replicas: tuple[str, ...]  # the machines' names, in the replicas' order
+    batch_size: int  # sequences of a step of each replica
+    sync_interval: int | None = None  # H; None where the method exchanges at every step
+    overlap_steps: int | None = None  # tau; None where nothing overlaps
+    codec: str | None = None  # None for the method's own
+    exchange: str | None = None  # how payloads travel; None for the cheaper one
+    layers_per_fragment: int | None = None  # None where the model is exchanged whole
+    micro_batch: int | None = None  # sequences in a forward pass; None for the whole batch
+    # whether activations are computed again in the backward pass, since they do not fit the memory
     recompute: bool = False
 
     @property

@@ -42,62 +42,40 @@ _MOST_REPLICAS, _MOST_BYTES = 10_000, 256 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One replica's machine.
+    """One replica's machine."""
 
-    Attributes:
-        name: As the links name it.
-        flops_per_s: Floating-point operations a second that training reaches there (6 a parameter and token), measured
-            or the accelerator's peak times the share that is usual; None if unknown.
-        memory_bytes: Memory for parameters, optimizer and activations; None if unknown.
-        encode_bytes_per_s: Bytes of float32 that it codes or decodes a second in E3M0; None if unknown.
-        float64_flops_per_s: Operations a second of the outer step's matrix products (IsoLoCo); None if unknown.
-        up_bits_per_s: What it sends at most, to all others together; None for no limit of its own.
-        down_bits_per_s: What it receives at most, from all others together; None for no limit of its own.
-        latency_s: One way from it to the middle of the net, for pairs without a link of their own.
-        step_s: Seconds of an inner step where one was measured, and of how many tokens.
-        step_tokens: Tokens of that step.
-    """
-
-    name: str
+    name: str  # as the links name it
+    # floating-point operations a second that training reaches there (6 a parameter and token), measured or the
+    # accelerator's peak times the share that is usual; None if unknown
     flops_per_s: float | None = None
-    memory_bytes: float | None = None
+    memory_bytes: float | None = None  # memory for parameters, optimizer and activations; None if unknown
+    # bytes of float32 that it codes or decodes a second in E3M0; None if unknown
     encode_bytes_per_s: float | None = None
+    # operations a second of the outer step's matrix products (IsoLoCo); None if unknown
     float64_flops_per_s: float | None = None
-    up_bits_per_s: float | None = None
+    up_bits_per_s: float | None = None  # what it sends at most, to all others together; None for no limit of its own
+    # what it receives at most, from all others together; None for no limit of its own
     down_bits_per_s: float | None = None
-    latency_s: float = 0.0
-    step_s: float | None = None
-    step_tokens: float | None = None
+    latency_s: float = 0.0  # one way from it to the middle of the net, for pairs without a link of their own
+    step_s: float | None = None  # seconds of an inner step where one was measured, and of how many tokens
+    step_tokens: float | None = None  # tokens of that step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """Bandwidth and latency of one pair of replicas in one direction, while no other replica sends.
+    """Bandwidth and latency of one pair of replicas in one direction, while no other replica sends."""
 
-    Attributes:
-        source: The sender's name.
-        destination: The receiver's name.
-        bandwidth_bits_per_s: Payload bits a second.
-        latency_s: One way, of an empty message.
-        bandwidth_low_bits_per_s: Lower end of a 95 % interval, where the number was measured.
-        bandwidth_high_bits_per_s: Upper end of it.
-    """
-
-    source: str
-    destination: str
-    bandwidth_bits_per_s: float
-    latency_s: float = 0.0
-    bandwidth_low_bits_per_s: float | None = None
-    bandwidth_high_bits_per_s: float | None = None
+    source: str  # the sender's name
+    destination: str  # the receiver's name
+    bandwidth_bits_per_s: float  # payload bits a second
+    latency_s: float = 0.0  # one way, of an empty message
+    bandwidth_low_bits_per_s: float | None = None  # lower end of a 95 % interval, where the number was measured
+    bandwidth_high_bits_per_s: float | None = None  # upper end of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Machines and the wires between them.
-
-    Attributes:
-        machines: In the order of the replicas' numbers.
-        wires: Pairs with numbers of their own, each direction apart.
 
     Raises:
         ValueError: A name is there twice or unknown, or a pair has neither a link nor accesses.
@@ -109,8 +87,8 @@ class Cluster:
 bandwidth_low_bits_per_s=None, bandwidth_high_bits_per_s=None)
     """
 
-    machines: tuple[Machine, ...]
-    wires: tuple[Wire, ...] = ()
+    machines: tuple[Machine, ...]  # in the order of the replicas' numbers
+    wires: tuple[Wire, ...] = ()  # pairs with numbers of their own, each direction apart
 
     def __post_init__(self) -> None:
         """Check the names and that every pair has a wire."""

@@ -75,16 +75,12 @@ _LOSSLESS_PSEUDO_GRADIENTS = (None, "float32", "bfloat16", "e3m0")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossPenalty:
-    """By how much a method's final loss lies above that of data-parallel training, at equal tokens.
+    """By how much a method's final loss lies above that of data-parallel training, at equal tokens."""
 
-    Attributes:
-        share: Of the loss: 0.01 is 1 % above, -0.001 is 0.1 % below.
-        parts: What it is the sum of, each a name and its share: `replicas`, `interval`, `overlap`.
-        notes: Where it leaves what was published, each a sentence for the user; empty where it does not.
-    """
-
-    share: float
+    share: float  # of the loss: 0.01 is 1 % above, -0.001 is 0.1 % below
+    # what it is the sum of, each a name and its share: `replicas`, `interval`, `overlap`
     parts: tuple[tuple[str, float], ...]
+    # where it leaves what was published, each a sentence for the user; empty where it does not
     notes: tuple[str, ...] = ()
 
 

@@ -19,17 +19,11 @@ FORMAT, VERSION = "thinwire-plan", 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """A candidate that was simulated.
+    """A candidate that was simulated."""
 
-    Attributes:
-        candidate: What runs.
-        prediction: What the simulator says of it.
-        penalty: What was published of its loss; None where nothing was.
-    """
-
-    candidate: Candidate
-    prediction: Prediction
-    penalty: LossPenalty | None
+    candidate: Candidate  # what runs
+    prediction: Prediction  # what the simulator says of it
+    penalty: LossPenalty | None  # what was published of its loss; None where nothing was
 
     @property
     def equal_loss_s(self) -> float:
@@ -44,79 +38,48 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """Why something is not in the plan.
+    """Why something is not in the plan."""
 
-    Attributes:
-        what: One candidate or machine of those that share the reason.
-        reason: In a line.
-        count: How many share it.
-    """
-
-    what: str
-    reason: str
-    count: int = 1
+    what: str  # one candidate or machine of those that share the reason
+    reason: str  # in a line
+    count: int = 1  # how many share it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Changes that would reach a compute utilisation.
+    """Changes that would reach a compute utilisation."""
 
-    Attributes:
-        compute_utilisation: The one that is wanted, as a part of `limit`.
-        limit: What the machines reach on wires without a limit: below 1 where they differ in speed.
-        rate_factor: By how much all wires would have to be faster for the chosen candidate; below 1 where they have
-            more than it takes.
-        sync_interval: The least H with which the chosen method reaches it on these wires; None where none does.
-        penalty: The loss penalty of that interval, where it is published.
-    """
-
-    compute_utilisation: float
-    limit: float
+    compute_utilisation: float  # the one that is wanted, as a part of `limit`
+    limit: float  # what the machines reach on wires without a limit: below 1 where they differ in speed
+    # by how much all wires would have to be faster for the chosen candidate; below 1 where they have more than it takes
     rate_factor: float
+    # the least H with which the chosen method reaches it on these wires; None where none does
     sync_interval: int | None
-    penalty: float | None
+    penalty: float | None  # the loss penalty of that interval, where it is published
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnevenBatches:
-    """Batches by the speed of unequal machines, which end a step together. Elastic runs take them.
+    """Batches by the speed of unequal machines, which end a step together. Elastic runs take them."""
 
-    Attributes:
-        sequences: Of a step of each machine.
-        speedup: Tokens computed a second, in those of the plan's equal batches.
-    """
-
-    sequences: Mapping[str, int]
-    speedup: float
+    sequences: Mapping[str, int]  # of a step of each machine
+    speedup: float  # tokens computed a second, in those of the plan's equal batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Chosen candidate and all that was considered.
+    """Chosen candidate and all that was considered."""
 
-    Attributes:
-        model: Its name, as `thinwire train` takes it.
-        num_parameters: Of the model.
-        tokens: Of all replicas together.
-        seq_len: Tokens of a sequence.
-        min_utilisation: The least compute utilisation that was wished.
-        outlooks: All that was simulated, best first; the first is the plan.
-        alone: The fastest machine without any wire, for comparison with the others; None where it cannot.
-        rejections: What was left out, and why.
-        needs: What it would take.
-        uneven: Batches by speed, where they compute clearly more than the plan's equal ones.
-    """
-
-    model: str
-    num_parameters: int
-    tokens: float
-    seq_len: int
-    min_utilisation: float
-    outlooks: tuple[Outlook, ...]
-    alone: Outlook | None
-    rejections: tuple[Rejection, ...]
-    needs: Needs | None = None
-    uneven: UnevenBatches | None = None
+    model: str  # its name, as `thinwire train` takes it
+    num_parameters: int  # of the model
+    tokens: float  # of all replicas together
+    seq_len: int  # tokens of a sequence
+    min_utilisation: float  # the least compute utilisation that was wished
+    outlooks: tuple[Outlook, ...]  # all that was simulated, best first; the first is the plan
+    alone: Outlook | None  # the fastest machine without any wire, for comparison with the others; None where it cannot
+    rejections: tuple[Rejection, ...]  # what was left out, and why
+    needs: Needs | None = None  # what it would take
+    uneven: UnevenBatches | None = None  # batches by speed, where they compute clearly more than the plan's equal ones
 
     @property
     def best(self) -> Outlook:
@@ -159,17 +122,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """Contents of a plan file that a run uses.
+    """Contents of a plan file that a run uses."""
 
-    Attributes:
-        settings: Options of `thinwire train`, by their names.
-        hosts: The machines' names, in the replicas' order.
-        prediction: What was simulated.
-    """
-
-    settings: Mapping[str, Any]
-    hosts: tuple[str, ...]
-    prediction: Prediction
+    settings: Mapping[str, Any]  # options of `thinwire train`, by their names
+    hosts: tuple[str, ...]  # the machines' names, in the replicas' order
+    prediction: Prediction  # what was simulated
 
 
 def save_plan(plan: Plan, path: Path) -> None:

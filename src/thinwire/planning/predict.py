@@ -32,27 +32,18 @@ _FLOAT64_SHARE = 1 / 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Time and traffic of a run, extrapolated from a simulation.
+    """Time and traffic of a run, extrapolated from a simulation."""
 
-    Attributes:
-        num_steps: Inner steps of the real run.
-        simulated_steps: How many of them were simulated; the others are taken to be like the last intervals of these.
-        total_s: Seconds of the real run, without its start and its final exchange.
-        step_s: Seconds of an inner step in the end, with its share of what is waited for.
-        compute_s: Of these, seconds in which the average replica computes.
-        sent_bytes_per_step: What the busiest replica sends an inner step in the end: in a staggered schedule's first
-            interval fewer rounds are launched. Over all steps where the schedule does not repeat itself.
-        peak_bits_per_s: The highest rate on any link that has a limit.
-        busiest: The part of the time in which the busiest link carries something, if it carries it at its full rate.
-    """
-
-    num_steps: int
-    simulated_steps: int
-    total_s: float
-    step_s: float
-    compute_s: float
+    num_steps: int  # inner steps of the real run
+    simulated_steps: int  # how many of them were simulated; the others are taken to be like the last intervals of these
+    total_s: float  # seconds of the real run, without its start and its final exchange
+    step_s: float  # seconds of an inner step in the end, with its share of what is waited for
+    compute_s: float  # of these, seconds in which the average replica computes
+    # what the busiest replica sends an inner step in the end: in a staggered schedule's first interval fewer rounds are
+    # launched. Over all steps where the schedule does not repeat itself
     sent_bytes_per_step: float
-    peak_bits_per_s: float
+    peak_bits_per_s: float  # the highest rate on any link that has a limit
+    # the part of the time in which the busiest link carries something, if it carries it at its full rate
     busiest: float
 
     @property

@@ -28,19 +28,12 @@ class TimedTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireFit:
-    """Bandwidth and overhead of a wire: `seconds = overhead_s + 8 num_bytes / bandwidth_bits_per_s`.
+    """Bandwidth and overhead of a wire: `seconds = overhead_s + 8 num_bytes / bandwidth_bits_per_s`."""
 
-    Attributes:
-        bandwidth_bits_per_s: The median of what any two transfers of unlike sizes say.
-        low_bits_per_s: Lower end of its 95 % interval.
-        high_bits_per_s: Upper end; infinite where the transfers are too short to bound it.
-        overhead_s: What an empty transfer takes, there and back.
-    """
-
-    bandwidth_bits_per_s: float
-    low_bits_per_s: float
-    high_bits_per_s: float
-    overhead_s: float
+    bandwidth_bits_per_s: float  # the median of what any two transfers of unlike sizes say
+    low_bits_per_s: float  # lower end of its 95 % interval
+    high_bits_per_s: float  # upper end; infinite where the transfers are too short to bound it
+    overhead_s: float  # what an empty transfer takes, there and back
 
 
 def fit_wire(transfers: Sequence[TimedTransfer]) -> WireFit:
@@ -144,21 +137,13 @@ class ProbeBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireMeasurements:
-    """Measurements of all wires, the same on all replicas.
+    """Measurements of all wires, the same on all replicas."""
 
-    Attributes:
-        fits: By (source, destination), alone.
-        latencies_s: By the same, one way: half of a round trip, as no clock is shared.
-        together_bits_per_s: By the same, while everyone sends to everyone.
-        up_bits_per_s: By replica: what it sent to all others while everyone did.
-        down_bits_per_s: By replica: what it received meanwhile.
-    """
-
-    fits: Mapping[tuple[int, int], WireFit]
-    latencies_s: Mapping[tuple[int, int], float]
-    together_bits_per_s: Mapping[tuple[int, int], float]
-    up_bits_per_s: Sequence[float]
-    down_bits_per_s: Sequence[float]
+    fits: Mapping[tuple[int, int], WireFit]  # by (source, destination), alone
+    latencies_s: Mapping[tuple[int, int], float]  # by the same, one way: half of a round trip, as no clock is shared
+    together_bits_per_s: Mapping[tuple[int, int], float]  # by the same, while everyone sends to everyone
+    up_bits_per_s: Sequence[float]  # by replica: what it sent to all others while everyone did
+    down_bits_per_s: Sequence[float]  # by replica: what it received meanwhile
 
     def shared(self) -> list[str]:
         """Return a line for each replica whose wires are slower together than each alone: they share one.

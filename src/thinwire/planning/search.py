@@ -48,28 +48,18 @@ _LEAST_GAIN = 1.1
 class PlanConstraints:
     """Constraints of a plan.
 
-    Attributes:
-        methods: The methods to choose from.
-        min_utilisation: The least compute utilisation; 0 for any.
-        max_penalty: The largest loss penalty, as a share of the loss.
-        intervals: H to choose from.
-        overlaps: tau to choose from.
-        layers: Blocks a fragment to choose from.
-        codecs: Codes to choose from; none for all that a method goes with.
-        min_replicas: The fewest machines.
-
     Raises:
         ValueError: A number is out of its range.
     """
 
-    methods: Sequence[str] = COMPARED
-    min_utilisation: float = 0.0
-    max_penalty: float = 0.05
-    intervals: Sequence[int] = INTERVALS
-    overlaps: Sequence[int] = OVERLAPS
-    layers: Sequence[int] = LAYERS
-    codecs: Sequence[str] = ()
-    min_replicas: int = 1
+    methods: Sequence[str] = COMPARED  # the methods to choose from
+    min_utilisation: float = 0.0  # the least compute utilisation; 0 for any
+    max_penalty: float = 0.05  # the largest loss penalty, as a share of the loss
+    intervals: Sequence[int] = INTERVALS  # H to choose from
+    overlaps: Sequence[int] = OVERLAPS  # tau to choose from
+    layers: Sequence[int] = LAYERS  # blocks a fragment to choose from
+    codecs: Sequence[str] = ()  # codes to choose from; none for all that a method goes with
+    min_replicas: int = 1  # the fewest machines
 
     def __post_init__(self) -> None:
         """Check the ranges."""

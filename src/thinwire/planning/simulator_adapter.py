@@ -33,23 +33,17 @@ _TRIPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Traffic of a method.
+    """Traffic of a method."""
 
-    Attributes:
-        payload_bytes: What a replica sends of each fragment, of each channel: `payload_bytes[fragment][channel]`. The
-            exchange's pattern says how often. A header of 56 bytes a message is in it.
-        times_sent: How often the busiest replica sends its payload in a round.
-        coded: Elements that a replica encodes and decodes in a round, in multiples of 2 (one of each), by fragment and
-            channel; 0 where payloads are whole numbers of bytes an element.
-        exchange: How rounds cross the links.
-        outer_operations: Float64 operations of all fragments' outer steps, once each; see
-            `thinwire.sync.outer_optimizer.NeedsMatrices`.
-    """
-
+    # what a replica sends of each fragment, of each channel: `payload_bytes[fragment][channel]`. The exchange's pattern
+    # says how often. A header of 56 bytes a message is in it
     payload_bytes: tuple[tuple[float, ...], ...]
-    times_sent: float
+    times_sent: float  # how often the busiest replica sends its payload in a round
+    # elements that a replica encodes and decodes in a round, in multiples of 2 (one of each), by fragment and channel;
+    # 0 where payloads are whole numbers of bytes an element
     coded: tuple[tuple[float, ...], ...]
-    exchange: simulate.ExchangeModel
+    exchange: simulate.ExchangeModel  # how rounds cross the links
+    # float64 operations of all fragments' outer steps, once each; see `thinwire.sync.outer_optimizer.NeedsMatrices`
     outer_operations: float = 0.0
 
     @property

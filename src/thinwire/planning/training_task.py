@@ -29,24 +29,17 @@ class _Language(Protocol):
 class TrainingTask:
     """A model and how much of it is to be trained.
 
-    Attributes:
-        name: As the command line takes it.
-        model: On the meta device: shapes alone.
-        tokens: The budget, of all replicas together.
-        seq_len: Tokens of a sequence.
-        batch_size: Sequences of a step of one replica; None where `global_batch` says it.
-        global_batch: Tokens of a step of all replicas together. Without both, it is the best published one for the size
-            and the number of replicas; see `optimal_batch_tokens`.
-
     Raises:
         ValueError: A number is below 1, or both batches are given.
     """
 
-    name: str
-    model: nn.Module
-    tokens: float
-    seq_len: int
-    batch_size: int | None = None
+    name: str  # as the command line takes it
+    model: nn.Module  # on the meta device: shapes alone
+    tokens: float  # the budget, of all replicas together
+    seq_len: int  # tokens of a sequence
+    batch_size: int | None = None  # sequences of a step of one replica; None where `global_batch` says it
+    # tokens of a step of all replicas together. Without both, it is the best published one for the size and the number
+    # of replicas; see `optimal_batch_tokens`
     global_batch: float | None = None
 
     def __post_init__(self) -> None:

@@ -19,27 +19,20 @@ IsWorking = Callable[[int], bool]
 class SimCluster:
     """Hosts with their routes over links; made by `star`, `ring`, `leaf_spine` and `joined_sites`.
 
-    Attributes:
-        links: All links, numbered in this order.
-        site_of: The site of each host.
-        ways_out: For each host, the links on its way out, with the part of its bits that each carries.
-        ways_in: The same for the way in.
-        between: The way from one site to another while all links work.
-        paths: The single paths of which that way is made, where there are several: while some are dead, bits spread
-            evenly over the others.
-        link_names: A name of each link.
-
     Raises:
         ValueError: The hosts' lists differ in length, or a way is missing.
     """
 
-    links: tuple[SimLink, ...]
-    site_of: tuple[int, ...]
-    ways_out: tuple[Loads, ...]
-    ways_in: tuple[Loads, ...]
+    links: tuple[SimLink, ...]  # all links, numbered in this order
+    site_of: tuple[int, ...]  # the site of each host
+    ways_out: tuple[Loads, ...]  # for each host, the links on its way out, with the part of its bits that each carries
+    ways_in: tuple[Loads, ...]  # the same for the way in
+    # the way from one site to another while all links work
     between: Mapping[tuple[int, int], Loads] = field(default_factory=dict)
+    # the single paths of which that way is made, where there are several: while some are dead, bits spread evenly over
+    # the others
     paths: Mapping[tuple[int, int], tuple[Loads, ...]] = field(default_factory=dict)
-    link_names: tuple[str, ...] = ()
+    link_names: tuple[str, ...] = ()  # a name of each link
 
     def __post_init__(self) -> None:
         if not len(self.site_of) == len(self.ways_out) == len(self.ways_in):

@@ -19,19 +19,12 @@ from thinwire.simulate.fluid_network import FluidFlow, Loads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkStage:
-    """Load of one stage's messages on the links.
+    """Load of one stage's messages on the links."""
 
-    Attributes:
-        loads: Pairs of a link and its bits for one bit of a replica's payload.
-        latency_s: Latency of all messages in a row that the stage is made of.
-        num_messages: Number of messages in a row.
-        part: A message's part of a replica's payload.
-    """
-
-    loads: Loads
-    latency_s: float
-    num_messages: int = 1
-    part: float = 1.0
+    loads: Loads  # pairs of a link and its bits for one bit of a replica's payload
+    latency_s: float  # latency of all messages in a row that the stage is made of
+    num_messages: int = 1  # number of messages in a row
+    part: float = 1.0  # a message's part of a replica's payload
 
     @staticmethod
     def of(stage: MessageStage, cluster: SimCluster, *, is_working: IsWorking | None = None) -> LinkStage:
@@ -71,32 +64,25 @@ class GroupTopology(Protocol):
 class ExchangeModel:
     """Model of how a round crosses the links.
 
-    Attributes:
-        pattern: Messages that the members of a group exchange.
-        topology: Groups of each round; peers must form groups unless `is_direct`.
-        is_direct: The peers form no groups: each replica sends its payload to its peers as soon as it launches, and
-            waits for theirs. One flow a replica: slow to simulate for many replicas on shared links.
-        quorum: A round starts when so many replicas have launched it. A later one sends nothing and still receives the
-            mean. None waits for all.
-        pace_bits_per_s: Limit of one round's rate on each replica's most loaded link.
-        message_s: Cost of every message beside its bits and the links' latency.
-        num_trips: Latencies until a message has arrived: 1 where it is sent at once, 2 where its receiver grants room
-            first.
-        opening_bytes: A longer message takes two trips more, because its rest is requested after its opening.
-        fixed_stages: Stages of every round, where the members never change; None computes them from the pattern.
-
     Raises:
         ValueError: A number is out of its range.
     """
 
-    pattern: MessagePattern = field(default_factory=AllGatherMessages)
+    pattern: MessagePattern = field(default_factory=AllGatherMessages)  # messages that the members of a group exchange
+    # groups of each round; peers must form groups unless `is_direct`
     topology: Topology | GroupTopology = field(default_factory=AllReplicas)
+    # the peers form no groups: each replica sends its payload to its peers as soon as it launches, and waits for
+    # theirs. One flow a replica: slow to simulate for many replicas on shared links
     is_direct: bool = False
+    # a round starts when so many replicas have launched it. A later one sends nothing and still receives the mean. None
+    # waits for all
     quorum: int | None = None
-    pace_bits_per_s: float = inf
-    message_s: float = 0.0
+    pace_bits_per_s: float = inf  # limit of one round's rate on each replica's most loaded link
+    message_s: float = 0.0  # cost of every message beside its bits and the links' latency
+    # latencies until a message has arrived: 1 where it is sent at once, 2 where its receiver grants room first
     num_trips: int = 1
-    opening_bytes: float = inf
+    opening_bytes: float = inf  # a longer message takes two trips more, because its rest is requested after its opening
+    # stages of every round, where the members never change; None computes them from the pattern
     fixed_stages: tuple[LinkStage, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -164,18 +150,10 @@ class ExchangeModel:
 
 
 class RoundTimes(NamedTuple):
-    """Times of one round of one group.
+    """Times of one round of one group."""
 
-    Attributes:
-        id: The round's number.
-        members: Replicas that took part in the end.
-        launched_s: Time of the first member's launch.
-        started_s: Start of its transfer; the last start, if it was restarted without a replica that died.
-        finished_s: Time at which all members had the mean; infinity if that never happened.
-    """
-
-    id: int
-    members: tuple[int, ...]
-    launched_s: float
-    started_s: float
-    finished_s: float
+    id: int  # the round's number
+    members: tuple[int, ...]  # replicas that took part in the end
+    launched_s: float  # time of the first member's launch
+    started_s: float  # start of its transfer; the last start, if it was restarted without a replica that died
+    finished_s: float  # time at which all members had the mean; infinity if that never happened

@@ -17,17 +17,12 @@ from thinwire.simulate.virtual_clock import VirtualClock
 
 
 class FlowDemand(NamedTuple):
-    """Demand of one flow on the links.
+    """Demand of one flow on the links."""
 
-    Attributes:
-        loads: Pairs of a link and the bits that it carries for one bit of the flow, above 0; every link once.
-        limit: The flow's own highest rate, in bits of the flow a second.
-        share: How fast the flow's use of its most loaded link grows beside that of others.
-    """
-
+    # pairs of a link and the bits that it carries for one bit of the flow, above 0; every link once
     loads: Sequence[tuple[int, float]]
-    limit: float = inf
-    share: float = 1.0
+    limit: float = inf  # the flow's own highest rate, in bits of the flow a second
+    share: float = 1.0  # how fast the flow's use of its most loaded link grows beside that of others
 
 
 def max_min_rates(demands: Sequence[FlowDemand], capacities: Mapping[int, float]) -> list[float]:
@@ -140,18 +135,14 @@ _ALMOST = 1 - 1e-9  # rounding of sums of rates
 class SimLink:
     """A wire in one direction.
 
-    Attributes:
-        bandwidth_bits_per_s: Its rate from the start; 0 carries nothing, infinity never fills.
-        latency_s: How long a bit is under way.
-        changes: Pairs of a time in seconds and the rate from then on, in the order of time; a rate of 0 is a failure,
-            and flows over the link stand still until it has a rate again.
-
     Raises:
         ValueError: A number is negative or none, or the changes are not in the order of time.
     """
 
-    bandwidth_bits_per_s: float
-    latency_s: float = 0.0
+    bandwidth_bits_per_s: float  # its rate from the start; 0 carries nothing, infinity never fills
+    latency_s: float = 0.0  # how long a bit is under way
+    # pairs of a time in seconds and the rate from then on, in the order of time; a rate of 0 is a failure, and flows
+    # over the link stand still until it has a rate again
     changes: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
@@ -169,21 +160,15 @@ class SimLink:
 class FluidFlow:
     """Bits that cross links together.
 
-    Attributes:
-        size_bits: How many; 0 takes only the latency.
-        loads: Pairs of a link's number and the bits on it for one bit of the flow. A link named twice carries both.
-        latency_s: From the last bit's leaving to the flow's end.
-        limit_bits_per_s: The flow is never faster than this.
-        share: Its part of a link that it shares, beside the parts of others: what 3 connections get is a share of 3.
-
     Raises:
         ValueError: A number is out of its range.
     """
 
-    size_bits: float
-    loads: Loads
-    latency_s: float = 0.0
-    limit_bits_per_s: float = inf
+    size_bits: float  # how many; 0 takes only the latency
+    loads: Loads  # pairs of a link's number and the bits on it for one bit of the flow. A link named twice carries both
+    latency_s: float = 0.0  # from the last bit's leaving to the flow's end
+    limit_bits_per_s: float = inf  # the flow is never faster than this
+    # its part of a link that it shares, beside the parts of others: what 3 connections get is a share of 3
     share: float = 1.0
 
     def __post_init__(self) -> None:

@@ -24,18 +24,14 @@ REPLICA = "replica"
 class LayeredModel:
     """A model of equal layers.
 
-    Attributes:
-        num_layers: L.
-        num_parameters: Of all layers together.
-        step_s: Seconds of `3 L` nodes: a layer's forward, backward for activations and backward for weights take
-            `step_s / (3 L)` each, and a step has one node less.
-
     Raises:
         ValueError: A number is not above 0.
     """
 
-    num_layers: int
-    num_parameters: float
+    num_layers: int  # L
+    num_parameters: float  # of all layers together
+    # seconds of `3 L` nodes: a layer's forward, backward for activations and backward for weights take `step_s / (3 L)`
+    # each, and a step has one node less
     step_s: float
 
     def __post_init__(self) -> None:
@@ -55,18 +51,13 @@ class LayeredModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOrder:
-    """Choices that the papers leave open; the defaults reproduce the published tables.
+    """Choices that the papers leave open; the defaults reproduce the published tables."""
 
-    Attributes:
-        weights_first: Whether a layer's weights come before its activations in the backward pass.
-        has_first_gradient: Whether the first layer computes the gradient of its input too: a node more.
-        waits_for_all: Whether a forward pass waits for all reductions before it starts, and not for each at its layer.
-        early_layers_first: Whether the wire takes the earliest layer of those that are ready, not the first that was.
-    """
-
-    weights_first: bool = False
-    has_first_gradient: bool = False
+    weights_first: bool = False  # whether a layer's weights come before its activations in the backward pass
+    has_first_gradient: bool = False  # whether the first layer computes the gradient of its input too: a node more
+    # whether a forward pass waits for all reductions before it starts, and not for each at its layer
     waits_for_all: bool = False
+    # whether the wire takes the earliest layer of those that are ready, not the first that was
     early_layers_first: bool = False
 
 
@@ -74,23 +65,17 @@ class StepOrder:
 class LayeredMethod:
     """Schedule of the layers' exchanges.
 
-    Attributes:
-        sync_interval: H: inner steps between two exchanges of a layer.
-        layers_per_fragment: Layers that are exchanged together, every `num_fragments`-th one; None for all at once.
-        overlap_steps: tau: whole steps for which a reduction may be under way without being waited for.
-        bits_per_parameter: That cross the wire, in each direction, for each parameter that is exchanged.
-        is_strided: False gives a fragment consecutive layers.
-        gap_steps: From one fragment's exchange to the next one's; None for `round(H / P)` of P fragments.
-
     Raises:
         ValueError: A number is out of its range.
     """
 
-    sync_interval: int
+    sync_interval: int  # H: inner steps between two exchanges of a layer
+    # layers that are exchanged together, every `num_fragments`-th one; None for all at once
     layers_per_fragment: int | None = None
-    overlap_steps: int = 0
-    bits_per_parameter: float = 16.0
-    is_strided: bool = True
+    overlap_steps: int = 0  # tau: whole steps for which a reduction may be under way without being waited for
+    bits_per_parameter: float = 16.0  # that cross the wire, in each direction, for each parameter that is exchanged
+    is_strided: bool = True  # False gives a fragment consecutive layers
+    # from one fragment's exchange to the next one's; None for `round(H / P)` of P fragments
     gap_steps: int | None = None
 
     def __post_init__(self) -> None:

@@ -20,20 +20,15 @@ from thinwire.simulate.virtual_clock import VirtualClock
 class ComputeTask:
     """Work on a processor.
 
-    Attributes:
-        processor: Its name. It does one task at a time, and none is interrupted.
-        seconds: How long it takes.
-        after: Numbers of the tasks that must have ended before.
-        priority: Of all tasks that are ready, a processor takes that of the lowest priority, then the one that was
-            ready first, then the one with the lowest number. Equal priorities make it a queue.
-
     Raises:
         ValueError: `seconds` is negative or not finite.
     """
 
-    processor: Hashable
-    seconds: float
-    after: tuple[int, ...] = ()
+    processor: Hashable  # its name. It does one task at a time, and none is interrupted
+    seconds: float  # how long it takes
+    after: tuple[int, ...] = ()  # numbers of the tasks that must have ended before
+    # of all tasks that are ready, a processor takes that of the lowest priority, then the one that was ready first,
+    # then the one with the lowest number. Equal priorities make it a queue
     priority: float = 0.0
 
     def __post_init__(self) -> None:
@@ -43,23 +38,16 @@ class ComputeTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferTask:
-    """Bits over links.
+    """Bits over links."""
 
-    Attributes:
-        flow: What is sent, and over which links.
-        after: Numbers of the tasks that must have ended before.
-        queue: Transfers that name the same queue leave one after another: the next one starts when the last bit of the
-            one before has left, or has arrived where `waits_for_arrival`. None starts as soon as it may, and shares the
-            links with whatever else is on them.
-        priority: As for `ComputeTask`, in the queue.
-        waits_for_arrival: Whether the queue goes on only when this transfer has arrived.
-    """
-
-    flow: FluidFlow
-    after: tuple[int, ...] = ()
+    flow: FluidFlow  # what is sent, and over which links
+    after: tuple[int, ...] = ()  # numbers of the tasks that must have ended before
+    # transfers that name the same queue leave one after another: the next one starts when the last bit of the one
+    # before has left, or has arrived where `waits_for_arrival`. None starts as soon as it may, and shares the links
+    # with whatever else is on them
     queue: Hashable = None
-    priority: float = 0.0
-    waits_for_arrival: bool = False
+    priority: float = 0.0  # as for `ComputeTask`, in the queue
+    waits_for_arrival: bool = False  # whether the queue goes on only when this transfer has arrived
 
 
 Task = ComputeTask | TransferTask
@@ -67,19 +55,13 @@ Task = ComputeTask | TransferTask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTimes:
-    """Times of all tasks of a graph.
+    """Times of all tasks of a graph."""
 
-    Attributes:
-        start_s: When each task started; infinity where it never did, since a link that it waits for never came back.
-        end_s: When each task ended, or infinity.
-        link_bits: The bits that each link has carried.
-        peak_bits_per_s: The highest rate of each link.
-    """
-
+    # when each task started; infinity where it never did, since a link that it waits for never came back
     start_s: tuple[float, ...]
-    end_s: tuple[float, ...]
-    link_bits: tuple[float, ...]
-    peak_bits_per_s: tuple[float, ...]
+    end_s: tuple[float, ...]  # when each task ended, or infinity
+    link_bits: tuple[float, ...]  # the bits that each link has carried
+    peak_bits_per_s: tuple[float, ...]  # the highest rate of each link
 
     @property
     def makespan_s(self) -> float:

@@ -26,18 +26,14 @@ from thinwire.sync.schedule import Schedule
 class SimReplica:
     """Speed and outages of a simulated replica.
 
-    Attributes:
-        step_s: Seconds of an inner step: of each, or the median where `sigma` is above 0.
-        sigma: Steps vary log-normally, by so much in their logarithm.
-        outages: Pairs of the times at which it dies and returns, ascending; infinity for one that does not return. What
-            it was computing is lost. It returns into the step that the fastest replica is in.
-
     Raises:
         ValueError: A number is out of its range.
     """
 
-    step_s: float
-    sigma: float = 0.0
+    step_s: float  # seconds of an inner step: of each, or the median where `sigma` is above 0
+    sigma: float = 0.0  # steps vary log-normally, by so much in their logarithm
+    # pairs of the times at which it dies and returns, ascending; infinity for one that does not return. What it was
+    # computing is lost. It returns into the step that the fastest replica is in
     outages: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
@@ -51,32 +47,23 @@ class SimReplica:
 
 
 class Stall(NamedTuple):
-    """A wait for rounds that were not done when they had to be applied.
+    """A wait for rounds that were not done when they had to be applied."""
 
-    Attributes:
-        replica: Who waited.
-        step: After which inner step.
-        seconds: How long.
-    """
-
-    replica: int
-    step: int
-    seconds: float
+    replica: int  # who waited
+    step: int  # after which inner step
+    seconds: float  # how long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimRecovery:
     """Time and bytes that the death and the return of a replica cost.
 
-    Attributes:
-        detection_s: From a replica's death until the others go on without it: their rounds with it restart.
-        rejoin_bytes: What a replica that returns loads before it goes on, from the first replica that is alive.
-
     Raises:
         ValueError: A number is negative or not finite.
     """
 
-    detection_s: float = 0.0
+    detection_s: float = 0.0  # from a replica's death until the others go on without it: their rounds with it restart
+    # what a replica that returns loads before it goes on, from the first replica that is alive
     rejoin_bytes: float = 0.0
 
     def __post_init__(self) -> None:
@@ -90,29 +77,19 @@ class SimRecovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimRun:
-    """Result of a simulated training.
+    """Result of a simulated training."""
 
-    Attributes:
-        step_ends_s: For each replica, when each of its steps was done, with what was applied after it. Steps that it
-            was gone for are missing.
-        last_step: For each replica, the number of its last step.
-        compute_s: For each replica, the seconds in which it computed steps that it finished.
-        finished_s: For each replica, when its last step was done.
-        stalls: All waits, in the order of their ends.
-        rounds: All rounds, in the order of their ends, and then those that never ended.
-        link_bits: The bits that each link of the cluster carried.
-        peak_bits_per_s: The highest rate of each link.
-        blocked_links: Names of dead links that flows waited for at the end: no other path was left to them.
-    """
-
+    # for each replica, when each of its steps was done, with what was applied after it. Steps that it was gone for are
+    # missing
     step_ends_s: tuple[tuple[float, ...], ...]
-    last_step: tuple[int, ...]
-    compute_s: tuple[float, ...]
-    finished_s: tuple[float, ...]
-    stalls: tuple[Stall, ...]
-    rounds: tuple[RoundTimes, ...]
-    link_bits: tuple[float, ...]
-    peak_bits_per_s: tuple[float, ...]
+    last_step: tuple[int, ...]  # for each replica, the number of its last step
+    compute_s: tuple[float, ...]  # for each replica, the seconds in which it computed steps that it finished
+    finished_s: tuple[float, ...]  # for each replica, when its last step was done
+    stalls: tuple[Stall, ...]  # all waits, in the order of their ends
+    rounds: tuple[RoundTimes, ...]  # all rounds, in the order of their ends, and then those that never ended
+    link_bits: tuple[float, ...]  # the bits that each link of the cluster carried
+    peak_bits_per_s: tuple[float, ...]  # the highest rate of each link
+    # names of dead links that flows waited for at the end: no other path was left to them
     blocked_links: tuple[str, ...] = ()
 
     @property

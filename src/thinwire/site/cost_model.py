@@ -32,33 +32,21 @@ _MESSAGE_BITS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Numbers of a decoder that its cost follows from.
+    """Numbers of a decoder that its cost follows from."""
 
-    Attributes:
-        layers: Equal blocks.
-        width: Of the residual stream.
-        heads: Attention heads.
-        vocab_size: Different tokens.
-        seq_len: Tokens of a sequence.
-        layer_parameters: Of one block.
-        embedding_parameters: Of the first stage, besides its blocks.
-        head_parameters: Of the last stage, besides its blocks.
-        is_head_tied: Whether one device that holds both ends holds these weights once.
-        unit_bytes: That a block keeps a token and unit of width for its backward pass, before anything is shared.
-        is_sequence_parallel: Whether tensor-parallel devices share the stream between their products too (arXiv
-            2205.05198), as torchtitan's models do and thinwire's do not; pipeline stages then send one part each.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    vocab_size: int
-    seq_len: int
-    layer_parameters: float
-    embedding_parameters: float
-    head_parameters: float
-    is_head_tied: bool = False
+    layers: int  # equal blocks
+    width: int  # of the residual stream
+    heads: int  # attention heads
+    vocab_size: int  # different tokens
+    seq_len: int  # tokens of a sequence
+    layer_parameters: float  # of one block
+    embedding_parameters: float  # of the first stage, besides its blocks
+    head_parameters: float  # of the last stage, besides its blocks
+    is_head_tied: bool = False  # whether one device that holds both ends holds these weights once
+    # that a block keeps a token and unit of width for its backward pass, before anything is shared
     unit_bytes: float = memory.UNIT_BYTES
+    # whether tensor-parallel devices share the stream between their products too (arXiv 2205.05198), as torchtitan's
+    # models do and thinwire's do not; pipeline stages then send one part each
     is_sequence_parallel: bool = False
 
     @property
@@ -87,21 +75,13 @@ def decoder_shape(
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Degrees:
-    """Degrees of parallelism; their product is the number of devices.
+    """Degrees of parallelism; their product is the number of devices."""
 
-    Attributes:
-        pp: Pipeline stages.
-        dp_replicate: Copies of the sharded states.
-        dp_shard: Shards of the states among data-parallel devices.
-        cp: Devices that share each sequence; they share the states' shards too.
-        tp: Devices that share each layer.
-    """
-
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
+    pp: int = 1  # pipeline stages
+    dp_replicate: int = 1  # copies of the sharded states
+    dp_shard: int = 1  # shards of the states among data-parallel devices
+    cp: int = 1  # devices that share each sequence; they share the states' shards too
+    tp: int = 1  # devices that share each layer
 
     @property
     def num_devices(self) -> int:
@@ -129,27 +109,17 @@ class Degrees:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Cut of a model and its batch.
+    """Cut of a model and its batch."""
 
-    Attributes:
-        degrees: Of parallelism.
-        global_batch: Sequences of a step of the whole site.
-        micro_batch: Sequences of one pass of a data-parallel replica.
-        zero_stage: ZeRO's stage of the shards: 0 where there is one.
-        interleave: Chunks of layers on each pipeline rank.
-        recomputed_layers: The first ones of each pipeline rank, which may have fewer.
-        unsharded_layers: Under ZeRO-3 without stages, the last ones, whose weights stay together all through a step.
-        eagerness: Of 1F1B, see `one_f_one_b`.
-    """
-
-    degrees: Degrees
-    global_batch: int
-    micro_batch: int = 1
-    zero_stage: int = 0
-    interleave: int = 1
-    recomputed_layers: int = 0
+    degrees: Degrees  # of parallelism
+    global_batch: int  # sequences of a step of the whole site
+    micro_batch: int = 1  # sequences of one pass of a data-parallel replica
+    zero_stage: int = 0  # ZeRO's stage of the shards: 0 where there is one
+    interleave: int = 1  # chunks of layers on each pipeline rank
+    recomputed_layers: int = 0  # the first ones of each pipeline rank, which may have fewer
+    # under ZeRO-3 without stages, the last ones, whose weights stay together all through a step
     unsharded_layers: int = 0
-    eagerness: int = 1
+    eagerness: int = 1  # of 1F1B, see `one_f_one_b`
 
     @property
     def num_micro_batches(self) -> int:
@@ -292,17 +262,11 @@ def sent_numbers(model: ModelShape, layout: Layout, *, stage: int) -> dict[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingLinks:
-    """Slowest link and longest latency of the rings that run at once.
+    """Slowest link and longest latency of the rings that run at once."""
 
-    Attributes:
-        size: Members of each ring.
-        bandwidth_bits_per_s: Of the slowest link, shared by the rings that cross it.
-        latency_s: Of the slowest link.
-    """
-
-    size: int = 1
-    bandwidth_bits_per_s: float = inf
-    latency_s: float = 0.0
+    size: int = 1  # members of each ring
+    bandwidth_bits_per_s: float = inf  # of the slowest link, shared by the rings that cross it
+    latency_s: float = 0.0  # of the slowest link
 
     def scatter_s(self, bits: float) -> float:
         """Return the time of a reduce-scatter or all-gather of so many bits."""
@@ -317,16 +281,11 @@ class RingLinks:
 
 @dataclass(frozen=True, kw_only=True)
 class SitePlacement:
-    """Grid of a layout on the devices of a site.
+    """Grid of a layout on the devices of a site."""
 
-    Attributes:
-        site: The devices and links.
-        degrees: Of the grid.
-        slots: For each block of the grid the block of devices that runs it; block n holds devices n tp to (n + 1) tp.
-    """
-
-    site: Site
-    degrees: Degrees
+    site: Site  # the devices and links
+    degrees: Degrees  # of the grid
+    # for each block of the grid the block of devices that runs it; block n holds devices n tp to (n + 1) tp
     slots: tuple[int, ...]
 
     @cached_property
@@ -460,41 +419,25 @@ class SitePlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LayerTimes:
-    """Seconds of a layer: of work, and of messages that overlap with the work of its neighbours.
+    """Seconds of a layer: of work, and of messages that overlap with the work of its neighbours."""
 
-    Attributes:
-        forward_s: Work of a forward pass.
-        backward_s: Work of a backward pass.
-        again_s: Work of computing its activations again.
-        gather_s: Its weights, before each pass.
-        reduce_s: Its gradients, after each backward pass.
-        first_gather_s: Its weights, at the start of a step.
-        last_reduce_s: Its gradients, after the last one.
-    """
-
-    forward_s: float
-    backward_s: float
-    again_s: float
-    gather_s: float
-    reduce_s: float
-    first_gather_s: float
-    last_reduce_s: float
+    forward_s: float  # work of a forward pass
+    backward_s: float  # work of a backward pass
+    again_s: float  # work of computing its activations again
+    gather_s: float  # its weights, before each pass
+    reduce_s: float  # its gradients, after each backward pass
+    first_gather_s: float  # its weights, at the start of a step
+    last_reduce_s: float  # its gradients, after the last one
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Time of a step of one layout on one placement.
-
-    Attributes:
-        model: The model.
-        layout: How it is cut.
-        placement: The devices of its grid.
-        code: Codecs of activations and of their gradients between sites; None for 16 bits.
-    """
+    """Time of a step of one layout on one placement."""
 
     model: ModelShape
-    layout: Layout
-    placement: SitePlacement
+    layout: Layout  # how it is cut
+    placement: SitePlacement  # the devices of its grid
+    # codecs of activations and of their gradients between sites; None for 16 bits
     code: tuple[str, str] | None = None
 
     @cached_property

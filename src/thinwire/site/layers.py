@@ -14,15 +14,10 @@ _ROUNDING = 1e-12
 
 
 class LayerOption(NamedTuple):
-    """Cost of one way to run a layer.
+    """Cost of one way to run a layer."""
 
-    Attributes:
-        num_bytes: Memory that it takes beside the other layers'.
-        seconds: Time that it adds to a pass.
-    """
-
-    num_bytes: float
-    seconds: float
+    num_bytes: float  # memory that it takes beside the other layers'
+    seconds: float  # time that it adds to a pass
 
 
 class _State(NamedTuple):

@@ -105,19 +105,12 @@ def interleaved_in_flight(rank: int, *, num_stages: int, num_micro_batches: int,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Memory of one device, by kind.
+    """Memory of one device, by kind."""
 
-    Attributes:
-        states_bytes: Weights, gradients and optimizer states.
-        gathered_bytes: Layers that ZeRO-3 has fetched.
-        activations_bytes: What all micro-batches in flight keep.
-        logits_bytes: Of one micro-batch; 0 before the last stage.
-    """
-
-    states_bytes: float
-    gathered_bytes: float
-    activations_bytes: float
-    logits_bytes: float
+    states_bytes: float  # weights, gradients and optimizer states
+    gathered_bytes: float  # layers that ZeRO-3 has fetched
+    activations_bytes: float  # what all micro-batches in flight keep
+    logits_bytes: float  # of one micro-batch; 0 before the last stage
 
     @property
     def peak_bytes(self) -> float:

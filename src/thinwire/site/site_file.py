@@ -44,52 +44,30 @@ _MOST_DEVICES, _MOST_BYTES = 1 << 20, 16 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteNode:
-    """A machine with one or several equal devices.
+    """A machine with one or several equal devices."""
 
-    Attributes:
-        name: As links name it.
-        devices: How many.
-        memory_bytes: Of each device.
-        flops_per_s: FLOP/s that training reaches on each device (6 a parameter and token).
-        bandwidth_bits_per_s: Between two devices of the node, in each direction.
-        latency_s: One way between two devices of the node.
-        site: Where it stands, if the nodes stand at several sites: messages between sites may be coded.
-    """
-
-    name: str
-    devices: int
-    memory_bytes: float
-    flops_per_s: float
-    bandwidth_bits_per_s: float = inf
-    latency_s: float = 0.0
-    site: str = ""
+    name: str  # as links name it
+    devices: int  # how many
+    memory_bytes: float  # of each device
+    flops_per_s: float  # FLOP/s that training reaches on each device (6 a parameter and token)
+    bandwidth_bits_per_s: float = inf  # between two devices of the node, in each direction
+    latency_s: float = 0.0  # one way between two devices of the node
+    site: str = ""  # where it stands, if the nodes stand at several sites: messages between sites may be coded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLink:
-    """Link from one node to another.
+    """Link from one node to another."""
 
-    Attributes:
-        source: The sender's name; empty for any.
-        destination: The receiver's name; empty for any.
-        bandwidth_bits_per_s: For all devices of the node together.
-        latency_s: One way.
-    """
-
-    source: str = ""
-    destination: str = ""
-    bandwidth_bits_per_s: float
-    latency_s: float = 0.0
+    source: str = ""  # the sender's name; empty for any
+    destination: str = ""  # the receiver's name; empty for any
+    bandwidth_bits_per_s: float  # for all devices of the node together
+    latency_s: float = 0.0  # one way
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
     """Nodes and the links between them.
-
-    Attributes:
-        nodes: In the order of the devices' numbers.
-        between_nodes: Link of every pair of nodes that has none of its own.
-        links: Pairs of nodes with numbers of their own.
 
     Raises:
         ValueError: There is no node, a name is there twice or unknown, or a pair of nodes has no link.
@@ -100,9 +78,9 @@ class Site:
         ('box/0', 'box/1')
     """
 
-    nodes: tuple[SiteNode, ...]
-    between_nodes: NodeLink | None = None
-    links: tuple[NodeLink, ...] = ()
+    nodes: tuple[SiteNode, ...]  # in the order of the devices' numbers
+    between_nodes: NodeLink | None = None  # link of every pair of nodes that has none of its own
+    links: tuple[NodeLink, ...] = ()  # pairs of nodes with numbers of their own
 
     def __post_init__(self) -> None:
         """Check names and that every pair of nodes has a link."""

@@ -28,45 +28,27 @@ TIE = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRefusal:
-    """Grids that were left out.
+    """Grids that were left out."""
 
-    Attributes:
-        what: The grid, or what several of them share.
-        reason: The number, the limit and, where there is one, the remedy.
-        grids: How many grids.
-    """
-
-    what: str
-    reason: str
-    grids: int = 1
+    what: str  # the grid, or what several of them share
+    reason: str  # the number, the limit and, where there is one, the remedy
+    grids: int = 1  # how many grids
 
 
 @dataclass(frozen=True, kw_only=True)
 class SitePlan:
-    """The fastest layout, and what it was compared with.
+    """The fastest layout, and what it was compared with."""
 
-    Attributes:
-        site: The devices.
-        model: The model.
-        best: The fastest layout on its placement.
-        runners_up: The fastest layouts of other grids.
-        refused: Grids that were left out.
-        num_layouts: Layouts that fit.
-        num_simulated: Of these, those whose step was timed.
-        num_left: Pipelines beyond the limit of simulations, whose lower bound does not rule them out. No other layout
-            can be faster.
-        steps: Layouts that fit, by rising lower bounds.
-    """
-
-    site: Site
+    site: Site  # the devices
     model: ModelShape
-    best: StepCost
-    runners_up: tuple[StepCost, ...]
-    refused: tuple[LayoutRefusal, ...]
-    num_layouts: int
-    num_simulated: int
+    best: StepCost  # the fastest layout on its placement
+    runners_up: tuple[StepCost, ...]  # the fastest layouts of other grids
+    refused: tuple[LayoutRefusal, ...]  # grids that were left out
+    num_layouts: int  # layouts that fit
+    num_simulated: int  # of these, those whose step was timed
+    # pipelines beyond the limit of simulations, whose lower bound does not rule them out. No other layout can be faster
     num_left: int
-    steps: tuple[StepCost, ...] = ()
+    steps: tuple[StepCost, ...] = ()  # layouts that fit, by rising lower bounds
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
@@ -170,15 +152,10 @@ def _module_names(sizes: Sequence[int]) -> list[list[str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteRun:
-    """Contents of a site's plan file that a run uses.
+    """Contents of a site's plan file that a run uses."""
 
-    Attributes:
-        settings: Options of `thinwire train`, by their names.
-        rank_order: Name of the device of each rank.
-    """
-
-    settings: Mapping[str, Any]
-    rank_order: tuple[str, ...]
+    settings: Mapping[str, Any]  # options of `thinwire train`, by their names
+    rank_order: tuple[str, ...]  # name of the device of each rank
 
 
 _MOST_RANKS = 1 << 20

@@ -20,25 +20,15 @@ from thinwire.transport.wire.path_balance import BalanceRules, PathBalancer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficRow:
-    """Numbers of one method; of a hashing method the mean over its seeds.
-
-    Attributes:
-        method: The method.
-        max_congestion: Load of the fullest cable, in flows of the largest size.
-        bound: What no method can go below.
-        completion_s: Seconds until the last job is complete.
-        fastest_job_s: Seconds until the first job is complete.
-        pieces: Number of connections.
-        num_seeds: Plans that the numbers are the mean of.
-    """
+    """Numbers of one method; of a hashing method the mean over its seeds."""
 
     method: str
-    max_congestion: float
-    bound: float
-    completion_s: float
-    fastest_job_s: float
-    pieces: int
-    num_seeds: int = 1
+    max_congestion: float  # load of the fullest cable, in flows of the largest size
+    bound: float  # what no method can go below
+    completion_s: float  # seconds until the last job is complete
+    fastest_job_s: float  # seconds until the first job is complete
+    pieces: int  # number of connections
+    num_seeds: int = 1  # plans that the numbers are the mean of
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as a JSON object."""

@@ -57,14 +57,6 @@ _Parsed = TypeVar("_Parsed", bound=msgspec.Struct)
 class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Two layers of switches: every leaf has one cable to every spine, every host a port on one leaf or more.
 
-    Attributes:
-        spines: Number of spines.
-        uplink_bits_per_s: Rate of each cable between a leaf and a spine, in each direction.
-        port_bits_per_s: Rate of each port of a host, in each direction.
-        hosts: The leaf of each port of a host; the port's place in the list is its rail.
-        rates: Cables of another rate, by name, such as `leaf-1/spine-2`.
-        spine_addresses: IP addresses under which each spine answers probes, if known.
-
     Example:
         >>> hosts = {"a": (0,), "b": (1,)}
         >>> Fabric(spines=4, uplink_bits_per_s=1e7, port_bits_per_s=1e8, hosts=hosts).num_leaves
@@ -72,10 +64,12 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     spines: Annotated[int, Meta(ge=1, le=_MOST_SPINES)]
-    uplink_bits_per_s: _Rate
-    port_bits_per_s: _Rate
+    uplink_bits_per_s: _Rate  # rate of each cable between a leaf and a spine, in each direction
+    port_bits_per_s: _Rate  # rate of each port of a host, in each direction
+    # the leaf of each port of a host; the port's place in the list is its rail
     hosts: dict[_Name, Annotated[tuple[_Leaf, ...], Meta(min_length=1, max_length=64)]]
-    rates: dict[str, _Rate] = {}
+    rates: dict[str, _Rate] = {}  # cables of another rate, by name, such as `leaf-1/spine-2`
+    # IP addresses under which each spine answers probes, if known
     spine_addresses: Annotated[tuple[tuple[_Address, ...], ...], Meta(max_length=_MOST_SPINES)] = ()
 
     @property
@@ -103,20 +97,13 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class FabricFlow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bytes from one host to another.
+    """Bytes from one host to another."""
 
-    Attributes:
-        source: The sending host.
-        destination: The receiving host.
-        num_bytes: How many; `bytes` in the file.
-        job: Flows of one job complete together.
-        connections: Number of connections that share the bytes evenly; each takes one path.
-    """
-
-    source: _Name
-    destination: _Name
-    num_bytes: Annotated[int, Meta(ge=1, le=10**18)] = msgspec.field(name="bytes")
-    job: _Name = "job"
+    source: _Name  # the sending host
+    destination: _Name  # the receiving host
+    num_bytes: Annotated[int, Meta(ge=1, le=10**18)] = msgspec.field(name="bytes")  # how many; `bytes` in the file
+    job: _Name = "job"  # flows of one job complete together
+    # number of connections that share the bytes evenly; each takes one path
     connections: Annotated[int, Meta(ge=1, le=4096)] = 1
 
 
@@ -126,18 +113,12 @@ class _FlowsFile(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class LeafFlow:
-    """A connection as the path choosers see it: the ports are chosen, the spine is not.
+    """A connection as the path choosers see it: the ports are chosen, the spine is not."""
 
-    Attributes:
-        source_leaf: Leaf of the sending port.
-        destination_leaf: Leaf of the receiving port.
-        size: Bytes; exact.
-        source_port: Host and rail that send, for choosers that spread the connections of a port.
-    """
-
-    source_leaf: int
-    destination_leaf: int
-    size: Fraction
+    source_leaf: int  # leaf of the sending port
+    destination_leaf: int  # leaf of the receiving port
+    size: Fraction  # bytes; exact
+    # host and rail that send, for choosers that spread the connections of a port
     source_port: tuple[str, int] = ("", 0)
 
 
@@ -147,15 +128,10 @@ Parts = list[tuple[int, Fraction]]
 
 @dataclass(frozen=True)
 class SpinePaths:
-    """Paths between leaves over the spines whose two cables work.
-
-    Attributes:
-        fabric: The fabric.
-        failed: Cables that carry nothing, as pairs of leaf and spine.
-    """
+    """Paths between leaves over the spines whose two cables work."""
 
     fabric: Fabric
-    failed: frozenset[tuple[int, int]] = frozenset()
+    failed: frozenset[tuple[int, int]] = frozenset()  # cables that carry nothing, as pairs of leaf and spine
 
     @cached_property
     def _rates(self) -> dict[tuple[int, int], Fraction]:

@@ -34,30 +34,20 @@ _NOTHING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Bytes that may take any of some pairs of leaves, and any spine between them.
+    """Bytes that may take any of some pairs of leaves, and any spine between them."""
 
-    Attributes:
-        size: Bytes; exact.
-        ends: Source and destination leaf of each choice.
-    """
-
-    size: Fraction
-    ends: tuple[tuple[int, int], ...]
+    size: Fraction  # bytes; exact
+    ends: tuple[tuple[int, int], ...]  # source and destination leaf of each choice
 
 
 @dataclass(frozen=True, slots=True)
 class FractionalSplit:
-    """Shares of the demands, and what no split goes below.
+    """Shares of the demands, and what no split goes below."""
 
-    Attributes:
-        shares: For each demand and each of its pairs of leaves, the spines and their shares; all of a demand are 1.
-        bound_s: Seconds for which the fullest cable is busy at least, times 8: bytes over bits a second; exact.
-        is_proportional: Whether shares in proportion to the slower cable of each path are as good.
-    """
-
+    # for each demand and each of its pairs of leaves, the spines and their shares; all of a demand are 1
     shares: list[list[list[tuple[int, Fraction]]]]
-    bound_s: Fraction
-    is_proportional: bool
+    bound_s: Fraction  # seconds for which the fullest cable is busy at least, times 8: bytes over bits a second; exact
+    is_proportional: bool  # whether shares in proportion to the slower cable of each path are as good
 
 
 def split_demands(demands: Sequence[Demand], paths: SpinePaths) -> FractionalSplit:

@@ -19,19 +19,12 @@ from thinwire.traffic.planner import TrafficPlan
 
 @dataclass(frozen=True, kw_only=True)
 class RoundFlows:
-    """Messages of the rounds that are launched after one step.
-
-    Attributes:
-        step: The step.
-        fragments: The fragments that are exchanged.
-        num_steps: Steps until the first of them is applied.
-        stages: Flows of each stage; a stage begins when the one before has arrived.
-    """
+    """Messages of the rounds that are launched after one step."""
 
     step: int
-    fragments: tuple[int, ...]
-    num_steps: int
-    stages: tuple[tuple[FabricFlow, ...], ...]
+    fragments: tuple[int, ...]  # the fragments that are exchanged
+    num_steps: int  # steps until the first of them is applied
+    stages: tuple[tuple[FabricFlow, ...], ...]  # flows of each stage; a stage begins when the one before has arrived
 
     @property
     def num_bytes(self) -> int:

@@ -41,40 +41,24 @@ _PLANNED: Mapping[str, Callable[[Sequence[LeafFlow], SpinePaths], list[Parts]]] 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathPiece:
-    """A part of a flow and its path.
+    """A part of a flow and its path."""
 
-    Attributes:
-        share: Part of the flow's bytes, exact; the pieces of a flow add up to 1.
-        rail: Port of the sending host.
-        destination_rail: Port of the receiving host.
-        spine: The spine; None between ports of one leaf.
-        source_ports: Source ports that take this path, the best first; empty if not probed.
-        destination_port: Port for which this holds.
-    """
-
-    share: Fraction
-    rail: int
-    destination_rail: int
-    spine: int | None
-    source_ports: tuple[int, ...] = ()
-    destination_port: int | None = None
+    share: Fraction  # part of the flow's bytes, exact; the pieces of a flow add up to 1
+    rail: int  # port of the sending host
+    destination_rail: int  # port of the receiving host
+    spine: int | None  # the spine; None between ports of one leaf
+    source_ports: tuple[int, ...] = ()  # source ports that take this path, the best first; empty if not probed
+    destination_port: int | None = None  # port for which this holds
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficPlan:
-    """Paths of all flows by one method.
-
-    Attributes:
-        method: The method.
-        paths: The fabric without its failed cables.
-        flows: The flows.
-        pieces: The pieces of each flow.
-    """
+    """Paths of all flows by one method."""
 
     method: str
-    paths: SpinePaths
+    paths: SpinePaths  # the fabric without its failed cables
     flows: Sequence[FabricFlow]
-    pieces: Sequence[Sequence[PathPiece]] = field(repr=False)
+    pieces: Sequence[Sequence[PathPiece]] = field(repr=False)  # the pieces of each flow
 
     @property
     def num_pieces(self) -> int:

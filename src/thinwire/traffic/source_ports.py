@@ -79,16 +79,11 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 class PathProbe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Result of one host about its source ports.
+    """Result of one host about its source ports."""
 
-    Attributes:
-        source: The host.
-        destination_port: Port of the connections; another one takes other paths.
-        routers: Address of the spine of each source port, by destination host; `path-N` where only timing tells it.
-    """
-
-    source: _Name
-    destination_port: _Port
+    source: _Name  # the host
+    destination_port: _Port  # port of the connections; another one takes other paths
+    # address of the spine of each source port, by destination host; `path-N` where only timing tells it
     routers: dict[_Name, dict[str, Annotated[str, Meta(max_length=64)]]]
 
     def to_json(self) -> dict[str, Any]:
@@ -224,15 +219,11 @@ class _Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Ports of a rank that a load slowed.
+    """Ports of a rank that a load slowed."""
 
-    Attributes:
-        known: Its ports by the path that they are known to take: how many were slow, and how many there are.
-        new: Slow ports without a path yet.
-    """
-
+    # its ports by the path that they are known to take: how many were slow, and how many there are
     known: dict[int, tuple[_Count, Annotated[int, Meta(ge=1)]]]
-    new: _Count
+    new: _Count  # slow ports without a path yet
 
 
 class _Votes:
