@@ -344,7 +344,7 @@ class Life:
             self.session.launch(round_id, launch_step=self.step)
 
     def _is_there(self, flight: Flight) -> bool:
-        return flight.decision is not None and flight.machine.is_complete(flight.decision)
+        return flight.decision is not None and not flight.machine.num_lacking(flight.decision)
 
     def _land(self, round_id: int) -> bool:
         """Apply a round whose parts are all there."""

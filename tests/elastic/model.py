@@ -305,7 +305,7 @@ class World:
                     session.send("stuck", round=round_id, why="nobody gives it")
                     self._go(replica)
                     return
-        if decision is not None and machine.is_complete(decision):
+        if decision is not None and not machine.num_lacking(decision):
             self._apply(replica, round_id, decision)
 
     def _apply(self, replica: Replica, round_id: int, decision: Decision) -> None:
@@ -361,9 +361,12 @@ class World:
         machines = [
             (
                 machine.has,
-                sorted((n, tuple(at), machine._is_late(at, LIMIT_S, now_s)) for n, at in machine._asked.items()),
-                sorted((n, now_s > at + 0.2) for n, at in machine._failed.items()), machine._has_voted,
-                machine._called_s is not None and now_s > machine._called_s + LIMIT_S,
+                sorted(
+                    (n, tuple(at), now_s >= max(at.values()) + LIMIT_S * 2 ** (len(at) - 1))
+                    for n, at in machine._asked.items()
+                ),
+                sorted((n, now_s > at + 0.2) for n, at in machine._failed.items()), machine.has_voted,
+                machine.called_s is not None and now_s > machine.called_s + LIMIT_S,
                 machine._num_parts, machine._num_parts >= 0 and now_s > machine._until_s,
                 sorted((n, turn % 6) for n, turn in machine._turns.items()),
             )

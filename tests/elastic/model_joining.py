@@ -369,7 +369,7 @@ class Town:
             return found
         view = life.session.view
         flights = [
-            (n, one.machine.has, one.machine._has_voted, sorted(one.asked)) for n, one in sorted(life.flights.items())
+            (n, one.machine.has, one.machine.has_voted, sorted(one.asked)) for n, one in sorted(life.flights.items())
         ]
         return (
             *found, life.offer, flights, sorted(life.blobs), sorted(life.shown), life.used, life.lease,

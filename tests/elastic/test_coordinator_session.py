@@ -131,14 +131,14 @@ def test_a_bid_seeks_what_was_decided_at_its_holders_and_gives_up_where_there_ar
         for action in machine.advance(seen(decision=found), now_s=2.5 * turn):
             asked |= {action.source} if action.member == 1 else set()
     assert asked == {1, 2}
-    assert not machine.is_complete(found)
+    assert machine.num_lacking(found)
     machine.on_part(1)
     gone = machine.advance(seen(decision=found, neighbours=(0, 1)), now_s=14.0)
     assert gone == [RequestPart(source=1, member=2)], "one that is left may have fetched it before the holder went"
     alone = machine.advance(seen(decision=found, neighbours=(0,), active=(0,)), now_s=15.0)
     assert alone == [GiveUp(member=2, sources=())]
     machine.on_part(2)
-    assert machine.is_complete(found) and machine.advance(seen(decision=found), now_s=99.0) == []
+    assert not machine.num_lacking(found) and machine.advance(seen(decision=found), now_s=99.0) == []
 
 
 def test_a_bid_gives_up_in_the_end_and_never_asks_itself() -> None:

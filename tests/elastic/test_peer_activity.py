@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from thinwire.elastic.join import SILENT_S, PeerActivity
+from thinwire.elastic.coordinator_session import SILENT_S, PeerActivity
 from thinwire.elastic.round_driver import CastVote, RoundInputs, RoundStateMachine
 
 

@@ -38,28 +38,6 @@ from thinwire.transport.secret import Secret, make_secret, need_pyzmq, read_secr
 SECRET_FILE = "secret"
 
 
-class _NoSession:
-    """Stands for the session with a coordinator where a method is only checked."""
-
-    def active(self) -> tuple[int, ...]:
-        raise AssertionError
-
-    def known_step(self) -> int:
-        raise AssertionError
-
-    def is_decided(self, round_id: int) -> bool:
-        raise AssertionError
-
-    def propose(self, part: Any, **rest: Any) -> Any:
-        raise AssertionError
-
-    def reject(self, member: int, **rest: Any) -> None:
-        raise AssertionError
-
-    def confirm(self, round_id: int, sound: Any) -> None:
-        raise AssertionError
-
-
 def check_elastic(config: TrainConfig) -> None:
     """Check the options of an elastic run.
 
@@ -82,7 +60,7 @@ def check_elastic(config: TrainConfig) -> None:
             allowed="one number; a slow replica is not waited for anyway", remedy="--overlap-steps 1",
         )  # fmt: skip
     check_ranks(config, num_ranks=config.elastic.ranks_per_replica, num_replicas=here)
-    elastic(make_method(config), session=_NoSession())
+    elastic(make_method(config), session=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic.adaptive_local_steps import PeerPace
@@ -16,6 +17,7 @@ from thinwire.elastic.rounds import Decision
 from thinwire.elastic.routing import BEGINS, LATEST, Detour, LinkRates, Sites, slow_sources
 from thinwire.errors import ConnectError, DroppedBadParts, Expelled, NonFiniteError, RunOver
 from thinwire.roles import ROLES
+from thinwire.transport.wire.wire_transport import WireTransport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,24 +109,64 @@ class RoundLimits:
     last_step: float = math.inf  # the run's last inner step
 
 
-class LinkActivity(Protocol):
-    """Activity on a replica's links; `PeerActivity` measures it."""
+# Seconds. A connection sends a heartbeat once a second; any byte counts as one.
+SILENT_S = 3.0
+_SAMPLE_S = 0.5
+# Share of the highest rate of the last minute from which a link counts as busy. A link that became ten times slower
+# still counts as busy; one that carries only the trickle of a slow sender does not.
+_BUSY_SHARE = 1 / 16
+# Bytes a second: messages and heartbeats alone stay below this.
+_IDLE_BYTES = 4096
+_RECENT_S, _LONG_S = 2.0, 60.0
 
-    def silent_peers(self) -> Collection[int]:
-        """Return the peers from which nothing arrives."""
-        ...
+
+class PeerActivity:
+    """Samples the connections twice a second at most, however often it is asked.
+
+    Args:
+        wire: Connections of this replica; None sees no activity.
+        now: Clock in seconds that never goes back.
+    """
+
+    def __init__(self, wire: WireTransport | None = None, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._wire = wire
+        self._now = now
+        self._sampled_s: float | None = None
+        self._silent: frozenset[int] = frozenset()
+        self._received_bytes: dict[int, int] = {}
+        self._rates: deque[tuple[float, float, float]] = deque()  # begin, end, bytes a second
+
+    def silent_peers(self) -> frozenset[int]:
+        """Return the peers silent for `SILENT_S`; a lost connection is reported elsewhere and does not count."""
+        self._sample()
+        return self._silent
 
     def is_link_busy(self) -> bool:
-        """Return whether much arrives over this replica's own link."""
-        ...
+        """Return whether the last seconds brought much, compared with what this link can carry."""
+        self._sample()
+        if not self._rates:
+            return False
+        now_s = self._rates[-1][1]
+        recent = [(end_s - begin_s, rate) for begin_s, end_s, rate in self._rates if end_s > now_s - _RECENT_S]
+        rate = sum(seconds * rate for seconds, rate in recent) / sum(seconds for seconds, _ in recent)
+        return rate >= max(_IDLE_BYTES, _BUSY_SHARE * max(found for _, _, found in self._rates))
 
-
-class _NoActivity:
-    def silent_peers(self) -> Collection[int]:
-        return ()
-
-    def is_link_busy(self) -> bool:
-        return False
+    def _sample(self) -> None:
+        now_s = self._now()
+        if self._sampled_s is not None and now_s - self._sampled_s < _SAMPLE_S:
+            return
+        readings = {peer: self._wire.reading(peer) for peer in self._wire.peers()} if self._wire is not None else {}
+        known = {peer: one for peer, one in readings.items() if one is not None}
+        self._silent = frozenset(peer for peer, one in known.items() if one.silence_s > SILENT_S)
+        totals = {peer: one.received_bytes for peer, one in known.items()}
+        if self._sampled_s is not None:
+            # a new connection counts from 0 again
+            came = [total - before if total >= (before := self._received_bytes.get(peer, 0)) else total
+                    for peer, total in totals.items()]  # fmt: skip
+            self._rates.append((self._sampled_s, now_s, sum(came) / (now_s - self._sampled_s)))
+            while self._rates[0][1] < now_s - _LONG_S:
+                self._rates.popleft()
+        self._received_bytes, self._sampled_s = totals, now_s
 
 
 def _ignore(text: str) -> None:
@@ -159,7 +201,7 @@ class CoordinatorSession:
         self, *, replica: int, interval_steps: int, send: Callable[..., None],
         on_roster: Callable[[Mapping[int, Neighbour]], None] = lambda neighbours: None,
         warn: Callable[[str], None] = _ignore, now: Callable[[], float] = time.monotonic,
-        activity: LinkActivity | None = None, limits: RoundLimits = RoundLimits(),
+        activity: PeerActivity | None = None, limits: RoundLimits = RoundLimits(),
     ) -> None:  # fmt: skip
         self.replica = replica
         self.interval_steps = interval_steps
@@ -171,7 +213,7 @@ class CoordinatorSession:
         self.step_s = self._steps_per_interval = self._tokens_s = self._loss = 0.0
         self.pace = PeerPace()
         self.link_rates = LinkRates()
-        self.activity: LinkActivity = activity or _NoActivity()
+        self.activity = activity or PeerActivity()
         self.limits = limits
         self.missing_parts: dict[int, int] = {}
         self.verifiers: list[Callable[[int, int], None]] = []
@@ -241,7 +283,7 @@ class CoordinatorSession:
 
     def launch(self, round_id: int, *, launch_step: int) -> None:
         """Announce that this replica's part of a round can be fetched."""
-        self._send_reliably("launch", round_id, step=launch_step, used=self._used())
+        self.send_reliably("launch", key=round_id, round=round_id, step=launch_step, used=self._used())
 
     def withhold(self, round_id: int, *, launch_step: int, parts: int) -> None:
         """Report that this replica's part of a round holds NaN or infinity and is not offered.
@@ -251,21 +293,20 @@ class CoordinatorSession:
             launch_step: The step that it is launched at.
             parts: How many such parts in a row there have been, this one among them.
         """
-        self._send_reliably("withhold", round_id, step=launch_step, used=self._used(), parts=parts)
+        self.send_reliably("withhold", key=round_id, round=round_id, step=launch_step, used=self._used(), parts=parts)
 
     def _used(self) -> dict[str, int]:
         return {str(shard): windows for shard, windows in self._used_windows.items()}
 
     def vote(self, round_id: int, *, has: tuple[int, ...], reference_hash: int) -> None:
         """Report the parts of a round that this replica holds."""
-        self._send_reliably("vote", round_id, step=self.step, has=list(has), hash=reference_hash)
+        self.send_reliably("vote", key=round_id, round=round_id, step=self.step, has=list(has), hash=reference_hash)
 
     def settle(self, round_id: int) -> None:
         """Stop sending messages about a round."""
         with self.changed:
-            self._unanswered.pop(("launch", round_id), None)
-            self._unanswered.pop(("withhold", round_id), None)
-            self._unanswered.pop(("vote", round_id), None)
+            for kind in ("launch", "withhold", "vote"):
+                self._unanswered.pop((kind, round_id), None)
             self.view.calls.pop(round_id, None)
 
     def lease(self, number: int) -> tuple[int, int]:
@@ -286,11 +327,11 @@ class CoordinatorSession:
         with self.changed:
             if number in self.view.leases or ("lease", number) in self._unanswered:
                 return
-        self._send_reliably("lease", number, number=number)
+        self.send_reliably("lease", key=number, number=number)
 
     def account(self, step: int, *, deadline_s: float) -> Mapping[str, Any] | None:
         """Return the account of the data at a step; None where the coordinator does not answer in time."""
-        self._send_reliably("account", step, step=step)
+        self.send_reliably("account", key=step, step=step)
         try:
             found: Mapping[str, Any] = self.wait_for(
                 lambda view: view.accounts.get(step), deadline_s=deadline_s, why="the state is kept without it"
@@ -307,9 +348,11 @@ class CoordinatorSession:
         """Send a message once, without acknowledgement."""
         self._send(kind, **fields)
 
-    def send_reliably(self, kind: str, **fields: Any) -> None:
-        """Send a message repeatedly until `stop_resending`."""
-        self._send_reliably(kind, -1, **fields)
+    def send_reliably(self, kind: str, *, key: int = -1, **fields: Any) -> None:
+        """Send a message repeatedly until it is answered or `stop_resending`; one of a kind and key at a time."""
+        with self.changed:
+            self._unanswered[kind, key] = _PendingMessage(kind, fields, self._now())
+        self._send(kind, **fields)
 
     def stop_resending(self, kind: str) -> None:
         """Stop sending a message again."""
@@ -347,7 +390,10 @@ class CoordinatorSession:
     def tick(self) -> None:
         """Send a heartbeat when due, and resend unacknowledged messages."""
         now_s = self._now()
-        self._warn_of_silence(now_s - self.view.heard_s)
+        silence_s = now_s - self.view.heard_s
+        if silence_s >= self._warn_s:
+            self._warn_s *= 2
+            self._warn(f"nothing was heard of the coordinator for {silence_s:.0f} s; waiting for it")
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + 1.0
             self._send("beat", step=self.step, step_s=round(self.step_s, 6), roster=self.view.roster_number)
@@ -369,11 +415,6 @@ class CoordinatorSession:
             probes = self.link_rates.newest(avoided)
             self._send("rates", rates=rates, latest=self.link_rates.report(latest=LATEST), probes=probes)
 
-    def _warn_of_silence(self, silence_s: float) -> None:
-        if silence_s >= self._warn_s:
-            self._warn_s *= 2
-            self._warn(f"nothing was heard of the coordinator for {silence_s:.0f} s; waiting for it")
-
     def receive(self, message: Message) -> None:
         """Process a message from the coordinator."""
         with self.changed:
@@ -384,12 +425,6 @@ class CoordinatorSession:
                 handler(self, message)
             self.changed.notify_all()
 
-    def _send_reliably(self, kind: str, key: int, **fields: Any) -> None:
-        full = {"round": key, **fields} if kind in ("launch", "withhold", "vote") else fields
-        with self.changed:
-            self._unanswered[kind, key] = _PendingMessage(kind, full, self._now())
-        self._send(kind, **full)
-
     def _on_roster(self, message: Message) -> None:
         found = {one["replica"]: Neighbour.of(one) for one in map(checked_member, message["members"])}
         self.view.neighbours = found
@@ -399,8 +434,28 @@ class CoordinatorSession:
         self.view.roster_number = message["number"]
         self._on_new_roster(found)
 
-    def _on_call(self, message: Message) -> None:
-        self.view.calls[message["round"]] = numbers(message["members"], what="those that are called")
+    def _on_notice(self, message: Message) -> None:
+        """Take in a message that changes one field of the view."""
+        view = self.view
+        match message["kind"]:
+            case "call":
+                view.calls[message["round"]] = numbers(message["members"], what="those that are called")
+            case "capture":
+                view.captures.add(message["step"])
+            case "account":
+                view.accounts[message["step"]] = message["note"]
+            case "pause":
+                view.is_paused = message["paused"]
+            case "leave":
+                view.leave_why = message["why"] or "was told to leave"
+            case "failed":
+                view.failed_why = message["why"] or "the run has failed"
+            case "unknown":
+                view.expelled_why = view.expelled_why or "is not known to the coordinator any more"
+            case "refused":
+                view.refused_why = message["why"] or "no reason was given"
+            case "finish":
+                view.finish = message
 
     def _on_recorded(self, message: Message) -> None:
         pending = self._unanswered.get(("records", -1))
@@ -424,8 +479,8 @@ class CoordinatorSession:
         self.pace.observe(message["step"], now_s=self._now())
         self.view.floor_step = max(self.view.floor_step, message["floor"])
         self.view.kept_step = max(self.view.kept_step, message["kept"])
-        old = [number for number, found in self.view.decisions.items() if self._is_old(found)]
-        for number in old:
+        oldest = self.view.floor_step - 2 * self.interval_steps
+        for number in [number for number, found in self.view.decisions.items() if found.launch_step < oldest]:
             del self.view.decisions[number]
 
     def _on_pace(self, message: Message) -> None:
@@ -434,27 +489,15 @@ class CoordinatorSession:
         before = slow_sources(self.view.detours, replica=self.replica)
         self.view.detours = tuple(Detour.from_list(numbers(one, what="a detour")) for one in message["detours"])
         for source in slow_sources(self.view.detours, replica=self.replica) - before:
-            self._distrust_rate(source)
-
-    def _distrust_rate(self, source: int) -> None:
-        """Measure a slow link's reverse direction again, unless that is slow too.
-
-        Receipts may have queued behind the parts that came over the slow direction.
-        """
-        latest = self.link_rates.report(latest=LATEST)
-        rate = latest.get(str(source))
-        if rate is None or rate * BEGINS > max(latest.values()):
-            self.link_rates.forget(source)
-
-    def _is_old(self, decision: Decision) -> bool:
-        return decision.launch_step + 2 * self.interval_steps < self.view.floor_step
+            # a slow link's reverse direction is measured again unless it is slow too: its receipts may have queued
+            # behind the parts that came over the slow direction
+            latest = self.link_rates.report(latest=LATEST)
+            if latest.get(str(source), math.inf) * BEGINS > max(latest.values(), default=0):
+                self.link_rates.forget(source)
 
     def _advance(self, message: Message) -> None:
         self.view.step = max(self.view.step, message["step"])
         self.view.closed_step = max(self.view.closed_step, message["closed"])
-
-    def _on_capture(self, message: Message) -> None:
-        self.view.captures.add(message["step"])
 
     def _on_state(self, message: Message) -> None:
         self._unanswered.pop(("here", -1), None)
@@ -477,9 +520,6 @@ class CoordinatorSession:
         for verify in self.verifiers:
             verify(message["round"], message["member"])
 
-    def _on_account(self, message: Message) -> None:
-        self.view.accounts[message["step"]] = message["note"]
-
     def _on_anew(self, message: Message) -> None:
         """Forget all decisions: no replica holds that state any more, and the run continues from an earlier one."""
         self.view.decisions.clear()
@@ -491,47 +531,24 @@ class CoordinatorSession:
         self._unanswered.pop(("lease", message["number"]), None)
         self.view.leases[message["number"]] = message["shard"], message["start"]
 
-    def _on_pause(self, message: Message) -> None:
-        self.view.is_paused = message["paused"]
-
-    def _on_leave(self, message: Message) -> None:
-        self.view.leave_why = message["why"] or "was told to leave"
-
     def _on_expelled(self, message: Message) -> None:
         self.view.expelled_why = message["why"] or "was removed"
         self.view.has_bad_parts = message["has_bad_parts"]
 
-    def _on_failed(self, message: Message) -> None:
-        self.view.failed_why = message["why"] or "the run has failed"
-
-    def _on_unknown(self, message: Message) -> None:
-        self.view.expelled_why = self.view.expelled_why or "is not known to the coordinator any more"
-
-    def _on_refused(self, message: Message) -> None:
-        self.view.refused_why = message["why"] or "no reason was given"
-
-    def _on_finish(self, message: Message) -> None:
-        self.view.finish = message
-
 
 _HANDLERS: Mapping[str, Callable[[CoordinatorSession, Message], None]] = {
     "roster": CoordinatorSession._on_roster,
-    "call": CoordinatorSession._on_call,
     "recorded": CoordinatorSession._on_recorded,
     "decision": CoordinatorSession._on_decision,
     "progress": CoordinatorSession._on_progress,
     "pace": CoordinatorSession._on_pace,
     "verify": CoordinatorSession._on_verify,
-    "capture": CoordinatorSession._on_capture,
     "state": CoordinatorSession._on_state,
-    "account": CoordinatorSession._on_account,
     "anew": CoordinatorSession._on_anew,
     "leased": CoordinatorSession._on_leased,
-    "pause": CoordinatorSession._on_pause,
-    "leave": CoordinatorSession._on_leave,
     "expelled": CoordinatorSession._on_expelled,
-    "failed": CoordinatorSession._on_failed,
-    "unknown": CoordinatorSession._on_unknown,
-    "refused": CoordinatorSession._on_refused,
-    "finish": CoordinatorSession._on_finish,
+    **dict.fromkeys(
+        ("call", "capture", "account", "pause", "leave", "failed", "unknown", "refused", "finish"),
+        CoordinatorSession._on_notice,
+    ),
 }

@@ -8,29 +8,21 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from thinwire.averaging.aggregation_rules import WeightedMean
-from thinwire.averaging.exchange import (
-    AllGather,
-    BoundExchange,
-    Exchange,
-    Shapes,
-    TwoPhase,
-    laid_out,
-)
+from thinwire.averaging.exchange import AllGather, BoundExchange, Exchange, Shapes, TwoPhase, laid_out
 from thinwire.averaging.payloads import EncodeStage, ExchangeState, Ramp, decode
 from thinwire.averaging.quorum import PART_HEADER_BYTES, PartHeader, read_part_header, with_part_header
 from thinwire.averaging.reductions import norms
 from thinwire.averaging.round_context import Average, Progress, RoundContext, Steps, Wait
 from thinwire.codecs.base import Codec
 from thinwire.elastic.protocol import PartFault
+from thinwire.elastic.round_driver import ReplicaRounds
 from thinwire.errors import NonFiniteError, PayloadError
-from thinwire.transport.base import Pending
 
 # A part this many times as long as the median of the others, for its number of steps, is shortened to that.
 MOST_LENGTH = 3.0
@@ -47,91 +39,6 @@ _EPISODE_ROUNDS = 32
 _MOST_MAGNITUDE = 1e30
 
 
-class DecidedParts(Protocol):
-    """The parts that a round decided on, the same at every replica that applies it."""
-
-    @property
-    def parts(self) -> Mapping[int, torch.Tensor]:
-        """By replica in ascending order: uint8, one-dimensional, CPU."""
-        ...
-
-    @property
-    def step(self) -> int:
-        """The furthest step that any replica is known to have reached."""
-        ...
-
-    @property
-    def closed_step(self) -> int:
-        """A step up to which all rounds are decided."""
-        ...
-
-    @property
-    def refused(self) -> Mapping[int, tuple[PartFault, str]]:
-        """By replica, what is wrong with the part that it delivered to this one, and the error's text."""
-        ...
-
-
-class ProposedPart(Pending, Protocol):
-    """A part that was offered; the decision is there once its `wait` has returned."""
-
-    @property
-    def agreed(self) -> DecidedParts | None:
-        """The decided parts, None until `wait` has returned."""
-        ...
-
-
-class ElasticSession(Protocol):
-    """A replica's session in an elastic run: who takes part, and which parts each round decides on."""
-
-    def active(self) -> tuple[int, ...]:
-        """Return the replicas that take part, this one among them."""
-        ...
-
-    def known_step(self) -> int:
-        """Return the furthest step at which any replica has launched a round."""
-        ...
-
-    def is_decided(self, round_id: int) -> bool:
-        """Return whether a round was decided without this replica."""
-        ...
-
-    def propose(
-        self, part: torch.Tensor | None, *, round_id: int, launch_step: int, reference_hash: int, most_bytes: int,
-        bad_parts: int = 0,
-    ) -> ProposedPart:  # fmt: skip
-        """Offer a part, None for none, and take part in what is agreed on.
-
-        Args:
-            part: uint8, one-dimensional, CPU.
-            round_id: The round.
-            launch_step: The step that it is launched at.
-            reference_hash: Of the global value that the part refers to.
-            most_bytes: Size of a part, at most.
-            bad_parts: Where none is offered because it holds NaN or infinity: how many of these there were in a row,
-                this one among them; else 0.
-        """
-        ...
-
-    def reject(
-        self, member: int, *, round_id: int, bad_parts: int, since: int, fault: PartFault, why: str = ""
-    ) -> None:
-        """Report that a part could not be used, and was left out of the mean.
-
-        Args:
-            member: Whose part.
-            round_id: The round.
-            bad_parts: How many of its parts in a row were bad, this one among them.
-            since: The round of the first of them.
-            fault: What is wrong with this one.
-            why: The error's text.
-        """
-        ...
-
-    def confirm(self, round_id: int, sound: Collection[int]) -> None:
-        """Record whose parts of a round could be used, after the last `reject` of that round."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticMean:
     """Every replica offers its part; the mean is taken of the decided ones, the same for all.
@@ -143,7 +50,7 @@ class ElasticMean:
 
     Args:
         codec: The code of a part.
-        session: This replica's session, None for a description.
+        session: This replica's rounds, None for a description.
         most_length: Longest part, in median lengths.
         find: Called with a text where parts of a replica are shortened in several rounds in a row.
 
@@ -152,7 +59,7 @@ class ElasticMean:
     """
 
     codec: Codec
-    session: ElasticSession | None = field(default=None, compare=False, repr=False)
+    session: ReplicaRounds | None = field(default=None, compare=False, repr=False)
     most_length: float = MOST_LENGTH
     find: Callable[[str], None] = field(default=lambda text: None, compare=False, repr=False)
 
@@ -168,12 +75,12 @@ class ElasticMean:
         return (num_replicas - 1) * (PART_HEADER_BYTES + self.codec.payload_bytes(numel))
 
 
-def elastic_mean(exchange: Exchange, *, session: ElasticSession, find: Callable[[str], None]) -> ElasticMean:
+def elastic_mean(exchange: Exchange, *, session: ReplicaRounds | None, find: Callable[[str], None]) -> ElasticMean:
     """Return the elastic variant of an exchange.
 
     Args:
         exchange: The method's own.
-        session: This replica's session.
+        session: This replica's rounds, None for a description.
         find: See `ElasticMean`.
 
     Raises:
@@ -233,14 +140,9 @@ class _BoundElasticMean(ExchangeState):
         )  # fmt: skip
 
     def _mean(
-        self,
-        parts: Mapping[int, torch.Tensor],
-        codec: Codec,
-        *,
-        numel: int,
-        device: torch.device,
+        self, parts: Mapping[int, torch.Tensor], codec: Codec, *, numel: int, device: torch.device,
         context: RoundContext,
-    ) -> tuple[torch.Tensor, dict[int, float]]:
+    ) -> tuple[torch.Tensor, dict[int, float]]:  # fmt: skip
         what = context.describe()
         decoded, offers = {}, {}
         for member, raw in parts.items():

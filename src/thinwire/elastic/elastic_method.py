@@ -12,7 +12,8 @@ from torch import nn
 
 from thinwire.averaging.exchange import Exchange
 from thinwire.averaging.topology import AllReplicas, Peers
-from thinwire.elastic.elastic_mean import ElasticSession, elastic_mean
+from thinwire.elastic.elastic_mean import elastic_mean
+from thinwire.elastic.round_driver import ReplicaRounds
 from thinwire.sync.fragments import find_blocks
 from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.method import Method
@@ -32,14 +33,15 @@ class Present:
         session: Knows them.
     """
 
-    session: ElasticSession = field(compare=False, repr=False)
+    session: ReplicaRounds | None = field(compare=False, repr=False)
 
     def peers(self, *, round_id: int, me: int, alive: Sequence[int]) -> Peers:
+        assert self.session is not None, "made to be checked only"
         return Peers(me=me, members=self.session.active())
 
 
 def elastic(
-    method: Method, *, session: ElasticSession,
+    method: Method, *, session: ReplicaRounds | None,
     find: Callable[[str], None] = lambda text: None, pieces: ReplicaShards | None = None,
 ) -> Method:  # fmt: skip
     """Return a method's variant for replicas that come and go.
@@ -48,7 +50,7 @@ def elastic(
 
     Args:
         method: One whose rounds average pseudo-gradients over all replicas.
-        session: This replica's session.
+        session: This replica's rounds; None where the method is only checked.
         find: Called with a text for each part that was refused or shortened.
         pieces: Reaches the shards of a replica of several ranks, at the one of them that leads.
 

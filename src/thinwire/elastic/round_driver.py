@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -24,6 +23,7 @@ from thinwire.elastic.routing import probed_sources, relays, site_of, slow_sourc
 from thinwire.errors import Expelled, PayloadError, TransportError
 from thinwire.events import FIRST_LAST_ROUND
 from thinwire.transport.base import Received
+from thinwire.transport.blob_store import BlobFetch, BlobStore
 
 # Seconds until a replica that could not deliver a part is asked again.
 _AGAIN_S = 0.2
@@ -89,6 +89,10 @@ class RoundStateMachine:
         replica: Number of this replica.
         has_part: Whether it offers a part of its own; otherwise it only waits for the decision.
 
+    Attributes:
+        called_s: Time at which the call was seen, None before.
+        has_voted: Whether this replica has voted and only waits for the decision.
+
     Example:
         >>> machine = RoundStateMachine(replica=0, has_part=True)
         >>> words = dict(decision=None, active=(0, 1), neighbours=(0, 1), limit_s=2.0)
@@ -104,9 +108,9 @@ class RoundStateMachine:
         self._has = {replica} if has_part else set[int]()
         self._asked: dict[int, dict[int, float]] = {}  # by whose part it is: who was asked, and when
         self._failed: dict[int, float] = {}
-        self._called_s: float | None = None
+        self.called_s: float | None = None
+        self.has_voted = not has_part
         self._until_s, self._num_parts = 0.0, -1
-        self._has_voted = not has_part
         self._turns: dict[int, int] = {}
         self._direct: set[int] = set()  # whose parts a relay did not give
         self._direct_s = 0.0
@@ -116,16 +120,6 @@ class RoundStateMachine:
     def has(self) -> tuple[int, ...]:
         """Members whose parts are here, in ascending order."""
         return tuple(sorted(self._has))
-
-    @property
-    def called_s(self) -> float | None:
-        """Time at which the call was seen, None before."""
-        return self._called_s
-
-    @property
-    def has_voted(self) -> bool:
-        """Whether this replica has voted and only waits for the decision."""
-        return self._has_voted
 
     def on_part(self, member: int) -> None:
         """Record a part that arrived."""
@@ -147,35 +141,31 @@ class RoundStateMachine:
             self._asked.pop(member, None)
             self._failed[member] = now_s
 
-    def is_complete(self, decision: Decision) -> bool:
-        """Return whether all parts of the mean are here."""
-        return not self.num_lacking(decision)
-
     def num_lacking(self, decision: Decision) -> int:
         """Return the number of parts of the mean that are missing."""
         return len(set(decision.members) - self._has)
 
     def advance(self, inputs: RoundInputs, *, now_s: float) -> list[Action]:
         """Return the actions due now; they count as done."""
-        return (
-            self._gather(inputs, now_s) if inputs.decision is None else self._complete(inputs.decision, inputs, now_s)
-        )
-
-    def _gather(self, inputs: RoundInputs, now_s: float) -> list[Action]:
-        if self._has_voted:
+        if inputs.decision is not None:
+            return self._complete(inputs.decision, inputs, now_s)
+        if self.has_voted:
             return []
         todo: list[Action] = []
+        responsive = set(inputs.active) - set(inputs.silent)
         for peer in inputs.active:
             if peer not in self._has | self._refused and self._is_wanted(peer, inputs, now_s):
-                todo.append(self._ask(self._first_source(peer, inputs), peer, now_s))
+                relay = inputs.relays.get(peer, peer)
+                source = relay if peer not in self._direct and relay in responsive else peer
+                todo.append(self._ask(source, peer, now_s))
         if inputs.called is not None:
-            self._called_s = now_s if self._called_s is None else self._called_s
+            self.called_s = now_s if self.called_s is None else self.called_s
             # parts of dead or sleeping replicas, and those refused, would only delay the vote
             awaited = (set(inputs.called) & {*inputs.active, self._replica}) - set(inputs.silent) - self._refused
             # an origin asked in place of its relay gets the full time limit
             limit_s = max(inputs.limit_s, inputs.slack_s)
-            if self._has.issuperset(awaited) or now_s > max(self._called_s, self._direct_s) + limit_s:
-                self._has_voted = True
+            if self._has.issuperset(awaited) or now_s > max(self.called_s, self._direct_s) + limit_s:
+                self.has_voted = True
                 todo.append(CastVote(has=self.has))
         return todo
 
@@ -184,25 +174,20 @@ class RoundStateMachine:
         asked = self._asked.get(peer)
         if not asked:
             return self._is_due(peer, inputs, now_s)
-        if peer in asked or self._called_s is None:
+        if peer in asked or self.called_s is None:
             return False
         # a called, responsive relay will fetch the part; the link to the origin is spared until its limit
         is_called = inputs.called is not None and set(asked) <= set(inputs.called) - set(inputs.silent)
-        if is_called and now_s < max(self._called_s, *asked.values()) + inputs.relay_limit_s:
+        if is_called and now_s < max(self.called_s, *asked.values()) + inputs.relay_limit_s:
             return False
         # from here on the origin itself is asked, with a time limit that starts now
         self._direct.add(peer)
         self._direct_s = now_s
         return True
 
-    def _first_source(self, peer: int, inputs: RoundInputs) -> int:
-        relay = inputs.relays.get(peer, peer)
-        return relay if peer not in self._direct and relay in set(inputs.active) - set(inputs.silent) else peer
-
     def _complete(self, decision: Decision, inputs: RoundInputs, now_s: float) -> list[Action]:
-        if (
-            len(self._has) > self._num_parts or inputs.ahead
-        ):  # something comes, however slowly, or is yet to be asked for
+        # something comes, however slowly, or is yet to be asked for
+        if len(self._has) > self._num_parts or inputs.ahead:
             self._num_parts, self._until_s = len(self._has), now_s + max(_LEAST_FETCH_S, 3 * inputs.limit_s)
         todo: list[Action] = []
         for member in sorted(set(decision.members) - self._has):
@@ -230,15 +215,11 @@ class RoundStateMachine:
 
         Earlier requests continue: on a link that became slow, a part requested again would never arrive.
         """
-        asked = self._asked.get(member)
-        if asked:
-            return self._is_late(asked, inputs.limit_s * (_BUSY_TIMES if inputs.is_busy else 1.0), now_s)
+        if asked := self._asked.get(member):
+            # the limit doubles with each source asked: exponential back-off against duplicate transfers
+            limit_s = inputs.limit_s * (_BUSY_TIMES if inputs.is_busy else 1.0) * 2.0 ** (len(asked) - 1)
+            return now_s >= max(asked.values()) + limit_s
         return member not in self._failed or now_s > self._failed[member] + _AGAIN_S
-
-    @staticmethod
-    def _is_late(asked: Mapping[int, float], limit_s: float, now_s: float) -> bool:
-        # the limit doubles with each source asked: exponential back-off against duplicate transfers
-        return now_s >= max(asked.values()) + limit_s * 2.0 ** (len(asked) - 1)
 
     def _ask(self, source: int, member: int, now_s: float) -> RequestPart:
         self._failed.pop(member, None)
@@ -262,38 +243,6 @@ class _ForeignPart(PayloadError):
     """A part of another round, or that refers to another global value."""
 
 
-class PendingPart(Protocol):
-    """A requested blob."""
-
-    def done(self) -> bool:
-        """Return whether `wait` would return or raise at once."""
-        ...
-
-    def wait(self, *, deadline_s: float) -> torch.Tensor:
-        """Return the blob: uint8, one-dimensional, CPU."""
-        ...
-
-    def cancel(self) -> None:
-        """Cancel the request."""
-        ...
-
-
-class PartStore(Protocol):
-    """Store that offers blobs and fetches those of other replicas by name."""
-
-    def publish(self, name: bytes, payload: torch.Tensor) -> None:
-        """Offer a blob."""
-        ...
-
-    def get(self, source: int, name: bytes, *, most_bytes: int) -> PendingPart:
-        """Start to fetch a blob from a replica."""
-        ...
-
-    def forget_past(self) -> None:
-        """Release blobs that no replica needs any more."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult:
     """Result of a round, the same at every replica."""
@@ -310,15 +259,18 @@ def blob_name(round_id: int, member: int) -> bytes:
     return b"r" + struct.pack("<QI", round_id, member)
 
 
-def round_of_name(name: bytes) -> int | None:
-    """Return the round of a part's name, None for another blob."""
-    return struct.unpack("<QI", name[1:])[0] if len(name) == 13 and name[:1] == b"r" else None
-
-
 def part_of_name(name: bytes) -> tuple[int, int] | None:
     """Return the round and the member of a part's name, None for another blob."""
-    found = struct.unpack("<QI", name[1:]) if round_of_name(name) is not None else None
-    return None if found is None else (int(found[0]), int(found[1]))
+    if len(name) != 13 or name[:1] != b"r":
+        return None
+    round_id, member = struct.unpack("<QI", name[1:])
+    return round_id, member
+
+
+def round_of_name(name: bytes) -> int | None:
+    """Return the round of a part's name, None for another blob."""
+    found = part_of_name(name)
+    return None if found is None else found[0]
 
 
 class RoundDriver:
@@ -339,7 +291,7 @@ class RoundDriver:
     """
 
     def __init__(
-        self, *, session: CoordinatorSession, store: PartStore, round_id: int, launch_step: int,
+        self, *, session: CoordinatorSession, store: BlobStore, round_id: int, launch_step: int,
         part: torch.Tensor | None, reference_hash: int, most_bytes: int, bad_parts: int = 0,
     ) -> None:  # fmt: skip
         self._session = session
@@ -348,18 +300,19 @@ class RoundDriver:
         self._hash = reference_hash
         self._most_bytes = most_bytes + HEAD_BYTES
         self._parts: dict[int, torch.Tensor] = {}
-        self._asked: dict[tuple[int, int], tuple[float, PendingPart]] = {}  # by whose part it is, and who was asked
-        self._probes: dict[int, PendingPart | None] = {}  # by whose part it is, over a slow wire; None once it has come
+        self._asked: dict[tuple[int, int], tuple[float, BlobFetch]] = {}  # by whose part it is, and who was asked
+        self._probes: dict[int, BlobFetch | None] = {}  # by whose part it is, over a slow wire; None once it has come
         self._refusals: dict[int, tuple[PartFault, str]] = {}  # by whose bad part it is
         self._bad_copies: Counter[int] = Counter()  # by whose part it is: how often it itself delivered a bad one
         self.agreed: RoundResult | None = None
         self._decision: Decision | None = None
-        is_offered = self._inputs().decision is None and part is not None
-        self._machine = RoundStateMachine(replica=session.replica, has_part=is_offered)
-        # launch: publish the part before announcing it, so that whoever asks finds it
-        if is_offered:
-            assert part is not None
-            self._offer(session.replica, part)
+        offered = part if self._inputs().decision is None else None
+        self._machine = RoundStateMachine(replica=session.replica, has_part=offered is not None)
+        if offered is not None:
+            # published before it is announced, so that whoever asks finds it
+            head = torch.frombuffer(bytearray(_HEAD.pack(self._hash, round_id)), dtype=torch.uint8)
+            self._parts[session.replica] = torch.cat([head, offered])
+            store.publish(blob_name(round_id, session.replica), self._parts[session.replica])
             session.launch(round_id, launch_step=launch_step)
             # request the others' parts at once: the transfer overlaps with the next inner steps
             self._advance()
@@ -379,7 +332,7 @@ class RoundDriver:
         Raises:
             Expelled: The run goes on without this replica.
         """
-        while (decision := self._advance()) is None or not self._machine.is_complete(decision):
+        while (decision := self._advance()) is None or self._machine.num_lacking(decision):
             self._session.check()
             self._pause()
         # apply: the decision is complete here
@@ -400,7 +353,13 @@ class RoundDriver:
         if inputs.decision is not None:
             self._session.settle(self._round_id)
         for action in self._machine.advance(inputs, now_s=time.monotonic()):
-            self._do(action)
+            match action:
+                case RequestPart(source=source, member=member):
+                    self._ask(source, member)
+                case CastVote(has=has):
+                    self._session.vote(self._round_id, has=has, reference_hash=self._hash)
+                case GiveUp(member=member, sources=sources):
+                    self._give_up(member, sources)
         with self._session.changed:
             lacking = 0 if inputs.decision is None else self._machine.num_lacking(inputs.decision)
             self._session.missing_parts.pop(self._round_id, None)
@@ -435,31 +394,19 @@ class RoundDriver:
         is_at_end = self._round_id >= FIRST_LAST_ROUND or self._launch_step + steps > self._session.limits.last_step
         return 0.0 if is_at_end else steps * self._session.pace.step_s
 
-    def _do(self, action: Action) -> None:
-        match action:
-            case RequestPart(source=source, member=member):
-                self._ask(source, member)
-            case CastVote(has=has):
-                self._session.vote(self._round_id, has=has, reference_hash=self._hash)
-            case GiveUp(member=member, sources=sources):
-                self._give_up(member, sources)
-
     def _ask(self, source: int, member: int) -> None:
         name = blob_name(self._round_id, member)
+        with self._session.changed:
+            detours = self._session.view.detours
+        probed = probed_sources(detours, replica=self._session.replica, round_id=self._round_id)
         fetch = None
         # a probe under way to the origin becomes the request; else the probe is a second, measured transfer
         if source == member:
             fetch, self._probes[member] = self._probes.get(member), None
-        elif member not in self._probes and member in self._probed_now():
+        elif member not in self._probes and member in probed:
             self._probes[member] = self._store.get(member, name, most_bytes=self._most_bytes)
         fetch = fetch or self._store.get(source, name, most_bytes=self._most_bytes)
         self._asked[member, source] = time.monotonic(), fetch
-
-    def _probed_now(self) -> frozenset[int]:
-        """Return the members whose slow links are probed in this round."""
-        with self._session.changed:
-            detours = self._session.view.detours
-        return probed_sources(detours, replica=self._session.replica, round_id=self._round_id)
 
     def _collect_probes(self) -> None:
         """Use parts that arrived over probed links first; later probes only measure the rate and are not cancelled."""
@@ -530,11 +477,6 @@ class RoundDriver:
         self._cancel(member)
         self._machine.on_refusal(member)
 
-    def _offer(self, member: int, part: torch.Tensor) -> None:
-        head = torch.frombuffer(bytearray(_HEAD.pack(self._hash, self._round_id)), dtype=torch.uint8)
-        self._parts[member] = torch.cat([head, part])
-        self._store.publish(blob_name(self._round_id, member), self._parts[member])
-
     def _give_up(self, member: int, sources: tuple[int, ...]) -> None:
         who = f"none of the replicas {list(sources)} delivered" if sources else "no remaining replica holds"
         why = f"{who} the part of replica {member}"
@@ -545,21 +487,19 @@ class RoundDriver:
     def _pause(self) -> None:
         """Wait until a coordinator message arrives or the next poll is due."""
         with self._session.changed:
-            if self._machine.has_voted and self._round_id not in self._session.view.decisions:
-                self._session.changed.wait(_WAIT_S)
-            else:
-                self._session.changed.wait(_POLL_S)
+            is_idle = self._machine.has_voted and self._round_id not in self._session.view.decisions
+            self._session.changed.wait(_WAIT_S if is_idle else _POLL_S)
 
 
 class ReplicaRounds:
-    """Elastic rounds as the engine uses them; implements `ElasticSession`.
+    """Elastic rounds as the engine uses them: who takes part, and which parts each round decides on.
 
     Args:
         session: Session with the coordinator.
         store: Offers and fetches parts.
     """
 
-    def __init__(self, session: CoordinatorSession, store: PartStore) -> None:
+    def __init__(self, session: CoordinatorSession, store: BlobStore) -> None:
         self._session = session
         self._store = store
         self._kept: dict[int, int] = {}
@@ -586,7 +526,7 @@ class ReplicaRounds:
         self, part: torch.Tensor | None, *, round_id: int, launch_step: int, reference_hash: int, most_bytes: int,
         bad_parts: int = 0,
     ) -> RoundDriver:  # fmt: skip
-        """Start a round; see `RoundDriver`."""
+        """Offer a part, None for none, and take part in what is agreed on; see `RoundDriver` for the arguments."""
         self._forget_old()
         self._kept[round_id] = launch_step
         return RoundDriver(
@@ -597,7 +537,16 @@ class ReplicaRounds:
     def reject(
         self, member: int, *, round_id: int, bad_parts: int, since: int, fault: PartFault, why: str = ""
     ) -> None:
-        """Report that a part was left out; see `ElasticSession.reject`."""
+        """Report that a part could not be used, and was left out of the mean.
+
+        Args:
+            member: Whose part.
+            round_id: The round.
+            bad_parts: How many of its parts in a row were bad, this one among them.
+            since: The round of the first of them.
+            fault: What is wrong with this one.
+            why: The error's text.
+        """
         with self._session.changed:
             self._bad.setdefault(round_id, set()).add(member)
         self._session.send(
@@ -606,7 +555,7 @@ class ReplicaRounds:
         )  # fmt: skip
 
     def confirm(self, round_id: int, sound: Collection[int]) -> None:
-        """Record whose parts of a round were sound; the coordinator may ask, see `ElasticSession.confirm`."""
+        """Record whose parts of a round could be used, after its last `reject`; the coordinator may ask."""
         with self._session.changed:
             self._sound[round_id] = frozenset(sound)
             for verdicts in (self._sound, self._bad):
