@@ -160,7 +160,7 @@ def read_journal(raw: bytes) -> None:
             return
         journal.write("numbers", {"next_replica": 1})
         journal.close()
-        assert Journal(path).lines()[-1] == {"what": "numbers", "next_replica": 1}
+        assert Journal(path).lines[-1] == {"what": "numbers", "next_replica": 1}
 
 
 def read_rank_note(raw: bytes) -> None:

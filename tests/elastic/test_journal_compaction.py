@@ -153,7 +153,7 @@ def test_the_file_stays_bounded_and_keeps_what_is_needed(tmp_path: Path) -> None
         largest = max(largest, path.stat().st_size)
     assert num_compacted > 3 and largest < 2 * bound
     journal.close()
-    found = Desk(Journal(path).lines()).coordinator.state
+    found = Desk(Journal(path).lines).coordinator.state
     assert found.leases.counted == desk.coordinator.state.leases.counted == 300 * 8
     assert max(found.rounds.decisions) == 299
     assert not list(tmp_path.glob(".journal*"))
@@ -206,11 +206,11 @@ def test_a_writer_that_is_killed_at_any_stage_leaves_the_old_lines_or_the_new_on
             [sys.executable, "-c", KILLED, str(path), str(stage)], timeout=120, check=False
         ).returncode
         after = Journal(path)
-        assert after.lines() in (old, new[:5], new), stage
-        found.append(after.lines())
+        assert after.lines in (old, new[:5], new), stage
+        found.append(after.lines)
         after.write("line", {"later": 1})
         after.close()
-        assert Journal(path).lines() == [*found[-1], {"what": "line", "later": 1}]
+        assert Journal(path).lines == [*found[-1], {"what": "line", "later": 1}]
         assert [entry.name for entry in path.parent.iterdir()] == ["journal"]
         if code == 0:
             break
@@ -230,8 +230,8 @@ def test_where_there_is_no_room_the_old_lines_are_added_to_and_it_is_tried_again
     assert not list(tmp_path.glob(".journal*"))
     journal.write("line", {"number": 100})
     assert not journal.compact(lambda: lines), "not at once again"
-    assert [line["number"] for line in Journal(path).lines()] == list(range(101))
+    assert [line["number"] for line in Journal(path).lines] == list(range(101))
     for number in range(101, 200):
         journal.write("line", {"number": number})
-    assert journal.compact(lambda: lines) and Journal(path).lines() == lines
+    assert journal.compact(lambda: lines) and Journal(path).lines == lines
     journal.close()

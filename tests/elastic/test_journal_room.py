@@ -27,7 +27,7 @@ def test_room_is_taken_beforehand_and_given_back(tmp_path: Path) -> None:
     journal.close()
     found = path.stat()
     assert found.st_blocks * 512 <= found.st_size + 8192
-    assert [line["number"] for line in Journal(path).lines()] == list(range(5000))
+    assert [line["number"] for line in Journal(path).lines] == list(range(5000))
 
 
 def test_a_line_for_which_there_is_no_room_is_left_out_whole_and_can_come_later(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_beyond_the_bound_the_writer_waits_for_room(tmp_path: Path, monkeypatch:
     for number in range(3):
         journal.write("line", {"number": number})
     assert not disk.left and not journal.is_behind
-    assert [line["number"] for line in Journal(path).lines()] == [0, 1, 2]
+    assert [line["number"] for line in Journal(path).lines] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -124,7 +124,7 @@ def test_a_torn_journal_is_opened_on_a_full_disk(tmp_path: Path) -> None:
         journal.write("line", {"number": 1})
         assert journal.is_behind
     journal.close()
-    assert [line["number"] for line in Journal(path).lines()] == [0, 1]
+    assert [line["number"] for line in Journal(path).lines] == [0, 1]
 
 
 def test_messages_are_held_while_lines_are_unwritten_and_sent_in_order_once_they_are(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_messages_are_held_while_lines_are_unwritten_and_sent_in_order_once_they
     held.send(b"a", "call", {})
     held.release()
     assert [kind for _, kind, _ in sent[2:]] == ["decision", "answer", "call"]
-    assert [line["round"] for line in Journal(path).lines()] == [1]
+    assert [line["round"] for line in Journal(path).lines] == [1]
 
 
 def test_messages_beyond_the_bound_are_lost_as_on_a_broken_connection(

@@ -238,12 +238,12 @@ def test_a_journal_cut_at_any_byte_gives_back_all_whole_lines_and_takes_new_ones
         path.write_bytes(raw[:cut])
         after = Journal(path)
         whole = sum(end - 1 <= cut for end in ends)  # a line that lacks its end alone is whole
-        assert [line["number"] for line in after.lines()] == list(range(whole))
+        assert [line["number"] for line in after.lines] == list(range(whole))
         after.write("line", {"number": 99})
         after.close()
         again = Journal(path)
         again.close()
-        assert [line["number"] for line in again.lines()] == [*range(whole), 99]
+        assert [line["number"] for line in again.lines] == [*range(whole), 99]
 
 
 JSON = st.recursive(
@@ -363,7 +363,7 @@ def test_numbers_are_never_used_twice_and_a_suspect_has_less_time() -> None:
 
 def test_a_cut_that_nobody_reached_in_time_is_chosen_anew_and_later() -> None:
     cuts = StateSnapshots()
-    cuts.wait(9)
+    cuts.waiting.add(9)
     cut = cuts.schedule(active=(0, 1), step=10, step_s=0.1)
     cuts.miss(cut.step, 0)
     assert cuts.waiting == frozenset()

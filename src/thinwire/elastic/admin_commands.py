@@ -49,7 +49,10 @@ class AdminCommands:
             case "pause" | "resume":
                 is_done, text = self._set_paused(target, is_paused=verb == "pause")
             case "leave":
-                is_done, text = self._leave(target)
+                found = self._named(target) if target else []
+                for member in found:
+                    self._send(member.token, "leave", {"why": "was told to leave"})
+                is_done, text = self._result("was told to leave", found, target)
             case "expel":
                 is_done, text = self._remove(target, result="was let go")
             case "restart":
@@ -81,7 +84,7 @@ class AdminCommands:
             "paused": state.is_paused, "rounds": len(state.rounds.decisions), "members": members,
             "data": {key: value for key, value in state.leases.state_dict().items() if isinstance(value, int)},
             "sites": [list(site) for site in state.sites.sites], "detours": state.detours.describe(),
-            "findings": state.findings[-_MAX_FINDINGS:], "orders": list(state.orders),
+            "findings": list(state.findings)[-_MAX_FINDINGS:], "orders": list(state.orders),
             "spares": [] if now_s is None else list(state.standby_hosts.waiting(now_s=now_s)),
             "replaced": list(state.replaced), "grace_s": round(state.rounds.grace_s(step_s=step_s), 3),
             "vote_s": round(state.rounds.vote_s, 3), "silence_s": round(state.roster.silence_s, 3),
@@ -106,25 +109,16 @@ class AdminCommands:
             self._state.is_paused = all(member.is_paused for member in self._state.roster)
         return self._result("paused" if is_paused else "goes on", found, target)
 
-    def _leave(self, target: str) -> tuple[bool, str]:
-        found = self._named(target) if target else []
-        for member in found:
-            self._send(member.token, "leave", {"why": "was told to leave"})
-        return self._result("was told to leave", found, target)
-
     def _remove(self, target: str, *, result: str, order: str = "") -> tuple[bool, str]:
-        """Remove replicas that do not answer; one that lives learns of it and joins again.
+        """Remove replicas that do not answer; their launchers read in the status to "kill" or "end" their processes.
 
-        Args:
-            target: Number or host of the replicas.
-            result: Text of the answer.
-            order: What their launchers, which read it in the status, do to their processes: "kill" or "end".
+        One that lives learns of it and joins again.
         """
         found = self._named(target) if target else []
         for member in found:
             self._expel(member.replica, "was let go, since it hangs")
             if order:
-                self._state.add_order(member.replica, order)
+                self._state.orders.append({"replica": member.replica, "what": order})
         return self._result(result, found, target)
 
     def _call_standby(self, target: str, *, now_s: float) -> tuple[bool, str]:
@@ -140,7 +134,7 @@ class AdminCommands:
         return True, f"spare {host} takes its place"
 
     def _replace(self, replica: int, host: str) -> None:
-        self._state.add_replaced(replica, host)
+        self._state.replaced.append({"replica": replica, "host": host})
         self._report(f"spare {host} is called to take the place of replica {replica}")
 
     def _named(self, target: str) -> list[RosterMember]:

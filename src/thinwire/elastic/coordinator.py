@@ -63,10 +63,6 @@ _Caller = tuple[bytes, RosterMember | None, str, int]  # token, IP address, and 
 _Handler = Callable[["Coordinator", RosterMember, Message, float], None]
 
 
-def _discard(replica: int, text: str) -> None:
-    """Discard records: a coordinator without a folder."""
-
-
 class Coordinator:
     """The state machine.
 
@@ -86,8 +82,8 @@ class Coordinator:
 
     def __init__(
         self, config: CoordinatorConfig, *, send: Send, record: Record, generation: str,
-        keep_records: Callable[[int, str], None] = _discard, clock: Callable[[], float] = time.time,
-        secret: Secret | None = None,
+        keep_records: Callable[[int, str], None] = lambda replica, text: None,
+        clock: Callable[[], float] = time.time, secret: Secret | None = None,
     ) -> None:  # fmt: skip
         self.state = CoordinatorState(config=config)
         self.admin = AdminCommands(self.state, send=send, expel=self.expel, report=self.report, clock=clock)
@@ -167,13 +163,12 @@ class Coordinator:
 
     def report(self, text: str) -> None:
         """Add a finding."""
-        self.state.add_finding(text)
+        self.state.findings.append(text)
         self._record("finding", {"text": text})
 
     def expel(self, replica: int, why: str) -> None:
         """Remove a replica, if it is there."""
-        member = self.state.roster.get(replica)
-        if member is not None:
+        if (member := self.state.roster.get(replica)) is not None:
             self._remove(member, why=why, is_lost=why != RUN_OVER)
 
     # -- joining
@@ -263,7 +258,7 @@ class Coordinator:
             # its step bounds the floor: the rounds after it are kept until it has caught up
             member.step = member.held_step = member.own_step
         else:
-            state.snapshots.wait(member.replica)
+            state.snapshots.waiting.add(member.replica)
         self._record("member", state.member_line(member))
         if state.first_s is None:
             state.first_s = now_s
@@ -287,7 +282,7 @@ class Coordinator:
         elif member.held_step:
             self._offer_unshown(member.replica, "own", step=member.held_step)
         else:
-            state.snapshots.wait(member.replica)
+            state.snapshots.waiting.add(member.replica)
 
     def _on_active(self, member: RosterMember, message: Message, now_s: float) -> None:
         state = self.state
@@ -328,8 +323,13 @@ class Coordinator:
             self._record("leases", state.leases.state_dict())
         state.is_from_disk, state.resumed_step = False, 0
         state.accounts.clear()
+        self._restart_rounds(step, is_begun=True)
+
+    def _restart_rounds(self, step: int, *, is_begun: bool) -> None:
+        state = self.state
         state.rounds.restart(step)
-        self._record("revived", state.restart_line(step, is_begun=True))
+        state.restart = {"step": step, "is_begun": is_begun, "era": state.era}
+        self._record("revived", state.restart)
 
     # -- reports of replicas
 
@@ -384,16 +384,12 @@ class Coordinator:
             raise PayloadError(f"a launch of round {round_id}: at most {_MAX_OPEN_ROUNDS} are open at a time")
         if round_id not in state.rounds.open_rounds and state.rounds.num_alone(member.replica) >= _MAX_OPEN_ALONE:
             raise PayloadError(f"a launch of round {round_id}: at most {_MAX_OPEN_ALONE} are open of one replica alone")
-        self._check_step(member, message, now_s=now_s)
-        state.leases.use(member.replica, message["used"])
-        state.roster.reach(member, message["step"], now_s=now_s)
+        self._reach(member, message, now_s=now_s)
         before = state.rounds.step
+        lead_s = state.roster.lead_s(member, message["step"], now_s=now_s, grace_steps=state.rounds.grace_steps)
         decision = state.rounds.launch(
             member.replica, round_id=round_id, launch_step=message["step"], now_s=now_s,
-            ahead_s=state.roster.ahead_s(member),
-            lead_s=state.roster.lead_s(
-                member, message["step"], now_s=now_s, grace_steps=state.rounds.grace_steps
-            ),
+            ahead_s=state.roster.ahead_s(member), lead_s=lead_s,
         )  # fmt: skip
         if decision is not None:
             self._send_decision(decision, to=member)
@@ -406,18 +402,19 @@ class Coordinator:
         if called is not None:  # late, or the call was lost on its way
             self._send(member.token, "call", {"round": round_id, "members": list(called)})
 
-    def _check_step(self, member: RosterMember, message: Message, *, now_s: float) -> None:
-        """Refuse a round at a step that a replica cannot have reached; one that can launches it again soon.
+    def _reach(self, member: RosterMember, message: Message, *, now_s: float) -> None:
+        """Note the step and the used data of a round, and refuse a step that a replica cannot have reached.
 
-        Raises:
-            PayloadError: Names both steps.
+        One that can launches the round again soon.
         """
-        most = self.state.most_step(member, now_s=now_s)
-        if message["step"] > most:
+        state, step = self.state, message["step"]
+        if step > (most := state.most_step(member, now_s=now_s)):
             raise PayloadError(
-                f"round {message['round']} of replica {member.replica} at step {message['step']}, where it can have "
-                f"reached {most:.0f} at most"
+                f"round {message['round']} of replica {member.replica} at step {step}, where it can have reached "
+                f"{most:.0f} at most"
             )
+        state.leases.use(member.replica, message["used"])
+        state.roster.reach(member, step, now_s=now_s)
 
     def _on_withhold(self, member: RosterMember, message: Message, now_s: float) -> None:
         state, round_id = self.state, message["round"]
@@ -425,9 +422,7 @@ class Coordinator:
             raise PayloadError(
                 f"a part of round {round_id} withheld: at most {_MAX_OPEN_ROUNDS} rounds are open at a time"
             )
-        self._check_step(member, message, now_s=now_s)
-        state.leases.use(member.replica, message["used"])
-        state.roster.reach(member, message["step"], now_s=now_s)
+        self._reach(member, message, now_s=now_s)
         decision = state.rounds.withhold(member.replica, round_id=round_id, parts=message["parts"])
         if decision is not None:
             self._send_decision(decision, to=member)
@@ -447,9 +442,8 @@ class Coordinator:
             # one finding an episode: observers differ in its first round, and good parts may lie between
             before, bad.named_at = bad.named_at, state.rounds.num_decided
             if before is None or bad.named_at - before > _EPISODE_ROUNDS:
-                text = report.left_out_text(
-                    message["round"], of=f"replica {bad.replica} on {bad.host}", are_two=are_two
-                )
+                of = f"replica {bad.replica} on {bad.host}"
+                text = report.left_out_text(message["round"], of=of, are_two=are_two)
                 self._on_note(member, {"text": text, "about": ""}, now_s)
         if report.num_parts < MOST_BAD_PARTS:
             return
@@ -562,9 +556,9 @@ class Coordinator:
     _HANDLERS: ClassVar[Mapping[str, _Handler]] = {
         "here": _on_ready, "active": _on_active, "beat": _on_heartbeat, "work": _on_work, "rates": _on_rates,
         "launch": _on_launch, "withhold": _on_withhold, "reject": _on_reject, "verdict": _on_verdict, "vote": _on_vote,
-        "lease": _on_lease,
-        "captured": _on_captured, "account": _on_account, "missed": _on_missed, "lost": _on_connection_lost,
-        "stuck": _on_stuck, "note": _on_note, "records": _on_records, "done": _on_done, "leave": _on_leave,
+        "lease": _on_lease, "captured": _on_captured, "account": _on_account, "missed": _on_missed,
+        "lost": _on_connection_lost, "stuck": _on_stuck, "note": _on_note, "records": _on_records, "done": _on_done,
+        "leave": _on_leave,
     }  # fmt: skip
 
     # -- consequences
@@ -637,9 +631,7 @@ class Coordinator:
         if not active:
             self._restart_from_checkpoint()
             return
-        snapshot = state.snapshots.schedule(
-            active=active, step=state.furthest_step(), step_s=state.roster.step_s()
-        )  # fmt: skip
+        snapshot = state.snapshots.schedule(active=active, step=state.furthest_step(), step_s=state.roster.step_s())
         if snapshot is not None and snapshot.step > 0:
             for replica in active:
                 self._send_to(replica, "capture", {"step": snapshot.step})
@@ -661,24 +653,18 @@ class Coordinator:
         is_loading = state.reviver is not None and state.roster.get(state.reviver) is not None
         if is_loading or state.roster.in_state(MemberState.DONE):
             return
-        disk_steps = {
-            one: member.disk_step
-            for one in state.snapshots.waiting
-            if (member := state.roster.get(one)) is not None
-        }  # fmt: skip
+        waiting = [member for member in state.roster if member.replica in state.snapshots.waiting]
         if state.resumed_step:  # the data account is that of this step: no other state goes with it
-            disk_steps = {one: step for one, step in disk_steps.items() if step == state.resumed_step}
-        if not disk_steps:
+            waiting = [member for member in waiting if member.disk_step == state.resumed_step]
+        if not waiting:
             return
-        reviver = min(disk_steps, key=lambda one: (-disk_steps[one], one))
-        state.reviver = reviver
+        reviver = state.reviver = min(waiting, key=lambda one: (-one.disk_step, one.replica)).replica
         self.report(f"no replica holds the state any more; replica {reviver} goes on from its last checkpoint")
         # rounds decided after its checkpoint are void; a new era refuses states that hold them
         state.is_from_disk = True
         state.era += 1
         state.kept_step = 0
-        state.rounds.restart(0)
-        self._record("revived", state.restart_line(0, is_begun=False))
+        self._restart_rounds(0, is_begun=False)
         self._send_all("anew", {})
         self._offer_unshown(reviver, "disk", step=state.resumed_step)
 
@@ -736,8 +722,7 @@ class Coordinator:
     # -- messages to replicas
 
     def _send_to(self, replica: int, kind: str, fields: dict[str, Any]) -> None:
-        member = self.state.roster.get(replica)
-        if member is not None:
+        if (member := self.state.roster.get(replica)) is not None:
             self._send(member.token, kind, fields)
 
     def _send_all(self, kind: str, fields: dict[str, Any]) -> None:

@@ -67,13 +67,7 @@ class StandbyHosts:
         self._unanswered: set[int] = set()
 
     def ask(self, token: bytes, host: str, *, now_s: float) -> bool:
-        """Note that a standby host waits; return whether it is to join.
-
-        Args:
-            token: Its connection.
-            host: Its name.
-            now_s: The time.
-        """
+        """Note that a standby host waits; return whether it is to join."""
         for old in [old for old, one in self._hosts.items() if now_s - one.heard_s > HEARD_S]:
             del self._hosts[old]
         spare = self._hosts.get(token)
@@ -82,17 +76,13 @@ class StandbyHosts:
                 return False
             spare = self._hosts[token] = _StandbyHost(host=host, heard_s=now_s)
         spare.heard_s = now_s
-        if not spare.is_called:
-            self._call_again(spare)
+        if not spare.is_called:  # one that was called before this process began and still asks is called again
+            called = [
+                one.replica for one in self.vacancies if one.host == spare.host and one.replica in self._unanswered
+            ]
+            spare.is_called = bool(called)
+            self._unanswered -= set(called[:1])
         return spare.is_called
-
-    def _call_again(self, spare: _StandbyHost) -> None:
-        """Call a standby host again that was called before this process began and still asks."""
-        for vacancy in self.vacancies:
-            if vacancy.host == spare.host and vacancy.replica in self._unanswered:
-                self._unanswered.remove(vacancy.replica)
-                spare.is_called = True
-                return
 
     def waiting(self, *, now_s: float) -> tuple[str, ...]:
         """Return the standby hosts that wait and were not called, the first to come first."""
@@ -104,8 +94,7 @@ class StandbyHosts:
 
     def joined(self, host: str) -> None:
         """Note that a replica of a host has joined: it fills the oldest vacancy of that host."""
-        found = next((vacancy for vacancy in self.vacancies if vacancy.host == host), None)
-        if found is not None:
+        if found := next((vacancy for vacancy in self.vacancies if vacancy.host == host), None):
             self._change([vacancy for vacancy in self.vacancies if vacancy is not found])
 
     def call(self, replica: int, *, now_s: float) -> str | None:
@@ -211,7 +200,7 @@ class CoordinatorState:
     has_started: bool = False
     has_finished: bool = False
     failure: str = ""  # why the run has failed for all
-    findings: list[str] = field(default_factory=list)  # the latest last
+    findings: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_FINDINGS))  # the latest last
     corpus: tuple[str, int] | None = None  # identity of the data and its windows, from the first replica
     # by decision: the first step whose state holds it, its round, and the data account before it was counted
     accounts: deque[tuple[int, int, dict[str, Any]]] = field(default_factory=deque)
@@ -227,8 +216,9 @@ class CoordinatorState:
     sites: SiteTable = field(default_factory=SiteTable)
     detours: DetourTable = field(default_factory=DetourTable)
     is_paused: bool = False
-    orders: list[dict[str, Any]] = field(default_factory=list)  # to launchers, about removed replicas' processes
-    replaced: list[dict[str, Any]] = field(default_factory=list)  # replicas for which a standby host was called
+    # to launchers: what to do to removed replicas' processes, and for which replicas a standby host was called
+    orders: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MAX_ORDERS))
+    replaced: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MAX_ORDERS))
     kept_step: int = 0  # parts are kept from it on
     reviver: int | None = None  # the replica that loads the checkpoint after all were lost
     first_s: float | None = None  # when the first replica was ready
@@ -263,11 +253,7 @@ class CoordinatorState:
         return 2 * self.roster.number + self.has_started
 
     def furthest_step(self, *, now_s: float | None = None) -> int:
-        """Return the furthest step that any replica can be at.
-
-        Args:
-            now_s: The time; None for that of the latest message.
-        """
+        """Return the furthest step that any replica can be at; without a time, at that of the latest message."""
         now_s = max((member.heard_s for member in self.roster), default=0.0) if now_s is None else now_s
         steps = [min(member.step, self.most_step(member, now_s=now_s)) for member in self.roster]
         return int(max([self.rounds.step, *steps]))
@@ -306,11 +292,11 @@ class CoordinatorState:
         if any(round_id >= FIRST_LAST_ROUND for round_id in (*self.rounds.open_rounds, *self.rounds.decisions)):
             return []  # at the end of the run there is nothing left to follow
         active = self.roster.in_state(MemberState.ACTIVE)
-        behind = [member for member in active if self.steps_behind(member) > self.most_steps_behind]
         return [
             member
-            for member in behind
-            if not (member.is_paused or member.is_awaited)
+            for member in active
+            if self.steps_behind(member) > self.most_steps_behind
+            and not (member.is_paused or member.is_awaited)
             and now_s - member.moved_s > max(_LEAST_STALL_S, _MAX_STEPS_STALLED * member.step_s)
         ]
 
@@ -339,14 +325,13 @@ class CoordinatorState:
         """Return whether a replica can go on from its own state of a step."""
         if not held_step or era != self.era or self.is_from_disk or not self.roster.active:
             return False
-        first_step = held_step - self.config.sync_interval
+        first_step, active = held_step - self.config.sync_interval, self.roster.in_state(MemberState.ACTIVE)
         since = [decision for decision in self.rounds.decisions.values() if decision.launch_step > first_step]
-        return self.keep_from() <= held_step <= self.furthest_step() and all(map(self._is_held, since))
-
-    def _is_held(self, decision: Decision) -> bool:
-        """Return whether an active replica has a round's parts: those that joined later may have none of it."""
-        active = self.roster.in_state(MemberState.ACTIVE)
-        return any(one.replica in decision.holders or one.begin_step <= decision.launch_step for one in active)
+        # an active replica must have the rounds' parts: those that joined later may have none of them
+        return self.keep_from() <= held_step <= self.furthest_step() and all(
+            any(one.replica in decision.holders or one.begin_step <= decision.launch_step for one in active)
+            for decision in since
+        )
 
     # -- data
 
@@ -388,23 +373,6 @@ class CoordinatorState:
         )
         return True
 
-    # -- bounded lists
-
-    def add_finding(self, text: str) -> None:
-        """Append a finding."""
-        self.findings.append(text)
-        del self.findings[:-_MAX_FINDINGS]
-
-    def add_order(self, replica: int, what: str) -> None:
-        """Append an order to the launcher of a removed replica."""
-        self.orders.append({"replica": replica, "what": what})
-        del self.orders[:-_MAX_ORDERS]
-
-    def add_replaced(self, replica: int, host: str) -> None:
-        """Append a replica for which a standby host was called."""
-        self.replaced.append({"replica": replica, "host": host})
-        del self.replaced[:-_MAX_ORDERS]
-
     # -- journal
 
     def member_line(self, member: RosterMember) -> dict[str, Any]:
@@ -415,11 +383,6 @@ class CoordinatorState:
             "first_values": member.first_values,
         }  # fmt: skip
         return self.member_lines[member.replica]
-
-    def restart_line(self, step: int, *, is_begun: bool) -> dict[str, Any]:
-        """Return the journal line of a restart from a checkpoint, and keep it for the compacted journal."""
-        self.restart = {"step": step, "is_begun": is_begun, "era": self.era}
-        return self.restart
 
     def forget(self, member: RosterMember) -> None:
         """Remove a replica from all parts."""
@@ -443,7 +406,7 @@ class CoordinatorState:
         for member in self.roster.in_state(MemberState.LOADING):
             self.first_s = now_s
             if not member.held_step:
-                self.snapshots.wait(member.replica)
+                self.snapshots.waiting.add(member.replica)
         for replica in self.leases.borrowers():  # killed between the lines "gone" and "leases"
             if self.roster.get(replica) is None:
                 self.leases.release(replica)
@@ -490,8 +453,7 @@ class CoordinatorState:
                 self.accounts.clear()
                 self.is_from_disk = not line["is_begun"]
                 self.resumed_step = 0 if line["is_begun"] else self.resumed_step
-                self.era = line["era"]
-                self.restart_line(line["step"], is_begun=line["is_begun"])
+                self.era, self.restart = line["era"], dict(line)
             case "first_values":
                 self.first_values = line["first_values"]
             case "corpus":
@@ -499,7 +461,7 @@ class CoordinatorState:
             case "note":
                 self.notes[line["replica"]] = line["note"]
             case "finding":
-                self.add_finding(line["text"])
+                self.findings.append(line["text"])
 
     def _replay_member(self, line: dict[str, Any], *, now_s: float) -> None:
         before = self.roster.get(line["replica"])
@@ -510,8 +472,7 @@ class CoordinatorState:
             address=line["address"], port=line["port"], state=MemberState(line["state"]), step=line["step"],
             is_awaited=True, moved_s=now_s, held_step=line["held_step"], begin_step=line["begin_step"],
             disk_step=line["disk_step"], has_counted=has_counted, first_values=line.get("first_values", ""),
-            invitation=line.get("invitation", 0),
-            role=checked_role(line.get("role", ROLES[0])),
+            invitation=line.get("invitation", 0), role=checked_role(line.get("role", ROLES[0])),
         ))  # fmt: skip
 
     def journal_lines(self) -> list[dict[str, Any]]:
@@ -530,10 +491,8 @@ class CoordinatorState:
         if self.corpus is not None:
             lines.append({"what": "corpus", "corpus": self.corpus[0], "windows": self.corpus[1]})
         lines += [{"what": "started"}] if self.has_started else []
-        lines += [
-            {"what": "invitation", "invitation": number, "origin": origin}
-            for number, origin in self.used_invitations.used.items()
-        ]
+        used = self.used_invitations.used.items()
+        lines += [{"what": "invitation", "invitation": number, "origin": origin} for number, origin in used]
         for member in self.roster:
             if member.replica in self.member_lines:
                 own = self.member_lines[member.replica]

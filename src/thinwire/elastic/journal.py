@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from thinwire.errors import ThinwireError, is_no_room
-from thinwire.files import sync_folder
+from thinwire.files import append_whole, sync_folder
 
 RESERVE_BYTES = 8 << 20
 COMPACT_BYTES = 4 << 20
@@ -49,6 +49,9 @@ class Journal:
 
     Raises:
         ThinwireError: It cannot be written.
+
+    Attributes:
+        lines: The lines from before this object was made, without a last line that a crash cut off.
     """
 
     def __init__(
@@ -61,23 +64,19 @@ class Journal:
         self._say = say
         self._until = until
         self._reserve_bytes = reserve_bytes
-        self._is_torn = False
         self._unwritten: deque[bytes] = deque()
         self._num_unwritten_bytes = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._lines = self._read()
+            raw = path.read_bytes() if path.exists() else b""
+            self.lines = _decode(raw)
             self._beside.unlink(missing_ok=True)  # of a process that was killed before the rename
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             self._num_bytes = self._reserved = os.fstat(self._file).st_size
-            if self._is_torn:
+            if raw and not raw.endswith(b"\n"):
                 self._append_or_keep(b"\n")  # the half line stays one of its own
         except OSError as error:
             raise self._failure(error, remedy="make room, or choose another --out") from error
-
-    def lines(self) -> list[dict[str, Any]]:
-        """Return the lines from before this object was made, without a last line that a crash cut off."""
-        return self._lines
 
     @property
     def is_behind(self) -> bool:
@@ -158,15 +157,10 @@ class Journal:
         return True
 
     def _replace(self, data: bytes) -> int:
-        """Write a file beside the journal, force it onto the disk, rename it, and return its descriptor.
-
-        Raises:
-            OSError: It could not be done; the journal is as it was.
-        """
+        """Write a file beside the journal, force it onto the disk, rename it, and return its descriptor."""
         file = os.open(self._beside, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            while data:
-                data = data[os.write(file, data) :]
+            append_whole(file, data)
             os.fsync(file)  # else a host that loses power may find the new name and no lines
             self._beside.replace(self._path)
         except BaseException:
@@ -187,21 +181,13 @@ class Journal:
             self._file = -1
 
     def _append(self, data: bytes) -> None:
-        """Add bytes, all or none.
-
-        Raises:
-            OSError: There is no room.
-        """
+        """Add bytes, all or none; an OSError leaves the file as it was."""
         if self._num_bytes + self._reserve_bytes // 2 > self._reserved:
             self._reserve()
-        left = data
         try:
-            while left:
-                left = left[os.write(self._file, left) :]
+            append_whole(self._file, data)
         except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._num_bytes)
-                self._reserved = self._num_bytes  # which freed the reserved room
+            self._reserved = self._num_bytes  # the reserved room was freed with the half line
             raise
         self._num_bytes += len(data)
 
@@ -212,11 +198,6 @@ class Journal:
             size = ctypes.c_int64(self._reserve_bytes)
             if reserve(self._file, _KEEP_SIZE, ctypes.c_int64(self._num_bytes), size) == 0:
                 self._reserved = self._num_bytes + self._reserve_bytes
-
-    def _read(self) -> list[dict[str, Any]]:
-        raw = self._path.read_bytes() if self._path.exists() else b""
-        self._is_torn = bool(raw) and not raw.endswith(b"\n")
-        return _decode(raw)
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -95,7 +95,10 @@ class ElasticRounds:
 
     Attributes:
         decisions: The latest, by round.
+        decided_step: The step at which the latest decided round was launched.
         num_decided: Number of rounds decided so far.
+        open_rounds: Rounds before their decision.
+        withheld: By undecided round, the replicas without a finite part for it, and their bad parts in a row.
         late: Replicas that missed the last call; they are awaited again once they are in time, or in every fourth round
             (slow ones: after four in time in a row, or in every sixteenth).
     """
@@ -104,15 +107,14 @@ class ElasticRounds:
         self, *, sync_interval: int, overlap_steps: int, allows_overdue: bool = False, last_step: float = math.inf
     ) -> None:
         self.decisions: dict[int, Decision] = {}
-        self._decided_step = 0  # of the latest launch in any decided round
+        self.decided_step = 0
         self._claims: dict[int, int] = {}  # by replica that is there, the furthest step that its messages show
         self.late: set[int] = set()
         self.num_decided = 0
-        self._open: dict[int, OpenRound] = {}
+        self.open_rounds: dict[int, OpenRound] = {}
         self._rounds_without = 0
         self._in_time: dict[int, int] = {}  # by slow replica: in how many rounds in a row
-        # by undecided round and by replica: how many bad parts in a row it had, this round's among them
-        self._withheld: dict[int, dict[int, int]] = {}
+        self.withheld: dict[int, dict[int, int]] = {}
         self._together: deque[frozenset[int]] = deque(maxlen=_PACE_ROUNDS)  # who launched the latest decided rounds
         self._launched_s: dict[int, float] = {}  # by replica, when it launched last
         self._sync_interval = sync_interval
@@ -125,29 +127,16 @@ class ElasticRounds:
     @property
     def step(self) -> int:
         """The furthest known step of any replica that is there, or of a decided round."""
-        return max([self._decided_step, *self._claims.values()])
-
-    @property
-    def decided_step(self) -> int:
-        """The step at which the latest decided round was launched."""
-        return self._decided_step
-
-    @property
-    def open_rounds(self) -> Mapping[int, OpenRound]:
-        """Rounds before their decision."""
-        return self._open
-
-    @property
-    def withheld(self) -> Mapping[int, Mapping[int, int]]:
-        """By undecided round, the replicas without a finite part for it, and their bad parts in a row."""
-        return self._withheld
+        return max([self.decided_step, *self._claims.values()])
 
     @property
     def closed_step(self) -> int:
         """A step up to which all launched rounds are decided."""
         # what one replica alone launched an interval ago holds up no other
-        oldest = self._decided_step - self._sync_interval
-        known = [one for one in self._open.values() if one.called or len(one.launched) > 1 or one.launch_step > oldest]
+        oldest = self.decided_step - self._sync_interval
+        known = [
+            one for one in self.open_rounds.values() if one.called or len(one.launched) > 1 or one.launch_step > oldest
+        ]
         if known:
             return max(0, min(found.launch_step for found in known) - 1)
         return max((found.launch_step for found in self.decisions.values()), default=0)
@@ -190,9 +179,9 @@ class ElasticRounds:
             self._claim(member, launch_step)
         if round_id in self.decisions:
             return self.decisions[round_id]
-        found = self._open.get(round_id)
+        found = self.open_rounds.get(round_id)
         if found is None:
-            found = self._open[round_id] = OpenRound(launch_step=launch_step, first_s=math.inf)
+            found = self.open_rounds[round_id] = OpenRound(launch_step=launch_step, first_s=math.inf)
         found.first_s = min(found.first_s, now_s + max(ahead_s, lead_s))
         found.launched.add(member)
         self._launched_s[member] = now_s
@@ -201,29 +190,26 @@ class ElasticRounds:
     def withhold(self, member: int, *, round_id: int, parts: int) -> Decision | None:
         """Note that a replica's part of a round is not finite, so it is not awaited; return the decision, if any.
 
-        Args:
-            member: The replica.
-            round_id: The round.
-            parts: How many bad parts in a row it has had, this one among them.
+        `parts` is how many bad parts in a row it has had, this one among them.
         """
         if round_id not in self.decisions:
-            self._withheld.setdefault(round_id, {})[member] = parts
+            self.withheld.setdefault(round_id, {})[member] = parts
         return self.decisions.get(round_id)
 
     def take_withheld(self, round_id: int) -> Mapping[int, int]:
         """Remove and return the replicas without a finite part for a round, and their bad parts in a row."""
-        return self._withheld.pop(round_id, {})
+        return self.withheld.pop(round_id, {})
 
     def is_hopeless(self, round_id: int, active: Collection[int]) -> bool:
         """Return whether no active replica has a finite part for a round, so that it can never be decided."""
-        found = self._open.get(round_id)
+        found = self.open_rounds.get(round_id)
         has_parts = found is not None and bool(found.launched or found.votes)
-        return bool(active) and not has_parts and set(active) <= set(self._withheld.get(round_id, ()))
+        return bool(active) and not has_parts and set(active) <= set(self.withheld.get(round_id, ()))
 
     def vote(self, member: int, vote: Vote, *, round_id: int, step: int, now_s: float) -> None:
         """Note a replica's vote; one after the decision shows only the furthest step."""
         self._claim(member, step)
-        found = self._open.get(round_id)
+        found = self.open_rounds.get(round_id)
         # one that has launched nothing has no part to vote for
         if found is None or member not in vote.has or member not in found.launched:
             return
@@ -236,7 +222,7 @@ class ElasticRounds:
 
     def num_alone(self, member: int) -> int:
         """Return how many open rounds a replica alone has launched."""
-        return sum(found.launched == {member} for found in self._open.values())
+        return sum(found.launched == {member} for found in self.open_rounds.values())
 
     def forget(self, member: int) -> None:
         """Remove a replica; its part still counts where others hold it."""
@@ -244,11 +230,11 @@ class ElasticRounds:
         self._in_time.pop(member, None)
         self._claims.pop(member, None)
         self._launched_s.pop(member, None)
-        for round_id, withheld in list(self._withheld.items()):
+        for round_id, withheld in list(self.withheld.items()):
             withheld.pop(member, None)
             if not withheld:
-                del self._withheld[round_id]
-        for found in self._open.values():
+                del self.withheld[round_id]
+        for found in self.open_rounds.values():
             found.votes.pop(member, None)
             found.launched.discard(member)
             if found.called is not None:
@@ -256,16 +242,16 @@ class ElasticRounds:
 
     def drop_empty(self) -> None:
         """Forget rounds whose launchers are all gone: a replica that gets there launches them again."""
-        for round_id in [number for number, found in self._open.items() if not found.launched]:
-            del self._open[round_id]
+        for round_id in [number for number, found in self.open_rounds.items() if not found.launched]:
+            del self.open_rounds[round_id]
 
     def calls(self, active: Collection[int], *, step_s: float, now_s: float) -> dict[int, tuple[int, ...]]:
         """Return, by round, the replicas that are to gather its parts now."""
         found = {}
-        for round_id, one in self._open.items():
+        for round_id, one in self.open_rounds.items():
             if one.called is not None or not one.launched:
                 continue
-            withheld = set(self._withheld.get(round_id, ()))
+            withheld = set(self.withheld.get(round_id, ()))
             # replicas that are late already, or have no finite part, are not awaited
             waited_for = set(active) - self.late - one.launched - withheld
             if waited_for and now_s < one.first_s + self.grace_s(step_s=step_s):
@@ -290,7 +276,7 @@ class ElasticRounds:
             return False
         num_together = sum(len(found & others) >= 2 for found in self._together)
         latest_s = max(self._launched_s.setdefault(other, now_s) for other in others)
-        is_held_up = any(found.launched & others for found in self._open.values())
+        is_held_up = any(found.launched & others for found in self.open_rounds.values())
         is_moving = is_held_up or now_s - latest_s < _MAX_DOUBT_S
         return 2 * num_together >= len(self._together) and is_moving
 
@@ -323,8 +309,8 @@ class ElasticRounds:
             step_s: Seconds of an inner step; 0 where it is unknown.
         """
         found = []
-        for round_id in sorted(self._open):
-            one = self._open[round_id]
+        for round_id in sorted(self.open_rounds):
+            one = self.open_rounds[round_id]
             if one.called is None or not one.votes:
                 continue
             # a called replica that has died has no vote to wait for
@@ -335,7 +321,8 @@ class ElasticRounds:
             choice = decide(one.votes)
             # one holder: wait for a second one that is near, since its death would stop all that lack the parts
             is_overdue = now_s >= one.first_vote_s + _SINGLE_HOLDER_S
-            if len(choice.holders) == 1 and self._is_another_near(one, steps) and not is_overdue:
+            near = [replica for replica, step in steps.items() if step >= one.launch_step - self._sync_interval]
+            if len(choice.holders) == 1 and set(near) - one.votes.keys() and not is_overdue:
                 continue
             self._together.append(frozenset(one.launched))
             decision = Decision(
@@ -356,7 +343,7 @@ class ElasticRounds:
 
     def _overdue_until_s(self, round_id: int, step_s: float) -> float:
         """Return until when a round may stay open because no replica waits for it; the last rounds are awaited."""
-        one = self._open[round_id]
+        one = self.open_rounds[round_id]
         is_at_end = round_id >= FIRST_LAST_ROUND or one.launch_step + self._overdue_steps > self._last_step
         if not self._overdue_steps or is_at_end:
             return 0.0
@@ -365,22 +352,17 @@ class ElasticRounds:
     def restart(self, step: int) -> None:
         """Forget all rounds: the run goes on from an earlier state."""
         self.decisions.clear()
-        self._open.clear()
-        self._withheld.clear()
+        self.open_rounds.clear()
+        self.withheld.clear()
         self._claims.clear()
-        self._decided_step = step
-
-    def _is_another_near(self, one: OpenRound, steps: Mapping[int, int]) -> bool:
-        """Return whether a replica that has not voted will get to a round soon."""
-        first_step = one.launch_step - self._sync_interval
-        return any(step >= first_step for replica, step in steps.items() if replica not in one.votes)
+        self.decided_step = step
 
     def adopt(self, decision: Decision) -> None:
         """Adopt a decision: a new one, or one from the journal."""
-        self._open.pop(decision.round_id, None)
+        self.open_rounds.pop(decision.round_id, None)
         self.num_decided += decision.round_id not in self.decisions
         self.decisions[decision.round_id] = decision
-        self._decided_step = max(self._decided_step, decision.launch_step)
+        self.decided_step = max(self.decided_step, decision.launch_step)
         while len(self.decisions) > _MAX_DECISIONS:
             del self.decisions[next(iter(self.decisions))]
 
@@ -432,16 +414,15 @@ def decide(votes: Mapping[int, Vote]) -> Choice:
         if voter not in vote.has:
             raise ValueError(f"replica {voter} must hold its own part, got {sorted(vote.has)}")
     # the key is a total order, so that the result does not depend on the order of the votes
-    choices = [(group, _choice(votes, group)) for group in _groups(votes)]
-    return max(choices, key=lambda c: (len(c[0]), len(c[1].holders), len(c[1].members), [-one for one in c[0]]))[1]
-
-
-def _choice(votes: Mapping[int, Vote], group: Sequence[int]) -> Choice:
-    members = frozenset.intersection(*(votes[voter].has for voter in group))
-    # a part is a difference from the global value: one of another value must not be applied to this one
-    alike = votes[group[0]].reference_hash
-    holders = tuple(one for one in sorted(votes) if votes[one].reference_hash == alike and members <= votes[one].has)
-    return Choice(members=tuple(sorted(members)), holders=holders)
+    choices = []
+    for group in _groups(votes):
+        members = frozenset.intersection(*(votes[voter].has for voter in group))
+        # a part is a difference from the global value: one of another value must not be applied to this one
+        alike = [one for one in sorted(votes) if votes[one].reference_hash == votes[group[0]].reference_hash]
+        holders = tuple(one for one in alike if members <= votes[one].has)
+        rank = len(group), len(holders), len(members), [-one for one in group]
+        choices.append((rank, Choice(members=tuple(sorted(members)), holders=holders)))
+    return max(choices, key=lambda choice: choice[0])[1]
 
 
 def _groups(votes: Mapping[int, Vote]) -> list[tuple[int, ...]]:
@@ -449,7 +430,8 @@ def _groups(votes: Mapping[int, Vote]) -> list[tuple[int, ...]]:
     if len(voters) > _MAX_EXACT:
         return [_grown(votes, first) for first in voters]
     for size in range(len(voters), 0, -1):
-        found = [group for group in combinations(voters, size) if _is_mutual(votes, group)]
+        groups = combinations(voters, size)
+        found = [group for group in groups if all(_are_mutual(votes, *pair) for pair in combinations(group, 2))]
         if found:
             return found
     raise AssertionError("a single voter is a group")
@@ -463,10 +445,6 @@ def _grown(votes: Mapping[int, Vote], first: int) -> tuple[int, ...]:
         if voter != first and all(_are_mutual(votes, voter, member) for member in group):
             group.append(voter)
     return tuple(sorted(group))
-
-
-def _is_mutual(votes: Mapping[int, Vote], group: Sequence[int]) -> bool:
-    return all(_are_mutual(votes, one, other) for one, other in combinations(group, 2))
 
 
 def _are_mutual(votes: Mapping[int, Vote], one: int, other: int) -> bool:

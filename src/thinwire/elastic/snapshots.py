@@ -59,9 +59,12 @@ class StateSnapshot:
 class StateSnapshots:
     """All snapshots that a replica may need; pure.
 
+    Attributes:
+        waiting: Replicas that wait for a snapshot.
+
     Example:
         >>> snapshots = StateSnapshots()
-        >>> snapshots.wait(7)
+        >>> snapshots.waiting.add(7)
         >>> one = snapshots.schedule(active=(0, 1), step=10, step_s=0.25)
         >>> one.step, sorted(one.joiners)
         (13, [7])
@@ -71,17 +74,8 @@ class StateSnapshots:
 
     def __init__(self) -> None:
         self._snapshots: dict[int, StateSnapshot] = {}
-        self._waiting: set[int] = set()
+        self.waiting: set[int] = set()
         self._margin_s = _MARGIN_S
-
-    @property
-    def waiting(self) -> frozenset[int]:
-        """Replicas that wait for a snapshot."""
-        return frozenset(self._waiting)
-
-    def wait(self, joiner: int) -> None:
-        """Note that a replica needs a state."""
-        self._waiting.add(joiner)
 
     def schedule(self, *, active: Iterable[int], step: int, step_s: float) -> StateSnapshot | None:
         """Choose a step for those that wait, None where none does.
@@ -91,13 +85,13 @@ class StateSnapshots:
             step: The furthest known step of any replica.
             step_s: Seconds of an inner step, 0 where it is unknown.
         """
-        if not self._waiting:
+        if not self.waiting:
             return None
         ahead = math.ceil(self._margin_s / step_s) + 1 if step_s > 0 else 2
         snapshot = self._snapshots.setdefault(step + ahead, StateSnapshot(step=step + ahead))
-        snapshot.joiners |= self._waiting
+        snapshot.joiners |= self.waiting
         snapshot.asked = tuple(active)
-        self._waiting.clear()
+        self.waiting.clear()
         return snapshot
 
     def hold(self, step: int, replica: int, *, root: str, num_bytes: int) -> StateSnapshot:
@@ -106,20 +100,20 @@ class StateSnapshots:
         snapshot.holders[replica] = root, num_bytes
         if snapshot.joiners:
             self._margin_s = max(_MARGIN_S, self._margin_s / 2)
-        self._forget_old()
+        idle = [step for step, one in sorted(self._snapshots.items()) if not one.joiners]
+        for old in idle[:-_KEPT]:
+            del self._snapshots[old]
         return snapshot
 
     def miss(self, step: int, replica: int) -> None:
         """Note that a replica was past the step; where all were, those that fetch it wait again."""
-        snapshot = self._snapshots.get(step)
-        if snapshot is None:
-            return
-        snapshot.missed.add(replica)
-        self._give_up(snapshot)
+        if (snapshot := self._snapshots.get(step)) is not None:
+            snapshot.missed.add(replica)
+            self._give_up(snapshot)
 
     def forget(self, replica: int) -> None:
         """Remove a replica."""
-        self._waiting.discard(replica)
+        self.waiting.discard(replica)
         for snapshot in list(self._snapshots.values()):
             snapshot.holders.pop(replica, None)
             snapshot.joiners.discard(replica)
@@ -128,7 +122,7 @@ class StateSnapshots:
 
     def loaded(self, joiner: int) -> None:
         """Note that a replica needs no state any more."""
-        self._waiting.discard(joiner)
+        self.waiting.discard(joiner)
         for snapshot in self._snapshots.values():
             snapshot.joiners.discard(joiner)
 
@@ -147,11 +141,6 @@ class StateSnapshots:
     def _give_up(self, snapshot: StateSnapshot) -> None:
         """Let those wait again that fetch a state that no replica will hold."""
         if snapshot.joiners and not snapshot.holders and not set(snapshot.asked) - snapshot.missed:
-            self._waiting |= snapshot.joiners
+            self.waiting |= snapshot.joiners
             self._margin_s = min(2 * self._margin_s, _MAX_MARGIN_S)
             del self._snapshots[snapshot.step]
-
-    def _forget_old(self) -> None:
-        idle = [step for step, snapshot in sorted(self._snapshots.items()) if not snapshot.joiners]
-        for step in idle[:-_KEPT]:
-            del self._snapshots[step]

@@ -8,6 +8,7 @@ breaks is retried. Chunks of a slow holder are also requested elsewhere. Verifie
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import queue
@@ -17,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -32,7 +34,6 @@ MOST_CHUNKS = 1 << 20
 _HEADER = struct.Struct("<4sIQQ")
 _MAGIC = b"TWST"
 _VERSION = 1
-_MOST_DIGITS = len(str(MOST_CHUNKS))
 
 
 def num_chunks_of(num_bytes: int, *, chunk_bytes: int) -> int:
@@ -55,48 +56,34 @@ def num_chunks_of(num_bytes: int, *, chunk_bytes: int) -> int:
     return num_chunks
 
 
-def hashes_name(name: bytes) -> bytes:
-    """Return the name of the blob with a state's hashes.
-
-    Raises:
-        ValueError: The state's name is empty, or too long.
-
-    Example:
-        >>> hashes_name(b"state/12")
-        b'state/12/hashes'
-    """
-    _check_name(name)
-    return name + b"/hashes"
-
-
 def chunk_name(name: bytes, index: int) -> bytes:
-    """Return the name of the blob with a chunk.
-
-    Args:
-        name: Of the state.
-        index: The chunk, counted from 0.
+    """Return the name of the blob with a chunk, counted from 0.
 
     Raises:
         ValueError: The state's name is empty, or too long.
 
     Example:
-        >>> chunk_name(b"state/12", 7)
-        b'state/12/7'
+        >>> chunk_name(b"state/12", 7), hashes_name(b"state/12")
+        (b'state/12/7', b'state/12/hashes')
     """
-    _check_name(name)
+    most = MOST_NAME_BYTES - 1 - max(len(str(MOST_CHUNKS)), len(b"hashes"))
+    if not 1 <= len(name) <= most:
+        raise ValueError(f"the name of a state has 1 to {most} bytes, got {len(name)}")
     return b"%s/%d" % (name, index)
 
 
+def hashes_name(name: bytes) -> bytes:
+    """Return the name of the blob with a state's hashes; raises as `chunk_name`."""
+    return chunk_name(name, 0)[:-1] + b"hashes"
+
+
 def root_of(hashes: bytes, *, num_bytes: int, chunk_bytes: int) -> bytes:
-    """Return the hash that identifies a state.
+    """Return the hash that identifies a state, 32 bytes.
 
     Args:
         hashes: Of the chunks, 32 bytes each.
         num_bytes: Of the state.
         chunk_bytes: Of each chunk but the last, which may be smaller.
-
-    Returns:
-        32 bytes.
     """
     header = _HEADER.pack(_MAGIC, _VERSION, num_bytes, chunk_bytes)
     return hashlib.sha256(header + hashes).digest()
@@ -136,23 +123,10 @@ def publish_state(library: BlobStore, name: bytes, vector: torch.Tensor, *, chun
 
 
 def withdraw_state(library: BlobStore, name: bytes, *, num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Withdraw a state; later requests for it are refused.
-
-    Args:
-        library: Of this replica.
-        name: Of the state.
-        num_bytes: As it was published.
-        chunk_bytes: As it was published.
-    """
+    """Withdraw a state; later requests for it are refused. Sizes are those with which it was published."""
     library.withdraw(hashes_name(name))
     for index in range(num_chunks_of(num_bytes, chunk_bytes=chunk_bytes)):
         library.withdraw(chunk_name(name, index))
-
-
-def _check_name(name: bytes) -> None:
-    most = MOST_NAME_BYTES - 1 - max(_MOST_DIGITS, len(b"hashes"))
-    if not 1 <= len(name) <= most:
-        raise ValueError(f"the name of a state has 1 to {most} bytes, got {len(name)}")
 
 
 # Requests in flight per holder: what it delivers in `_AHEAD_S` seconds, within these bounds.
@@ -208,6 +182,10 @@ class TransferPlan:
     Args:
         num_chunks: Number of chunks.
 
+    Attributes:
+        num_here: Number of chunks that have arrived.
+        num_first: Number of chunks before the first missing one.
+
     Example:
         >>> plan = TransferPlan(3)
         >>> plan.add_holder(7)
@@ -221,8 +199,8 @@ class TransferPlan:
 
     def __init__(self, num_chunks: int) -> None:
         self._is_here = bytearray(num_chunks)
-        self._num_here = 0
-        self._num_first = 0
+        self.num_here = 0
+        self.num_first = 0
         self._left = deque(range(num_chunks))
         self._again: deque[int] = deque()
         self._holders: dict[int, _Holder] = {}
@@ -232,19 +210,9 @@ class TransferPlan:
         self._all_times_s: deque[float] = deque(maxlen=128)
 
     @property
-    def num_here(self) -> int:
-        """Number of chunks that have arrived."""
-        return self._num_here
-
-    @property
-    def num_first(self) -> int:
-        """Number of chunks before the first missing one."""
-        return self._num_first
-
-    @property
     def is_complete(self) -> bool:
         """Whether all chunks have arrived."""
-        return self._num_here == len(self._is_here)
+        return self.num_here == len(self._is_here)
 
     @property
     def missing(self) -> list[int]:
@@ -262,11 +230,7 @@ class TransferPlan:
         self._most_holders = max(self._most_holders, len(self._holders))
 
     def remove_holder(self, holder: int) -> list[int]:
-        """Remove a holder.
-
-        Returns:
-            The chunks that were under way from it.
-        """
+        """Remove a holder; return the chunks that were under way from it."""
         found = self._holders.pop(holder, None)
         if found is None:
             return []
@@ -275,11 +239,7 @@ class TransferPlan:
         return list(found.under_way)
 
     def requests(self, *, now_s: float) -> Iterator[tuple[int, int]]:
-        """Yield the requests due now, as holder and chunk; each counts as in flight at once.
-
-        Args:
-            now_s: Seconds that only grow.
-        """
+        """Yield the requests due now, as holder and chunk; each counts as in flight at once."""
         self._find_slow(now_s)
         while (found := self._next(now_s)) is not None:
             holder, chunk = found
@@ -300,17 +260,13 @@ class TransferPlan:
         if self._is_here[chunk]:
             return False
         self._is_here[chunk] = 1
-        self._num_here += 1
-        while self._num_first < len(self._is_here) and self._is_here[self._num_first]:
-            self._num_first += 1
+        self.num_here += 1
+        while self.num_first < len(self._is_here) and self._is_here[self.num_first]:
+            self.num_first += 1
         return True
 
     def superseded(self, chunk: int) -> list[int]:
-        """Forget the other requests for a chunk that is here.
-
-        Returns:
-            The holders whose asks can be cancelled.
-        """
+        """Forget the other requests for a chunk that is here; return the holders whose requests can be cancelled."""
         holders = sorted(self._asked_of.pop(chunk, ()))
         for holder in holders:
             self._holders[holder].under_way.pop(chunk, None)
@@ -432,19 +388,6 @@ class _Phase:
     keep: Callable[[int, torch.Tensor], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Finished:
-    holder: int
-    chunk: int
-    loan: BlobFetch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HolderChange:
-    holder: int
-    holds: bool
-
-
 class StateTransfer:
     """Transfer of one state; holders may join and leave while it runs, and a failed `run` can be repeated.
 
@@ -459,19 +402,16 @@ class StateTransfer:
 
     Raises:
         ValueError: The sizes, the name or the root cannot be.
+
+    Attributes:
+        bytes_here: Verified bytes of the state.
     """
 
     def __init__(
-        self,
-        library: BlobStore,
-        name: bytes,
-        *,
-        num_bytes: int,
-        chunk_bytes: int = CHUNK_BYTES,
-        root: bytes,
-        on_progress: Callable[[int, int], None] | None = None,
-        on_finding: Callable[[CorruptChunk], None] | None = None,
-    ) -> None:
+        self, library: BlobStore, name: bytes, *, num_bytes: int, chunk_bytes: int = CHUNK_BYTES, root: bytes,
+        on_progress: Callable[[int, int], None] = lambda here, total: None,
+        on_finding: Callable[[CorruptChunk], None] = lambda finding: None,
+    ) -> None:  # fmt: skip
         if len(root) != HASH_BYTES:
             raise ValueError(f"a root has {HASH_BYTES} bytes, got {len(root)}")
         self._num_chunks = num_chunks_of(num_bytes, chunk_bytes=chunk_bytes)
@@ -484,37 +424,29 @@ class StateTransfer:
         self._findings: dict[int, CorruptChunk] = {}
         self._problems: dict[int, str] = {}
         self._loans: dict[tuple[int, int], BlobFetch] = {}
-        self._events: queue.SimpleQueue[_Finished | _HolderChange] = queue.SimpleQueue()
-        self._bytes_here = 0
+        # what other threads have to tell the one that runs, as what it does in the phase that it is in
+        self._events: queue.SimpleQueue[Callable[[_Phase], None]] = queue.SimpleQueue()
+        self.bytes_here = 0
         self._num_first_bytes = 0
         self._progressed_s = 0.0
         hashes_of = hashes_name(name)
         self._phases = (
             _Phase(
-                plan=TransferPlan(1),
-                name_of=lambda index: hashes_of,
-                bytes_of=lambda index: HASH_BYTES * self._num_chunks,
-                problem_of=self._problem_of_hashes,
+                plan=TransferPlan(1), name_of=lambda index: hashes_of,
+                bytes_of=lambda index: HASH_BYTES * self._num_chunks, problem_of=self._problem_of_hashes,
                 keep=self._keep_hashes,
             ),
             _Phase(
-                plan=TransferPlan(self._num_chunks),
-                name_of=lambda index: chunk_name(name, index),
+                plan=TransferPlan(self._num_chunks), name_of=lambda index: chunk_name(name, index),
                 bytes_of=lambda index: min(chunk_bytes, num_bytes - index * chunk_bytes),
-                problem_of=self._problem_of_chunk,
-                keep=self._keep_chunk,
+                problem_of=self._problem_of_chunk, keep=self._keep_chunk,
             ),
-        )
+        )  # fmt: skip
 
     @property
     def findings(self) -> tuple[CorruptChunk, ...]:
         """Replicas that sent wrong bytes; none of them is asked again."""
         return tuple(self._findings.values())
-
-    @property
-    def bytes_here(self) -> int:
-        """Verified bytes of the state."""
-        return self._bytes_here
 
     @property
     def first_bytes(self) -> torch.Tensor:
@@ -525,11 +457,17 @@ class StateTransfer:
 
     def add_holder(self, holder: int) -> None:
         """Add a holder, or retry a lost one; from any thread."""
-        self._events.put(_HolderChange(holder=holder, holds=True))
+
+        def add(phase: _Phase) -> None:
+            if holder not in self._findings:
+                self._holders[holder] = None
+                phase.plan.add_holder(holder)
+
+        self._events.put(add)
 
     def remove_holder(self, holder: int) -> None:
         """Remove a holder; from any thread."""
-        self._events.put(_HolderChange(holder=holder, holds=False))
+        self._events.put(lambda phase: self._drop(phase, holder, "was taken from the list"))
 
     def forget(self) -> None:
         """Release the bytes after use."""
@@ -555,13 +493,18 @@ class StateTransfer:
         self._progressed_s = time.monotonic()
         end_s = self._progressed_s + deadline_s
         if not self._num_chunks:
-            self._check_nothing()
+            found = root_of(b"", num_bytes=0, chunk_bytes=self._chunk_bytes)
+            if found != self._root:
+                raise ValueError(f"an empty state has the root {found.hex()[:12]}, got {self._root.hex()[:12]}")
             return self._vector
         for phase in self._phases:
             try:
                 self._run_phase(phase, end_s=end_s, stall_s=stall_s, may_wait=may_wait)
             finally:
-                self._cancel_all(phase)
+                loans, self._loans = self._loans, {}
+                for (holder, chunk), loan in loans.items():
+                    loan.cancel()
+                    phase.plan.on_failure(holder, chunk, now_s=time.monotonic())
         return self._vector
 
     def _run_phase(self, phase: _Phase, *, end_s: float, stall_s: float, may_wait: bool) -> None:
@@ -570,45 +513,24 @@ class StateTransfer:
         while not phase.plan.is_complete:
             now_s = time.monotonic()
             for holder, chunk in phase.plan.requests(now_s=now_s):
-                self._request(phase, holder, chunk)
+                loan = self._library.get(holder, phase.name_of(chunk), most_bytes=phase.bytes_of(chunk))
+                self._loans[holder, chunk] = loan
+                loan.on_finish(partial(self._events.put, partial(self._on_finished, holder, chunk, loan)))
             if now_s >= end_s or now_s - self._progressed_s > stall_s:
                 raise DeadlineExceeded(f"{self._missing(phase)} in time; {self._why()}")
             if not phase.plan.holders and not may_wait and self._events.empty():
                 raise NotThere(f"{self._missing(phase)}: no replica is left that has it; {self._why()}")
-            self._wait(phase, for_s=min(_TICK_S, end_s - now_s))
+            with contextlib.suppress(queue.Empty):
+                self._events.get(timeout=max(0.0, min(_TICK_S, end_s - now_s)))(phase)
+                while True:
+                    self._events.get_nowait()(phase)
 
-    def _wait(self, phase: _Phase, *, for_s: float) -> None:
-        try:
-            event = self._events.get(timeout=max(0.0, for_s))
-            while True:
-                if isinstance(event, _HolderChange):
-                    self._on_holder_change(phase, event)
-                else:
-                    self._on_finished(phase, event)
-                event = self._events.get_nowait()
-        except queue.Empty:
+    def _on_finished(self, holder: int, chunk: int, loan: BlobFetch, phase: _Phase) -> None:
+        if self._loans.get((holder, chunk)) is not loan:  # cancelled, or of the phase before
             return
-
-    def _request(self, phase: _Phase, holder: int, chunk: int) -> None:
-        loan = self._library.get(holder, phase.name_of(chunk), most_bytes=phase.bytes_of(chunk))
-        self._loans[(holder, chunk)] = loan
-        loan.on_finish(lambda: self._events.put(_Finished(holder=holder, chunk=chunk, loan=loan)))
-
-    def _on_holder_change(self, phase: _Phase, change: _HolderChange) -> None:
-        if change.holds:
-            if change.holder not in self._findings:
-                self._holders[change.holder] = None
-                phase.plan.add_holder(change.holder)
-        else:
-            self._drop(phase, change.holder, "was taken from the list")
-
-    def _on_finished(self, phase: _Phase, finished: _Finished) -> None:
-        holder, chunk = finished.holder, finished.chunk
-        if self._loans.get((holder, chunk)) is not finished.loan:  # cancelled, or of the phase before
-            return
-        del self._loans[(holder, chunk)]
+        del self._loans[holder, chunk]
         try:
-            payload = finished.loan.wait(deadline_s=0.0)
+            payload = loan.wait(deadline_s=0.0)
             problem = phase.problem_of(chunk, payload)
         except PayloadError as error:
             problem = str(error)
@@ -620,18 +542,14 @@ class StateTransfer:
             phase.plan.on_failure(holder, chunk, now_s=time.monotonic())
             return
         if problem:
-            self._accuse(phase, CorruptChunk(holder=holder, name=phase.name_of(chunk), problem=problem))
+            finding = self._findings[holder] = CorruptChunk(holder=holder, name=phase.name_of(chunk), problem=problem)
+            self._drop(phase, holder, finding.describe())
+            self._on_finding(finding)
         elif phase.plan.on_chunk(holder, chunk, now_s=time.monotonic()):
             self._progressed_s = time.monotonic()
             for other in phase.plan.superseded(chunk):
                 self._loans.pop((other, chunk)).cancel()
             phase.keep(chunk, payload)
-
-    def _accuse(self, phase: _Phase, finding: CorruptChunk) -> None:
-        self._findings[finding.holder] = finding
-        self._drop(phase, finding.holder, finding.describe())
-        if self._on_finding is not None:
-            self._on_finding(finding)
 
     def _drop(self, phase: _Phase, holder: int, problem: str) -> None:
         self._problems[holder] = problem
@@ -640,12 +558,6 @@ class StateTransfer:
             loan = self._loans.pop((holder, chunk), None)
             if loan is not None:
                 loan.cancel()
-
-    def _cancel_all(self, phase: _Phase) -> None:
-        loans, self._loans = self._loans, {}
-        for (holder, chunk), loan in loans.items():
-            loan.cancel()
-            phase.plan.on_failure(holder, chunk, now_s=time.monotonic())
 
     def _problem_of_hashes(self, index: int, payload: torch.Tensor) -> str:
         hashes = bytes(payload.numpy().data)
@@ -668,15 +580,9 @@ class StateTransfer:
         assert self._vector is not None, "a run has begun"
         start = index * self._chunk_bytes
         self._vector[start : start + payload.numel()] = payload
-        self._bytes_here += payload.numel()
+        self.bytes_here += payload.numel()
         self._num_first_bytes = min(self._num_bytes, self._phases[1].plan.num_first * self._chunk_bytes)
-        if self._on_progress is not None:
-            self._on_progress(self._bytes_here, self._num_bytes)
-
-    def _check_nothing(self) -> None:
-        found = root_of(b"", num_bytes=0, chunk_bytes=self._chunk_bytes)
-        if found != self._root:
-            raise ValueError(f"an empty state has the root {found.hex()[:12]}, got {self._root.hex()[:12]}")
+        self._on_progress(self.bytes_here, self._num_bytes)
 
     def _missing(self, phase: _Phase) -> str:
         state = f"state {ascii(self._name)[1:]}"

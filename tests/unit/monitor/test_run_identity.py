@@ -59,7 +59,7 @@ def test_a_coordinator_goes_on_with_the_journal_of_its_own_incarnation_only(tmp_
         journal = Journal(path)
         _check_journal(journal, FIRST.to_json(), path=path)
         journal.close()
-    assert [line["what"] for line in Journal(path).lines()] == ["run"]
+    assert [line["what"] for line in Journal(path).lines] == ["run"]
     for foreign in (FIRST.next_incarnation(), new_identity(config_digest=32 * "0")):
         with pytest.raises(ThinwireError, match=rf"{FIRST.incarnation}.*{foreign.incarnation}"):
             _check_journal(Journal(path), foreign.to_json(), path=path)

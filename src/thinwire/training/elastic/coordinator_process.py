@@ -79,7 +79,7 @@ def coordinate(
         keep_records=records.take,
         secret=secret,
     )
-    coordinator.replay(journal.lines(), now_s=time.monotonic())
+    coordinator.replay(journal.lines, now_s=time.monotonic())
     end = _EndOfRun(coordinator.state, until, alone=run_dir / ALONE_FILE, idle_s=job.get("idle_s"))
     disk = _DiskCheck(run_dir, journal=journal, report=coordinator.report)
 
@@ -138,8 +138,8 @@ class _DiskCheck:
 
 def _check_journal(journal: Journal, identity: Mapping[str, Any], *, path: Path) -> None:
     """Refuse a journal of another run or incarnation; begin an empty one with this run's identity."""
-    stated = next((line for line in journal.lines() if line["what"] == "run"), None)
-    if not journal.lines():
+    stated = next((line for line in journal.lines if line["what"] == "run"), None)
+    if not journal.lines:
         journal.write("run", dict(identity))
         return
     found = [] if stated is None else [stated.get("run"), *list(stated.get("incarnations") or ())[-1:]]
