@@ -83,11 +83,7 @@ class CoordinatorConnection:
                 self._wake.send(b"", zmq.DONTWAIT)
 
     def no_answer(self, *, deadline_s: float) -> ConnectError:
-        """Return the error of a coordinator that has not answered.
-
-        Args:
-            deadline_s: Seconds that it had.
-        """
+        """Return the error of a coordinator that has not answered within `deadline_s`."""
         host, port = self._invitation.host, self._invitation.port
         where = f"{host}, port {port}"
         if self._last_event & _OTHER_KEY:
@@ -157,13 +153,7 @@ class CoordinatorConnection:
 
 
 def send_command(invitation: Invitation, *, secret: Secret, deadline_s: float, **fields: Any) -> Message:
-    """Send an admin command to the coordinator, and return its answer.
-
-    Args:
-        invitation: Where it is.
-        secret: The job's.
-        deadline_s: Seconds to wait.
-        fields: `verb` and `target`.
+    """Send an admin command, fields `verb` and `target`, to the coordinator, and return its answer.
 
     Raises:
         ConnectError: It did not answer.

@@ -125,13 +125,7 @@ class CoordinatorServer:
     def serve(
         self, coordinator: Coordinator, *, until: Callable[[], bool], turn: Callable[[], None] = lambda: None
     ) -> None:  # fmt: skip
-        """Serve until `until` returns true.
-
-        Args:
-            coordinator: The state machine.
-            until: Returns whether to end.
-            turn: Called after each round of the loop.
-        """
+        """Serve until `until` returns true; `turn` is called after each round of the loop."""
         poller = zmq.Poller()
         for plug in (self._door.plug, self._door.monitor, self._door.decider):
             poller.register(plug, zmq.POLLIN)

@@ -31,10 +31,7 @@ class Lease:
 
 
 class DataLeases:
-    """All leases of a run, and the counts of its data.
-
-    Args:
-        shard_windows: Windows of a shard.
+    """All leases of a run, in shards of so many windows, and the counts of its data.
 
     Raises:
         ValueError: `shard_windows` is less than 1.

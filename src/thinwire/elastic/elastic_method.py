@@ -27,11 +27,7 @@ _ANY = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Present:
-    """The replicas that take part at present.
-
-    Args:
-        session: Knows them.
-    """
+    """The replicas that take part at present."""
 
     session: ReplicaRounds | None = field(compare=False, repr=False)
 
@@ -117,11 +113,7 @@ class ReplicaShards(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedReplicaPseudoGradient(PseudoGradient):
-    """See `PseudoGradient`; of a model whose other shards are on other ranks.
-
-    Args:
-        pieces: Reaches all shards.
-    """
+    """See `PseudoGradient`; of a model whose other shards are on other ranks, which `pieces` reaches."""
 
     pieces: ReplicaShards = field(compare=False, repr=False)
 

@@ -224,10 +224,6 @@ class HeldMessages:
 
     Answers without a text, as to a status command, are sent at once: no replica acts on them. Beyond the limit messages
     are lost as on a broken connection, and replicas ask for them again.
-
-    Args:
-        journal: The journal.
-        send: Sends a message to a connection.
     """
 
     def __init__(self, journal: Journal, *, send: Callable[[bytes, str, dict[str, Any]], None]) -> None:

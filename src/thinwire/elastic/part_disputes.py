@@ -28,13 +28,7 @@ class PartReport:
     why: str = ""  # the error's text
 
     def left_out_text(self, round_id: int, *, of: str, are_two: bool) -> str:
-        """Return a finding about a part that was left out.
-
-        Args:
-            round_id: The round.
-            of: Whose part it is.
-            are_two: Whether the run has two replicas.
-        """
+        """Return a finding about a part that was left out."""
         detail = f" ({self.why})" if self.why else ""
         unknown = "; of two replicas it is not known which one is wrong, so neither is dropped" if are_two else ""
         fault = PART_FAULTS[self.fault]

@@ -492,12 +492,7 @@ class RoundDriver:
 
 
 class ReplicaRounds:
-    """Elastic rounds as the engine uses them: who takes part, and which parts each round decides on.
-
-    Args:
-        session: Session with the coordinator.
-        store: Offers and fetches parts.
-    """
+    """Elastic rounds as the engine uses them: who takes part, and which parts each round decides on."""
 
     def __init__(self, session: CoordinatorSession, store: BlobStore) -> None:
         self._session = session

@@ -395,9 +395,6 @@ def decide(votes: Mapping[int, Vote]) -> Choice:
     only some hold. Ties are decided by the number of holders, then of parts, then by the lowest replica numbers. A
     single voter is a group.
 
-    Args:
-        votes: By replica, at least one.
-
     Raises:
         ValueError: There is no vote, or one does not hold its own part.
 

@@ -534,13 +534,6 @@ def relays(
     the way leads over, chosen alike. Whoever is asked in an origin's place asks that origin itself, or a relay that
     does.
 
-    Args:
-        sites: All sites.
-        replica: Replica that asks.
-        round_id: The round.
-        active: The replicas that take part.
-        detours: All detours.
-
     Example:
         >>> found = relays(((0, 1), (2, 3)), replica=0, round_id=7, active=(0, 1, 2, 3))
         >>> other = relays(((0, 1), (2, 3)), replica=1, round_id=7, active=(0, 1, 2, 3))

@@ -37,11 +37,7 @@ class StateSnapshot:
         return max(counts, key=lambda value: counts[value], default=None)
 
     def is_sure(self, *, num_active: int) -> bool:
-        """Return whether the agreed state is that of most replicas, or no more of them will say which is theirs.
-
-        Args:
-            num_active: Replicas that take part.
-        """
+        """Return whether the agreed state is that of most replicas, or no more of them will say which is theirs."""
         most = sum(found == self.agreed for found in self.holders.values())
         num_asked = len(self.asked) or num_active
         num_answered = len(set(self.holders) | self.missed)

@@ -179,9 +179,6 @@ class TransferPlan:
     that exceeds its own usual times are requested elsewhere too, and the holder rests. At the end the times of the
     fastest other holder count.
 
-    Args:
-        num_chunks: Number of chunks.
-
     Attributes:
         num_here: Number of chunks that have arrived.
         num_first: Number of chunks before the first missing one.

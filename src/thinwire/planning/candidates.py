@@ -216,13 +216,7 @@ def quick_step_s(schedule: Schedule, rounds_s: Sequence[float], *, step_s: float
 
 
 def rounds_alone_s(traffic: Traffic, *, links: simulate.SimCluster, num_replicas: int) -> list[float]:
-    """Return the seconds of each fragment's round, were it alone on the links.
-
-    Args:
-        traffic: What is sent.
-        links: Of the replicas.
-        num_replicas: How many take part.
-    """
+    """Return the seconds of each fragment's round of so many replicas, were it alone on their links."""
     stages = stages_of(traffic.exchange, links, num_replicas=num_replicas)
     sizes = [8 * channels[traffic.last_channel] for channels in traffic.payload_bytes]
     return [sum(_stage_s(traffic.exchange.flow(s, payload_bits=bits), links) for s in stages) for bits in sizes]
@@ -256,12 +250,7 @@ def step_times(cluster: Cluster, workload: TrainingTask, names: Sequence[str], *
 
 
 class CandidateTimes:
-    """Run times of the candidates of one workload on one cluster; shared parts are computed once.
-
-    Args:
-        workload: What is to be trained.
-        cluster: On what.
-    """
+    """Run times of the candidates of one workload on one cluster; shared parts are computed once."""
 
     def __init__(self, workload: TrainingTask, cluster: Cluster) -> None:
         self.workload, self.cluster = workload, cluster

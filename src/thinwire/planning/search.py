@@ -80,11 +80,6 @@ class PlanConstraints:
 def make_plan(workload: TrainingTask, cluster: Cluster, constraints: PlanConstraints | None = None) -> Plan:
     """Find what to run.
 
-    Args:
-        workload: What is to be trained.
-        cluster: On what.
-        constraints: What to keep to.
-
     Returns:
         The plan; all that it claims was simulated.
 

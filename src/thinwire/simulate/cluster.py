@@ -51,12 +51,7 @@ class SimCluster:
         return len(self.site_of)
 
     def route(self, source: int, to: int, *, is_working: IsWorking | None = None) -> Loads:
-        """Return the links from one host to another, with the part of the bits that each carries.
-
-        Args:
-            source: The sending host.
-            to: The receiving host.
-            is_working: Returns whether a link works; None where all do.
+        """Return the links from one host to another, those that work, with the part of the bits that each carries.
 
         Example:
             >>> star([SimLink(bandwidth_bits_per_s=1e9)] * 3).route(0, 2)

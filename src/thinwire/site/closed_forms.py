@@ -72,13 +72,7 @@ def pipette_s(*, forward_s: float, backward_s: float, links_s: Sequence[float], 
 
 
 def training_time_s(*, tokens: float, num_parameters: float, num_devices: int, flops_per_s: float) -> float:
-    """Return the time of a whole training with recomputed activations: 8 T P / (n X).
-
-    Args:
-        tokens: Of the training.
-        num_parameters: Of the model.
-        num_devices: That share the work.
-        flops_per_s: That each device reaches.
+    """Return the time of a training of T tokens on n devices of X FLOP/s, with recomputed activations: 8 T P / (n X).
 
     Reference:
         arXiv 2104.04473, equation 4.

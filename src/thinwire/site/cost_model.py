@@ -167,13 +167,7 @@ def most_rank_layers(model: ModelShape, layout: Layout) -> int:
 
 
 def device_memory(model: ModelShape, layout: Layout, *, stage: int) -> memory.DeviceMemory:
-    """Return the memory of a device of one pipeline rank.
-
-    Args:
-        model: The model.
-        layout: How it is cut.
-        stage: The pipeline rank.
-    """
+    """Return the memory of a device of one pipeline rank."""
     degrees, own_chunks = layout.degrees, rank_chunks(model, layout, stage)
     own_layers = sum(own_chunks)
     parameters = (own_layers * model.layer_parameters + _outer_parameters(model, stage, degrees.pp)) / degrees.tp
@@ -220,11 +214,6 @@ def sent_numbers(model: ModelShape, layout: Layout, *, stage: int) -> dict[str, 
     """Return how many numbers a device of a pipeline rank sends in a step, as `thinwire train --plan` sends them.
 
     Rings are assumed: of n numbers, each of N members sends n (N - 1) / N in a gather, and twice that in an all-reduce.
-
-    Args:
-        model: The model.
-        layout: How it is cut.
-        stage: The pipeline rank.
 
     Returns:
         Numbers sent between the data-parallel ranks ("data"), and along "cp", "tp" and "pp".

@@ -266,14 +266,7 @@ def fewest_recomputed(site: Site, model: ModelShape, layout: Layout) -> int | No
 
 
 def memory_reason(site: Site, model: ModelShape, layout: Layout, *, grids: Sequence[Degrees]) -> str:
-    """Return why a layout does not fit: the number, the limit, and what would help.
-
-    Args:
-        site: Whose memory is the limit.
-        model: The model.
-        layout: That needs more.
-        grids: That the rules allow, of which some may help.
-    """
+    """Return why a layout does not fit: the number, the limit, and which of the allowed grids would help."""
     found = f"needs {_gigabytes(max(peak_bytes(model, layout)))} a device, has {_gigabytes(site.memory_bytes)}"
     remedies = []
     recomputed = fewest_recomputed(site, model, layout)

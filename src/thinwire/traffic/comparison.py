@@ -39,15 +39,7 @@ def compare_methods(
     fabric: Fabric, flows: Sequence[FabricFlow], *, methods: Sequence[str] = METHODS, failed: Sequence[str] = (),
     k: int = 4, seeds: int = 20,
 ) -> list[TrafficRow]:  # fmt: skip
-    """Plan the same flows with several methods.
-
-    Args:
-        fabric: The fabric.
-        flows: The flows.
-        methods: Names of methods.
-        failed: Names of dead cables.
-        k: Connections into which `k-ecmp` splits each connection.
-        seeds: Number of plans of a method that hashes.
+    """Plan the same flows with several methods, and with so many seeds where a method hashes.
 
     Raises:
         ValueError: As `plan_traffic`.

@@ -38,13 +38,6 @@ def rounds_of_method(
 ) -> list[RoundFlows]:  # fmt: skip
     """Return the rounds of the second interval, which is like all later ones; replica n runs on the n-th host.
 
-    Args:
-        schedule: When rounds are launched and applied.
-        payload_bytes: What a replica sends of each fragment, of each channel.
-        exchange: Messages of a round.
-        fabric: The fabric.
-        num_replicas: Number of replicas.
-
     Raises:
         ValueError: A replica has no host.
     """
