@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.simulate.layered_step import (
+from layered_step import (
     SCALING_METHODS,
     SCALING_MODELS,
     STREAMING_METHODS,

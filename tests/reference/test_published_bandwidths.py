@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 from pathlib import Path
 
 import pytest
 
-from thinwire.simulate.fluid_network import SimLink
-from thinwire.simulate.layered_step import (
+from benchmarks.simulate import layered_step
+from benchmarks.simulate.layered_step import (
     SCALING_METHODS,
     SCALING_MODELS,
     STREAMING_METHODS,
@@ -23,12 +24,17 @@ from thinwire.simulate.layered_step import (
     printed_deviations,
     reaching,
 )
+from thinwire.simulate.fluid_network import SimLink
 from thinwire.simulate.task_graph import ComputeTask, TransferTask, run_tasks
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "benchmarks" / "simulate" / "published.json").read_text())
 STREAMING = PUBLISHED["utilisation"]["streaming"]["rows"]
 SCALING = PUBLISHED["utilisation"]["scaling"]["rows"]
 KNOWN_DEVIATIONS = {("10B", "streaming, overlap"): [-1, 0, 0, 0, 0], ("100B", "streaming, overlap"): [0, 0, 0, -1, 0]}
+
+
+def test_the_examples_of_the_layered_step_hold() -> None:
+    assert not doctest.testmod(layered_step).failed
 
 
 # Hundreds of simulated runs each, through the same lines whatever the model: traced they take six times as long.

@@ -22,7 +22,6 @@ from math import inf
 
 from thinwire.codec_specs import activation_bytes
 from thinwire.site import memory
-from thinwire.site.closed_forms import pipette_s
 from thinwire.site.pipeline import StageLink, StageTimes, chunk_layers, layers_in_flight, lower_bound_s, step_s
 from thinwire.site.site_file import Site
 
@@ -709,3 +708,26 @@ class _CardShares:
             return 1
         border = self.borders[self.site_of[edge[0]], self.site_of[edge[1]]]
         return self.lanes * max(self.leaving[edge[0]], self.entering[edge[1]], border)
+
+
+def pipette_s(*, forward_s: float, backward_s: float, links_s: Sequence[float], num_micro_batches: int) -> float:
+    """Return the step time of a 1F1B pipeline after Pipette, which sees that few micro-batches are in flight.
+
+    Every p micro-batches take a round trip through the whole pipeline, links included.
+
+    Args:
+        forward_s: Of one micro-batch in one stage.
+        backward_s: Of one micro-batch in one stage.
+        links_s: Link time between neighbouring stages, one entry a pair.
+        num_micro_batches: Of one step.
+
+    Reference:
+        arXiv 2405.18093: (m / p) (C + p (f + b)) + (p - 1) (f + b).
+
+    Example:
+        >>> pipette_s(forward_s=1, backward_s=2, links_s=[2, 2, 2], num_micro_batches=32)
+        201.0
+    """
+    stages = len(links_s) + 1
+    both = forward_s + backward_s
+    return num_micro_batches / stages * (2 * sum(links_s) + stages * both) + (stages - 1) * both

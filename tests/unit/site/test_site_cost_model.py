@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.reference import site_closed_forms as closed_forms
 from thinwire.errors import DataError
 from thinwire.planning.cluster import Cluster, Machine, Wire, save_cluster
-from thinwire.site import closed_forms
 from thinwire.site.cost_model import (
     Degrees,
     Layout,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 import random
 from dataclasses import replace
 
 import pytest
 
-from thinwire.site import closed_forms
+from tests.reference import site_closed_forms as closed_forms
+from thinwire.site.cost_model import pipette_s
 from thinwire.site.memory import interleaved_in_flight, one_f_one_b_in_flight
 from thinwire.site.pipeline import (
     StageLink,
@@ -23,6 +25,10 @@ from thinwire.site.pipeline import (
 )
 
 GPIPE = 1000
+
+
+def test_the_closed_forms_give_the_examples_of_their_papers() -> None:
+    assert not doctest.testmod(closed_forms).failed
 
 
 def simulated(stages: int, micro_batches: int, latency_s: float, *, eagerness: int = 1) -> float:
@@ -48,7 +54,7 @@ def test_makespans_are_those_of_the_reference(stages: int, latency_s: float, mak
 def test_formulas_underestimate_the_exact_schedule(stages: int, amp: int, pipette: int, exact: int) -> None:
     about = {"forward_s": 1, "backward_s": 2, "num_micro_batches": 32, "links_s": [2] * (stages - 1)}
     assert closed_forms.amp_s(**about) == amp
-    assert closed_forms.pipette_s(**about) == pipette
+    assert pipette_s(**about) == pipette
     assert simulated(stages, 32, 2) == exact
 
 

@@ -1,8 +1,4 @@
-"""Closed forms of the papers: comparators for the cost model, and lower bounds.
-
-The planner minimises simulated times. These formulas are beside it for two reasons: they are published, so tests
-compare the cost model with them; and some of them are cheap enough to rank or bound candidates.
-"""
+"""Closed forms of the papers, with which the cost model of a site is compared."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from collections.abc import Sequence
 
 from thinwire.errors import refusal
 
-SECONDS_PER_DAY = 86_400
 # Elements that each rank sends in a step, as a multiple of the parameters (arXiv 1910.02054, section 7): a reduce-
 # scatter and an all-gather, and in stage 3 a second all-gather, which the backward pass needs.
 _ZERO_VOLUMES = (2.0, 2.0, 2.0, 3.0)
@@ -46,29 +41,6 @@ def amp_s(*, forward_s: float, backward_s: float, links_s: Sequence[float], num_
         117
     """
     return (num_micro_batches + len(links_s)) * (forward_s + backward_s) + 2 * sum(links_s)
-
-
-def pipette_s(*, forward_s: float, backward_s: float, links_s: Sequence[float], num_micro_batches: int) -> float:
-    """Return the step time of a 1F1B pipeline after Pipette, which sees that few micro-batches are in flight.
-
-    Every p micro-batches take a round trip through the whole pipeline, links included.
-
-    Args:
-        forward_s: Of one micro-batch in one stage.
-        backward_s: Of one micro-batch in one stage.
-        links_s: Link time between neighbouring stages, one entry a pair.
-        num_micro_batches: Of one step.
-
-    Reference:
-        arXiv 2405.18093: (m / p) (C + p (f + b)) + (p - 1) (f + b).
-
-    Example:
-        >>> pipette_s(forward_s=1, backward_s=2, links_s=[2, 2, 2], num_micro_batches=32)
-        201.0
-    """
-    stages = len(links_s) + 1
-    both = forward_s + backward_s
-    return num_micro_batches / stages * (2 * sum(links_s) + stages * both) + (stages - 1) * both
 
 
 def training_time_s(*, tokens: float, num_parameters: float, num_devices: int, flops_per_s: float) -> float:
