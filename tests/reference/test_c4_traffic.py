@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from thinwire.traffic import plan_traffic
-from thinwire.traffic.comparison import after_failure, balanced_rounds
 
 C4 = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/traffic/c4_figures.py")))
 
@@ -24,9 +23,9 @@ def test_hashed_jobs_get_what_the_paper_measured_and_planned_ones_the_ceiling() 
 
 def test_after_an_uplink_dies_only_balancing_comes_near_seven_eighths() -> None:
     ideal = C4.CEILING * 7 / 8
-    dead = after_failure(plan_traffic(C4.bonded(1), C4.all_reduces(8), method="c4p"), ["leaf-0/spine-0"])
+    dead = C4.after_failure(plan_traffic(C4.bonded(1), C4.all_reduces(8), method="c4p"), ["leaf-0/spine-0"])
     rounds = [
-        min(8e-9 * C4.BYTES / seconds for seconds in one.values()) for one in balanced_rounds(dead, num_rounds=25)
+        min(8e-9 * C4.BYTES / seconds for seconds in one.values()) for one in C4.balanced_rounds(dead, num_rounds=25)
     ]
     assert rounds[0] < 0.9 * ideal, "static: the slowest connection holds its job"
     assert 301 <= rounds[-1] <= ideal + 1e-6

@@ -20,13 +20,3 @@ from thinwire.traffic.fabric import LeafFlow, Parts, SpinePaths
 def hashed_paths(flows: Sequence[LeafFlow], paths: SpinePaths, *, random: Random) -> list[Parts]:
     """Return a random healthy spine for each connection."""
     return [[(random.choice(paths.healthy(flow.source_leaf, flow.destination_leaf)), Fraction(1))] for flow in flows]
-
-
-def expected_spines(num_connections: int, num_spines: int) -> float:
-    """Return how many spines hashed connections use on average.
-
-    Example:
-        >>> round(expected_spines(4, 4), 3)
-        2.734
-    """
-    return num_spines * (1 - (1 - 1 / num_spines) ** num_connections)

@@ -36,17 +36,6 @@ def split_paths(flows: Sequence[LeafFlow], paths: SpinePaths) -> list[Parts]:
     return chosen
 
 
-def num_pieces(num_flows: int, num_spines: int) -> int:
-    """Return the number of pieces for the flows of one pair of leaves.
-
-    Example:
-        >>> num_pieces(8, 4), num_pieces(6, 4), num_pieces(3, 4)
-        (8, 8, 12)
-    """
-    rest = num_flows % num_spines
-    return num_flows - rest + (rest * num_spines // gcd(rest, num_spines) if rest else 0)
-
-
 def _equal_parts(num_flows: int, rates: Sequence[Fraction]) -> list[Parts]:
     count = len(rates)
     rest = num_flows % count

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.traffic.c4_figures import after_failure, balanced_rounds
 from thinwire.traffic import Fabric, FabricFlow, plan_traffic
-from thinwire.traffic.comparison import after_failure, balanced_rounds
 from thinwire.transport.wire.path_balance import BalanceRules, PathBalancer
 
 
