@@ -61,23 +61,17 @@ def edge_colours(edges: Sequence[tuple[int, int]], *, num_colours: int) -> list[
             degree[side, vertex] += 1
             cut.append(number_of.setdefault((side, vertex, part), len(number_of)))
         vertices.append((cut[0], cut[1]))
-    return _coloured_edges(vertices, num_vertices=len(number_of), num_colours=num_colours)
-
-
-def _coloured_edges(edges: Sequence[tuple[int, int]], *, num_vertices: int, num_colours: int) -> list[int]:
     colour = [-1] * len(edges)
-    edge_at = [[-1] * num_colours for _ in range(num_vertices)]
-    free = [(1 << num_colours) - 1] * num_vertices  # bit c: no edge of colour c here
-    for number, (left, right) in enumerate(edges):
-        shared = free[left] & free[right]
-        if shared:
-            chosen = (shared & -shared).bit_length() - 1
-        else:
-            chosen = (free[left] & -free[left]).bit_length() - 1
+    edge_at = [[-1] * num_colours for _ in number_of]
+    free = [(1 << num_colours) - 1] * len(number_of)  # bit c: no edge of colour c here
+    for number, (left, right) in enumerate(vertices):
+        # a colour that is free at both ends, or one of each end
+        shared = free[left] & free[right] or free[left]
+        chosen = (shared & -shared).bit_length() - 1
+        if not free[right] >> chosen & 1:
             other = (free[right] & -free[right]).bit_length() - 1
-            _swap(right, chosen, other, edges, colour, edge_at)
             # the path from `right` never ends at `left`: it would arrive there over an edge of the free colour
-            free = _free_after_swap(right, chosen, other, edges, edge_at, free)
+            _swap(right, (chosen, other), vertices, colour, edge_at, free)
         colour[number] = chosen
         for vertex in (left, right):
             edge_at[vertex][chosen] = number
@@ -86,41 +80,29 @@ def _coloured_edges(edges: Sequence[tuple[int, int]], *, num_vertices: int, num_
 
 
 def _swap(
-    start: int, first: int, second: int, edges: Sequence[tuple[int, int]], colour: list[int], edge_at: list[list[int]]
-) -> None:
+    start: int, colours: tuple[int, int], edges: Sequence[tuple[int, int]], colour: list[int],
+    edge_at: list[list[int]], free: list[int],
+) -> None:  # fmt: skip
     """Exchange two colours along the path that leaves `start` over an edge of the first one."""
-    path, vertex, wanted = [], start, first
-    while (number := edge_at[vertex][wanted]) >= 0:
+    path: list[int] = []
+    vertex = start
+    while (number := edge_at[vertex][colours[len(path) % 2]]) >= 0:
         path.append(number)
         a, b = edges[number]
         vertex = b if vertex == a else a
-        wanted = second if wanted == first else first
     for number in path:
-        for vertex in edges[number]:
-            if edge_at[vertex][colour[number]] == number:
-                edge_at[vertex][colour[number]] = -1
+        for end in edges[number]:
+            if edge_at[end][colour[number]] == number:
+                edge_at[end][colour[number]] = -1
     for number in path:
-        colour[number] = second if colour[number] == first else first
-        for vertex in edges[number]:
-            edge_at[vertex][colour[number]] = number
-
-
-def _free_after_swap(
-    start: int, first: int, second: int, edges: Sequence[tuple[int, int]], edge_at: list[list[int]], free: list[int]
-) -> list[int]:
-    """Bring the free colours of the path's two ends up to date; between them both colours stay taken."""
-    vertex, wanted = start, second  # after the exchange the path leaves over the second colour
-    last = start
-    while (number := edge_at[vertex][wanted]) >= 0:
-        a, b = edges[number]
-        vertex = b if vertex == a else a
-        last = vertex
-        wanted = first if wanted == second else second
-    for end in {start, last}:
-        for one in (first, second):
+        colour[number] = sum(colours) - colour[number]
+        for end in edges[number]:
+            edge_at[end][colour[number]] = number
+    # at the path's two ends one colour is free in place of the other; between them both stay taken
+    for end in {start, vertex}:
+        for one in colours:
             bit = 1 << one
             free[end] = free[end] & ~bit if edge_at[end][one] >= 0 else free[end] | bit
-    return free
 
 
 def _repaired(chosen: list[int], flows: Sequence[LeafFlow], paths: SpinePaths) -> list[int]:

@@ -2,7 +2,7 @@
 
 Ports (rails) come first. Hashing methods pick the sending and the receiving port at random, as bonded ports do. The
 others keep left with left and right with right (C4P's rule) and balance the connections of each host over its ports.
-The spines come from the method: one file each in this package, with its theorem.
+The spines come from the method, whose module in this package has its theorem.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from typing import Any
 
 from thinwire.errors import refusal, unknown_name
 from thinwire.simulate import FluidFlow, FluidNetwork, SimLink, VirtualClock
-from thinwire.traffic.c4p import spread_paths
 from thinwire.traffic.colouring import coloured_paths
-from thinwire.traffic.ecmp import hashed_paths
 from thinwire.traffic.ethereal import split_paths
 from thinwire.traffic.fabric import Fabric, FabricFlow, LeafFlow, Parts, SpinePaths, check_hosts
 from thinwire.traffic.fractional import Demand, cut_bound_s, split_demands
-from thinwire.traffic.round_robin import dealt_paths
+from thinwire.traffic.single_paths import dealt_paths, hashed_paths, spread_paths
 from thinwire.traffic.spray import sprayed_paths
 
 METHODS = ("ecmp", "k-ecmp", "round-robin", "c4p", "ethereal", "colour", "spray")
