@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from random import Random
 from typing import Any
 
@@ -99,7 +99,30 @@ class TrafficPlan:
     @cached_property
     def piece_completion_s(self) -> list[list[float]]:
         """Seconds until the last byte of each piece of each flow; sprayed pieces of a flow end together."""
-        return _piece_completion_s(self)
+        clock = VirtualClock()
+        rates = _link_rates(self.paths)
+        number_of = {link: number for number, link in enumerate(rates)}
+        network = FluidNetwork([SimLink(bandwidth_bits_per_s=rate) for rate in rates.values()], clock=clock)
+        found = [[0.0] * len(pieces) for pieces in self.pieces]
+
+        def note(ends: list[float], places: Sequence[int]) -> None:
+            for place in places:
+                ends[place] = clock.now_s
+
+        for flow, pieces, ends in zip(self.flows, self.pieces, found, strict=True):
+            # sprayed packets move together, pieces on paths of their own do not
+            together = [range(len(pieces))] if self.method == "spray" else [range(n, n + 1) for n in range(len(pieces))]
+            for places in together:
+                total = sum(pieces[place].share for place in places)
+                loads = tuple(
+                    (number_of[link], float(pieces[place].share / total))
+                    for place in places
+                    for link in self.links_of(flow, pieces[place])
+                )
+                size_bits = 8 * float(total * flow.num_bytes)
+                network.start(FluidFlow(size_bits=size_bits, loads=loads), partial(note, ends, places))
+        clock.run()
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as one JSON object."""
@@ -262,37 +285,8 @@ def _connections(
     return found
 
 
-def _piece_completion_s(plan: TrafficPlan) -> list[list[float]]:
-    clock = VirtualClock()
-    number_of, links = _links(plan.paths)
-    network = FluidNetwork(links, clock=clock)
-    found = [[0.0] * len(pieces) for pieces in plan.pieces]
-
-    def arrive(ends: list[float], places: Sequence[int]) -> Callable[[], None]:
-        def note() -> None:
-            for place in places:
-                ends[place] = clock.now_s
-
-        return note
-
-    for flow, pieces, ends in zip(plan.flows, plan.pieces, found, strict=True):
-        # sprayed packets move together, pieces on paths of their own do not
-        together = [range(len(pieces))] if plan.method == "spray" else [range(n, n + 1) for n in range(len(pieces))]
-        for places in together:
-            total = sum(pieces[place].share for place in places)
-            loads = tuple(
-                (number_of[link], float(pieces[place].share / total))
-                for place in places
-                for link in plan.links_of(flow, pieces[place])
-            )
-            size_bits = 8 * float(total * flow.num_bytes)
-            network.start(FluidFlow(size_bits=size_bits, loads=loads), arrive(ends, places))
-    clock.run()
-    return found
-
-
-def _links(paths: SpinePaths) -> tuple[dict[FabricLink, int], list[SimLink]]:
-    """Return every link's number and the links in this order."""
+def _link_rates(paths: SpinePaths) -> dict[FabricLink, float]:
+    """Return every link's bits a second."""
     fabric = paths.fabric
     rates: dict[FabricLink, float] = {}
     for host, leaves in fabric.hosts.items():
@@ -301,6 +295,4 @@ def _links(paths: SpinePaths) -> tuple[dict[FabricLink, int], list[SimLink]]:
     for leaf in range(fabric.num_leaves):
         for spine in range(fabric.spines):
             rates["up", leaf, spine] = rates["down", leaf, spine] = float(paths.rate(leaf, spine))
-    return {link: number for number, link in enumerate(rates)}, [
-        SimLink(bandwidth_bits_per_s=rate) for rate in rates.values()
-    ]
+    return rates

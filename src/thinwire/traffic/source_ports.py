@@ -37,7 +37,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Never, Protocol, TypeVar
@@ -129,18 +129,14 @@ def probe_source_port(
 
 
 def probe_source_ports(
-    address: str,
-    port: int,
-    *,
-    source_ports: Iterable[int] = DEFAULT_PORTS,
-    hop: int = SPINE_HOP,
+    address: str, port: int, *, source_ports: Iterable[int] = DEFAULT_PORTS, hop: int = SPINE_HOP,
     timeout_s: float = 1.0,
-) -> dict[int, str]:
+) -> dict[int, str]:  # fmt: skip
     """Return the router of each source port; ports in use, and those without an answer, are left out.
 
     Raises:
         OSError: The network is unreachable.
-    """  # fmt: skip
+    """
     found: dict[int, str] = {}
     num_silent = 0
     for source_port in source_ports:
@@ -199,16 +195,6 @@ class Alone:
 
     def leave(self, num_ranks: int) -> None:
         """Do nothing: no other rank waits."""
-
-
-class Paths(Protocol):
-    """Operations of a probe by timing on the network."""
-
-    def round_trips(self) -> dict[tuple[str, int], float]:
-        """Return the seconds until each destination answered each source port; infinite if it did not."""
-
-    def load(self, number: int) -> AbstractContextManager[None]:
-        """Fill the path of one of many flows while the block runs."""
 
 
 class _Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -280,16 +266,20 @@ class TcpPaths:
         self._load_bits_per_s = load_bits_per_s
 
     def round_trips(self) -> dict[tuple[str, int], float]:
-        """Measure all ports at once, some times; the shortest time counts."""
+        """Return the seconds until each destination answered each source port; infinite if it did not.
+
+        All ports are measured at once, some times; the shortest time counts.
+        """
+        ends = [(name, source_port) for name in self._destinations for source_port in self._source_ports]
         found: dict[tuple[str, int], float] = {}
-        for _ in range(_REPEATS):
-            for ends, seconds in self._round_trips().items():
-                found[ends] = min(seconds, found.get(ends, math.inf))
+        for first in _REPEATS * [*range(0, len(ends), _MOST_SOCKETS)]:
+            for one, seconds in self._round_trips_of(ends[first : first + _MOST_SOCKETS]).items():
+                found[one] = min(seconds, found.get(one, math.inf))
         return found
 
     @contextmanager
     def load(self, number: int) -> Iterator[None]:
-        """Send datagrams to one of the destinations."""
+        """Fill the path of one of many flows, by datagrams to one of the destinations, while the block runs."""
         address = list(self._destinations.values())[number % len(self._destinations)]
         is_over = threading.Event()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
@@ -314,13 +304,6 @@ class TcpPaths:
                     sender.send(data)
                 sent_bytes += _LOAD_FRAME_BYTES
             time.sleep(0.002)
-
-    def _round_trips(self) -> dict[tuple[str, int], float]:
-        ends = [(name, source_port) for name in self._destinations for source_port in self._source_ports]
-        found: dict[tuple[str, int], float] = {}
-        for first in range(0, len(ends), _MOST_SOCKETS):
-            found |= self._round_trips_of(ends[first : first + _MOST_SOCKETS])
-        return found
 
     def _round_trips_of(self, ends: Sequence[tuple[str, int]]) -> dict[tuple[str, int], float]:
         found: dict[tuple[str, int], float] = {}
@@ -355,7 +338,7 @@ class TcpPaths:
         return found
 
 
-def probe_by_timing(meeting: Meeting, paths: Paths, *, leaf: int, spines: int) -> dict[str, dict[int, str]]:
+def probe_by_timing(meeting: Meeting, paths: TcpPaths, *, leaf: int, spines: int) -> dict[str, dict[int, str]]:
     """Return the path of each source port to each destination, found by loads that slow the ports that share a cable.
 
     All ranks call it. Keep the network free of other traffic meanwhile: each load fills a path for about two seconds.
@@ -379,7 +362,11 @@ def probe_by_timing(meeting: Meeting, paths: Paths, *, leaf: int, spines: int) -
             f"{name} does not answer connections at the probed port, so that its paths cannot be timed; let its "
             f"firewall pass or refuse them"
         )
-    limits = {name: _limit(seconds for (other, _), seconds in idle.items() if other == name) for name, _ in idle}
+    by_name: defaultdict[str, list[float]] = defaultdict(list)
+    for (name, _), seconds in idle.items():
+        by_name[name].append(seconds)
+    # a port counts as slow from so far beyond all ports' times without a load
+    limits = {name: max(s) + max(2 * (max(s) - min(s)), _LEAST_DELAY_S) for name, s in by_name.items()}
     votes = _Votes()
     num_paths: Counter[int] = Counter()
     most_loads = _LOADS_PER_SPINE * spines
@@ -408,7 +395,7 @@ def probe_by_timing(meeting: Meeting, paths: Paths, *, leaf: int, spines: int) -
 
 
 def _one_load(
-    meeting: Meeting, paths: Paths, limits: Mapping[str, float], votes: _Votes, *,
+    meeting: Meeting, paths: TcpPaths, limits: Mapping[str, float], votes: _Votes, *,
     turns: Sequence[_Turn], loader: int, number: int,
 ) -> tuple[set[tuple[str, int]], list[_Slow]]:  # fmt: skip
     """Load a path from one rank; return this rank's slow ports, and what all ranks saw."""
@@ -439,12 +426,6 @@ def _check_paths(meeting: Meeting, *, num_found: int, num_probed: int, num_paths
         )
 
 
-def _limit(idle_s: Iterable[float]) -> float:
-    """Return the time from which a port counts as slow, given those of all ports without a load."""
-    times = list(idle_s)
-    return max(times) + max(2 * (max(times) - min(times)), _LEAST_DELAY_S)
-
-
 def _path_of_load(seen: Sequence[_Slow], num_paths: Counter[int], *, leaf: int) -> int:
     """Return the path that a load has filled: one whose known ports were slow for the most part, or a new one."""
     num_slow: Counter[int] = Counter()
@@ -471,7 +452,7 @@ def _share(meeting: Meeting, topic: str, own: msgspec.Struct, kind: type[_Struct
         raise ConnectError(f"a rank posted what no probe does: {error}; run the same thinwire on all hosts") from error
 
 
-def _slow(paths: Paths, limits: Mapping[str, float]) -> set[tuple[str, int]]:
+def _slow(paths: TcpPaths, limits: Mapping[str, float]) -> set[tuple[str, int]]:
     return {ends for ends, seconds in paths.round_trips().items() if seconds > limits.get(ends[0], math.inf)}
 
 
