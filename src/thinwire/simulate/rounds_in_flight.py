@@ -23,31 +23,15 @@ class RoundInFlight:
     """One round of one group, or, in a direct exchange, of one replica with those it waits for."""
 
     __slots__ = (
-        "attempt",
-        "awaited",
-        "id",
-        "is_done",
-        "launched",
-        "launched_s",
-        "members",
-        "moving",
-        "payload_bits",
-        "queue",
-        "senders",
-        "started_s",
-        "waiters",
+        "attempt", "awaited", "id", "is_done", "launched", "launched_s", "members", "moving", "payload_bits", "queue",
+        "senders", "started_s", "waiters",
     )  # fmt: skip
 
     def __init__(
         self, round_id: int, *, members: tuple[int, ...], senders: tuple[int, ...], bits: float, now_s: float
     ) -> None:
-        self.id, self.members, self.senders, self.payload_bits, self.launched_s = (
-            round_id,
-            members,
-            senders,
-            bits,
-            now_s,
-        )
+        self.id, self.members, self.senders = round_id, members, senders
+        self.payload_bits, self.launched_s = bits, now_s
         self.awaited = set(senders)  # whose launch, or in a direct exchange whose message, has not come
         self.launched: list[int] = []
         self.waiters: list[int] = []
@@ -105,8 +89,13 @@ class RoundTracker(ABC):
         """Record that a replica has launched a round; a replica that was dead at its first launch has no part in it."""
         if round_id > self._newest:
             self._newest = round_id
-            self._rounds[round_id] = self._gather(round_id, self._payload_bits[fragment][channel])
-            self._num_to_collect[round_id] = len(self._rounds[round_id])
+            rounds = self._rounds[round_id] = {}
+            for members, senders in self._exchange.parts(round_id, alive=self._alive()):
+                bits = self._payload_bits[fragment][channel]
+                made = RoundInFlight(round_id, members=members, senders=senders, bits=bits, now_s=self._clock.now_s)
+                self._open[made] = None
+                rounds.update(dict.fromkeys(members[:1] if self._exchange.is_direct else members, made))
+            self._num_to_collect[round_id] = len(rounds)
         round = self._rounds.get(round_id, {}).get(replica)
         if round is not None:
             round.launched.append(replica)
@@ -146,14 +135,6 @@ class RoundTracker(ABC):
     def unfinished(self) -> list[RoundTimes]:
         """Return the rounds that have not ended."""
         return [round.times(inf) for round in self._open]
-
-    def _gather(self, round_id: int, bits: float) -> dict[int, RoundInFlight]:
-        rounds: dict[int, RoundInFlight] = {}
-        for members, senders in self._exchange.parts(round_id, alive=self._alive()):
-            made = RoundInFlight(round_id, members=members, senders=senders, bits=bits, now_s=self._clock.now_s)
-            self._open[made] = None
-            rounds.update(dict.fromkeys(members[:1] if self._exchange.is_direct else members, made))
-        return rounds
 
     def _end(self, round: RoundInFlight) -> None:
         round.is_done = True
@@ -224,16 +205,13 @@ class GroupRoundTracker(RoundTracker):
         round.started_s = self._clock.now_s
         if len(round.members) < 2 or not round.senders:
             self._end(round)
-        else:
-            self._next_stage(round, self._stages_of(round.members, round.senders), 0)
-
-    def _stages_of(self, members: tuple[int, ...], senders: tuple[int, ...]) -> tuple[LinkStage, ...]:
+            return
         if len(self._stages) > 256:  # random groups hardly ever meet again
             self._stages = {}
-        if (members, senders) not in self._stages:
-            stages = self._exchange.stages(self._cluster, senders=senders, members=members)
-            self._stages[members, senders] = stages
-        return self._stages[members, senders]
+        ends = round.members, round.senders
+        if ends not in self._stages:
+            self._stages[ends] = self._exchange.stages(self._cluster, members=ends[0], senders=ends[1])
+        self._next_stage(round, self._stages[ends], 0)
 
     def _next_stage(self, round: RoundInFlight, stages: tuple[LinkStage, ...], number: int) -> None:
         if number == len(stages):
@@ -271,29 +249,22 @@ class DirectRoundTracker(RoundTracker):
 
     def _launch(self, replica: int, round: RoundInFlight) -> None:
         round.started_s = self._clock.now_s
-        others = round.members[1:]
+        others, rounds = round.members[1:], self._rounds[round.id]
         if replica in round.senders and others:
 
             def over_working_links(is_working: IsWorking) -> Loads:
                 return self._cluster.spread([replica], others, is_working=is_working)[0]
 
+            def arrive() -> None:
+                for other in others:
+                    if replica not in self._lost:
+                        self._has_come(replica, rounds[other])
+
             loads, latency_s = self._cluster.spread([replica], others)
             flow = self._exchange.flow(LinkStage(loads=loads, latency_s=latency_s), payload_bits=round.payload_bits)
-            round.moving = self._network.start(
-                flow, self._arriving(replica, others, self._rounds[round.id]),
-                reroute=over_working_links if self._cluster.paths else None,
-            )  # fmt: skip
+            reroute = over_working_links if self._cluster.paths else None
+            round.moving = self._network.start(flow, arrive, reroute=reroute)
         self._has_come(replica, round)
-
-    def _arriving(
-        self, sender: int, others: tuple[int, ...], rounds: dict[int, RoundInFlight]
-    ) -> Callable[[], None]:  # fmt: skip
-        def arrive() -> None:
-            for other in others:
-                if sender not in self._lost:
-                    self._has_come(sender, rounds[other])
-
-        return arrive
 
     def _has_come(self, sender: int, round: RoundInFlight) -> None:
         round.awaited.discard(sender)
@@ -310,14 +281,3 @@ class DirectRoundTracker(RoundTracker):
             del self._open[round]  # its own: no replica waits for its result
         else:
             self._has_come(replica, round)
-
-
-def make_tracker(
-    exchange: ExchangeModel, *, cluster: SimCluster, payload_bytes: Sequence[Sequence[float]], network: FluidNetwork,
-    clock: VirtualClock, alive: Callable[[], tuple[int, ...]], resume: Callable[[int], None],
-) -> RoundTracker:  # fmt: skip
-    """Return the tracker for an exchange; see `RoundTracker` for the arguments."""
-    kind = DirectRoundTracker if exchange.is_direct else GroupRoundTracker
-    return kind(
-        exchange, cluster=cluster, payload_bytes=payload_bytes, network=network, clock=clock, alive=alive, resume=resume
-    )

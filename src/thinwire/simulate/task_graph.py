@@ -7,9 +7,9 @@ tasks that wait for others.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from math import inf, isfinite
 
 from thinwire.simulate.fluid_network import FluidFlow, FluidNetwork, SimLink
@@ -184,19 +184,10 @@ def _check(tasks: Sequence[Task]) -> None:
         for before in task.after:
             if not 0 <= before < len(tasks):
                 raise ValueError(f"after of task {number} must name tasks 0 to {len(tasks) - 1}, got {before}")
-    missing = Counter({number: len(set(task.after)) for number, task in enumerate(tasks)})
-    followers: dict[int, list[int]] = {}
-    for number, task in enumerate(tasks):
-        for before in set(task.after):
-            followers.setdefault(before, []).append(number)
-    ready = [number for number, count in missing.items() if not count]
-    num_ended = 0
-    while ready:
-        num_ended += 1
-        for follower in followers.get(ready.pop(), ()):
-            missing[follower] -= 1
-            if not missing[follower]:
-                ready.append(follower)
-    if num_ended < len(tasks):
-        waiting = sorted(number for number, count in missing.items() if count)[:5]
-        raise ValueError(f"after must not go round in circles, but tasks {waiting} wait for each other; cut one edge")
+    try:
+        TopologicalSorter({number: task.after for number, task in enumerate(tasks)}).prepare()
+    except CycleError as error:
+        waiting = sorted(set(error.args[1]))[:5]
+        raise ValueError(
+            f"after must not go round in circles, but tasks {waiting} wait for each other; cut one edge"
+        ) from None

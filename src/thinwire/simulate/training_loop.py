@@ -17,7 +17,7 @@ from thinwire.shared_random import derive_seed
 from thinwire.simulate.cluster import SimCluster
 from thinwire.simulate.exchange_model import ExchangeModel, RoundTimes
 from thinwire.simulate.fluid_network import FluidFlow, FluidNetwork
-from thinwire.simulate.rounds_in_flight import make_tracker
+from thinwire.simulate.rounds_in_flight import DirectRoundTracker, GroupRoundTracker
 from thinwire.simulate.virtual_clock import VirtualClock
 from thinwire.sync.schedule import Schedule
 
@@ -213,7 +213,8 @@ class _Loop:
             bool(schedule.launches(step, num_fragments=self.num_fragments)) for step in range(1, num_steps + 1)
         ]
         self.stalls: list[Stall] = []
-        self.tracker = make_tracker(
+        tracker = DirectRoundTracker if exchange.is_direct else GroupRoundTracker
+        self.tracker = tracker(
             exchange, cluster=cluster, payload_bytes=payload_bytes, network=self.network, clock=self.clock,
             alive=lambda: self.known, resume=self._resume,
         )  # fmt: skip
@@ -278,18 +279,14 @@ class _Loop:
         worker.compute_s += self.step_times.seconds(number, worker.step)
         worker.waits_since_s = self.clock.now_s
         if self.has_launches[worker.step - 1]:
-            self._launch(number)
+            for round in self.schedule.launches(worker.step, num_fragments=self.num_fragments, replica=number):
+                self.tracker.launch(number, round.id, fragment=round.fragment, channel=round.channel)
+                worker.due.setdefault(round.apply_step, []).append(round.id)
         # a round that ends at once resumes no replica: the waits are known only after all rounds have been asked for
         worker.missing = 1
         for round_id in worker.due.pop(worker.step, ()):
             worker.missing += not self.tracker.is_collected(number, round_id)
         self._resume(number)
-
-    def _launch(self, number: int) -> None:
-        worker = self.workers[number]
-        for round in self.schedule.launches(worker.step, num_fragments=self.num_fragments, replica=number):
-            self.tracker.launch(number, round.id, fragment=round.fragment, channel=round.channel)
-            worker.due.setdefault(round.apply_step, []).append(round.id)
 
     def _resume(self, number: int) -> None:
         worker = self.workers[number]
@@ -334,8 +331,16 @@ class _Loop:
                 return
 
             def go_on() -> None:
-                if worker.life == life:
-                    self._rejoin(number)
+                if worker.life != life:
+                    return
+                for other in self.known:
+                    self._count_steps(other)
+                worker.is_alive = True
+                self.known = tuple(sorted((*self.known, number)))
+                worker.step = max(other.step for other in self.workers)
+                worker.is_done = worker.step == self.num_steps
+                if not worker.is_done:
+                    self._compute(number)
 
             source = next((other for other, peer in enumerate(self.workers) if peer.is_alive), None)
             if source is None or not self.recovery.rejoin_bytes:
@@ -348,14 +353,3 @@ class _Loop:
 
         # once more at the end of the queue: the others may notice its death in the same instant
         return lambda: self.clock.at(self.clock.now_s, load)
-
-    def _rejoin(self, number: int) -> None:
-        for other in self.known:
-            self._count_steps(other)
-        worker = self.workers[number]
-        worker.is_alive = True
-        self.known = tuple(sorted((*self.known, number)))
-        worker.step = max(other.step for other in self.workers)
-        worker.is_done = worker.step == self.num_steps
-        if not worker.is_done:
-            self._compute(number)
