@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from thinwire import simulate
 from thinwire.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
 from thinwire.files import write_whole
 from thinwire.planning.cluster import Cluster
 from thinwire.planning.loss_penalty import compute_worth, optimal_batch_tokens
 from thinwire.planning.plan import Outlook, Plan, pareto
-from thinwire.planning.predict import FLOPS_PER_PARAMETER, RECOMPUTE_FACTOR, coding_s, inner_step_s, interval_outer_s
+from thinwire.planning.predict import (
+    FLOPS_PER_PARAMETER,
+    RECOMPUTE_FACTOR,
+    inner_step_s,
+    interval_coding_s,
+    interval_outer_s,
+)
 from thinwire.planning.simulator_adapter import simulated_cluster, stages_of, traffic_of
 from thinwire.planning.training_task import BYTES_PER_PARAMETER, TrainingTask
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
@@ -22,11 +26,8 @@ from thinwire.units import format_bytes, format_count, format_rate, format_secon
 def explain(plan: Plan, workload: TrainingTask, cluster: Cluster) -> list[str]:
     """Return the lines that lead to what the plan says of its best candidate."""
     best = plan.best
-    lines = [*_steps(best, workload, cluster)]
-    if best.candidate.num_replicas > 1:
-        lines += _rounds(best, workload, cluster)
-    lines += _total(best)
-    return lines
+    rounds = _rounds(best, workload, cluster) if best.candidate.num_replicas > 1 else []
+    return [*_steps(best, workload, cluster), *rounds, *_total(best)]
 
 
 def _steps(best: Outlook, workload: TrainingTask, cluster: Cluster) -> list[str]:
@@ -56,47 +57,38 @@ def _steps(best: Outlook, workload: TrainingTask, cluster: Cluster) -> list[str]
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bound:
-    """The link that bounds a round: its rate, and the bits on it for one bit of a replica's payload."""
-
-    rate: float
-    bits: float
-
-    def seconds(self, payload_bytes: float) -> float:
-        return 8 * payload_bytes * self.bits / self.rate
-
-
 def _rounds(best: Outlook, workload: TrainingTask, cluster: Cluster) -> list[str]:
     chosen, method = best.candidate, best.candidate.make()
     traffic = traffic_of(method, workload.model, num_replicas=chosen.num_replicas)
     sizes = [channels[traffic.last_channel] for channels in traffic.payload_bytes]
     links = simulated_cluster(cluster, names=chosen.replicas)
     stages = stages_of(traffic.exchange, links, num_replicas=chosen.num_replicas)
-    bounds = [_bound_of(stage, links) for stage in stages]
+    # of the link that bounds each stage: its rate, and the bits on it for one bit of a replica's payload
+    bounds: list[tuple[float, float]] = []
+    for stage in stages:
+        limited = [(links.links[link].bandwidth_bits_per_s, bits) for link, bits in stage.loads]
+        bounds.append(max(limited, key=lambda load: load[1] / load[0], default=(inf, 0.0)))
 
     def latency_s(size: float) -> float:
         return sum(traffic.exchange.flow(stage, payload_bits=8 * size).latency_s for stage in stages)
 
-    longest_s = sum(bound.seconds(max(sizes)) for bound in bounds) + latency_s(max(sizes))
+    def round_s(size: float) -> float:
+        return sum(8 * size * bits / rate for rate, bits in bounds) + latency_s(size)
+
     interval, overlap = method.schedule.sync_interval, chosen.overlap_steps or 0
     pattern = traffic.exchange.pattern.name
     lines = [
         f"payload: {format_bytes(sum(sizes))} for the whole model in {len(sizes)} fragments, the largest "
         f"{format_bytes(max(sizes))}: {8 * sum(sizes) / workload.num_parameters:.3g} bits a parameter",
-        f"a round ({pattern}): {sum(bound.bits for bound in bounds):.3g} payloads over the busiest link of "
-        f"{format_rate(min(bound.rate for bound in bounds))}, and {format_seconds(latency_s(max(sizes)))} of latency, "
-        f"with the messages before a transfer: the largest fragment takes {format_seconds(longest_s)}",
-    ]
-    hidden_s = overlap * best.prediction.compute_s
-    all_rounds_s = sum(sum(bound.seconds(size) for bound in bounds) + latency_s(size) for size in sizes)
-    lines.append(
+        f"a round ({pattern}): {sum(bits for _, bits in bounds):.3g} payloads over the busiest link of "
+        f"{format_rate(min(rate for rate, _ in bounds))}, and {format_seconds(latency_s(max(sizes)))} of latency, "
+        f"with the messages before a transfer: the largest fragment takes {format_seconds(round_s(max(sizes)))}",
         f"every {interval} steps each fragment once: {interval} steps compute for "
-        f"{format_seconds(interval * best.prediction.compute_s)}, all rounds take {format_seconds(all_rounds_s)} of "
-        f"the wire, and "
-        f"{overlap} steps, {format_seconds(hidden_s)}, hide a round"
-    )
-    coding = [coding_s(cluster.machine(name), method.schedule, traffic) for name in chosen.replicas]
+        f"{format_seconds(interval * best.prediction.compute_s)}, all rounds take "
+        f"{format_seconds(sum(map(round_s, sizes)))} of the wire, and {overlap} steps, "
+        f"{format_seconds(overlap * best.prediction.compute_s)}, hide a round",
+    ]
+    coding = [interval_coding_s(cluster.machine(name), traffic) / interval for name in chosen.replicas]
     if max(coding):
         lines.append(f"coding: {format_seconds(max(coding))} a step at the slowest, in the computing time")
     outer = [interval_outer_s(cluster.machine(name), traffic) / interval for name in chosen.replicas]
@@ -105,12 +97,6 @@ def _rounds(best: Outlook, workload: TrainingTask, cluster: Cluster) -> list[str
         how = "" if is_measured else "; float64 assumed at a sixth of the FLOP/s, thinwire probe measures it"
         lines.append(f"outer steps: {format_seconds(max(outer))} a step at the slowest, in the computing time{how}")
     return lines
-
-
-def _bound_of(stage: simulate.LinkStage, links: simulate.SimCluster) -> _Bound:
-    limited = [(links.links[link].bandwidth_bits_per_s, bits) for link, bits in stage.loads]
-    rate, bits = max(limited, key=lambda load: load[1] / load[0], default=(inf, 0.0))
-    return _Bound(rate=rate, bits=bits)
 
 
 def _total(best: Outlook) -> list[str]:
@@ -152,15 +138,10 @@ def plan_chart(plan: Plan) -> Chart:
         name = "alone" if one.candidate.num_replicas == 1 else one.candidate.method
         label = "" if name in named else name
         named += [name] if label else []
-        series.append(
-            ChartSeries(
-                name=one.candidate.describe(),
-                points=_points([one]),
-                colour=2 + named.index(name),
-                label=label,
-                has_dots=True,
-            )
-        )
+        series.append(ChartSeries(
+            name=one.candidate.describe(), points=_points([one]), colour=2 + named.index(name), label=label,
+            has_dots=True,
+        ))  # fmt: skip
     if plan.best.penalty is not None:
         words = plan.best.candidate.describe()
         series.append(ChartSeries(name=words, points=_points([plan.best]), colour=1, label="the plan", has_dots=True))

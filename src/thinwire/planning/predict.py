@@ -80,21 +80,11 @@ def inner_step_s(machine: Machine, *, num_parameters: float, tokens: float) -> f
     return FLOPS_PER_PARAMETER * num_parameters * tokens / machine.flops_per_s
 
 
-def coding_s(machine: Machine, schedule: Schedule, traffic: Traffic) -> float:
-    """Return the seconds of an average inner step in which a replica encodes and decodes, 0 if unknown.
-
-    Args:
-        machine: Whose `encode_bytes_per_s` counts: that of E3M0, which stands for all codes.
-        schedule: How often.
-        traffic: What is coded.
-    """
-    return interval_coding_s(machine, traffic) / schedule.sync_interval
-
-
 def interval_coding_s(machine: Machine, traffic: Traffic) -> float:
     """Return the seconds of a whole interval in which a replica encodes and decodes, 0 if unknown.
 
-    Every fragment counts once, in what is sent at the end: the last channel that sends anything.
+    The machine's `encode_bytes_per_s` counts: that of E3M0, which stands for all codes. Every fragment counts once, in
+    what is sent at the end: the last channel that sends anything.
     """
     if machine.encode_bytes_per_s is None:
         return 0.0
@@ -104,9 +94,7 @@ def interval_coding_s(machine: Machine, traffic: Traffic) -> float:
 def interval_outer_s(machine: Machine, traffic: Traffic) -> float:
     """Return the seconds of a whole interval in which a replica computes outer steps that multiply matrices.
 
-    Args:
-        machine: Whose `float64_flops_per_s` counts; where it is unknown, a sixth of its `flops_per_s`.
-        traffic: Whose outer steps' operations count.
+    The machine's `float64_flops_per_s` counts; where it is unknown, a sixth of its `flops_per_s`.
     """
     rate = machine.float64_flops_per_s or _FLOAT64_SHARE * (machine.flops_per_s or inf)
     return traffic.outer_operations / rate
@@ -142,7 +130,12 @@ def predict(
         >>> round(found.compute_utilisation, 3), round(found.total_s, 1)  # 32 Mbit take a second, once in 10 steps
         (0.5, 200.0)
     """
-    acting = _acting(replicas, traffic.exchange)
+    are_steady = not any(replica.sigma or replica.outages for replica in replicas)
+    acting = list(replicas)
+    if traffic.exchange.fixed_stages is not None and are_steady:
+        # All take part in every round and steps do not vary, so no replica launches later than the slowest. Rounds
+        # start when it launches them: it stands for all, twice, as a round has two ends.
+        acting = [max(replicas, key=lambda replica: replica.step_s)] * 2
 
     def simulated(steps: int) -> simulate.SimRun:
         return simulate.simulate_training(
@@ -158,35 +151,14 @@ def predict(
     sent = _launched_bytes(schedule, traffic, first=steps - (alike or steps) + 1, last=steps) / (alike or steps)
     share = sent * (last or steps) / (_launched_bytes(schedule, traffic, first=1, last=steps) or 1.0) if last else 1.0
     busy = LinkUsage(links, run)
+    # of all replicas, also where few of them acted
+    compute_s = fmean(replica.step_s for replica in replicas) if are_steady else fmean(run.compute_s) / steps
     return Prediction(
         num_steps=num_steps, simulated_steps=steps, total_s=run.total_s + (num_steps - steps) * step_s,
-        step_s=step_s, compute_s=_compute_s(replicas, run, steps),
+        step_s=step_s, compute_s=compute_s,
         sent_bytes_per_step=sent * traffic.times_sent, peak_bits_per_s=busy.peak_bits_per_s,
         busiest=min(1.0, busy.longest_s * share / last_s),
     )  # fmt: skip
-
-
-def _acting(replicas: Sequence[simulate.SimReplica], exchange: simulate.ExchangeModel) -> list[simulate.SimReplica]:
-    """Return the replicas that decide when everything happens.
-
-    If all take part in every round, and steps do not vary, no replica launches later than the slowest. Rounds start
-    when it launches them, so its times do not depend on the others. It stands for all of them, twice, as a round has
-    two ends.
-    """
-    if not exchange.fixed_stages is not None or not _are_steady(replicas):
-        return list(replicas)
-    return [max(replicas, key=lambda replica: replica.step_s)] * 2
-
-
-def _are_steady(replicas: Sequence[simulate.SimReplica]) -> bool:
-    return not any(replica.sigma or replica.outages for replica in replicas)
-
-
-def _compute_s(replicas: Sequence[simulate.SimReplica], run: simulate.SimRun, num_steps: int) -> float:
-    """Return the seconds in which the average replica computes a step: of all, also where few of them acted."""
-    if _are_steady(replicas):
-        return fmean(replica.step_s for replica in replicas)
-    return fmean(run.compute_s) / num_steps
 
 
 def _launched_bytes(schedule: Schedule, traffic: Traffic, *, first: int, last: int) -> float:
@@ -229,14 +201,9 @@ class LinkUsage:
 
 
 def _until_it_rests(
-    simulated: Callable[[int], simulate.SimRun],
-    schedule: Schedule,
-    num_steps: int,
-    *,
-    patience: int,
-    num_fragments: int,
-    num_replicas: int,
-) -> tuple[simulate.SimRun, int, int, int]:
+    simulated: Callable[[int], simulate.SimRun], schedule: Schedule, num_steps: int, *, patience: int,
+    num_fragments: int, num_replicas: int,
+) -> tuple[simulate.SimRun, int, int, int]:  # fmt: skip
     """Return a run, its steps, and how many of the last ones all later ones are like; 0 where it has all steps.
 
     The last number is in how many of the last steps the same is launched as in all later ones, also where it has all

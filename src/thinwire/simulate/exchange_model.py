@@ -39,17 +39,14 @@ class LinkStage:
         part = 1 / stage.num_shards
         if stage.is_ring:
             # messages follow each other without a gap, so the ring is one stage, as fast as its slowest link
-            ways = [cluster.route(*message, is_working=is_working) for message in _once_around(stage)]
+            around = zip(stage.senders, (*stage.receivers[1:], stage.receivers[0]), strict=True)
+            ways = [cluster.route(*message, is_working=is_working) for message in around]
             loads = tuple((link, bits * stage.num_in_row / stage.num_shards) for way in ways for link, bits in way)
             latency_s = stage.num_in_row * max(cluster.latency_s(way) for way in ways)
             return LinkStage(loads=loads, latency_s=latency_s, num_messages=stage.num_in_row, part=part)
         loads, latency_s = cluster.spread(stage.senders, stage.receivers, is_working=is_working)
         loads = tuple((link, bits / stage.num_shards) for link, bits in loads)
         return LinkStage(loads=loads, latency_s=latency_s, part=part)
-
-
-def _once_around(stage: MessageStage) -> list[tuple[int, int]]:
-    return list(zip(stage.senders, (*stage.receivers[1:], stage.receivers[0]), strict=True))
 
 
 class GroupTopology(Protocol):

@@ -540,17 +540,10 @@ class FluidNetwork:
         return self._rates[link] > 0
 
     def _checked(self, loads: Loads) -> Loads:
-        loads = _joined(loads)
-        for link, _ in loads:
+        """Return loads with each link once; all must exist."""
+        joined: dict[int, float] = {}
+        for link, weight in loads:
             if not 0 <= link < len(self._rates):
                 raise ValueError(f"loads must name links 0 to {len(self._rates) - 1}, got {link}")
-        return loads
-
-
-def _joined(loads: Loads) -> Loads:
-    if len({link for link, _ in loads}) == len(loads):
-        return loads
-    joined: dict[int, float] = {}
-    for link, weight in loads:
-        joined[link] = joined.get(link, 0.0) + weight
-    return tuple(joined.items())
+            joined[link] = joined.get(link, 0.0) + weight
+        return tuple(joined.items())

@@ -15,7 +15,7 @@ from thinwire.methods import iso_loco, recipe, streaming_diloco
 from thinwire.methods.eager import OwnFirst
 from thinwire.planning import predict as predict_module
 from thinwire.planning.cluster import Machine
-from thinwire.planning.predict import Prediction, alone, coding_s, inner_step_s, interval_outer_s, predict
+from thinwire.planning.predict import Prediction, alone, inner_step_s, interval_coding_s, interval_outer_s, predict
 from thinwire.planning.simulator_adapter import Traffic, traffic_of
 from thinwire.sync.schedule import EveryStep, Prefetched, RandomRefresh, Staggered, WarmUp
 
@@ -185,12 +185,11 @@ def test_a_step_takes_six_operations_a_parameter_and_token() -> None:
         inner_step_s(Machine(name="attic"), num_parameters=1e9, tokens=1000)
 
 
-def test_coding_takes_its_share_of_every_step_where_somebody_measured_it() -> None:
+def test_coding_takes_its_share_of_an_interval_where_somebody_measured_it() -> None:
     sent = traffic((1e6,), (1e6,), coded=3e6)
     machine = Machine(name="a", encode_bytes_per_s=2.4e6)
-    assert coding_s(machine, Staggered(sync_interval=10), sent) == pytest.approx(4 * 6e6 / 2.4e6 / 10)
-    assert coding_s(machine, EveryStep(), sent) == pytest.approx(10.0)
-    assert coding_s(Machine(name="b"), EveryStep(), sent) == 0.0
+    assert interval_coding_s(machine, sent) == pytest.approx(4 * 6e6 / 2.4e6)
+    assert interval_coding_s(Machine(name="b"), sent) == 0.0
 
 
 def test_an_outer_step_that_multiplies_matrices_takes_its_share_of_an_interval() -> None:
@@ -209,7 +208,7 @@ def test_after_a_warm_up_the_last_channel_s_coding_counts() -> None:
         payload_bytes=((4e6, 1e5, 0.0),), times_sent=1.0, coded=((9e9, 1e6, 0.0),), exchange=simulate.ExchangeModel()
     )
     assert sent.last_channel == 1
-    assert coding_s(Machine(name="a", encode_bytes_per_s=4e6), EveryStep(), sent) == 1.0
+    assert interval_coding_s(Machine(name="a", encode_bytes_per_s=4e6), sent) == 1.0
 
 
 def test_a_run_that_has_come_to_rest_is_not_simulated_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
