@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,7 +28,6 @@ from thinwire.planning.simulator_adapter import Traffic, condensed, faster, simu
 from thinwire.planning.training_task import TrainingTask
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Schedule
-from thinwire.sync.views import BoundView
 
 # Every how many steps, and how many of them an exchange may last. Beyond 10, no cost of overlap is published.
 INTERVALS = (10, 20, 30, 50, 100, 200, 300, 500)
@@ -36,6 +36,7 @@ LAYERS = (1, 3, 6)
 # Methods with a known loss, so that a plan can choose between them. Streaming DiLoCo has the traffic of IsoLoCo and a
 # higher loss (benchmarks/quality).
 COMPARED = ("all-reduce", "diloco", "iso-loco")
+_Found = TypeVar("_Found")
 # What of a candidate is an option of a method.
 _CHOSEN = ("sync_interval", "overlap_steps", "codec", "exchange", "layers_per_fragment")
 
@@ -131,29 +132,21 @@ def candidates(
             yield Candidate(method="all-reduce", replicas=tuple(chosen), batch_size=batch_size)
             continue
         for name in known:
+            own_codecs = methods.about(name).plan_codecs or (None,)
             choices: dict[str, Sequence[Any]] = {
-                "sync_interval": intervals, "overlap_steps": overlaps, "codec": _codecs_of(name, codec_names),
+                "sync_interval": intervals, "overlap_steps": overlaps,
+                "codec": [codec for codec in own_codecs if not codec_names or codec is None or codec in codec_names],
                 "layers_per_fragment": layers,
                 "exchange": ("all-gather", "two-phase") if len(chosen) > 2 else (None,),
             }  # fmt: skip
-            for settings in _settings(name, choices):
-                yield Candidate(method=name, replicas=tuple(chosen), batch_size=batch_size, **settings)
-
-
-def _codecs_of(name: str, wanted: Sequence[str]) -> Sequence[str | None]:
-    known = methods.about(name).plan_codecs or (None,)
-    return [codec for codec in known if not wanted or codec is None or codec in wanted]
-
-
-def _settings(name: str, choices: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    takes = inspect.signature(methods.recipe(name)).parameters
-    found: list[dict[str, Any]] = [{}]
-    for option, values in choices.items():
-        if option in takes:
-            found = [{**one, option: value} for one in found for value in values]
-    for one in found:
-        if one.get("overlap_steps") is None or one["overlap_steps"] < one.get("sync_interval", 0):
-            yield one
+            takes = inspect.signature(methods.recipe(name)).parameters
+            options = [option for option in choices if option in takes]
+            for values in itertools.product(*(choices[option] for option in options)):
+                settings = dict(zip(options, values, strict=True))
+                if settings.get("overlap_steps") is None or settings["overlap_steps"] < settings.get(
+                    "sync_interval", 0
+                ):
+                    yield Candidate(method=name, replicas=tuple(chosen), batch_size=batch_size, **settings)
 
 
 def machine_sets(cluster: Cluster, names: Sequence[str], *, step_s: Sequence[float]) -> list[tuple[str, ...]]:
@@ -168,19 +161,14 @@ def machine_sets(cluster: Cluster, names: Sequence[str], *, step_s: Sequence[flo
         step_s: Of each, seconds of an inner step.
     """
     by_speed = sorted(range(len(names)), key=lambda n: (step_s[n], n))
-    rates = _thinnest(cluster, names)
-    by_wire = sorted(range(len(names)), key=lambda n: (-rates[n], n))
+    rates, most = _thinnest(cluster, names), len(names)
+    by_wire = sorted(range(most), key=lambda n: (-rates[n], n))
+    counts = {most, most - 1, 3 * most // 4, most // 2, most // 4, 2, 1} if most > 4 else {*range(1, most + 1)}
     found: dict[tuple[str, ...], None] = {}
-    for count in _counts(len(names)):
+    for count in sorted(counts, reverse=True):
         for order in (by_speed, by_wire) if count > 1 else (by_speed,):
             found[tuple(names[n] for n in sorted(order[:count]))] = None
     return list(found)
-
-
-def _counts(most: int) -> list[int]:
-    if most <= 4:
-        return list(range(most, 0, -1))
-    return sorted({most, most - 1, 3 * most // 4, most // 2, most // 4, 2, 1}, reverse=True)
 
 
 def _thinnest(cluster: Cluster, names: Sequence[str]) -> list[float]:
@@ -255,16 +243,7 @@ class CandidateTimes:
     def __init__(self, workload: TrainingTask, cluster: Cluster) -> None:
         self.workload, self.cluster = workload, cluster
         self._machines = {machine.name: machine for machine in cluster.machines}
-        self._methods: dict[tuple[object, ...], Method] = {}
-        self._steps: dict[tuple[str, ...], list[float]] = {}
-        self._coding: dict[tuple[object, ...], list[float]] = {}
-        self._traffic: dict[tuple[object, ...], Traffic] = {}
-        self._condensed: dict[tuple[object, ...], Traffic] = {}
-        self._rounds: dict[tuple[object, ...], list[float]] = {}
-        self._predictions: dict[tuple[Candidate, float, int], Prediction] = {}
-        self._views: dict[str, BoundView] = {}
-        self._links: dict[tuple[str, ...], simulate.SimCluster] = {}
-        self._exchanges: dict[tuple[tuple[str, ...], simulate.ExchangeModel], simulate.ExchangeModel] = {}
+        self._known: dict[object, Any] = {}
 
     def guess_s(self, candidate: Candidate) -> float:
         """Return about how long the whole run takes, with all waits.
@@ -272,27 +251,36 @@ class CandidateTimes:
         Raises:
             ValueError: The method refuses a setting, the model or so many replicas.
         """
-        method = self.method(candidate)
+        method, count = self.method(candidate), candidate.num_replicas
         step_s = max(self._computing(candidate))
-        if candidate.num_replicas > 1:
-            step_s = quick_step_s(method.schedule, self._alone_s(candidate), step_s=step_s)
-        return self.workload.num_steps(candidate.num_replicas) * step_s
+        if count > 1:
+            links = self._links_of(candidate.replicas)
+            rounds_s = self._once(
+                ("rounds", *_among(candidate)),
+                lambda: rounds_alone_s(self._traffic_among(candidate), links=links, num_replicas=count),
+            )
+            step_s = quick_step_s(method.schedule, rounds_s, step_s=step_s)
+        return self.workload.num_steps(count) * step_s
 
     def simulated(self, candidate: Candidate, *, rate_factor: float = 1.0, patience: int = MAX_EXTENSION) -> Prediction:
-        """Return what the simulator says of a candidate.
-
-        Args:
-            candidate: What to run.
-            rate_factor: All wires are so many times as fast.
-            patience: See `predict`.
+        """Return what the simulator says of a candidate, on wires so many times as fast; `patience` as in `predict`.
 
         Raises:
             ValueError: The method refuses something, or it can't be simulated for so long.
         """
-        key = (candidate, rate_factor, patience)
-        if key not in self._predictions:
-            self._predictions[key] = self._predict(candidate, rate_factor=rate_factor, patience=patience)
-        return self._predictions[key]
+
+        def make() -> Prediction:
+            replicas = [simulate.SimReplica(step_s=time_s) for time_s in self._computing(candidate)]
+            num_steps = self.workload.num_steps(candidate.num_replicas)
+            if candidate.num_replicas == 1:
+                return alone(num_steps, step_s=replicas[0].step_s)
+            links, schedule = self._links_of(candidate.replicas), self.method(candidate).schedule
+            if rate_factor != 1.0:
+                links = faster(links, rate_factor)
+            traffic = self._traffic_among(candidate)
+            return predict(schedule, traffic, links=links, replicas=replicas, num_steps=num_steps, patience=patience)
+
+        return self._once(("prediction", candidate, rate_factor, patience), make)
 
     def method(self, candidate: Candidate) -> Method:
         """Return a candidate's method, which does not depend on the machines.
@@ -300,10 +288,8 @@ class CandidateTimes:
         Raises:
             ValueError: A setting is out of its range.
         """
-        how = (candidate.method, candidate.sync_interval, candidate.overlap_steps, *_coding_of(candidate))
-        if how not in self._methods:
-            self._methods[how] = candidate.make()
-        return self._methods[how]
+        how = candidate.method, candidate.sync_interval, candidate.overlap_steps, *_coding_of(candidate)
+        return self._once(("method", *how), candidate.make)
 
     def wire_share(self, candidate: Candidate) -> float:
         """Return how long the busiest link carries what a step launches, as a part of the mean time of computing it.
@@ -314,72 +300,59 @@ class CandidateTimes:
         carried_s = carried_alone_s(traffic, links=links, num_replicas=candidate.num_replicas)
         return carried_s / self.method(candidate).schedule.sync_interval / fmean(self._computing(candidate))
 
-    def _predict(self, candidate: Candidate, *, rate_factor: float, patience: int) -> Prediction:
-        replicas = [simulate.SimReplica(step_s=time_s) for time_s in self._computing(candidate)]
-        num_steps = self.workload.num_steps(candidate.num_replicas)
-        if candidate.num_replicas == 1:
-            return alone(num_steps, step_s=replicas[0].step_s)
-        links, schedule = self._links_of(candidate.replicas), self.method(candidate).schedule
-        if rate_factor != 1.0:
-            links = faster(links, rate_factor)
-        traffic = self._traffic_among(candidate)
-        return predict(schedule, traffic, links=links, replicas=replicas, num_steps=num_steps, patience=patience)
+    def _once(self, key: tuple[object, ...], make: Callable[[], _Found]) -> _Found:
+        """Return what is known under a key; made at its first use."""
+        if key not in self._known:
+            self._known[key] = make()
+        found: _Found = self._known[key]
+        return found
 
     def _computing(self, candidate: Candidate) -> Sequence[float]:
         """Return the seconds of each replica's step, with its share of coding and of outer steps."""
         names = candidate.replicas
-        if names not in self._steps:
-            self._steps[names] = step_times(self.cluster, self.workload, names, num_replicas=len(names))
-        steps = [step_s * RECOMPUTE_FACTOR if candidate.recompute else step_s for step_s in self._steps[names]]
+        steps = self._once(
+            ("steps", names), lambda: step_times(self.cluster, self.workload, names, num_replicas=len(names))
+        )
+        steps = [step_s * RECOMPUTE_FACTOR if candidate.recompute else step_s for step_s in steps]
         if candidate.num_replicas == 1:
             return steps
+
+        def coding() -> list[float]:
+            traffic, machines = self._sent(candidate), [self._machines[name] for name in names]
+            return [interval_coding_s(one, traffic) + interval_outer_s(one, traffic) for one in machines]
+
         interval = self.method(candidate).schedule.sync_interval
-        return [a + b / interval for a, b in zip(steps, self._interval_coding(candidate), strict=True)]
-
-    def _interval_coding(self, candidate: Candidate) -> list[float]:
-        key = _among(candidate)
-        if key not in self._coding:
-            traffic = self._sent(candidate)
-            machines = [self._machines[name] for name in candidate.replicas]
-            self._coding[key] = [interval_coding_s(one, traffic) + interval_outer_s(one, traffic) for one in machines]
-        return self._coding[key]
-
-    def _alone_s(self, candidate: Candidate) -> list[float]:
-        """Return the seconds of an interval's rounds, each alone on the wires."""
-        key = _among(candidate)
-        if key not in self._rounds:
-            traffic, links = self._traffic_among(candidate), self._links_of(candidate.replicas)
-            self._rounds[key] = rounds_alone_s(traffic, links=links, num_replicas=candidate.num_replicas)
-        return self._rounds[key]
+        return [
+            a + b / interval for a, b in zip(steps, self._once(("coding", *_among(candidate)), coding), strict=True)
+        ]
 
     def _sent(self, candidate: Candidate) -> Traffic:
-        key = _sending(candidate)
-        if key not in self._traffic:
+        def make() -> Traffic:
             # a view is the same whatever the code and the number of replicas, and takes most of the time to make
             method, model = self.method(candidate), self.workload.model
-            kind = repr(method.view)
-            if kind not in self._views:
-                self._views[kind] = method.view.bind(model, inner=torch.optim.AdamW(model.parameters()))
-            self._traffic[key] = traffic_of(
-                method, model, num_replicas=candidate.num_replicas, view=self._views[kind]
-            )  # fmt: skip
-        return self._traffic[key]
+            view = self._once(
+                ("view", repr(method.view)),
+                lambda: method.view.bind(model, inner=torch.optim.AdamW(model.parameters())),
+            )
+            return traffic_of(method, model, num_replicas=candidate.num_replicas, view=view)
+
+        return self._once(("traffic", *_sending(candidate)), make)
 
     def _traffic_among(self, candidate: Candidate) -> Traffic:
         """Return what is sent, on no more links than its time depends on."""
-        key = _among(candidate)
-        if key not in self._condensed:
+
+        def make() -> Traffic:
             traffic, links = self._sent(candidate), self._links_of(candidate.replicas)
-            where = (candidate.replicas, traffic.exchange)
-            if where not in self._exchanges:
-                self._exchanges[where] = condensed(traffic.exchange, links, num_replicas=candidate.num_replicas)
-            self._condensed[key] = dataclasses.replace(traffic, exchange=self._exchanges[where])
-        return self._condensed[key]
+            exchange = self._once(
+                ("exchange", candidate.replicas, traffic.exchange),
+                lambda: condensed(traffic.exchange, links, num_replicas=candidate.num_replicas),
+            )
+            return dataclasses.replace(traffic, exchange=exchange)
+
+        return self._once(("condensed", *_among(candidate)), make)
 
     def _links_of(self, names: tuple[str, ...]) -> simulate.SimCluster:
-        if names not in self._links:
-            self._links[names] = simulated_cluster(self.cluster, names=names)
-        return self._links[names]
+        return self._once(("links", names), lambda: simulated_cluster(self.cluster, names=names))
 
 
 def _coding_of(candidate: Candidate) -> tuple[object, ...]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,18 +109,15 @@ bandwidth_low_bits_per_s=None, bandwidth_high_bits_per_s=None)
                 raise ValueError(f"a link leads from {source!r} to itself; leave it out")
         if (pair := _first_twice(pairs)) is not None:
             raise ValueError(f"the link from {pair[0]!r} to {pair[1]!r} is there twice; leave one out")
-        self._check_pairs(set(pairs))
-
-    def _check_pairs(self, known: set[tuple[str, str]]) -> None:
         bare_up = [m.name for m in self.machines if m.up_bits_per_s is None]
         bare_down = [m.name for m in self.machines if m.down_bits_per_s is None]
-        for source in bare_up:
-            for destination in bare_down:
-                if source != destination and (source, destination) not in known:
-                    raise ValueError(
-                        f"nothing says how fast {source!r} reaches {destination!r}; give that link, or up_bits_per_s "
-                        f"of {source!r}, or down_bits_per_s of {destination!r}"
-                    )
+        wired = set(pairs)
+        for source, destination in product(bare_up, bare_down):
+            if source != destination and (source, destination) not in wired:
+                raise ValueError(
+                    f"nothing says how fast {source!r} reaches {destination!r}; give that link, or up_bits_per_s "
+                    f"of {source!r}, or down_bits_per_s of {destination!r}"
+                )
 
     @property
     def num_replicas(self) -> int:
@@ -164,7 +162,17 @@ bandwidth_low_bits_per_s=None, bandwidth_high_bits_per_s=None)
         Raises:
             DataError: It is no cluster; names the place, the value and the remedy.
         """
-        return _read(content)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise DataError(f'this is no cluster: it must be an object with "format": "{FORMAT}"')
+        if content.get("version") != VERSION:
+            raise DataError(f"the cluster has version {short(content.get('version'))}; this thinwire reads {VERSION}")
+        _check_keys(content, allowed=("format", "version", "replicas", "links", "note"), where="the cluster")
+        machines = [read_entry(entry, Machine, f"replicas[{n}]") for n, entry in _entries(content, "replicas")]
+        wires = [read_entry(entry, Wire, f"links[{n}]") for n, entry in _entries(content, "links")]
+        try:
+            return Cluster(machines=tuple(machines), wires=tuple(wires))
+        except ValueError as error:
+            raise DataError(str(error)) from error
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -189,36 +197,9 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
     write_json(path, cluster.to_json())
 
 
-def read_machine(entry: object, *, where: str) -> Machine:
-    """Check the description of a machine.
-
-    Args:
-        entry: JSON values by the names of `Machine`.
-        where: What it is called in an error's text.
-
-    Raises:
-        DataError: It is no machine.
-    """
-    return _value(entry, Machine, where)
-
-
 # How a field's text is read, and whether zero is a number it can have.
 _UNITS: Mapping[str, Callable[[str], float]] = {"bits_per_s": parse_rate, "bytes": parse_bytes, "s": parse_seconds}
 _MAY_BE_ZERO = ("latency_s",)
-
-
-def _read(content: object) -> Cluster:
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DataError(f'this is no cluster: it must be an object with "format": "{FORMAT}"')
-    if content.get("version") != VERSION:
-        raise DataError(f"the cluster has version {short(content.get('version'))}; this thinwire reads {VERSION}")
-    _check_keys(content, allowed=("format", "version", "replicas", "links", "note"), where="the cluster")
-    machines = [_value(entry, Machine, f"replicas[{n}]") for n, entry in _entries(content, "replicas")]
-    wires = [_value(entry, Wire, f"links[{n}]") for n, entry in _entries(content, "links")]
-    try:
-        return Cluster(machines=tuple(machines), wires=tuple(wires))
-    except ValueError as error:
-        raise DataError(str(error)) from error
 
 
 def _entries(content: Mapping[str, Any], key: str) -> Iterator[tuple[int, Any]]:
@@ -229,7 +210,12 @@ def _entries(content: Mapping[str, Any], key: str) -> Iterator[tuple[int, Any]]:
     yield from enumerate(found)
 
 
-def _value(entry: object, kind: type[_Kind], where: str) -> _Kind:
+def read_entry(entry: object, kind: type[_Kind], where: str) -> _Kind:
+    """Check the description of a machine or a wire, called `where` in an error's text.
+
+    Raises:
+        DataError: It is none.
+    """
     if not isinstance(entry, dict):
         raise DataError(f"{where} must be an object, got {short(entry)}")
     allowed = [field.name for field in fields(kind)]
@@ -237,11 +223,14 @@ def _value(entry: object, kind: type[_Kind], where: str) -> _Kind:
     names = ("name",) if kind is Machine else ("source", "destination", "bandwidth_bits_per_s")
     if missing := [name for name in names if name not in entry]:
         raise DataError(f"{where} lacks {missing[0]!r}")
-    texts = ("name", "source", "destination")
-    values: dict[str, Any] = {
-        name: _text(found, f"{where}.{name}") if name in texts else _number(found, name, where)
-        for name, found in entry.items()
-    }
+    values: dict[str, Any] = {}
+    for name, found in entry.items():
+        if name not in ("name", "source", "destination"):
+            values[name] = _number(found, name, where)
+        elif not isinstance(found, str) or not found or len(found) > 200:
+            raise DataError(f"{where}.{name} must be a text of 1 to 200 characters, got {short(found)}")
+        else:
+            values[name] = found
     return kind(**values)
 
 
@@ -252,12 +241,6 @@ def _check_keys(entry: Mapping[str, Any], *, allowed: Sequence[str], where: str)
             near = [name for name in allowed if name.startswith(stem)]
             hint = f"; use {' or '.join(near)}" if near else f"; there are {', '.join(allowed)}"
             raise DataError(f"{where} has {short(key)}, which means nothing here{hint}")
-
-
-def _text(found: object, where: str) -> str:
-    if not isinstance(found, str) or not found or len(found) > 200:
-        raise DataError(f"{where} must be a text of 1 to 200 characters, got {short(found)}")
-    return found
 
 
 def _number(found: object, name: str, where: str) -> float:

@@ -119,7 +119,10 @@ def loss_penalty(
         arXiv 2503.09799, tables 4 and 5; arXiv 2501.18512, tables 5 and 6 and section 3.3.
     """
     _check_size(num_parameters=num_parameters, num_replicas=num_replicas)
-    _check_timing(sync_interval=sync_interval, overlap_steps=overlap_steps)
+    if sync_interval < 1:
+        raise ValueError(f"sync_interval must be at least 1, got {sync_interval}; 1 exchanges at every step")
+    if overlap_steps < 0:
+        raise ValueError(f"overlap_steps must be at least 0, got {overlap_steps}; 0 waits for each exchange")
     method, codec = _key(method), None if codec is None else _key(codec)
     # a mean of one is the thing itself, so local SGD with one replica is plain training
     if (method in _EVERY_STEP or (method == "local-sgd" and num_replicas == 1)) and codec in _LOSSLESS[method]:
@@ -139,13 +142,18 @@ def loss_penalty(
         ("interval", _interval_share(num_parameters, num_replicas, sync_interval)),
         ("overlap", _SHARE_A_LATE_STEP * overlap_steps),
     )
-    notes = (
-        *(_measured_remarks(published) if is_measured else ()),
-        *_replicas_remarks(num_parameters, num_replicas),
-        *_interval_remarks(num_parameters, num_replicas, sync_interval),
-        *_overlap_remarks(overlap_steps),
-    )
-    return LossPenalty(share=sum(share for _, share in parts), parts=parts, notes=notes)
+    notes = [*_replicas_remarks(num_parameters, num_replicas)]
+    notes += _interval_remarks(num_parameters, num_replicas, sync_interval)
+    if is_measured:
+        notes.insert(0, (
+            f"the replicas' part of {_MEASURED} was measured on 0.49M parameters (docs/benchmarks.md); DiLoCo's "
+            f"published part is {published:+.2%}"
+        ))  # fmt: skip
+    if overlap_steps > _LAST_OVERLAP:
+        notes.append(
+            f"no loss with overlap_steps above {_LAST_OVERLAP} is published as a number: 0.02 % a step goes on"
+        )
+    return LossPenalty(share=sum(share for _, share in parts), parts=parts, notes=tuple(notes))
 
 
 def compute_worth(share: float) -> float:
@@ -204,13 +212,6 @@ def _check_size(*, num_parameters: float, num_replicas: int) -> None:
         raise ValueError(f"num_replicas must be at least 1, got {num_replicas}; one replica is plain training")
 
 
-def _check_timing(*, sync_interval: int, overlap_steps: int) -> None:
-    if sync_interval < 1:
-        raise ValueError(f"sync_interval must be at least 1, got {sync_interval}; 1 exchanges at every step")
-    if overlap_steps < 0:
-        raise ValueError(f"overlap_steps must be at least 0, got {overlap_steps}; 0 waits for each exchange")
-
-
 def _key(name: str) -> str:
     return name.lower().replace("_", "-")
 
@@ -257,13 +258,6 @@ def _between(points: Sequence[_Point], at: float) -> float:
     return low + (high - low) * math.log(at / left) / math.log(right / left)
 
 
-def _measured_remarks(published: float) -> Iterator[str]:
-    yield (
-        f"the replicas' part of {_MEASURED} was measured on 0.49M parameters (docs/benchmarks.md); DiLoCo's published "
-        f"part is {published:+.2%}"
-    )
-
-
 def _replicas_remarks(num_parameters: float, num_replicas: int) -> Iterator[str]:
     most = max(_SHARES)
     # between two columns both are needed, and the one with more replicas has the fewer sizes
@@ -302,11 +296,6 @@ def _interval_remarks(num_parameters: float, num_replicas: int, sync_interval: i
             f"no loss with a sync_interval above {_LAST_INTERVAL} is published by size: the interval's part goes on "
             f"with its logarithm"
         )
-
-
-def _overlap_remarks(overlap_steps: int) -> Iterator[str]:
-    if overlap_steps > _LAST_OVERLAP:
-        yield f"no loss with overlap_steps above {_LAST_OVERLAP} is published as a number: 0.02 % a step goes on"
 
 
 def _size_remarks(what: str, points: Sequence[_Point], num_parameters: float) -> Iterator[str]:

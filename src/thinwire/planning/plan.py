@@ -226,14 +226,16 @@ def pareto(outlooks: Sequence[Outlook]) -> list[Outlook]:
 
     Where nothing is published of a loss, a candidate is left out.
     """
-    known = [outlook for outlook in outlooks if outlook.penalty is not None]
-    front: list[Outlook] = []
     # times that differ by rounding alone are one time
-    for outlook in sorted(known, key=lambda one: (float(f"{one.prediction.total_s:.3g}"), _share(one))):
-        if not front or _share(outlook) < _share(front[-1]):
-            front.append(outlook)
+    known = sorted(
+        (float(f"{one.prediction.total_s:.3g}"), one.penalty.share, place)
+        for place, one in enumerate(outlooks)
+        if one.penalty is not None
+    )
+    front: list[Outlook] = []
+    least = math.inf
+    for _, share, place in known:
+        if share < least:
+            least = share
+            front.append(outlooks[place])
     return front
-
-
-def _share(outlook: Outlook) -> float:
-    return math.inf if outlook.penalty is None else outlook.penalty.share

@@ -118,20 +118,32 @@ class _Search:
         times = step_times(self.cluster, self.workload, names, num_replicas=len(names))
         sets = machine_sets(self.cluster, names, step_s=times)
         wanted = [chosen for chosen in sets if len(chosen) >= self.constraints.min_replicas]
-        looks = [self._evaluate(candidate) for candidate in self._candidates(wanted)]
-        outlooks = [self._outlook(guess) for guess in _chosen([guess for guess in looks if guess is not None])]
+        constraints = self.constraints
+        found = candidates(
+            self.workload, wanted, names=constraints.methods, intervals=constraints.intervals,
+            overlaps=constraints.overlaps, layers=constraints.layers, codec_names=constraints.codecs,
+        )  # fmt: skip
+        looks = [self._evaluate(self._fitted(candidate)) for candidate in found]
+        outlooks = [
+            Outlook(candidate=one.candidate, prediction=self._times.simulated(one.candidate), penalty=one.penalty)
+            for one in _chosen([guess for guess in looks if guess is not None])
+        ]
         if not outlooks:
             raise ValueError(f"nothing is left to run: {self._why()}")
-        outlooks.sort(key=self._rank)
-        alike = _as_good_as(outlooks, min_utilisation=self.constraints.min_utilisation)
-        _put_first(outlooks, min(alike, key=lambda one: one.prediction.sent_bytes_per_step))
+        # first what computes for long enough, then what has a published loss, then what is fast
+        outlooks.sort(key=lambda one: (
+            one.prediction.compute_utilisation < constraints.min_utilisation, one.equal_loss_s, one.prediction.total_s
+        ))  # fmt: skip
+        alike = _as_good_as(outlooks, min_utilisation=constraints.min_utilisation)
+        best = min(alike, key=lambda one: one.prediction.sent_bytes_per_step)
+        outlooks = [best, *(one for one in outlooks if one is not best)]
         work = self.workload
         return Plan(
             model=work.name, num_parameters=work.num_parameters, tokens=work.tokens, seq_len=work.seq_len,
-            min_utilisation=self.constraints.min_utilisation, outlooks=tuple(outlooks),
+            min_utilisation=constraints.min_utilisation, outlooks=tuple(outlooks),
             alone=next((one for one in outlooks if one.candidate.num_replicas == 1), None),
             rejections=tuple(Rejection(what=what, reason=why, count=n) for why, (what, n) in self._reasons.items()),
-            needs=self._needs(outlooks[0]), uneven=self._uneven(outlooks[0].candidate, names),
+            needs=self._needs(best), uneven=self._uneven(best.candidate, names),
         )  # fmt: skip
 
     def _uneven(self, best: Candidate, names: Sequence[str]) -> UnevenBatches | None:
@@ -146,20 +158,6 @@ class _Search:
         uneven = sum(sequences.values()) / max(sequences[name] / speeds[name] for name in names)
         equal = best.num_replicas * min(speeds[name] for name in best.replicas)
         return UnevenBatches(sequences=sequences, speedup=uneven / equal) if uneven > _LEAST_GAIN * equal else None
-
-    def _rank(self, outlook: Outlook) -> tuple[bool, float, float]:
-        """Put first what computes for long enough, then what has a published loss, then what is fast."""
-        prediction = outlook.prediction
-        misses = prediction.compute_utilisation < self.constraints.min_utilisation
-        return misses, outlook.equal_loss_s, prediction.total_s
-
-    def _candidates(self, sets: Sequence[Sequence[str]]) -> list[Candidate]:
-        constraints = self.constraints
-        found = candidates(
-            self.workload, sets, names=constraints.methods, intervals=constraints.intervals,
-            overlaps=constraints.overlaps, layers=constraints.layers, codec_names=constraints.codecs,
-        )  # fmt: skip
-        return [self._fitted(one) for one in found]
 
     def _fitted(self, candidate: Candidate) -> Candidate:
         """Return a candidate with the sequences of a forward pass that fit all its machines.
@@ -205,10 +203,6 @@ class _Search:
         except ValueError as error:
             self._reject(candidate.describe(), str(error))
             return None
-
-    def _outlook(self, guess: _Guess) -> Outlook:
-        prediction = self._times.simulated(guess.candidate)
-        return Outlook(candidate=guess.candidate, prediction=prediction, penalty=guess.penalty)
 
     def _needs(self, best: Outlook) -> Needs | None:
         """Return what it would take to let the machines of the best candidate compute nearly all the time."""
@@ -295,11 +289,6 @@ def _as_good_as(ranked: Sequence[Outlook], *, min_utilisation: float) -> list[Ou
         for one in ranked
         if one.equal_loss_s <= (1 + _SAME) * best.equal_loss_s and one.prediction.compute_utilisation >= least
     ]
-
-
-def _put_first(ranked: list[Outlook], chosen: Outlook) -> None:
-    ranked.remove(chosen)
-    ranked.insert(0, chosen)
 
 
 def _least_factor(reaches: Callable[[float], bool], *, least: float) -> float:

@@ -166,13 +166,9 @@ def faster(cluster: simulate.SimCluster, factor: float) -> simulate.SimCluster:
 
 
 def traffic_of(
-    method: Method,
-    model: nn.Module,
-    *,
-    num_replicas: int,
-    inner: torch.optim.Optimizer | None = None,
+    method: Method, model: nn.Module, *, num_replicas: int, inner: torch.optim.Optimizer | None = None,
     view: BoundView | None = None,
-) -> Traffic:
+) -> Traffic:  # fmt: skip
     """Return what a method's rounds send of a model, from shapes alone: the model may be on the meta device.
 
     Where a method's channels travel in different patterns, all are given the first one's, with payloads that load a
@@ -211,6 +207,10 @@ def traffic_of(
     ]
     common = _exchange_model(method, rounds[0])
     times_sent = sent_payloads(common.pattern, num_members=members)
+    update, outer_operations = method.update(num_replicas), 0.0
+    if isinstance(update, OuterStep) and isinstance(update.optimizer, NeedsMatrices):
+        matrices = map(view.parameters.hidden_matrices, range(num_fragments))
+        outer_operations = sum(map(update.optimizer.matrix_operations, matrices))
 
     def payload_bytes(found: RoundTraffic) -> float:
         # a payload that is sent `times_sent` times loads the links as all messages with their headers do
@@ -224,16 +224,8 @@ def traffic_of(
         times_sent=times_sent,
         coded=tuple(tuple(map(coded, *pair)) for pair in zip(rounds, shapes, strict=True)),
         exchange=common,
-        outer_operations=_outer_operations(method, view, num_replicas=num_replicas),
+        outer_operations=outer_operations,
     )
-
-
-def _outer_operations(method: Method, view: BoundView, *, num_replicas: int) -> float:
-    update = method.update(num_replicas)
-    if not isinstance(update, OuterStep) or not isinstance(update.optimizer, NeedsMatrices):
-        return 0.0
-    fragments = range(len(view.parameters.fragments))
-    return sum(update.optimizer.matrix_operations(view.parameters.hidden_matrices(number)) for number in fragments)
 
 
 def _round_traffic(exchange: Exchange, shapes: Shapes, *, num_members: int) -> RoundTraffic:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, cast
 
 from torch import nn
 
@@ -19,10 +18,6 @@ BYTES_PER_PARAMETER = 16
 _UNITS_PER_TOKEN = 17
 # Logits, their gradient and what the loss keeps, in float32.
 _BYTES_PER_LOGIT = 3 * 4
-
-
-class _Language(Protocol):
-    vocab_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,18 +118,11 @@ def activation_bytes(model: nn.Module, *, tokens: int, bytes_per_value: int = 4,
         bytes_per_value: 4 for float32, 2 under autocast; logits are float32 either way.
         recompute: Whether each block keeps its input alone, and the rest is there for one block at a time.
     """
-    blocks, width = _shape(model)
-    units = blocks + _UNITS_PER_TOKEN if recompute else blocks * _UNITS_PER_TOKEN
-    logits = tokens * getattr(cast(_Language, model), "vocab_size", 0) * _BYTES_PER_LOGIT
-    return units * bytes_per_value * tokens * width + logits
-
-
-def _shape(model: nn.Module) -> tuple[int, int]:
-    """Return the number of blocks, and the side that most of their matrices have."""
-    found = find_blocks(model)
-    by_name = parameters_by_name(model)
+    blocks, by_name = find_blocks(model).blocks, parameters_by_name(model)
     sides = Counter(
-        side for names in found.blocks for name in names if by_name[name].dim() == 2 for side in by_name[name].shape
+        side for names in blocks for name in names if by_name[name].dim() == 2 for side in by_name[name].shape
     )
-    width = sides.most_common(1)[0][0] if sides else 0
-    return len(found.blocks), int(width)
+    width = sides.most_common(1)[0][0] if sides else 0  # the side that most of the blocks' matrices have
+    units = len(blocks) + _UNITS_PER_TOKEN if recompute else len(blocks) * _UNITS_PER_TOKEN
+    logits = tokens * getattr(model, "vocab_size", 0) * _BYTES_PER_LOGIT
+    return units * bytes_per_value * tokens * int(width) + logits

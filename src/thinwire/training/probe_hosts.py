@@ -15,7 +15,7 @@ from torch import nn
 from thinwire.codecs import e3m0
 from thinwire.errors import DataError, PayloadError
 from thinwire.methods.iso_loco import Isotropic, flatten_spectrum
-from thinwire.planning.cluster import Cluster, Machine, read_machine
+from thinwire.planning.cluster import Cluster, Machine, read_entry
 from thinwire.planning.predict import FLOPS_PER_PARAMETER
 from thinwire.planning.probe import ProbeBudget, WireMeasurements, probe_wires
 from thinwire.sync.global_parameters import MatrixSpan
@@ -162,7 +162,7 @@ def _all_machines(own: Machine, transport: Transport, *, deadline_s: float) -> S
     for replica, note in enumerate(told):
         known = {name: value for name, value in note.items() if value is not None}
         try:
-            found.append(read_machine(known, where=f"what replica {replica} says of itself"))
+            found.append(read_entry(known, Machine, f"what replica {replica} says of itself"))
         except DataError as error:
             raise PayloadError(f"{error}; run the same thinwire on all hosts") from error
     names = [machine.name for machine in found]
