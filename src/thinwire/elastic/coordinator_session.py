@@ -283,7 +283,7 @@ class CoordinatorSession:
 
     def launch(self, round_id: int, *, launch_step: int) -> None:
         """Announce that this replica's part of a round can be fetched."""
-        self.send_reliably("launch", key=round_id, round=round_id, step=launch_step, used=self._used())
+        self._send_keyed("launch", round_id, round=round_id, step=launch_step, used=self._used())
 
     def withhold(self, round_id: int, *, launch_step: int, parts: int) -> None:
         """Report that this replica's part of a round holds NaN or infinity and is not offered.
@@ -293,14 +293,14 @@ class CoordinatorSession:
             launch_step: The step that it is launched at.
             parts: How many such parts in a row there have been, this one among them.
         """
-        self.send_reliably("withhold", key=round_id, round=round_id, step=launch_step, used=self._used(), parts=parts)
+        self._send_keyed("withhold", round_id, round=round_id, step=launch_step, used=self._used(), parts=parts)
 
     def _used(self) -> dict[str, int]:
         return {str(shard): windows for shard, windows in self._used_windows.items()}
 
     def vote(self, round_id: int, *, has: tuple[int, ...], reference_hash: int) -> None:
         """Report the parts of a round that this replica holds."""
-        self.send_reliably("vote", key=round_id, round=round_id, step=self.step, has=list(has), hash=reference_hash)
+        self._send_keyed("vote", round_id, round=round_id, step=self.step, has=list(has), hash=reference_hash)
 
     def settle(self, round_id: int) -> None:
         """Stop sending messages about a round."""
@@ -327,11 +327,11 @@ class CoordinatorSession:
         with self.changed:
             if number in self.view.leases or ("lease", number) in self._unanswered:
                 return
-        self.send_reliably("lease", key=number, number=number)
+        self._send_keyed("lease", number, number=number)
 
     def account(self, step: int, *, deadline_s: float) -> Mapping[str, Any] | None:
         """Return the account of the data at a step; None where the coordinator does not answer in time."""
-        self.send_reliably("account", key=step, step=step)
+        self._send_keyed("account", step, step=step)
         try:
             found: Mapping[str, Any] = self.wait_for(
                 lambda view: view.accounts.get(step), deadline_s=deadline_s, why="the state is kept without it"
@@ -348,8 +348,11 @@ class CoordinatorSession:
         """Send a message once, without acknowledgement."""
         self._send(kind, **fields)
 
-    def send_reliably(self, kind: str, *, key: int = -1, **fields: Any) -> None:
-        """Send a message repeatedly until it is answered or `stop_resending`; one of a kind and key at a time."""
+    def send_reliably(self, kind: str, **fields: Any) -> None:
+        """Send a message repeatedly until it is answered, or until `stop_resending`."""
+        self._send_keyed(kind, -1, **fields)
+
+    def _send_keyed(self, kind: str, key: int, **fields: Any) -> None:
         with self.changed:
             self._unanswered[kind, key] = _PendingMessage(kind, fields, self._now())
         self._send(kind, **fields)
