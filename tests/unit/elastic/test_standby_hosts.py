@@ -210,7 +210,7 @@ def test_who_hangs_is_ended_and_who_is_slow_leaves_where_a_spare_takes_the_place
     assert act(town, tmp_path, is_hang=True) == (
         "replica 1 on b was let go, and its host ends its process; spare s takes its place"
     )
-    assert town.coordinator.state.orders == [{"replica": 1, "what": "end"}]
+    assert list(town.coordinator.state.orders) == [{"replica": 1, "what": "end"}]
     town = Town()
     town.go_on(1.0, alive=b"abc", spares=("s",))
     assert act(town, tmp_path, is_hang=False) == "replica 1 on b was told to leave; spare s takes its place"
