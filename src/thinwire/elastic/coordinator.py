@@ -63,6 +63,10 @@ _Caller = tuple[bytes, RosterMember | None, str, int]  # token, IP address, and 
 _Handler = Callable[["Coordinator", RosterMember, Message, float], None]
 
 
+def _discard(replica: int, text: str) -> None:
+    """Discard records: a coordinator without a folder, which can be copied."""
+
+
 class Coordinator:
     """The state machine.
 
@@ -82,8 +86,8 @@ class Coordinator:
 
     def __init__(
         self, config: CoordinatorConfig, *, send: Send, record: Record, generation: str,
-        keep_records: Callable[[int, str], None] = lambda replica, text: None,
-        clock: Callable[[], float] = time.time, secret: Secret | None = None,
+        keep_records: Callable[[int, str], None] = _discard, clock: Callable[[], float] = time.time,
+        secret: Secret | None = None,
     ) -> None:  # fmt: skip
         self.state = CoordinatorState(config=config)
         self.admin = AdminCommands(self.state, send=send, expel=self.expel, report=self.report, clock=clock)
