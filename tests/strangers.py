@@ -11,7 +11,7 @@ import psutil
 
 # as an honest program that speaks ZMTP 3.1 begins
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"%s" + bytes(32)
-SOON_S = 120.0
+SOON_S = 600.0
 GARBAGE = [
     b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 3,
     os.urandom(100_000),

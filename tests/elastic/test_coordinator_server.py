@@ -45,7 +45,7 @@ from thinwire.transport.wire.listener import MAX_UNPROVEN
 from thinwire.version import __version__
 
 SECRET, OTHER = Secret(key=bytes(range(32))), Secret(key=bytes(32))
-HOST, SOON_S = "127.0.0.1", 120.0
+HOST, SOON_S = "127.0.0.1", 600.0
 
 
 class Port:

@@ -26,7 +26,7 @@ from thinwire.errors import Expelled, NonFiniteError
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.transport.loopback import single
 
-STEPS, SOON_S = 32, 120.0
+STEPS, SOON_S = 32, 600.0
 # Rounds after the last step have numbers from here on.
 FINAL = 1 << 40
 # Steps of a test are quick; an interval has 4.

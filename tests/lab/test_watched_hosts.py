@@ -17,7 +17,7 @@ from thinwire.runlog.run_folder import read_files
 
 pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).parent / "watched_script.py"
-SOON_S = 120.0
+SOON_S = 600.0
 USUAL_STEPS = 40
 
 

@@ -21,7 +21,7 @@ from thinwire.transport.streams import ROUNDS
 from thinwire.transport.wire.framing import OPENING_BYTES
 from thinwire.transport.wire.wire_transport import WireTransport
 
-SOON_S = 120.0
+SOON_S = 600.0
 SECRET = Secret(key=bytes(range(32)))
 BORDER = OPENING_BYTES - HEADER_BYTES
 SIZES = (0, 1, 7, 1009, BORDER - 1, BORDER, BORDER + 1, 65_535, 65_536, 65_537, 1_299_709, 3 * OPENING_BYTES)

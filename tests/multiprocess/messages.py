@@ -11,7 +11,7 @@ from thinwire.errors import TransportError
 from thinwire.transport.base import Envelope, Pending
 from thinwire.transport.streams import ROUNDS
 
-SOON_S = 120.0
+SOON_S = 600.0
 # Less than a fault costs that goes unseen: the deadlines of these jobs are 50 and 60 s, and some waits have none.
 HANGS_S = 30.0
 

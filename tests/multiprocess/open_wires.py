@@ -14,7 +14,7 @@ from thinwire.transport.wire.wire_transport import WireTransport
 
 SECRET = Secret(key=bytes(range(32)))
 HOST = "127.0.0.1"
-SOON_S = 120.0
+SOON_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

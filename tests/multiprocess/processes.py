@@ -32,6 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from live_processes import DEADLINE_S
 from nursery import NURSERY, Child
 
 POLL_S = 0.02
@@ -129,7 +130,7 @@ class Processes:
         for rank in self._processes:
             self.signal(rank, signal.SIGKILL)
         for process in self._processes.values():
-            process.wait(timeout=10)
+            process.wait(timeout=DEADLINE_S)
         self._folder.cleanup()
 
     def pid(self, rank: int) -> int:
@@ -147,9 +148,9 @@ class Processes:
     def kill(self, rank: int) -> None:
         """Kill one rank the hard way and wait until it is gone."""
         self.signal(rank, signal.SIGKILL)
-        self._processes[rank].wait(timeout=10)
+        self._processes[rank].wait(timeout=DEADLINE_S)
 
-    def wait_for(self, line: str, *, rank: int, deadline_s: float = 120.0) -> None:
+    def wait_for(self, line: str, *, rank: int, deadline_s: float = DEADLINE_S) -> None:
         """Wait until a rank printed a line."""
         end = time.monotonic() + deadline_s
         while line not in self._read(rank, "out").splitlines():
@@ -162,7 +163,7 @@ class Processes:
                 )
             time.sleep(POLL_S)
 
-    def join(self, *, deadline_s: float = 180.0, ranks: Sequence[int] | None = None) -> list[Outcome]:
+    def join(self, *, deadline_s: float = DEADLINE_S, ranks: Sequence[int] | None = None) -> list[Outcome]:
         """Wait for ranks (all by default) to end and return their outcomes in order of rank."""
         end = time.monotonic() + deadline_s
         waited = self.ranks if ranks is None else list(ranks)
@@ -190,7 +191,7 @@ class Processes:
         )
 
 
-def run(function: Callable[..., Any], *, num_ranks: int, deadline_s: float = 60.0, **more: Any) -> list[Outcome]:
+def run(function: Callable[..., Any], *, num_ranks: int, deadline_s: float = DEADLINE_S, **more: Any) -> list[Outcome]:
     """Run a function in `num_ranks` processes to the end; see `Processes` for the other arguments."""
     with Processes(function, num_ranks=num_ranks, **more) as processes:
         return processes.join(deadline_s=deadline_s)

@@ -64,7 +64,7 @@ def train(transport: Any, *, name: str) -> str:
 
 
 def train_in_a_process(names: list[str]) -> list[dict[str, Any]]:
-    transport = thinwire.connect(deadline_s=60)
+    transport = thinwire.connect(deadline_s=600)
     results = []
     for name in names:
         before = len(list(transport.log))
@@ -83,7 +83,6 @@ def test_real_processes_compute_the_same_bits_as_the_loopback_world_and_absent_o
     by_rank = values(
         run(
             train_in_a_process, num_ranks=replicas, arguments={"names": NAMES}, environment={"PYTHONPATH": PATHS},
-            deadline_s=150,
         )
     )  # fmt: skip
     for number, name in enumerate(NAMES):
@@ -134,7 +133,7 @@ def train_network(transport: Any, *, name: str, mesh: Any = None) -> dict[str, l
 def train_shards(names: list[str]) -> list[dict[str, list[float]]]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    transport = thinwire.connect(ranks_per_replica=2, deadline_s=60)
+    transport = thinwire.connect(ranks_per_replica=2, deadline_s=600)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     found = [train_network(transport, name=name, mesh=mesh["shard"]) for name in names]
     transport.close()
@@ -143,9 +142,7 @@ def train_shards(names: list[str]) -> list[dict[str, list[float]]]:
 
 def test_shards_even_empty_ones_compute_what_an_unsharded_replica_does():
     names = ["ef21 whole", "masha whole", "ef21", "masha2 all"]
-    by_rank = values(
-        run(train_shards, num_ranks=4, arguments={"names": names}, environment={"PYTHONPATH": PATHS}, deadline_s=120)
-    )
+    by_rank = values(run(train_shards, num_ranks=4, arguments={"names": names}, environment={"PYTHONPATH": PATHS}))
     for number, name in enumerate(names):
         for results in by_rank[1:]:
             assert results[number] == by_rank[0][number], name

@@ -173,7 +173,7 @@ def over_the_wire(sites: list[int], observer: SentBytes) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=[[0, 1], [0, 0, 1, 1], [0, 1, 2, 3]], ids=str)
 def ranks(request: pytest.FixtureRequest) -> tuple[list[int], list[dict[str, Any]]]:
     sites: list[int] = request.param
-    return sites, values(run(rank, num_ranks=len(sites), arguments={"sites": sites}, deadline_s=240))
+    return sites, values(run(rank, num_ranks=len(sites), arguments={"sites": sites}))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -251,7 +251,7 @@ def bad_rank() -> None:
 
 
 def test_a_nan_names_its_stage_and_micro_batch() -> None:
-    first, second = run(bad_rank, num_ranks=2, deadline_s=120)
+    first, second = run(bad_rank, num_ranks=2)
     assert first.error == "NonFiniteError", first.stderr
     assert first.text.startswith("stage 0, micro-batch 1: activations hold NaN")
     assert second.returncode != 0

@@ -20,7 +20,7 @@ _LONG_S = 60.0
 
 def train(end: str, secret: str | None) -> str:
     """Train until replica 1 kills itself; its worker waits for the file `end`, as another does for a slow disk."""
-    transport = thinwire.connect(deadline_s=60, secret=None if secret is None else Path(secret))
+    transport = thinwire.connect(deadline_s=600, secret=None if secret is None else Path(secret))
     model = torch.nn.Linear(4, 1)
     optimizer = thinwire.DistributedOptimizer(
         model, torch.optim.SGD(model.parameters(), lr=0.1), transport=transport, minimum_deadline_s=600,

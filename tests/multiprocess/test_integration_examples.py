@@ -158,7 +158,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     imports = [
         package for package in ("transformers", "accelerate", "lightning", "torchtitan") if is_installed(package)
     ]
-    return values(run(rank, num_ranks=2, arguments=arguments, deadline_s=240, imports=imports))
+    return values(run(rank, num_ranks=2, arguments=arguments, imports=imports))
 
 
 def need(name: str) -> None:

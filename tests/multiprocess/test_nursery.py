@@ -49,7 +49,7 @@ def _end(start: type[subprocess.Popen[str]], words: Sequence[str]) -> list[objec
 
 
 def test_a_command_started_by_fork_ends_as_one_started_by_exec() -> None:
-    (found,) = values(run(how_commands_end, num_ranks=1, deadline_s=120.0))
+    (found,) = values(run(how_commands_end, num_ranks=1))
     assert found[::2] == found[1::2] and [code for code, _, _ in found[::2]] == [0, 2, 1]
 
 
@@ -71,7 +71,7 @@ def what_a_waiting_process_is() -> list[object]:
 
 
 def test_the_kernel_shows_of_a_forked_process_what_it_was_started_with() -> None:
-    (found,) = values(run(what_a_waiting_process_is, num_ranks=1, deadline_s=120.0))
+    (found,) = values(run(what_a_waiting_process_is, num_ranks=1))
     assert found == [True, True, "/", True, True, 0]
 
 

@@ -67,7 +67,7 @@ CASES = [
 
 
 def train_in_a_process(cases: list[list[str]]) -> list[Any]:
-    transport = thinwire.connect(deadline_s=60)
+    transport = thinwire.connect(deadline_s=600)
     results: list[Any] = [train(transport, method=method, kind=kind) for method, kind in cases]
     sent = transport.log.totals("sent")
     transport.close()
@@ -79,7 +79,6 @@ def test_real_processes_compute_the_same_bits_as_the_loopback_world(replicas):
     by_rank = values(
         run(
             train_in_a_process, num_ranks=replicas, arguments={"cases": CASES}, environment=ENVIRONMENT,
-            deadline_s=150,
         )
     )  # fmt: skip
     for number, (method, kind) in enumerate(CASES):
@@ -94,7 +93,7 @@ def train_with_fsdp(method: str) -> dict[str, list[float]]:
     from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)
-    transport = thinwire.connect(ranks_per_replica=2, deadline_s=60)
+    transport = thinwire.connect(ranks_per_replica=2, deadline_s=600)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     model = build("conv")  # its last layer has 3 rows, and a bias of 3 elements
     fully_shard(model, mesh=mesh["shard"])
@@ -116,7 +115,6 @@ def test_sharded_replicas_agree_and_train(method):
     results = values(
         run(
             train_with_fsdp, num_ranks=4, arguments={"method": method}, environment=ENVIRONMENT,
-            deadline_s=120,
         )
     )  # fmt: skip
     before = {name: p.detach().flatten() for name, p in build("conv").named_parameters()}
@@ -140,9 +138,7 @@ def test_lamb_takes_the_norms_of_whole_layers_where_ranks_hold_shards():
         return {name: p.detach().flatten().tolist() for name, p in model.named_parameters()}
 
     expected = thinwire.run_replicas(2, whole)[0]
-    results = values(
-        run(train_with_fsdp, num_ranks=4, arguments={"method": "lamb"}, environment=ENVIRONMENT, deadline_s=120)
-    )
+    results = values(run(train_with_fsdp, num_ranks=4, arguments={"method": "lamb"}, environment=ENVIRONMENT))
     for full in results:
         assert full == results[0]
         for name, value in full.items():

@@ -273,7 +273,7 @@ def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def cut_runs() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = values(run(rank, num_ranks=4, arguments={"cuts": CUTS}, deadline_s=480))
+    found: list[dict[str, Any]] = values(run(rank, num_ranks=4, arguments={"cuts": CUTS}))
     return found
 
 

@@ -273,9 +273,7 @@ def trained(folder: Path, ranks: list[int]) -> list[dict[str, Any]]:
     outer = {name: 1e-4 * torch.randn(vector.shape, generator=generator) for name, vector in outer.items()}
     torch.save({"parameters": parameters, "outer": outer}, folder / "start.pt")
     arguments = {"folder": str(folder), "ranks": ranks}
-    found = values(
-        run(live, num_ranks=sum(ranks), arguments=arguments, environment={"PYTHONPATH": ROOT}, deadline_s=180)
-    )
+    found = values(run(live, num_ranks=sum(ranks), arguments=arguments, environment={"PYTHONPATH": ROOT}))
     leaders = [found[0], found[ranks[0]]]
     return [{**told, **torch.load(folder / f"end-{i}.pt", weights_only=True)} for i, told in enumerate(leaders)]
 

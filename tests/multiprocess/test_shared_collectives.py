@@ -49,7 +49,7 @@ def replicated(mesh: object) -> nn.Module:
 
 
 def wrap_in_all_ways() -> dict[str, str]:
-    transport = connect(deadline_s=60)
+    transport = connect(deadline_s=600)
     found = {"ddp": refusal_of(DistributedDataParallel(small()), transport)}
     found["ddp inside"] = refusal_of(nn.Sequential(DistributedDataParallel(small())), transport)
     found["fsdp"] = refusal_of(fully_shard(small()), transport)
@@ -71,7 +71,7 @@ def test_a_model_that_replicas_share_is_refused_with_the_cure() -> None:
 
 
 def train_beneath(kind: str) -> list[str]:
-    transport = connect(deadline_s=60, solo=kind == "solo")
+    transport = connect(deadline_s=600, solo=kind == "solo")
     model = small()
     optimizer = wrap(model, transport)
     # as accelerate does: wrapped after the optimizer was made

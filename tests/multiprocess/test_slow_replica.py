@@ -23,7 +23,7 @@ ROOT = f"{Path(__file__).parents[2]}:{Path(__file__).parents[2] / 'src'}"
 
 def train_beside_a_slow_one(until: int, fast_s: float, slow_s: float, sleeps: list[list[float]]) -> dict[str, Any]:
     """Train to a step; replica 2 takes `slow_s` a step, and once in a while another number of seconds."""
-    transport = thinwire.connect(deadline_s=60)
+    transport = thinwire.connect(deadline_s=600)
     torch.set_num_threads(1)
     model = build("transformer")
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -60,9 +60,7 @@ def train_beside_a_slow_one(until: int, fast_s: float, slow_s: float, sleeps: li
 
 def train_all(**arguments: Any) -> list[dict[str, Any]]:
     environment = {"PYTHONPATH": ROOT}
-    found = values(
-        run(train_beside_a_slow_one, num_ranks=3, arguments=arguments, environment=environment, deadline_s=120)
-    )
+    found = values(run(train_beside_a_slow_one, num_ranks=3, arguments=arguments, environment=environment))
     assert len({one["digest"] for one in found}) == 1
     for one in found:
         assert one["own"] + one["passed"] == arguments["until"]

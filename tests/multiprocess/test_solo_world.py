@@ -22,14 +22,14 @@ SEEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "
 def join_alone(secret: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {"whole": []}
     for _ in range(2):  # the second time, the environment holds nothing any more
-        transport = connect(solo=True, deadline_s=60, secret=Path(secret) if secret else None)
+        transport = connect(solo=True, deadline_s=600, secret=Path(secret) if secret else None)
         found["seen"] = {name: os.environ[name] for name in SEEN if name in os.environ}
         found["has_group"] = dist.is_initialized()
         found["place"] = [transport.replica, transport.num_replicas]
         found["whole"].append(swap(transport, 200_000))
         transport.close()
     try:
-        connect(deadline_s=60)
+        connect(deadline_s=600)
     except ValueError as error:
         found["refusal"] = str(error)
     return found
@@ -51,7 +51,7 @@ def test_two_replicas_exchange_while_a_library_sees_one_process(has_secret: bool
 
 def join_by_twos() -> dict[str, Any]:
     rank = int(os.environ["RANK"])
-    transport = connect(solo=True, ranks_per_replica=2, deadline_s=60)
+    transport = connect(solo=True, ranks_per_replica=2, deadline_s=600)
     total = torch.full((1,), float(rank))
     dist.all_reduce(total)  # within the replica
     whole = swap(transport)
@@ -79,7 +79,7 @@ def test_a_replica_of_two_ranks_is_the_whole_world_to_its_libraries() -> None:
 def join_too_late() -> str:
     dist.init_process_group("gloo")
     try:
-        connect(solo=True, deadline_s=60)
+        connect(solo=True, deadline_s=600)
     except ValueError as error:
         return str(error)
     finally:

@@ -53,7 +53,7 @@ def train(transport: Transport, *, method: str, is_swapped: bool, alone: int | N
 
 
 def train_in_a_process(secret: str | None) -> list[list[list[float]]]:
-    transport = thinwire.connect(deadline_s=60, secret=None if secret is None else Path(secret))
+    transport = thinwire.connect(deadline_s=600, secret=None if secret is None else Path(secret))
     try:
         return [train(transport, method=method, is_swapped=is_swapped) for method, is_swapped in CASES]
     finally:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiprocess
 
 def train(counts: list[int], overlap_steps: int, secret: str | None) -> list[str]:
     torch.manual_seed(0)
-    transport = thinwire.connect(deadline_s=60, secret=None if secret is None else Path(secret))
+    transport = thinwire.connect(deadline_s=600, secret=None if secret is None else Path(secret))
     try:
         found = [train_once(transport, counts=[10, 10], overlap_steps=0, votes=transport.replica == 1)]
         return [*found, train_once(transport, counts=counts, overlap_steps=overlap_steps)]

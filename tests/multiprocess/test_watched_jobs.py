@@ -28,7 +28,7 @@ from thinwire.runlog.run_folder import read_files
 pytestmark = pytest.mark.multiprocess
 
 STEPS = 6
-SOON_S = 120.0
+SOON_S = 600.0
 
 
 def model() -> nn.Module:

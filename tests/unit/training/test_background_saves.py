@@ -11,7 +11,7 @@ from thinwire.elastic.global_state import GlobalState
 from thinwire.errors import CheckpointError
 from thinwire.training.checkpoints.global_checkpoints import BackgroundSaves
 
-SOON_S = 120.0
+SOON_S = 600.0
 
 
 class Disk:

@@ -20,7 +20,7 @@ from thinwire.transport.burst_probe import BURST_BYTES, BurstProbe, open_probe_p
 from thinwire.transport.default_group import TEXT_BYTES
 from thinwire.transport.tcp_stats import HostFlows
 
-SOON_S = 120.0
+SOON_S = 600.0
 
 
 class Told:

@@ -15,7 +15,7 @@ import torch
 from thinwire.transport import default_group
 from thinwire.transport.work_poller import CallEnd, CudaEventMark, WorkPoller, is_capturing
 
-SOON_S = 120.0
+SOON_S = 600.0
 POLL_S = 0.002
 
 

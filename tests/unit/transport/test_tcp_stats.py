@@ -22,7 +22,7 @@ from thinwire.transport.loopback import LoopbackWorld
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.tcp_stats import HostFlow, HostFlows, LocalSockets
 
-SOON_S = 120.0
+SOON_S = 600.0
 
 
 def soon(read: Callable[[], dict[int, HostFlow]], rank: int, wanted: Callable[[HostFlow], bool]) -> HostFlow:
