@@ -69,7 +69,7 @@ class Measured:
 
 
 def rate_of(transfers: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return bits a second and the seconds that a message takes however short it is.
+    """Return bits a second and the seconds that a message takes however short it is, from sizes and seconds.
 
     Other work can hold a transfer up and never speeds one up, so the shortest time of each size counts.
 

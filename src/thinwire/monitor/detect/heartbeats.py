@@ -109,11 +109,7 @@ class HeartbeatDelays:
         self._late: dict[int, deque[float]] = {}
 
     def take(self, job: Job) -> dict[int, float]:
-        """Take the ages of the latest records in.
-
-        Returns:
-            Usual delay in seconds of each rank that is late now.
-        """
+        """Take the ages of the latest records in, and return the usual delay in seconds of each rank that is late."""
         found = {}
         for rank, seen_s in job.last_seen_s.items():
             if rank in job.unsteady:

@@ -113,7 +113,7 @@ class Job:
     beat_s: dict[int, float] = field(default_factory=dict)
     # when the latest message of each rank reached another one, as that one wrote
     heard_s: dict[int, float] = field(default_factory=dict)
-    # by how much the signs of life of ranks come late again and again, see `Lateness`
+    # by how much the signs of life of ranks come late again and again, see `HeartbeatDelays`
     late_s: dict[int, float] = field(default_factory=dict)
     # when, and how many bytes had come from a source to a destination then, in order; while a message was open
     arrivals: dict[tuple[int, int], list[tuple[float, int]]] = field(default_factory=dict)
