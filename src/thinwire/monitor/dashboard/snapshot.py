@@ -152,6 +152,11 @@ def run_state(
         state = "training" if now - changed_at <= limit_s else "silent"
     metric = evaluated[-1].metric if evaluated else None
     lines = [one.last for one in sources.replicas.values() if one.last is not None]
+    left_s = None
+    if settings.steps is not None and state == "training":
+        known = [(one.first, one.last) for one in sources.replicas.values()]
+        spans = [(first, last) for first, last in known if first is not None and last is not None]
+        left_s = time_left_s(spans, total_steps=settings.steps)
     return {
         "name": text(folder.resolve().name), "state": state, "changed_at": changed_at,
         "method": text(settings.method), "model": text(settings.model), "data": text(settings.data),
@@ -163,10 +168,7 @@ def run_state(
         "unit": lines[0].unit if lines else "tokens",
         "metric": None if metric is None else {"name": metric[0], "value": metric[2], "text": shown_metric(metric)},
         "wall_s": result.wall_s, "times_fewer_bytes": result.times_fewer_bytes,
-        "numbers": _numbers(summary, sources),
-        "time_left_s": None if settings.steps is None or state != "training" else time_left_s(
-            [(one.first, one.last) for one in sources.replicas.values() if one.first is not None and one.last is not
-             None], total_steps=settings.steps),
+        "numbers": _numbers(summary, sources), "time_left_s": left_s,
     }  # fmt: skip
 
 
@@ -177,8 +179,7 @@ def _numbers(summary: Mapping[str, Any] | None, sources: Sources) -> list[dict[s
         with contextlib.suppress(DataError):  # damaged, or of another version
             numbers = RunNumbers.of_summary(parse(Summary, summary, source=SUMMARY))
     if numbers is None:
-        lines = [one.last for one in sources.replicas.values() if one.last is not None]
-        numbers = RunNumbers.of_lines(lines)
+        numbers = RunNumbers.of_lines([one.last for one in sources.replicas.values() if one.last is not None])
     return [] if numbers is None else number_rows(numbers)
 
 
