@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,6 +17,7 @@ from thinwire.errors import DataError
 # Of a number in a file: a whole number of any length is no float.
 LARGEST_NUMBER = 1e300
 MOST_PLAN_BYTES = 16 * 2**20
+_LOCK_POLL_S = 0.05
 _LONGEST = 60  # characters of a value in an error's text
 
 
@@ -97,6 +100,21 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def wait_for_lock(descriptor: int, *, deadline_s: float) -> bool:
+    """Take the lock of an open file, which the kernel drops with its process; return whether it came in time."""
+    until_s = time.monotonic() + deadline_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_LOCK_POLL_S)
+        except OSError:  # a file system without locks
+            return True
 
 
 def read_json(path: Path, *, most_bytes: int, command: str) -> Any:

@@ -21,10 +21,7 @@ class OptionRule:
     """Values that an option may have, and its class.
 
     Attributes:
-        least: The least value.
-        most: The largest value.
-        above: Values must be larger.
-        below: Values must be smaller.
+        least: The least value, `most` the largest; values must be larger than `above`, smaller than `below`.
         usual: The value of the remedy; by default the default, or the least value that trains.
         choices: All values that there are.
         name: The name on the command line, where it is not the field's.

@@ -162,12 +162,8 @@ class Training:
 
     Attributes:
         config: Resolved options.
-        model: The workload's, on `device`.
-        optimizer: Wraps the inner optimizer over the model's parameters.
-        batches: This replica's data.
+        model: The workload's, on `device`; `optimizer` wraps the inner one over its parameters.
         held_out: Returns at most so many held-out batches, the same at every call.
-        meter: Receives the metrics.
-        device: Where the model is.
         watch: Detects steps that take longer than planned, if there is a plan.
         recorder: Receives each step's time and loss.
         checkpoints: Receives the states; None where another part saves them.

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from thinwire.errors import (
     excluded,
     refusal,
 )
-from thinwire.files import write_whole
+from thinwire.files import wait_for_lock, write_whole
 from thinwire.runlog.run_identity import new_identity, write_identity
 from thinwire.sync.fragments import parameters_by_name
 from thinwire.sync.method import Method, method_of
@@ -220,7 +220,11 @@ class RunPlace:
         self.folder.mkdir(parents=True, exist_ok=True)
         # one process of this host at a time
         with (self.folder / _START_LOCK_FILE).open("a") as turn, (self.folder / _LOCK_FILE).open("a") as lock:
-            _await_turn(turn)
+            if not wait_for_lock(turn.fileno(), deadline_s=2 * _START_S):  # one that starts it ends within `_START_S`
+                raise ThinwireError(
+                    f"another process has held {turn.name} for {2 * _START_S:g} s to start the coordinator; end or "
+                    f"continue that process"
+                )
             secret, key = self._secret(), own_key(self.folder)
             has = b"" if key is None else coordinator_keys(key).public_bytes
             if has != self.invitation.coordinator_key:
@@ -280,22 +284,6 @@ class RunPlace:
         if code:
             raise ThinwireError(f"the coordinator could not be started (code {code}); see {self.folder / LOG_FILE}")
         _log.info("started the coordinator of %s, port %d", self.invitation.host, self.invitation.port)
-
-
-def _await_turn(turn: IO[str]) -> None:
-    """Wait until no other process of this host starts the coordinator; one that does ends within `_START_S`."""
-    until_s = time.monotonic() + 2 * _START_S
-    while True:
-        try:
-            fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > until_s:
-                raise ThinwireError(
-                    f"another process has held {turn.name} for {2 * _START_S:g} s to start the coordinator; end or "
-                    f"continue that process"
-                ) from None
-            time.sleep(0.05)
 
 
 class ElasticOptimizer(DistributedOptimizer):

@@ -15,10 +15,8 @@ KEY is a hash of everything that the content follows from, so a folder is never 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,12 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.errors import DataError
+from thinwire.files import wait_for_lock
 from thinwire.units import format_bytes, format_seconds
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-_POLL_S = 0.05
 
 TokenArray = NDArray[Any]
 
@@ -179,14 +177,12 @@ def sole_builder(folder: Path, *, deadline_s: float) -> Iterator[None]:
     except OSError as error:
         raise _unwritable(folder, error) from error
     with lock:
-        end = time.monotonic() + deadline_s
-        while not _try_lock(lock.fileno()):
-            if time.monotonic() > end:
-                raise DataError(
-                    f"another process has been building {folder} for {format_seconds(deadline_s)}; "
-                    "wait for it, or end it and start again"
-                )
-            time.sleep(_POLL_S)
+        # without locks two builders do the same work, and the last whole file stays
+        if not wait_for_lock(lock.fileno(), deadline_s=deadline_s):
+            raise DataError(
+                f"another process has been building {folder} for {format_seconds(deadline_s)}; "
+                "wait for it, or end it and start again"
+            )
         for leftover in folder.glob("*.partial"):
             with suppress(OSError):
                 leftover.unlink()
@@ -196,14 +192,3 @@ def sole_builder(folder: Path, *, deadline_s: float) -> Iterator[None]:
 def sha256(data: bytes) -> str:
     """Return the SHA-256 of bytes in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # A file system without locks: two builders then do the same work, and the last whole file stays.
-        return True
-    return True
