@@ -253,11 +253,7 @@ class WatchedWires:
             door.close()
 
     def lines(self, *, is_waiting: bool) -> list[str]:
-        """Return new records as lines.
-
-        Args:
-            is_waiting: Whether a call has been open for long, so that idle connections are polled too.
-        """
+        """Return new records as lines; while a call has been open for long, also of idle connections."""
         try:
             found = self._flows.lines(is_waiting=is_waiting)
         except (OSError, ValueError):  # no descriptor is left, or /proc is missing: the rest is recorded

@@ -87,10 +87,7 @@ def account(incidents: Iterable[Incident], *, run_s: float, end_s: float = math.
     Contradicting times count as no time, never as a gain. Overlapping faults count separately: they stop different
     replicas.
 
-    Args:
-        incidents: The faults.
-        run_s: Seconds of the whole run.
-        end_s: When the run ended: later times are taken as this one.
+    Times after `end_s`, when the run ended, are taken as that one.
 
     Example:
         >>> fault = Incident(since_s=10.0, found_s=12.0, acted_s=12.5, back_s=20.0, share=0.5)

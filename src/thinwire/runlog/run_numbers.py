@@ -237,13 +237,10 @@ class SendRate:
         self._marked = None
 
     def add(self, *, began_s: float, ended_s: float, transmitted: int, acknowledged: int) -> None:
-        """Add a sample.
+        """Add a sample, read between two times.
 
-        Args:
-            began_s: Time before the counters were read.
-            ended_s: Time after it.
-            transmitted: Bytes that the kernel has passed on to the network, each counted once.
-            acknowledged: Bytes that the other ends have acknowledged.
+        `transmitted` are the bytes that the kernel has passed on to the network, each counted once, and `acknowledged`
+        those that the other ends have acknowledged.
         """
         now = _Sample(began_s=began_s, ended_s=ended_s, transmitted=transmitted, acknowledged=acknowledged)
         for before in self._samples:

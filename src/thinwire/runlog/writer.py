@@ -244,13 +244,9 @@ def last_beat_s(run_dir: Path, *, rank: int) -> float | None:
 
 
 def write_obituary(run_dir: Path, *, rank: int, at_s: float, error: str) -> None:
-    """Write the last heartbeat of a rank that was killed; nothing if it recorded nothing.
+    """Write the last heartbeat of a rank that was killed, on its host's clock; nothing if it recorded nothing.
 
-    Args:
-        run_dir: The run's folder.
-        rank: The rank that has ended.
-        at_s: When, on the clock of its host.
-        error: How it ended; empty if it was stopped because another rank had failed.
+    The error is empty if the rank was stopped because another one had failed.
     """
     path, _ = record_paths(run_dir, rank=rank)
     with contextlib.suppress(OSError):

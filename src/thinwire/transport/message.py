@@ -125,12 +125,7 @@ def check_header(view: memoryview, *, source: int, envelope: Envelope) -> Header
 
 
 def unpack(message: torch.Tensor, *, source: int, envelope: Envelope) -> Received:
-    """Check a message against the expected envelope, and return its payload.
-
-    Args:
-        message: uint8, one-dimensional, CPU: what arrived.
-        source: The replica it should come from.
-        envelope: The expected envelope; if it `takes_less`, the payload may be shorter.
+    """Check a message (uint8, one-dimensional, CPU) as `check_header` does, and return its payload.
 
     Raises:
         PayloadError: Names the field that is wrong, what was found and what was expected.

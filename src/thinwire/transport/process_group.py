@@ -53,11 +53,8 @@ _OWNER_BITS = 6
 def tag_of(envelope: Envelope, *, rest: bool = False) -> int:
     """Return gloo's tag for a message: distinct for all that one pair has in flight at the same time.
 
-    It holds the stream, the owner and the slot of the key in its stream; the header holds the whole address.
-
-    Args:
-        envelope: The message.
-        rest: Whether it is the part behind the opening.
+    It holds the stream, the owner and the slot of the key in its stream, and whether it is of the part behind the
+    opening; the header holds the whole address.
 
     Raises:
         ValueError: There are more owners than tags tell apart.

@@ -35,11 +35,7 @@ def open_store(host: str, port: int, *, serve: bool, deadline_s: float) -> TCPSt
     A store served here listens on `host` alone if that is an IPv4 address of this host (or `localhost`). torch's own
     choice, every interface, remains for names and for addresses of a router in front of this host.
 
-    Args:
-        host: MASTER_ADDR.
-        port: MASTER_PORT.
-        serve: Whether this process opens the port; under torchrun the agent may already have.
-        deadline_s: Seconds until a store that does not answer counts as missing.
+    Under torchrun the agent may serve it already. One that does not answer within `deadline_s` counts as missing.
 
     Raises:
         ConnectError: The port is taken, or no process serves it.

@@ -157,9 +157,7 @@ def set_socket_options(plug: zmq.Socket[bytes]) -> None:
 def borrow_socket(fd: int, *, peer: Endpoint | None) -> Iterator[socket.socket | None]:
     """Duplicate a socket of libzmq's by its descriptor, which libzmq may have closed and reused meanwhile.
 
-    Args:
-        fd: The descriptor.
-        peer: The address and port that it must be connected to; None for any.
+    It must be connected to the peer; to any if that is None.
 
     Yields:
         A socket for the connection, None if there is no such connection.

@@ -135,10 +135,7 @@ class WireTransport:
     ) -> None:
         """Connect to replicas with lower numbers and wait until all of them have answered.
 
-        Args:
-            addresses: By replica.
-            deadline_s: Seconds to wait.
-            paths: Planned connections, by replica: from their source ports, and several where there are several.
+        With planned paths, a replica is dialled from their source ports, and several times where there are several.
 
         Raises:
             ValueError: A replica's number is not lower, or the set is open.
@@ -231,14 +228,9 @@ class WireTransport:
         return state is not None and state.is_up
 
     def wait_until_connected(self, peers: Iterable[int], *, deadline_s: float) -> tuple[int, ...]:
-        """Wait until all of these replicas that are in the set are connected.
+        """Wait until all of these replicas that are in the set are connected, and return those that are.
 
-        Args:
-            peers: Their numbers; one that is not added, or is removed meanwhile, is not waited for.
-            deadline_s: Seconds to wait at most.
-
-        Returns:
-            Those that are connected now.
+        One that is not added, or is removed meanwhile, is not waited for.
         """
         wanted, end = tuple(peers), time.monotonic() + deadline_s
         with self._loop.changed:
