@@ -274,13 +274,13 @@ def _join(
             group = dist.ProcessGroupGloo(PrefixStore(f"{prefix}/groups", store), place.rank, place.world_size, timeout)
             if world.size > 1:
                 replica_store = PrefixStore(f"{prefix}/replica/{own.replica}", store)
-                _make_default_group(replica_store, rank=world.rank, world_size=world.size, timeout=timeout)
+                make_default_group(replica_store, rank=world.rank, world_size=world.size, timeout=timeout)
             hide_job(place, world=world if world.size > 1 else None)
             return ProcessGroupTransport(
                 group, ranks_per_replica=ranks_per_replica, sockets=sockets,
-                release=_end_default_group if world.size > 1 else None,
+                release=end_default_group if world.size > 1 else None,
             )  # fmt: skip
-        _make_default_group(
+        make_default_group(
             PrefixStore(f"{prefix}/groups", store), rank=place.rank, world_size=place.world_size, timeout=timeout
         )
         try:
@@ -290,14 +290,16 @@ def _join(
             raise
 
 
-def _make_default_group(store: Any, *, rank: int, world_size: int, timeout: timedelta) -> None:
+def make_default_group(store: Any, *, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Make torch's default group, with gloo and, where there are GPUs, nccl."""
     # Both sides of a GPU replica: messages from host memory, the user's own collectives on the device.
     both = torch.cuda.is_available() and dist.is_nccl_available()
     backend = "cpu:gloo,cuda:nccl" if both else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _end_default_group() -> None:
+def end_default_group() -> None:
+    """End torch's default group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -425,7 +427,7 @@ def _own_group(
         if dist.is_initialized():
             dist.destroy_process_group(group)
         if made_default:
-            _end_default_group()
+            end_default_group()
 
     return ProcessGroupTransport(group, ranks_per_replica=ranks_per_replica, release=release, sockets=sockets)
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from thinwire.errors import warn_untested
 from thinwire.transport.addresses import interface_of
-from thinwire.transport.connect import gloo_on, keep_nccl_on_loopback
+from thinwire.transport.connect import end_default_group, gloo_on, keep_nccl_on_loopback, make_default_group
 from thinwire.transport.shards import drop_gathered, flatten, local_shard, unflatten_into
 
 # First message of an order, with its length in the first eight bytes; longer orders continue in a second message.
@@ -39,17 +39,12 @@ class ReplicaGroup:
     """
 
     def __init__(self, *, rank: int, size: int, meeting: Path, gpu: int = 0) -> None:
-        self.rank = rank
-        self.size = size
+        self.rank, self.size, self._gpu = rank, size, gpu
         self.device = torch.device("cpu")
-        self._gpu = gpu
         store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
-        both = torch.cuda.is_available() and dist.is_nccl_available()
         keep_nccl_on_loopback()
         with gloo_on(interface_of("127.0.0.1")):
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if both else "gloo", store=store, rank=rank, world_size=size, timeout=_EVER
-            )
+            make_default_group(store, rank=rank, world_size=size, timeout=_EVER)
 
     def use(self, kind: str) -> None:
         """Compute on the CPU, or on this rank's GPU; tensors there travel over nccl.
@@ -80,8 +75,7 @@ class ReplicaGroup:
 
     def close(self) -> None:
         """Leave; the others' next message fails."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        end_default_group()
 
     def send_order(self, order: bytes) -> None:
         """Send an order to the others; each must call `receive_order`.

@@ -48,29 +48,26 @@ class DialedConnection:
         self._tap: KernelConnection | None = None
         self.plug = context.socket(zmq.DEALER)
         try:
-            self._begin(address=address, port=port, own=own, other=other, hello=hello)
+            set_socket_options(self.plug)
+            self.plug.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+            self.plug.setsockopt(zmq.CONNECT_TIMEOUT, round(HANDSHAKE_S * 1000))
+            self.plug.setsockopt(zmq.CURVE_SERVERKEY, other)
+            self.plug.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
+            self.plug.setsockopt(zmq.CURVE_SECRETKEY, own.private)
+            # A name of our own: pyzmq names the monitor by the descriptor, which may be that of a socket closed just
+            # now, whose monitor libzmq has not removed yet.
+            self.monitor = self.plug.get_monitor_socket(_EVENTS, f"inproc://dial-{next(_NUMBERS)}")
+            self.plug.setsockopt(zmq.IPV6, needs_ipv6(address))
+            own_end = ""
+            if source_port is not None:
+                own_end = host_port("::" if needs_ipv6(address) else "0.0.0.0", source_port) + ";"
+            self.plug.connect(f"tcp://{own_end}{host_port(address, port)}")
+            # a connection that was refused at once has no room
+            if not self.send(write(hello)):
+                self.problem = self._refused
         except BaseException:
             self.plug.close(linger=0)  # an open socket would keep its context from terminating
             raise
-
-    def _begin(self, *, address: str, port: int, own: KeyPair, other: bytes, hello: Frame) -> None:
-        set_socket_options(self.plug)
-        self.plug.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
-        self.plug.setsockopt(zmq.CONNECT_TIMEOUT, round(HANDSHAKE_S * 1000))
-        self.plug.setsockopt(zmq.CURVE_SERVERKEY, other)
-        self.plug.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
-        self.plug.setsockopt(zmq.CURVE_SECRETKEY, own.private)
-        # A name of our own: pyzmq names the monitor by the descriptor, which may be that of a socket closed just now,
-        # whose monitor libzmq has not removed yet.
-        self.monitor = self.plug.get_monitor_socket(_EVENTS, f"inproc://dial-{next(_NUMBERS)}")
-        self.plug.setsockopt(zmq.IPV6, needs_ipv6(address))
-        own_end = ""
-        if self.source_port is not None:
-            own_end = host_port("::" if needs_ipv6(address) else "0.0.0.0", self.source_port) + ";"
-        self.plug.connect(f"tcp://{own_end}{host_port(address, port)}")
-        # a connection that was refused at once has no room
-        if not self.send(write(hello)):
-            self.problem = self._refused
 
     def read_events(self) -> None:
         with contextlib.suppress(zmq.Again):
