@@ -17,15 +17,7 @@ Send = Callable[[bytes, str, dict[str, Any]], None]
 
 
 class AdminCommands:
-    """Commands of users and launchers.
-
-    Args:
-        state: The coordinator's state.
-        send: Sends a message to a connection.
-        expel: Removes a replica, with a reason.
-        report: Adds a finding.
-        clock: Returns the time of day, which others compare with theirs.
-    """
+    """Commands of users and launchers."""
 
     def __init__(
         self, state: CoordinatorState, *, send: Send, expel: Callable[[int, str], None],

@@ -76,12 +76,7 @@ class ElasticMean:
 
 
 def elastic_mean(exchange: Exchange, *, session: ReplicaRounds | None, find: Callable[[str], None]) -> ElasticMean:
-    """Return the elastic variant of an exchange.
-
-    Args:
-        exchange: The method's own.
-        session: This replica's rounds, None for a description.
-        find: See `ElasticMean`.
+    """Return the elastic variant of a method's own exchange; without a session it is a description.
 
     Raises:
         ValueError: It remembers what it sent, combines parts otherwise than by their mean, or is no all-gather.

@@ -158,11 +158,7 @@ def encode(kind: str, **fields: Any) -> bytes:
 
 
 def decode(raw: bytes, *, to_member: bool) -> Message:
-    """Read and validate a message.
-
-    Args:
-        raw: Its bytes.
-        to_member: Whether it is one for replicas, not for the coordinator.
+    """Read and validate a message, one for replicas or for the coordinator.
 
     Raises:
         PayloadError: It is no message of this protocol; names what is wrong.

@@ -87,9 +87,6 @@ class RosterMember:
 class Roster:
     """The replicas of a run; pure, time comes in as a number.
 
-    Args:
-        next_replica: The first number that is free.
-
     Example:
         >>> roster = Roster()
         >>> roster.add(b"a", host="alpha", now_s=0.0).replica, roster.add(b"b", host="beta", now_s=0.0).replica

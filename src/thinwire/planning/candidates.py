@@ -211,13 +211,7 @@ def rounds_alone_s(traffic: Traffic, *, links: simulate.SimCluster, num_replicas
 
 
 def carried_alone_s(traffic: Traffic, *, links: simulate.SimCluster, num_replicas: int) -> float:
-    """Return the seconds that the busiest link is busy with an interval's rounds: no interval can be shorter for long.
-
-    Args:
-        traffic: What is sent.
-        links: Of the replicas.
-        num_replicas: How many take part.
-    """
+    """Return the seconds that the busiest link carries an interval's rounds: no interval is shorter for long."""
     stages = stages_of(traffic.exchange, links, num_replicas=num_replicas)
     bits = 8 * sum(channels[traffic.last_channel] for channels in traffic.payload_bytes)
     flows = [traffic.exchange.flow(stage, payload_bits=bits) for stage in stages]

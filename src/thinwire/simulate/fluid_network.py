@@ -310,10 +310,6 @@ class _FairChange:
 class FluidNetwork:
     """Links on a clock, and the flows that move over them.
 
-    Args:
-        links: Numbered from 0 in this order.
-        clock: Whose time it is.
-
     Attributes:
         peak_bits_per_s: The highest rate that each link has carried at any time.
 

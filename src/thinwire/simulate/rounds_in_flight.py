@@ -47,17 +47,7 @@ class RoundInFlight:
 
 
 class RoundTracker(ABC):
-    """All rounds of a run.
-
-    Args:
-        exchange: How they cross the links.
-        cluster: The links.
-        payload_bytes: Of each fragment, of each channel.
-        network: On which they move.
-        clock: Whose time it is.
-        alive: Returns who is alive, ascending.
-        resume: Called with a replica when a round that it waits for is done.
-    """
+    """All rounds of a run; `resume` is called with each replica that waited for a round that is done."""
 
     def __init__(
         self, exchange: ExchangeModel, *, cluster: SimCluster, payload_bytes: Sequence[Sequence[float]],

@@ -206,11 +206,6 @@ def mixed_layers(site: Site, model: ModelShape, layout: Layout) -> Layout | None
 
     The layer programme chooses for each layer whether its weights stay together all through a step and whether it is
     recomputed.
-
-    Args:
-        site: Whose memory is the limit.
-        model: The model.
-        layout: Under ZeRO-3, without pipeline.
     """
     limit, layers = site.memory_bytes / (1 + memory.FRAGMENTATION), model.layers
     step = StepCost(model=model, layout=layout, placement=starts(site, layout.degrees)[0])
