@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from thinwire.lab.network_commands import INTERFACE
 
@@ -16,8 +17,7 @@ PEAK_WINDOW_S = 0.1
 _FIELDS = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counters:
+class Counters(NamedTuple):
     """One host's counts since the lab began, link-layer headers included.
 
     Attributes:
@@ -58,11 +58,7 @@ def parse_devices(text: str, *, interface: str) -> Counters:
     numbers = match.group(1).split() if match else []
     if len(numbers) < _FIELDS:
         raise ValueError(f"/proc/net/dev has no interface {interface!r}")
-    received_bytes, received_packets, sent_bytes, sent_packets = (int(numbers[at]) for at in (0, 1, 8, 9))
-    return Counters(
-        sent_bytes=sent_bytes, received_bytes=received_bytes, sent_packets=sent_packets,
-        received_packets=received_packets,
-    )  # fmt: skip
+    return Counters(*(int(numbers[place]) for place in (8, 0, 9, 1)))
 
 
 def sample_line(time_s: float, counters: Sequence[Counters]) -> str:
@@ -156,7 +152,6 @@ def _bytes_at(points: Sequence[tuple[float, int]], index: int, time_s: float) ->
 
 BEAT_S = 0.02
 _MOST_BYTES = 1 << 16
-_NOTHING = Counters(sent_bytes=0, received_bytes=0, sent_packets=0, received_packets=0)
 
 
 class CounterSampler:
@@ -182,7 +177,7 @@ class CounterSampler:
             try:
                 counters.append(parse_devices(text, interface=INTERFACE))
             except ValueError:  # the host's device is gone: a command removed it, or the relay ended
-                counters.append(self._last[host] if self._last else _NOTHING)
+                counters.append(self._last[host] if self._last else Counters(0, 0, 0, 0))
         return counters
 
     def wait_s(self, now_s: float) -> float:

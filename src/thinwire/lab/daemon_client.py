@@ -30,11 +30,7 @@ class Channel:
         return self._end.fileno()
 
     def send(self, message: dict[str, Any], files: Sequence[int] = ()) -> None:
-        """Send a message and copies of open files.
-
-        Raises:
-            OSError: The other end is gone.
-        """
+        """Send a message and copies of open files."""
         body = json.dumps(message).encode()
         if len(body) > MAX_BYTES:
             raise ValueError(f"a message must be at most {MAX_BYTES} bytes, got {len(body)}; give a shorter command")
@@ -43,11 +39,7 @@ class Channel:
         self._end.sendall(body)
 
     def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Wait for the next message and its files; None when the other end is gone.
-
-        Raises:
-            ValueError: The bytes are no message.
-        """
+        """Wait for the next message and its files; None when the other end is gone."""
         try:
             head, files, _, _ = socket.recv_fds(self._end, _LENGTH_BYTES, MAX_FILES)
             if not head:
@@ -91,9 +83,6 @@ class DaemonClient:
     Attributes:
         ready: The daemon's report when all was made.
         is_closed: Whether it was ended from here.
-
-    Raises:
-        LabError: It could not make it; names the remedy.
     """
 
     def __init__(self, order: Mapping[str, Any], *, on_exit: Callable[[int, int | None], None]) -> None:
@@ -105,7 +94,14 @@ class DaemonClient:
         self._changed = threading.Condition()
         self._fault = ""
         self.is_closed = False
-        self._daemon, self._channel = _start()
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        command = [sys.executable, "-m", "thinwire.lab.namespace_daemon", str(theirs.fileno())]
+        with theirs:
+            # a session of its own: the terminal's Ctrl-C is for the lab, which signals the hosts
+            self._daemon = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
         with contextlib.suppress(OSError):  # it ended at once; the listener sees that
             self._channel.send(dict(order))
         self._listener = threading.Thread(target=self._listen, name="thinwire-lab", daemon=True)
@@ -122,21 +118,12 @@ class DaemonClient:
         return next(self._numbers)
 
     def check(self) -> None:
-        """Raise where the daemon broke.
-
-        Raises:
-            LabError: Says how.
-        """
+        """Raise where the daemon broke."""
         if self._fault:
             raise LabError(f"{self._fault}; make the lab again")
 
     def ask(self, what: str, request: Mapping[str, Any], *, files: Sequence[int] = ()) -> dict[str, Any]:
-        """Ask and wait for the answer.
-
-        Raises:
-            ValueError: A command cannot be started.
-            LabError: The daemon refused, broke, or is closed.
-        """
+        """Ask and wait for the answer."""
         number = self.next_number()
         with self._changed:
             self.check()
@@ -184,19 +171,17 @@ class DaemonClient:
                 if received is None:
                     self._end("" if self.is_closed else "the lab's daemon has ended")
                     return
-                self._note(received[0])
+                message = received[0]
+                if "reply" in message:
+                    self._replies[message["reply"]] = message
+                elif message["event"] == "exit":
+                    self._running.discard(message["number"])
+                    self._on_exit(message["number"], message["code"])
+                elif message["event"] == "ready":
+                    self.ready = message
+                else:
+                    self._end(message["text"])
                 self._changed.notify_all()
-
-    def _note(self, message: dict[str, Any]) -> None:
-        if "reply" in message:
-            self._replies[message["reply"]] = message
-        elif message["event"] == "exit":
-            self._running.discard(message["number"])
-            self._on_exit(message["number"], message["code"])
-        elif message["event"] == "ready":
-            self.ready = message
-        else:
-            self._end(message["text"])
 
     def _end(self, fault: str) -> None:
         self._fault = self._fault or fault
@@ -204,12 +189,3 @@ class DaemonClient:
             self._on_exit(number, None)
         self._running.clear()
         self._changed.notify_all()
-
-
-def _start() -> tuple[subprocess.Popen[bytes], Channel]:
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "thinwire.lab.namespace_daemon", str(theirs.fileno())]
-    with theirs:
-        # a session of its own: the terminal's Ctrl-C is for the lab, which signals the hosts
-        daemon = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
-    return daemon, Channel(ours)

@@ -13,9 +13,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from thinwire.errors import LabError
 from thinwire.lab.lab import TOOLS, HostProcess, Lab, check_machine
@@ -197,10 +196,6 @@ class LabCheck:
     is_ok: bool
     detail: str
     remedy: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Write it as plain values."""
-        return asdict(self)
 
 
 def examine() -> Iterator[LabCheck]:

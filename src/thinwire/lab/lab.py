@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import IO, Any
 
 from thinwire.errors import LabError
@@ -168,45 +168,44 @@ class Lab:
     """
 
     def __init__(
-        self,
-        *,
-        hosts: int,
-        rate: str | None = None,
-        rates: Mapping[int, str] | None = None,
-        link: Link | None = None,
-        links: Mapping[Pair, Link] | None = None,
-        seed: int = 0,
-        folder: Path | str | None = None,
+        self, *, hosts: int, rate: str | None = None, rates: Mapping[int, str] | None = None, link: Link | None = None,
+        links: Mapping[Pair, Link] | None = None, seed: int = 0, folder: Path | str | None = None,
         can_delay: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         usual = Access() if rate is None else parse_access(rate)
         settings = LabSettings.alike(
             hosts, usual, link=link or Link(), links=MappingProxyType(dict(links or {})), seed=seed
         )
         for host, text in (rates or {}).items():
             settings = settings.with_access(host, parse_access(text))
-        self.settings = settings
-        self._start(settings, folder=folder, can_delay=can_delay)
+        self._make(settings, folder=folder, can_delay=can_delay)
 
     @classmethod
     def of(cls, settings: LabSettings, *, folder: Path | str | None = None, can_delay: bool = False) -> Lab:
         """Make a lab of settings that are there already; see `Lab`."""
         lab = cls.__new__(cls)
-        lab.settings = settings
-        lab._start(settings, folder=folder, can_delay=can_delay)
+        lab._make(settings, folder=folder, can_delay=can_delay)
         return lab
 
-    def _start(self, settings: LabSettings, *, folder: Path | str | None, can_delay: bool) -> None:
+    def _make(self, settings: LabSettings, *, folder: Path | str | None, can_delay: bool) -> None:
         check_machine()
+        self.settings = settings
         self._is_temporary = folder is None
         self._runs = itertools.count()
         self._processes: dict[int, HostProcess] = {}
+        if folder is not None:
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise LabError(
+                    f"the lab's folder {error.filename} cannot be made: {error.strerror}; give another one (--out, "
+                    f"folder=)"
+                ) from None
         order = {
-            "settings": settings.to_json(),
+            "settings": settings.to_json(), "force_relay": can_delay,
             # the daemon makes a temporary one: it outlives us, wherever we may be killed
-            "folder": None if folder is None else str(_made(Path(folder))),
-            "force_relay": can_delay,
-        }
+            "folder": None if folder is None else str(Path(folder).resolve()),
+        }  # fmt: skip
         self._daemon = DaemonClient(order, on_exit=self._note_exit)
         self.folder = Path(self._daemon.ready["folder"])
 
@@ -214,19 +213,13 @@ class Lab:
         """Return the lab, which runs already."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it."""
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
     def num_hosts(self) -> int:
         """Number of hosts."""
         return self.settings.num_hosts
-
-    def _variables(self, host: int, *, port: int) -> dict[str, str]:
-        return rank_environment(host, self.num_hosts, port=port, rails=self.rails)
 
     @property
     def rails(self) -> int:
@@ -245,16 +238,10 @@ class Lab:
         return commands.address_of(host)
 
     def start(
-        self,
-        command: Sequence[str],
-        *,
-        host: int,
-        environment: Mapping[str, str] | None = None,
-        stdin: File = subprocess.DEVNULL,
-        stdout: File = subprocess.DEVNULL,
-        stderr: File = subprocess.DEVNULL,
+        self, command: Sequence[str], *, host: int, environment: Mapping[str, str] | None = None,
+        stdin: File = subprocess.DEVNULL, stdout: File = subprocess.DEVNULL, stderr: File = subprocess.DEVNULL,
         folder: Path | str | None = None,
-    ) -> HostProcess:
+    ) -> HostProcess:  # fmt: skip
         """Start a command on one host; it inherits this process's environment.
 
         Args:
@@ -277,15 +264,14 @@ class Lab:
         process = HostProcess(self, host=host, command=list(command), number=number)
         self._processes[number] = process
         request = {
-            "host": host,
-            "command": list(command),
-            "number": number,
+            "host": host, "command": list(command), "number": number, "environment": dict(environment or {}),
             "folder": str(Path(folder or Path.cwd()).resolve()),
-            "environment": dict(environment or {}),
-        }
+        }  # fmt: skip
         try:
-            with _files(stdin, stdout, stderr) as files:
-                reply = self._daemon.ask("start", request, files=files)
+            with Path(os.devnull).open("r+b", buffering=0) as nothing:
+                files = [nothing if file == subprocess.DEVNULL else file for file in (stdin, stdout, stderr)]
+                numbers = [file if isinstance(file, int) else file.fileno() for file in files]
+                reply = self._daemon.ask("start", request, files=numbers)
         except (ValueError, LabError):
             self._processes.pop(number, None)
             raise
@@ -294,17 +280,16 @@ class Lab:
 
     def start_all(self, command: Sequence[str], **options: Any) -> list[HostProcess]:
         """Start the same command on every host, each with its rank and the rendezvous in its environment."""
-        port = FIRST_PORT + next(self._runs) % NUM_PORTS
         more = options.pop("environment", None) or {}
+        ranks = self._rank_environments()
         return [
-            self.start(
-                command,
-                host=host,
-                environment={**self._variables(host, port=port), **more},
-                **options,
-            )
-            for host in range(self.num_hosts)
+            self.start(command, host=host, environment={**own, **more}, **options) for host, own in enumerate(ranks)
         ]
+
+    def _rank_environments(self) -> list[dict[str, str]]:
+        """Return each host's variables for one job, which meets at a port of its own."""
+        port = FIRST_PORT + next(self._runs) % NUM_PORTS
+        return [rank_environment(host, self.num_hosts, port=port, rails=self.rails) for host in range(self.num_hosts)]
 
     def run(
         self, command: Sequence[str], *, deadline_s: float, environment: Mapping[str, str] | None = None
@@ -323,36 +308,29 @@ class Lab:
             TimeoutError: A command still ran; all have been ended.
             LabError: The lab broke.
         """
-        port = FIRST_PORT + next(self._runs) % NUM_PORTS
         with contextlib.ExitStack() as stack:
             outputs = [[stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)] for _ in range(self.num_hosts)]
-            processes = []
-            for host, (stdout, stderr) in enumerate(outputs):
-                variables = {
-                    **self._variables(host, port=port),
-                    **(environment or {}),
-                }
-                processes.append(self.start(command, host=host, environment=variables, stdout=stdout, stderr=stderr))
-            self._wait_for(processes, deadline_s=deadline_s)
-            return [
-                HostResult(host=process.host, exit_code=process.exit_code or 0, stdout=_text(out), stderr=_text(err))
-                for process, (out, err) in zip(processes, outputs, strict=True)
+            processes = [
+                self.start(command, host=host, environment={**own, **(environment or {})}, stdout=out, stderr=err)
+                for host, (own, (out, err)) in enumerate(zip(self._rank_environments(), outputs, strict=True))
             ]
-
-    def _wait_for(self, processes: Sequence[HostProcess], *, deadline_s: float) -> None:
-        end_s = time.monotonic() + deadline_s
-        try:
-            for process in processes:
-                process.wait(deadline_s=max(0.0, end_s - time.monotonic()))
-        except BaseException as error:
-            for process in processes:
-                with contextlib.suppress(LabError):
-                    process.kill()
-            if isinstance(error, TimeoutError):
-                name = processes[0].command[0]
-                text = f"{name} has not ended on every host within {deadline_s:g} s; all have been ended"
-                raise TimeoutError(text) from None
-            raise
+            end_s = time.monotonic() + deadline_s
+            try:
+                for process in processes:
+                    process.wait(deadline_s=max(0.0, end_s - time.monotonic()))
+            except BaseException as error:
+                for process in processes:
+                    with contextlib.suppress(LabError):
+                        process.kill()
+                if isinstance(error, TimeoutError):
+                    text = f"{command[0]} has not ended on every host within {deadline_s:g} s; all have been ended"
+                    raise TimeoutError(text) from None
+                raise
+            texts = [[_text(file) for file in files] for files in outputs]
+        return [
+            HostResult(host=process.host, exit_code=process.exit_code or 0, stdout=out, stderr=err)
+            for process, (out, err) in zip(processes, texts, strict=True)
+        ]
 
     def set_rate(self, host: int, rate: str | None) -> None:
         """Change a host's access while commands run: `"5mbit"`, `"50mbit/10mbit"` or None."""
@@ -446,10 +424,7 @@ class Lab:
 
     def counters(self) -> list[Counters]:
         """Return what the kernel counted on each host's interface since the lab began."""
-        names = ("sent_bytes", "received_bytes", "sent_packets", "received_packets")
-        return [
-            Counters(**dict(zip(names, counts, strict=True))) for counts in self._daemon.ask("count", {})["counters"]
-        ]
+        return [Counters(*counts) for counts in self._daemon.ask("count", {})["counters"]]
 
     def samples(self) -> list[Sample]:
         """Return the counts over time, sampled 50 times a second where they changed, and now."""
@@ -468,9 +443,6 @@ class Lab:
     def close(self) -> None:
         """End every command and take the lab away; may be called again."""
         self._daemon.close()
-        self._forget_folder()
-
-    def _forget_folder(self) -> None:
         if self._is_temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -508,32 +480,6 @@ class Lab:
             process.end(exit_code)
 
 
-@contextlib.contextmanager
-def _files(*wanted: File) -> Any:
-    opened, numbers = [], []
-    for file in wanted:
-        if file == subprocess.DEVNULL:
-            opened.append(os.open(os.devnull, os.O_RDWR))
-            numbers.append(opened[-1])
-        else:
-            numbers.append(file if isinstance(file, int) else file.fileno())
-    try:
-        yield numbers
-    finally:
-        for number in opened:
-            os.close(number)
-
-
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
-
-
-def _made(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LabError(
-            f"the lab's folder {error.filename} cannot be made: {error.strerror}; give another one (--out, folder=)"
-        ) from None
-    return folder.resolve()

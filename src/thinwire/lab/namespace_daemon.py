@@ -48,9 +48,6 @@ def enter_namespaces(*, as_user: bool) -> None:
 
     Args:
         as_user: Whether to become root in a user namespace first, where the real user is not root.
-
-    Raises:
-        LabError: The kernel refuses; names the remedy.
     """
     uid, gid = os.getuid(), os.getgid()
     if as_user:
@@ -86,15 +83,6 @@ class HostNamespaces:
     name: int
     mounts: int
     device_counters: int
-
-    @property
-    def network_path(self) -> str:
-        """A path that a child process with the same open files may use."""
-        return f"/proc/self/fd/{self.network}"
-
-    def network_id(self) -> int:
-        """Return the number of the network namespace, as `/proc/PID/ns/net` shows it."""
-        return os.fstat(self.network).st_ino
 
     def enter(self) -> None:
         """Move this process (of a single thread) onto the host."""
@@ -177,9 +165,6 @@ class LabNetwork:
         hosts: One a host.
         has_netem: Whether the kernel makes delays itself.
         relay_id: Process id of our relay, if there is one.
-
-    Raises:
-        LabError: One of the tools refused.
     """
 
     def __init__(self, settings: LabSettings, *, folder: Path, force_relay: bool) -> None:
@@ -196,29 +181,29 @@ class LabNetwork:
             for name, value in commands.KERNEL_SETTINGS.items():
                 Path("/proc/sys/net/ipv4", name).write_text(value)
             run("ip", ["link set lo up"])
-        taps = (
-            [(open_tap(commands.tap_of(h)), open_tap(commands.port_of(h))) for h in self._hosts] if is_relayed else []
-        )
+        relayed = range(settings.num_hosts if is_relayed else 0)
+        taps = [(open_tap(commands.tap_of(host)), open_tap(commands.port_of(host))) for host in relayed]
         for host, host_namespaces in enumerate(self.hosts):
-            lines = commands.cable_lines(host, network_path=host_namespaces.network_path, is_relayed=is_relayed)
+            network_path = f"/proc/self/fd/{host_namespaces.network}"  # for a child with the same open files
+            lines = commands.cable_lines(host, network_path=network_path, is_relayed=is_relayed)
             if settings.fabric is not None and settings.fabric.rails > 1:
-                lines += commands.second_rail_lines(host, network_path=host_namespaces.network_path)
+                lines += commands.second_rail_lines(host, network_path=network_path)
             run("ip", lines, files=[host_namespaces.network])
             run("ip", commands.host_lines(settings, host), host_namespaces=host_namespaces)
             for place, (tool, make, on_host) in enumerate(self._shapes()):
                 lines = self._done[host, place] = make(settings, host)
                 run(tool, lines, host_namespaces=host_namespaces if on_host else None)
         if settings.fabric is not None:
-            self._make_fabric(settings)
+            run("ip", commands.router_lines(settings))
+            run("ip", commands.route_lines(settings))
+            run("tc", commands.cable_bucket_lines(settings))
+            for host, host_namespaces in enumerate(self.hosts):
+                run("ip", commands.neighbour_lines(settings, host), host_namespaces=host_namespaces)
         self._control: int | None = None
         self.relay_id = self._start_relay(taps) if is_relayed else None
 
     def change(self, settings: LabSettings) -> None:
-        """Take other settings; hosts for which nothing changes are not touched.
-
-        Raises:
-            LabError: One of the tools refused.
-        """
+        """Take other settings; hosts for which nothing changes are not touched."""
         before, self._settings = self._settings, settings
         for host, host_namespaces in enumerate(self.hosts):
             for place, (tool, make, on_host) in enumerate(self._shapes()):
@@ -237,13 +222,6 @@ class LabNetwork:
             run("tc", commands.cable_bucket_lines(settings, before=before))
         self._configure_relay()
 
-    def _make_fabric(self, settings: LabSettings) -> None:
-        run("ip", commands.router_lines(settings))
-        run("ip", commands.route_lines(settings))
-        run("tc", commands.cable_bucket_lines(settings))
-        for host, host_namespaces in enumerate(self.hosts):
-            run("ip", commands.neighbour_lines(settings, host), host_namespaces=host_namespaces)
-
     def cable_bytes(self) -> list[tuple[int, int, int, int]]:
         """Return leaf, spine, bytes sent up and bytes sent down of each cable."""
         fabric = self._settings.fabric
@@ -260,10 +238,6 @@ class LabNetwork:
     def _configure_relay(self) -> None:
         if self._control is not None:
             os.write(self._control, json.dumps(self._settings.to_json()).encode() + b"\n")
-
-    @property
-    def _hosts(self) -> range:
-        return range(self._settings.num_hosts)
 
     def _shapes(self) -> list[tuple[str, Lines, bool]]:
         """Return what depends on settings that may change: tool, lines, and whether it is done on the host."""
@@ -304,11 +278,7 @@ def can_netem() -> bool:
 
 
 def open_tap(name: str) -> int:
-    """Make a TAP device in the present network namespace; it exists as long as the file is open.
-
-    Raises:
-        LabError: The kernel has none, or this user may not use them.
-    """
+    """Make a TAP device in the present network namespace; it exists as long as the file is open."""
     try:
         file = os.open(_TUN, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -338,11 +308,7 @@ def _why_no_tap(error: OSError) -> str:
 def run(
     tool: str, lines: Sequence[str], *, host_namespaces: HostNamespaces | None = None, files: Sequence[int] = ()
 ) -> None:
-    """Run a batch of `ip`, `bridge` or `tc` here or on a host.
-
-    Raises:
-        LabError: It refused; names the line.
-    """
+    """Run a batch of `ip`, `bridge` or `tc` here or on a host."""
     if not lines:
         return
     done = subprocess.run(
@@ -364,8 +330,7 @@ class NamespaceDaemon:
         self._relay_id = lab_network.relay_id
         self._handlers = {
             "start": self._on_start, "signal": self._on_signal, "signal_host": self._on_signal_host,
-            "shape": self._on_shape, "count": self._on_count,
-            "cables": self._on_cables,
+            "shape": self._on_shape, "count": self._on_count, "cables": self._on_cables,
         }  # fmt: skip
         self._wake_up, self._woken = socket.socketpair()
         for end in (self._wake_up, self._woken):
@@ -416,14 +381,10 @@ class NamespaceDaemon:
 
         stdin, stdout, stderr = files
         process = subprocess.Popen(
-            request["command"],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            env={**os.environ, **request["environment"]},
+            request["command"], stdin=stdin, stdout=stdout, stderr=stderr,
+            env={**os.environ, **request["environment"]}, start_new_session=True,
             preexec_fn=enter,  # safe: this process has one thread
-            start_new_session=True,
-        )
+        )  # fmt: skip
         process.returncode = 0  # we wait for all children ourselves
         self._commands[process.pid] = request["number"]
         return {"pid": process.pid}
@@ -454,8 +415,7 @@ class NamespaceDaemon:
         return {"cables": self._lab_network.cable_bytes()}
 
     def _on_count(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
-        return {"counters": [[c.sent_bytes, c.received_bytes, c.sent_packets, c.received_packets]
-                             for c in self._sampler.take()]}  # fmt: skip
+        return {"counters": self._sampler.take()}
 
     def _reap(self) -> None:
         while True:
@@ -474,7 +434,7 @@ class NamespaceDaemon:
 
 def processes_on(host_namespaces: HostNamespaces) -> set[int]:
     """Return the processes that live in a host's network namespace."""
-    wanted, found = host_namespaces.network_id(), set()
+    wanted, found = os.fstat(host_namespaces.network).st_ino, set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):  # it ended meanwhile
@@ -530,24 +490,18 @@ def _run(channel: Channel, order: dict[str, Any]) -> int:
     folder = Path(order["folder"])
     try:
         become_init_process()
-        lab_network = LabNetwork(
-            LabSettings.from_json(order["settings"]), folder=folder, force_relay=order["force_relay"]
-        )
-        sampler = CounterSampler(
-            [host_namespaces.device_counters for host_namespaces in lab_network.hosts], path=folder / "counters.jsonl"
-        )
+        settings = LabSettings.from_json(order["settings"])
+        lab_network = LabNetwork(settings, folder=folder, force_relay=order["force_relay"])
+        sampler = CounterSampler([host.device_counters for host in lab_network.hosts], path=folder / "counters.jsonl")
     except (LabError, OSError) as error:
         channel.send({"event": "failed", "text": str(error)})
         return 1
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # commands inherit what is ignored, and the first process ignores anyway
     with contextlib.suppress(OSError):  # the lab is gone
-        ready = {
-            "is_relayed": lab_network.relay_id is not None,
-            "has_netem": lab_network.has_netem,
-            "folder": order["folder"],
-        }
-        channel.send({"event": "ready", **ready})
+        is_relayed = lab_network.relay_id is not None
+        channel.send({"event": "ready", "is_relayed": is_relayed, "has_netem": lab_network.has_netem,
+                      "folder": order["folder"]})  # fmt: skip
         NamespaceDaemon(channel, lab_network=lab_network, sampler=sampler).serve()
     sampler.take()
     return 0
