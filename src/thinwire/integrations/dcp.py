@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +33,7 @@ from thinwire.transport.shards import local_shard
 
 _TEXT = "thinwire.json"
 _MODEL, _OPTIMIZER, _OWN, _RANK = "model", "optimizer", OWN_STATE, "rank"
+# Of each model, for its checkpoints; it stays, for a rank that ended it would cut off a slower one.
 _groups: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _FOLDER = re.compile(r"replica-(\d+)")
 
@@ -50,9 +52,8 @@ def save(path: Path | str, model: nn.Module, optimizer: DistributedOptimizer) ->
     Raises:
         MissingExtra: This torch has no safetensors storage.
     """
-    folder = _own_folder(path, optimizer)
-    ranks = _Ranks(model)
-    torch_save(_to_save(model, optimizer, ranks), storage_writer=_writer(folder), **ranks.arguments)
+    writer, ranks = _writer(path, optimizer), _Ranks(model)
+    torch_save(_to_save(model, optimizer, ranks), storage_writer=writer, **ranks.arguments)
 
 
 def async_save(path: Path | str, model: nn.Module, optimizer: DistributedOptimizer) -> Any:
@@ -61,9 +62,9 @@ def async_save(path: Path | str, model: nn.Module, optimizer: DistributedOptimiz
     Returns:
         A future; its `result()` waits until everything is written, and raises what went wrong.
     """
-    folder, ranks = _own_folder(path, optimizer), _Ranks(model)
+    writer, ranks = _writer(path, optimizer), _Ranks(model)
     tensors = {name: _clone(tensor) for name, tensor in _to_save(model, optimizer, ranks).items()}
-    return torch_async_save(tensors, storage_writer=_writer(folder), async_stager=_Cloned(), **ranks.arguments)
+    return torch_async_save(tensors, storage_writer=writer, async_stager=_Cloned(), **ranks.arguments)
 
 
 def load(path: Path | str, model: nn.Module, optimizer: DistributedOptimizer) -> tuple[str, ...]:
@@ -83,19 +84,19 @@ def load(path: Path | str, model: nn.Module, optimizer: DistributedOptimizer) ->
         raise CheckpointError(f"{path} holds no whole checkpoint: found replicas {saved}; take another folder")
     replica, count = optimizer.transport.replica, optimizer.transport.num_replicas
     folder = Path(path) / f"replica-{replica % len(saved)}"
-    sizes = _reader(folder).read_metadata().state_dict_metadata
+    sizes = _storage("Reader", folder).read_metadata().state_dict_metadata
     if _TEXT not in sizes:
         raise CheckpointError(f"{folder} holds no checkpoint of thinwire; take another folder")
     ranks = _Ranks(model)
     text = torch.empty(sizes[_TEXT].size, dtype=torch.uint8)
-    torch_load({_TEXT: text}, storage_reader=_reader(folder), **ranks.arguments)
+    torch_load({_TEXT: text}, storage_reader=_storage("Reader", folder), **ranks.arguments)
     try:
         skeleton = json.loads(bytes(text.numpy()))
         target = _Target(model, optimizer, sizes, saved_ranks=skeleton["num_ranks"], ranks=ranks)
         own, inner = target.expand(skeleton["own"]), target.expand(skeleton["inner"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder} does not fit this run: {error}; resume with its model and method") from error
-    torch_load(target.tensors, storage_reader=_reader(folder), **ranks.arguments)
+    torch_load(target.tensors, storage_reader=_storage("Reader", folder), **ranks.arguments)
     state = {**target.finish(own), **_inner_state(target.finish(inner), model, optimizer)}
     if len(saved) == count:
         optimizer.load_state_dict(state)
@@ -104,7 +105,7 @@ def load(path: Path | str, model: nn.Module, optimizer: DistributedOptimizer) ->
 
 
 def _to_save(model: nn.Module, optimizer: DistributedOptimizer, ranks: _Ranks) -> dict[str, torch.Tensor]:
-    named = _named(model)
+    named = parameters_by_name(model)
     tensors: dict[str, torch.Tensor] = {f"{_MODEL}/{name}": tensor for name, tensor in model.state_dict().items()}
     own = dict(optimizer.state_dict()["param_groups"][0][OWN_STATE])
     own["sync"].pop("sample")  # the model is in the checkpoint too, and a replica may have other ranks
@@ -141,18 +142,13 @@ class _Ranks:
         members = sorted({rank for one in sharded for rank in one.device_mesh.mesh.flatten().tolist()})
         self.count = max(1, len(members))
         self._index = members.index(dist.get_rank()) if members else 0
-        self.arguments: dict[str, Any] = {"process_group": _group_of(model, members)} if members else {"no_dist": True}
+        if members and model not in _groups:
+            _groups[model] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        self.arguments: dict[str, Any] = {"process_group": _groups[model]} if members else {"no_dist": True}
 
     def own_name(self, path: str) -> str:
         """Return the name of what belongs to this rank alone."""
         return f"{_RANK}-{self._index}/{path}"
-
-
-def _group_of(model: nn.Module, members: list[int]) -> Any:
-    """Return the group for the checkpoints of a model, which stays: a rank that ended it would cut off a slower one."""
-    if model not in _groups:
-        _groups[model] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-    return _groups[model]
 
 
 class _Cloned(AsyncStager):
@@ -161,14 +157,11 @@ class _Cloned(AsyncStager):
     _synchronize_after_execute = False
 
     def stage(self, state_dict: Any) -> Any:
-        """Return it."""
         return state_dict
 
-    def synchronize_staging(self) -> None:
-        """Nothing is on its way."""
+    def synchronize_staging(self) -> None: ...
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def close(self) -> None: ...
 
 
 class _Layout:
@@ -176,7 +169,7 @@ class _Layout:
 
     def __init__(self, model: nn.Module, optimizer: DistributedOptimizer, ranks: _Ranks) -> None:
         self._ranks = ranks
-        self.parameters = _named(model)
+        self.parameters = parameters_by_name(model)
         self.fragments = optimizer.fragments
 
     def flatten(self, value: Any, tensors: dict[str, torch.Tensor], path: str, fragment: int | None) -> Any:
@@ -229,7 +222,7 @@ class _Target:
     def __init__(
         self, model: nn.Module, optimizer: DistributedOptimizer, sizes: Any, *, saved_ranks: int, ranks: _Ranks
     ) -> None:
-        self._parameters = _named(model)
+        self._parameters = parameters_by_name(model)
         self._fragments = optimizer.fragments
         self._sizes = sizes
         self._saved_ranks, self._ranks = saved_ranks, ranks
@@ -252,7 +245,12 @@ class _Target:
         if "tensor" in value:
             path = value["tensor"]
             if path not in self._sizes:
-                self._check_same_ranks(path)
+                if self._saved_ranks != self._ranks.count:
+                    raise ValueError(
+                        f"{path} belongs to one of {self._saved_ranks} ranks of a replica and cannot be cut for "
+                        f"{self._ranks.count}; "
+                        f"give the replica as many ranks as before, or save after a method without residuals"
+                    )
                 path = self._ranks.own_name(path)
             self._make(path, value["dtype"], like=self._parameters.get(path.split("/", 2)[-1]))
             return _Names([path], is_vector=False)
@@ -275,25 +273,18 @@ class _Target:
         else:
             self.tensors[path] = torch.empty(size, dtype=kind)
 
-    def _check_same_ranks(self, path: str) -> None:
-        if self._saved_ranks != self._ranks.count:
-            raise ValueError(
-                f"{path} belongs to one of {self._saved_ranks} ranks of a replica and cannot be cut for "
-                f"{self._ranks.count}; "
-                f"give the replica as many ranks as before, or save after a method without residuals"
-            )
 
-
+@dataclass(frozen=True, slots=True)
 class _Names:
     """Names of the stored tensors that make one tensor of a state."""
 
-    def __init__(self, paths: list[str], *, is_vector: bool) -> None:
-        self.paths, self.is_vector = paths, is_vector
+    paths: list[str]
+    is_vector: bool
 
 
 def _inner_state(inner: dict[str, Any], model: nn.Module, optimizer: DistributedOptimizer) -> dict[str, Any]:
     """Return a state for the inner optimizer's `load_state_dict`, which counts parameters."""
-    names = {id(parameter): name for name, parameter in _named(model).items()}
+    names = {id(parameter): name for name, parameter in parameters_by_name(model).items()}
     ordered = [parameter for group in optimizer.inner.param_groups for parameter in group["params"]]
     numbers = {names[id(parameter)]: number for number, parameter in enumerate(ordered)}
     groups, first = [], 0
@@ -302,10 +293,6 @@ def _inner_state(inner: dict[str, Any], model: nn.Module, optimizer: Distributed
         groups.append({**restored, "params": list(range(first, first + len(group["params"])))})
         first += len(group["params"])
     return {"state": {numbers[name]: state for name, state in inner["state"].items()}, "param_groups": groups}
-
-
-def _named(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**parameters_by_name(model)}
 
 
 def _number(value: Any) -> Any:
@@ -332,12 +319,6 @@ def _placed(shard: torch.Tensor, *, like: Any) -> torch.Tensor:
     return placed
 
 
-def _own_folder(path: Path | str, optimizer: DistributedOptimizer) -> Path:
-    folder = Path(path) / f"replica-{optimizer.transport.replica}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def _clone(tensor: Any) -> torch.Tensor:
     """Return a copy on the CPU, in the same shards."""
     if not _is_sharded(tensor):
@@ -346,15 +327,14 @@ def _clone(tensor: Any) -> torch.Tensor:
     return _placed(local_shard(tensor).clone(), like=tensor)
 
 
-def _reader(folder: Path) -> Any:
-    return _storage().HuggingFaceStorageReader(str(folder))
-
-
-def _writer(folder: Path) -> Any:
-    return _storage().HuggingFaceStorageWriter(str(folder), save_distributed=True)
-
-
-def _storage() -> Any:
-    if not hasattr(checkpoint, "HuggingFaceStorageWriter"):
+def _storage(kind: str, folder: Path, **options: Any) -> Any:
+    """Return torch's reader or writer of safetensors files in a folder."""
+    if not hasattr(checkpoint, f"HuggingFaceStorage{kind}"):
         raise MissingExtra("this torch has no safetensors storage; install it with: pip install 'torch>=2.9'")
-    return checkpoint
+    return getattr(checkpoint, f"HuggingFaceStorage{kind}")(str(folder), **options)
+
+
+def _writer(path: Path | str, optimizer: DistributedOptimizer) -> Any:
+    folder = Path(path) / f"replica-{optimizer.transport.replica}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return _storage("Writer", folder, save_distributed=True)
