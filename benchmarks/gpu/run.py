@@ -38,9 +38,7 @@ WHAT = {
     "inside": "FSDP2, generate, bench profile, and the site planner's step time beside the measured one",
     "loss": "rung G1: data-parallel training and IsoLoCo at equal tokens",
 }
-NEEDED = ("numpy", "rich", "tyro", "tokenizers", "safetensors", "psutil", "fsspec", "msgspec", "pyzmq")
-# of tyro, which need nothing themselves
-NEEDED_BY_THESE = ("docstring-parser", "typeguard", "typing-extensions")
+NEEDED = ("numpy", "rich", "tokenizers", "safetensors", "psutil", "fsspec", "msgspec", "pyzmq")
 _GRACE_S = 10.0  # after its limit a part ends by itself: it begins nothing new
 
 
@@ -99,7 +97,7 @@ def missing_packages() -> list[str]:
             return True
         return False
 
-    return [name for name in (*NEEDED, *NEEDED_BY_THESE) if is_missing(name)]
+    return [name for name in NEEDED if is_missing(name)]
 
 
 def environment_of(options: argparse.Namespace) -> dict[str, str]:

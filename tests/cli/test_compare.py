@@ -7,9 +7,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import tyro
 
 from tests.sample_runs import append, step_line, write_run
+from thinwire.cli.argument_parsing import parse_options
 from thinwire.cli.compare import CompareOptions, compare, main
 from thinwire.errors import DataError
 
@@ -25,8 +25,8 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_the_command_line_takes_runs_out_and_json(tmp_path: Path) -> None:
-    assert tyro.cli(CompareOptions, args=["a", "b"]) == CompareOptions(runs=(Path("a"), Path("b")))
-    options = tyro.cli(CompareOptions, args=["a", "--json", "--out", "page.html"])
+    assert parse_options(CompareOptions, ["a", "b"], prog="") == CompareOptions(runs=(Path("a"), Path("b")))
+    options = parse_options(CompareOptions, ["a", "--json", "--out", "page.html"], prog="")
     assert (options.json, options.out) == (True, Path("page.html"))
 
 

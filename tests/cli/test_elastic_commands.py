@@ -108,7 +108,7 @@ def test_a_folder_that_is_none_of_an_elastic_run_is_refused(capsys: pytest.Captu
 def test_a_coordinator_that_is_not_there_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thinwire.cli.admin_client._DEADLINE_S", 0.3)
+    monkeypatch.setattr("thinwire.cli.elastic_commands._DEADLINE_S", 0.3)
     assert main(["status", WORDS]) == 1
     assert "no coordinator answered at 127.0.0.1, port 1, within 0.3 s" in capsys.readouterr().err
 
@@ -141,7 +141,7 @@ WITHOUT_TORCH = """
 import sys
 import thinwire.cli.processes
 from thinwire.cli import elastic_run
-from thinwire.cli.join import main
+from thinwire.cli.elastic_commands import join as main
 
 def run_here(roles, *, host):
     settings = LocalSettings.load(host.run_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.full_disk import file_size_limit
-from thinwire.cli.output import DurableStream
+from thinwire.cli.output import DurableStream, ReaderGone
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def test_a_reader_that_has_gone_is_an_error_only_where_output_must_not_be_lost(i
     if is_lossy:
         print("nobody reads this", file=stream, flush=True)
     else:
-        with pytest.raises(BrokenPipeError):
+        with pytest.raises(ReaderGone):
             print("nobody reads this", file=stream, flush=True)
     assert not stream.num_waiting_bytes
     os.close(writer)
@@ -123,3 +124,13 @@ def test_a_command_whose_result_is_lost_fails_and_says_so(tmp_path: Path) -> Non
         assert done.stderr == "thinwire: error: output was lost: no room where stdout goes; make room there\n"
         done = subprocess.run(line, stdout=subprocess.PIPE, stderr=full, text=True, check=False)
         assert done.returncode == 0 and done.stdout.startswith("thinwire ")
+
+
+@pytest.mark.parametrize("words", ["--help", "train --help", "recipes ls"])
+def test_a_command_whose_reader_has_gone_ends_quietly_as_by_the_signal_for_it(words: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    line = [sys.executable, "-m", "thinwire.cli.main", *words.split()]
+    done = subprocess.run(line, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

@@ -17,7 +17,7 @@ from tests.pretrained_models import write_llama_with_weights, write_tokenizer
 from tests.trained_runs import train_here
 from thinwire.cli.main import main
 from thinwire.cli.recipes import facts_of, names, path_of
-from thinwire.cli.train_options import expand_config_file, expand_method_options, parse
+from thinwire.cli.train_options import expand_config_file, parse
 from thinwire.training.config import OPTIONS, TrainConfig, read_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ def _script() -> ModuleType:
 
 
 def options_of(path: Path, *words: str) -> TrainConfig:
-    return parse(expand_method_options(expand_config_file(["--config", str(path), *words])))
+    return parse(expand_config_file(["--config", str(path), *words]))
 
 
 @pytest.fixture

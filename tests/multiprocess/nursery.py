@@ -35,10 +35,9 @@ _IMPORTS = (
     "thinwire.training.worker", "thinwire.training.elastic.replica", "thinwire.training.elastic.coordinator_process",
     "thinwire.monitor.live_diagnosis", "torch._dynamo", "torch.distributed.run",
     # what commands import where they need it
-    "thinwire.cli.elastic_run", "thinwire.cli.elastic_train", "thinwire.cli.join", "thinwire.cli.lab",
+    "thinwire.cli.elastic_run", "thinwire.cli.elastic_train", "thinwire.cli.elastic_commands", "thinwire.cli.lab",
     "thinwire.cli.view", "thinwire.lab.doctor", "thinwire.planning.search", "thinwire.training.probe_hosts",
-    "encodings.idna", "rich.live", "rich.progress_bar", "tyro._backends._tyro_backend",
-    "tyro._backends._argparse_formatter", "tyro.constructors._struct_spec_dataclass", "typeguard",
+    "encodings.idna", "rich.live", "rich.progress_bar",
 )  # fmt: skip
 
 _MAX_FILES = 16
@@ -203,7 +202,7 @@ def _serve(connection: socket.socket) -> Callable[[], int]:
     subprocess.Popen = forked_starts.ForkingPopen  # type: ignore[misc]  # before torch takes it by name
     for name in _IMPORTS:
         __import__(name)
-    # a command line parsed once fills tyro's caches and the method catalogue, a quarter of a second of each child
+    # a command line parsed once fills the method catalogue, a quarter of a second of each child
     sys.modules["thinwire.cli.train_options"].parse(["--steps", "1"])
     gc.collect()
     gc.freeze()  # what is here stays: no child looks through it for garbage, nor copies it for that

@@ -20,9 +20,7 @@ from typing import Any
 
 from tiny_model import WithTiny
 
-LARGE = frozenset(
-    {"datasets", "numpy", "pyarrow", "rich", "scipy", "tensorboard", "torch", "torchft", "transformers", "tyro"}
-)
+LARGE = frozenset({"datasets", "numpy", "pyarrow", "rich", "scipy", "tensorboard", "torch", "torchft", "transformers"})
 
 # What imports the compiler only to hide functions from it.
 DECORATORS = {"torch._compile": ("_disable_dynamo",), "torch.optim.optimizer": ("_use_grad_for_differentiable",)}

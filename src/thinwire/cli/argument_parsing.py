@@ -1,114 +1,171 @@
-"""Command-line arguments as a dataclass, and the exit codes of errors.
+"""Command lines: options as fields of a dataclass, their help, how arguments are read, and exit codes of errors.
 
-A command is a function of its arguments; `command` gives it the error line and the exit code that all commands share.
+The string below a field is the option's help. A command is a function of its options; `command` reads them, and gives
+all commands the same error line and exit codes.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ast
 import dataclasses
 import difflib
 import functools
-import io
+import inspect
 import math
 import os
 import re
+import shutil
+import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-import tyro
-
-from thinwire.cli.help_text import help_of_dataclass, is_help_wanted
-from thinwire.cli.output import print_error
+from thinwire.cli.output import ReaderGone, print_error
 from thinwire.errors import ThinwireError, refusal, unknown_name
 from thinwire.options import flag, rule_of
 
 FAILED, USAGE = 1, 2
+_MAX_COLUMNS = 100
+_NAME_COLUMNS = 24
+# How the help writes a kind of value, and how an error does.
+_METAVARS: dict[Any, str] = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+_VALUES: dict[Any, str] = {int: "a whole number", float: "a number", Path: "a path"}
+_Kind = TypeVar("_Kind")
 
-Options = TypeVar("Options")
-_Command = Callable[[Sequence[str]], int]
+
+def argument(metavar: str, default: Any = MISSING, *, is_positional: bool = True) -> Any:
+    """Return a dataclass field for an argument without a name, or an option whose value the help calls `metavar`."""
+    return dataclasses.field(default=default, metadata={"metavar": metavar, "is_positional": is_positional})
 
 
-def command(name: str, *, remedy: str = "") -> Callable[[_Command], _Command]:
-    """Return a decorator that turns the errors of a command into a line on stderr and an exit code.
+def command(
+    name: str, kind: type[Any] | None = None, *, prog: str = "", basic: str = "", remedy: str = ""
+) -> Callable[[Callable[[Any], int]], Callable[[Sequence[str]], int]]:
+    """Return a decorator that makes a command of a function: from arguments to an exit code.
+
+    Wrong options end with 2 and other errors of thinwire with 1, after a line on stderr.
 
     Args:
-        name: The command, such as "plan".
+        name: The command in errors, such as "plan".
+        kind: Dataclass of the options, which the function gets; without one it gets the arguments.
+        prog: The command as the help shows it; "thinwire" and the name by default.
+        basic: Names of options that the help lists first; all, where none is named.
         remedy: Advice where a file cannot be written.
     """
 
-    def decorate(run: _Command) -> _Command:
+    def decorate(run: Callable[[Any], int]) -> Callable[[Sequence[str]], int]:
         @functools.wraps(run)
         def main(arguments: Sequence[str]) -> int:
             try:
-                return run(arguments)
-            except ValueError as error:
-                # the ranks of a host are given the same arguments: the first one reports what is wrong with them
-                if os.environ.get("LOCAL_RANK", "0") == "0":
-                    print_error(name, error)
-                return USAGE
-            except ThinwireError as error:
-                print_error(name, error)
-            except BrokenPipeError:
-                raise  # the reader of stdout has gone
-            except OSError as error:
-                print_error(name, _file_error(error, remedy))
+                if kind is None:
+                    return run(arguments)
+                return run(parse_options(kind, arguments, prog=prog or f"thinwire {name}", basic=basic))
             except SystemExit as stop:
                 if stop.code:
                     raise
                 return 0  # after --help
-            return FAILED
+            except ReaderGone:
+                raise
+            except (ValueError, ThinwireError, OSError) as error:
+                return _report(name, error, remedy=remedy)
 
         return main
 
     return decorate
 
 
-def _file_error(error: OSError, remedy: str) -> str:
+def _report(name: str, error: Exception, *, remedy: str) -> int:
+    """Print an error, and return the exit code that belongs to it."""
+    if isinstance(error, ValueError):
+        # the ranks of a host are given the same arguments: the first one reports what is wrong with them
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print_error(name, error)
+        return USAGE
+    print_error(name, file_error(error, remedy=remedy) if isinstance(error, OSError) else error)
+    return FAILED
+
+
+def file_error(error: OSError, *, remedy: str = "") -> str:
+    """Return what the system refused, with the file."""
     if not error.filename:
         return str(error)
     reason = error.strerror or str(error)
     return f"cannot write {error.filename}: {reason}; {remedy}" if remedy else f"{reason}: {error.filename}"
 
 
-def parse_options(
-    kind: type[Options], arguments: Sequence[str], *, prog: str, basic: Iterable[str] = (), also: Sequence[str] = ()
-) -> Options:
-    """Parse arguments into options.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option of a command line, or an argument without a name.
+
+    Attributes:
+        owner: Dataclass with its field.
+        field: Name of the field.
+        flag: As it is typed; of an argument the metavar.
+        kind: Type of a value.
+        default: Its value where it is not given; MISSING where it must be.
+        metavar: What the help calls a value.
+        is_many: Whether it takes several values, as a tuple.
+        is_positional: Whether it has no name.
+        can_be_none: Whether the word None is a value.
+    """
+
+    owner: Any
+    field: str
+    flag: str
+    kind: Any
+    default: Any
+    metavar: str
+    is_many: bool
+    is_positional: bool
+    can_be_none: bool
+
+
+def options_of(kind: type[Any]) -> dict[str, Option]:
+    """Return the options of a dataclass, by their names with underscores."""
+    hints, found = typing.get_type_hints(kind), {}
+    for field in dataclasses.fields(kind):
+        value, can_be_none = hints[field.name], False
+        if typing.get_origin(value) in (typing.Union, types.UnionType):
+            value, can_be_none = next(part for part in typing.get_args(value) if part is not types.NoneType), True
+        is_many = typing.get_origin(value) is tuple
+        value = typing.get_args(value)[0] if is_many else value
+        is_literal = typing.get_origin(value) is typing.Literal
+        usual = "|".join(typing.get_args(value)) if is_literal else _METAVARS.get(value, "")
+        name, metavar = rule_of(field).name or field.name, field.metadata.get("metavar", usual)
+        is_positional = field.metadata.get("is_positional", False)
+        found[name] = Option(
+            owner=kind, field=field.name, flag=metavar if is_positional else flag(name), kind=value,
+            default=field.default, metavar=metavar, is_many=is_many, is_positional=is_positional,
+            can_be_none=can_be_none,
+        )  # fmt: skip
+    return found
+
+
+def parse_options(kind: type[_Kind], arguments: Sequence[str], *, prog: str, basic: str = "") -> _Kind:
+    """Read arguments into options.
 
     Args:
-        kind: A dataclass; a field is an option, the text beside it its help.
+        kind: A dataclass.
         arguments: The arguments.
-        prog: The command's name.
-        basic: Options that the help lists first; all, where none is named.
-        also: Options that the caller has taken already, for the suggestion where one is misspelt.
-
-    Raises:
-        ValueError: The arguments are no options of this command, or a value is outside of its rules; in one line.
-        SystemExit: After `--help`.
+        prog: The command, such as "thinwire plan".
+        basic: Names of options that the help lists first; all, where none is named.
     """
+    known = options_of(kind)
     if is_help_wanted(arguments):
-        print(help_of_dataclass(kind, prog=prog, basic=basic))
+        named = {name: option for name, option in known.items() if not option.is_positional}
+        first = basic.split() or list(named)
+        groups = {
+            "Arguments": [option for option in known.values() if option.is_positional],
+            "Options": [named[name] for name in first],
+            "More options": [option for name, option in named.items() if name not in first],
+        }
+        print(format_help(prog, inspect.getdoc(kind) or "", groups=groups))
         raise SystemExit(0)
-    stderr = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(stderr):
-            options = tyro.cli(kind, prog=prog, args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,))
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        _explain(kind, arguments, prog=prog, also=also)
-        raise ValueError(_one_line(stderr.getvalue(), prog=prog)) from None
-    _check_rules(options)
-    return options
-
-
-def _check_rules(options: object) -> None:
-    """Refuse values outside of the rules at their fields; of several values, each counts."""
-    for field in dataclasses.fields(options):  # type: ignore[arg-type]
+    options = kind(**read_arguments(known, arguments, prog=prog))
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         rule, given = rule_of(field), getattr(options, field.name)
         for value in given if isinstance(given, tuple) else (given,):
             problem = rule.problem(flag(field.name), value, default=field.default)
@@ -117,114 +174,136 @@ def _check_rules(options: object) -> None:
                                   remedy=f"{flag(field.name)} {field.default or max(1, rule.least)}")  # fmt: skip
             if problem is not None:
                 raise problem
+    return options
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Option:
-    """An option of a command line: the kind of its value, its default, and whether it has a name."""
-
-    kind: Any
-    default: Any
-    is_named: bool
-
-
-def _options_of(kind: Any) -> dict[str, _Option]:
-    """Return the options of a dataclass and of the dataclasses in it, by the name on the command line."""
-    plain = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
-    hints = typing.get_type_hints(plain, include_extras=True)
-    found: dict[str, _Option] = {}
-    for field in dataclasses.fields(plain):
-        marks = [hints[field.name]]
-        while typing.get_origin(marks[0]) is Annotated:
-            marks = [*typing.get_args(marks[0]), *marks[1:]]
-        members = [part for part in typing.get_args(marks[0]) if part is not type(None)]
-        is_union = typing.get_origin(marks[0]) in (typing.Union, types.UnionType)
-        value = members[0] if is_union and len(members) == 1 else marks[0]
-        if dataclasses.is_dataclass(value):
-            found |= _options_of(value)
-            continue
-        is_named = tyro.conf.Positional not in marks[1:]
-        word = "name" if is_named else "metavar"
-        name = next((text for mark in marks[1:] if isinstance(text := getattr(mark, word, None), str)), field.name)
-        found[f"--{name.replace('_', '-')}" if is_named else name] = _Option(
-            kind=value, default=field.default, is_named=is_named
-        )
+def read_arguments(options: Mapping[str, Option], arguments: Sequence[str], *, prog: str) -> dict[str, Any]:
+    """Return the value of each option that the arguments name, by its name; of several, the last one counts."""
+    help_of = f"{prog} --help"
+    positional = [name for name, option in options.items() if option.is_positional]
+    named = {
+        f"--no-{option.flag[2:]}" if option.kind is bool and option.default else option.flag: name
+        for name, option in options.items() if not option.is_positional
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    words = list(arguments)
+    while words:
+        head, sign, text = words.pop(0).partition("=")
+        if not head.startswith("-") or head == "-":
+            if not positional:
+                raise refusal("an argument without an option", got=repr(head + sign + text),
+                              allowed="options that begin with --", remedy=help_of)  # fmt: skip
+            name = positional[0] if options[positional[0]].is_many else positional.pop(0)
+            sign, text = "=", head + sign + text
+        else:
+            head = head.replace("_", "-")
+            if head not in named:
+                near = difflib.get_close_matches(head, named, n=1)
+                raise refusal("unknown option", got=head, allowed=f"those of {help_of}", remedy=(near or [help_of])[0])
+            name = named[head]
+        if not sign and options[name].kind is not bool:
+            if not words or words[0].startswith("--"):
+                raise refusal(f"{head} has no value", got="nothing", allowed=_allowed(options[name].kind),
+                              remedy=_example(options[name], "", help_of))  # fmt: skip
+            sign, text = "=", words.pop(0)
+        value = _value(options[name], text if sign else None, help_of=help_of)
+        found[name] = (*found.get(name, ()), value) if options[name].is_many else value
+    for name, option in options.items():
+        if option.default is MISSING and option.is_many:
+            found.setdefault(name, ())
+        elif option.default is MISSING and name not in found:
+            raise refusal(f"{option.flag} is missing", got="nothing", remedy=help_of,
+                          allowed="an argument" if option.is_positional else _allowed(option.kind))  # fmt: skip
     return found
 
 
-def _explain(kind: Any, arguments: Sequence[str], *, prog: str, also: Sequence[str]) -> None:
-    """Raise the error of the first argument that is wrong; return where the parser knows better.
-
-    Raises:
-        ValueError: Names the argument, its value, what is allowed and what to try.
-    """
-    options = _options_of(kind)
-    named = {flag: option for flag, option in options.items() if option.is_named}
-    switches = {flag: option for flag, option in named.items() if option.kind is bool}
-    switches |= {f"--no-{flag[2:]}": option for flag, option in switches.items() if option.default is True}
-    help_of = f"{prog} --help"
-    words, num_plain = list(arguments), 0
-    while words:
-        word = words.pop(0)
-        flag, sign, value = word.partition("=")
-        flag = flag.replace("_", "-")
-        if not word.startswith("--"):
-            num_plain += 1
-            if len(named) == len(options):
-                raise refusal("an argument without an option", got=repr(word), allowed="options that begin with --",
-                              remedy=help_of)  # fmt: skip
-        elif flag in switches:
-            continue
-        elif flag not in named:
-            near = difflib.get_close_matches(flag, [*also, *named, *switches], n=1)
-            raise refusal(
-                "unknown option", got=flag, allowed=f"those of {help_of}", remedy=near[0] if near else help_of
-            )
-        else:
-            if not sign and (not words or words[0].startswith("--")):
-                raise refusal(f"{flag} has no value", got="nothing", allowed=_allowed(named[flag].kind),
-                              remedy=_example(flag, "", named[flag], help_of))  # fmt: skip
-            _check_value(flag, value if sign else words.pop(0), named[flag], help_of=help_of)
-    missing = [flag for flag, one in options.items() if not one.is_named and one.default is dataclasses.MISSING]
-    if missing and not num_plain:
-        raise refusal(f"{missing[0].upper()} is missing", got="nothing", allowed="an argument", remedy=help_of)
-
-
-def _check_value(flag: str, text: str, option: _Option, *, help_of: str) -> None:
-    kind = typing.get_args(option.kind)[0] if typing.get_origin(option.kind) is tuple else option.kind
-    if typing.get_origin(kind) is typing.Literal and text not in typing.get_args(kind):
-        raise unknown_name(flag, text, typing.get_args(kind))
-    if kind in (int, float) and text != "None":
-        try:
-            kind(text)
-        except ValueError:
-            raise refusal(f"{flag} is {'no whole number' if kind is int else 'no number'}", got=repr(text),
-                          allowed=_allowed(kind), remedy=_example(flag, text, option, help_of)) from None  # fmt: skip
+def _value(option: Option, text: str | None, *, help_of: str) -> Any:
+    if option.kind is bool:
+        if text is not None:
+            raise refusal(f"{option.flag} takes no value", got=repr(text), allowed="the option alone",
+                          remedy=option.flag)  # fmt: skip
+        return not option.default
+    assert text is not None
+    if text == "None" and option.can_be_none:
+        return None
+    if typing.get_origin(option.kind) is typing.Literal:
+        if text not in (choices := typing.get_args(option.kind)):
+            raise unknown_name(option.flag, text, choices)
+        return text
+    try:
+        return option.kind(text)
+    except ValueError:
+        raise refusal(f"{option.flag} is {'no whole number' if option.kind is int else 'no number'}", got=repr(text),
+                      allowed=_allowed(option.kind), remedy=_example(option, text, help_of)) from None  # fmt: skip
 
 
 def _allowed(kind: Any) -> str:
-    if typing.get_origin(kind) is typing.Literal:
-        return ", ".join(typing.get_args(kind))
-    kind = typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind
-    return {int: "a whole number", float: "a number", Path: "a path"}.get(kind, "a text")
+    is_literal = typing.get_origin(kind) is typing.Literal
+    return ", ".join(typing.get_args(kind)) if is_literal else _VALUES.get(kind, "a text")
 
 
-def _example(flag: str, text: str, option: _Option, help_of: str) -> str:
+def _example(option: Option, text: str, help_of: str) -> str:
     """Return the option with a value that it takes: the number that the text begins with, or the default."""
     number = re.match(r"[-+]?[0-9]+" if option.kind is int else r"[-+]?[0-9]*\.?[0-9]+(e[-+]?[0-9]+)?", text.lower())
     if number:
-        return f"{flag} {number.group()}"
-    is_known = option.default is not dataclasses.MISSING and option.default not in (None, ())
-    return f"{flag} {option.default}" if is_known else help_of
+        return f"{option.flag} {number.group()}"
+    return help_of if option.default in (MISSING, None, ()) else f"{option.flag} {option.default}"
 
 
-def _one_line(text: str, *, prog: str) -> str:
-    """Return the parser's panel as one line: the problem, and the option that was perhaps meant."""
-    lines = [re.sub(r"^[│|]?\s*(.*?)\s*[│|]?$", r"\1", line) for line in text.splitlines()]
-    parts = re.split(r"^[─-]{3,}$", "\n".join(line for line in lines if not line.startswith(("╭", "╰"))), flags=re.M)
-    # where stdout is not UTF-8, the panel has no frame: a rule stands between its title and the problem
-    wrong = parts[0] if "╭" in text else parts[min(1, len(parts) - 1)]
-    problem = " ".join(wrong.split()).partition(" Got errors")[0].replace("{None}|", "")
-    meant = re.search(r"Perhaps you meant:\s*(--[\w-]+)", text.replace("│", " "))
-    hint = f"; did you mean {meant.group(1)}?" if meant else ""
-    return f"{problem}{hint}; see {prog} --help"
+def is_help_wanted(arguments: Sequence[str]) -> bool:
+    """Return whether the arguments ask for the help of a command."""
+    return "-h" in arguments or "--help" in arguments
+
+
+def format_help(prog: str, about: str, *, groups: Mapping[str, Sequence[Option]]) -> str:
+    """Return a help text.
+
+    Args:
+        prog: The command.
+        about: Its description: paragraphs.
+        groups: Options by heading; the first group of options with a name also gets `--help`.
+    """
+    width = min(_MAX_COLUMNS, shutil.get_terminal_size().columns)
+    shown = {heading: [_help_of(option) for option in options] for heading, options in groups.items()}
+    lines = [" ".join([f"usage: {prog} [OPTIONS]", *(name for name, _ in shown.get("Arguments", ()))])]
+    for paragraph in about.split("\n\n"):
+        lines += ["", *textwrap.wrap(" ".join(paragraph.split()), width, break_on_hyphens=False)]
+    shown[next(heading for heading in shown if heading != "Arguments")].append(("-h, --help", "Show this help."))
+    indent = " " * (_NAME_COLUMNS + 4)
+    for heading, rows in shown.items():
+        lines += ["", f"{heading}:"] if rows else []
+        for name, text in rows:
+            first, *rest = textwrap.wrap(text, max(20, width - len(indent)), break_on_hyphens=False) or [""]
+            if len(name) > _NAME_COLUMNS:
+                lines += [f"  {name}", f"{indent}{first}"]
+            else:
+                lines.append(f"  {name.ljust(_NAME_COLUMNS)}  {first}")
+            lines += [f"{indent}{line}" for line in rest]
+    return "\n".join(lines)
+
+
+def _help_of(option: Option) -> tuple[str, str]:
+    """Return an option as it is typed, with its metavar, and its help with the default."""
+    text, default = " ".join(_texts_below_fields(option.owner).get(option.field, "").split()), option.default
+    if option.is_positional:
+        shown = f"{option.metavar}..." if option.is_many else option.metavar
+        return (shown if default in (MISSING, ()) else f"[{shown}]"), text
+    if option.kind is bool:
+        return f"--no-{option.flag[2:]}" if default else option.flag, text
+    if default not in (MISSING, None, ()) and "efault" not in text:
+        text += f" Default: {f'{default:g}' if isinstance(default, float) else default}."
+    return f"{option.flag} {option.metavar}", text
+
+
+@functools.cache
+def _texts_below_fields(kind: type[Any]) -> dict[str, str]:
+    """Return the string below each field, also of the classes that the dataclass extends."""
+    found: dict[str, str] = {}
+    for owner in filter(dataclasses.is_dataclass, reversed(kind.__mro__)):
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(node, ast.ClassDef)
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+                found[field.target.id] = str(below.value.value)  # type: ignore[attr-defined]
+    return found

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from thinwire.cli.argument_parsing import FAILED, command, parse_options
-from thinwire.cli.output import log, print_error
+from thinwire.cli.argument_parsing import FAILED, command
+from thinwire.cli.output import log, print_error, print_line
+from thinwire.cli.tables import print_table
 from thinwire.errors import DataError, ThinwireError, unknown_name
 from thinwire.options import option
 from thinwire.training.config import TrainConfig, resolve, validate
@@ -26,6 +25,9 @@ from thinwire.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from thinwire.training.step_profile import StepProfile
+
+
+_REMEDY = "give another folder with --out"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,48 +38,34 @@ class BenchWireOptions:
     interrupted benchmark.
     """
 
-    hosts: tyro.conf.UseAppendAction[tuple[int, ...]] = ()
+    hosts: tuple[int, ...] = ()
     """Number of hosts. Default: 2. Repeatable."""
-
-    rate: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    rate: tuple[str, ...] = ()
     """Access rate of each host, or none. Default: 1mbit, 5mbit, 20mbit, 100mbit. Repeatable."""
-
-    contender: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    contender: tuple[str, ...] = ()
     """Method to measure. Default: all. Repeatable."""
-
     latency: str = "0ms"
     """One-way latency between hosts on links with a rate."""
-
     jitter: str = "0ms"
     """Variation of the latency, up and down."""
-
     loss: str = "0%"
     """Share of packets that are lost."""
-
     repeats: int = 3
     """Repeats of the whole grid."""
-
     sync_interval: int = 30
     """H: inner steps between two exchanges of a fragment."""
-
     overlap_steps: int = 6
     """tau: inner steps during which an exchange travels."""
-
     intervals: int = 2
     """Measured sync intervals."""
-
     budget: str = "120s"
     """Approximate time limit of a run that exchanges at every step; it then runs fewer steps."""
-
     pace: bool = False
     """Spread each transfer over the overlap; only for methods of thinwire that overlap."""
-
     out: Path = Path("runs/bench-wire")
     """Folder of wire.jsonl, wire.md and wire.svg."""
-
     cache_dir: Path | None = None
     """Folder of the tokenised text. Default: ~/.cache/thinwire."""
-
     report: bool = False
     """Run nothing; write table and figure of the runs in --out."""
 
@@ -91,43 +79,37 @@ class BenchProfileOptions:
 
     model: str = "nano"
     """nano, 35m, 150m, 400m, 1b, a size such as 7b, or hf:PATH."""
-
     batch_size: int | None = None
     """Sequences per step. Default: 8."""
-
     seq_len: int | None = None
     """Tokens per sequence. Default: 128 for nano, else 1024."""
-
     method: str = "iso-loco"
     """Method whose coding and outer step count, for two replicas."""
-
     device: str = "cpu"
     """cpu or cuda."""
-
     threads: int | None = None
     """CPU threads. Default: all cores."""
-
     steps: int = option(5, least=1)
     """Timed steps."""
-
     json: bool = False
     """Print the numbers as JSON on stdout instead of tables."""
 
 
-@command("bench", remedy="give another folder with --out")
+@command("bench")
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire bench wire --help` and `thinwire bench profile --help`.
-
-    Returns:
-        0, 1 where a run failed, 2 for wrong options.
-    """
+    """Run `thinwire bench wire`."""
     name = arguments[0] if arguments else ""
     if name == "profile":
-        return _profile(arguments[1:])
+        return profile(arguments[1:])
     if name not in ("wire", "-h", "--help"):
         raise unknown_name("benchmark", name, ("wire", "profile"))
-    basic = ("hosts", "rate", "contender", "repeats", "out")
-    options = parse_options(BenchWireOptions, arguments[name == "wire" :], prog="thinwire bench wire", basic=basic)
+    return wire(arguments[name == "wire" :])
+
+
+@command("bench", BenchWireOptions, prog="thinwire bench wire", remedy=_REMEDY,
+         basic="hosts rate contender repeats out")  # fmt: skip
+def wire(options: BenchWireOptions) -> int:
+    """Run `thinwire bench wire`."""
     wanted = list(_cells(options))
     options.out.mkdir(parents=True, exist_ok=True)
     try:
@@ -139,9 +121,10 @@ def main(arguments: Sequence[str]) -> int:
     return code
 
 
-def _profile(arguments: Sequence[str]) -> int:
-    basic = ("model", "batch_size", "method", "device", "steps")
-    options = parse_options(BenchProfileOptions, arguments, prog="thinwire bench profile", basic=basic)
+@command("bench", BenchProfileOptions, prog="thinwire bench profile", remedy=_REMEDY,
+         basic="model batch_size method device steps")  # fmt: skip
+def profile(options: BenchProfileOptions) -> int:
+    """Run `thinwire bench profile`."""
     cores = os.cpu_count() or 1
     wanted = TrainConfig.of(
         model=options.model, batch_size=options.batch_size, seq_len=options.seq_len, device=options.device,
@@ -163,47 +146,33 @@ def _profile(arguments: Sequence[str]) -> int:
 
 
 def _show_profile(found: StepProfile) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from thinwire.cli.tables import plain
-
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(
-        plain(
-            f"{found.model}, {format_count(found.num_parameters)} parameters, {found.tokens:,} tokens a step on "
-            f"{found.device} with {found.threads} threads, median of {found.steps} steps"
-        )
+    print_line(
+        f"{found.model}, {format_count(found.num_parameters)} parameters, {found.tokens:,} tokens a step on "
+        f"{found.device} with {found.threads} threads, median of {found.steps} steps"
     )
-    console.print()
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("module", "parameters", "forward", "backward", "both"):
-        table.add_column(name, justify="left" if name == "module" else "right")
+    print_line()
+    rows = [(one.name, one.parameters, one.forward_s, one.backward_s) for one in found.modules]
+    rows.append(("whole passes", found.num_parameters, found.forward_s, found.backward_s))
     whole_s = found.forward_s + found.backward_s
-
-    def row(name: str, parameters: str, forward_s: float, backward_s: float) -> None:
-        both = f"{(forward_s + backward_s) / whole_s:.1%}"
-        table.add_row(plain(name), parameters, format_seconds(forward_s), format_seconds(backward_s), both)
-
-    for one in found.modules:
-        row(one.name, format_count(one.parameters), one.forward_s, one.backward_s)
-    row("whole passes", format_count(found.num_parameters), found.forward_s, found.backward_s)
-    console.print(table)
-    console.print()
+    cells = (
+        (name, format_count(count), format_seconds(forward_s), format_seconds(backward_s),
+         f"{(forward_s + backward_s) / whole_s:.1%}")
+        for name, count, forward_s, backward_s in rows
+    )  # fmt: skip
+    print_table(("module", "parameters", "forward", "backward", "both"), cells, left=("module",))
+    print_line()
     phases = {
         "forward": found.forward_s, "backward": found.backward_s, "optimizer": found.optimizer_s,
         f"coding and outer steps of {found.method}": found.exchange_s,
     }  # fmt: skip
     parts = ", ".join(f"{name} {seconds / found.step_s:.1%}" for name, seconds in phases.items())
-    console.print(plain(f"step: {format_seconds(found.step_s)}: {parts}"))
+    print_line(f"step: {format_seconds(found.step_s)}: {parts}")
     memory = {
         "parameters": found.parameters_bytes, "gradients": found.gradients_bytes,
         "optimizer": found.optimizer_bytes, "activations": found.activations_bytes,
     }  # fmt: skip
-    console.print(plain("memory: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items())))
-    console.print(
-        plain(f"training reaches {found.flops_per_s:.2e} FLOP/s: thinwire plan --flops {found.flops_per_s:.2e}")
-    )
+    print_line("memory: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items()))
+    print_line(f"training reaches {found.flops_per_s:.2e} FLOP/s: thinwire plan --flops {found.flops_per_s:.2e}")
 
 
 def _cells(options: BenchWireOptions) -> Any:

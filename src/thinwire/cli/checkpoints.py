@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json as json_format
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import tyro
-from rich.table import Table
-
-from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.argument_parsing import argument, command
 from thinwire.cli.output import log, printable
-from thinwire.cli.tables import plain, print_wide
+from thinwire.cli.tables import print_table
 from thinwire.errors import CheckpointError
 from thinwire.units import format_bytes, format_count
 
@@ -28,7 +24,7 @@ class CheckpointsOptions:
     The exit code is 1 if one is damaged or incomplete.
     """
 
-    place: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH_OR_URL")]
+    place: str = argument("PATH_OR_URL")
     """Folder of the run or of its checkpoints, or an fsspec URL such as s3://bucket/run."""
     verify: bool = False
     """Also check the SHA-256 of every file, not only sizes and JSON files."""
@@ -36,83 +32,44 @@ class CheckpointsOptions:
     """Print one JSON object on stdout instead of a table."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
-    """One checkpoint as it is listed.
-
-    Attributes:
-        step: Its step.
-        bytes: Of its tensors' files; None where it does not say.
-        tokens: Tokens, or other samples, seen by all replicas together, where its note says.
-        is_verified: Whether every file was read and is as it was written.
-        problem: What is wrong with it, or an empty text.
-        run: Id of the run that wrote it; None where it names none.
-        replica: The replica whose state it is; None for the state of an elastic run, which all replicas share.
-    """
-
-    step: int
-    bytes: int | None
-    tokens: int | None
-    is_verified: bool
-    problem: str
-    run: str | None = None
-    replica: int | None = None
-
-
-@command("checkpoints")
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire checkpoints --help`.
-
-    Returns:
-        0, 1 where a checkpoint is damaged or the place cannot be read, 2 for wrong options.
-    """
-    options = parse_options(CheckpointsOptions, arguments, prog="thinwire checkpoints")
-    place = _place(options.place)
+@command("checkpoints", CheckpointsOptions)
+def main(options: CheckpointsOptions) -> int:
+    """Run `thinwire checkpoints`."""
+    place = options.place
+    if "://" not in place:
+        folder = Path(place)
+        if not folder.is_dir():
+            raise CheckpointError(f"there is no folder {place}; name a run's folder, or a URL")
+        inner = folder / "checkpoints"
+        place = str(inner if inner.is_dir() else folder)
     from thinwire.training.checkpoints.checkpoint_files import open_storage
     from thinwire.training.checkpoints.global_checkpoints import global_files
     from thinwire.training.checkpoints.replica_checkpoints import replica_files
 
     storage = open_storage(place)
-    elastic = global_files(storage)
-    found = [_listed(elastic, step, verify=options.verify) for step in elastic.steps()]
-    for replica, files in replica_files(storage).items():
-        found += [_listed(files, step, verify=options.verify, replica=replica) for step in files.steps()]
-    found.sort(key=lambda one: one.step)
+    # the state of an elastic run is of no replica, since all share it
+    every: list[tuple[int | None, CheckpointFiles]] = [(None, global_files(storage)), *replica_files(storage).items()]
+    found = [
+        _row(files, step, verify=options.verify, replica=replica) for replica, files in every for step in files.steps()
+    ]
+    found.sort(key=lambda one: one["step"])
     if options.json:
-        print(json_format.dumps({"place": storage.name, "checkpoints": [asdict(one) for one in found]}))
+        print(json_format.dumps({"place": storage.name, "checkpoints": found}))
     elif found:
-        print_wide(_table(found, samples=_samples(place)))
+        rows = (
+            (
+                one["step"], "-" if one["bytes"] is None else format_bytes(one["bytes"]),
+                "-" if one["tokens"] is None else format_count(one["tokens"]),
+                "all" if one["replica"] is None else one["replica"], one["run"] or "-",
+                one["problem"] or ("verified" if one["is_verified"] else "complete, not verified"),
+            )
+            for one in found
+        )  # fmt: skip
+        heads = ("step", "size", f"{_samples(place)} seen", "replica", "run", "state")
+        print_table(heads, rows, left=("replica", "run", "state"))
     else:
         log(f"{printable(storage.name)} holds no checkpoint", command="checkpoints")
-    return int(any(one.problem for one in found))
-
-
-def _place(text: str) -> str:
-    if "://" in text:
-        return text
-    folder = Path(text)
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {text}; name a run's folder, or a URL")
-    inner = folder / "checkpoints"
-    return str(inner if inner.is_dir() else folder)
-
-
-def _listed(files: CheckpointFiles, step: int, *, verify: bool, replica: int | None = None) -> Listed:
-    try:
-        found = files.describe(step)
-    except CheckpointError as error:
-        return Listed(step=step, bytes=None, tokens=None, is_verified=False, problem=str(error), replica=replica)
-    problem = files.problem(step) if verify else ""
-    tokens = found.note.get("tokens")
-    return Listed(
-        step=step,
-        bytes=found.num_bytes,
-        tokens=tokens if isinstance(tokens, int) and not isinstance(tokens, bool) else None,
-        is_verified=verify and not problem,
-        problem=problem,
-        run=None if found.run is None else found.run["id"],
-        replica=replica,
-    )
+    return int(any(one["problem"] for one in found))
 
 
 def _samples(place: str) -> str:
@@ -127,20 +84,18 @@ def _samples(place: str) -> str:
     return "samples" if ":" in workload else card_of(workload).measures.samples  # a program's own is not run for this
 
 
-def _table(found: list[Listed], *, samples: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("step", "size", f"{samples} seen"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("replica", no_wrap=True)
-    table.add_column("run", no_wrap=True)
-    table.add_column("state")
-    for one in found:
-        table.add_row(
-            str(one.step),
-            "-" if one.bytes is None else format_bytes(one.bytes),
-            "-" if one.tokens is None else format_count(one.tokens),
-            "all" if one.replica is None else str(one.replica),
-            one.run or "-",
-            plain(one.problem or ("verified" if one.is_verified else "complete, not verified")),
-        )
-    return table
+def _row(files: CheckpointFiles, step: int, *, verify: bool, replica: int | None) -> dict[str, Any]:
+    """Return what is known of a checkpoint: `problem` is empty where nothing is wrong, others None where unknown."""
+    row: dict[str, Any] = {"step": step, "bytes": None, "tokens": None, "is_verified": False, "problem": "",
+                           "run": None, "replica": replica}  # fmt: skip
+    try:
+        found = files.describe(step)
+    except CheckpointError as error:
+        return {**row, "problem": str(error)}
+    problem = files.problem(step) if verify else ""
+    tokens = found.note.get("tokens")
+    return {
+        **row, "bytes": found.num_bytes, "is_verified": verify and not problem, "problem": problem,
+        "tokens": tokens if isinstance(tokens, int) and not isinstance(tokens, bool) else None,
+        "run": None if found.run is None else found.run["id"],
+    }  # fmt: skip

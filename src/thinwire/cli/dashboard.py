@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.argument_parsing import argument, command
 from thinwire.cli.output import log
 from thinwire.errors import refusal
 
@@ -22,7 +18,7 @@ class DashboardOptions:
     The command prints the address of the page and serves it until Ctrl-C. It only reads the run's folder.
     """
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Path = argument("RUN")
     """Folder of the run."""
     port: int = 7878
     """Port to listen on; 0 chooses a free one."""
@@ -32,17 +28,12 @@ class DashboardOptions:
     """File with the token that readers of the page need: one line, readable only by its owner."""
 
 
-@command("dashboard")
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire dashboard --help`.
-
-    Returns:
-        0 after Ctrl-C, 1 for an error while running, 2 for wrong options.
-    """
+@command("dashboard", DashboardOptions)
+def main(options: DashboardOptions) -> int:
+    """Run `thinwire dashboard`."""
     from thinwire.monitor.dashboard.server import DashboardServer, Feed
     from thinwire.monitor.dashboard.snapshot import RunFollower
 
-    options = parse_options(DashboardOptions, arguments, prog="thinwire dashboard")
     if not 0 <= options.port < 1 << 16:
         raise refusal("--port is no port", got=options.port, allowed="0 to 65535", remedy="--port 7878")
     token = None if options.token_file is None else _token(options.token_file)
@@ -62,11 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _token(path: Path) -> str:
-    """Return the token of a file that only its owner can read.
-
-    Raises:
-        ValueError: It cannot be read, others can read it, or it holds no token.
-    """
+    """Return the token of a file that only its owner can read."""
     from thinwire.monitor.dashboard.server import check_token
 
     try:

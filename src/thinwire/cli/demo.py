@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from thinwire.cli import train
-from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.argument_parsing import command
 from thinwire.cli.output import log
 from thinwire.cli.recipes import path_of
 from thinwire.training.config import free_folder
@@ -41,14 +40,9 @@ class DemoOptions:
     """Print nothing but the result and errors."""
 
 
-@command("demo")
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire demo --help`.
-
-    Returns:
-        0, 1 for an error while running, 2 for wrong options, 128 + N for signal N.
-    """
-    options = parse_options(DemoOptions, arguments, prog="thinwire demo")
+@command("demo", DemoOptions)
+def main(options: DemoOptions) -> int:
+    """Run `thinwire demo`; return 0, 1 for an error while running, 2 for wrong options, 128 + N for signal N."""
     run = options.out or (_FOLDER if options.overwrite else free_folder(_FOLDER))
     words = ["--config", str(path_of(RECIPE)), "--out", str(run), "--steps", str(options.steps)]
     words += ["--overwrite"] * options.overwrite + ["--quiet"] * options.quiet

@@ -9,11 +9,9 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import tyro
-
-from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.argument_parsing import argument, command
 from thinwire.cli.output import log, printable
 from thinwire.errors import refusal
 
@@ -33,20 +31,19 @@ class DiagnoseOptions:
     The exit code is 0 without a finding and 3 with one. `thinwire diagnose test` tests the links now instead.
     """
 
-    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES")]
+    files: tuple[Path, ...] = argument("FILES")
     """Folder or records of one job."""
     json: bool = False
     """Print one JSON object on stdout instead of text."""
-    flight_recorder: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    flight_recorder: Path | None = argument("FOLDER", None, is_positional=False)
     """Also write dumps for `python -m torch.distributed.flight_recorder.fr_trace FOLDER`."""
-
-    trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    trace: Path | None = argument("FILE", None, is_positional=False)
     """Also write a timeline of all ranks for ui.perfetto.dev or chrome://tracing."""
-    heat: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    heat: Path | None = argument("FILE", None, is_positional=False)
     """Also write a heat map of each rank's work as one HTML page."""
     heat_of: Literal["all", "compute", "forward", "backward"] = "all"
     """Content of the heat map: whole steps (compute), forward or backward passes, or all three."""
-    prometheus: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    prometheus: Path | None = argument("FILE", None, is_positional=False)
     """Also write the findings as metrics for node_exporter's textfile collector (a .prom file)."""
 
 
@@ -54,7 +51,7 @@ FOUND = 3
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire diagnose --help`.
+    """Run `thinwire diagnose`.
 
     Returns:
         0 where nothing is found, 3 where something is, 1 for files that cannot be read, 2 for wrong options.
@@ -66,13 +63,12 @@ def main(arguments: Sequence[str]) -> int:
     return _diagnose(arguments)
 
 
-@command("diagnose", remedy="give another file or folder")
-def _diagnose(arguments: Sequence[str]) -> int:
+@command("diagnose", DiagnoseOptions, remedy="give another file or folder")
+def _diagnose(options: DiagnoseOptions) -> int:
     from thinwire.monitor.detect.diagnose import findings_of_whole
     from thinwire.monitor.detect.timeline import build
     from thinwire.runlog.run_folder import read_files
 
-    options = parse_options(DiagnoseOptions, arguments, prog="thinwire diagnose")
     if not options.files:
         raise refusal("FILES are missing", got="nothing", allowed="records of the ranks, or a run's folder",
                       remedy="thinwire diagnose runs/demo")  # fmt: skip
@@ -104,44 +100,33 @@ def _print(
     refused = [f"{one.source}:{one.line}: {one.reason}" for one in records.refusals]
     if options.json:
         values = {
-            "findings": [finding.to_json() for finding in findings],
-            "idle": [one.to_json() for one in idle],
-            "num_records": records.num_records,
-            "num_refused": records.num_refused,
-            "refused": refused,
-            "removed": sorted(records.removed),
-            "unended": unended,
-        }
+            "findings": [finding.to_json() for finding in findings], "idle": [one.to_json() for one in idle],
+            "num_records": records.num_records, "num_refused": records.num_refused, "refused": refused,
+            "removed": sorted(records.removed), "unended": unended,
+        }  # fmt: skip
         print(json_format.dumps(values))
-    else:
-        print(_plain(report(findings)))
-        if idle:
-            print(_plain("\n".join(["\nidle time by cause:", *(f"  {one}" for one in idle)])))
-        print(f"{records.num_records} records, {records.num_refused} lines refused", file=sys.stderr)
-        if unended:
-            named = ", ".join(map(str, unended[:32]))
-            print(
-                f"the run did not end here: the records of rank{'s' * (len(unended) > 1)} {named} stop without a "
-                f"goodbye; they were killed, or go on; compare with the folders of the other hosts",
-                file=sys.stderr,
-            )
-        if has_removed:
-            named = ", ".join(map(str, sorted(records.removed)[:32]))
-            print(
-                f"not diagnosed, since the run removed them: replicas {named}; the reasons are in findings.jsonl",
-                file=sys.stderr,
-            )
-        for line in refused:
-            print(f"  refused: {_plain(line)}", file=sys.stderr)
+        return
+    print(_plain(report(findings)))
+    if idle:
+        print(_plain("\n".join(["\nidle time by cause:", *(f"  {one}" for one in idle)])))
+    remarks = [f"{records.num_records} records, {records.num_refused} lines refused"]
+    if unended:
+        remarks.append(
+            f"the run did not end here: the records of rank{'s' * (len(unended) > 1)} "
+            f"{', '.join(map(str, unended[:32]))} stop without a goodbye; they were killed, or go on; compare with the "
+            f"folders of the other hosts"
+        )
+    if has_removed:
+        named = ", ".join(map(str, sorted(records.removed)[:32]))
+        remarks.append(
+            f"not diagnosed, since the run removed them: replicas {named}; the reasons are in findings.jsonl"
+        )
+    for line in [*remarks, *(f"  refused: {_plain(line)}" for line in refused)]:
+        print(line, file=sys.stderr)
 
 
 def _write_files(options: DiagnoseOptions, records: Records, job: Job, findings: Sequence[Finding]) -> None:
-    """Write the files that the options name, beside the text.
-
-    Raises:
-        OSError: One cannot be written.
-        ThinwireError: There is nothing to write.
-    """
+    """Write the files that the options name, beside the text."""
     from thinwire.files import write_whole
 
     if options.flight_recorder is not None:

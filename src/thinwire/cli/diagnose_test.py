@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.argument_parsing import FAILED, command, parse_options
 from thinwire.cli.output import log
-from thinwire.cli.process_names import DIAGNOSE_RANK
+from thinwire.cli.process_names import process_of
 from thinwire.cli.train_options import adopt_launcher, world_size
 from thinwire.errors import excluded, refusal
 from thinwire.units import format_rate, format_seconds, parse_rate, parse_seconds
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 FOUND = 3
 _MOST_ROWS = 56
 _STOP_S = 10.0
-_PROG = "thinwire diagnose test"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,40 +39,34 @@ class ActiveTestOptions:
 
     replicas: int | None = None
     """Number of ranks to start on this machine, instead of torchrun."""
-
     expect: str | None = None
     """Expected rate of each link, such as 100mbit. Default: links are compared with each other."""
-
     budget: str = "10s"
     """Approximate time for all pairs of healthy hosts."""
-
     secret: Path | None = None
     """File of the job's secret, the same on all hosts; see thinwire secret."""
-
     interface: str | None = None
     """Network interface that other hosts can reach, such as eth0."""
-
     address: str | None = None
     """Address of this host that other hosts can reach."""
-
     deadline: str = "60s"
     """Longest wait for a rank at the start."""
-
     json: bool = False
     """Print one JSON object on stdout instead of text."""
 
 
 @command("diagnose test")
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire diagnose test --help`.
+    """Run `thinwire diagnose test`.
 
     Returns:
         0 where nothing is found, 3 where something is, 1 where it could not be tested, 2 for wrong options.
     """
     # where the store ends, torch's own log would print a page of C++ frames beside our one line
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    basic = ("replicas", "expect", "secret", "json")
-    options = parse_options(ActiveTestOptions, arguments, prog=_PROG, basic=basic)
+    options = parse_options(
+        ActiveTestOptions, arguments, prog="thinwire diagnose test", basic="replicas expect secret json"
+    )
     _check(options)
     return _test(options) if options.replicas is None else _start(arguments, options.replicas)
 
@@ -101,15 +94,10 @@ def _check(options: ActiveTestOptions) -> None:
 
 def _start(arguments: Sequence[str], replicas: int) -> int:
     """Run the ranks as processes of this machine; the first one prints."""
-    words, skipped = [], False
-    for word in arguments:
-        if word == "--replicas" or skipped:
-            skipped = not skipped
-        elif not word.startswith("--replicas="):
-            words.append(word)
     from thinwire.transport.addresses import RENDEZVOUS_FILE
 
-    command = [sys.executable, "-m", *DIAGNOSE_RANK.split(), str(os.getpid()), *words]
+    command = [sys.executable, "-m", *process_of("diagnose-rank").split(), str(os.getpid()), *arguments]
+    command += ["--replicas", "None"]  # a rank starts no others
     ranks: list[subprocess.Popen[bytes]] = []
     folder = tempfile.TemporaryDirectory(prefix="thinwire-rendezvous-", ignore_cleanup_errors=True)
     job = {"WORLD_SIZE": str(replicas), RENDEZVOUS_FILE: str(Path(folder.name) / "store")}

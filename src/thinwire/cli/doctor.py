@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import tyro
-
-from thinwire.cli.argument_parsing import FAILED, command, parse_options
+from thinwire.cli.argument_parsing import FAILED, argument, command
 from thinwire.errors import MissingExtra
 from thinwire.units import parse_seconds
 
@@ -29,46 +26,31 @@ class DoctorOptions:
     Nothing is changed. The exit code is 1 if a check fails; warnings do not count.
     """
 
-    target: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="ADDRESS")] = None
+    target: str | None = argument("ADDRESS", None)
     """HOST:PORT of another host, or the address to join a run."""
-
     interface: str | None = None
     """Network interface that other hosts can reach, such as eth0."""
-
     address: str | None = None
     """Address of this host that other hosts can reach."""
-
     advertise: str | None = None
     """HOST:PORT that other hosts dial; the check sees whether it leads to this host."""
-
     port_range: str | None = None
     """FIRST-LAST: the ports that this host listens on."""
-
     secret: Path | None = None
     """File of the job's secret, which is checked too. Default: the environment's THINWIRE_SECRET_FILE."""
-
     out: Path = Path("runs")
     """Folder of the runs."""
-
     cache_dir: Path = Path("~/.cache/thinwire")
     """Folder of tokenizers and token files."""
-
     deadline: str = "5s"
     """Longest wait for a connection."""
-
     json: bool = False
     """Print the checks as JSON on stdout."""
 
 
-@command("doctor")
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire doctor --help`.
-
-    Returns:
-        0, 1 where something is wrong, 2 for wrong options.
-    """
-    basic = ("secret", "out", "json")
-    options = parse_options(DoctorOptions, arguments, prog="thinwire doctor", basic=basic)
+@command("doctor", DoctorOptions, basic="secret out json")
+def main(options: DoctorOptions) -> int:
+    """Run `thinwire doctor`."""
     from thinwire.cli.secret import secret_file
 
     options = dataclasses.replace(options, secret=secret_file(options.secret))

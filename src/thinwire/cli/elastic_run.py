@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.cli.output import log, print_error
-from thinwire.cli.process_names import ELASTIC_REPLICA, STANDBY_REPLICA
+from thinwire.cli.output import log, log_nothing, print_error
+from thinwire.cli.process_names import process_of
 from thinwire.cli.run_watchdog import diagnosis_of, report_end
 from thinwire.elastic.admin_commands import COME
 from thinwire.elastic.coordinator_client import CoordinatorConnection, send_command
@@ -112,7 +112,6 @@ class RunStatusPoller:
         return orders
 
     def close(self) -> None:
-        """Stop polling."""
         self._line.close()
 
     def _on_message(self, message: Message) -> None:
@@ -121,12 +120,7 @@ class RunStatusPoller:
             self._is_called = self._is_called or message["text"] == COME
 
     def is_waiting(self) -> bool:
-        """Return whether this host waits as a spare.
-
-        Raises:
-            RunOver: The run has come to its end, and has not needed it.
-            WorkerFailed: The coordinator has not answered for too long.
-        """
+        """Return whether this host waits as a spare; raise where the run is over or its coordinator is gone."""
         if self._is_called:
             return False
         if self.status is not None and self.status["finished"]:
@@ -140,7 +134,6 @@ class RunStatusPoller:
         return True
 
     def is_cut_off(self) -> bool:
-        """Return whether the coordinator has not answered for a while."""
         return time.monotonic() - self._answered_s > CUT_OFF_S
 
 
@@ -169,7 +162,7 @@ def run_here(
     The first host diagnoses all replicas. One that joined diagnoses its own only while no coordinator answers. A
     spare, which has a name, starts them once it is called.
     """
-    say, run_dir = _ignore if host.is_quiet else log, host.run_dir
+    say, run_dir = log_nothing if host.is_quiet else log, host.run_dir
     poller = RunStatusPoller(host, say=say)
 
     def command(verb: str, target: str) -> str:
@@ -211,11 +204,7 @@ def run_here(
 
 @contextlib.contextmanager
 def alone_in(run_dir: Path) -> Iterator[None]:
-    """Keep a second command out of a run's folder on this host.
-
-    Raises:
-        ThinwireError: Another one works in it.
-    """
+    """Keep a second command out of a run's folder on this host."""
     path = run_dir / f".launcher-{os.uname().nodename}.lock"
     is_new = not run_dir.exists()
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -242,16 +231,12 @@ def alone_in(run_dir: Path) -> Iterator[None]:
                     run_dir.rmdir()
 
 
-def replica_roles(count: int, *, first: int = 0) -> list[Role]:
+def replica_roles(count: int) -> list[Role]:
     """Return the processes of a number of replicas."""
+    module, spare = process_of("elastic-replica"), process_of("standby-replica")
     return [
-        Role(
-            name=f"replica-process {index}",
-            module=ELASTIC_REPLICA,
-            arguments=(str(index),),
-            spare=STANDBY_REPLICA,
-        )
-        for index in range(first, first + count)
+        Role(name=f"replica-process {index}", module=module, arguments=(str(index),), spare=spare)
+        for index in range(count)
     ]
 
 
@@ -280,7 +265,3 @@ def show_status(status: dict[str, Any], *, as_json: bool) -> None:
         print(f"detour: {one['text']}")
     for finding in status["findings"][-5:]:
         print(f"  {finding}")
-
-
-def _ignore(text: str) -> None:
-    """Print nothing, for a quiet run."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from thinwire.cli.elastic_run import ElasticHost, replica_roles, run_here
 from thinwire.cli.output import log
-from thinwire.cli.process_names import COORDINATOR
+from thinwire.cli.process_names import process_of
 from thinwire.elastic.coordinator_server import KEY_FILE, coordinator_keys, own_key
 from thinwire.elastic.data_leases import DataLeases
 from thinwire.elastic.elastic_method import elastic
@@ -32,19 +32,14 @@ from thinwire.training.elastic.replica_ranks import check_ranks
 from thinwire.training.elastic.states import checkpoints_of, newest_state
 from thinwire.training.run_origin import run_of
 from thinwire.training.worker import make_run_folder
-from thinwire.transport.addresses import ANY_LOOPBACK, ListenConfig, free_port, listen_config
+from thinwire.transport.addresses import ANY_LOOPBACK, free_port, listen_config
 from thinwire.transport.secret import Secret, make_secret, need_pyzmq, read_secret
 
 SECRET_FILE = "secret"
 
 
 def check_elastic(config: TrainConfig) -> None:
-    """Check the options of an elastic run.
-
-    Raises:
-        ValueError: An option; with the remedy.
-        MissingExtra: pyzmq is not installed.
-    """
+    """Check the options of an elastic run."""
     need_pyzmq()
     if config.sync.pace:
         why = "parts are fetched by those that need them"
@@ -87,18 +82,17 @@ class Begun:
 
 
 def prepare(config: TrainConfig) -> Begun:
-    """Check which run this is, and find the state that it goes on from; nothing is written.
-
-    Raises:
-        ValueError: A new run's place of checkpoints holds those of another one; names both.
-        CheckpointError: The run cannot be resumed from this folder; says why.
-    """
+    """Check which run this is, and find the state that it goes on from; nothing is written."""
     places = shared_places_of(config)
+    listen = listen_config(
+        address=config.run.address, interface=config.run.interface, advertise=config.run.advertise,
+        port_range=config.run.port_range,
+    )  # fmt: skip
     local = LocalSettings(
         invitation="", secret="", out=str(config.run_dir.resolve()), cache_dir=str(config.data.cache_dir),
         threads=config.model.threads or 1, device=config.model.device, data=places.get("data"),
         model=places.get("model"), init_from=places.get("init_from"), checkpoint_to=places.get("checkpoint_to"),
-        tensorboard=config.output.tensorboard, wandb=config.output.wandb, address=_listen(config).address,
+        tensorboard=config.output.tensorboard, wandb=config.output.wandb, address=listen.address,
         ranks_per_replica=config.elastic.ranks_per_replica, replicas=config.num_replicas,
         advertise=config.run.advertise, port_range=config.run.port_range,
     )  # fmt: skip
@@ -128,11 +122,7 @@ def prepare(config: TrainConfig) -> Begun:
 
 
 def _replaced(config: TrainConfig, *, new: RunIdentity) -> tuple[int, ...]:
-    """Return the steps of checkpoints that a new run removes: those of the run that it replaces in its folder.
-
-    Raises:
-        ValueError: There are others.
-    """
+    """Return the steps of checkpoints that a new run removes: those of the run that it replaces in its folder."""
     checkpoints = checkpoints_of(config, run=None)
     try:
         old = read_identity(config.run_dir).run if config.output.overwrite else ""
@@ -155,14 +145,7 @@ def _replaced(config: TrainConfig, *, new: RunIdentity) -> tuple[int, ...]:
 
 
 def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
-    """Run the coordinator and this host's replicas to the end.
-
-    Args:
-        begun: What `prepare` returned.
-
-    Returns:
-        The exit code, and the run's summary where it is on this host.
-    """
+    """Run the coordinator and this host's replicas to the end; return the exit code and, if it is here, the summary."""
     config, run_dir, address = begun.config, begun.config.run_dir, begun.local.address
     assert address is not None
     plain = config.replace(resume=None, overwrite=False)
@@ -203,7 +186,7 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
         address_text = how if config.elastic.invite_only else f"thinwire join -{places} <<< {invitation.text()}{where}"
         log(f"others join with: {address_text}")
     coordinator = Role(
-        name="coordinator", module=COORDINATOR, is_needed=False,
+        name="coordinator", module=process_of("coordinator"), is_needed=False,
         arguments=(str(secret_path), address, str(port)),
     )  # fmt: skip
     roles = [coordinator, *replica_roles(begun.local.replicas)]
@@ -222,9 +205,6 @@ def keep_newest(begun: Begun) -> int:
 
     Returns:
         The step that a resumed run goes on from, 0 for the beginning.
-
-    Raises:
-        CheckpointError: It cannot be written, or the checkpoints that are there cannot be used.
     """
     state, is_kept = newest_state(begun.config, run=begun.identity, report=log)
     if state is None:
@@ -254,19 +234,10 @@ def _begin_journal(begun: Begun) -> None:
     journal.close()
 
 
-def _listen(config: TrainConfig) -> ListenConfig:
-    return listen_config(
-        address=config.run.address, interface=config.run.interface, advertise=config.run.advertise,
-        port_range=config.run.port_range,
-    )  # fmt: skip
-
-
 def _secret(config: TrainConfig, *, is_new: bool) -> tuple[Secret, Path]:
     """Return the job's secret and its file: the one that was named, or one of the run's own.
 
-    Args:
-        config: Resolved options.
-        is_new: Whether to replace the run's own: who has an address of the coordinator before cannot join then.
+    A new one of the run's own keeps out whoever has an address of the coordinator before.
     """
     if config.run.secret is not None:
         return read_secret(config.run.secret), config.run.secret.resolve()

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -46,76 +46,71 @@ class LabOptions:
 
     hosts: int = 2
     """Number of hosts."""
-
     rate: str | None = None
     """Access rate of every host: 5mbit, or down/up as 50mbit/10mbit. Default: no limit."""
-
-    host: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    host: tuple[str, ...] = ()
     """Access rate of one host, such as 1=50mbit/10mbit. Repeatable."""
-
     fabric: str | None = None
     """Leaves and spines between the hosts, such as 2x4, with hashed paths. Default: one switch."""
-
     uplink_rate: str | None = None
     """Rate of each cable between a leaf and a spine, such as 10mbit. Default: no limit."""
-
     rails: int = 1
     """Ports of each host in a fabric, 1 or 2; the second one is on the next leaf."""
-
     latency: str = "0ms"
     """One-way latency between hosts; ping shows twice as much."""
-
     jitter: str = "0ms"
     """Variation of the latency, up and down; packets keep their order."""
-
     loss: str = "0%"
     """Share of packets that are lost, per direction."""
-
-    link: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    link: tuple[str, ...] = ()
     """Link between two hosts: 0-1=1mbit, 0-1=20mbit,40ms,5ms,0.1%, 0-1=cut, or 0>1=1mbit one way. Repeatable."""
-
     seed: int = 0
     """Random seed of jitter and losses."""
-
     grace: str = "30s"
     """Time that other hosts may continue after the command fails on one host."""
-
     out: Path | None = None
     """Folder of logs and the kernel's byte counts. Default: runs/lab-DATE-TIME."""
-
     quiet: bool = False
     """Hide other hosts' output and the table at the end; the logs keep them."""
 
 
 @command("lab")
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire lab --help`.
+    """Run `thinwire lab`.
 
     Returns:
-        The exit code of the first host whose command failed, else 0; 1 where the lab broke, 2 for wrong options,
-        128 + N for signal N.
+        The exit code of the first host whose command failed, else 0; 1 where the lab broke, 128 + N for signal N.
     """
     if arguments and arguments[0] == "doctor":
         return _doctor(arguments[1:])
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    basic = ("hosts", "rate", "latency", "out")
-    options = parse_options(LabOptions, arguments[:cut], prog="thinwire lab", basic=basic)
+    options = parse_options(LabOptions, arguments[:cut], prog="thinwire lab", basic="hosts rate latency out")
     run_everywhere = list(arguments[cut + 1 :])
     if not run_everywhere:
         raise refusal("the command is missing", got="nothing behind --", allowed="any command, behind --",
                       remedy="thinwire lab --hosts 2 -- thinwire train")  # fmt: skip
     settings, grace_s = settings_of(options), parse_seconds(options.grace)
-    folder = _folder(options)
-    with _Interrupts() as interrupts, Lab.of(settings, folder=folder) as lab:
-        return _Session(lab, run_everywhere, options=options, grace_s=grace_s, interrupts=interrupts).run()
+    folder = options.out or Path("runs") / f"lab-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    if (folder / "counters.jsonl").exists():
+        raise refusal("--out holds another lab's counts", got=folder, allowed="a folder without a lab",
+                      remedy=f"--out {folder}-2")  # fmt: skip
+    with _noted_signals() as received, Lab.of(settings, folder=folder) as lab:
+        began_s = time.monotonic()
+        with Outputs(lab, is_quiet=options.quiet) as outputs:
+            threads = str(max(1, (os.cpu_count() or 1) // lab.num_hosts))
+            shared = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": threads}
+            processes = outputs.start(run_everywhere, environment=shared)
+            failed = _wait(lab, processes, grace_s=grace_s, received=received)
+        summary = _summary(lab, processes, seconds=time.monotonic() - began_s, is_quiet=options.quiet)
+        (lab.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    if received:
+        return 128 + received[-1]
+    code = 0 if failed is None else failed.exit_code or 0
+    return 128 - code if code < 0 else code
 
 
 def settings_of(options: LabOptions) -> LabSettings:
-    """Turn options into a lab's settings.
-
-    Raises:
-        ValueError: One of them cannot be read, or is out of range.
-    """
+    """Turn options into a lab's settings."""
     link = Link(
         latency_s=parse_seconds(options.latency), jitter_s=parse_seconds(options.jitter), loss=parse_loss(options.loss)
     )
@@ -141,86 +136,44 @@ def settings_of(options: LabOptions) -> LabSettings:
     return settings
 
 
-class _Interrupts:
-    """Notes SIGINT and SIGTERM for the time of a lab."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+@contextlib.contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+    """Note SIGINT, SIGTERM and SIGHUP for the time of a lab, and do nothing else on them."""
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, lambda number, _: received.append(number)) for number in numbers]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
 
-    def _note(self, number: int, _: object) -> None:
-        self.number = number
 
-
-class _Session:
-    """One command on all hosts, from start to table."""
-
-    def __init__(
-        self, lab: Lab, command: list[str], *, options: LabOptions, grace_s: float, interrupts: _Interrupts
-    ) -> None:
-        self._lab = lab
-        self._command = command
-        self._options = options
-        self._grace_s = grace_s
-        self._interrupts = interrupts
-        self._failed: HostProcess | None = None
-
-    def run(self) -> int:
-        """Run it; return the exit code."""
-        began_s = time.monotonic()
-        with Outputs(self._lab, is_quiet=self._options.quiet) as outputs:
-            threads = str(max(1, (os.cpu_count() or 1) // self._lab.num_hosts))
-            shared = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": threads}
-            processes = outputs.start(self._command, environment=shared)
-            self._wait(processes)
-        seconds = time.monotonic() - began_s
-        summary = show_summary(self._lab, processes, seconds=seconds, is_quiet=self._options.quiet)
-        (self._lab.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        if self._interrupts.number:
-            return 128 + self._interrupts.number
-        return 0 if self._failed is None else _shell_code(self._failed.exit_code or 0)
-
-    def _wait(self, processes: list[HostProcess]) -> None:
-        deadline_s: float | None = None
-        is_reported = False
-        while any(process.exit_code is None for process in processes):
-            time.sleep(_BEAT_S)
-            self._lab.check()
-            now_s = time.monotonic()
-            if self._interrupts.number and not is_reported:
-                is_reported = True
-                deadline_s = now_s + _STOP_S
-                for process in processes:
-                    process.send_signal(self._interrupts.number)
-            if self._find_failed(processes) and not is_reported:
-                deadline_s = now_s + self._grace_s
-            if deadline_s is not None and now_s > deadline_s:
-                for process in processes:
-                    process.kill()
-        self._find_failed(processes)
-
-    def _find_failed(self, processes: list[HostProcess]) -> bool:
-        if self._failed is not None:
-            return False
-        self._failed = next((process for process in processes if process.exit_code), None)
-        if self._failed is None:
-            return False
-        if not self._interrupts.number:
-            code = self._failed.exit_code or 0
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            waits = any(process.exit_code is None for process in processes)
-            rest = f"; the others have {self._grace_s:g} s to end (--grace)" if waits else ""
-            log(f"host-{self._failed.host} {how}{rest}", command="lab")
-        return True
+def _wait(lab: Lab, processes: Sequence[HostProcess], *, grace_s: float, received: Sequence[int]) -> HostProcess | None:
+    """Wait until all commands have ended; return the first that failed, after which the others have some time left."""
+    failed: HostProcess | None = None
+    deadline_s, is_passed_on = math.inf, False
+    while True:
+        is_running = any(process.exit_code is None for process in processes)
+        if failed is None:
+            failed = next((process for process in processes if process.exit_code), None)
+            if failed is not None and not received:
+                code = failed.exit_code or 0
+                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                rest = f"; the others have {grace_s:g} s to end (--grace)" if is_running else ""
+                log(f"host-{failed.host} {how}{rest}", command="lab")
+                deadline_s = time.monotonic() + grace_s
+        if not is_running:
+            return failed
+        if received and not is_passed_on:
+            is_passed_on, deadline_s = True, time.monotonic() + _STOP_S
+            for process in processes:
+                process.send_signal(received[-1])
+        if time.monotonic() > deadline_s:
+            for process in processes:
+                process.kill()
+        time.sleep(_BEAT_S)
+        lab.check()
 
 
 class Outputs:
@@ -236,9 +189,7 @@ class Outputs:
         """Return itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Wait for the last lines, but not for a process that outlives its command and keeps a pipe open."""
         for end in self._ends:
             os.close(end)
@@ -279,40 +230,29 @@ class Outputs:
                         print(prefix + text, file=sys.stderr, flush=True)
 
 
-def show_summary(lab: Lab, processes: Sequence[HostProcess], *, seconds: float, is_quiet: bool) -> dict[str, Any]:
+def _summary(lab: Lab, processes: Sequence[HostProcess], *, seconds: float, is_quiet: bool) -> dict[str, Any]:
     """Show on stderr what each host sent, and return it."""
-    counters, samples = lab.counters(), lab.samples()
-    hosts = []
-    for process, count in zip(processes, counters, strict=True):
-        hosts.append(
-            {
-                "host": process.host,
-                "exit_code": process.exit_code,
-                "sent_bytes": count.sent_bytes,
-                "received_bytes": count.received_bytes,
-                "peak_sent_bits_per_s": round(peak_rate(sent_by(samples, host=process.host))),
-            }
-        )
+    samples = lab.samples()
+    hosts: list[dict[str, Any]] = [
+        {
+            "host": process.host, "exit_code": process.exit_code, "sent_bytes": count.sent_bytes,
+            "received_bytes": count.received_bytes,
+            "peak_sent_bits_per_s": round(peak_rate(sent_by(samples, host=process.host))),
+        }
+        for process, count in zip(processes, lab.counters(), strict=True)
+    ]  # fmt: skip
     if not is_quiet:
         table = Table(title=f"{format_seconds(seconds)}, bytes as the kernel counted them", title_justify="left")
         for column in ("host", "exit code", "sent", "received", "peak sent in 100 ms"):
             table.add_column(column, justify="left" if column == "host" else "right")
         for row in hosts:
-            sent, received = format_bytes(row["sent_bytes"] or 0), format_bytes(row["received_bytes"] or 0)
-            peak = format_rate(row["peak_sent_bits_per_s"] or 0)
+            sent, received = format_bytes(row["sent_bytes"]), format_bytes(row["received_bytes"])
+            peak = format_rate(row["peak_sent_bits_per_s"])
             table.add_row(f"host-{row['host']}", str(row["exit_code"]), sent, received, peak)
         console = Console(stderr=True)
         console.print(table)
         console.print(f"logs and counts: {lab.folder}", soft_wrap=True, highlight=False)
     return {"seconds": seconds, "settings": lab.settings.to_json(), "hosts": hosts}
-
-
-def _folder(options: LabOptions) -> Path:
-    folder = options.out or Path("runs") / f"lab-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-    if (folder / "counters.jsonl").exists():
-        raise refusal("--out holds another lab's counts", got=folder, allowed="a folder without a lab",
-                      remedy=f"--out {folder}-2")  # fmt: skip
-    return folder
 
 
 def _doctor(arguments: Sequence[str]) -> int:
@@ -332,9 +272,5 @@ def _doctor(arguments: Sequence[str]) -> int:
             if check.remedy:
                 print(f"         {check.remedy}")
     if arguments:
-        print(json.dumps([check.to_json() for check in checks]))
+        print(json.dumps([dataclasses.asdict(check) for check in checks]))
     return 0 if all(check.is_ok for check in checks) else FAILED
-
-
-def _shell_code(exit_code: int) -> int:
-    return 128 - exit_code if exit_code < 0 else exit_code

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
-from thinwire.cli.output import finish_output, print_error, protect_output
+from thinwire.cli.output import ReaderGone, finish_output, print_error, protect_output
 from thinwire.errors import unknown_name
 from thinwire.version import __version__
 
@@ -42,7 +43,7 @@ COMMANDS = {
 }
 # Commands whose module has another name; the function has the command's.
 _MODULES = {
-    **dict.fromkeys(("status", "pause", "resume", "leave"), "admin_client"),
+    **dict.fromkeys(("join", "invite", "status", "pause", "resume", "leave"), "elastic_commands"),
     **dict.fromkeys(("generate", "eval", "export"), "model_commands"),
 }
 
@@ -55,12 +56,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from a full disk.
 
     Returns:
-        The exit code: 0, 1 for an error while running, 2 for a wrong command line.
+        The exit code: 0, 1 for an error while running, 2 for a wrong command line, 141 where the reader of stdout has
+        gone.
     """
     if arguments is not None:
         return _run(arguments)
     protect_output()
-    code = _run(sys.argv[1:])
+    try:
+        code = _run(sys.argv[1:])
+        print(end="", flush=True)
+    except ReaderGone:
+        # the reader of our output has gone, as `| head` does: end like a program that SIGPIPE ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     if not finish_output():
         print_error("", "output was lost: no room where stdout goes; make room there")
         return code or 1
@@ -70,7 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
-        print(_usage())
+        width = max(map(len, COMMANDS))
+        lines = [f"  {name.ljust(width)}  {about}" for name, about in COMMANDS.items()]
+        print("usage: thinwire COMMAND [options]", "", *lines, "", sep="\n")
+        print("thinwire COMMAND --help lists a command's options.")
         return 0 if arguments else 2
     if name == "--version":
         print(f"thinwire {__version__}")
@@ -79,22 +90,8 @@ def _run(arguments: Sequence[str]) -> int:
         print_error("", unknown_name("command", name, COMMANDS))
         return 2
     module = importlib.import_module(f"thinwire.cli.{_MODULES.get(name, name)}")
-    try:
-        code: int = getattr(module, name if name in _MODULES else "main")(arguments[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # the reader of our output has gone, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    code: int = getattr(module, name if name in _MODULES else "main")(arguments[1:])
     return code
-
-
-def _usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name.ljust(width)}  {about}" for name, about in COMMANDS.items()]
-    return "\n".join(
-        ["usage: thinwire COMMAND [options]", "", *lines, "", "thinwire COMMAND --help lists a command's options."]
-    )
 
 
 if __name__ == "__main__":

@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json as json_format
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.argument_parsing import argument, command
 from thinwire.training.method_catalog import method_entry
 
 _MAX_COLUMNS = 100
@@ -23,20 +20,15 @@ _MAX_COLUMNS = 100
 class MethodsOptions:
     """List the methods of `thinwire train --method`, or explain one: paper, equations, options."""
 
-    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
+    name: str | None = argument("NAME", None)
     """Method to explain."""
     json: bool = False
     """Print one JSON object on stdout instead of text."""
 
 
-@command("methods")
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire methods --help`.
-
-    Returns:
-        0, or 2 for wrong options.
-    """
-    options = parse_options(MethodsOptions, arguments, prog="thinwire methods")
+@command("methods", MethodsOptions)
+def main(options: MethodsOptions) -> int:
+    """Run `thinwire methods`."""
     if options.name is not None:
         method_entry(options.name)  # refuses an unknown one before torch is imported
     from thinwire.methods import RECIPES

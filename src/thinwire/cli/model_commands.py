@@ -5,17 +5,14 @@ from __future__ import annotations
 import json as json_format
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import tyro
-
-from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.argument_parsing import argument, command
 from thinwire.cli.output import log, printable
-from thinwire.cli.train_options import is_named
-from thinwire.errors import refusal, unknown_name
+from thinwire.errors import refusal
 from thinwire.options import option
 from thinwire.runlog.measures import per_sample
 from thinwire.training.config import TrainConfig, check_language, find_run, read_config
@@ -25,7 +22,6 @@ from thinwire.workloads.cards import LANGUAGE, WorkloadCard, card_of
 if TYPE_CHECKING:
     from thinwire.inference import TrainedModel
 
-_Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 # Layout of a text; everything else that could steer the terminal is replaced.
 _KEPT = ("\n", "\t")
 _PROGRESS_S = 5.0
@@ -35,7 +31,7 @@ _PROGRESS_S = 5.0
 class GenerateOptions:
     """Continue a text with the model of a run; the tokens are printed as they come."""
 
-    run: _Run
+    run: Path = argument("RUN")
     """The run's folder."""
     prompt: str
     """Beginning of the text."""
@@ -49,7 +45,7 @@ class GenerateOptions:
     """Of the draws: the same seed gives the same text."""
     step: int | None = None
     """Take the checkpoint of this step. Default: the run's result, else its newest checkpoint."""
-    device: str = "cpu"
+    device: str = option("cpu", choices=("cpu", "cuda"))
     """cpu or cuda."""
 
 
@@ -57,9 +53,9 @@ class GenerateOptions:
 class ExportOptions:
     """Write the model of a run into a folder that other software opens."""
 
-    run: _Run
+    run: Path = argument("RUN")
     """The run's folder."""
-    to: str
+    to: str = option(MISSING, choices=("hf", "safetensors"))
     """hf: a folder for AutoModelForCausalLM and AutoTokenizer; safetensors: weights under thinwire's names."""
     out: Path
     """New or empty folder."""
@@ -71,35 +67,30 @@ class ExportOptions:
 class EvalOptions:
     """Compute loss, perplexity and bits per byte of the model of a run on a text, or loss and accuracy on images."""
 
-    run: _Run
+    run: Path = argument("RUN")
     """The run's folder."""
     data: str | None = None
     """File, folder, stdlib or hf:NAME, as for train. Default: the part of the run's data that was held out."""
-    max_bytes: str = "1MB"
-    """Text to read at most, such as 200kB; 0 reads all."""
+    max_bytes: str | None = None
+    """Text to read at most, such as 200kB; 0 reads all. Default: 1MB."""
     batch_size: int = option(8, least=1)
     """Sequences that are computed together."""
     step: int | None = None
     """Take the checkpoint of this step. Default: the run's result, else its newest checkpoint."""
-    device: str = "cpu"
+    device: str = option("cpu", choices=("cpu", "cuda"))
     """cpu or cuda."""
     json: bool = False
     """Print one JSON object on stdout instead of lines."""
 
 
-@command("generate")
-def generate(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire generate --help`.
-
-    Returns:
-        0, 1 for an error while running, 2 for wrong options.
-    """
-    options = parse_options(GenerateOptions, arguments, prog="thinwire generate")
+@command("generate", GenerateOptions)
+def generate(options: GenerateOptions) -> int:
+    """Run `thinwire generate`."""
     if not options.prompt:
         raise refusal("--prompt is empty", got="''", allowed="one character or more", remedy="--prompt 'def '")
-    config = _config_of(options.run, step=options.step, device=options.device)
+    config = _config_of(options)
     check_language(config, what="thinwire generate", remedy=f"thinwire eval {options.run}")
-    trained = _load(options.run, step=options.step, device=options.device)
+    trained = _load(options)
     from thinwire.workloads.language.generation import Sampling
     from thinwire.workloads.language.generation import generate as continuation
 
@@ -115,20 +106,13 @@ def generate(arguments: Sequence[str]) -> int:
     return 0
 
 
-@command("export", remedy="choose another --out")
-def export(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire export --help`.
-
-    Returns:
-        0, 1 for an error while running, 2 for wrong options.
-    """
-    options = parse_options(ExportOptions, arguments, prog="thinwire export")
-    if options.to not in ("hf", "safetensors"):
-        raise unknown_name("--to", options.to, ("hf", "safetensors"))
-    config = _config_of(options.run, step=options.step)
+@command("export", ExportOptions, remedy="choose another --out")
+def export(options: ExportOptions) -> int:
+    """Run `thinwire export`."""
+    config = _config_of(options)
     if options.to == "hf":
         check_language(config, what="--to hf", remedy="--to safetensors")
-    trained = _load(options.run, step=options.step, device="cpu")
+    trained = _load(options)
     from thinwire.inference import export_model
 
     export_model(trained, options.out, to=options.to)
@@ -137,34 +121,25 @@ def export(arguments: Sequence[str]) -> int:
     return 0
 
 
-@command("eval")
-def eval(arguments: Sequence[str]) -> int:  # noqa: A001
-    """Run the command; see `thinwire eval --help`.
-
-    Returns:
-        0, 1 for an error while running, 2 for wrong options.
-    """
-    options = parse_options(EvalOptions, arguments, prog="thinwire eval")
-    max_bytes = int(parse_bytes(options.max_bytes)) or None
-    config = _config_of(options.run, step=options.step, device=options.device)
+@command("eval", EvalOptions)
+def eval(options: EvalOptions) -> int:  # noqa: A001
+    """Run `thinwire eval`."""
+    max_bytes = int(parse_bytes("1MB" if options.max_bytes is None else options.max_bytes)) or None
+    config = _config_of(options)
     if (card := card_of(config.run.workload)) is not LANGUAGE:
-        for name in ("data", "max-bytes"):
-            if is_named(name, arguments):
-                check_language(config, what=f"--{name}", remedy=f"to leave --{name} out")
+        for flag, given in (("--data", options.data), ("--max-bytes", options.max_bytes)):
+            if given is not None:
+                check_language(config, what=flag, remedy=f"to leave {flag} out")
         return _eval_held_out(options, card)
-    trained = _load(options.run, step=options.step, device=options.device)
+    trained = _load(options)
     from thinwire.inference import evaluate, read_texts
 
     texts = read_texts(trained, data=options.data, max_bytes=max_bytes)
     found = evaluate(trained, texts, batch_size=options.batch_size, on_tokens=_Progress())
     data = options.data or f"held-out part of {trained.config.data.source}"
-    if options.json:
-        values = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        counts = {"tokens": found.num_tokens, "bytes": found.num_bytes, "data": data, "step": trained.step}
-        print(json_format.dumps({**finite, **counts}), flush=True)
-        return 0
     is_cut = max_bytes is not None and found.num_bytes >= max_bytes - 3  # a character is not cut
+    values = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
+    counts = {"tokens": found.num_tokens, "bytes": found.num_bytes, "data": data, "step": trained.step}
     rows = {
         "loss": f"{found.loss:.4f} nats per token",
         "perplexity": f"{found.perplexity:,.2f}",
@@ -173,28 +148,33 @@ def eval(arguments: Sequence[str]) -> int:  # noqa: A001
         f"{found.num_tokens:,} tokens",
         "model": _origin(trained),
     }
-    for name, value in rows.items():
-        print(f"{name:<15}{value}")
-    return 0
+    return _print_found(values, counts, rows, as_json=options.json)
 
 
 def _eval_held_out(options: EvalOptions, card: WorkloadCard) -> int:
-    trained = _load(options.run, step=options.step, device=options.device)
+    trained = _load(options)
     from thinwire.inference import evaluate_held_out
 
-    (loss, *values), count = evaluate_held_out(trained, batch_size=options.batch_size)
+    (loss, *others), count = evaluate_held_out(trained, batch_size=options.batch_size)
     metric, samples = card.measures.metric, card.measures.samples
-    named = {} if metric is None else {metric.name: values[0]}
     data = f"held-out part of {trained.config.data.source}"
-    if options.json:
-        finite = {name: value if math.isfinite(value) else None for name, value in {"loss": loss, **named}.items()}
-        print(json_format.dumps({**finite, samples: count, "data": data, "step": trained.step}), flush=True)
-        return 0
-    rows = {} if metric is None else {metric.name: metric.show(values[0])}
+    rows = {} if metric is None else {metric.name: metric.show(others[0])}
     rows |= {
         "loss": f"{loss:.4f} {per_sample(samples)}", "data": f"{printable(data)}: {count:,} {samples}",
         "model": _origin(trained),
     }  # fmt: skip
+    values = {"loss": loss, **({} if metric is None else {metric.name: others[0]})}
+    counts = {samples: count, "data": data, "step": trained.step}
+    return _print_found(values, counts, rows, as_json=options.json)
+
+
+def _print_found(
+    values: Mapping[str, float], counts: Mapping[str, object], rows: Mapping[str, str], *, as_json: bool
+) -> int:
+    if as_json:
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        print(json_format.dumps({**finite, **counts}), flush=True)
+        return 0
     for name, value in rows.items():
         print(f"{name:<15}{value}")
     return 0
@@ -214,20 +194,18 @@ class _Progress:
             log(f"{done:,} of {total:,} tokens, {left_s:.0f} s left", command="eval")
 
 
-def _config_of(run_dir: Path, *, step: int | None, device: str = "cpu") -> TrainConfig:
+def _config_of(options: GenerateOptions | ExportOptions | EvalOptions) -> TrainConfig:
     """Check what names a model, without torch, and return the options of its run."""
-    if device not in ("cpu", "cuda"):
-        raise unknown_name("--device", device, ("cpu", "cuda"))
-    if step is not None and step < 1:
-        raise refusal("--step is too small", got=step, allowed="1 or more",
-                      remedy=f"thinwire checkpoints {run_dir}, which lists the steps")  # fmt: skip
-    return read_config(find_run(run_dir))
+    if options.step is not None and options.step < 1:
+        raise refusal("--step is too small", got=options.step, allowed="1 or more",
+                      remedy=f"thinwire checkpoints {options.run}, which lists the steps")  # fmt: skip
+    return read_config(find_run(options.run))
 
 
-def _load(run_dir: Path, *, step: int | None, device: str) -> TrainedModel:
+def _load(options: GenerateOptions | ExportOptions | EvalOptions) -> TrainedModel:
     from thinwire.inference import load_trained
 
-    return load_trained(run_dir, step=step, device=device)
+    return load_trained(options.run, step=options.step, device=getattr(options, "device", "cpu"))
 
 
 def _origin(trained: TrainedModel) -> str:

@@ -28,9 +28,18 @@ def printable(text: object) -> str:
     return str(text).translate(_CONTROL)
 
 
+def print_line(text: object = "") -> None:
+    """Print a line on stdout without control characters."""
+    print(printable(text))
+
+
 def log(text: object, *, command: str = "") -> None:
     """Print a line for people on stderr, with the command that prints it."""
     print(f"thinwire {command}".rstrip() + f": {text}", file=sys.stderr, flush=True)
+
+
+def log_nothing(text: object) -> None:
+    """Print nothing: for a quiet command, or a rank of a host that is not its first."""
 
 
 def log_if_possible(text: str) -> None:
@@ -42,6 +51,10 @@ def log_if_possible(text: str) -> None:
 def print_error(command: str, error: object) -> None:
     """Print an error on stderr, in one line."""
     log(f"error: {printable(' '.join(str(error).split()))}", command=command)
+
+
+class ReaderGone(OSError):
+    """The reader of a pipe has gone, as `| head` does. No BrokenPipeError, for rich would end the process with 1."""
 
 
 class DurableStream(io.TextIOBase):
@@ -82,12 +95,10 @@ class DurableStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """The encoding of the text."""
         return self._encoding
 
     @property
     def errors(self) -> str:  # type: ignore[override]
-        """Handling of characters that the encoding lacks."""
         return self._errors
 
     @property
@@ -96,18 +107,15 @@ class DurableStream(io.TextIOBase):
         return self._num_bytes
 
     def fileno(self) -> int:
-        """Return the file descriptor."""
         return self._descriptor
 
     def isatty(self) -> bool:
-        """Return whether this is a terminal."""
         try:
             return os.isatty(self._descriptor)
         except OSError:
             return False
 
     def writable(self) -> bool:
-        """Return that it can be written to."""
         return True
 
     def write(self, text: str) -> int:
@@ -157,6 +165,8 @@ class DurableStream(io.TextIOBase):
             if not is_no_room(error) and error.errno != errno.EAGAIN:
                 self._lines, self._num_bytes = [], 0
                 if not self._is_lossy:
+                    if isinstance(error, BrokenPipeError):
+                        raise ReaderGone(*error.args) from None
                     raise
                 return
         rest = data[written:]

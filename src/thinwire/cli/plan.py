@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
-from thinwire.cli.argument_parsing import FAILED, command, parse_options
-from thinwire.cli.output import log, print_error
+from thinwire.cli.argument_parsing import FAILED, command
+from thinwire.cli.output import log, print_error, print_line
 from thinwire.cli.plan_inside import (
     load_sites,
     plan_across,
@@ -24,7 +21,7 @@ from thinwire.cli.plan_inside import (
     with_speeds,
 )
 from thinwire.cli.plan_options import PlanOptions, cluster_of
-from thinwire.cli.tables import plain, print_wide
+from thinwire.cli.tables import print_table
 from thinwire.codec_specs import codec_key
 from thinwire.errors import excluded, refusal
 from thinwire.files import write_json
@@ -36,40 +33,33 @@ from thinwire.workloads.language.presets import check_model
 
 if TYPE_CHECKING:
     from thinwire.planning.plan import Needs, Outlook, Plan
-    from thinwire.planning.search import PlanConstraints
     from thinwire.planning.training_task import TrainingTask
 
 _HEAD = (
     "method", "H", "tau", "layers", "codec", "exchange", "machines", "time", "computing", "loss", "to equal loss",
     "sent a step", "peak rate",
 )  # fmt: skip
-_TEXT_COLUMNS = ("method", "codec", "exchange")
 _TOP, _NAMED = 3, 8
 # Assumed for a machine whose memory nothing states: that of a large card at home.
 _USUAL_MEMORY = "24GB"
 
 
-@command("plan", remedy="give another file")
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire plan --help`.
-
-    Returns:
-        0, 1 where no plan meets the limits or a file cannot be read or written, 2 for wrong options.
-    """
-    basic = ("cluster", "hosts", "rate", "latency", "flops", "memory", "model", "inside", "tokens", "out")
-    options = parse_options(PlanOptions, arguments, prog="thinwire plan", basic=basic)
+@command("plan", PlanOptions, remedy="give another file",
+         basic="cluster hosts rate latency flops memory model inside tokens out")  # fmt: skip
+def main(options: PlanOptions) -> int:
+    """Run `thinwire plan`."""
     if len(options.inside) == 1:
         return plan_inside(options)
     for name in ("lengths", "links", "profile"):
         if (given := getattr(options, name)) is not None:
             raise refusal(f"--{name} belongs to one --inside", got=given, allowed="one site file with it",
                           remedy=f"--inside site.json --{name} {given}")  # fmt: skip
-    check_options(options)
+    _check(options)
     if options.inside:
         return _plan_sites(options)
-    cluster, source = with_memory(cluster_of(options), options)
+    cluster, source = _with_memory(cluster_of(options), options)
     # torch, which takes seconds: what shows without it has been refused by now
-    workload = workload_of(options)
+    workload = _workload(options)
 
     def memory(plan: Plan) -> list[str]:
         return [_memory(plan, workload, cluster, source=source)]
@@ -83,7 +73,7 @@ def _plan_sites(options: PlanOptions) -> int:
     A model that does not fit a site is planned as one replica over all of them.
     """
     sites = load_sites(options)
-    workload = workload_of(options)
+    workload = _workload(options)
     workload = dataclasses.replace(workload, batch_size=site_sequences(options, workload, sites), global_batch=None)
     joined = _joined(options, list(sites))
     try:
@@ -103,18 +93,13 @@ def _plan_sites(options: PlanOptions) -> int:
 
 
 def _joined(options: PlanOptions, names: Sequence[str]) -> Cluster:
-    """Return the sites as machines of a cluster, joined as the options say; their speeds follow from their plans.
-
-    Raises:
-        ValueError: The options lack something, or the cluster's replicas are no sites.
-        DataError: The file is no cluster.
-    """
+    """Return the sites as machines of a cluster, joined as the options say; their speeds follow from their plans."""
     if options.cluster is not None:
         cluster = cluster_of(options, needs_flops=False)
         found = [machine.name for machine in cluster.machines]
         if sorted(found) != sorted(names):
-            raise refusal("the replicas of --cluster are not the sites", got=", ".join(found[:_NAMED]),
-                          allowed=", ".join(names[:_NAMED]), remedy="replicas named like the site files")  # fmt: skip
+            raise refusal("the replicas of --cluster are not the sites", got=_few(found),
+                          allowed=_few(names), remedy="replicas named like the site files")  # fmt: skip
         return cluster
     if options.rate is None:
         raise refusal("nothing says how the sites are joined", got="no --rate", allowed="--rate, or --cluster FILE",
@@ -137,18 +122,21 @@ def _plan_between(
         memory: Lines of the output about a plan's memory.
         more: Contents of the plan's file beside the plan.
     """
-    from thinwire.planning.explain import explain
-    from thinwire.planning.search import make_plan
+    from thinwire.planning.candidates import COMPARED, INTERVALS
+    from thinwire.planning.explain import explain, write_plan_figure
+    from thinwire.planning.search import PlanConstraints, make_plan
 
-    plan = make_plan(workload, cluster, _constraints(options))
+    wishes = PlanConstraints(
+        methods=options.method or COMPARED, intervals=options.interval or INTERVALS, codecs=options.codec,
+        min_utilisation=options.min_utilisation, max_penalty=options.max_penalty, min_replicas=options.min_replicas,
+    )  # fmt: skip
+    plan = make_plan(workload, cluster, wishes)
     if options.json:
         print(json.dumps({**plan.to_json(), **more}))
     else:
         arithmetic = ["", *explain(plan, workload, cluster)] if options.explain else []
         _show(plan, [*memory(plan), *arithmetic])
     if options.figure is not None:
-        from thinwire.planning.explain import write_plan_figure
-
         write_plan_figure(plan, options.figure)
         log(f"figure written to {options.figure}", command="plan")
     if not plan.is_met:
@@ -165,12 +153,8 @@ def _plan_between(
     return 0
 
 
-def check_options(options: PlanOptions) -> None:
-    """Check what is to be trained and chosen from, as far as it shows without torch.
-
-    Raises:
-        ValueError: There is no such model, method or codec, or a number is out of its range.
-    """
+def _check(options: PlanOptions) -> None:
+    """Check what is to be trained and chosen from, as far as it shows without torch."""
     check_model(options.model)
     if options.torchtitan is not None:
         raise refusal("--torchtitan writes the plan of one site", got=f"{len(options.inside)} of --inside",
@@ -190,12 +174,8 @@ def check_options(options: PlanOptions) -> None:
                       remedy="--max-penalty 0.05, which is 5 %")  # fmt: skip
 
 
-def with_memory(cluster: Cluster, options: PlanOptions) -> tuple[Cluster, str]:
-    """Assume a memory where none is stated.
-
-    Returns:
-        The machines, and how their memory is known, for the output.
-    """
+def _with_memory(cluster: Cluster, options: PlanOptions) -> tuple[Cluster, str]:
+    """Assume a memory where none is stated; return the machines, and how their memory is known, for the output."""
     unknown = [machine.name for machine in cluster.machines if machine.memory_bytes is None]
     if not unknown:
         return cluster, "--memory" if options.cluster is None else "the cluster file"
@@ -209,12 +189,7 @@ def with_memory(cluster: Cluster, options: PlanOptions) -> tuple[Cluster, str]:
     return dataclasses.replace(cluster, machines=machines), f"assumed{who}; {remedy}"
 
 
-def workload_of(options: PlanOptions) -> TrainingTask:
-    """Return what is to be trained.
-
-    Raises:
-        ValueError: There is no such model, or a number is out of its range.
-    """
+def _workload(options: PlanOptions) -> TrainingTask:
     from thinwire.planning.training_task import TrainingTask
     from thinwire.training.config import default_seq_len
     from thinwire.workloads.language import build_model
@@ -227,43 +202,42 @@ def workload_of(options: PlanOptions) -> TrainingTask:
     )  # fmt: skip
 
 
-def _constraints(options: PlanOptions) -> PlanConstraints:
-    from thinwire.planning.candidates import COMPARED, INTERVALS
-    from thinwire.planning.search import PlanConstraints
-
-    return PlanConstraints(
-        methods=options.method or COMPARED, intervals=options.interval or INTERVALS, codecs=options.codec,
-        min_utilisation=options.min_utilisation, max_penalty=options.max_penalty, min_replicas=options.min_replicas,
-    )  # fmt: skip
-
-
 def _show(plan: Plan, more: Sequence[str]) -> None:
     """Print a plan."""
-    console = Console(highlight=False, soft_wrap=True)
-
-    def line(text: str = "") -> None:
-        console.print(plain(text))
-
-    line(
+    print_line(
         f"{plan.model}, {format_count(plan.num_parameters)} parameters, {format_count(plan.tokens)} tokens, sequences "
         f"of {plan.seq_len}"
     )
-    line()
-    print_wide(_table(plan))
+    print_line()
+    print_table(_HEAD, map(_cells, _shown_outlooks(plan)), left=("method", "codec", "exchange"))
     notes = dict.fromkeys(note for one in plan.outlooks if one.penalty for note in one.penalty.notes)
     if notes:
-        line()
+        print_line()
         for note in notes:
-            line(f"~ {note}")
-    line()
-    line(_verdict(plan))
-    for text in [*_alone(plan), *_needs(plan.needs, plan.best), *_uneven(plan)]:
-        line(text)
+            print_line(f"~ {note}")
+    print_line()
+    best, names = plan.best, plan.best.candidate.replicas
+    print_line(
+        f"{'best' if plan.is_met else 'nearest'}: {best.candidate.describe()} ({_few(names)}): "
+        f"{format_long(best.prediction.total_s)}, {best.prediction.compute_utilisation:.1%} of it computing"
+    )
+    for text in [*_alone(plan), *_needs(plan.needs, best)]:
+        print_line(text)
+    if plan.uneven is not None:
+        batches = _few([f"{name} {count}" for name, count in plan.uneven.sequences.items()])
+        print_line(
+            f"unequal machines: batches by speed ({batches}) compute {plan.uneven.speedup:.3g} times as many tokens a "
+            f"second; elastic runs take them: thinwire train --elastic, thinwire join --batch-size"
+        )
     for rejection in plan.rejections:
         others = f" and {rejection.count - 1} more" if rejection.count > 1 else ""
-        line(f"left out: {rejection.what}{others}: {rejection.reason}")
+        print_line(f"left out: {rejection.what}{others}: {rejection.reason}")
     for text in more:
-        line(text)
+        print_line(text)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def _memory(plan: Plan, workload: TrainingTask, cluster: Cluster, *, source: str) -> str:
@@ -276,21 +250,17 @@ def _memory(plan: Plan, workload: TrainingTask, cluster: Cluster, *, source: str
     return f"memory: a replica needs about {format_bytes(needed)} of {format_bytes(least)} ({source}){at_once}"
 
 
-def _table(plan: Plan) -> Table:
-    """Return the first few, what nothing beats in time and loss, and the best of each method; the file has all."""
+def _shown_outlooks(plan: Plan) -> Iterator[Outlook]:
+    """Yield the first few, what nothing beats in time and loss, and the best of each method; the file has all."""
     from thinwire.planning.plan import pareto
 
     shown = {id(one) for one in (*plan.outlooks[:_TOP], *pareto(plan.outlooks))}
     methods: set[tuple[str, bool]] = set()
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in _HEAD:
-        table.add_column(name, justify="left" if name in _TEXT_COLUMNS else "right", no_wrap=True)
     for outlook in plan.outlooks:
         kind = outlook.candidate.method, outlook.candidate.num_replicas == 1
         if id(outlook) in shown or kind not in methods:
-            table.add_row(*map(plain, _cells(outlook)))
+            yield outlook
         methods.add(kind)
-    return table
 
 
 def _cells(outlook: Outlook) -> tuple[str, ...]:
@@ -306,37 +276,14 @@ def _cells(outlook: Outlook) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _verdict(plan: Plan) -> str:
-    best = plan.best
-    names = best.candidate.replicas
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return (
-        f"{'best' if plan.is_met else 'nearest'}: {best.candidate.describe()} ({', '.join(names[:_NAMED])}{more}): "
-        f"{format_long(best.prediction.total_s)}, {best.prediction.compute_utilisation:.1%} of it computing"
-    )
-
-
 def _alone(plan: Plan) -> list[str]:
     if plan.alone is None or plan.alone is plan.best:
         return []
-    times = plan.alone.equal_loss_s / plan.best.equal_loss_s
-    name = plan.alone.candidate.replicas[0]
-    alone = f"{name} alone takes {format_long(plan.alone.prediction.total_s)}"
+    alone = f"{plan.alone.candidate.replicas[0]} alone takes {format_long(plan.alone.prediction.total_s)}"
     if math.isinf(plan.best.equal_loss_s):
         return [alone]
+    times = plan.alone.equal_loss_s / plan.best.equal_loss_s
     return [f"{alone}; all together are {times:.3g} times as fast to equal loss"]
-
-
-def _uneven(plan: Plan) -> list[str]:
-    if plan.uneven is None:
-        return []
-    names = list(plan.uneven.sequences)
-    batches = ", ".join(f"{name} {plan.uneven.sequences[name]}" for name in names[:_NAMED])
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return [
-        f"unequal machines: batches by speed ({batches}{more}) compute {plan.uneven.speedup:.3g} times as many "
-        f"tokens a second; elastic runs take them: thinwire train --elastic, thinwire join --batch-size"
-    ]
 
 
 def _needs(needs: Needs | None, best: Outlook) -> list[str]:

@@ -9,13 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
 from thinwire.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
-from thinwire.cli.output import log
+from thinwire.cli.output import log, print_line
 from thinwire.cli.plan_options import PlanOptions
-from thinwire.cli.tables import plain, print_wide
+from thinwire.cli.tables import print_table
 from thinwire.codec_specs import DEFAULT_ACTIVATION_CODE, activation_bytes, activation_codecs
 from thinwire.errors import DataError, excluded, refusal
 from thinwire.files import LARGEST_NUMBER, read_json, short, write_json, write_whole
@@ -45,19 +42,13 @@ _HEAD = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp", "schedule", "micro-batch", "accumulation", "ZeRO", "recompute",
     "peak", "step", "beside the best",
 )  # fmt: skip
-_TEXT_COLUMNS = ("schedule", "beside the best")
 _SHOWN_RUNNERS_UP = 4
 _MOST_TIMES = 1 << 20
 _MOST_PROFILE_BYTES = 2**20
 
 
 def plan_inside(options: PlanOptions) -> int:
-    """Plan inside a site, print the plan and write it.
-
-    Raises:
-        ValueError: An option does not go with the others, or no layout fits.
-        DataError: The file is no site.
-    """
+    """Plan inside a site, print the plan and write it."""
     check_inside_options(options)
     site = load_site(options.inside[0], links=options.links)
     if options.profile is not None:
@@ -66,16 +57,7 @@ def plan_inside(options: PlanOptions) -> int:
 
 
 def plan_across(options: PlanOptions, sites: Mapping[str, Site], cluster: Cluster) -> int:
-    """Plan one replica on the devices of several sites, print the plan and write it.
-
-    Args:
-        options: The options.
-        sites: By name; a model that each of them holds is planned as several replicas instead.
-        cluster: How the sites are joined.
-
-    Raises:
-        ValueError: No layout fits all of them together.
-    """
+    """Plan one replica on the devices of several sites, which `cluster` joins, print the plan and write it."""
 
     def border(source: str, destination: str) -> NodeLink:
         wire = cluster.wire(source, destination)
@@ -118,11 +100,7 @@ def _plan_on(site: Site, options: PlanOptions) -> int:
 
 
 def _border_code(site: Site, text: str) -> tuple[str, str] | None:
-    """Return the codecs of what crosses between sites, or None for 16 bits.
-
-    Raises:
-        ValueError: There is no such code, or nothing crosses.
-    """
+    """Return the codecs of what crosses between sites, or None for 16 bits."""
     if not site.has_border and text != "auto":
         raise refusal("--activation-code is for what crosses between sites", got="nodes of one site", allowed="auto",
                       remedy='two or more --inside, or "site" at the nodes of the file')  # fmt: skip
@@ -162,9 +140,6 @@ def profiled_flops_per_s(path: Path) -> float:
     """Return the FLOP/s of both passes of a step, from what `thinwire bench profile --json` has printed.
 
     The optimizer's update is not in it: a plan takes it to need no time.
-
-    Raises:
-        DataError: There is no such file, or it is no profile.
     """
     from thinwire.planning.predict import FLOPS_PER_PARAMETER  # imports torch
 
@@ -183,12 +158,7 @@ def profiled_flops_per_s(path: Path) -> float:
 
 
 def load_sites(options: PlanOptions) -> dict[str, Site]:
-    """Read several site files; a site has the name of its file, with a number where a name is there twice.
-
-    Raises:
-        ValueError: The speed or memory of machines is given, which the files state.
-        DataError: A file is no site.
-    """
+    """Read several site files; a site has the name of its file, with a number where a name is there twice."""
     given = [f"--{name}" for name in ("hosts", "flops", "memory") if getattr(options, name) is not None]
     if given:
         raise excluded("--inside", ", ".join(given), why="the site files state it",
@@ -202,9 +172,6 @@ def site_sequences(options: PlanOptions, workload: TrainingTask, sites: Mapping[
     """Return the sequences of a step of each site.
 
     Where no batch is given it is the best published one, in multiples of the sites' devices if that leaves any.
-
-    Raises:
-        ValueError: The batch of all sites together holds no whole number of sequences for each.
     """
     if options.batch_size is not None:
         return options.batch_size
@@ -216,11 +183,7 @@ def site_sequences(options: PlanOptions, workload: TrainingTask, sites: Mapping[
 
 
 def plan_each(sites: Mapping[str, Site], options: PlanOptions, *, sequences: int) -> dict[str, SitePlan]:
-    """Plan a replica inside each site.
-
-    Raises:
-        ValueError: A site does not hold the model; names the site.
-    """
+    """Plan a replica inside each site."""
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     shape = _shape(options.model, seq_len=seq_len)
     plans: dict[str, SitePlan] = {}
@@ -269,11 +232,7 @@ def how_to_run(degrees: Degrees, path: Path, *, model: str) -> str:
 
 
 def check_inside_options(options: PlanOptions) -> None:
-    """Check the options, as far as it shows without torch and without the site.
-
-    Raises:
-        ValueError: An option belongs to plans between sites, or a value is out of its range.
-    """
+    """Check the options, as far as it shows without torch and without the site."""
     usual = {field.name: field.default for field in dataclasses.fields(options)}
     given = [f"--{name.replace('_', '-')}" for name in _BETWEEN if getattr(options, name) != usual[name]]
     if given:
@@ -384,43 +343,40 @@ def memory_chart(plan: SitePlan, *, name: str) -> Chart:
 
 
 def _show(plan: SitePlan, options: PlanOptions, lengths: LengthsOutlook | None) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-
-    def line(text: str = "") -> None:
-        console.print(plain(text))
-
     best, model = plan.best, plan.model
     layout = best.layout
-    line(
+    print_line(
         f"{options.model}, {format_count(model.num_parameters)} parameters, {layout.global_batch} sequences of "
         f"{model.seq_len} tokens a step, {_devices(plan.site)}"
     )
-    line()
-    print_wide(_table(plan))
-    line()
-    line(f"best: {layout.describe()}")
+    print_line()
+    rows = [_cells(best, "best")]
+    rows += [_cells(step, why_slower(step, best)) for step in plan.runners_up[:_SHOWN_RUNNERS_UP]]
+    print_table(_HEAD, rows, left=("schedule", "beside the best"))
+    print_line()
+    print_line(f"best: {layout.describe()}")
     parts = [
         f"{part / best.step_s:.1%} {CAUSES[name]}" for name, part in best.parts_s.items() if part > 5e-4 * best.step_s
     ]
-    line(f"time: {format_seconds(best.step_s)} a step: {', '.join(parts)}")
-    line(
+    print_line(f"time: {format_seconds(best.step_s)} a step: {', '.join(parts)}")
+    print_line(
         f"memory: at most {format_bytes(max(plan.peak_bytes))} of {format_bytes(plan.site.memory_bytes)} a device, "
         f"with {FRAGMENTATION:.0%} for fragmentation"
     )
     step_tokens = layout.global_batch * model.seq_len
-    line(
+    print_line(
         f"{format_count(options.tokens)} tokens take {format_seconds(options.tokens / step_tokens * best.step_s)} at "
         f"{format_count(step_tokens / best.step_s)} tokens a second"
     )
     for text in _lengths_lines(lengths) if lengths is not None else ():
-        line(text)
+        print_line(text)
     for text in border_lines(plan) if plan.site.has_border else ():
-        line(text)
+        print_line(text)
     left_out = sum(one.grids for one in plan.refused)
     if left_out and not options.explain:
-        line(f"refused: {left_out} grids, by rules or memory; --explain lists them")
+        print_line(f"refused: {left_out} grids, by rules or memory; --explain lists them")
     for text in _explanation(plan) if options.explain else ():
-        line(text)
+        print_line(text)
 
 
 def _devices(site: Site) -> str:
@@ -428,16 +384,6 @@ def _devices(site: Site) -> str:
     if count == 1:
         return "1 device"
     return f"{count} devices" + (f" on {len(site.nodes)} nodes" if len(site.nodes) > 1 else "")
-
-
-def _table(plan: SitePlan) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in _HEAD:
-        table.add_column(name, justify="left" if name in _TEXT_COLUMNS else "right", no_wrap=True)
-    table.add_row(*map(plain, _cells(plan.best, "best")))
-    for step in plan.runners_up[:_SHOWN_RUNNERS_UP]:
-        table.add_row(*map(plain, _cells(step, why_slower(step, plan.best))))
-    return table
 
 
 def _cells(step: StepCost, reason: str) -> tuple[str, ...]:

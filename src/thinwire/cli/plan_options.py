@@ -6,8 +6,6 @@ import dataclasses
 import math
 from pathlib import Path
 
-import tyro
-
 from thinwire.errors import excluded, refusal
 from thinwire.lab.settings import parse_access
 from thinwire.options import option
@@ -21,19 +19,14 @@ class ClusterOptions:
 
     cluster: Path | None = None
     """Cluster file (`thinwire probe` writes one)."""
-
     hosts: int | None = option(None, least=1)
     """Number of equal machines, instead of a cluster file."""
-
     rate: str | None = None
     """Access rate of each machine: 100mbit, or down/up as 100mbit/20mbit."""
-
     latency: str | None = None
     """One-way latency between machines. Default: 0ms."""
-
     flops: float | None = None
     """FLOP/s that training reaches on each machine, such as 4e13."""
-
     memory: str | None = None
     """Memory of each machine's device, such as 80GB. Default: 24GB."""
 
@@ -44,10 +37,6 @@ def cluster_of(options: ClusterOptions, *, needs_flops: bool = True) -> Cluster:
     Args:
         options: The options.
         needs_flops: Whether their compute speed is needed.
-
-    Raises:
-        ValueError: The options contradict each other, or lack something.
-        DataError: The file is no cluster.
     """
     alike = {name: getattr(options, name) for name in ("hosts", "rate", "latency", "flops", "memory")}
     given = [f"--{name}" for name, value in alike.items() if value is not None]
@@ -94,64 +83,44 @@ class PlanOptions(ClusterOptions):
 
     model: str = "nano"
     """nano, 35m, 150m, 400m, 1b, a size such as 7b, or hf:PATH."""
-
-    inside: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    inside: tuple[Path, ...] = ()
     """Site file: plan one replica on its devices. Repeated: a replica in each site, and the method between them; one
     replica over all sites if a site does not hold the model."""
-
     links: Path | None = None
     """With --inside: measured links, a cluster.json of thinwire probe or the output of mpiGraph."""
-
     profile: Path | None = None
     """With --inside: JSON of thinwire bench profile on one device; its speed replaces that of the site's devices."""
-
     lengths: Path | None = None
     """With --inside: histogram of sequence lengths; the output says what sharing them by length saves."""
-
     activation_code: str = "auto"
     """With --inside: code of activations between sites, such as block-int8/block-int4 (auto), or none."""
-
     tokens: float = option(1e9, least=1)
     """Training tokens of all replicas together, such as 25e9."""
-
     seq_len: int | None = option(None, least=1)
     """Tokens per sequence. Default: 128 for nano, else 1024."""
-
     batch_size: int | None = option(None, least=1)
     """Sequences per step and replica. Default: by --global-batch."""
-
     global_batch: float | None = option(None, least=1)
     """Tokens per step of all replicas together. Default: the best published one for the model's size."""
-
-    method: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    method: tuple[str, ...] = ()
     """Candidate method. Default: all-reduce, diloco, iso-loco. Repeatable."""
-
-    interval: tyro.conf.UseAppendAction[tuple[int, ...]] = option((), least=1)
+    interval: tuple[int, ...] = option((), least=1)
     """Candidate sync interval H. Default: 10, 20, 30, 50, 100, 200, 300, 500. Repeatable."""
-
-    codec: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    codec: tuple[str, ...] = ()
     """Candidate codec, such as bfloat16. Default: all that fit the method. Repeatable."""
-
     min_utilisation: float = 0.0
     """Smallest share of the time spent computing, such as 0.95."""
-
     max_penalty: float = 0.05
     """Largest predicted excess over the loss of data-parallel training, as a share."""
-
     min_replicas: int = option(1, least=1)
     """Smallest number of machines."""
-
     explain: bool = False
     """Show the calculation."""
-
     out: Path = Path("plan.json")
     """File of the plan."""
-
     figure: Path | None = None
     """Also write a figure as SVG: time against loss of all candidates; with --inside, memory against time."""
-
     torchtitan: Path | None = None
     """Also write the plan inside a site as sections of torchtitan's configuration, as TOML."""
-
     json: bool = False
     """Print the plan as JSON on stdout instead of tables."""

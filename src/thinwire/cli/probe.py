@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from thinwire.cli.argument_parsing import command, parse_options
-from thinwire.cli.output import log
+from thinwire.cli.argument_parsing import command
+from thinwire.cli.output import log, print_line
+from thinwire.cli.tables import print_table
 from thinwire.cli.train_options import adopt_launcher, world_size
 from thinwire.errors import refusal
 from thinwire.training.config import TrainConfig, resolve, validate
@@ -30,56 +31,37 @@ class ProbeOptions:
 
     out: Path = Path("cluster.json")
     """Cluster file that replica 0 writes; you can edit it."""
-
     model: str = "nano"
     """Model whose step is timed."""
-
     batch_size: int | None = None
     """Sequences per step. Default: 8."""
-
     seq_len: int | None = None
     """Tokens per sequence. Default: 128 for nano, else 1024."""
-
     device: str = "cpu"
     """cpu or cuda."""
-
     threads: int | None = None
     """Threads of torch. Default: the host's cores."""
-
     budget: str = "60s"
     """Approximate time for all links together."""
-
     step_time: str = "5s"
     """Approximate time for timing steps."""
-
     most: str = "32MiB"
     """Size of the largest transfer."""
-
     secret: Path | None = None
     """File of the job's secret, the same on all hosts; links are measured with encryption."""
-
     interface: str | None = None
     """Network interface that other hosts can reach, such as eth0."""
-
     address: str | None = None
     """Address of this host that other hosts can reach."""
-
     deadline: str = "60s"
     """Longest wait for a host or a message."""
-
     json: bool = False
     """Print the cluster as JSON on stdout instead of tables."""
 
 
-@command("probe", remedy="give another file with --out")
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire probe --help`.
-
-    Returns:
-        0, 1 for an error while measuring, 2 for wrong options.
-    """
-    basic = ("out", "model", "device", "secret", "budget")
-    options = parse_options(ProbeOptions, arguments, prog="thinwire probe", basic=basic)
+@command("probe", ProbeOptions, remedy="give another file with --out", basic="out model device secret budget")
+def main(options: ProbeOptions) -> int:
+    """Run `thinwire probe`."""
     adopt_launcher()
     if world_size() in (None, 1):
         raise refusal(
@@ -116,40 +98,26 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show(wires: WireMeasurements, machines: Sequence[Machine]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    rows = (
+        (machines[source].name, machines[destination].name, format_rate(fit.bandwidth_bits_per_s),
+         f"{format_rate(fit.low_bits_per_s)} to {format_rate(fit.high_bits_per_s)}",
+         format_seconds(wires.latencies_s[source, destination]),
+         format_rate(wires.together_bits_per_s[source, destination]))
+        for (source, destination), fit in wires.fits.items()
+    )  # fmt: skip
+    heads = ("from", "to", "bandwidth", "95 % interval", "latency", "while all send")
+    print_table(heads, rows, left=("from", "to"))
+    print_line()
 
-    from thinwire.cli.tables import plain
+    def shown(value: float | None, form: Callable[[float], str]) -> str:
+        return "-" if value is None else form(value)
 
-    console = Console(highlight=False, soft_wrap=True)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("from", "to", "bandwidth", "95 % interval", "latency", "while all send"):
-        table.add_column(name, justify="left" if name in ("from", "to") else "right")
-    for (source, destination), fit in wires.fits.items():
-        interval = f"{format_rate(fit.low_bits_per_s)} to {format_rate(fit.high_bits_per_s)}"
-        table.add_row(
-            plain(machines[source].name), plain(machines[destination].name), format_rate(fit.bandwidth_bits_per_s),
-            interval, format_seconds(wires.latencies_s[source, destination]),
-            format_rate(wires.together_bits_per_s[source, destination]),
-        )  # fmt: skip
-    console.print(table)
-    console.print()
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("replica", "inner step", "tokens", "FLOP/s", "free memory", "E3M0"):
-        table.add_column(name, justify="left" if name == "replica" else "right")
-    for machine in machines:
-        table.add_row(plain(machine.name), *_abilities(machine))
-    console.print(table)
+    abilities = (
+        (machine.name, shown(machine.step_s, format_seconds), shown(machine.step_tokens, "{:,.0f}".format),
+         shown(machine.flops_per_s, "{:.2e}".format), shown(machine.memory_bytes, format_bytes),
+         shown(machine.encode_bytes_per_s, lambda size: f"{format_bytes(size)}/s"))
+        for machine in machines
+    )  # fmt: skip
+    print_table(("replica", "inner step", "tokens", "FLOP/s", "free memory", "E3M0"), abilities, left=("replica",))
     for line in wires.shared():
-        console.print(plain(f"note: {line}"))
-
-
-def _abilities(machine: Machine) -> list[str]:
-    def shown(value: float | None, form: Any) -> str:
-        return "-" if value is None else str(form(value))
-
-    return [
-        shown(machine.step_s, format_seconds), shown(machine.step_tokens, lambda n: f"{n:,.0f}"),
-        shown(machine.flops_per_s, lambda n: f"{n:.2e}"), shown(machine.memory_bytes, format_bytes),
-        shown(machine.encode_bytes_per_s, lambda n: f"{format_bytes(n)}/s"),
-    ]  # fmt: skip
+        print_line(f"note: {line}")

@@ -7,24 +7,16 @@ import signal
 import threading
 import time
 
-_MODULE = "thinwire.cli.processes"
-REPLICA = f"{_MODULE} replica"
-ELASTIC_REPLICA = f"{_MODULE} elastic-replica"
-STANDBY_REPLICA = f"{_MODULE} standby-replica"
-REPLICA_RANK = f"{_MODULE} replica-rank"
-COORDINATOR = f"{_MODULE} coordinator"
-DIAGNOSE_RANK = f"{_MODULE} diagnose-rank"
-WATCHDOG = f"{_MODULE} watchdog"
-
 _PARENT_CHECK_S = 0.25
 
 
-def exit_with_parent(parent: int) -> None:
-    """Kill this process as soon as it is no longer the child of `parent`; returns at once.
+def process_of(kind: str) -> str:
+    """Return a kind of process, such as "replica"."""
+    return f"thinwire.cli.processes {kind}"
 
-    Args:
-        parent: Process id of the launcher. One that was killed cannot stop its processes.
-    """
+
+def exit_with_parent(parent: int) -> None:
+    """Kill this process once it is no longer the child of `parent`, which may have been killed; return at once."""
 
     def watch() -> None:
         while os.getppid() == parent:

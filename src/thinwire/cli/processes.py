@@ -6,8 +6,8 @@ parent: torch takes seconds to import, and a launcher may be killed in them.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -16,14 +16,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from thinwire.cli.output import finish_output, log_if_possible, protect_output
-from thinwire.cli.process_names import REPLICA_RANK, exit_with_parent
+from thinwire.cli.process_names import exit_with_parent, process_of
 
 if TYPE_CHECKING:
-    from thinwire.training.elastic.job import LocalSettings
     from thinwire.training.elastic.replica_ranks import Rank0Driver
 
 # A process that ends may have written more; the watchdog reads it.
@@ -35,9 +33,6 @@ def replica(arguments: Sequence[str]) -> int:
 
     Args:
         arguments: The run's folder, the launcher's process id, `resume` or `start`, and the file of `AgreedStop`.
-
-    Returns:
-        The exit code: 0, or 1 with the reason in the replica's last words.
     """
     run_dir, launcher, mode = Path(arguments[0]), int(arguments[1]), arguments[2]
     exit_with_parent(launcher)
@@ -80,16 +75,24 @@ def elastic_replica(arguments: Sequence[str]) -> int:
     """
     run_dir, launcher, index = Path(arguments[0]), int(arguments[1]), int(arguments[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
-    signal.signal(signal.SIGTERM, _unwind)
+    # unwinds the stack, so that the replica leaves the run in order
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     exit_with_parent(launcher)
     from thinwire.errors import ConnectError, ThinwireError
     from thinwire.training.elastic.job import LocalSettings
     from thinwire.training.elastic.launch import REFUSED, UNANSWERED
     from thinwire.training.elastic.replica import run_replica
+    from thinwire.training.elastic.replica_ranks import start_ranks
 
     try:
         settings = LocalSettings.load(run_dir)
-        with _other_ranks(settings, run_dir, index=index) as rank0:
+        others: contextlib.AbstractContextManager[Rank0Driver | None] = contextlib.nullcontext()
+        if settings.ranks_per_replica > 1:
+            others = start_ranks(
+                run_dir, module=process_of("replica-rank"), leader=os.getpid(), index=index,
+                num_ranks=settings.ranks_per_replica, report=_print_problem, end=lambda: os._exit(1),
+            )  # fmt: skip
+        with others as rank0:
             run_replica(settings, report=_log_with_time, device_index=index, rank0=rank0)
     except ConnectError as error:
         _print_problem(error)
@@ -106,28 +109,11 @@ def elastic_replica(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _other_ranks(
-    settings: LocalSettings, run_dir: Path, *, index: int
-) -> contextlib.AbstractContextManager[Rank0Driver | None]:
-    """Start the replica's other ranks, where it has several."""
-    if settings.ranks_per_replica == 1:
-        return contextlib.nullcontext()
-    from thinwire.training.elastic.replica_ranks import start_ranks
-
-    return start_ranks(
-        run_dir, module=REPLICA_RANK, leader=os.getpid(), index=index, num_ranks=settings.ranks_per_replica,
-        report=_print_problem, end=lambda: os._exit(1),
-    )  # fmt: skip
-
-
 def standby_replica(arguments: Sequence[str]) -> int:
     """Import what an elastic replica needs, wait until one dies, and take its place.
 
     Args:
         arguments: The run's folder, and the launcher's process id.
-
-    Returns:
-        0 where no work came, else as `elastic_replica`.
     """
     run_dir, launcher = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
@@ -145,9 +131,6 @@ def replica_rank(arguments: Sequence[str]) -> int:
     Args:
         arguments: The run's folder, the first rank's process id, the replica's index on this host, its number of
             ranks, this rank, and the file by which the ranks find each other.
-
-    Returns:
-        0 when the first rank ends the run, else 1.
     """
     run_dir, leader, index, num_ranks = Path(arguments[0]), int(arguments[1]), int(arguments[2]), int(arguments[3])
     rank, meeting = int(arguments[4]), Path(arguments[5])
@@ -173,9 +156,6 @@ def coordinator(arguments: Sequence[str]) -> int:
     Args:
         arguments: The run's folder, the launcher's process id, the secret's file, the address and the port. Without
             a launcher, 0, the process goes on in the background after whoever started it has ended.
-
-    Returns:
-        The exit code.
     """
     run_dir, launcher, secret_path = Path(arguments[0]), int(arguments[1]), Path(arguments[2])
     address, port = arguments[3], int(arguments[4])
@@ -203,9 +183,6 @@ def diagnose_rank(arguments: Sequence[str]) -> int:
 
     Args:
         arguments: The launcher's process id, and the arguments of the command without `--replicas`.
-
-    Returns:
-        The exit code of the command.
     """
     # the launcher decides when to stop, and reports it
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -250,60 +227,39 @@ def bench_host(arguments: Sequence[str]) -> int:
     """Run one contender of `thinwire bench wire` on this host, and write its file of numbers.
 
     Args:
-        arguments: Options, see `--help`; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read from the environment.
+        arguments: Fields of `WorkerOptions` as options; `{rank}` in the result's path stands for the rank. RANK,
+            WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read from the environment.
 
     Returns:
         The exit code: 0, 1 for an error while running, 2 for a wrong option; the reason is on stderr.
     """
-    given = vars(_bench_parser().parse_args(arguments))
+    from thinwire.cli.argument_parsing import parse_options
     from thinwire.errors import ThinwireError
     from thinwire.transport.addresses import address_towards
     from thinwire.transport.secret import SECRET_VARIABLE
     from thinwire.wire_benchmark.worker import WorkerOptions, run_worker
 
+    contender = dict(itertools.pairwise(arguments)).get("--contender", "bench-host")
     try:
+        # this host's address is the one that MASTER_ADDR is reached from, unless the arguments name another
+        usual = ["--cache-dir", str(Path.home() / ".cache" / "thinwire")]
+        if "--address" not in arguments:
+            usual += ["--address", address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))]
         # one command line serves all hosts
-        given["result"] = Path(str(given["result"]).replace("{rank}", os.environ.get("RANK", "0")))
-        if given["address"] is None:
-            given["address"] = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        own = [word.replace("{rank}", os.environ.get("RANK", "0")) for word in arguments]
+        options = parse_options(WorkerOptions, [*usual, *own], prog="python -m thinwire.cli.processes bench-host")
         os.environ.pop(SECRET_VARIABLE, None)  # else thinwire would be measured over connections of its own
-        run_worker(WorkerOptions(**given))
+        run_worker(options)
     except ValueError as error:
-        sys.stderr.write(f"{given['contender']}: {error}\n")
+        sys.stderr.write(f"{contender}: {error}\n")
         return 2
     except (ThinwireError, OSError) as error:
-        sys.stderr.write(f"{given['contender']}: {type(error).__name__}: {error}\n")
+        sys.stderr.write(f"{contender}: {type(error).__name__}: {error}\n")
         return 1
     except Exception:
         traceback.print_exc()
         return 1
     return 0
-
-
-def _bench_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m thinwire.cli.processes bench-host", allow_abbrev=False)
-    parser.add_argument("--contender", required=True)
-    for name in ("--steps", "--sync-interval", "--overlap-steps", "--warmup-steps"):
-        parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--result", type=Path, required=True, help="file of numbers; {rank} in it stands for the rank")
-    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "thinwire")
-    parser.add_argument("--address", help="this host's IPv4 address; by default the one MASTER_ADDR is reached from")
-    optional = {"batch-size": 8, "seq-len": 128, "seed": 0, "eval-batches": 20, "threads": 1}
-    for name, default in optional.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--timeout-s", type=float, default=600.0)
-    parser.add_argument("--model", default="nano")
-    parser.add_argument("--data", default="stdlib")
-    parser.add_argument("--tokenizer", default="bpe")
-    parser.add_argument("--pace", action="store_true")
-    parser.add_argument("--gate", type=Path, help="file to wait for in the warm-up")
-    parser.add_argument("--gate-step", type=int, default=0, help="after so many steps of it")
-    return parser
-
-
-def _unwind(number: int, frame: FrameType | None) -> None:
-    # unwinds the stack, so that the replica leaves the run in order
-    raise SystemExit(0)
 
 
 def _print_problem(error: object) -> None:
@@ -315,15 +271,11 @@ def _log_with_time(text: str) -> None:
 
 
 KINDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "replica": replica,
-    "elastic-replica": elastic_replica,
-    "standby-replica": standby_replica,
-    "replica-rank": replica_rank,
-    "coordinator": coordinator,
-    "diagnose-rank": diagnose_rank,
-    "watchdog": watchdog,
-    "bench-host": bench_host,
-}
+    kind.__name__.replace("_", "-"): kind
+    for kind in (
+        replica, elastic_replica, standby_replica, replica_rank, coordinator, diagnose_rank, watchdog, bench_host,
+    )
+}  # fmt: skip
 # Threads of rounds in flight must not keep such a process alive.
 _ENDED_AT_ONCE = ("elastic-replica", "standby-replica", "replica-rank")
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-from rich.table import Table
-
-from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.argument_parsing import argument, command
 from thinwire.cli.output import log
-from thinwire.cli.tables import plain, print_wide
+from thinwire.cli.tables import print_table
 from thinwire.cli.train_options import RECIPE
 from thinwire.errors import refusal, unknown_name
 from thinwire.files import write_whole
 
 FOLDER = Path(str(files("thinwire.training") / "recipes"))
 # Columns of the list, by their key in the table `recipe` of each file.
-COLUMNS = {"machines": "machines", "time": "time", "memory": "memory", "sent": "sent"}
+COLUMNS = ("machines", "time", "memory", "sent")
 _ACTIONS = ("ls", "show", "cp")
 
 
@@ -34,29 +30,30 @@ class RecipesOptions:
     by the command beside them, not measured.
     """
 
-    action: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ls|show|cp")]
+    action: str = argument("ls|show|cp")
     """What to do: ls, show or cp."""
-    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
+    name: str | None = argument("NAME", None)
     """The recipe to show or copy."""
-    file: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    file: Path | None = argument("FILE", None)
     """The copy. Default: NAME.toml in this folder."""
 
 
-@command("recipes", remedy="give another file")
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire recipes --help`.
-
-    Returns:
-        0, 1 where a file cannot be written, 2 for wrong options.
-    """
-    options = parse_options(RecipesOptions, arguments, prog="thinwire recipes")
+@command("recipes", RecipesOptions, remedy="give another file")
+def main(options: RecipesOptions) -> int:
+    """Run `thinwire recipes`."""
     if options.action not in _ACTIONS:
         raise unknown_name("action", options.action, _ACTIONS)
     if options.action == "ls":
         if options.name is not None:
             raise refusal("ls takes no name", got=repr(options.name), allowed="no further argument",
                           remedy=f"thinwire recipes show {options.name}")  # fmt: skip
-        _print_list()
+        every = {name: facts_of(name) for name in names()}
+        rows = ((name, *(facts.get(key, "-") for key in COLUMNS)) for name, facts in every.items())
+        print_table(("recipe", *COLUMNS), rows, left=("recipe", *COLUMNS))
+        print(
+            "\nthinwire recipes show NAME prints one. Memory and bytes are those of a replica.\n"
+            "Numbers are planned, not measured, except those of cpu-demo."
+        )
         return 0
     if options.name is None:
         known = names()
@@ -81,11 +78,7 @@ def names() -> list[str]:
 
 
 def path_of(name: str) -> Path:
-    """Return the file of a recipe.
-
-    Raises:
-        ValueError: There is no such recipe; the text names the nearest one.
-    """
+    """Return the file of a recipe."""
     if name not in names():
         raise unknown_name("recipe", name, names())
     return FOLDER / f"{name}.toml"
@@ -95,17 +88,3 @@ def facts_of(name: str) -> dict[str, Any]:
     """Return the table `recipe` of a recipe: its title, its machines, and the planned numbers."""
     facts: dict[str, Any] = tomllib.loads(path_of(name).read_text(encoding="utf-8"))[RECIPE]
     return facts
-
-
-def _print_list() -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("recipe", *COLUMNS.values()):
-        table.add_column(title, no_wrap=True)
-    for name in names():
-        facts = facts_of(name)
-        table.add_row(plain(name), *(plain(facts.get(key, "-")) for key in COLUMNS))
-    print_wide(table)
-    print(
-        "\nthinwire recipes show NAME prints one. Memory and bytes are those of a replica.\n"
-        "Numbers are planned, not measured, except those of cpu-demo."
-    )

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from thinwire.cli.output import log_if_possible
-from thinwire.cli.process_names import WATCHDOG
+from thinwire.cli.output import log_if_possible, log_nothing
+from thinwire.cli.process_names import process_of
 from thinwire.errors import Stopped
 from thinwire.files import write_whole
 from thinwire.monitor.findings import Finding
@@ -141,11 +141,7 @@ def watched_run(config: TrainConfig, *, step: int, say: Callable[[str], None]) -
         parts.end(outcome, found_s=found_s[0] if found_s else None)  # type: ignore[arg-type]
         downtime = downtime_of(read_parts(config.run_dir), now_s=time.time())
         is_quiet = config.output.quiet and not diagnosis.news
-        report_end(config.run_dir, diagnosis, downtime, say=_ignore if is_quiet else say)
-
-
-def _ignore(text: str) -> None:
-    """Print nothing, for a quiet run in which nothing broke."""
+        report_end(config.run_dir, diagnosis, downtime, say=log_nothing if is_quiet else say)
 
 
 @contextlib.contextmanager
@@ -154,7 +150,14 @@ def watchdog_process(config: TrainConfig) -> Iterator[None]:
     if config.run.on_finding == "off" or os.environ.get("LOCAL_RANK", "0") != "0":
         yield
         return
-    line = [sys.executable, "-m", *WATCHDOG.split(), str(config.run_dir), os.environ["RANK"], str(os.getpid())]
+    line = [
+        sys.executable,
+        "-m",
+        *process_of("watchdog").split(),
+        str(config.run_dir),
+        os.environ["RANK"],
+        str(os.getpid()),
+    ]
     try:
         process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     except OSError as error:  # the run is worth more than its diagnosis

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.argument_parsing import command
 from thinwire.cli.output import log
 from thinwire.cli.plan_options import ClusterOptions, cluster_of
-from thinwire.cli.tables import plain, print_wide
+from thinwire.cli.tables import print_table
 from thinwire.codec_specs import codec_key
 from thinwire.errors import excluded, refusal
 from thinwire.options import option
@@ -44,67 +43,45 @@ class SimulateOptions(ClusterOptions):
     20mbit --latency 20ms --step-time 400ms. The simulator uses the schedules and payloads of `thinwire train`.
     """
 
-    method: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    method: tuple[str, ...] = ()
     """Method to simulate. Default: all-reduce, diloco, streaming-diloco. Repeatable."""
-
     memory: str | None = None
     """Memory of each machine's device, such as 80GB; a model that does not fit is refused. Default: not checked."""
-
     model: str = "nano"
     """nano, 35m, 150m, 400m, 1b, hf:PATH, or a size such as 7b."""
-
     steps: int = option(1000, least=1)
     """Inner steps of each replica."""
-
     step_time: str | None = None
     """Time per step of each replica, such as 400ms. Default: from FLOP/s and batch."""
-
     batch_size: int | None = option(None, least=1)
     """Sequences per step and replica. Default: 8."""
-
     seq_len: int | None = option(None, least=1)
     """Tokens per sequence. Default: 128 for nano, else 1024."""
-
     sync_interval: int | None = option(None, least=1)
     """H: inner steps between two exchanges of a fragment. Default: 30 for nano, else 100."""
-
     overlap_steps: int | None = option(None, least=0)
     """tau: inner steps during which an exchange travels. Default: by method."""
-
     codec: str | None = None
     """Codec of the payloads. Default: by method."""
-
     layers_per_fragment: int | None = option(None, least=1)
     """Blocks per fragment. Default: 3."""
-
     jitter: float = option(0.0, least=0)
     """Log-normal variation of step times; 0.1 is about 10 %."""
-
-    slow: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    slow: tuple[str, ...] = ()
     """Slower replica, such as 2=1.5 for replica 2. Repeatable."""
-
-    outage: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    outage: tuple[str, ...] = ()
     """Replica that dies and returns, such as 1=60s-300s; 1=60s never returns. Repeatable."""
-
     detection: str = "10s"
     """Time until the others continue without a dead replica."""
-
     seed: int = 0
     """Random seed of the variation."""
-
     json: bool = False
     """Print one JSON object per method on stdout instead of a table."""
 
 
-@command("simulate")
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire simulate --help`.
-
-    Returns:
-        0, 1 where a file cannot be read, 2 for wrong options.
-    """
-    basic = ("cluster", "hosts", "rate", "latency", "step_time", "method", "model", "steps")
-    options = parse_options(SimulateOptions, arguments, prog="thinwire simulate", basic=basic)
+@command("simulate", SimulateOptions, basic="cluster hosts rate latency step_time method model steps")
+def main(options: SimulateOptions) -> int:
+    """Run `thinwire simulate`."""
     cluster = cluster_of(options, needs_flops=options.step_time is None)
     names = options.method or _METHODS
     _check(options, names, cluster)
@@ -139,7 +116,8 @@ def main(arguments: Sequence[str]) -> int:
         for name, numbers in found.items():
             print(json.dumps({"method": name, **numbers}))
     else:
-        _show(found, cluster)
+        heads = ("method", "steady", "mean", "all steps", "computing", "waits most", "sent a step", "peak rate")
+        print_table(heads, (_cells(name, numbers, cluster) for name, numbers in found.items()), left=("method",))
     return 0
 
 
@@ -149,11 +127,7 @@ def _taken_by(name: str) -> set[str]:
 
 
 def _check(options: SimulateOptions, names: Sequence[str], cluster: Cluster) -> None:
-    """Check what is to be simulated, as far as it shows without torch.
-
-    Raises:
-        ValueError: There is no such model, method or codec, an option has no use, or a number is out of its range.
-    """
+    """Check what is to be simulated, as far as it shows without torch."""
     if cluster.num_replicas < 2:
         raise refusal("one machine alone exchanges nothing", got="1 machine", allowed="2 or more machines",
                       remedy="--hosts 2")  # fmt: skip
@@ -178,9 +152,6 @@ def _check_memory(model: nn.Module, cluster: Cluster, *, name: str, seq_len: int
     """Check that each machine that states its memory holds a replica, with one sequence in a forward pass.
 
     Activations may be computed again in the backward pass (`thinwire train --recompute`).
-
-    Raises:
-        ValueError: Names the machine, the need and its memory.
     """
     from thinwire.planning.training_task import BYTES_PER_PARAMETER, activation_bytes
 
@@ -226,11 +197,7 @@ def _replicas(
 def _factors_and_outages(
     options: SimulateOptions, *, count: int
 ) -> tuple[list[float], list[list[tuple[float, float]]]]:
-    """Return how many times as long each replica's steps take, and the times of its outages.
-
-    Raises:
-        ValueError: A text cannot be read, or names a replica that is not there.
-    """
+    """Return how many times as long each replica's steps take, and the times of its outages."""
     if options.step_time is not None:
         parse_seconds(options.step_time)
     factors = [1.0] * count
@@ -261,14 +228,11 @@ def _above_zero(factor: str, text: str) -> float:
     try:
         value = float(factor)
     except ValueError:
-        raise _no_factor(text) from None
-    if not 0 < value < float("inf"):
-        raise _no_factor(text)
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise refusal("--slow names no factor", got=repr(text), allowed="REPLICA=FACTOR, above 0",
+                      remedy="--slow 1=1.5")  # fmt: skip
     return value
-
-
-def _no_factor(text: str) -> ValueError:
-    return refusal("--slow names no factor", got=repr(text), allowed="REPLICA=FACTOR, above 0", remedy="--slow 1=1.5")
 
 
 def _steady_step_s(run: simulate.SimRun, *, sync_interval: int) -> float | None:
@@ -298,30 +262,12 @@ def _numbers(run: simulate.SimRun, links: simulate.SimCluster, *, sync_interval:
     }  # fmt: skip
 
 
-def _show(found: dict[str, dict[str, Any]], cluster: Cluster) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in (
-        "method",
-        "steady",
-        "mean",
-        "all steps",
-        "computing",
-        "waits most",
-        "sent a step",
-        "peak rate",
-    ):
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    for name, numbers in found.items():
-        stalls = numbers["stall_s"]
-        longest = max(range(len(stalls)), key=stalls.__getitem__)
-        cells = (
-            name, "-" if numbers["steady_step_s"] is None else format_seconds(numbers["steady_step_s"]),
-            format_seconds(numbers["step_s"]), format_seconds(numbers["total_s"]),
-            f"{numbers['compute_utilisation']:.1%}",
-            f"{cluster.machines[longest].name} {stalls[longest] / numbers['total_s']:.1%}",
-            format_bytes(numbers["sent_bytes_per_step"]), format_rate(numbers["peak_bits_per_s"]),
-        )  # fmt: skip
-        table.add_row(*map(plain, cells))
-    print_wide(table)
+def _cells(name: str, numbers: dict[str, Any], cluster: Cluster) -> tuple[str, ...]:
+    stalls, steady_s = numbers["stall_s"], numbers["steady_step_s"]
+    longest = max(range(len(stalls)), key=stalls.__getitem__)
+    return (
+        name, "-" if steady_s is None else format_seconds(steady_s), format_seconds(numbers["step_s"]),
+        format_seconds(numbers["total_s"]), f"{numbers['compute_utilisation']:.1%}",
+        f"{cluster.machines[longest].name} {stalls[longest] / numbers['total_s']:.1%}",
+        format_bytes(numbers["sent_bytes_per_step"]), format_rate(numbers["peak_bits_per_s"]),
+    )  # fmt: skip

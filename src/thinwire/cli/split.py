@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 _HF = "hf:"
-_BASIC = ("model", "layers", "secret", "port", "lr", "state")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         rest = ["--help"]
     elif action != "serve":
         raise unknown_name("action of thinwire split", action, ("serve",))
-    options = parse_options(ServeOptions, rest, prog="thinwire split serve", basic=_BASIC)
+    options = parse_options(ServeOptions, rest, prog="thinwire split serve", basic="model layers secret port lr state")
     found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", options.layers)
     if found is None or int(found[1]) >= int(found[2]):
         raise refusal("--layers are no layers", got=repr(options.layers), allowed="FIRST:END, without END",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,24 @@ def plain(text: object) -> Text:
     return Text(printable(text))
 
 
-def print_wide(table: Table) -> Console:
-    """Print a table without folding its cells, and return its console: a narrow terminal folds whole lines itself."""
+def make_table(
+    heads: Sequence[str], rows: Iterable[Iterable[object]], *, left: Collection[str] = (), style: str = "dim"
+) -> Table:
+    """Return a table without lines; texts are shown as they are, columns named in `left` begin on the left."""
+    table = Table(box=None, pad_edge=False, header_style=style)
+    for head in heads:
+        table.add_column(head, justify="left" if head in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else plain(cell) for cell in row))
+    return table
+
+
+def print_table(heads: Sequence[str], rows: Iterable[Iterable[object]], *, left: Collection[str] = ()) -> None:
+    """Print a table without folding its cells: a narrow terminal folds whole lines itself."""
+    table = make_table(heads, rows, left=left)
     console = Console(highlight=False)
     needed = Measurement.get(console, console.options.update(width=_NO_LIMIT), table).maximum
-    wide = Console(highlight=False, soft_wrap=True, width=max(console.width, needed))
-    wide.print(table)
-    return wide
+    Console(highlight=False, soft_wrap=True, width=max(console.width, needed)).print(table)
 
 
 def final_table(summary: Summary | Mapping[str, Any]) -> Table:
@@ -44,9 +55,6 @@ def final_table(summary: Summary | Mapping[str, Any]) -> Table:
 
     Args:
         summary: The content of `summary.json`.
-
-    Raises:
-        DataError: A field is missing or of a wrong type.
     """
     known = summary if isinstance(summary, Summary) else parse(Summary, summary, source=SUMMARY)
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -62,14 +70,11 @@ def sample_lines(run_dir: Path) -> list[str]:
     """Return the first sample of a run in two short lines, before and after training; none without samples."""
     try:
         first = json.loads((run_dir / "samples.json").read_text(encoding="utf-8"))[0]
-        return [_one_line(f"{name}  {first['prompt']} | {first[key]}") for key, name in _MOMENTS.items()]
+        lines = [f"{name}  {first['prompt']} | {first[key]}" for key, name in _MOMENTS.items()]
     except (OSError, ValueError, LookupError, TypeError):
         return []
-
-
-def _one_line(text: str) -> str:
-    line = re.sub(r"\s*[\r\n]\s*", " ", text).rstrip()
-    return line if len(line) <= _SAMPLE_WIDTH else f"{line[: _SAMPLE_WIDTH - 3]}..."
+    lines = [re.sub(r"\s*[\r\n]\s*", " ", line).rstrip() for line in lines]
+    return [line if len(line) <= _SAMPLE_WIDTH else f"{line[: _SAMPLE_WIDTH - 3]}..." for line in lines]
 
 
 def comparison_table(comparison: Comparison, console: Console) -> Table:

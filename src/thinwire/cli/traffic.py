@@ -7,20 +7,17 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-from rich.table import Table
-
-from thinwire.cli.argument_parsing import USAGE, command, parse_options
+from thinwire.cli.argument_parsing import USAGE, command
 from thinwire.cli.output import log
-from thinwire.cli.tables import plain, print_wide
+from thinwire.cli.tables import print_table
 from thinwire.errors import ConnectError, excluded, refusal, unknown_name
 from thinwire.files import write_whole
-from thinwire.options import option
+from thinwire.options import flag, option
 from thinwire.traffic import METHODS, Fabric, FabricFlow, TrafficPlan, plan_traffic, read_fabric, read_flows
 from thinwire.traffic.comparison import TrafficRow, compare_methods, failure_chart, write_failure_figure
 from thinwire.traffic.method_rounds import RoundFlows, flows_of_rounds, flows_of_run, rounds_of_method, rounds_to_json
@@ -55,7 +52,7 @@ Options:
   -h, --help                Show this help.
 """
 
-_PROBES = ("time-to-live", "timing")
+_REMEDY = "give another place with --out or --figure"
 # Longest wait for another host of a probe by timing: to come, or for its part of a load.
 _MEETING_S = 60.0
 
@@ -66,19 +63,14 @@ class FabricOptions:
 
     fabric: Path | None = None
     """Fabric: leaves, spines, hosts, ports and rates; see examples/traffic/fabric-2x4.json."""
-
     flows: Path | None = None
     """Flows that are sent at once; see examples/traffic/flows-4.json."""
-
     run: Path | None = None
     """Folder of a recorded run whose flows are taken; rank n is the n-th host."""
-
-    failed: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    failed: tuple[str, ...] = ()
     """Dead cable, such as leaf-0/spine-2; spine-2 is all of a spine. Repeatable."""
-
     k: int = option(4, least=1)
     """Connections into which k-ecmp splits each connection."""
-
     json: bool = False
     """Print one JSON object on stdout instead of a table."""
 
@@ -92,31 +84,22 @@ class TrafficPlanOptions(FabricOptions):
 
     method: str = "ethereal"
     """ecmp, k-ecmp, round-robin, c4p, ethereal, colour or spray."""
-
     seed: int = 0
     """Random seed of the hashes of ecmp and k-ecmp."""
-
     method_of: str | None = None
     """Training method whose rounds are the flows, such as streaming-diloco; rank n is the n-th host."""
-
     model: str | None = None
     """Model of --method-of: nano, 35m, 150m, 400m, 1b, hf:PATH, or a size such as 7b. Default: nano."""
-
     replicas: int | None = option(None, least=2)
     """Replicas of --method-of. Default: the hosts of the fabric."""
-
     sync_interval: int | None = None
     """H of --method-of. Default: as thinwire train."""
-
     overlap_steps: int | None = None
     """tau of --method-of. Default: by method."""
-
     codec: str | None = None
     """Codec of --method-of. Default: by method."""
-
-    probe: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    probe: tuple[Path, ...] = ()
     """File or folder of `thinwire traffic probe`; the plan then names source ports. Repeatable."""
-
     out: Path | None = None
     """File of the plan, as JSON. Default: none."""
 
@@ -125,12 +108,10 @@ class TrafficPlanOptions(FabricOptions):
 class TrafficCompareOptions(FabricOptions):
     """Compare the methods on the same flows, with and without dead cables."""
 
-    method: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    method: tuple[str, ...] = option((), choices=METHODS)
     """Method to compare. Default: all. Repeatable."""
-
     seeds: int = option(20, least=1)
     """Plans of ecmp and k-ecmp that their numbers are the mean of."""
-
     figure: Path | None = None
     """SVG file: completion time over the number of dead uplinks of leaf-0."""
 
@@ -144,98 +125,80 @@ class TrafficProbeOptions:
 
     fabric: Path | None = None
     """Fabric: leaves, spines, hosts, ports and rates; see examples/traffic/fabric-2x4.json."""
-
     source: str | None = None
     """This host's name in the fabric. Default: its host name."""
-
-    to: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    to: tuple[str, ...] = ()
     """Other host, as NAME or NAME=ADDRESS. Default: the hosts of other leaves before it. Repeatable."""
-
     port: int = option(29_600, least=1)
     """Port at which the others will listen (`--port-range 29600-29600`)."""
-
     source_ports: str = f"{DEFAULT_PORTS[0]}-{DEFAULT_PORTS[-1]}"
     """FIRST-LAST: source ports to try."""
-
-    by: str = "time-to-live"
+    by: str = option("time-to-live", choices=("time-to-live", "timing"))
     """`time-to-live`: the spines answer. `timing`: loads slow the ports that share a cable; run it on all hosts at
     once, on a quiet network."""
-
     load_rate: str | None = None
     """Rate of a load, for timing. Default: twice an uplink's."""
-
     hop: int = option(SPINE_HOP, least=1)
     """Router that is the spine, counted from this host; the leaf is 1."""
-
     timeout: str = "1s"
     """Longest wait for an answer."""
-
     out: Path = Path("probe")
     """Folder for the probe file, which is named after this host."""
-
     json: bool = False
     """Print one JSON object on stdout instead of a table."""
 
 
-@command("traffic", remedy="give another place with --out or --figure")
+@command("traffic")
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire traffic --help`.
-
-    Returns:
-        0, 1 where a file cannot be read or written, 2 for wrong options.
-    """
+    """Run `thinwire traffic`."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0 if arguments else USAGE
-    actions: dict[str, Callable[[Sequence[str]], None]] = {
-        "plan": _plan, "compare": _compare, "probe": _probe,
-    }  # fmt: skip
+    actions = {"plan": plan, "compare": compare, "probe": probe}
     if arguments[0] not in actions:
         raise unknown_name("traffic command", arguments[0], actions)
-    actions[arguments[0]](arguments[1:])
-    return 0
+    return actions[arguments[0]](arguments[1:])
 
 
-def _plan(arguments: Sequence[str]) -> None:
-    basic = ("fabric", "flows", "run", "method_of", "method", "probe", "out", "json")
-    options = parse_options(TrafficPlanOptions, arguments, prog="thinwire traffic plan", basic=basic)
-    rounds: list[RoundFlows] = []
-    if options.method_of is None:
-        for name in ("model", "replicas", "sync_interval", "overlap_steps", "codec"):
-            if (given := getattr(options, name)) is not None:
-                flag = f"--{name.replace('_', '-')}"
-                raise refusal(f"{flag} is for the rounds of a training method", got=f"{given} without --method-of",
-                              allowed=f"{flag} with --method-of", remedy="--method-of streaming-diloco")  # fmt: skip
-        fabric, flows = _read(options)
-    else:
-        fabric, rounds = _read_rounds(options)
-        flows = flows_of_rounds(rounds)
-    plan = plan_traffic(fabric, flows, method=options.method, failed=options.failed, k=options.k, seed=options.seed)
+@command("traffic", TrafficPlanOptions, prog="thinwire traffic plan", remedy=_REMEDY,
+         basic="fabric flows run method_of method probe out json")  # fmt: skip
+def plan(options: TrafficPlanOptions) -> int:
+    """Run `thinwire traffic plan`."""
+    fabric, flows, rounds = _read_planned(options)
+    made = plan_traffic(fabric, flows, method=options.method, failed=options.failed, k=options.k, seed=options.seed)
     if options.probe:
-        plan = with_source_ports(plan, read_probes(options.probe))
-    found = plan.to_json()
+        made = with_source_ports(made, read_probes(options.probe))
+    found = made.to_json()
     if rounds:
-        found["rounds"] = rounds_to_json(plan, rounds)
+        found["rounds"] = rounds_to_json(made, rounds)
     if options.out is not None:
         write_whole(options.out, json.dumps(found, indent=2) + "\n")
         log(f"wrote {options.out}", command="traffic")
     if options.json:
         print(json.dumps(found))
-    else:
-        _show_plan(plan)
-        if rounds:
-            _show_rounds(found["rounds"])
-        _show_settings(found["settings"])
+        return 0
+    _show_plan(made)
+    if rounds:
+        print("\nrounds of an interval over these paths")
+        rows = (
+            (one["step"], ", ".join(map(str, one["fragments"])), format_bytes(one["bytes"]),
+             format_seconds(one["seconds"]), _steps(one["steps_until_applied"]))
+            for one in found["rounds"]
+        )  # fmt: skip
+        print_table(("after step", "fragments", "bytes", "takes", "applied after"), rows)
+    for name, note in (("gloo", "rails; name your own interfaces"), ("nccl", "not tried on GPUs")):
+        print(f"\n{name} ({note}):")
+        for variable, value in found["settings"][name].items():
+            print(f"  {variable}={value}")
+    return 0
 
 
-def _compare(arguments: Sequence[str]) -> None:
-    basic = ("fabric", "flows", "run", "failed", "figure", "json")
-    options = parse_options(TrafficCompareOptions, arguments, prog="thinwire traffic compare", basic=basic)
+@command("traffic", TrafficCompareOptions, prog="thinwire traffic compare", remedy=_REMEDY,
+         basic="fabric flows run failed figure json")  # fmt: skip
+def compare(options: TrafficCompareOptions) -> int:
+    """Run `thinwire traffic compare`."""
     fabric, flows = _read(options)
     methods = options.method or METHODS
-    for method in methods:
-        if method not in METHODS:
-            raise unknown_name("--method", method, METHODS)
     cases: dict[str, list[TrafficRow]] = {}
     for failed in ((), options.failed) if options.failed else ((),):
         name = "dead: " + ", ".join(failed) if failed else "all cables work"
@@ -247,21 +210,28 @@ def _compare(arguments: Sequence[str]) -> None:
         log(f"wrote {options.figure}", command="traffic")
     if options.json:
         print(json.dumps({name: [row.to_json() for row in rows] for name, rows in cases.items()}))
-        return
+        return 0
+    heads = ("method", "fullest cable", "bound", "first job", "last job", "connections", "mean of")
     for name, rows in cases.items():
         print(name)
-        _show_rows(rows)
+        cells = (
+            (row.method, f"{row.max_congestion:.2f} flows", f"{row.bound:.2f}", format_seconds(row.fastest_job_s),
+             format_seconds(row.completion_s), row.pieces, f"{row.num_seeds} seeds" if row.num_seeds > 1 else "-")
+            for row in rows
+        )  # fmt: skip
+        print_table(heads, cells, left=("method",))
+    return 0
 
 
-def _probe(arguments: Sequence[str]) -> None:
-    basic = ("fabric", "to", "port", "out")
-    options = parse_options(TrafficProbeOptions, arguments, prog="thinwire traffic probe", basic=basic)
-    if options.fabric is None:
-        raise _no_fabric()
-    _check_way(options)
+@command("traffic", TrafficProbeOptions, prog="thinwire traffic probe", remedy=_REMEDY, basic="fabric to port out")
+def probe(options: TrafficProbeOptions) -> int:
+    """Run `thinwire traffic probe`."""
+    if options.load_rate is not None and options.by != "timing":
+        raise refusal("--load-rate is for a probe by timing", got=f"{options.load_rate} with --by {options.by}",
+                      allowed="--load-rate with --by timing", remedy="--by timing")  # fmt: skip
+    fabric = _fabric(options.fabric)
     first, last = read_port_range(options.source_ports, what="--source-ports")
     parse_seconds(options.timeout)
-    fabric = read_fabric(options.fabric)
     source = options.source or socket.gethostname()
     if source not in fabric.hosts:
         raise unknown_name("--source", source, list(fabric.hosts)[:20])
@@ -273,28 +243,21 @@ def _probe(arguments: Sequence[str]) -> None:
     else:
         found = _probe_by_time_to_live(options, destinations, range(first, last + 1))
     if not destinations:
-        return
-    probe = PathProbe(source=source, destination_port=options.port, routers=found)
+        return 0
+    made = PathProbe(source=source, destination_port=options.port, routers=found)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{source}.json"
-    write_whole(path, json.dumps(probe.to_json(), indent=2) + "\n")
+    write_whole(path, json.dumps(made.to_json(), indent=2) + "\n")
     log(f"wrote {path}", command="traffic")
     if options.json:
-        print(json.dumps(probe.to_json()))
-        return
+        print(json.dumps(made.to_json()))
+        return 0
     for name, routers in found.items():
         counts = Counter(routers.values())
         print(f"{source} to {name}: {len(routers)} source ports over {len(counts)} paths")
         for router, count in sorted(counts.items()):
             print(f"  {router}  {count} ports")
-
-
-def _check_way(options: TrafficProbeOptions) -> None:
-    if options.by not in _PROBES:
-        raise unknown_name("--by", options.by, _PROBES)
-    if options.load_rate is not None and options.by != "timing":
-        raise refusal("--load-rate is for a probe by timing", got=f"{options.load_rate} with --by {options.by}",
-                      allowed="--load-rate with --by timing", remedy="--by timing")  # fmt: skip
+    return 0
 
 
 def _probe_by_time_to_live(
@@ -364,17 +327,17 @@ def _destinations(given: Sequence[str], source: str, fabric: Fabric) -> dict[str
     return {name: address or name for name, address in named.items()}
 
 
-def _no_fabric() -> ValueError:
-    return refusal("--fabric is missing", got="nothing", allowed="a fabric file",
-                   remedy="--fabric examples/traffic/fabric-2x4.json")  # fmt: skip
+def _fabric(path: Path | None) -> Fabric:
+    if path is None:
+        raise refusal("--fabric is missing", got="nothing", allowed="a fabric file",
+                      remedy="--fabric examples/traffic/fabric-2x4.json")  # fmt: skip
+    return read_fabric(path)
 
 
 def _read(options: FabricOptions) -> tuple[Fabric, list[FabricFlow]]:
-    if options.fabric is None:
-        raise _no_fabric()
+    fabric = _fabric(options.fabric)
     if options.flows is not None and options.run is not None:
         raise excluded("--flows", "--run", why="both give the flows", remedy="to leave --run out")
-    fabric = read_fabric(options.fabric)
     if options.flows is not None:
         return fabric, read_flows(options.flows)
     if options.run is not None:
@@ -383,15 +346,19 @@ def _read(options: FabricOptions) -> tuple[Fabric, list[FabricFlow]]:
                   remedy="--flows examples/traffic/flows-4.json")  # fmt: skip
 
 
-def _read_rounds(options: TrafficPlanOptions) -> tuple[Fabric, list[RoundFlows]]:
-    """Return the fabric, and the rounds of an interval of a training method."""
-    for flag, other in (("--flows", options.flows), ("--run", options.run)):
-        if other is not None:
-            raise excluded(flag, "--method-of", why="both give the flows", remedy=f"to leave {flag} out")
-    if options.fabric is None:
-        raise _no_fabric()
-    assert options.method_of is not None
-    fabric = read_fabric(options.fabric)
+def _read_planned(options: TrafficPlanOptions) -> tuple[Fabric, list[FabricFlow], list[RoundFlows]]:
+    """Return the fabric and its flows; those of a training method come with the rounds of an interval."""
+    if options.method_of is None:
+        for name in ("model", "replicas", "sync_interval", "overlap_steps", "codec"):
+            if (given := getattr(options, name)) is not None:
+                raise refusal(f"{flag(name)} is for the rounds of a training method",
+                              got=f"{given} without --method-of", allowed=f"{flag(name)} with --method-of",
+                              remedy="--method-of streaming-diloco")  # fmt: skip
+        return *_read(options), []
+    for name in ("flows", "run"):
+        if getattr(options, name) is not None:
+            raise excluded(flag(name), "--method-of", why="both give the flows", remedy=f"to leave {flag(name)} out")
+    fabric = _fabric(options.fabric)
     name = "nano" if options.model is None else options.model
     check_model(name)
     given = {"sync_interval": options.sync_interval, "codec": options.codec,
@@ -412,29 +379,11 @@ def _read_rounds(options: TrafficPlanOptions) -> tuple[Fabric, list[RoundFlows]]
     rounds = rounds_of_method(
         method.schedule, traffic.payload_bytes, traffic.exchange, fabric=fabric, num_replicas=count
     )
-    return fabric, rounds
+    return fabric, flows_of_rounds(rounds), rounds
 
 
-def _show_rounds(rounds: Sequence[dict[str, Any]]) -> None:
-    print("\nrounds of an interval over these paths")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("after step", "fragments", "bytes", "takes", "applied after"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in rounds:
-        steps = one["steps_until_applied"]
-        cells = (
-            one["step"], ", ".join(map(str, one["fragments"])), format_bytes(one["bytes"]),
-            format_seconds(one["seconds"]), f"{steps} step{'' if steps == 1 else 's'}" if steps else "at once",
-        )  # fmt: skip
-        table.add_row(*map(plain, cells))
-    print_wide(table)
-
-
-def _show_settings(found: dict[str, Any]) -> None:
-    for name, note in (("gloo", "rails; name your own interfaces"), ("nccl", "not tried on GPUs")):
-        print(f"\n{name} ({note}):")
-        for variable, value in found[name].items():
-            print(f"  {variable}={value}")
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}" if count else "at once"
 
 
 def _show_plan(plan: TrafficPlan) -> None:
@@ -444,31 +393,14 @@ def _show_plan(plan: TrafficPlan) -> None:
         f"(bound {_number(float(plan.bound))}); complete after {format_seconds(total_s)}\n"
         f"{plan.num_pieces} connections for {len(plan.flows)} flows\n"
     )
-    table = Table(box=None, pad_edge=False, header_style="dim")
     has_ports = any(piece.source_ports for pieces in plan.pieces for piece in pieces)
-    for name in ("flow", "from", "to", "share", "rail", "to rail", "spine", *(["port"] if has_ports else [])):
-        table.add_column(name, justify="left" if name in ("from", "to") else "right", no_wrap=True)
-    for number, (flow, pieces) in enumerate(zip(plan.flows, plan.pieces, strict=True)):
-        for piece in pieces:
-            cells = (
-                number, flow.source, flow.destination, piece.share, piece.rail, piece.destination_rail,
-                "-" if piece.spine is None else piece.spine, *piece.source_ports[:1],
-            )  # fmt: skip
-            table.add_row(*map(plain, cells))
-    print_wide(table)
-
-
-def _show_rows(rows: Sequence[TrafficRow]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("method", "fullest cable", "bound", "first job", "last job", "connections", "mean of"):
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    for row in rows:
-        cells = (
-            row.method, f"{row.max_congestion:.2f} flows", f"{row.bound:.2f}", format_seconds(row.fastest_job_s),
-            format_seconds(row.completion_s), row.pieces, f"{row.num_seeds} seeds" if row.num_seeds > 1 else "-",
-        )  # fmt: skip
-        table.add_row(*map(plain, cells))
-    print_wide(table)
+    heads = ("flow", "from", "to", "share", "rail", "to rail", "spine", *(["port"] if has_ports else []))
+    rows = (
+        (number, flow.source, flow.destination, piece.share, piece.rail, piece.destination_rail,
+         "-" if piece.spine is None else piece.spine, *piece.source_ports[:1])
+        for number, (flow, pieces) in enumerate(zip(plan.flows, plan.pieces, strict=True)) for piece in pieces
+    )  # fmt: skip
+    print_table(heads, rows, left=("from", "to"))
 
 
 def _number(value: float) -> str:

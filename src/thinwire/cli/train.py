@@ -7,18 +7,17 @@ import json
 import os
 import shutil
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from thinwire.cli.help_text import is_help_wanted
-from thinwire.cli.process_names import REPLICA, exit_with_parent
+from thinwire.cli.argument_parsing import FAILED, USAGE, file_error, is_help_wanted
+from thinwire.cli.output import ReaderGone, log, log_nothing, print_error
+from thinwire.cli.process_names import exit_with_parent, process_of
 from thinwire.cli.run_watchdog import watchdog_process, watched_run
 from thinwire.cli.train_options import (
     adopt_launcher,
     expand_config_file,
-    expand_method_options,
     local_replicas,
     parse,
     settle,
@@ -29,19 +28,16 @@ from thinwire.cli.train_plan import planned
 from thinwire.errors import CheckpointError, DataError, Stopped, ThinwireError, WorkerFailed, refusal
 from thinwire.files import MOST_PLAN_BYTES, read_json
 from thinwire.training.config import TrainConfig, command_line, has_run, validate
-from thinwire.transport.secret import need_pyzmq
+from thinwire.transport.secret import need_pyzmq, read_secret
 from thinwire.workloads.cards import LANGUAGE, card_of
 from thinwire.workloads.language.sources import check_source
 
 if TYPE_CHECKING:
-    from thinwire.cli.view import LiveView
     from thinwire.planning.plan import Plan
-
-USAGE, FAILED = 2, 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire train --help`.
+    """Run `thinwire train`.
 
     Returns:
         0, 1 for what went wrong while running, 2 for wrong options, 128 + N for signal N.
@@ -49,51 +45,64 @@ def main(arguments: Sequence[str]) -> int:
     if is_help_wanted(arguments):
         print(train_help())
         return 0
+    has_begun = False
     try:
         adopt_launcher()
-    except ValueError as error:
-        return _fail(USAGE, error)
-    is_told = os.environ.get("LOCAL_RANK", "0") == "0"  # the ranks of a host are given the same words
-    try:
-        arguments = expand_method_options(expand_config_file(arguments))
-        given = parse(arguments)
-        check_early(given)
-        given, plan = planned(given, arguments, say=_log if is_told and "--quiet" not in arguments else _log_nothing)
-        config = settle(given, arguments)
-        validate(config, world_size=world_size())
-        _check_secret(config)
-        _check_compiler(config)
-        if config.output.quiet:
-            _hide_progress_bars()
-        # torch, which takes seconds: what shows without it has been refused by now
-        from thinwire.training.build import check
-
-        check(config, num_local=local_replicas(config))
-        if config.elastic.is_enabled:
-            from thinwire.cli.elastic_train import check_elastic
-
-            check_elastic(config)
-    except ValueError as error:
-        return _fail(USAGE, error, is_told=is_told)
-    except ThinwireError as error:
-        return _fail(FAILED, error, is_told=is_told)
-    try:
+        config, plan = _settled(arguments)
+        has_begun = True
         return _train_here(config) if world_size() is None else _train_under_torchrun(config, plan)
-    except ValueError as error:
-        return _fail(USAGE, error)
-    except ThinwireError as error:
-        return _fail(FAILED, error)
-    except OSError as error:
-        return _fail(FAILED, f"{error.strerror or error}: {error.filename}" if error.filename else error)
+    except ReaderGone:
+        raise
+    except (ValueError, ThinwireError, OSError) as error:
+        # the ranks of a host are given the same arguments: the first one reports what is wrong with them
+        if has_begun or os.environ.get("LOCAL_RANK", "0") == "0":
+            print_errors(file_error(error) if isinstance(error, OSError) else error)
+        return USAGE if isinstance(error, ValueError) else FAILED
+
+
+def _settled(arguments: Sequence[str]) -> tuple[TrainConfig, Plan | None]:
+    """Return the options of the run, checked, and the plan where one was made just now."""
+    arguments = expand_config_file(arguments)
+    given = parse(arguments)
+    check_early(given)
+    is_quiet = os.environ.get("LOCAL_RANK", "0") != "0" or "--quiet" in arguments
+    given, plan = planned(given, arguments, say=log_nothing if is_quiet else log)
+    config = settle(given, arguments)
+    validate(config, world_size=world_size())
+    if config.run.secret is not None:
+        need_pyzmq()
+        read_secret(config.run.secret)
+    # named as torch's own compiler for CPUs finds it
+    compiler = os.environ.get("CXX") or "g++"
+    if config.model.compile and config.model.device == "cpu" and shutil.which(compiler) is None:
+        raise refusal(
+            "--compile needs a C++ compiler", got=f"no {compiler}",
+            allowed="a compiler that is installed, or one named by CXX",
+            remedy="apt install g++, or leave --compile out",
+        )  # fmt: skip
+    if config.output.quiet:
+        # of the libraries behind hf: data and models; they ask when they are imported, which is later
+        for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+    # torch, which takes seconds: what shows without it has been refused by now
+    from thinwire.training.build import check
+
+    check(config, num_local=local_replicas(config))
+    if config.elastic.is_enabled:
+        from thinwire.cli.elastic_train import check_elastic
+
+        check_elastic(config)
+    return config, plan
+
+
+def print_errors(errors: object) -> None:
+    """Print errors on stderr, a line each."""
+    for line in str(errors).splitlines() or [""]:
+        print_error("train", line)
 
 
 def check_early(given: TrainConfig) -> None:
-    """Check the options of a new run, its data and its files, without torch.
-
-    Raises:
-        ValueError: An option, or there is no such data; one line a problem.
-        ThinwireError: The plan cannot be read, or what reads the data is not installed.
-    """
+    """Check the options of a new run, its data and its files, without torch."""
     if given.output.resume is not None:
         return  # a resumed run has options of its own
     validate(given, world_size=world_size())
@@ -111,53 +120,30 @@ def check_early(given: TrainConfig) -> None:
         raise ValueError(str(error)) from error
 
 
-def _check_compiler(config: TrainConfig) -> None:
-    # named as torch's own compiler for CPUs finds it
-    name = os.environ.get("CXX") or "g++"
-    if config.model.compile and config.model.device == "cpu" and shutil.which(name) is None:
-        raise refusal(
-            "--compile needs a C++ compiler", got=f"no {name}",
-            allowed="a compiler that is installed, or one named by CXX",
-            remedy="apt install g++, or leave --compile out",
-        )  # fmt: skip
-
-
-def _check_secret(config: TrainConfig) -> None:
-    if config.run.secret is not None:
-        from thinwire.transport.secret import read_secret
-
-        need_pyzmq()
-        read_secret(config.run.secret)
-
-
-def _hide_progress_bars() -> None:
-    # of the libraries behind hf: data and models; they ask when they are imported, which is later
-    for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
-        os.environ.setdefault(name, "1")
-
-
 def _train_here(config: TrainConfig) -> int:
-    from thinwire.training.launch import launch
+    from thinwire.cli.view import LiveView
+    from thinwire.training.launch import launch, step_to_resume
 
     is_resumed = config.output.resume is not None
     if is_resumed and (config.run_dir / "summary.json").exists():
-        _log(f"the run in {config.run_dir} has finished; this is its result")
+        log(f"the run in {config.run_dir} has finished; this is its result")
         return _show(config, json.loads((config.run_dir / "summary.json").read_text()))
     config = _with_interval(config)
     with _ended_by_sigterm():
         try:
             if config.elastic.is_enabled:
                 return _train_elastic(config)
-            code, step = _prepare(config)
-            if code:
-                return code
+            step = _prepare(config)
             with (
-                _view(config, replicas=config.num_replicas, after_step=step if is_resumed else None) as view,
+                LiveView(
+                    config.run_dir, replicas=config.num_replicas, total_steps=config.run.steps,
+                    after_step=step if is_resumed else None, quiet=config.output.quiet,
+                ) as view,
                 # what it reports goes through the view: a line from elsewhere would leave a second table behind
-                watched_run(config, step=step, say=_log if view is None else _log_above(view)) as watchdog,
-            ):
+                watched_run(config, step=step, say=view.log) as watchdog,
+            ):  # fmt: skip
                 summary = launch(
-                    config, module=REPLICA, is_resumed=is_resumed, say=_log if view is None else _log_above(view),
+                    config, module=process_of("replica"), is_resumed=is_resumed, say=view.log,
                     is_saving=lambda: not watchdog.why,
                 )  # fmt: skip
         except KeyboardInterrupt:
@@ -166,87 +152,87 @@ def _train_here(config: TrainConfig) -> int:
         except Stopped as stop:
             if watchdog.why:
                 return _fail(FAILED, f"the run was ended because of a finding: {watchdog.why}")
-            _log(f"{stop}; all replicas have ended. {_how_to_go_on(config)}")
+            try:
+                step, _ = step_to_resume(config)
+                where = f"from step {step}" if step else "from the beginning"
+                how = f"Go on {where} with: thinwire train --resume {config.run_dir}"
+            except CheckpointError as error:
+                how = str(error)
+            log(f"{stop}; all replicas have ended. {how}")
             return 128 + stop.signal_number
         except WorkerFailed as error:
             return _fail(FAILED, f"{error}. Go on with: thinwire train --resume {config.run_dir}")
-    return _show(config, _report(config, summary))
-
-
-def _how_to_go_on(config: TrainConfig) -> str:
-    from thinwire.training.launch import step_to_resume
-
-    try:
-        step, _ = step_to_resume(config)
-    except CheckpointError as error:
-        return str(error)
-    return (
-        f"Go on {f'from step {step}' if step else 'from the beginning'} with: thinwire train --resume {config.run_dir}"
-    )
+    return _finish(config, summary)
 
 
 def _train_elastic(config: TrainConfig) -> int:
     from thinwire.cli.elastic_run import alone_in
     from thinwire.cli.elastic_train import keep_newest, prepare, run
-    from thinwire.training.run_origin import check_corpus
-    from thinwire.training.worker import occupied
 
-    if config.output.resume is None and not config.output.overwrite and has_run(config.run_dir):
-        return _fail(USAGE, occupied(config.run_dir))
+    _check_folder(config)
     with alone_in(config.run_dir):
         begun = prepare(config)
         if not config.output.quiet:
-            _log(f"reading {begun.local.data or config.data.source}, writing to {config.run_dir}")
-        here = begun.local.apply(config)
-        try:
-            data = here.workload.open_data(here)
-            if config.output.resume is not None:
-                check_corpus(here.replace(out=config.run_dir), data.sha256)
-        except DataError as error:
-            return _fail(USAGE, error)
+            log(f"reading {begun.local.data or config.data.source}, writing to {config.run_dir}")
+        _open_data(begun.local.apply(config).replace(out=config.run_dir), is_resumed=config.output.resume is not None)
         code, summary = run(begun)
     if code and code != FAILED:
         try:
             step = keep_newest(begun)
         except (ThinwireError, OSError) as error:
-            _log(f"no checkpoint of what the replicas kept: {error}")
+            log(f"no checkpoint of what the replicas kept: {error}")
         else:
-            _log(f"go on from step {step} with: thinwire train --resume {config.run_dir}")
-    return code if summary is None else _show(config, _report(config, summary))
+            log(f"go on from step {step} with: thinwire train --resume {config.run_dir}")
+    return code if summary is None else _finish(config, summary)
 
 
-def _prepare(config: TrainConfig) -> tuple[int, int]:
-    """Read the data and make the run's folder; return an exit code, 0 to go on, and the step to go on from."""
-    from thinwire.runlog.run_identity import new_identity, read_identity
-    from thinwire.training.launch import rank_folder, step_to_resume
-    from thinwire.training.run_origin import check_corpus, keep_corpus
-    from thinwire.training.worker import make_run_folder, occupied
+def _check_folder(config: TrainConfig) -> None:
+    """Refuse to replace a run that nobody has named."""
+    from thinwire.training.worker import occupied
 
-    is_resumed = config.output.resume is not None
-    if not is_resumed and not config.output.overwrite and has_run(config.run_dir):
-        return _fail(USAGE, occupied(config.run_dir)), 0
-    if not config.output.quiet:
-        _log(f"reading {config.data.source}, writing to {config.run_dir}")
-        for line in remarks(config):
-            _log(line)
+    if config.output.resume is None and not config.output.overwrite and has_run(config.run_dir):
+        raise ValueError(occupied(config.run_dir))
+
+
+def _open_data(config: TrainConfig, *, is_resumed: bool) -> str:
+    """Read the data, which must be that of the run, and return its hash."""
+    from thinwire.training.run_origin import check_corpus
+
     try:
         data = config.workload.open_data(config)
         if is_resumed:
             check_corpus(config, data.sha256)
     except DataError as error:
-        return _fail(USAGE, error), 0
+        raise ValueError(str(error)) from error
+    return str(data.sha256)
+
+
+def _prepare(config: TrainConfig) -> int:
+    """Read the data and make the run's folder; return the step to go on from."""
+    from thinwire.runlog.run_identity import new_identity, read_identity
+    from thinwire.training.launch import rank_folder, step_to_resume
+    from thinwire.training.run_origin import keep_corpus
+    from thinwire.training.worker import make_run_folder
+
+    _check_folder(config)
+    is_resumed = config.output.resume is not None
+    if not config.output.quiet:
+        log(f"reading {config.data.source}, writing to {config.run_dir}")
+        for line in remarks(config):
+            log(line)
+    corpus = _open_data(config, is_resumed=is_resumed)
     step, warnings = step_to_resume(config) if is_resumed else (0, [])
     for warning in warnings:
-        _log(f"warning: {warning}")
+        log(f"warning: {warning}")
     if is_resumed and not config.output.quiet:
-        _log(f"going on from step {step}")
+        log(f"going on from step {step}")
     run = read_identity(config.run_dir) if is_resumed else new_identity(config_digest=config.digest())
     plain = config.replace(resume=None, overwrite=False)
     for rank in range(config.parallel.ranks):
         own = plain.replace(out=rank_folder(config.run_dir, rank))
         make_run_folder(own, run=run, is_resumed=is_resumed)
-    keep_corpus(config, data.sha256)
-    return 0, step
+    keep_corpus(config, corpus)
+    return step
 
 
 def remarks(config: TrainConfig) -> list[str]:
@@ -268,13 +254,14 @@ def _with_interval(config: TrainConfig) -> TrainConfig:
         return config
     chosen = chosen_interval(config.run_dir) if config.output.resume is not None else None
     if chosen is None:
-        _log(f"a checkpoint every {config.output.checkpoint_every} steps, until it is known what one costs")
+        log(f"a checkpoint every {config.output.checkpoint_every} steps, until it is known what one costs")
         return config
-    _log(chosen[1])
+    log(chosen[1])
     return config.replace(checkpoint_every=chosen[0])
 
 
 def _train_under_torchrun(config: TrainConfig, plan: Plan | None = None) -> int:
+    from thinwire.cli.view import LiveView
     from thinwire.planning.plan import save_plan
     from thinwire.training.agreed_stop import NetworkStop
     from thinwire.training.worker import ReplicaStart, run_replica
@@ -289,42 +276,44 @@ def _train_under_torchrun(config: TrainConfig, plan: Plan | None = None) -> int:
     place = ReplicaStart(local_rank=int(os.environ.get("LOCAL_RANK", "0")), is_resumed=is_resumed)
     plain = config.replace(resume=None)
     is_first = os.environ["RANK"] == "0"  # ranks that share a replica get other numbers as they join
-    replicas = 1 if is_first else 0
     # until the hosts agree on a step, all that is there is of an earlier part of the run
     with (
         watchdog_process(config),
-        _view(config, replicas=replicas, after_step=config.run.steps if is_resumed else None) as view,
-    ):
+        LiveView(
+            config.run_dir, replicas=1, total_steps=config.run.steps,
+            after_step=config.run.steps if is_resumed else None, quiet=config.output.quiet or not is_first,
+        ) as view,
+    ):  # fmt: skip
 
         def go_on(step: int) -> None:
-            if view is not None and is_resumed:
+            if is_resumed:
                 view.after_step = step
             if plan is not None and is_first:
                 save_plan(plan, config.run_dir / "plan.json")
 
         try:
             summary = run_replica(
-                plain, place=place, warn=lambda text: _log(f"warning: {text}"), on_start=go_on, stop=stop
+                plain, place=place, warn=lambda text: log(f"warning: {text}"), on_start=go_on, stop=stop
             )
         except Stopped:
             if is_first:
-                _log(
+                log(
                     f"stopped by a signal after step {stop.step}, which all replicas have saved. Go on with the same "
                     f"launcher and: thinwire train --resume {config.run_dir}"
                 )
             return 128 + (stop.signal_number or signal.SIGTERM)
-    return 0 if summary is None else _show(config, _report(config, summary))
+    return 0 if summary is None else _finish(config, summary)
 
 
-def _report(config: TrainConfig, summary: dict[str, Any]) -> dict[str, Any]:
-    """Write `report.html`; a run whose report fails has still succeeded."""
+def _finish(config: TrainConfig, summary: dict[str, Any]) -> int:
+    """Write `report.html`, and show the result; a run whose report fails has still succeeded."""
     from thinwire.monitor.report.report import write_report
 
     try:
         write_report(config.run_dir, command=command_line(config))
     except (ThinwireError, OSError) as error:
-        _log(f"warning: no report.html: {error}")
-    return summary
+        log(f"warning: no report.html: {error}")
+    return _show(config, summary)
 
 
 def _show(config: TrainConfig, summary: dict[str, Any]) -> int:
@@ -341,20 +330,12 @@ def _show(config: TrainConfig, summary: dict[str, Any]) -> int:
     return 0
 
 
-def _view(config: TrainConfig, *, replicas: int, after_step: int | None) -> contextlib.AbstractContextManager[Any]:
-    from thinwire.cli.view import LiveView
-
-    if config.output.quiet or not replicas:
-        return contextlib.nullcontext()
-    return LiveView(config.run_dir, replicas=replicas, total_steps=config.run.steps, after_step=after_step)
-
-
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """While no launcher takes it, SIGTERM unwinds as Ctrl-C does, so that no temporary file is left."""
 
     def stop(number: int, frame: object) -> NoReturn:
-        _log("stopped by SIGTERM")
+        log("stopped by SIGTERM")
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -364,20 +345,6 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _log_above(view: LiveView) -> Callable[[str], None]:
-    return lambda text: view.print(f"thinwire: {text}")
-
-
-def _log_nothing(text: str) -> None:
-    """Print nothing: a quiet run, or a rank of a host that is not its first."""
-
-
-def _log(text: str) -> None:
-    print(f"thinwire: {text}", file=sys.stderr, flush=True)
-
-
-def _fail(code: int, error: object, *, is_told: bool = True) -> int:
-    if is_told:
-        for line in str(error).splitlines() or [""]:
-            print(f"thinwire train: error: {' '.join(line.split())}", file=sys.stderr, flush=True)
+def _fail(code: int, error: object) -> int:
+    print_errors(error)
     return code

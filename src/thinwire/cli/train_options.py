@@ -5,15 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import tomllib
-import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from thinwire.cli.argument_parsing import parse_options
-from thinwire.cli.help_text import OptionHelp, format_help, options_of_dataclass
+from thinwire.cli.argument_parsing import format_help, options_of, read_arguments
 from thinwire.cli.secret import secret_file
 from thinwire.errors import excluded, refusal, unknown_name
 from thinwire.options import flag
@@ -34,47 +30,14 @@ from thinwire.workloads.cards import WORKLOAD_OPTIONS
 
 # The table of a file of options that is for readers: title, machines, expected numbers.
 RECIPE = "recipe"
+_OPTIONS = {section: options_of(kind) for section, kind in SECTIONS.items()}
 _HEADINGS = {"sync": "Exchange", "elastic": "Elastic run", "parallel": "Ranks of a replica"}
-
-
-def expand_method_options(arguments: Sequence[str]) -> list[str]:
-    """Rewrite `--NAME VALUE` of an option that only the chosen method has as `--method-option NAME=VALUE`.
-
-    Example:
-        >>> expand_method_options(["--method", "dgc", "--density", "0.01", "--steps", "3"])
-        ['--method', 'dgc', '--method-option', 'density=0.01', '--steps', '3']
-    """
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else (word,))]
-    heads = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
-    if heads <= {*OPTIONS, "help", *(f"no_{name}" for name in OPTIONS)}:
-        return list(arguments)
-    own = _method_only(arguments)
-    expanded: list[str] = []
-    rest = iter(arguments)
-    for word in rest:
-        name, sign, value = word.partition("=")
-        name = name[2:].replace("-", "_") if name.startswith("--") else ""
-        expanded += ["--method-option", f"{name}={value if sign else next(rest, '')}"] if name in own else [word]
-    return expanded
-
-
-def _method_only(arguments: Sequence[str]) -> set[str]:
-    """Return the options that only the chosen method has; none where it is unknown, which is reported later."""
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else (word,))]
-    places = [place for place, word in enumerate(words[:-1]) if word == "--method"]
-    try:
-        return set(method_entry(words[places[-1] + 1] if places else TrainConfig().sync.method).kinds) - set(OPTIONS)
-    except ValueError:
-        return set()
 
 
 def expand_config_file(arguments: Sequence[str]) -> list[str]:
     """Put the options of `--config FILE` before the others, without those that the command line names itself.
 
     The file is TOML with the sections of `config.json`; its table `recipe` is for readers.
-
-    Raises:
-        ValueError: The file cannot be read, or holds something that is no option.
     """
     path = _config_file(arguments)
     if path is None:
@@ -92,8 +55,11 @@ def expand_config_file(arguments: Sequence[str]) -> list[str]:
     for section, values in content.items():
         if section not in SECTIONS or not isinstance(values, dict):
             raise unknown_name(f"section in --config {path}", section, SECTIONS)
+        known = {name: option for option, (owner, name) in OPTIONS.items() if owner == section and option != "config"}
         for field, value in values.items():
-            option = _option_of(section, field, path)
+            if field not in known:
+                raise unknown_name(f"option of [{section}] in --config {path}", field, sorted(known))
+            option = known[field]
             if not is_named(option, arguments):
                 words += _arguments_of(option, value, where=f"{section}.{field} in --config {path}")
     return [*words, *arguments]
@@ -106,13 +72,6 @@ def _config_file(arguments: Sequence[str]) -> Path | None:
         if name == "--config":
             found = value if sign else next(iter(arguments[place + 1 : place + 2]), None)
     return None if found is None else Path(found).expanduser()
-
-
-def _option_of(section: str, field: str, path: Path) -> str:
-    fields = {name: option for option, (owner, name) in OPTIONS.items() if owner == section}
-    if field in fields and fields[field] != "config":
-        return fields[field]
-    raise unknown_name(f"option of [{section}] in --config {path}", field, sorted(fields.keys() - {"config"}))
 
 
 def _arguments_of(option: str, value: object, *, where: str) -> list[str]:
@@ -133,15 +92,22 @@ def _arguments_of(option: str, value: object, *, where: str) -> list[str]:
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
-    """Read options from a command line.
-
-    Raises:
-        ValueError: The words are no options of this command; in one line.
-    """
-    also = [flag(name) for name in sorted(_method_only(arguments))]
-    shown: Any = parse_options(_as_shown(), arguments, prog="thinwire train", also=also)
-    values = {name: getattr(getattr(shown, section), field) for name, (section, field) in OPTIONS.items()}
-    given = TrainConfig.of(**{**values, "secret": secret_file(values["secret"])})
+    """Read options from a command line; `--NAME VALUE` of an option that only the method has is a `--method-option`."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else (word,))]
+    method = [words[place + 1] for place, word in enumerate(words[:-1]) if word == "--method"][-1:]
+    try:
+        own = method_entry(*(method or [TrainConfig().sync.method])).kinds.keys() - OPTIONS.keys()
+    except ValueError:
+        own = set()  # an unknown method is reported later
+    general = _OPTIONS["sync"]["method_option"]
+    known = {name: dataclasses.replace(general, flag=flag(name), is_many=False) for name in sorted(own)}
+    for options in _OPTIONS.values():
+        known |= options
+    values = read_arguments(known, arguments, prog="thinwire train")
+    if chosen := [f"{name}={values.pop(name)}" for name in [*values] if name in own]:
+        values["method_option"] = (*values.get("method_option", ()), *chosen)
+    given = TrainConfig.of(**values)
+    given = given.replace(secret=secret_file(given.run.secret))
     named = [name for name in WORKLOAD_OPTIONS if is_named(name, arguments)]
     if problems := workload_problems(given, named=named):
         raise ValueError("\n".join(map(str, problems)))
@@ -150,24 +116,15 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
 
 def train_help() -> str:
     """Return the text of `thinwire train --help`: the basic options, then the others by subject."""
-    sections: dict[str, dict[str, OptionHelp]] = {}
-    for section, kind in SECTIONS.items():
-        names = {field: name for name, (owner, field) in OPTIONS.items() if owner == section}
-        sections[section] = options_of_dataclass(kind, names=names)
-    groups = {"Basic options": [sections[OPTIONS[name][0]][name] for name in BASIC]}
-    for section in SECTIONS:
-        others = [option for name, option in sections[section].items() if name not in BASIC]
+    groups = {"Basic options": [_OPTIONS[OPTIONS[name][0]][name] for name in BASIC]}
+    for section, options in _OPTIONS.items():
+        others = [option for name, option in options.items() if name not in BASIC]
         groups[f"{_HEADINGS.get(section, section.capitalize())} options"] = others
     return format_help("thinwire train", TrainConfig.__doc__ or "", groups=groups)
 
 
 def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
-    """Fill in defaults, from the run that is resumed where there is one.
-
-    Raises:
-        ValueError: Options contradict each other, torchrun, or the run that is resumed.
-        CheckpointError: There is no run to resume.
-    """
+    """Fill in defaults, from the run that is resumed where there is one."""
     ranks = world_size()
     if given.output.resume is None:
         fresh_run = resolve(given, world_size=ranks, cores=os.cpu_count() or 1, home=Path.home())
@@ -177,6 +134,7 @@ def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
     saved = read_config(given.output.resume)
     check_options(given.output.resume, saved)
     named = {name for name in OPTIONS if is_named(name, arguments)}
+    named |= {"method_option"} if given.sync.method_option else set()  # also those that were named by themselves
     for name in sorted(named - set(FREE)):
         if given.option(name) != saved.option(name):
             raise refusal(
@@ -203,11 +161,7 @@ def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
 
 
 def adopt_launcher() -> None:
-    """Set torchrun's variables as srun or mpirun state them, so that one command line serves all launchers.
-
-    Raises:
-        ValueError: This process is one rank of several, and where they meet is not stated.
-    """
+    """Set torchrun's variables as srun or mpirun state them, so that one command line serves all launchers."""
     from thinwire.transport.job_environment import launcher_variables
 
     os.environ.update(launcher_variables(os.environ))
@@ -231,35 +185,6 @@ def local_replicas(config: TrainConfig) -> int:
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     ranks = int(text) if text.isdecimal() and int(text) else 1
     return max(1, ranks // config.parallel.ranks)
-
-
-def _as_shown() -> Any:
-    """Return the configuration as the help shows it: option names without sections, no "None" in metavars."""
-    members: dict[str, Any] = {name: _section_as_shown(name, kind) for name, kind in SECTIONS.items()}
-    fields = {name: kind() for name, kind in members.items()}
-    shown = type("TrainConfig", (), {"__annotations__": members, "__doc__": TrainConfig.__doc__, **fields})
-    return Annotated[dataclasses.dataclass(frozen=True, kw_only=True)(shown), tyro.conf.OmitArgPrefixes]
-
-
-def _section_as_shown(section: str, kind: type[Any]) -> type[Any]:
-    hints = typing.get_type_hints(kind)
-    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    for option, (owner, name) in OPTIONS.items():
-        if owner != section:
-            continue
-        # the help text itself says what replaces a missing value
-        named: dict[str, Any] = {"name": option.replace("_", "-")} if option != name else {}
-        if defaults[name] is None:
-            value = next(part for part in typing.get_args(hints[name]) if part is not type(None))
-            hidden = tyro.conf.arg(metavar=value.__name__.upper(), help_behavior_hint="", **named)
-            hints[name] = Annotated[hints[name], hidden]
-        elif named:
-            hints[name] = Annotated[hints[name], tyro.conf.arg(**named)]
-    if "method_option" in hints:
-        hints["method_option"] = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
-    members = {"__annotations__": hints, "__doc__": kind.__doc__, **defaults}
-    # a subclass, so that the parser finds the help texts beside the fields
-    return dataclasses.dataclass(frozen=True, kw_only=True)(type(kind.__name__, (kind,), members))
 
 
 def is_named(name: str, arguments: Sequence[str]) -> bool:

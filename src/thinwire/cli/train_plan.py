@@ -31,14 +31,10 @@ def planned(
     Args:
         given: Options of the command line.
         arguments: The command line.
-        say: Told what goes on.
+        say: Takes lines for people.
 
     Returns:
         The options, and the plan where one was made just now.
-
-    Raises:
-        ValueError: The words contradict each other.
-        ThinwireError: The plan cannot be read, or the hosts cannot be probed.
     """
     is_auto = given.sync.method.lower() == AUTO
     if given.output.resume is not None and (is_auto or given.run.plan is not None):
@@ -59,11 +55,7 @@ def planned(
 
 
 def _from_file(given: TrainConfig, path: Path, arguments: Sequence[str], *, say: Callable[[str], None]) -> TrainConfig:
-    """Fill in what a plan file decides: inside a site, between machines, or both.
-
-    Raises:
-        DataError: The file cannot be read, or is a damaged plan.
-    """
+    """Fill in what a plan file decides: inside a site, between machines, or both."""
     from thinwire.files import MOST_PLAN_BYTES, read_json
     from thinwire.planning.plan import read_plan
     from thinwire.site.site_plan import FORMAT
@@ -79,7 +71,7 @@ def _from_file(given: TrainConfig, path: Path, arguments: Sequence[str], *, say:
         raise DataError(f"{path}: {error}") from error
     say(f"the plan is for {', '.join(map(repr, read.hosts))}, in the order of their ranks")
     found = {**read.settings, **inside}
-    if _key(given.sync.method) == _key(found["method"]):
+    if given.sync.method.replace("_", "-").lower() == found["method"].replace("_", "-").lower():
         given = given.replace(method=found["method"])  # however it is written
     elif is_named("method", arguments):
         # another method's settings would be refused, though nobody has named them
@@ -90,16 +82,9 @@ def _from_file(given: TrainConfig, path: Path, arguments: Sequence[str], *, say:
 def _site_settings(
     content: Mapping[str, Any], *, say: Callable[[str], None], replica: int | None = None
 ) -> dict[str, Any]:
-    """Return the options that a plan inside a site decides.
+    """Return the options that a plan inside a site decides, for one replica or for all (None).
 
-    Args:
-        content: Of the plan's file.
-        say: Told where the ranks belong.
-        replica: Which one the plan is for; None for all.
-
-    Raises:
-        DataError: It is a damaged plan of a site.
-        ValueError: This rank is on another host than planned.
+    A rank on another host than planned is refused.
     """
     from thinwire.site.site_plan import read_site_plan
 
@@ -117,11 +102,7 @@ def _own_rank() -> int:
 
 
 def _check_place(rank_order: Sequence[str]) -> None:
-    """Refuse a rank on another host than planned; a site whose nodes are not called as hosts tells nothing.
-
-    Raises:
-        ValueError: It is; names both hosts.
-    """
+    """Refuse a rank on another host than planned; a site whose nodes are not called as hosts tells nothing."""
     own, rank = socket.gethostname(), _own_rank()
     nodes = [device.rpartition("/")[0] for device in rank_order]
     wanted = nodes[rank % len(nodes)]
@@ -135,11 +116,7 @@ def _check_place(rank_order: Sequence[str]) -> None:
 
 
 def _settings_of_sites(found: object, hosts: Sequence[str], *, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return the options that the plans inside the sites of a plan between them decide; none without sites.
-
-    Raises:
-        DataError: They are damaged, or not alike.
-    """
+    """Return the options that the plans inside the sites of a plan between them decide; none without sites."""
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(found.get(name), dict) for name in hosts):
@@ -157,10 +134,6 @@ def _settings_of_sites(found: object, hosts: Sequence[str], *, say: Callable[[st
 
 def _few(names: Sequence[str]) -> str:
     return " ".join(names) if len(names) <= _SHOWN_NAMES else f"{' '.join(names[:_SHOWN_NAMES])} ..."
-
-
-def _key(method: str) -> str:
-    return method.replace("_", "-").lower()
 
 
 def _filled(given: TrainConfig, found: Mapping[str, Any], arguments: Sequence[str], *, step_s: float) -> TrainConfig:

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -97,16 +96,9 @@ class LiveView:
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        *,
-        replicas: int,
-        total_steps: int,
-        console: Console | None = None,
-        quiet: bool = False,
-        period_s: float = 0.25,
-        after_step: int | None = None,
-    ) -> None:
+        self, run_dir: Path, *, replicas: int, total_steps: int, console: Console | None = None, quiet: bool = False,
+        period_s: float = 0.25, after_step: int | None = None,
+    ) -> None:  # fmt: skip
         self.state = RunState(total_steps=total_steps)
         self._tails = {n: JsonlTailer(run_dir / f"metrics-replica-{n}.jsonl") for n in range(replicas)}
         self._console = console or Console(stderr=True)
@@ -117,8 +109,11 @@ class LiveView:
         self.after_step = after_step
         self._live: Live | None = None
 
-    def print(self, text: str) -> None:
-        """Print a line on the console, above a table that stays in place."""
+    def log(self, text: str) -> None:
+        """Print a line of the command on the console, above a table that stays in place."""
+        self._print(f"thinwire: {text}")
+
+    def _print(self, text: str) -> None:
         try:
             console = self._console if self._live is None else self._live.console
             console.print(plain(text), soft_wrap=True)
@@ -130,9 +125,7 @@ class LiveView:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=_JOIN_S)
@@ -146,10 +139,7 @@ class LiveView:
             else:
                 self._show_lines()
         except Exception as error:  # a view must never end a run, whatever its terminal or its files do
-            self._warn(error)
-
-    def _warn(self, error: Exception) -> None:
-        self.print(f"The live view stopped ({type(error).__name__}: {error}); training goes on.")
+            self._print(f"The live view stopped ({type(error).__name__}: {error}); training goes on.")
 
     def _show_table(self) -> None:
         with Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
@@ -267,29 +257,26 @@ def progress_table(state: RunState, *, replicas: int, width: int) -> RenderableT
     return Group(table, *below, *failed)
 
 
+# Columns beside the replica's progress, by head: one line each, or two below each other on a narrow terminal.
 _STACKED: Mapping[str, tuple[str, str]] = {
-    "loss\nsamples/s": ("loss", "samples/s"),
-    "computing\nin flight": ("computing", "in flight"),
-    "sent\nreceived": ("sent", "received"),
-    "rate now\npeak": ("rate now", "peak"),
-}
+    f"{upper}\n{lower}": (upper, lower)
+    for upper, lower in (
+        ("loss", "samples/s"), ("computing", "in flight"), ("sent", "received"), ("rate now", "peak"),
+    )
+}  # fmt: skip
 _NARROW = ("replica", "progress", "steps", *_STACKED)
 _WIDE = ("replica", "progress", "steps", *(part for pair in _STACKED.values() for part in pair))
 
 
 def _cells(line: StepMetrics | None) -> dict[str, str]:
     if line is None:
-        return {name: "-" for pair in _STACKED.values() for name in pair}
+        return dict.fromkeys(_WIDE, "-")
     return {
-        "loss": f"{line.loss:.3f}",
-        "samples/s": format_count(line.samples_per_s),
-        "computing": _percent(line.computing),
-        "in flight": str(line.rounds_in_flight),
-        "sent": format_bytes(line.sent_bytes),
-        "received": format_bytes(line.received_bytes),
-        "rate now": _rate(line, line.sent_bits_per_s),
-        "peak": _rate(line, line.peak_bits_per_s),
-    }
+        "loss": f"{line.loss:.3f}", "samples/s": format_count(line.samples_per_s),
+        "computing": _percent(line.computing), "in flight": str(line.rounds_in_flight),
+        "sent": format_bytes(line.sent_bytes), "received": format_bytes(line.received_bytes),
+        "rate now": _rate(line, line.sent_bits_per_s), "peak": _rate(line, line.peak_bits_per_s),
+    }  # fmt: skip
 
 
 def _rate(line: StepMetrics, bits_per_s: float) -> str:

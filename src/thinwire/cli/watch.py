@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import json as json_format
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import tyro
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.argument_parsing import argument, command
 from thinwire.cli.tables import plain
 from thinwire.errors import refusal
 from thinwire.units import format_bytes, format_count, format_moment, format_rate, format_seconds
@@ -38,7 +37,7 @@ class WatchOptions:
     per change. With --once the exit code is 3 if something is wrong.
     """
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Path = argument("RUN")
     """Folder of the run."""
     once: bool = False
     """Print the state once."""
@@ -48,16 +47,15 @@ class WatchOptions:
     """Seconds between two updates."""
 
 
-@command("watch")
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; see `thinwire watch --help`.
+@command("watch", WatchOptions)
+def main(options: WatchOptions) -> int:
+    """Run `thinwire watch`.
 
     Returns:
         0, 3 where --once finds something wrong, 1 for a folder that cannot be read, 2 for wrong options.
     """
     from thinwire.monitor.dashboard.snapshot import RunFollower, snapshot
 
-    options = parse_options(WatchOptions, arguments, prog="thinwire watch")
     if not 0.05 <= options.period_s <= 60:
         raise refusal("--period-s is out of its range", got=f"{options.period_s:g}", allowed="0.05 to 60",
                       remedy="--period-s 0.5")  # fmt: skip

@@ -200,7 +200,7 @@ from thinwire.cli.view import LiveView
 console = Console(stderr=True, width=100)
 with LiveView(Path(sys.argv[1]), replicas=2, total_steps=300, console=console, period_s=0.02) as view:
     time.sleep(0.3)
-    view.print("downtime: 0 s of 102 s")
+    view.log("downtime: 0 s of 102 s")
     time.sleep(0.1)
 print("done")
 """
@@ -250,7 +250,7 @@ def test_a_terminal_gets_a_table_that_stays_in_place_and_stdout_gets_nothing_of_
     shown_lines = _screen(words)
     assert sum("300/300" in line for line in shown_lines) == 2, "the table stays once, with a row for each replica"
     assert sum("validation loss of the global parameters 4.2000" in line for line in shown_lines) == 1
-    assert shown_lines[0] == "downtime: 0 s of 102 s", "a line from elsewhere stands above the table"
+    assert shown_lines[0] == "thinwire: downtime: 0 s of 102 s", "a line from elsewhere stands above the table"
 
 
 def test_the_table_at_the_end_says_what_was_reached_and_what_it_cost(tmp_path: Path) -> None:
