@@ -107,6 +107,7 @@ CASES: dict[str, list[str]] = {
     "lab --latency 20": ["the duration has no unit; got '20'", "try 20s"],
     "plan --model 7q": ["unknown --model; got '7q'", "a size such as 125m"],
     "plan --method dilco": ["unknown method; got 'dilco'", "try diloco"],
+    "plan --activation-code bfloat16": ["--activation-code is for one replica over several sites; got no --inside"],
     "plan --interval 0": ["--interval is too small; got 0"],
     "plan --min-utilisation 1.5": ["--min-utilisation is no share; got 1.5"],
     "plan --tokens many": ["--tokens is no number; got 'many'"],

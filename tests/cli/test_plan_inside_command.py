@@ -389,6 +389,7 @@ def test_a_model_that_no_site_holds_becomes_one_replica_over_the_border_and_the_
         (["--rate", "1gbit", "--hosts", "2"], "--inside does not go with --hosts: the site files state it"),
         (["--rate", "1gbit", "--torchtitan", "a.toml"], "--torchtitan writes the plan of one site; got 2 of --inside"),
         (["--rate", "1gbit", "--links", "a"], "--links belongs to one --inside"),
+        (["--rate", "1gbit", "--activation-code", "none"], "got sites that hold the model, each a replica"),
         (["--rate", "1gbit", "--model", "100b"], "site eight-80gb-nvlink-0: the model does not fit"),
         (["--rate", "1gbit", "--global-batch", "1000"], "allowed multiples of 256 tokens; try --global-batch 1024"),
     ],

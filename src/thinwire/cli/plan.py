@@ -57,6 +57,7 @@ def main(options: PlanOptions) -> int:
     _check(options)
     if options.inside:
         return _plan_sites(options)
+    _check_no_code(options, got="no --inside")
     cluster, source = _with_memory(cluster_of(options), options)
     # torch, which takes seconds: what shows without it has been refused by now
     workload = _workload(options)
@@ -83,6 +84,7 @@ def _plan_sites(options: PlanOptions) -> int:
             return plan_across(options, sites, joined)
         except NothingFits as of_all:
             raise ValueError(f"{error}; on all sites together {of_all}") from of_all
+    _check_no_code(options, got="sites that hold the model, each a replica")
     cluster = with_speeds(joined, plans, num_parameters=workload.num_parameters)
     inside = {name: {**plan.to_json(), "model": options.model} for name, plan in plans.items()}
 
@@ -90,6 +92,12 @@ def _plan_sites(options: PlanOptions) -> int:
         return [site_line(name, plan) for name, plan in plans.items()]
 
     return _plan_between(options, workload, cluster, memory=memory, more={"inside": inside})
+
+
+def _check_no_code(options: PlanOptions, *, got: str) -> None:
+    if options.activation_code != "auto":
+        raise refusal("--activation-code is for one replica over several sites", got=got, allowed="auto",
+                      remedy="to leave --activation-code out")  # fmt: skip
 
 
 def _joined(options: PlanOptions, names: Sequence[str]) -> Cluster:
