@@ -1,0 +1,129 @@
+"""Loss with coded borders between the stages of a model, against none.
+
+    python benchmarks/activation_loss.py            # into benchmarks/results/activation_loss.jsonl
+    python benchmarks/activation_loss.py --report   # the stored results
+
+`nano` trains on the standard library's text in one process: every border codes activations, their gradients and the
+tied head's copy as a pipeline over real borders does, which tests show to give the same gradients. A run that is stored
+is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.codecs.activation_code import ActivationCode
+from thinwire.site.pipeline import chunk_layers
+from thinwire.training.summary import describe_machine
+from thinwire.wire_benchmark.worker import lr_factor
+from thinwire.workloads.language import Sampler, build_model, open_corpus, validation_batches
+from thinwire.workloads.language.transformer import TransformerStage, next_token_loss
+
+RESULTS = Path(__file__).parent / "results" / "activation_loss.jsonl"
+SEQ_LEN, WINDOWS, LR, EVAL_BATCHES = 64, 4, 3e-3, 20
+# Code and stages: two sites, and a border after every layer.
+RUNS: tuple[tuple[str, int], ...] = (
+    ("none", 1), ("block-int8/block-int4", 2), ("block-int8/block-int4", 6), ("block-int4/block-int4", 2),
+)  # fmt: skip
+
+
+class RoundTrip(torch.autograd.Function):
+    """What a coded border does to activations and their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, code: ActivationCode) -> torch.Tensor:
+        ctx.code = code
+        return decoded(code, values, is_forward=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return decoded(ctx.code, grad, is_forward=False), None
+
+
+def decoded(code: ActivationCode, values: torch.Tensor, *, is_forward: bool) -> torch.Tensor:
+    """Return what the other end of a border gets."""
+    out = torch.empty_like(values)
+    code.decode(code.encode(values, is_forward=is_forward, source=""), out, is_forward=is_forward, source="")
+    return out
+
+
+def train(name: str, stages: int, *, seed: int, steps: int, cache: Path) -> dict[str, Any]:
+    """Train once and return the held-out loss in nats a token."""
+    torch.set_num_threads(1)
+    corpus = open_corpus("stdlib", cache=cache, vocab_size=2048, tokenizer="bpe")
+    model: Any = build_model("nano", seed=seed)
+    code = None if name == "none" else ActivationCode.parse(name)
+    sizes = chunk_layers(model.config.layers, stages)
+    firsts = [sum(sizes[:number]) for number in range(stages)]
+    chunks = [
+        TransformerStage(model, range(first, first + size), has_embedding=first == 0, has_head=number == stages - 1)
+        for number, (first, size) in enumerate(zip(firsts, sizes, strict=True))
+    ]
+    inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: lr_factor(step, steps=steps))
+    batches = Sampler(corpus.train, replica=0, num_replicas=1, batch_size=WINDOWS, seq_len=SEQ_LEN, seed=seed)
+    for _, (tokens, targets) in zip(range(steps), batches, strict=False):
+        weight, values = model.embedding.weight, tokens
+        chunks[-1].tied_weight = weight if code is None else RoundTrip.apply(weight, code)
+        for number, chunk in enumerate(chunks):
+            values = chunk(values if number == 0 or code is None else RoundTrip.apply(values, code))
+        next_token_loss(values, targets, z_loss=model.config.z_loss)[0].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        inner.step()
+        inner.zero_grad()
+        scheduler.step()
+    held_out = validation_batches(corpus.held_out, batch_size=8, seq_len=SEQ_LEN, max_batches=EVAL_BATCHES)
+    with torch.no_grad():
+        loss = statistics.fmean(float(model.loss(*batch)[1]) for batch in held_out)
+    return {"code": name, "stages": stages, "seed": seed, "steps": steps, "val_loss": loss}
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    """Return the stored runs."""
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+def report(lines: list[dict[str, Any]]) -> None:
+    """Print the loss of each code beside that of no code with the same seed and steps."""
+    plain = {(one["seed"], one["steps"]): one["val_loss"] for one in lines if one["code"] == "none"}
+    for name, stages in RUNS:
+        own = [one for one in lines if (one["code"], one["stages"]) == (name, stages)]
+        pairs = [(one["val_loss"], plain[one["seed"], one["steps"]]) for one in own]
+        if pairs:
+            excess = [loss / base - 1 for loss, base in pairs]
+            losses = " ".join(f"{loss:.4f}" for loss, _ in pairs)
+            print(
+                f"{name:24} {stages} stages  {losses}  mean {statistics.fmean(excess):+.2%}, largest {max(excess):+.2%}"
+            )
+
+
+def main() -> None:
+    """Run what is not stored, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/thinwire").expanduser())
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--report", action="store_true")
+    options = parser.parse_args()
+    stored = {(one["code"], one["stages"], one["seed"], one["steps"]) for one in read(options.results)}
+    # the last code is beside the question: it comes after the seeds of all others
+    order = [(seed, *one) for group in (RUNS[:3], RUNS[3:]) for seed in range(options.seeds) for one in group]
+    for seed, name, stages in () if options.report else order:
+        if (name, stages, seed, options.steps) not in stored:
+            line = train(name, stages, seed=seed, steps=options.steps, cache=options.cache)
+            line |= {"machine": describe_machine(torch.device("cpu"))}
+            with options.results.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(line, flush=True)
+    report(read(options.results))
+
+
+if __name__ == "__main__":
+    main()
