@@ -29,16 +29,15 @@ from __future__ import annotations
 
 from thinwire.codec_specs import CODEC_SPECS, codec_key
 from thinwire.codecs.base import Codec, NeedsLayout
-from thinwire.codecs.block_2bit import Block2Bit, block_2bit
 from thinwire.codecs.block_int import BlockInt, block_int4, block_int8
 from thinwire.codecs.chunked_top_k import ChunkedTopK, chunked_top_k
+from thinwire.codecs.codebook2 import Block2Bit, block_2bit
 from thinwire.codecs.dct_top_k import DctTopK, dct_top_k
 from thinwire.codecs.dense import Dense, bfloat16, float16, float32
 from thinwire.codecs.e3m0 import E3M0, e3m0
 from thinwire.codecs.random_k import RandomK, random_k
 from thinwire.codecs.sign import Sign, sign
-from thinwire.codecs.threshold import Threshold, threshold
-from thinwire.codecs.top_k import TopK, top_k
+from thinwire.codecs.top_k import Threshold, TopK, threshold, top_k
 
 __all__ = [
     "E3M0",

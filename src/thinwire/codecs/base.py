@@ -34,43 +34,31 @@ class Codec(Protocol):
     __slots__ = ()  # so that values which inherit from it can have slots alone
 
     @property
-    def name(self) -> str:
-        """Short name, as the command line takes it."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def wire_id(self) -> int:
-        """The codec's number in a message's header."""
-        ...
+    def wire_id(self) -> int: ...
 
     @property
-    def bits_per_element(self) -> float:
-        """Bits an element costs in the limit of long tensors."""
-        ...
+    def bits_per_element(self) -> float: ...
 
     @property
-    def block(self) -> int:
-        """Elements that share a scale."""
-        ...
+    def block(self) -> int: ...
 
     @property
     def is_lossless_for_float32(self) -> bool:
-        """Whether decode gives back every float32 bit."""
-        ...
+        return False
 
     @property
     def has_fixed_size(self) -> bool:
-        """Whether `payload_bytes` is exact."""
-        ...
+        return True
 
     @property
     def is_sparse(self) -> bool:
-        """Whether most decoded elements are zero."""
-        ...
+        return False
 
     def payload_bytes(self, numel: int) -> int:
         """Return the payload size in bytes for a tensor of `numel` elements (0 for 0): exact, or the most it can be."""
-        ...
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
         """Encode a floating tensor of any rank, size and layout.
@@ -83,7 +71,6 @@ class Codec(Protocol):
             uint8, shape `(payload_bytes(tensor.numel()),)`, or fewer where the size is not fixed, on the tensor's
             device.
         """
-        ...
 
     def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
         """Decode to float32, shape `(numel,)`, on the payload's device.
@@ -92,7 +79,6 @@ class Codec(Protocol):
             PayloadError: The payload's size does not fit `numel`, or its content is not this codec's.
             NonFiniteError: The tensor held NaN or infinity, which the codec cannot carry.
         """
-        ...
 
 
 @runtime_checkable
@@ -108,7 +94,6 @@ class NeedsLayout(Protocol):
         Returns:
             A codec for vectors of exactly that many elements.
         """
-        ...
 
 
 _SEGMENT = 2**16  # float64 elements of a segment stay in cache

@@ -1,10 +1,6 @@
 """Bit packing: rows of numbers of a fixed, small width; bit j of a row is bit `j % 8` of its byte `j // 8`.
 
 A row ends at a byte boundary; the padding bits of its last byte are zero.
-
-Nibbles (4-bit codes) have a layout of their own: byte j of a block's 32 holds the code of element j in its low half and
-the code of element j + 32 in its high half. Both halves of the block are contiguous, so packing is one vector operation
-without a shuffle.
 """
 
 from __future__ import annotations
@@ -114,37 +110,3 @@ def unpack(packed: torch.Tensor, *, count: int, width: int, name: str) -> torch.
         # one plane at a time: a (rows, count, width) int64 tensor would take 8 times the memory
         numbers += bits[..., place].to(torch.int64) << place
     return numbers
-
-
-NIBBLES_PER_BLOCK = 64
-NIBBLE_BYTES = NIBBLES_PER_BLOCK // 2
-
-
-def pack_nibbles(codes: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Pack codes below 16.
-
-    Args:
-        codes: uint8, `(rows, 64)`, each 0 to 15.
-        out: uint8, `(rows, 32)`, any strides; is overwritten.
-    """
-    out.copy_(torch.add(codes[:, :NIBBLE_BYTES], codes[:, NIBBLE_BYTES:], alpha=16))
-
-
-def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return the codes of packed bytes.
-
-    Args:
-        packed: uint8, `(rows, 32)`, any strides.
-
-    Returns:
-        uint8, `(rows, 64)`, each 0 to 15.
-
-    Example:
-        >>> codes = torch.arange(64, dtype=torch.uint8).remainder(16).view(1, 64)
-        >>> packed = torch.empty(1, 32, dtype=torch.uint8)
-        >>> pack_nibbles(codes, out=packed)
-        >>> torch.equal(unpack_nibbles(packed), codes)
-        True
-    """
-    packed = packed.contiguous()  # one strided read instead of two
-    return torch.cat((packed.bitwise_and(15), packed.bitwise_right_shift(4)), dim=1)

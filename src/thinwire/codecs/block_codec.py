@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 
@@ -100,7 +100,7 @@ def flatten(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1)
 
 
-def check_payload(payload: torch.Tensor, *, name: str, numel: int, expected: int) -> None:
+def check_payload(payload: torch.Tensor, *, name: str, numel: int, expected: int, has_fixed_size: bool = True) -> None:
     """Refuse a payload that cannot hold `numel` elements.
 
     Args:
@@ -108,42 +108,19 @@ def check_payload(payload: torch.Tensor, *, name: str, numel: int, expected: int
         name: The codec's name, for the message.
         numel: Elements it should hold.
         expected: Bytes it should have.
+        has_fixed_size: Whether it must have all of them; else it has so many at most.
 
     Raises:
         PayloadError: Its dtype, rank or size is wrong.
     """
-    _check_is_bytes(payload, name=name)
-    if payload.numel() != expected:
-        raise PayloadError(
-            f"{name}: {numel} elements take {expected} bytes, got {payload.numel()}; the sender has another tensor "
-            f"or another codec"
-        )
-
-
-def check_size_at_most(payload: torch.Tensor, *, name: str, numel: int, limit: int) -> None:
-    """Refuse a payload of varying size that no `numel` elements fill.
-
-    Args:
-        payload: What arrived.
-        name: The codec's name, for the message.
-        numel: Elements it should hold.
-        limit: The most bytes it can have.
-
-    Raises:
-        PayloadError: Its dtype, rank or size is wrong.
-    """
-    _check_is_bytes(payload, name=name)
-    if payload.numel() > limit:
-        raise PayloadError(
-            f"{name}: {numel} elements take {limit} bytes at most, got {payload.numel()}; the sender has another "
-            f"tensor or another codec"
-        )
-
-
-def _check_is_bytes(payload: torch.Tensor, *, name: str) -> None:
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise PayloadError(
             f"{name}: a payload is uint8 of one dimension, got {payload.dtype} of shape {tuple(payload.shape)}"
+        )
+    if payload.numel() > expected or (has_fixed_size and payload.numel() < expected):
+        raise PayloadError(
+            f"{name}: {numel} elements take {expected} bytes{'' if has_fixed_size else ' at most'}, got "
+            f"{payload.numel()}; the sender has another tensor or another codec"
         )
 
 
@@ -165,35 +142,22 @@ class BlockCodec(Codec):
     """
 
     __slots__ = ()
+    has_fixed_size: ClassVar[bool] = True
 
     @property
     def bits_per_element(self) -> float:
-        """A row's bits, shared by the elements of a block."""
         return 8 * self._row_bytes / self.block
-
-    @property
-    def is_lossless_for_float32(self) -> bool:
-        """No."""
-        return False
-
-    @property
-    def has_fixed_size(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def is_sparse(self) -> bool:
-        """Never."""
-        return False
 
     def payload_bytes(self, numel: int) -> int:
         return num_rows(numel, block=self.block) * self._row_bytes
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
         flat, block = flatten(tensor), self.block
-        rows, whole = num_rows(flat.numel(), block=block), flat.numel() // block
+        rows, whole = -(-flat.numel() // block), flat.numel() // block
         table = torch.empty(rows, self._row_bytes, dtype=torch.uint8, device=flat.device)
-        for first, last in _chunks(whole, block=block, device=flat.device):
+        step = _CHUNK.get(flat.device.type, _CHUNK_ELSEWHERE) // block
+        for first in range(0, whole, step):
+            last = min(whole, first + step)
             x = flat[first * block : last * block].to(torch.float32).view(-1, block)
             self._encode_rows(x, table[first:last], start=first * block, seed=seed)
         if whole < rows:
@@ -203,13 +167,14 @@ class BlockCodec(Codec):
         return table.view(-1)
 
     def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
-        """See `Codec.decode`; the values are in memory of their own."""
         check_payload(payload, name=self.name, numel=numel, expected=self.payload_bytes(numel))
         table, block = payload.contiguous().view(-1, self._row_bytes), self.block
         self._check_rows(table)
         values = torch.empty(numel, dtype=torch.float32, device=payload.device)
         whole = numel // block
-        for first, last in _chunks(whole, block=block, device=payload.device):
+        step = _CHUNK.get(payload.device.type, _CHUNK_ELSEWHERE) // block
+        for first in range(0, whole, step):
+            last = min(whole, first + step)
             self._decode_rows(table[first:last], values[first * block : last * block].view(-1, block))
         if whole < table.shape[0]:
             padded = torch.empty(1, block, dtype=torch.float32, device=payload.device)
@@ -239,7 +204,37 @@ def elements_at_once(device: torch.device) -> int:
     return _CHUNK.get(device.type, _CHUNK_ELSEWHERE)
 
 
-def _chunks(rows: int, *, block: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    step = elements_at_once(device) // block
-    for first in range(0, rows, step):
-        yield first, min(rows, first + step)
+# Byte j of a block's 32 holds the code of element j in its low half and that of element j + 32 in its high half. Both
+# halves of the block are contiguous, so packing is one vector operation without a shuffle.
+NIBBLES_PER_BLOCK = 64
+NIBBLE_BYTES = NIBBLES_PER_BLOCK // 2
+
+
+def pack_nibbles(codes: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Pack codes below 16.
+
+    Args:
+        codes: uint8, `(rows, 64)`, each 0 to 15.
+        out: uint8, `(rows, 32)`, any strides; is overwritten.
+    """
+    out.copy_(torch.add(codes[:, :NIBBLE_BYTES], codes[:, NIBBLE_BYTES:], alpha=16))
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Return the codes of packed bytes.
+
+    Args:
+        packed: uint8, `(rows, 32)`, any strides.
+
+    Returns:
+        uint8, `(rows, 64)`, each 0 to 15.
+
+    Example:
+        >>> codes = torch.arange(64, dtype=torch.uint8).remainder(16).view(1, 64)
+        >>> packed = torch.empty(1, 32, dtype=torch.uint8)
+        >>> pack_nibbles(codes, out=packed)
+        >>> torch.equal(unpack_nibbles(packed), codes)
+        True
+    """
+    packed = packed.contiguous()  # one strided read instead of two
+    return torch.cat((packed.bitwise_and(15), packed.bitwise_right_shift(4)), dim=1)

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs.bit_packing import NIBBLES_PER_BLOCK, pack_nibbles, unpack_nibbles
-from thinwire.codecs.block_codec import BlockCodec, Fused
+from thinwire.codecs.block_codec import NIBBLES_PER_BLOCK, BlockCodec, Fused, pack_nibbles, unpack_nibbles
 from thinwire.errors import NonFiniteError, PayloadError
 
 _SMALLEST_PEAK = 2.0**-100  # keeps the scale and its reciprocal normal numbers, which no device flushes to zero
@@ -47,23 +46,19 @@ class BlockInt(BlockCodec):
     bits: int
 
     def __post_init__(self) -> None:
-        """Check the bits."""
         if self.bits not in (4, 8):
             raise ValueError(f"bits must be 8 or 4, got {self.bits}")
 
     @property
     def name(self) -> str:
-        """`"block-int8"` or `"block-int4"`."""
         return f"block-int{self.bits}"
 
     @property
     def wire_id(self) -> int:
-        """4 for int8, 5 for int4."""
         return 4 if self.bits == 8 else 5
 
     @property
     def block(self) -> int:
-        """256 or 64 elements share a scale."""
         return 256 if self.bits == 8 else NIBBLES_PER_BLOCK
 
     @property
@@ -139,7 +134,8 @@ def block_int4() -> BlockInt:
     return BlockInt(bits=4)
 
 
-def _absolute_peaks(x: torch.Tensor) -> torch.Tensor:
+@Fused
+def _peaks(x: torch.Tensor) -> torch.Tensor:
     return x.abs().amax(dim=1, keepdim=True)
 
 
@@ -150,28 +146,25 @@ def _integers(x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     return integers.mul_((inverse > 0).to(torch.int8))
 
 
-def _to_bytes(x: torch.Tensor, inverse: torch.Tensor, out: torch.Tensor) -> None:
+@Fused
+def _quantise_bytes(x: torch.Tensor, inverse: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(_integers(x, inverse).view(torch.uint8))
 
 
-def _to_nibbles(x: torch.Tensor, inverse: torch.Tensor, out: torch.Tensor) -> None:
+@Fused
+def _quantise_nibbles(x: torch.Tensor, inverse: torch.Tensor, out: torch.Tensor) -> None:
     # the low four bits of an int8 are the number in two's complement
     pack_nibbles(_integers(x, inverse).bitwise_and_(15).view(torch.uint8), out=out)
 
 
-def _from_bytes(packed: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+@Fused
+def _restore_bytes(packed: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(packed.view(torch.int8))
     out.mul_(scale)
 
 
-def _from_nibbles(packed: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+@Fused
+def _restore_nibbles(packed: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
     # two's complement: flipping the sign bit counts from -8, and 8 less is the number
     out.copy_(unpack_nibbles(packed).bitwise_xor_(8).view(torch.int8).sub_(8))
     out.mul_(scale)
-
-
-_peaks = Fused(_absolute_peaks)
-_quantise_bytes = Fused(_to_bytes)
-_quantise_nibbles = Fused(_to_nibbles)
-_restore_bytes = Fused(_from_bytes)
-_restore_nibbles = Fused(_from_nibbles)

@@ -16,10 +16,12 @@ float32; here chunks are consecutive and have a codebook each, in bfloat16.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from thinwire.codecs import bit_packing
+from thinwire.codecs.base import Codec
 from thinwire.codecs.block_codec import check_payload, elements_at_once, flatten, num_rows
 from thinwire.codecs.selection import largest_of_rows, magnitude_bits
 from thinwire.codecs.values import RowFormat, check_format, decode_values, encode_values, value_bytes
@@ -45,17 +47,14 @@ class TopKRow:
 
     @property
     def index_bits(self) -> int:
-        """Bits of an index."""
         return (self.size - 1).bit_length()
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of a row's indices."""
         return bit_packing.packed_bytes(self.count, width=self.index_bits)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return self.index_bytes + value_bytes(self.count, values=self.values)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,24 +81,33 @@ class TopKRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkedTopK:
-    """The largest magnitudes of each chunk; use `chunked_top_k()`.
+class ChunkedTopK(Codec):
+    """The largest magnitudes of each chunk.
 
-    Attributes:
+    Args:
         k: Elements of a chunk that are sent.
         chunk: Elements of a chunk.
-        values: How values are sent.
+        values: `"float16"` (scaled, see `thinwire.codecs.values`), `"bfloat16"`, `"float32"`, or `"codebook2"`: 2 bits
+            and four means a chunk, as SparseLoCo.
 
     Raises:
         ValueError: An argument is out of its range.
+
+    Example:
+        >>> codec = chunked_top_k(k=1, chunk=2)
+        >>> codec.decode(codec.encode(torch.tensor([1.0, -3.0, 2.0, 0.5, 4.0])), numel=5).tolist()
+        [0.0, -3.0, 2.0, 0.0, 4.0]
+        >>> chunked_top_k().bits_per_element, chunked_top_k(values="codebook2").bits_per_element
+        (0.439453125, 0.234375)
     """
+
+    is_sparse: ClassVar[bool] = True
 
     k: int = 64
     chunk: int = 4096
     values: RowFormat = "float16"
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         if not 1 <= self.chunk <= 2**20:
             raise ValueError(f"chunk must be 1 to 2**20 elements, got {self.chunk}; 4096 is usual")
         if not 1 <= self.k <= self.chunk:
@@ -108,38 +116,19 @@ class ChunkedTopK:
 
     @property
     def name(self) -> str:
-        """`"chunked-top-k"`, or `"chunked-top-k-2bit"`."""
         return "chunked-top-k-2bit" if self.values == "codebook2" else "chunked-top-k"
 
     @property
     def wire_id(self) -> int:
-        """11, or 16 with 2-bit values."""
         return 16 if self.values == "codebook2" else 11
 
     @property
     def bits_per_element(self) -> float:
-        """Those of a chunk."""
         return 8 * self._row.row_bytes / self.chunk
 
     @property
     def block(self) -> int:
-        """The elements of a chunk."""
         return self.chunk
-
-    @property
-    def is_lossless_for_float32(self) -> bool:
-        """No."""
-        return False
-
-    @property
-    def has_fixed_size(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def is_sparse(self) -> bool:
-        """Always."""
-        return True
 
     @property
     def _row(self) -> TopKRow:
@@ -185,23 +174,4 @@ class ChunkedTopK:
         return max(1, elements_at_once(device) // self.chunk)
 
 
-def chunked_top_k(*, k: int = 64, chunk: int = 4096, values: RowFormat = "float16") -> ChunkedTopK:
-    """Return the codec of the largest magnitudes of each chunk.
-
-    Args:
-        k: Elements of a chunk that are sent.
-        chunk: Elements of a chunk.
-        values: `"float16"` (scaled, see `thinwire.codecs.values`), `"bfloat16"`, `"float32"`, or `"codebook2"`: 2 bits
-            and four means a chunk, as SparseLoCo.
-
-    Raises:
-        ValueError: An argument is out of its range.
-
-    Example:
-        >>> codec = chunked_top_k(k=1, chunk=2)
-        >>> codec.decode(codec.encode(torch.tensor([1.0, -3.0, 2.0, 0.5, 4.0])), numel=5).tolist()
-        [0.0, -3.0, 2.0, 0.0, 4.0]
-        >>> chunked_top_k().bits_per_element, chunked_top_k(values="codebook2").bits_per_element
-        (0.439453125, 0.234375)
-    """
-    return ChunkedTopK(k=k, chunk=chunk, values=values)
+chunked_top_k = ChunkedTopK

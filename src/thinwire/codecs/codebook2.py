@@ -12,15 +12,23 @@ SparseLoCo's published code (tplr-ai/templar) cuts a whole tensor by its mean an
 whose centres are -3, -1.5, 0 and 1.5 deviations, so that positive values mostly share one of the four, and sends means
 in float32. Here bins mirror one another: the opposite values decode to the opposite.
 
-Reference: arXiv 2508.15706.
+`block_2bit()` codes all elements so, a row a block: 2.0625 bits an element in blocks of 1024. The last block is padded
+with zeros, and so is coded as one that holds zeros: all that is not zero becomes one of two means. Two bits drop much
+of a tensor: use it with error feedback (arXiv 2505.23725 finds no loss with it, and much without).
+
+Reference: arXiv 2508.15706 for the code, arXiv 2505.23725 for two bits of all elements.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from thinwire.codecs import bit_packing
 from thinwire.codecs.base import ordered_sum
+from thinwire.codecs.block_codec import BlockCodec
 from thinwire.errors import NonFiniteError, PayloadError
 
 _MEANS_BYTES = 8
@@ -99,3 +107,42 @@ def _codes(x: torch.Tensor) -> torch.Tensor:
     is_outer = (is_outer | is_zero.any(dim=1, keepdim=True)) & ~is_zero
     # from the most negative bin on: outer 0, inner 1, inner 2, outer 3
     return torch.where(x < 0, 1 - is_outer.to(torch.int64), 2 + is_outer.to(torch.int64))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block2Bit(BlockCodec):
+    """Two bits an element; it needs error feedback.
+
+    Args:
+        block: Elements that share four means, a multiple of 4; both ends must use the same.
+
+    Raises:
+        ValueError: It is no multiple of 4.
+
+    Example:
+        >>> codec = block_2bit()
+        >>> codec.decode(codec.encode(torch.tensor([4.0, 0.0, -2.0])), numel=3).tolist()
+        [4.0, 0.0, -2.0]
+    """
+
+    name: ClassVar[str] = "block-2bit"
+    wire_id: ClassVar[int] = 17
+
+    block: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.block < 4 or self.block % 4:
+            raise ValueError(f"block must be a positive multiple of 4, got {self.block}; 1024 costs 3 %")
+
+    @property
+    def _row_bytes(self) -> int:
+        return row_bytes(self.block)
+
+    def _encode_rows(self, x: torch.Tensor, rows: torch.Tensor, *, start: int, seed: int) -> None:
+        rows.copy_(encode(x))
+
+    def _decode_rows(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(decode(rows, count=self.block, name=self.name))
+
+
+block_2bit = Block2Bit

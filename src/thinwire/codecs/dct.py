@@ -15,6 +15,9 @@ import math
 
 import torch
 
+from thinwire.codecs.selection import magnitude_bits
+from thinwire.codecs.values import power_of_two
+
 _ELEMENT_BITS = 24
 _EXACT_BITS = 52  # one below float64's 53, for the rounding of the basis
 
@@ -63,7 +66,7 @@ def _apply(x: torch.Tensor, *, is_inverse: bool) -> torch.Tensor:
         # a product with a power of two is exact; what is rounded here is the same everywhere
         integers = (product * 2.0**-fraction).round_()
         bits += growth
-    result = integers * _power_of_two(exponent - _ELEMENT_BITS)
+    result = integers * power_of_two(exponent - _ELEMENT_BITS)
     # below 2**-126 float32 has fewer bits, and some devices none
     result = result.masked_fill_(result.abs() < 2.0**-126, 0.0)
     if is_inverse:  # what a peer sent must not become infinite
@@ -74,16 +77,10 @@ def _apply(x: torch.Tensor, *, is_inverse: bool) -> torch.Tensor:
 
 def _integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each matrix as integers below 2**24 in float64, and the exponent e of the power 2**e that is 2**24."""
-    magnitude = x.contiguous().view(torch.int32).bitwise_and(0x7FFFFFFF)
-    exponent = (magnitude.amax(dim=(1, 2), keepdim=True) >> 23).to(
-        torch.int64
-    ) - 126  # above the largest; 129: not finite
+    # above the largest; 129: not finite
+    exponent = (magnitude_bits(x).amax(dim=(1, 2), keepdim=True) >> 23).to(torch.int64) - 126
     wide = x.to(torch.float64).masked_fill_(exponent > 128, 0.0)
-    return (wide * _power_of_two(_ELEMENT_BITS - exponent)).round_(), exponent
-
-
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    return ((exponent + 1023) << 52).view(torch.float64)
+    return (wide * power_of_two(_ELEMENT_BITS - exponent)).round_(), exponent
 
 
 @functools.lru_cache(maxsize=64)

@@ -26,10 +26,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
 from thinwire.codecs import dct
+from thinwire.codecs.base import Codec
 from thinwire.codecs.block_codec import check_payload, elements_at_once, flatten, num_rows
 from thinwire.codecs.chunked_top_k import TopKRow
 from thinwire.codecs.values import RowFormat, check_format
@@ -60,18 +62,29 @@ class _Region:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DctTopK:
-    """The largest coefficients of each chunk's cosine transform; use `dct_top_k()`.
+class DctTopK(Codec):
+    """The largest coefficients of each chunk's cosine transform.
 
-    Attributes:
+    Args:
         k: Coefficients of a chunk that are sent.
-        chunk: The most elements of a chunk in each dimension.
-        values: How coefficients are sent.
+        chunk: The most elements of a chunk in each dimension, 2 to 1024.
+        values: `"float16"` (scaled, see `thinwire.codecs.values`), `"bfloat16"`, `"float32"` or `"codebook2"`.
         shapes: The tensors that the vector is the concatenation of; None for one vector of any size.
 
     Raises:
         ValueError: An argument is out of its range.
+
+    Example:
+        >>> codec = dct_top_k(k=1).laid_out([torch.Size([4, 64])])
+        >>> codec.decode(codec.encode(torch.full((4, 64), 0.5)), numel=256)[:3]
+        tensor([0.5000, 0.5000, 0.5000])
+        >>> dct_top_k().laid_out([torch.Size([64, 64])]).bits_per_element
+        0.220703125
     """
+
+    name: ClassVar[str] = "dct-top-k"
+    wire_id: ClassVar[int] = 15
+    is_sparse: ClassVar[bool] = True  # in the coefficients
 
     k: int = 32
     chunk: int = 64
@@ -79,7 +92,6 @@ class DctTopK:
     shapes: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         if not 2 <= self.chunk <= _LARGEST_CHUNK:
             raise ValueError(f"chunk must be 2 to {_LARGEST_CHUNK}, got {self.chunk}; 64 is usual")
         if self.k < 1:
@@ -87,22 +99,10 @@ class DctTopK:
         check_format(self.values, of_rows=True)
 
     def laid_out(self, shapes: Sequence[torch.Size]) -> DctTopK:
-        """Return the codec of vectors that are the concatenation of tensors of these shapes."""
         return replace(self, shapes=tuple(tuple(int(size) for size in shape) for shape in shapes))
 
     @property
-    def name(self) -> str:
-        """`"dct-top-k"`."""
-        return "dct-top-k"
-
-    @property
-    def wire_id(self) -> int:
-        """15."""
-        return 15
-
-    @property
     def bits_per_element(self) -> float:
-        """Those of the layout; without one, those of a vector."""
         if self.shapes is None:
             return 8 * self._row(self.chunk).row_bytes / self.chunk
         numel = self._numel
@@ -110,35 +110,15 @@ class DctTopK:
 
     @property
     def block(self) -> int:
-        """All elements of the layout, which cannot be cut; without one, the elements of a chunk."""
+        # a layout cannot be cut
         return self.chunk if self.shapes is None else max(1, self._numel)
-
-    @property
-    def is_lossless_for_float32(self) -> bool:
-        """No."""
-        return False
-
-    @property
-    def has_fixed_size(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def is_sparse(self) -> bool:
-        """Always, in the coefficients."""
-        return True
 
     @property
     def _numel(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes or ())
 
     def payload_bytes(self, numel: int) -> int:
-        """See `Codec.payload_bytes`.
-
-        Raises:
-            ValueError: `numel` is negative, or not that of the layout.
-        """
-        num_rows(numel, block=1)
+        num_rows(numel, block=1)  # refuses a negative one
         return sum(region.count * self._row(region.height * region.width).row_bytes for region in self._regions(numel))
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
@@ -188,25 +168,7 @@ class DctTopK:
             offset += size
 
 
-def dct_top_k(*, k: int = 32, chunk: int = 64, values: RowFormat = "float16") -> DctTopK:
-    """Return the codec of the largest coefficients of each chunk's cosine transform.
-
-    Args:
-        k: Coefficients of a chunk that are sent.
-        chunk: The most elements of a chunk in each dimension, 2 to 1024.
-        values: `"float16"` (scaled, see `thinwire.codecs.values`), `"bfloat16"`, `"float32"` or `"codebook2"`.
-
-    Raises:
-        ValueError: An argument is out of its range.
-
-    Example:
-        >>> codec = dct_top_k(k=1).laid_out([torch.Size([4, 64])])
-        >>> codec.decode(codec.encode(torch.full((4, 64), 0.5)), numel=256)[:3]
-        tensor([0.5000, 0.5000, 0.5000])
-        >>> dct_top_k().laid_out([torch.Size([64, 64])]).bits_per_element
-        0.220703125
-    """
-    return DctTopK(k=k, chunk=chunk, values=values)
+dct_top_k = DctTopK
 
 
 def _tile(
@@ -215,14 +177,8 @@ def _tile(
     """Yield the regions of a matrix whose dimensions are cut into `(start, size, count)` of equal parts."""
     for top, height, down in downs:
         for left, width, across in acrosses:
-            yield _Region(
-                offset=offset + top * columns + left,
-                stride=columns,
-                down=down,
-                across=across,
-                height=height,
-                width=width,
-            )
+            start = offset + top * columns + left
+            yield _Region(offset=start, stride=columns, down=down, across=across, height=height, width=width)
 
 
 def _parts(size: int, chunk: int) -> list[tuple[int, int, int]]:

@@ -7,14 +7,16 @@ rounding to 16 bits is IEEE's nearest-even, so float16 turns magnitudes of 65520
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
+from thinwire.codecs.base import Codec
 from thinwire.codecs.block_codec import check_payload, flatten, num_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dense:
+class Dense(Codec):
     """Elements as plain floating-point numbers; use `float32()`, `bfloat16()` or `float16()`.
 
     Attributes:
@@ -23,45 +25,28 @@ class Dense:
         wire_id: The number in a message's header.
     """
 
+    block: ClassVar[int] = 1
+
     dtype: torch.dtype
     name: str
     wire_id: int
 
     @property
     def bits_per_element(self) -> float:
-        """32 or 16."""
         return 8.0 * self.dtype.itemsize
 
     @property
-    def block(self) -> int:
-        """1: every element stands alone."""
-        return 1
-
-    @property
     def is_lossless_for_float32(self) -> bool:
-        """Whether every float32 comes back as it was."""
         return self.dtype == torch.float32
-
-    @property
-    def has_fixed_size(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def is_sparse(self) -> bool:
-        """Never."""
-        return False
 
     def payload_bytes(self, numel: int) -> int:
         return num_rows(numel, block=1) * self.dtype.itemsize
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
-        """See `Codec.encode`; the payload never shares memory with the tensor."""
         # copy=True: the payload may still be on its way when the caller's tensor changes
         return flatten(tensor).to(self.dtype, copy=True).view(torch.uint8)
 
     def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
-        """See `Codec.decode`; the values never share memory with the payload."""
         check_payload(payload, name=self.name, numel=numel, expected=self.payload_bytes(numel))
         aligned = payload.clone(memory_format=torch.contiguous_format)  # a slice of a message may start anywhere
         return aligned.view(self.dtype).to(torch.float32)

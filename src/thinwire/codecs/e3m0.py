@@ -43,12 +43,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from thinwire.codecs.bit_packing import NIBBLE_BYTES, NIBBLES_PER_BLOCK, pack_nibbles, unpack_nibbles
-from thinwire.codecs.block_codec import BlockCodec, Fused
+from thinwire.codecs.block_codec import NIBBLE_BYTES, NIBBLES_PER_BLOCK, BlockCodec, Fused, pack_nibbles, unpack_nibbles
 from thinwire.errors import NonFiniteError, PayloadError
 from thinwire.shared_random import derive_seed
 
@@ -121,42 +120,35 @@ _BEYOND_ALL = 1000  # taken off an element's half exponents, which are below 512
 Rounding = Literal["nearest", "stochastic"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class E3M0(BlockCodec):
-    """Signed powers of two in 4 bits; see the module for format and bounds.
+    """Signed powers of two in 4.125 bits an element; see the module for format and bounds.
 
-    Attributes:
+    Args:
         rounding: `"nearest"`, or `"stochastic"`: unbiased, with a larger error.
 
     Raises:
         ValueError: Another rounding.
+
+    Example:
+        >>> codec = e3m0()
+        >>> codec.decode(codec.encode(torch.tensor([1.0, -0.4, 0.02, 0.005, 0.0])), numel=5).tolist()
+        [1.0, -0.5, 0.015625, 0.0, 0.0]
     """
+
+    wire_id: ClassVar[int] = 6  # of both roundings: decoding is the same
+    block: ClassVar[int] = BLOCK
+    _row_bytes: ClassVar[int] = ROW_BYTES
 
     rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
-        """Check the rounding."""
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {self.rounding!r}")
 
     @property
     def name(self) -> str:
-        """`"e3m0"`, or `"e3m0-stochastic"`."""
         return "e3m0" if self.rounding == "nearest" else "e3m0-stochastic"
-
-    @property
-    def wire_id(self) -> int:
-        """6 for both roundings, since decoding is the same."""
-        return 6
-
-    @property
-    def block(self) -> int:
-        """64 elements share a scale."""
-        return BLOCK
-
-    @property
-    def _row_bytes(self) -> int:
-        return ROW_BYTES
 
     def _encode_rows(self, x: torch.Tensor, rows: torch.Tensor, *, start: int, seed: int) -> None:
         if self.rounding == "nearest":
@@ -178,21 +170,7 @@ class E3M0(BlockCodec):
             raise NonFiniteError(f"{self.name}: a block held NaN, infinity or a magnitude above 2.5e38")
 
 
-def e3m0(rounding: Rounding = "nearest") -> E3M0:
-    """Return the codec of 4.125 bits an element that Streaming DiLoCo uses.
-
-    Args:
-        rounding: `"nearest"`, or `"stochastic"`: unbiased, with a larger error.
-
-    Raises:
-        ValueError: Another rounding.
-
-    Example:
-        >>> codec = e3m0()
-        >>> codec.decode(codec.encode(torch.tensor([1.0, -0.4, 0.02, 0.005, 0.0])), numel=5).tolist()
-        [1.0, -0.5, 0.015625, 0.0, 0.0]
-    """
-    return E3M0(rounding=rounding)
+e3m0 = E3M0
 
 
 def _nearest(x: torch.Tensor, rows: torch.Tensor) -> None:

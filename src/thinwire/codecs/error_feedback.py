@@ -25,21 +25,20 @@ from thinwire.tagged_state import own, owner
 class SenderMemory(Protocol):
     """A memory as a value; its state is a dataclass of float32 vectors of one fixed size, `(numel,)`."""
 
+    __slots__ = ()
+
     def init(self, numel: int) -> Any:
         """Return the state before the first round, for vectors of `numel` elements; its fields are tagged."""
-        ...
 
     def before(self, state: Any, x: torch.Tensor) -> torch.Tensor:
         """Return the vector to encode for this round's `x`: float32, `(numel,)`, a new tensor."""
-        ...
 
     def after(self, state: Any, sent: torch.Tensor) -> None:
         """Record what the receivers decode: float32, `(numel,)`."""
-        ...
 
     def received(self, state: Any, mean: torch.Tensor) -> torch.Tensor:
-        """Return the vector to apply, from the mean of what all members sent: float32, `(numel,)`."""
-        ...
+        """Return the vector to apply, from the mean of what all members sent: float32, `(numel,)`; by default that."""
+        return mean
 
 
 def there(state: Any, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -49,24 +48,15 @@ def there(state: Any, name: str, like: torch.Tensor) -> torch.Tensor:
     return found
 
 
-class _AppliesMean:
-    """Base of memories that leave the mean of what all sent as it is."""
-
-    __slots__ = ()
-
-    def received(self, state: Any, mean: torch.Tensor) -> torch.Tensor:
-        return mean
-
-
 @dataclass(slots=True)
 class Residual:
-    """Memory of a sender of what its code has dropped."""
+    """What a sender's code has dropped."""
 
     residual: torch.Tensor = own("what was not sent yet")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorFeedback(_AppliesMean):
+class ErrorFeedback(SenderMemory):
     """Add what was dropped before, and keep what is dropped now: `w = x + decay * e; e = w - sent`.
 
     With `decay` 1 all that was ever dropped is sent in the end: the sum of what was sent and the residual is the sum
@@ -82,7 +72,6 @@ class ErrorFeedback(_AppliesMean):
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if not 0 < self.decay <= 1:
             raise ValueError(f"error feedback's decay must be in (0, 1], got {self.decay}; 1 forgets nothing")
 
@@ -106,7 +95,7 @@ class Velocity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MomentumCorrection(_AppliesMean):
+class MomentumCorrection(SenderMemory):
     """Let the momentum grow where nothing is sent (Deep Gradient Compression, arXiv 1712.01887, section 3).
 
     Heavy ball: `u = m u + g; v = v + u`. Nesterov: `u = m (u + g); v = v + u + g`. `v` is encoded; where an element was
@@ -129,7 +118,6 @@ class MomentumCorrection(_AppliesMean):
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual")
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -172,7 +160,7 @@ class Inertia:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Momentum(_AppliesMean):
+class Momentum(SenderMemory):
     """Send the momentum instead of the gradient: `u = m u + g`, and `u`, or `g + m u` with Nesterov.
 
     For what is sent whole beside a channel of `MomentumCorrection`: the mean of momenta is the momentum of the mean.
@@ -189,7 +177,6 @@ class Momentum(_AppliesMean):
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual")
 
@@ -226,7 +213,7 @@ class Mirrored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shift:
+class Shift(SenderMemory):
     """Send the difference to a state that both ends hold (EF21, arXiv 2106.05203).
 
     `c = C(x - g); g = g + c` at the sender, and the receivers add the mean of all `c` to the mean of all `g`, which is
@@ -245,7 +232,6 @@ class Shift:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, 0 is plain EF21")
 

@@ -15,10 +15,12 @@ values' own rounding).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 
+from thinwire.codecs.base import Codec
 from thinwire.codecs.block_codec import check_payload, flatten, num_rows
 from thinwire.codecs.selection import magnitude_bits
 from thinwire.codecs.sparse_payload import Indices
@@ -32,61 +34,39 @@ _INFINITY_BITS = 0x7F800000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RandomK:
-    """Elements at random positions; use `random_k()`.
+class RandomK(Codec):
+    """Elements at random positions.
 
-    Attributes:
-        density: Share of the elements that is sent, in (0, 1].
-        values: How values are sent.
-        scale: Whether values are multiplied by numel / k.
+    Args:
+        density: Share of the elements that is sent, in (0, 1]; at least one element is.
+        values: `"float16"` (scaled, see `thinwire.codecs.values`), `"bfloat16"` or `"float32"`.
+        scale: Whether to multiply by numel / k: unbiased, with a larger error. Leave it off with error feedback.
 
     Raises:
         ValueError: An argument is out of its range.
+
+    Example:
+        >>> codec = random_k(density=0.5)
+        >>> codec.decode(codec.encode(torch.ones(6), seed=3), numel=6).sum().item(), codec.payload_bytes(6)
+        (3.0, 15)
     """
+
+    name: ClassVar[str] = "random-k"
+    wire_id: ClassVar[int] = 12
+    block: ClassVar[int] = 1  # each part of a tensor that is cut draws its own indices
+    is_sparse: ClassVar[bool] = True  # replicas with equal seeds keep the same elements
 
     density: float = 0.01
     values: ValueFormat = "float16"
     scale: bool = False
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         check_density(self.density)
         check_format(self.values)
 
     @property
-    def name(self) -> str:
-        """`"random-k"`."""
-        return "random-k"
-
-    @property
-    def wire_id(self) -> int:
-        """12."""
-        return 12
-
-    @property
     def bits_per_element(self) -> float:
-        """The values' alone."""
         return self.density * bits_per_value(self.values)
-
-    @property
-    def block(self) -> int:
-        """1: a tensor may be cut anywhere; each part then draws its own indices."""
-        return 1
-
-    @property
-    def is_lossless_for_float32(self) -> bool:
-        """No."""
-        return False
-
-    @property
-    def has_fixed_size(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def is_sparse(self) -> bool:
-        """Always; replicas with equal seeds keep the same elements."""
-        return True
 
     def payload_bytes(self, numel: int) -> int:
         if num_rows(numel, block=1) == 0:
@@ -94,7 +74,6 @@ class RandomK:
         return _SEED_BYTES + value_bytes(num_kept(numel, density=self.density), values=self.values)
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
-        """See `Codec.encode`. The seed selects the positions."""
         flat = flatten(tensor).to(torch.float32)
         if flat.numel() == 0:
             return torch.empty(0, dtype=torch.uint8, device=flat.device)
@@ -132,23 +111,7 @@ class RandomK:
         return torch.from_numpy(np.flatnonzero(is_kept))
 
 
-def random_k(*, density: float = 0.01, values: ValueFormat = "float16", scale: bool = False) -> RandomK:
-    """Return the codec of elements at random positions.
-
-    Args:
-        density: Share of the elements that is sent, in (0, 1]; at least one element is.
-        values: `"float16"` (scaled, see `thinwire.codecs.values`), `"bfloat16"` or `"float32"`.
-        scale: Whether to multiply by numel / k: unbiased, with a larger error. Leave it off with error feedback.
-
-    Raises:
-        ValueError: An argument is out of its range.
-
-    Example:
-        >>> codec = random_k(density=0.5)
-        >>> codec.decode(codec.encode(torch.ones(6), seed=3), numel=6).sum().item(), codec.payload_bytes(6)
-        (3.0, 15)
-    """
-    return RandomK(density=density, values=values, scale=scale)
+random_k = RandomK
 
 
 def random_set(seed: int, *, count: int, numel: int) -> Indices:

@@ -90,7 +90,7 @@ def largest_by_sample(magnitude: torch.Tensor, *, count: int, density: float, se
             return found[_largest_of(magnitude[found], count=count)]
         if found.numel() >= 0.8 * count:
             return found
-        threshold = _lowered(threshold)
+        threshold = int((torch.tensor([threshold], dtype=torch.int32).view(torch.float32) * 0.8).view(torch.int32))
     return largest(magnitude, count=count)
 
 
@@ -149,8 +149,3 @@ def _kth_largest(magnitude: torch.Tensor, *, k: int) -> int:
         place = magnitude.numel() - k
         return int(np.partition(magnitude.numpy(), place)[place])
     return int(magnitude.topk(k, sorted=False).values.min())
-
-
-def _lowered(threshold: int) -> int:
-    value = torch.tensor([threshold], dtype=torch.int32).view(torch.float32)
-    return int((value * 0.8).view(torch.int32))

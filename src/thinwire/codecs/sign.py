@@ -17,12 +17,12 @@ Reference: arXiv 2102.02888 (1-bit Adam); arXiv 1802.04434 (signSGD) for signs, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
 from thinwire.codecs import bit_packing
-from thinwire.codecs.base import ordered_sum
+from thinwire.codecs.base import Codec, ordered_sum
 from thinwire.codecs.block_codec import check_payload, elements_at_once, flatten, num_rows
 from thinwire.errors import NonFiniteError, PayloadError
 
@@ -32,7 +32,7 @@ Scale = Literal["l2", "mean"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sign:
+class Sign(Codec):
     """One bit an element; use `sign()`.
 
     Attributes:
@@ -43,11 +43,12 @@ class Sign:
         ValueError: An argument is out of its range.
     """
 
+    wire_id: ClassVar[int] = 14  # of both scales: decoding is the same
+
     scale: Scale = "l2"
     elements_per_scale: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         if self.scale not in ("l2", "mean"):
             raise ValueError(f"scale must be 'l2' or 'mean', got {self.scale!r}")
         if self.elements_per_scale is not None and (self.elements_per_scale < 8 or self.elements_per_scale % 8):
@@ -55,43 +56,18 @@ class Sign:
 
     @property
     def name(self) -> str:
-        """`"sign"`, or `"sign-mean"`."""
         return "sign" if self.scale == "l2" else "sign-mean"
 
     @property
-    def wire_id(self) -> int:
-        """14 for both scales, since decoding is the same."""
-        return 14
-
-    @property
     def bits_per_element(self) -> float:
-        """1, and a block's share of its scale."""
         return 1.0 if self.elements_per_scale is None else 1.0 + 8 * _SCALE_BYTES / self.elements_per_scale
 
     @property
     def block(self) -> int:
-        """The elements that share a scale.
-
-        With one scale a tensor it is 8, the elements of a byte: there the tensor may be cut, and each part then has a
-        scale of its own, which is how the two-phase exchange of 1-bit Adam works. Payloads of such parts do not
-        concatenate to that of the whole.
-        """
+        # With one scale a tensor it is 8, the elements of a byte: there the tensor may be cut, and each part then has a
+        # scale of its own, which is how the two-phase exchange of 1-bit Adam works. Payloads of such parts do not
+        # concatenate to that of the whole.
         return 8 if self.elements_per_scale is None else self.elements_per_scale
-
-    @property
-    def is_lossless_for_float32(self) -> bool:
-        """No."""
-        return False
-
-    @property
-    def has_fixed_size(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def is_sparse(self) -> bool:
-        """Never."""
-        return False
 
     def payload_bytes(self, numel: int) -> int:
         size = self.elements_per_scale or max(numel, 1)

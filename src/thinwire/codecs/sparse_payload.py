@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from thinwire.codecs.block_codec import check_size_at_most, num_rows
+from thinwire.codecs.block_codec import check_payload, num_rows
 from thinwire.codecs.values import bits_per_value, decode_values, encode_values, value_bytes
 from thinwire.errors import PayloadError
 
@@ -242,7 +242,8 @@ def decode_chosen(payload: torch.Tensor, *, numel: int, count: int, values: str,
         PayloadError: The payload is none of `numel` elements.
         NonFiniteError: The sender's tensor held NaN, infinity, or more than the format can carry.
     """
-    check_size_at_most(payload, name=name, numel=numel, limit=max_bytes(numel, count=count, values=values))
+    most = max_bytes(numel, count=count, values=values)
+    check_payload(payload, name=name, numel=numel, expected=most, has_fixed_size=False)
     whole = torch.zeros(numel, dtype=torch.float32, device=payload.device)
     if numel == 0:
         return whole

@@ -1,23 +1,29 @@
-"""Top-k: the largest magnitudes of the whole tensor, and where they are.
+"""Top-k and threshold: the largest magnitudes of the whole tensor, and where they are.
 
 Wire format: that of `thinwire.codecs.sparse_payload`. Of k = max(1, ceil(density * numel)) elements, those that are
 zero (or a subnormal number of float32) are not sent. Of equal magnitudes those with the lowest indices are.
 
+Threshold: every element whose magnitude reaches a given value, in the same format. How many are sent depends on the
+tensor, from none to all, so the payload's bound is that of a dense one.
+
 A tensor that is cut into parts has the top k of each part, which are other elements than the whole's: parts are valid
 by themselves, but their payloads do not concatenate to that of the whole.
 
-Reference: arXiv 1712.01887 (Deep Gradient Compression) for the sampled threshold; top-k itself is older.
+Reference: arXiv 1712.01887 (Deep Gradient Compression) for the sampled threshold; top-k itself is older. N. Strom,
+"Scalable distributed DNN training using commodity GPU cloud computing", Interspeech 2015, for a threshold: it sends the
+threshold itself in place of the value; here the values are sent.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
 from thinwire.codecs import selection as choose
+from thinwire.codecs.base import Codec
 from thinwire.codecs.block_codec import flatten
 from thinwire.codecs.sparse_payload import decode_chosen, encode_chosen, expected_bits_per_element, max_bytes
 from thinwire.codecs.values import ValueFormat, check_format
@@ -26,86 +32,8 @@ Selection = Literal["exact", "sampled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopK:
-    """The largest magnitudes of a tensor; use `top_k()`.
-
-    Attributes:
-        density: Share of the elements that is sent, in (0, 1].
-        values: How values are sent.
-        selection: How they are found.
-
-    Raises:
-        ValueError: An argument is out of its range.
-    """
-
-    density: float = 0.01
-    values: ValueFormat = "float16"
-    selection: Selection = "exact"
-
-    def __post_init__(self) -> None:
-        """Check the arguments."""
-        check_density(self.density)
-        check_format(self.values)
-        if self.selection not in ("exact", "sampled"):
-            raise ValueError(f"selection must be 'exact' or 'sampled', got {self.selection!r}")
-
-    @property
-    def name(self) -> str:
-        """`"top-k"`, or `"top-k-sampled"`."""
-        return "top-k" if self.selection == "exact" else "top-k-sampled"
-
-    @property
-    def wire_id(self) -> int:
-        """10 for both selections, since decoding is the same."""
-        return 10
-
-    @property
-    def bits_per_element(self) -> float:
-        """Expected bits where positions are random; fewer where they cluster."""
-        return expected_bits_per_element(self.density, values=self.values)
-
-    @property
-    def block(self) -> int:
-        """1: a tensor may be cut anywhere, and each part then sends its own largest."""
-        return 1
-
-    @property
-    def is_lossless_for_float32(self) -> bool:
-        """No."""
-        return False
-
-    @property
-    def has_fixed_size(self) -> bool:
-        """No: what indices cost depends on where they are."""
-        return False
-
-    @property
-    def is_sparse(self) -> bool:
-        """Always."""
-        return True
-
-    def payload_bytes(self, numel: int) -> int:
-        return max_bytes(numel, count=num_kept(numel, density=self.density), values=self.values)
-
-    def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
-        """See `Codec.encode`. The seed moves the sample of `selection="sampled"`."""
-        flat = flatten(tensor).to(torch.float32)
-        if flat.numel() == 0:
-            return torch.empty(0, dtype=torch.uint8, device=flat.device)
-        magnitude, count = choose.magnitude_bits(flat), num_kept(flat.numel(), density=self.density)
-        if self.selection == "exact":
-            chosen = choose.largest(magnitude, count=count)
-        else:
-            chosen = choose.largest_by_sample(magnitude, count=count, density=self.density, seed=seed)
-        return encode_chosen(flat, chosen, values=self.values)
-
-    def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
-        count = num_kept(numel, density=self.density)
-        return decode_chosen(payload, numel=numel, count=count, values=self.values, name=self.name)
-
-
-def top_k(*, density: float = 0.01, values: ValueFormat = "float16", selection: Selection = "exact") -> TopK:
-    """Return the codec of the largest magnitudes.
+class TopK(Codec):
+    """The largest magnitudes of a tensor.
 
     Args:
         density: Share of the elements that is sent, in (0, 1]; at least one element is.
@@ -121,7 +49,51 @@ def top_k(*, density: float = 0.01, values: ValueFormat = "float16", selection: 
         >>> codec.decode(codec.encode(torch.tensor([1.0, -3.0, 0.5, 2.0, 0.0])), numel=5).tolist()
         [0.0, -3.0, 0.0, 2.0, 0.0]
     """
-    return TopK(density=density, values=values, selection=selection)
+
+    wire_id: ClassVar[int] = 10  # of both selections: decoding is the same
+    block: ClassVar[int] = 1  # each part of a tensor that is cut sends its own largest
+    has_fixed_size: ClassVar[bool] = False  # what indices cost depends on where they are
+    is_sparse: ClassVar[bool] = True
+
+    density: float = 0.01
+    values: ValueFormat = "float16"
+    selection: Selection = "exact"
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+        check_format(self.values)
+        if self.selection not in ("exact", "sampled"):
+            raise ValueError(f"selection must be 'exact' or 'sampled', got {self.selection!r}")
+
+    @property
+    def name(self) -> str:
+        return "top-k" if self.selection == "exact" else "top-k-sampled"
+
+    @property
+    def bits_per_element(self) -> float:
+        # expected where positions are random; fewer where they cluster
+        return expected_bits_per_element(self.density, values=self.values)
+
+    def payload_bytes(self, numel: int) -> int:
+        return max_bytes(numel, count=num_kept(numel, density=self.density), values=self.values)
+
+    def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
+        flat = flatten(tensor).to(torch.float32)
+        if flat.numel() == 0:
+            return torch.empty(0, dtype=torch.uint8, device=flat.device)
+        magnitude, count = choose.magnitude_bits(flat), num_kept(flat.numel(), density=self.density)
+        if self.selection == "exact":
+            chosen = choose.largest(magnitude, count=count)
+        else:
+            chosen = choose.largest_by_sample(magnitude, count=count, density=self.density, seed=seed)
+        return encode_chosen(flat, chosen, values=self.values)
+
+    def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
+        count = num_kept(numel, density=self.density)
+        return decode_chosen(payload, numel=numel, count=count, values=self.values, name=self.name)
+
+
+top_k = TopK
 
 
 def check_density(density: float) -> None:
@@ -143,3 +115,54 @@ def num_kept(numel: int, *, density: float) -> int:
     """
     # 0.07 * 100 is a little more than 7 in floating point
     return min(numel, max(1, math.ceil(round(density * numel, 6))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threshold(Codec):
+    """All elements with a magnitude of `value` or more.
+
+    Args:
+        value: The least magnitude that is sent, as float32.
+        values: `"float16"` (scaled, see `thinwire.codecs.values`), `"bfloat16"` or `"float32"`.
+
+    Raises:
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> codec = threshold(value=1.0)
+        >>> codec.decode(codec.encode(torch.tensor([0.5, -1.0, 3.0])), numel=3).tolist()
+        [0.0, -1.0, 3.0]
+    """
+
+    name: ClassVar[str] = "threshold"
+    wire_id: ClassVar[int] = 13
+    block: ClassVar[int] = 1
+    has_fixed_size: ClassVar[bool] = False
+    is_sparse: ClassVar[bool] = True  # with a value that is too small, in name only
+
+    value: float = 1e-3
+    values: ValueFormat = "float16"
+
+    def __post_init__(self) -> None:
+        if not (0 < self.value < math.inf):
+            raise ValueError(f"value must be above 0 and finite, got {self.value}; magnitudes below it are not sent")
+        check_format(self.values)
+
+    @property
+    def bits_per_element(self) -> float:
+        # the most, where every element is sent: which ones will be depends on the tensor alone
+        return expected_bits_per_element(1.0, values=self.values)
+
+    def payload_bytes(self, numel: int) -> int:
+        return max_bytes(numel, count=numel, values=self.values)
+
+    def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
+        flat = flatten(tensor).to(torch.float32)
+        least = int(torch.tensor([self.value], dtype=torch.float32).view(torch.int32))
+        return encode_chosen(flat, choose.at_least(choose.magnitude_bits(flat), threshold=least), values=self.values)
+
+    def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
+        return decode_chosen(payload, numel=numel, count=numel, values=self.values, name=self.name)
+
+
+threshold = Threshold

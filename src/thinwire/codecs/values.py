@@ -23,6 +23,7 @@ import torch
 
 from thinwire.codecs import codebook2
 from thinwire.codecs.block_codec import num_rows
+from thinwire.codecs.selection import magnitude_bits
 from thinwire.errors import NonFiniteError, PayloadError
 
 ValueFormat = Literal["float16", "bfloat16", "float32"]
@@ -85,9 +86,19 @@ def encode_values(x: torch.Tensor, *, values: str) -> torch.Tensor:
     """
     if values == "codebook2":
         return codebook2.encode(x)
-    if values == "float16":
-        return _encode_scaled(x)
-    return x.to(_DTYPES[values]).contiguous().view(torch.uint8)
+    if values != "float16":
+        return x.to(_DTYPES[values]).contiguous().view(torch.uint8)
+    magnitude = magnitude_bits(x)
+    x = x.masked_fill(magnitude < 1 << 23, 0.0)
+    # magnitudes of floats order as their bits do, as integers
+    peak = magnitude.amax(dim=1, keepdim=True).to(torch.int64)
+    exponent = (peak + 0x1000) >> 23  # float16 keeps 10 of 23 bits: half of the last one that stays may carry over
+    exponent = exponent.clamp_max_(_NON_FINITE).masked_fill_(peak < 1 << 23, 0)
+    scaled = x.to(torch.float64) * power_of_two(_SCALED_EXPONENT + 127 - exponent)
+    scaled = scaled.masked_fill_(exponent == _NON_FINITE, 0.0)
+    # the only rounding: float64 to float16, ties to even, on every device alike
+    halves = scaled.to(torch.float16).view(torch.uint8)
+    return torch.cat((exponent.to(torch.uint8), halves), dim=1)
 
 
 def decode_values(data: torch.Tensor, *, count: int, values: str, name: str) -> torch.Tensor:
@@ -108,42 +119,25 @@ def decode_values(data: torch.Tensor, *, count: int, values: str, name: str) -> 
     """
     if values == "codebook2":
         return codebook2.decode(data, count=count, name=name)
-    if values == "float16":
-        return _decode_scaled(data, name=name)
-    aligned = data.clone(memory_format=torch.contiguous_format)  # a slice of a message may start anywhere
-    x = aligned.view(_DTYPES[values]).to(torch.float32)
-    if not bool(x.isfinite().all()):
-        raise NonFiniteError(f"{name}: the tensor held NaN, infinity, or more than {values} can carry")
-    return x
-
-
-def _encode_scaled(x: torch.Tensor) -> torch.Tensor:
-    magnitude = x.contiguous().view(torch.int32).bitwise_and(0x7FFFFFFF)
-    x = x.masked_fill(magnitude < 1 << 23, 0.0)
-    # magnitudes of floats order as their bits do, as integers
-    peak = magnitude.amax(dim=1, keepdim=True).to(torch.int64)
-    exponent = (peak + 0x1000) >> 23  # float16 keeps 10 of 23 bits: half of the last one that stays may carry over
-    exponent = exponent.clamp_max_(_NON_FINITE).masked_fill_(peak < 1 << 23, 0)
-    scaled = x.to(torch.float64) * _power_of_two(_SCALED_EXPONENT + 127 - exponent)
-    scaled = scaled.masked_fill_(exponent == _NON_FINITE, 0.0)
-    # the only rounding: float64 to float16, ties to even, on every device alike
-    halves = scaled.to(torch.float16).view(torch.uint8)
-    return torch.cat((exponent.to(torch.uint8), halves), dim=1)
-
-
-def _decode_scaled(data: torch.Tensor, *, name: str) -> torch.Tensor:
-    exponent = data[:, :1].to(torch.int64)
-    halves = data[:, 1:].clone(memory_format=torch.contiguous_format).view(torch.float16).to(torch.float64)
+    # a slice of a message may start anywhere
+    aligned = data[:, int(values == "float16") :].clone(memory_format=torch.contiguous_format)
+    x = aligned.view(_DTYPES[values])
+    if values != "float16":
+        x = x.to(torch.float32)
+        if not bool(x.isfinite().all()):
+            raise NonFiniteError(f"{name}: the tensor held NaN, infinity, or more than {values} can carry")
+        return x
+    exponent, halves = data[:, :1].to(torch.int64), x.to(torch.float64)
     within = halves.abs() < 2.0 ** (_SCALED_EXPONENT + 1)  # NaN is not within either
     fine, infinite = torch.stack((within.all(), (exponent == _NON_FINITE).any())).tolist()
     if infinite:
         raise NonFiniteError(f"{name}: the tensor held NaN, infinity, or a magnitude of 3.4e38 or more")
     if not fine:
         raise PayloadError(f"{name}: a value is 2**{_SCALED_EXPONENT + 1} or more before it is scaled: never sent")
-    x = halves * _power_of_two(exponent - 127 - _SCALED_EXPONENT)
+    x = halves * power_of_two(exponent - 127 - _SCALED_EXPONENT)
     return x.masked_fill_(x.abs() < _SMALLEST_NORMAL, 0.0).to(torch.float32)
 
 
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    # built from its bits: a device's power function need not be exact
+def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """Return 2 to int64 exponents as float64, from its bits: a device's power function need not be exact."""
     return ((exponent + 1023) << 52).view(torch.float64)
