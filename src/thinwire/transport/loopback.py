@@ -201,12 +201,14 @@ class _Awaited:
         self._world, self._replica, self._source, self._envelope = world, replica, source, envelope
         self._key = _key(source, replica, envelope)
 
+    def __str__(self) -> str:  # `measure_exchange` names what never comes by it
+        return f"{self._envelope.describe()} from replica {self._source}"
+
     def done(self) -> bool:
         return self._world._has_mail(self._key)
 
     def wait(self, *, deadline_s: float) -> Received:
-        what = f"{self._envelope.describe()} from replica {self._source}"
-        message = self._world._collect(self._key, replica=self._replica, what=what)
+        message = self._world._collect(self._key, replica=self._replica, what=str(self))
         return unpack(message, source=self._source, envelope=self._envelope)
 
 
