@@ -11,7 +11,7 @@ from tests.reference.loops import same
 from tests.reference.plain_replicas import Replica, assert_all_same, mean_of, train
 from thinwire.codecs import float32
 from thinwire.methods import default_outer_lr, iso_loco, streaming_diloco
-from thinwire.methods.iso_loco import flatten_spectrum, product_of_integers
+from thinwire.methods.iso_loco import flatten_spectra, flatten_spectrum, product_of_integers
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (8, 8), (24, 8), (33, 130), (96, 384)]
 
@@ -54,6 +54,15 @@ def test_products_of_integers_have_the_bits_of_float64(shape, monkeypatch):
     module = sys.modules[flatten_spectrum.__module__]  # its name in the package is the function's
     monkeypatch.setattr(module, "_has_slow_float64", lambda device: True)
     assert torch.equal(flatten_spectrum(matrix), expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (24, 8), (33, 130)])
+def test_matrices_flattened_together_have_the_bits_of_each_alone(shape):
+    generator = torch.Generator().manual_seed(7)
+    matrices = [torch.randn(shape, generator=generator) * scale for scale in (1e-12, 1.0, 1e6)]
+    for some in (matrices, [*matrices, torch.zeros(shape)], [*matrices, torch.full(shape, torch.inf)]):
+        for one, other in zip(flatten_spectra(some), some, strict=True):
+            assert torch.equal(one, flatten_spectrum(other))
 
 
 @pytest.mark.parametrize("shape", [(96, 384), (200, 64)])

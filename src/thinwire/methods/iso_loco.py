@@ -35,10 +35,10 @@ from thinwire.codecs import Codec
 from thinwire.methods.diloco import default_outer_lr
 from thinwire.methods.registry import About, register
 from thinwire.methods.streaming_diloco import streaming_diloco
-from thinwire.sync.global_parameters import MatrixSpan
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer, PlainSGD
 from thinwire.sync.updates import OuterStep
+from thinwire.sync.views import MatrixSpan
 
 ABOUT = About(
     paper="arXiv 2607.03011",
@@ -62,6 +62,8 @@ _LEAST_WITH_INT8 = (7, 5)  # tensor cores for 8-bit integers
 _LIMBS = 4  # of 8 bits: all multiples of 2^-24 below 127
 _TILE = 32  # the products of 8-bit integers take sides that are multiples of 8, at least 24
 _NORM_BITS = 15  # of the entries that the Frobenius norm is taken of: row sums of their squares are exact
+# Elements up to which matrices of one shape are flattened together: each operation on a small one costs its call alone.
+_MOST_TOGETHER = 2**18
 
 
 @register(ABOUT)
@@ -156,11 +158,9 @@ class Isotropic:
 
     @property
     def has_momentum(self) -> bool:
-        """Whether one of the two keeps a momentum."""
         return self.hidden.has_momentum or self.rest.has_momentum
 
     def with_matrices(self, matrices: Sequence[MatrixSpan]) -> Isotropic:
-        """Return the step on one fragment."""
         return replace(self, matrices=tuple(matrices))
 
     def matrix_operations(self, matrices: Sequence[MatrixSpan]) -> float:
@@ -177,10 +177,24 @@ class Isotropic:
         return float(len(_ITERATION) * sum(4 * r * r * c + 2 * r**3 for r, c in sides))
 
     def step(self, value: torch.Tensor, pseudo_gradient: torch.Tensor, momentum: torch.Tensor | None) -> None:
+        groups: list[list[MatrixSpan]] = []
+        latest: dict[torch.Size, list[MatrixSpan]] = {}  # by shape
+        for matrix in self.matrices:
+            shape, group = matrix.shape, latest.get(matrix.shape, [])
+            # a shard is gathered from all ranks, in one order, and only one whole matrix is held at a time
+            is_whole = shape == matrix.parameter.shape
+            if group and is_whole and (len(group) + 1) * shape.numel() <= _MOST_TOGETHER:
+                group.append(matrix)
+                continue
+            groups.append([matrix])
+            if is_whole:
+                latest[shape] = groups[-1]
+        for group in groups:
+            flattened = flatten_spectra([matrix.gather(pseudo_gradient) for matrix in group])
+            for matrix, flat in zip(group, flattened, strict=True):
+                matrix.scatter(flat, pseudo_gradient)
         end = 0
         for matrix in self.matrices:
-            flattened = flatten_spectrum(matrix.gather(pseudo_gradient))
-            matrix.scatter(flattened, pseudo_gradient)
             _step_on(self.rest, slice(end, matrix.start), value, pseudo_gradient, momentum)
             _step_on(self.hidden, slice(matrix.start, matrix.end), value, pseudo_gradient, momentum)
             end = matrix.end
@@ -208,22 +222,51 @@ def flatten_spectrum(matrix: torch.Tensor) -> torch.Tensor:
         tensor([[2., 0.],
                 [0., 2.]])
     """
-    device = matrix.device
-    exact = matrix.to("cpu" if device.type == "mps" else device, torch.float64)  # MPS has no float64
-    norm = _norm_bound(exact)
-    if norm == 0 or not math.isfinite(norm):
-        return matrix.clone()
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    start = _on_grid((exact.T if is_tall else exact) * (1 / norm))
+    return flatten_spectra([matrix])[0]
+
+
+def flatten_spectra(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Set all singular values of each matrix to their mean; see `flatten_spectrum`.
+
+    Args:
+        matrices: float32, (r, c), of one shape, on one device; at least one.
+    """
+    device, (rows, columns) = matrices[0].device, matrices[0].shape
+    # MPS has no float64
+    exact = torch.stack([matrix.to("cpu" if device.type == "mps" else device, torch.float64) for matrix in matrices])
+    norms = _norm_bounds(exact)
+    if not all(norm != 0 and math.isfinite(norm) for norm in norms):
+        if len(matrices) > 1:  # each by itself, since some are left as they are
+            return [flatten_spectrum(matrix) for matrix in matrices]
+        return [matrices[0].clone()]
+    inverses = torch.tensor([1 / norm for norm in norms], dtype=torch.float64, device=exact.device).view(-1, 1, 1)
+    is_tall = rows > columns
+    # From here on, entries count units of 2^-24: rounding to multiples of that is rounding to whole numbers.
+    start = (exact.mT if is_tall else exact).mul(inverses).mul_(2.0**_FRACTION_BITS).round_()
     factor = start
-    product = product_of_integers if _has_slow_float64(device) else torch.matmul
+    product = _rounded_product_of_integers if _has_slow_float64(device) else _rounded_product
     for linear, cubic, quintic in _ITERATION:
-        square = _on_grid(product(factor, factor.T))
-        polynomial = _on_grid(square * cubic) + _on_grid(_on_grid(product(square, square)) * quintic)
-        factor = _on_grid(factor * linear) + _on_grid(product(polynomial, factor))
-    mean = norm * _exact_sum(start * factor, bits=2 * _FRACTION_BITS) / min(matrix.shape)
-    flat = factor * mean
-    return (flat.T if is_tall else flat).to(device, torch.float32)
+        square = product(factor, factor.mT)
+        polynomial = product(square, square).mul_(quintic).round_().add_(square.mul(cubic).round_())
+        factor = product(polynomial, factor).add_(factor.mul(linear).round_())
+    means = [
+        norm * (total * 2.0 ** (-2 * _FRACTION_BITS)) / min(rows, columns)
+        for norm, total in zip(norms, _exact_sums(start * factor), strict=True)
+    ]
+    scales = torch.tensor(means, dtype=torch.float64, device=exact.device).view(-1, 1, 1) * 2.0**-_FRACTION_BITS
+    flat = factor * scales
+    flat = (flat.mT if is_tall else flat).to(device, torch.float32, memory_format=torch.contiguous_format)
+    return list(flat.unbind())
+
+
+def _rounded_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(left, right).mul_(2.0**-_FRACTION_BITS).round_()
+
+
+def _rounded_product_of_integers(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    unit = 2.0**-_FRACTION_BITS
+    products = [product_of_integers(one * unit, other * unit) for one, other in zip(left, right, strict=True)]
+    return torch.stack(products).mul_(2.0**_FRACTION_BITS).round_()
 
 
 def product_of_integers(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -267,22 +310,22 @@ def _has_slow_float64(device: torch.device) -> bool:
     return capability >= _LEAST_WITH_INT8 and capability not in _FULL_FLOAT64
 
 
-def _on_grid(matrix: torch.Tensor) -> torch.Tensor:
-    """Round to multiples of 2^-24, ties to even: one correctly rounded operation, the same everywhere."""
-    return matrix.mul(2.0**_FRACTION_BITS).round_().mul_(2.0**-_FRACTION_BITS)
+def _norm_bounds(matrices: torch.Tensor) -> list[float]:
+    """Return the Frobenius norm of each matrix, at most 1 % too large: the same bits on every processor."""
+    if not matrices.numel():
+        return [0.0] * len(matrices)
+    peaks: list[float] = matrices.abs().amax(dim=(1, 2)).tolist()
+    # entries become whole numbers of 15 bits
+    units = [2.0 ** (math.frexp(peak)[1] - _NORM_BITS) if 0 < peak < math.inf else 1.0 for peak in peaks]
+    scales = torch.tensor(units, dtype=torch.float64, device=matrices.device).view(-1, 1, 1)
+    entries = matrices.div(scales).abs_().ceil_()
+    found = zip(peaks, units, _exact_sums(entries.square_()), strict=True)
+    return [unit * math.sqrt(total) if 0 < peak < math.inf else peak for peak, unit, total in found]
 
 
-def _norm_bound(matrix: torch.Tensor) -> float:
-    """Return the Frobenius norm, at most 1 % too large: the same bits on every processor."""
-    largest = float(matrix.abs().max()) if matrix.numel() else 0.0
-    if largest == 0 or not math.isfinite(largest):
-        return largest
-    unit = 2.0 ** (math.frexp(largest)[1] - _NORM_BITS)  # entries become whole numbers of 15 bits
-    entries = matrix.div(unit).abs().ceil_()
-    return unit * math.sqrt(_exact_sum(entries * entries, bits=0))
-
-
-def _exact_sum(matrix: torch.Tensor, *, bits: int) -> float:
-    """Add multiples of 2^-bits whose row sums are below 2^53 of them: rows in float64, their sum in whole numbers."""
-    rows = matrix.sum(dim=1).mul_(2.0**bits).tolist()
-    return float(sum(int(row) for row in rows)) * 2.0**-bits
+def _exact_sums(matrices: torch.Tensor) -> list[float]:
+    """Add whole numbers whose row sums are below 2^53: rows in float64, their sum in Python's integers."""
+    return [
+        float(sum(int(row) for row in rows)) if all(map(math.isfinite, rows)) else math.nan
+        for rows in matrices.sum(dim=2).tolist()
+    ]
