@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from thinwire.averaging.payloads import decode as decode_part
+from thinwire.averaging.exchange import decode as decode_part
 from thinwire.averaging.quorum import (
     MeanHeader,
     PartHeader,

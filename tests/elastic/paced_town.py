@@ -21,7 +21,7 @@ from thinwire.elastic.engine_driver import ElasticDriver
 from thinwire.elastic.protocol import VERSION, decode, encode
 from thinwire.elastic.rounds import grace_steps
 from thinwire.simulate.virtual_clock import VirtualClock
-from thinwire.sync.engine_counts import EngineState, SyncStatistics, UncountedWork
+from thinwire.sync.in_flight import EngineState, SyncStatistics, UncountedWork
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round, Schedule
 from thinwire.training.elastic.stay import StepThroughput

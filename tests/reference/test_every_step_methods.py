@@ -198,7 +198,7 @@ def test_power_sgd_is_its_paper_s_loop(replicas: int) -> None:
         return torch.randn(7, 9, generator=generator, dtype=torch.float64)
 
     bound = power_sgd(rank=1).exchanges(replicas)[0].bind([[torch.Size([7, 9])]], replica=0, num_replicas=replicas)
-    q = bound.state_dict()["0"]["right 0"].double()
+    q = bound.state_dict()["0"]["factors"]["right"]["0"].double()
     residuals, weight = [torch.zeros(7, 9, dtype=torch.float64)] * replicas, torch.zeros(7, 9, dtype=torch.float64)
     for step in range(1, 6):
         wanted = [gradient(step, r) + residuals[r] for r in range(replicas)]

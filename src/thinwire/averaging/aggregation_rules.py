@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -25,18 +25,18 @@ class Aggregate(Protocol):
         name: Short name, such as `"median"`.
     """
 
+    __slots__ = ()
+
     @property
-    def name(self) -> str:
-        """Short name."""
-        ...
+    def name(self) -> str: ...
 
     def check(self, num_replicas: int) -> None:
-        """Refuse a number of replicas that the rule cannot work with.
+        """Refuse a number of replicas that the rule cannot work with; by default none.
 
         Raises:
             ValueError: There are too few replicas; the text names the limit and what to do.
         """
-        ...
+        require(self, num_replicas, at_least=1)
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
         """Aggregate.
@@ -50,11 +50,10 @@ class Aggregate(Protocol):
         Raises:
             ValueError: The stack has another form, or `check` refuses its number of replicas.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mean:
+class Mean(Aggregate):
     """The plain mean, summed in float64 in the order of the replicas. One bad replica moves it anywhere.
 
     Example:
@@ -62,13 +61,7 @@ class Mean:
         tensor([2., 4.])
     """
 
-    @property
-    def name(self) -> str:
-        return "mean"
-
-    def check(self, num_replicas: int) -> None:
-        """See `Aggregate.check`; one replica is enough."""
-        require(self, num_replicas, at_least=1)
+    name: ClassVar[str] = "mean"
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
         num_replicas = check_stack(self, stack)
@@ -76,7 +69,7 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinateMedian:
+class CoordinateMedian(Aggregate):
     """The median of each coordinate; of an even number, the mean of the two central values (arXiv 1803.01498).
 
     It stays between honest values as long as fewer than half of the replicas are bad.
@@ -86,13 +79,7 @@ class CoordinateMedian:
         tensor([2.])
     """
 
-    @property
-    def name(self) -> str:
-        return "median"
-
-    def check(self, num_replicas: int) -> None:
-        """See `Aggregate.check`; one replica is enough, and fewer than half may be bad."""
-        require(self, num_replicas, at_least=1)
+    name: ClassVar[str] = "median"
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
         check_stack(self, stack)
@@ -100,7 +87,7 @@ class CoordinateMedian:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrimmedMean:
+class TrimmedMean(Aggregate):
     """The mean of each coordinate without its `num_bad` smallest and `num_bad` largest values (arXiv 1803.01498).
 
     Attributes:
@@ -114,17 +101,14 @@ class TrimmedMean:
         tensor([1.5000])
     """
 
+    name: ClassVar[str] = "trimmed-mean"
+
     num_bad: int
 
     def __post_init__(self) -> None:
         check_num_bad(self.num_bad)
 
-    @property
-    def name(self) -> str:
-        return "trimmed-mean"
-
     def check(self, num_replicas: int) -> None:
-        """See `Aggregate.check`; it needs `2 num_bad + 1` replicas."""
         require(self, num_replicas, at_least=2 * self.num_bad + 1, num_bad=self.num_bad)
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
@@ -194,7 +178,7 @@ def token_weight(*, num_tokens: int, num_steps: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightedMean:
+class WeightedMean(Aggregate):
     """The mean with a weight for each replica.
 
     It does not withstand a vector of ordinary length that points the wrong way; `thinwire.methods.robust` does.
@@ -210,6 +194,8 @@ class WeightedMean:
         tensor([0.2500, 0.7500])
     """
 
+    name: ClassVar[str] = "weighted-mean"
+
     weights: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -219,12 +205,7 @@ class WeightedMean:
                 f"replica saw"
             )
 
-    @property
-    def name(self) -> str:
-        return "weighted-mean"
-
     def check(self, num_replicas: int) -> None:
-        """See `Aggregate.check`; there must be as many replicas as weights."""
         if num_replicas != len(self.weights):
             raise ValueError(
                 f"weights must have one entry for each of {num_replicas} replicas, got {len(self.weights)}; make the "
@@ -237,7 +218,7 @@ class WeightedMean:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MedianNormClip:
+class MedianNormClip(Aggregate):
     """Shorten every vector that is longer than the median length to that length, then average.
 
     This is the safeguard of SparseLoCo's public run (arXiv 2508.15706). Of an even number of lengths the median is the
@@ -248,13 +229,7 @@ class MedianNormClip:
         tensor([-0.3333,  0.6667])
     """
 
-    @property
-    def name(self) -> str:
-        return "median-norm-clip"
-
-    def check(self, num_replicas: int) -> None:
-        """See `Aggregate.check`; one replica is enough, and fewer than half may send too long a vector."""
-        require(self, num_replicas, at_least=1)
+    name: ClassVar[str] = "median-norm-clip"
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
         num_replicas = check_stack(self, stack)

@@ -180,20 +180,16 @@ def _drive(rounds: Sequence[Steps], *, exchange: Exchange) -> None:
     while waits:
         ready = [number for number, wait in waits.items() if all(pending.done() for pending in wait.receives)]
         if not ready:
-            raise ValueError(_stuck(waits, exchange=exchange, num_replicas=len(rounds)))
+            missing = {number: [p for p in wait.receives if not p.done()] for number, wait in sorted(waits.items())}
+            first, *_ = missing
+            raise ValueError(
+                f"{len(missing)} of {len(rounds)} replicas wait for {sum(map(len, missing.values()))} messages that "
+                f"nobody sends, replica {first} for {missing[first][0]}, so that a round of {exchange} does not end; "
+                f"let its steps() send every message that they receive, under the same envelope"
+            )
         for number in ready:
             received = [pending.wait(deadline_s=0.0) for pending in waits.pop(number).receives]
             _go_on(number, rounds[number], [message for message in received if message is not None], waits)
-
-
-def _stuck(waits: dict[int, Wait], *, exchange: Exchange, num_replicas: int) -> str:
-    missing = {number: [p for p in wait.receives if not p.done()] for number, wait in sorted(waits.items())}
-    first, *_ = missing
-    return (
-        f"{len(missing)} of {num_replicas} replicas wait for {sum(map(len, missing.values()))} messages that nobody "
-        f"sends, replica {first} for {missing[first][0]}, so that a round of {exchange} does not end; let its steps() "
-        f"send every message that they receive, under the same envelope"
-    )
 
 
 def _go_on(number: int, steps: Steps, received: Sequence[Received] | None, waits: dict[int, Wait]) -> None:

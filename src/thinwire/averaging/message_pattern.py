@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,7 @@ class MessagePattern(Protocol):
     """Stages of an exchange, for any members."""
 
     @property
-    def name(self) -> str:
-        """Name for output, such as `all-gather`."""
-        ...
+    def name(self) -> str: ...
 
     def stages(self, *, senders: Sequence[int], members: Sequence[int]) -> tuple[MessageStage, ...]:
         """Return the stages of one round, one after another.
@@ -67,7 +65,6 @@ class MessagePattern(Protocol):
         Raises:
             ValueError: The pattern needs a payload from every member, and one sends none.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +76,7 @@ class AllGatherMessages:
         [1]
     """
 
-    @property
-    def name(self) -> str:
-        return "all-gather"
+    name: ClassVar[str] = "all-gather"
 
     def stages(self, *, senders: Sequence[int], members: Sequence[int]) -> tuple[MessageStage, ...]:
         return (MessageStage(senders=tuple(senders), receivers=tuple(members)),)
@@ -94,9 +89,7 @@ class TwoPhaseMessages:
     `2 (M - 1) / M` payloads go out and in, in two messages in a row.
     """
 
-    @property
-    def name(self) -> str:
-        return "two-phase"
+    name: ClassVar[str] = "two-phase"
 
     def stages(self, *, senders: Sequence[int], members: Sequence[int]) -> tuple[MessageStage, ...]:
         _require_all(self, senders, members)
@@ -114,11 +107,9 @@ class StarMessages:
         server: The server's number.
     """
 
-    server: int = 0
+    name: ClassVar[str] = "star"
 
-    @property
-    def name(self) -> str:
-        return "star"
+    server: int = 0
 
     def stages(self, *, senders: Sequence[int], members: Sequence[int]) -> tuple[MessageStage, ...]:
         return (
@@ -134,9 +125,7 @@ class RingMessages:
     `2 (M - 1) / M` payloads go out and in. No exchange of thinwire works so; NCCL does.
     """
 
-    @property
-    def name(self) -> str:
-        return "ring"
+    name: ClassVar[str] = "ring"
 
     def stages(self, *, senders: Sequence[int], members: Sequence[int]) -> tuple[MessageStage, ...]:
         _require_all(self, senders, members)

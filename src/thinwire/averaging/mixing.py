@@ -12,7 +12,7 @@ rows then sum to 2/3; here the weights follow from the degrees.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +24,12 @@ from thinwire.shared_random import derive_seed
 
 
 class MixingGraph(Protocol):
-    """A graph of replicas for every round, computed alike on all replicas without communication."""
+    """A graph of replicas for every round, computed alike on all replicas without communication.
+
+    A subclass that says the neighbours alone is an undirected graph, whose weights follow from the degrees.
+    """
+
+    __slots__ = ()
 
     def neighbours(self, *, num_replicas: int, me: int, round_id: int = 0) -> tuple[int, ...]:
         """Return whose models replica `me` averages with its own in round `round_id`, ascending, without `me`."""
@@ -32,10 +37,13 @@ class MixingGraph(Protocol):
 
     def receivers(self, *, num_replicas: int, me: int, round_id: int = 0) -> tuple[int, ...]:
         """Return the replicas that count `me` among their neighbours, ascending: to them `me` sends its model."""
-        ...
+        return self.neighbours(num_replicas=num_replicas, me=me, round_id=round_id)
 
     def weights(self, *, num_replicas: int, me: int, round_id: int = 0) -> dict[int, float]:
         """Return the weight of each neighbour and of `me` itself, ascending by replica; they sum to 1.
+
+        By default those of Metropolis and Hastings: `1 / (1 + max(degree_i, degree_j))` for an edge, the rest for
+        itself. That matrix is symmetric, so its columns sum to 1 as its rows do, whatever the degrees.
 
         Args:
             num_replicas: How many replicas there are; they are numbered from 0.
@@ -44,26 +52,6 @@ class MixingGraph(Protocol):
 
         Raises:
             ValueError: `me` is not one of the replicas, or the graph does not exist for so many.
-        """
-        ...
-
-
-class _Undirected(ABC):
-    """Base of undirected graphs: receivers are the neighbours, and weights follow from the degrees."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def neighbours(self, *, num_replicas: int, me: int, round_id: int = 0) -> tuple[int, ...]:
-        """See `MixingGraph.neighbours`."""
-
-    def receivers(self, *, num_replicas: int, me: int, round_id: int = 0) -> tuple[int, ...]:
-        return self.neighbours(num_replicas=num_replicas, me=me, round_id=round_id)
-
-    def weights(self, *, num_replicas: int, me: int, round_id: int = 0) -> dict[int, float]:
-        """Return Metropolis-Hastings weights: `1 / (1 + max(degree_i, degree_j))` for an edge, the rest for itself.
-
-        The matrix is symmetric, so its columns sum to 1 as its rows do, whatever the degrees.
         """
 
         def adjacent(replica: int) -> tuple[int, ...]:
@@ -74,7 +62,7 @@ class _Undirected(ABC):
         return dict(sorted({**row, me: 1 - sum(row.values())}.items()))
 
 
-class _Circulant(ABC):
+class _Circulant(MixingGraph):
     """Base of circulant graphs, which look alike from every replica: equal weights, column sums equal row sums."""
 
     __slots__ = ()
@@ -100,7 +88,7 @@ class _Circulant(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Complete(_Undirected):
+class Complete(MixingGraph):
     """Everyone averages with everyone; one round brings all replicas to the mean."""
 
     def neighbours(self, *, num_replicas: int, me: int, round_id: int = 0) -> tuple[int, ...]:
@@ -115,7 +103,7 @@ class Complete(_Undirected):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ring(_Undirected):
+class Ring(MixingGraph):
     """Everyone averages with the one before and the one after."""
 
     def neighbours(self, *, num_replicas: int, me: int, round_id: int = 0) -> tuple[int, ...]:
@@ -133,7 +121,7 @@ class Ring(_Undirected):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Torus(_Undirected):
+class Torus(MixingGraph):
     """Rows and columns of replicas, each closed to a ring; everyone averages with the four beside it.
 
     The number of rows is the largest divisor of the number of replicas that is not above its square root.
@@ -212,7 +200,7 @@ class OnePeerExponential(_Circulant):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Edges(_Undirected):
+class Edges(MixingGraph):
     """A graph of your own: the pairs of replicas that have a wire between them, in either order.
 
     Attributes:
@@ -255,10 +243,12 @@ class RandomPairs:
     Attributes:
         seed: The run's own seed, the same on all replicas.
         group_size: Replicas in a group, at least 2.
+        num_rounds: So many rounds in a row have the same groups: those of one outer step.
     """
 
     seed: int
     group_size: int = 2
+    num_rounds: int = 1
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
@@ -291,7 +281,7 @@ class RandomPairs:
 
         def draw(replica: int) -> tuple[int, int]:
             # one draw for each replica: a replica that leaves does not change the order of the others
-            return derive_seed(self.seed, "groups", round_id, replica), replica
+            return derive_seed(self.seed, "groups", round_id // self.num_rounds, replica), replica
 
         order = sorted(set(alive), key=draw)
         cuts = list(range(0, len(order), self.group_size))

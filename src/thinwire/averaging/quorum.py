@@ -9,15 +9,24 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from thinwire.averaging.aggregation_rules import WeightedMean, token_weight
-from thinwire.averaging.exchange import BoundExchange, Shapes, coding_passes, laid_out, numel_of
+from thinwire.averaging.exchange import (
+    BoundExchange,
+    EncodeStage,
+    Shapes,
+    decode,
+    laid_out,
+    late_traffic,
+    numel_of,
+    refuse_non_finite,
+)
 from thinwire.averaging.message_pattern import RoundTraffic, StarMessages
-from thinwire.averaging.payloads import EncodeStage, ExchangeState, decode, refuse_non_finite
 from thinwire.averaging.round_context import Average, Progress, RoundContext, RoundNote, Steps, Wait
 from thinwire.codecs.base import Codec
 from thinwire.errors import DeadlineExceeded, PayloadError, ThinwireError
@@ -45,7 +54,6 @@ class PartHeader:
 
     @property
     def weight(self) -> float:
-        """The weight of the part in the mean: see `token_weight`."""
         return token_weight(num_tokens=self.num_tokens, num_steps=self.num_steps)
 
 
@@ -154,14 +162,11 @@ def read_mean_header(
         )
     if server not in members or len(members) < least or members[-1] >= num_replicas:
         raise PayloadError(
-            f"{what}: a mean is said to be of the replicas {_named(members)}; it must hold the server, replica "
+            f"{what}: a mean is said to be of the replicas {', '.join(map(str, members)) or 'none'}; it must hold the "
+            f"server, replica "
             f"{server}, and at least {least} of {num_replicas}"
         )
     return MeanHeader(members=members, progress=Progress(step=reached, closed_step=closed)), payload[size:].clone()
-
-
-def _named(members: Sequence[int]) -> str:
-    return ", ".join(map(str, members)) or "none"
 
 
 def _bytes(raw: bytes) -> torch.Tensor:
@@ -261,7 +266,6 @@ class Quorum:
     server: int = 0
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         for name, value, least in (
             ("quorum", self.quorum, 1), ("grace_steps", self.grace_steps, 0), ("most_behind", self.most_behind, 1),
         ):  # fmt: skip
@@ -294,16 +298,12 @@ class Quorum:
         return max(PART_HEADER_BYTES + self.codec.payload_bytes(numel), (num_replicas - 1) * mean_bytes)
 
     def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
-        return RoundTraffic(
-            pattern=StarMessages(server=self.server),
-            sent_bytes=self.sent_bytes(numel_of(shapes), num_replicas=num_members),
-            num_messages=num_members - 1,
-            coding_passes=coding_passes(self, shapes, passes=(1 + num_members) / 2),
-            quorum=self.quorum,
-        )
+        traffic = late_traffic(self, shapes, StarMessages(server=self.server), num_members=num_members)
+        sent_bytes = self.sent_bytes(numel_of(shapes), num_replicas=num_members)
+        return replace(traffic, sent_bytes=sent_bytes, quorum=self.quorum)
 
 
-class _BoundQuorum(ExchangeState):
+class _BoundQuorum(BoundExchange):
     """See `Quorum`. Nothing is remembered that a checkpoint would have to hold.
 
     What is late at a checkpoint is not late after it: all replicas go on from the same step, and each has waited for
@@ -313,14 +313,8 @@ class _BoundQuorum(ExchangeState):
     _spec: Quorum
 
     def __init__(self, spec: Quorum, shapes: Sequence[Shapes], *, num_replicas: int) -> None:
-        stages = [
-            {
-                "out": EncodeStage(laid_out(spec.codec, tensors)),
-                "mean": EncodeStage(laid_out(spec.server_codec, tensors)),
-            }
-            for tensors in shapes
-        ]
-        super().__init__(spec, stages)
+        codecs = {"out": spec.codec, "mean": spec.server_codec}
+        super().__init__(spec, [{name: EncodeStage(laid_out(c, one)) for name, c in codecs.items()} for one in shapes])
         self._num_replicas = num_replicas
         self._late: list[list[Straggler]] = [[] for _ in shapes]
         self._open: dict[int, int] = {}
@@ -375,11 +369,30 @@ class _BoundQuorum(ExchangeState):
                 del self._open[context.round_id]
         members = tuple(sorted(found))
         weights = {member: found[member][0].weight for member in members}
-        mean = self._mean_of(found, weights, out, numel=numel, device=device, context=context)
+        what, parts = context.describe(), []
+        for member in members:
+            part = decode(out, found[member][1].to(device), numel=numel, peer=member, what=what)
+            if context.must_be_finite:
+                refuse_non_finite(part, peer=member, what=what)
+            parts.append(part)
+        mean = WeightedMean(weights=tuple(weights.values()))(torch.stack(parts))
         # a fresh stream: the mean must not be coded with the draws that coded the parts
         coded = back.encode(mean, seed=derive_seed(context.seed, "mean")).cpu()
-        send = self._sender(coded, members, back, numel=numel, context=context)
-        after = self._stragglers(late, send, context=context)
+
+        def send(peer: int) -> Pending:  # with this replica's progress at that moment
+            verdict = MeanHeader(members=members, progress=self._progress(context))
+            message = with_mean_header(verdict, coded, num_replicas=self._num_replicas)
+            envelope = context.sending(message, codec=back, numel=numel, phase=1)
+            return context.transport.send(message, to=peer, envelope=envelope)
+
+        def check(peer: int, received: Received) -> None:
+            self._read_part_header(received, peer=peer, context=context)
+
+        after = {
+            peer: Straggler(pending, peer=peer, check=partial(check, peer), answer=partial(send, peer))
+            for peer, pending in late.items()
+        }
+        self._late[context.fragment] += after.values()
         if len(members) > 1:  # late members are answered when they ask, by their `Straggler`
             yield Wait(sends=tuple(send(member) for member in members if member != me))
         mean = self._decoded(back, coded, numel=numel, device=device, context=context)
@@ -424,50 +437,12 @@ class _BoundQuorum(ExchangeState):
             by_peer.setdefault(straggler.peer, []).append(straggler)
         return {peer: found[0] for peer, found in by_peer.items() if len(found) >= self._spec.most_behind}
 
-    def _mean_of(
-        self, found: Found, weights: Mapping[int, float], out: Codec, *, numel: int, device: torch.device,
-        context: RoundContext,
-    ) -> torch.Tensor:  # fmt: skip
-        what, parts = context.describe(), []
-        for member in weights:
-            part = decode(out, found[member][1].to(device), numel=numel, peer=member, what=what)
-            if context.must_be_finite:
-                refuse_non_finite(part, peer=member, what=what)
-            parts.append(part)
-        return WeightedMean(weights=tuple(weights.values()))(torch.stack(parts))
-
-    def _sender(
-        self, coded: torch.Tensor, members: tuple[int, ...], back: Codec, *, numel: int, context: RoundContext
-    ) -> Callable[[int], Pending]:
-        """Return a function that sends the mean to a member, with this replica's progress at that moment."""
-
-        def send(peer: int) -> Pending:
-            verdict = MeanHeader(members=members, progress=self._progress(context))
-            message = with_mean_header(verdict, coded, num_replicas=self._num_replicas)
-            envelope = context.sending(message, codec=back, numel=numel, phase=1)
-            return context.transport.send(message, to=peer, envelope=envelope)
-
-        return send
-
     def _progress(self, context: RoundContext) -> Progress:
         # read the step before the open rounds: no round up to that step can still open afterwards
         reached = max(context.reached(), context.step)
         with self._lock:
             first_open = min(self._open.values(), default=reached + 1)
         return Progress(step=reached, closed_step=min(first_open - 1, reached))
-
-    def _stragglers(
-        self, late: Mapping[int, Pending], send: Callable[[int], Pending], *, context: RoundContext
-    ) -> dict[int, Pending]:
-        def straggler(peer: int, pending: Pending) -> Straggler:
-            def check(received: Received) -> None:
-                self._read_part_header(received, peer=peer, context=context)
-
-            return Straggler(pending, peer=peer, check=check, answer=lambda: send(peer))
-
-        found = [straggler(peer, pending) for peer, pending in late.items()]
-        self._late[context.fragment] += found
-        return {one.peer: one for one in found}
 
     def _read_part_header(
         self, received: Received, *, peer: int, context: RoundContext

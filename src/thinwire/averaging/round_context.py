@@ -29,12 +29,10 @@ class RoundNote:
     data_hash: int = 0
 
     def pack(self) -> bytes:
-        """Return the note's bytes."""
         return _NOTE.pack(self.reference_hash, self.data_hash)
 
     @classmethod
     def of(cls, message: Received | Envelope) -> RoundNote:
-        """Read the note of a message."""
         reference_hash, data_hash = _NOTE.unpack(message.note)
         return cls(reference_hash=reference_hash, data_hash=data_hash)
 
@@ -94,24 +92,24 @@ class RoundContext:
 
     def sending(self, payload: torch.Tensor, *, codec: Codec, numel: int, phase: int = 0) -> Envelope:
         """Return the envelope of a payload that this replica sends."""
-        return self._envelope(codec, numel=numel, phase=phase, payload_bytes=payload.numel(), takes_less=False)
+        return Envelope(
+            stream=self.stream, key=(self.round_id, self.fragment, self.first_phase + phase), codec_id=codec.wire_id,
+            numel=numel, payload_bytes=payload.numel(), spread_s=self.spread_s,
+            note=_NOTE.pack(self.reference_hash, 0),
+        )  # fmt: skip
 
     def receiving(self, codec: Codec, *, numel: int, phase: int = 0) -> Envelope:
         """Return the envelope under which this replica receives `numel` elements."""
-        most = codec.payload_bytes(numel)
-        takes_less = not codec.has_fixed_size  # then payload_bytes is an upper bound, not the exact size
-        return self._envelope(codec, numel=numel, phase=phase, payload_bytes=most, takes_less=takes_less)
+        return Envelope(
+            stream=self.stream, key=(self.round_id, self.fragment, self.first_phase + phase), codec_id=codec.wire_id,
+            numel=numel, payload_bytes=codec.payload_bytes(numel), spread_s=self.spread_s,
+            note=_NOTE.pack(self.reference_hash, 0),
+            takes_less=not codec.has_fixed_size,  # then payload_bytes is an upper bound, not the exact size
+        )  # fmt: skip
 
     def describe(self) -> str:
         """Name the round in an error's text."""
         return Envelope(stream=self.stream, key=(self.round_id, self.fragment)).describe()
-
-    def _envelope(self, codec: Codec, *, numel: int, phase: int, payload_bytes: int, takes_less: bool) -> Envelope:
-        return Envelope(
-            stream=self.stream, key=(self.round_id, self.fragment, self.first_phase + phase),
-            codec_id=codec.wire_id, numel=numel, payload_bytes=payload_bytes, takes_less=takes_less,
-            note=RoundNote(reference_hash=self.reference_hash).pack(), spread_s=self.spread_s,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,6 @@ class Topology(Protocol):
 
     def peers(self, *, round_id: int, me: int, alive: Sequence[int]) -> Peers:
         """Return who takes part in round `round_id` with replica `me`, out of those `alive`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +82,6 @@ class Participation:
     rounds_per_coin: int = 1
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if not 0 < self.probability <= 1:
             raise ValueError(f"probability must be in (0, 1], got {self.probability}; 1 means always")
         if self.rounds_per_coin < 1:

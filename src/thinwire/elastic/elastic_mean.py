@@ -14,8 +14,17 @@ from dataclasses import dataclass, field
 import torch
 
 from thinwire.averaging.aggregation_rules import WeightedMean
-from thinwire.averaging.exchange import AllGather, BoundExchange, Exchange, Shapes, TwoPhase, laid_out
-from thinwire.averaging.payloads import EncodeStage, ExchangeState, Ramp, decode
+from thinwire.averaging.exchange import (
+    AllGather,
+    BoundExchange,
+    EncodeStage,
+    Exchange,
+    Ramp,
+    Shapes,
+    TwoPhase,
+    decode,
+    laid_out,
+)
 from thinwire.averaging.quorum import PART_HEADER_BYTES, PartHeader, read_part_header, with_part_header
 from thinwire.averaging.reductions import norms
 from thinwire.averaging.round_context import Average, Progress, RoundContext, Steps, Wait
@@ -94,7 +103,7 @@ def elastic_mean(exchange: Exchange, *, session: ReplicaRounds | None, find: Cal
     return ElasticMean(codec=codec, session=session, find=find)
 
 
-class _BoundElasticMean(ExchangeState):
+class _BoundElasticMean(BoundExchange):
     """See `ElasticMean`; nothing is remembered."""
 
     _spec: ElasticMean

@@ -15,10 +15,9 @@ from thinwire.averaging.topology import AllReplicas, Peers
 from thinwire.elastic.elastic_mean import elastic_mean
 from thinwire.elastic.round_driver import ReplicaRounds
 from thinwire.sync.fragments import find_blocks
-from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.method import Method
 from thinwire.sync.updates import LateOuterStep, OuterStep, Update
-from thinwire.sync.views import PseudoGradient
+from thinwire.sync.views import GlobalParameters, PseudoGradient
 from thinwire.sync.weight_copies import copies_of
 
 # A replica that sleeps may wake any number of intervals later.

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as torch_as
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from thinwire.errors import CheckpointError, MissingExtra
+from thinwire.sync.engine_state import OWN_STATE
 from thinwire.sync.fragments import parameters_by_name
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.sync.optimizer_state import OWN_STATE
 from thinwire.transport.shards import local_shard
 
 _TEXT = "thinwire.json"

@@ -7,7 +7,6 @@ start from the same parameters keep the same parameters, bit for bit.
 from __future__ import annotations
 
 from thinwire.averaging.exchange import cheapest
-from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
 from thinwire.methods.registry import About, register
 from thinwire.sync.method import Method
@@ -39,7 +38,6 @@ def all_reduce(*, codec: Codec | None = None) -> Method:
     return Method(
         name="all-reduce",
         schedule=EveryStep(),
-        topology=AllReplicas(),
         view=Gradient(),
         exchange=lambda num_replicas: cheapest(gradients, num_replicas=num_replicas),
         update=lambda num_replicas: InnerStep(),

@@ -34,13 +34,13 @@ With `is_delayed=False` the exchange is waited for, nothing is stale, Lambda is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from thinwire.averaging.exchange import Exchange, TwoPhase, cheapest
-from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
-from thinwire.codecs.error_feedback import there
+from thinwire.codecs.error_feedback import SenderMemory, there
 from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
@@ -107,7 +107,6 @@ def co2(
     return Method(
         name="co2",
         schedule=Staggered(sync_interval=sync_interval, overlap_steps=sync_interval if is_delayed else 0),
-        topology=AllReplicas(),
         view=view,
         exchange=exchange,
         update=lambda num_replicas: update,
@@ -136,21 +135,17 @@ class StaleHeavyBall:
         ValueError: A number is out of its range.
     """
 
+    has_momentum: ClassVar[bool] = True
+
     lr: float
     momentum: float = 0.5
     has_gap_penalty: bool = True
     clip: float | None = 1.0
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_rates(self.lr, momentum=self.momentum)
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"the outer clip must be positive, got {self.clip}; None cuts nothing")
-
-    @property
-    def has_momentum(self) -> bool:
-        """Keeps the momentum."""
-        return True
 
     def step(self, value: torch.Tensor, pseudo_gradient: torch.Tensor, momentum: torch.Tensor | None) -> None:
         assert momentum is not None
@@ -172,7 +167,7 @@ class StaleHeavyBall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedMomentum:
+class ShardedMomentum(SenderMemory):
     """The owner of a shard turns its mean into the outer step, and sends that in the mean's place.
 
     As `TwoPhase(owner_memory=...)`: the owner's momentum is the only one of its shard, so M replicas keep one copy
@@ -189,16 +184,12 @@ class ShardedMomentum:
         return OwnersMomentum(torch.zeros(numel))
 
     def before(self, state: OwnersMomentum, x: torch.Tensor) -> torch.Tensor:
-        """Return the outer step, by which the value shall decrease; see `SenderMemory.before`."""
         moved = torch.zeros_like(x)
         self.optimizer.step(moved, x.clone(), there(state, "momentum", x))
         return moved.neg_()
 
     def after(self, state: OwnersMomentum, sent: torch.Tensor) -> None:
-        """See `SenderMemory.after`: what the code drops is not remembered."""
-
-    def received(self, state: OwnersMomentum, mean: torch.Tensor) -> torch.Tensor:
-        return mean
+        pass  # what the code drops is not remembered
 
 
 @dataclass(slots=True)

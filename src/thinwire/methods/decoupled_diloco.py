@@ -33,7 +33,6 @@ from typing import Literal
 
 from thinwire.averaging.exchange import Exchange, cheapest
 from thinwire.averaging.quorum import Quorum
-from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, e3m0
 from thinwire.methods.diloco import default_outer_lr
 from thinwire.methods.registry import About, register
@@ -116,22 +115,19 @@ def decoupled_diloco(
 
     update(1)  # a bad argument is refused here, not when training starts
     exchange(quorum or 1)
+    if num_fragments is None:
+        pattern = Pattern(order=fragment_order, layers_per_fragment=1, most_fragments=_MOST_FRAGMENTS)
+    else:
+        pattern = Pattern(order=fragment_order, num_fragments=num_fragments)
     return Method(
         name="decoupled-diloco",
         schedule=Staggered(sync_interval=sync_interval, overlap_steps=overlap_steps),
-        topology=AllReplicas(),
-        view=PseudoGradient(fragments=_pattern(fragment_order, num_fragments)),
+        view=PseudoGradient(fragments=pattern),
         exchange=exchange,
         update=update,
         last_exchange=lambda num_replicas: cheapest(payload_codec, num_replicas=num_replicas),
         drift_intervals=most_behind + 2,
     )
-
-
-def _pattern(order: Literal["strided", "sequential"], num_fragments: int | None) -> Pattern:
-    if num_fragments is None:
-        return Pattern(order=order, layers_per_fragment=1, most_fragments=_MOST_FRAGMENTS)
-    return Pattern(order=order, num_fragments=num_fragments)
 
 
 def _checked_grace(grace_steps: int | None, *, overlap_steps: int, sync_interval: int) -> int:

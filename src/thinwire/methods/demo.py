@@ -15,7 +15,6 @@ the same since the transform is linear; tensors of one dimension travel whole, w
 from __future__ import annotations
 
 from thinwire.averaging.exchange import AllGather, cheapest
-from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import dct_top_k, float32
 from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.methods.registry import About, register
@@ -55,7 +54,6 @@ def demo(*, k: int = 32, chunk: int = 64, decay: float = 0.999) -> Method:
     return Method(
         name="demo",
         schedule=EveryStep(num_channels=2),
-        topology=AllReplicas(),
         view=Gradient(is_split=True),
         exchange=lambda num_replicas: (momentum, cheapest(float32(), num_replicas=num_replicas)),
         update=lambda num_replicas: InnerStep(has_momentum_already=True, takes_sign=True),

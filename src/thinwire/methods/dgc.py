@@ -20,10 +20,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from thinwire.averaging.exchange import AllGather, Exchange, cheapest
-from thinwire.averaging.payloads import Ramp
-from thinwire.averaging.topology import AllReplicas
-from thinwire.codecs import Codec, TopK, float32, top_k
+from thinwire.averaging.exchange import AllGather, Exchange, Ramp, cheapest
+from thinwire.codecs import float32, top_k
 from thinwire.codecs.error_feedback import Momentum, MomentumCorrection
 from thinwire.methods.registry import About, register
 from thinwire.sync.method import Method
@@ -76,9 +74,13 @@ def dgc(
         >>> dgc(warmup_steps=400).exchanges(2)[0].codec.at(150).density
         0.0625
     """
-    code = Ramp(
-        codecs=tuple(_ramp(top_k(density=density, selection=selection, values=values), warmup_steps=warmup_steps))
-    )
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}")
+    final = top_k(density=density, selection=selection, values=values)
+    starts = [1 + warmup_steps * part // _RAMP for part in range(_RAMP)] if warmup_steps >= _RAMP else []
+    ramp = [(start, _FIRST_DENSITY ** (part + 1)) for part, start in enumerate(starts)]
+    steep = [(start, replace(final, density=higher)) for start, higher in ramp if higher > density]
+    code = Ramp(codecs=(*steep, (1 + warmup_steps if steep else 1, final)))
 
     def exchange(num_replicas: int) -> tuple[Exchange, ...]:
         longest = None if clip_norm is None else clip_norm / num_replicas**0.5
@@ -91,19 +93,7 @@ def dgc(
     return Method(
         name="dgc",
         schedule=EveryStep(num_channels=2),
-        topology=AllReplicas(),
         view=Gradient(is_split=True),
         exchange=exchange,
         update=lambda num_replicas: InnerStep(has_momentum_already=True),
     )
-
-
-def _ramp(final: TopK, *, warmup_steps: int) -> list[tuple[int, Codec]]:
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}")
-    starts = [1 + warmup_steps * part // _RAMP for part in range(_RAMP)] if warmup_steps >= _RAMP else []
-    ramp = [(start, _FIRST_DENSITY ** (part + 1)) for part, start in enumerate(starts)]
-    steep: list[tuple[int, Codec]] = [
-        (start, replace(final, density=density)) for start, density in ramp if density > final.density
-    ]
-    return [*steep, (1 + warmup_steps if steep else 1, final)]

@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import Literal
 
 from thinwire.averaging.exchange import exchange_by_name
-from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
 from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
@@ -72,7 +71,6 @@ def diloco(
     return Method(
         name="diloco",
         schedule=Staggered(sync_interval=sync_interval),
-        topology=AllReplicas(),
         view=PseudoGradient(fragments=Pattern(num_fragments=1)),
         exchange=exchange_by_name(exchange, payload_codec),
         update=update,

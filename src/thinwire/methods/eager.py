@@ -27,7 +27,6 @@ import torch
 
 from thinwire.averaging.exchange import Exchange, NoExchange, cheapest
 from thinwire.averaging.round_context import Average
-from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
 from thinwire.methods.diloco import default_outer_lr
 from thinwire.methods.registry import About, register
@@ -35,9 +34,9 @@ from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer
 from thinwire.sync.program import LocalSteps, Program
-from thinwire.sync.schedule import Round, Staggered
+from thinwire.sync.schedule import Round, Schedule, Staggered
 from thinwire.sync.updates import OuterState, outer_state, outer_step
-from thinwire.sync.views import BoundView, OwnPseudoGradient, kind_of_view
+from thinwire.sync.views import BoundView, OwnPseudoGradient
 from thinwire.tagged_state import own
 
 ABOUT = About(
@@ -82,7 +81,6 @@ def eager(
     return Method(
         name="eager",
         schedule=OwnFirst(sync_interval=sync_interval),
-        topology=AllReplicas(),
         view=OwnPseudoGradient(fragments=Pattern(num_fragments=1)),
         exchange=exchanges,
         update=update,
@@ -92,7 +90,7 @@ def eager(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnFirst:
+class OwnFirst(Schedule):
     """Two rounds at every launch: channel 0 travels for a whole interval, channel 1 stays here and is applied at once.
 
     Channel 0 of the launch before is applied right before channel 1: both make one outer step.
@@ -108,11 +106,7 @@ class OwnFirst:
     sync_interval: int
 
     def __post_init__(self) -> None:
-        """Check the range."""
         Staggered(sync_interval=self.sync_interval)
-
-    def check(self, *, num_fragments: int, num_replicas: int) -> None:
-        """Every number of fragments and replicas fits."""
 
     def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
         """Return both rounds of each fragment that is due."""
@@ -151,7 +145,7 @@ class EagerOuterStep:
 
     def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> EagerState:
         # not those below it, which send something else in channel 0
-        if kind_of_view(view) is not OwnPseudoGradient:
+        if type(view) is not OwnPseudoGradient:
             raise ValueError(
                 "EagerOuterStep() applies a replica's own pseudo-gradients before the others', which only "
                 "OwnPseudoGradient() reads; use that as the view"
@@ -189,13 +183,7 @@ class EagerOuterStep:
 
 @dataclass(slots=True)
 class EagerState:
-    """State of `EagerOuterStep`.
-
-    Attributes:
-        outer: The momenta.
-        sent: By fragment, what this replica sent last.
-        arrived: By fragment, means that wait for the next step.
-    """
+    """State of `EagerOuterStep`, by fragment; means that have arrived wait for the next step."""
 
     outer: OuterState = own("outer momentum")
     sent: list[torch.Tensor] = own("last pseudo-gradient of its own")

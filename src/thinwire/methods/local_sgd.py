@@ -8,7 +8,6 @@ which is the same value; so a codec applies to differences, never to the paramet
 from __future__ import annotations
 
 from thinwire.averaging.exchange import cheapest
-from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
 from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
@@ -46,7 +45,6 @@ def local_sgd(*, sync_interval: int = 100, codec: Codec | None = None) -> Method
     return Method(
         name="local-sgd",
         schedule=Staggered(sync_interval=sync_interval),
-        topology=AllReplicas(),
         view=PseudoGradient(fragments=Pattern(num_fragments=1)),
         exchange=lambda num_replicas: cheapest(differences, num_replicas=num_replicas),
         update=lambda num_replicas: OuterStep(optimizer=PlainSGD(lr=1.0)),

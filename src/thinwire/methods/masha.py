@@ -26,7 +26,7 @@ a batch that never changes it is the method of the paper.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -37,27 +37,24 @@ from thinwire.averaging.exchange import (
     LATE_STEP,
     AllGather,
     BoundExchange,
+    EncodeStage,
     Exchange,
+    Ramp,
     Shapes,
+    Stages,
     cheapest,
+    check_finite,
     code_for,
-    coding_passes,
+    codec_at,
+    decode,
     laid_out,
+    late_traffic,
+    mean_of,
+    most_bytes,
     numel_of,
 )
 from thinwire.averaging.message_pattern import RoundTraffic, StarMessages
-from thinwire.averaging.payloads import (
-    EncodeStage,
-    ExchangeState,
-    Ramp,
-    check_finite,
-    codec_at,
-    decode,
-    mean_of,
-    most_bytes,
-)
 from thinwire.averaging.round_context import Average, RoundContext, RoundNote, Steps, Wait
-from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, Sign, float32, random_k, top_k
 from thinwire.codecs.error_feedback import ErrorFeedback, SenderMemory, Shift
 from thinwire.compat import kind_of
@@ -65,12 +62,11 @@ from thinwire.methods.ef21 import check_contractive
 from thinwire.methods.registry import About, register
 from thinwire.shared_random import derive_seed
 from thinwire.sync.fragments import Pattern, find_blocks, parameters_by_name
-from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.method import Method
 from thinwire.sync.program import ExchangeRound, Gradients, Parts, Program, Requests, Scheduled
 from thinwire.sync.schedule import RandomRefresh, Round
-from thinwire.sync.updates import no_final_exchange
-from thinwire.sync.views import BoundView
+from thinwire.sync.updates import Update
+from thinwire.sync.views import BoundView, GlobalParameters, checksum
 from thinwire.tagged_state import same
 from thinwire.transport.base import Received
 from thinwire.transport.shards import drop_gathered, flatten, gradient_shard, real_shard, unflatten_into
@@ -162,7 +158,6 @@ def _masha(
     return Method(
         name=name,
         schedule=RandomRefresh(probability=probability, seed=seed),
-        topology=AllReplicas(),
         view=Operator(ascent=ascent),
         exchange=lambda num_replicas: (differences, cheapest(float32(), num_replicas=num_replicas)),
         update=lambda num_replicas: Extragradient(present_weight=1 - probability, sends_moves=memory is not None),
@@ -189,7 +184,6 @@ class Operator:
     hash_interval: int = 50
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if self.hash_interval < 1:
             raise ValueError(f"hash_interval must be at least 1, got {self.hash_interval}")
 
@@ -203,6 +197,7 @@ class BoundOperator:
     def __init__(self, spec: Operator, model: nn.Module, inner: torch.optim.Optimizer | None) -> None:
         names = Pattern(num_fragments=1).partition(find_blocks(model))[0]
         by_name = parameters_by_name(model)
+        self._rises = [any(_is_below(name, wanted) for wanted in spec.ascent) for name in names]
         for wanted in spec.ascent:
             if not any(_is_below(name, wanted) for name in names):
                 raise ValueError(
@@ -211,7 +206,6 @@ class BoundOperator:
                 )
         self._model = model
         self._tensors = [by_name[name] for name in names]
-        self._rises = [any(_is_below(name, wanted) for wanted in spec.ascent) for name in names]
         self._hash_interval = spec.hash_interval
         self._inner = inner
         # every replica holds the global values in its own parameters already: no second copy
@@ -222,11 +216,9 @@ class BoundOperator:
         return tuple(real_shard(tensor).shape for tensor in self._tensors)
 
     def read(self, round: Round) -> torch.Tensor:
-        """See `BoundView.read`; the same as `values`."""
         return self.values()
 
     def read_last(self, fragment: int) -> torch.Tensor:
-        """There is no final exchange of gradients."""
         raise NotImplementedError("gradients are exchanged at every step; nothing is left for a final exchange")
 
     def reference_hash(self, round: Round) -> int:
@@ -238,7 +230,10 @@ class BoundOperator:
     def values(self) -> torch.Tensor:
         """Return the operator where the closure was called last: float32, `(numel,)`; 0 where there is no gradient."""
         found = [gradient_shard(tensor) for tensor in self._tensors]
-        flat, decays = flatten(found), self._decays()
+        # looked up at every step: the inner optimizer's groups are others once a state was loaded
+        groups = self._inner.param_groups if self._inner is not None else []
+        decays = {id(tensor): group.get("weight_decay", 0.0) for group in groups for tensor in group["params"]}
+        flat = flatten(found)
         parts = torch.split(flat, [tensor.numel() for tensor in found])
         for part, tensor, rises in zip(parts, self._tensors, self._rises, strict=True):
             if rises:
@@ -247,17 +242,11 @@ class BoundOperator:
                 part.add_(real_shard(tensor).reshape(-1), alpha=decays[id(tensor)])
         return flat
 
-    def _decays(self) -> dict[int, float]:
-        # looked up at every step: the inner optimizer's groups are others once a state was loaded
-        groups = self._inner.param_groups if self._inner is not None else []
-        return {id(tensor): group.get("weight_decay", 0.0) for group in groups for tensor in group["params"]}
-
     def point(self) -> torch.Tensor:
         """Return the parameters: float32, `(numel,)`."""
         return flatten(self.parameters.locals(0))
 
     def move_to(self, point: torch.Tensor) -> None:
-        """Put parameters into the model."""
         unflatten_into(point, self.parameters.locals(0))
         drop_gathered(self._model)
 
@@ -273,7 +262,7 @@ class ExtragradientStep(Program):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extragradient:
+class Extragradient(Update):
     """Half a step with the reference point's operator, the other half with what has changed since.
 
     With z the parameters, w the reference point and F the operator, all replicas' mean:
@@ -299,7 +288,6 @@ class Extragradient:
     sends_moves: bool = False
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if not 0 <= self.present_weight < 1:
             raise ValueError(f"present_weight must be in [0, 1), got {self.present_weight}")
 
@@ -342,23 +330,12 @@ class Extragradient:
             state.view.move_to(half if is_done else present)
 
     def apply(self, state: ExtragradientState, round: Round, average: Average) -> None:
-        """Nothing is applied outside of the program."""
         raise NotImplementedError("the program takes its means in itself")
-
-    def merge(self, state: ExtragradientState, fragment: int, mean: torch.Tensor) -> None:
-        no_final_exchange()
 
 
 @dataclass(slots=True)
 class ExtragradientState:
-    """State of `Extragradient`.
-
-    Attributes:
-        view: The operator.
-        inner: Says the step size.
-        reference: w: float32, `(numel,)`.
-        mean: F(w), the mean over the replicas: float32, `(numel,)`.
-    """
+    """State of `Extragradient`: w and F(w), both float32, `(numel,)`; `inner` says the step size."""
 
     view: BoundOperator
     inner: torch.optim.Optimizer
@@ -423,7 +400,6 @@ class Star:
     server: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a memory whose state the receivers mirror."""
         if isinstance(self.memory, Shift):
             raise ValueError(
                 "Shift() is remembered by the receivers too, and a mean that is coded again would part them; use "
@@ -444,23 +420,21 @@ class Star:
                     "mean": EncodeStage(code_for(self.server_codec, tensors), memory, numel=numel),
                 }
             )
-        return ExchangeState(self, stages)
-
-    def round(self, stages: Mapping[str, EncodeStage], tensor: torch.Tensor, context: RoundContext) -> Steps:
-        return self.through(stages["out"], stages["mean"], tensor, context)
+        return BoundExchange(self, stages)
 
     def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
-        """See `BoundExchange.steps`; without memory."""
-        return self.through(EncodeStage(self.codec), EncodeStage(self.server_codec), tensor, context)
+        stages = {"out": EncodeStage(self.codec), "mean": EncodeStage(self.server_codec)}
+        return self.round(stages, tensor, context)
 
-    def through(self, out: EncodeStage, back: EncodeStage, tensor: torch.Tensor, context: RoundContext) -> Steps:
-        """Return the generator of a round whose payloads pass the stage `out`, and their mean the stage `back`."""
+    def round(self, stages: Stages, tensor: torch.Tensor, context: RoundContext) -> Steps:
+        out: EncodeStage = stages["out"]
+        back: EncodeStage = stages["mean"]
         numel, device, peers = tensor.numel(), tensor.device, context.peers
         codec, mean_codec = out.codec(context.step), back.codec(context.step)
         own = None
         if peers.me in peers.senders:
             # absent members (partial participation) send nothing, but receive the mean
-            own = out.encode(tensor, step=context.step, seed=context.seed)
+            own = out.encode(tensor, codec, seed=context.seed)
         del tensor  # while the round is in flight, only its payload takes memory
         # members see each other only through the server, which compares the hashes of all
         hashes = {peers.me: context.reference_hash}
@@ -500,8 +474,9 @@ class Star:
         if context.must_be_finite:
             check_finite(mean, codec, payloads, what=what)
         # a fresh stream: the mean must not be coded with the draws that coded the parts
-        coded = back.encode(mean, step=context.step, seed=derive_seed(context.seed, "mean"))
-        envelope = context.sending(coded, codec=back.codec(context.step), numel=numel, phase=1)
+        mean_codec = back.codec(context.step)
+        coded = back.encode(mean, mean_codec, seed=derive_seed(context.seed, "mean"))
+        envelope = context.sending(coded, codec=mean_codec, numel=numel, phase=1)
         on_host = coded.cpu()
         yield Wait(receives=(), sends=tuple(transport.send(on_host, to=p, envelope=envelope) for p in peers.others))
         return coded
@@ -513,11 +488,5 @@ class Star:
         return max(most_bytes(self.codec, numel), (num_replicas - 1) * most_bytes(self.server_codec, numel))
 
     def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
-        codec = laid_out(codec_at(self.codec, LATE_STEP), shapes)
-        late = replace(self, codec=codec, server_codec=laid_out(codec_at(self.server_codec, LATE_STEP), shapes))
-        return RoundTraffic(
-            pattern=StarMessages(server=self.server),
-            sent_bytes=late.sent_bytes(numel_of(shapes), num_replicas=num_members),
-            num_messages=num_members - 1,
-            coding_passes=coding_passes(self, shapes, passes=(1 + num_members) / 2),
-        )
+        late = replace(self, server_codec=laid_out(codec_at(self.server_codec, LATE_STEP), shapes))
+        return late_traffic(late, shapes, StarMessages(server=self.server), num_members=num_members)

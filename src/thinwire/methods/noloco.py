@@ -36,7 +36,6 @@ Nesterov's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,17 +44,15 @@ import torch
 from thinwire.averaging.exchange import Exchange, cheapest
 from thinwire.averaging.mixing import RandomPairs
 from thinwire.averaging.round_context import Average
-from thinwire.averaging.topology import Peers
 from thinwire.codecs import Codec, float32
 from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
-from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import HeavyBall
 from thinwire.sync.program import LocalSteps, Program
 from thinwire.sync.schedule import Prefetched, Round
 from thinwire.sync.updates import OuterState, OuterStep, outer_state, outer_step
-from thinwire.sync.views import BoundView, OwnPseudoGradient, kind_of_view
+from thinwire.sync.views import BoundView, OwnPseudoGradient
 from thinwire.tagged_state import own
 
 ABOUT = About(
@@ -105,9 +102,14 @@ def noloco(
     differences = float32() if codec is None else codec
     gamma = outer_lr if pull is None else pull
     alpha = blend if blend is not None else (0.5 if overlap_steps else 0.0)
-    groups = RandomPairs(seed=pairing_seed, group_size=group_size)
     update = ConsensusStep(lr=outer_lr, momentum=outer_momentum, pull=gamma, blend=alpha)
-    _check_pull(gamma, momentum=outer_momentum, group_size=group_size)
+    limit = largest_pull(momentum=outer_momentum, group_size=group_size)
+    if gamma >= limit:
+        raise ValueError(
+            f"pull must be below {limit:.4g} with outer_momentum {outer_momentum} and groups of {group_size}, got "
+            f"{gamma}; from there on random groups drive replicas apart instead of together; take outer_momentum 0.5 "
+            f"and a pull of 0.7, or larger groups"
+        )
 
     def exchanges(num_replicas: int) -> tuple[Exchange, ...]:
         members = min(group_size, num_replicas)
@@ -116,32 +118,13 @@ def noloco(
     return Method(
         name="noloco",
         schedule=Prefetched(sync_interval=sync_interval, overlap_steps=overlap_steps),
-        topology=SameGroup(pairs=groups, num_rounds=2),
+        topology=RandomPairs(seed=pairing_seed, group_size=group_size, num_rounds=2),
         view=SlowWeightsAndPseudoGradient(fragments=Pattern(num_fragments=1)),
         exchange=exchanges,
         update=lambda num_replicas: update,
         last_exchange=lambda num_replicas: cheapest(float32(), num_replicas=num_replicas),
         has_common_value=False,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SameGroup:
-    """Random groups that hold for several rounds in a row: those of one outer step.
-
-    Attributes:
-        pairs: Draws them.
-        num_rounds: Rounds of one outer step.
-    """
-
-    pairs: RandomPairs
-    num_rounds: int
-
-    def peers(self, *, round_id: int, me: int, alive: Sequence[int]) -> Peers:
-        return self.pairs.peers(round_id=round_id // self.num_rounds, me=me, alive=alive)
-
-    def groups(self, *, round_id: int, alive: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        return self.pairs.groups(round_id=round_id // self.num_rounds, alive=alive)
 
 
 def largest_pull(*, momentum: float, group_size: int) -> float:
@@ -170,25 +153,14 @@ def largest_pull(*, momentum: float, group_size: int) -> float:
     return 2 * (1 - momentum**2) / (1 + momentum - 2 * momentum * share)
 
 
-def _check_pull(pull: float, *, momentum: float, group_size: int) -> None:
-    limit = largest_pull(momentum=momentum, group_size=group_size)
-    if pull >= limit:
-        raise ValueError(
-            f"pull must be below {limit:.4g} with outer_momentum {momentum} and groups of {group_size}, got {pull}; "
-            f"from there on random groups drive replicas apart instead of together; take outer_momentum 0.5 and a pull "
-            f"of 0.7, or larger groups"
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowWeightsAndPseudoGradient(OwnPseudoGradient):
     """The replica's own global value in channel 0, and its pseudo-gradient in channel 1; see `OwnPseudoGradient`."""
 
-    def read(self, parameters: GlobalParameters, round: Round) -> torch.Tensor:
-        """See `BoundView.read`; slow weights stay in host memory, so that they rest there until they are needed."""
-        if round.channel == 0:
-            return parameters.values[round.fragment].clone()
-        return OwnPseudoGradient.read(self, parameters, round)
+    def read(self, round: Round) -> torch.Tensor:
+        # slow weights stay in host memory, so that they rest there until they are needed
+        parameters, fragment = self.parameters, round.fragment
+        return parameters.pseudo_gradient(fragment) if round.channel else parameters.values[fragment].clone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,13 +192,12 @@ class ConsensusStep:
     blend: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         OuterStep(optimizer=HeavyBall(lr=self.lr, momentum=self.momentum), blend=self.blend)
         if not self.pull > 0:
             raise ValueError(f"the pull must be positive, got {self.pull}; without it replicas drift apart")
 
     def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> ConsensusState:
-        if kind_of_view(view) is not SlowWeightsAndPseudoGradient:
+        if type(view) is not SlowWeightsAndPseudoGradient:
             raise ValueError(
                 "ConsensusStep() applies slow weights and pseudo-gradients, which only SlowWeightsAndPseudoGradient() "
                 "reads; use that as the view"
@@ -246,24 +217,17 @@ class ConsensusStep:
         outer_step(state.outer, round, step, blend=self.blend)
 
     def merge(self, state: ConsensusState, fragment: int, mean: torch.Tensor) -> None:
-        """Set the global value and the local one to the mean of all local ones; see `Update.merge`."""
         state.values[fragment].copy_(mean)
         state.outer.parameters.blend_into_locals(fragment, blend=0.0)
 
 
 @dataclass(slots=True)
 class ConsensusState:
-    """State of `ConsensusStep`.
-
-    Attributes:
-        outer: The momenta.
-        distances: By fragment, to the group's mean value; they wait for the next step.
-    """
+    """State of `ConsensusStep`; distances, by fragment, wait for the next step."""
 
     outer: OuterState = own("outer momentum")
     distances: dict[int, torch.Tensor] = own("distance to the group's mean", like="values", default_factory=dict)
 
     @property
     def values(self) -> list[torch.Tensor]:
-        """The replica's global values."""
         return self.outer.parameters.values

@@ -36,15 +36,14 @@ import torch
 
 from thinwire.averaging.exchange import TwoPhase, cheapest
 from thinwire.averaging.round_context import Average
-from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32, sign
 from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.methods.registry import About, register
-from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, Factors, check_adam
+from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, Factors
 from thinwire.sync.method import Method
 from thinwire.sync.program import AveragedStep, Program
 from thinwire.sync.schedule import Round, WarmUp
-from thinwire.sync.updates import no_final_exchange
+from thinwire.sync.updates import Update
 from thinwire.sync.views import BoundView
 from thinwire.tagged_state import same
 
@@ -77,7 +76,6 @@ def one_bit_adam(*, warmup_steps: int = 100, codec: Codec | None = None) -> Meth
     return Method(
         name="one-bit-adam",
         schedule=WarmUp(warmup_steps=warmup_steps),
-        topology=AllReplicas(),
         view=AdamMomentum(),
         exchange=lambda num_replicas: (cheapest(float32(), num_replicas=num_replicas), momenta),
         update=lambda num_replicas: FrozenAdam(warmup_steps=warmup_steps),
@@ -85,7 +83,7 @@ def one_bit_adam(*, warmup_steps: int = 100, codec: Codec | None = None) -> Meth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrozenAdam:
+class FrozenAdam(Update):
     """Adam's own step in channel 0; in channel 1 a step along the mean momentum, with the variance as it is.
 
     The mean momentum replaces the inner optimizer's. The variance keeps the bias correction that it had at the last
@@ -104,7 +102,7 @@ class FrozenAdam:
             raise ValueError(
                 "FrozenAdam() applies mean momenta, but the view reads others; use AdamMomentum() as the view"
             )
-        return FrozenAdamState(view, check_adam(inner), view.factors)
+        return FrozenAdamState(view, view.inner, view.factors)
 
     def apply(self, state: FrozenAdamState, round: Round, average: Average) -> None:
         with torch.no_grad():
@@ -114,14 +112,11 @@ class FrozenAdam:
                 return
             since = round.launch_step - self.warmup_steps
             if not state.frozen_at:  # reading steps may wait for the device, so once is enough
-                state.frozen_at = [steps - (since - 1) for steps in state.view.adam.steps()]
+                state.frozen_at = [steps - (since - 1) for steps in state.view.steps()]
             for index, slot, part in state.view.received(average.mean):
                 slot.first.copy_(part)
                 slot.count_step()
                 slot.descend(steps=state.frozen_at[index] + since, updates=state.frozen_at[index])
-
-    def merge(self, state: FrozenAdamState, fragment: int, mean: torch.Tensor) -> None:
-        no_final_exchange()
 
 
 @dataclass(slots=True)
@@ -129,9 +124,6 @@ class FrozenAdamState:
     """State of `FrozenAdam`; momentum and variance are the inner optimizer's.
 
     Attributes:
-        view: What is exchanged.
-        inner: The inner optimizer.
-        factors: The view's.
         frozen_at: By parameter, the steps that its variance had at the end of the warm-up; empty before.
     """
 

@@ -34,7 +34,6 @@ import torch
 
 from thinwire.averaging.exchange import TwoPhase, cheapest
 from thinwire.averaging.round_context import Average
-from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32, sign
 from thinwire.codecs.base import ordered_sum
 from thinwire.codecs.error_feedback import ErrorFeedback
@@ -43,7 +42,7 @@ from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, Fa
 from thinwire.sync.method import Method
 from thinwire.sync.program import AveragedStep, Program
 from thinwire.sync.schedule import Round, WarmUp
-from thinwire.sync.updates import no_final_exchange
+from thinwire.sync.updates import Update
 from thinwire.sync.views import BoundView
 from thinwire.tagged_state import same
 from thinwire.transport.shards import gather_over_shards, real_shard
@@ -104,7 +103,6 @@ def one_bit_lamb(
     return Method(
         name="one-bit-lamb",
         schedule=schedule,
-        topology=AllReplicas(),
         view=AdamMomentum(),
         exchange=lambda num_replicas: (cheapest(float32(), num_replicas=num_replicas), momenta),
         update=lambda num_replicas: update,
@@ -112,7 +110,7 @@ def one_bit_lamb(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrozenLamb:
+class FrozenLamb(Update):
     """LAMB's step in channel 0; in channel 1 one along the mean momentum, with coefficients that follow frozen ones.
 
     Norms and ratios are those of whole layers: where ranks hold shards (FSDP2), each sends the others of its replica a
@@ -136,7 +134,6 @@ class FrozenLamb:
     factor_threshold: float = 0.1
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if not 0 <= self.coeff_beta < 1:
             raise ValueError(f"coeff_beta must be in [0, 1), got {self.coeff_beta}; 0.9 is usual")
         if not 0 < self.factor_threshold < 1:
@@ -155,23 +152,20 @@ class FrozenLamb:
                 "LAMB decays weights as AdamW does, but the inner optimizer is Adam, which adds decay to the gradient; "
                 "give torch.optim.AdamW"
             )
-        coefficients, scales = ([_number(first, like=one) for one in view.adam.parameters] for first in (0.0, 1.0))
+        coefficients, scales = ([_number(first, like=one) for one in view.tensors] for first in (0.0, 1.0))
         return LambState(view, view.factors, coefficients, scales)
 
     def apply(self, state: LambState, round: Round, average: Average) -> None:
         with torch.no_grad():
             if round.channel == 0:
                 state.view.gradients.write(round, average.mean)
-                for index, slot in enumerate(state.view.adam.slots()):
+                for index, slot in enumerate(state.view.slots()):
                     if slot.group is not None and slot.own_gradient() is not None:
                         self._warm_step(state, index, slot)
             else:
                 for index, slot, part in state.view.received(average.mean):
                     if slot.parameter.numel():  # of the whole: a rank with an empty shard speaks to the others too
                         self._frozen_step(state, index, slot, part)
-
-    def merge(self, state: LambState, fragment: int, mean: torch.Tensor) -> None:
-        no_final_exchange()
 
     def _warm_step(self, state: LambState, index: int, slot: Slot) -> None:
         slot.begin()
@@ -204,7 +198,9 @@ class FrozenLamb:
         ratios = (denominator / _denominator(fresh, eps=slot.eps)).masked_fill_(slot.is_dead(), 0)
         largest = ratios.max() if ratios.numel() else _number(0.0, like=ratios)
         ratio = gather_over_shards(largest.to(torch.float64), parameter=slot.parameter).max()
-        factor, threshold, share = state.scales[index], self.factor_threshold, _share(slot, step, update)
+        own, length = _norms(slot, step, update)
+        share = torch.where(length > 0, (own / length).clamp(max=1.0), 1.0)  # of an update: what is not weight decay
+        factor, threshold = state.scales[index], self.factor_threshold
         wanted = torch.where(ratio > 0, ratio, 1.0) * share + (1 - share)
         wanted = wanted.clamp(*self.factor_range)
         factor.copy_(torch.minimum(torch.maximum(wanted, factor * (1 - threshold)), factor * (1 + threshold)))
@@ -218,8 +214,6 @@ class LambState:
     """State of `FrozenLamb`. Coefficients and scales stay on the device, so that no step waits for it.
 
     Attributes:
-        view: What is exchanged.
-        factors: The view's.
         coefficients: By parameter, the mean of LAMB's coefficients in the warm-up.
         scales: By parameter, by what the coefficient is multiplied after it.
         fresh: By parameter, the variance that goes on after the warm-up.
@@ -233,8 +227,7 @@ class LambState:
 
     @property
     def shards(self) -> list[torch.Tensor]:
-        """The shards of the parameters that this rank holds."""
-        return [real_shard(parameter) for parameter in self.view.adam.parameters]
+        return [real_shard(parameter) for parameter in self.view.tensors]
 
 
 def _denominator(variance: torch.Tensor, *, eps: float) -> torch.Tensor:
@@ -246,12 +239,6 @@ def _norms(slot: Slot, *tensors: torch.Tensor) -> list[torch.Tensor]:
     own = [ordered_sum(tensor.reshape(1, -1).to(torch.float64).square()).reshape(()) for tensor in tensors]
     squares = [gather_over_shards(square, parameter=slot.parameter) for square in own]
     return [ordered_sum(square.reshape(1, -1)).sqrt().reshape(()) for square in squares]
-
-
-def _share(slot: Slot, step: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """Return how much of an update is not weight decay, at most 1."""
-    own, length = _norms(slot, step, update)
-    return torch.where(length > 0, (own / length).clamp(max=1.0), 1.0)
 
 
 def _number(value: float, *, like: torch.Tensor) -> torch.Tensor:

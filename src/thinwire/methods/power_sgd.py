@@ -11,25 +11,22 @@ changed: the paper's optimizer is SGD with momentum after the mean; here it is w
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from thinwire.averaging.exchange import AllGather, BoundExchange, Shapes, TwoPhase, cheapest
+from thinwire.averaging.exchange import BoundExchange, Shapes, cheapest
 from thinwire.averaging.message_pattern import RoundTraffic, TwoPhaseMessages
 from thinwire.averaging.round_context import Average, RoundContext, Steps
-from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import float32
-from thinwire.errors import CheckpointError
 from thinwire.methods.registry import About, register
 from thinwire.shared_random import derive_seed
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import EveryStep
 from thinwire.sync.updates import InnerStep
 from thinwire.sync.views import Gradient
+from thinwire.tagged_state import own, same
 
 ABOUT = About(
     paper="arXiv 1905.13727",
@@ -59,7 +56,6 @@ def power_sgd(*, rank: int = 4, seed: int = 0) -> Method:
     return Method(
         name="power-sgd",
         schedule=EveryStep(num_channels=2),
-        topology=AllReplicas(),
         view=Gradient(is_split=True),
         exchange=lambda num_replicas: (factors, cheapest(float32(), num_replicas=num_replicas)),
         update=lambda num_replicas: InnerStep(),
@@ -82,17 +78,52 @@ class LowRank:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the rank."""
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, got {self.rank}; 1 to 4 is usual")
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
-        inner = cheapest(float32(), num_replicas=num_replicas)
-        return _BoundLowRank(self, shapes, inner=inner)
+        stages = []
+        for fragment, tensors in enumerate(shapes):
+            matrices = _matrices(tensors, rank=self.rank)
+            seeds = [derive_seed(self.seed, "right", fragment, number) for number, _ in enumerate(_thin(matrices))]
+            right = [
+                torch.randn(matrix.num_columns, self.rank, generator=torch.Generator().manual_seed(seed))
+                for matrix, seed in zip(_thin(matrices), seeds, strict=True)
+            ]
+            state = ThinFactors(torch.zeros(sum(shape.numel() for shape in tensors)), right)
+            stages.append({"factors": _Stage(matrices, state)})
+        return BoundExchange(self, stages)
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """Return the upper bound, the bytes of sending everything dense; the actual bytes depend on the shapes."""
         return cheapest(float32(), num_replicas=num_replicas).sent_bytes(numel, num_replicas=num_replicas)
+
+    def round(self, stages: Mapping[str, _Stage], tensor: torch.Tensor, context: RoundContext) -> Steps:
+        matrices, state = stages["factors"].matrices, stages["factors"].state
+        inner = cheapest(float32(), num_replicas=context.transport.num_replicas)
+        thin, dense = _thin(matrices), [matrix for matrix in matrices if not matrix.is_thin]
+        whole = state.residual.to(tensor.device).add_(tensor)
+        # P = M Q of this replica; tensors that a product would not make smaller travel beside it, whole
+        own = [m.of(whole) @ q.to(whole.device) for m, q in zip(thin, state.right, strict=True)]
+        first = yield from inner.steps(_joined([*own, *(m.of(whole) for m in dense)], like=whole), context)
+        *left, last = _cut(first.mean, [part.shape for part in own])
+        # every replica orthonormalises the same mean, so P agrees without being sent again
+        left = [orthonormal(p) for p in left]
+        own = [m.of(whole).T @ p for m, p in zip(thin, left, strict=True)]
+        # phases 0 and 1 belong to the first exchange; the reference hash went with it
+        second = replace(context, first_phase=2, reference_hash=0, seed=derive_seed(context.seed, "second"))
+        found = yield from inner.steps(_joined(own, like=whole), second)
+        *right, _ = _cut(found.mean, [part.shape for part in own])
+        mean = torch.empty_like(whole)
+        for matrix, p, q in zip(thin, left, right, strict=True):
+            matrix.of(mean).copy_(p @ q.T)
+        for matrix, part in zip(dense, _cut(last, [m.of(whole).shape for m in dense]), strict=False):
+            matrix.of(mean).copy_(part)
+            matrix.of(whole).copy_(part)  # nothing was left behind
+        # warm start: the next power iteration begins with this Q; the residual is E = M - P Q^T (Algorithm 1)
+        state.right = [q.clone() for q in right]
+        state.residual = whole.sub_(mean)
+        return Average(mean=mean, reference_hashes=first.reference_hashes)
 
     def sent_bytes_of(self, shapes: Shapes, *, num_replicas: int) -> int:
         """Return the payload bytes that one replica sends for tensors of these shapes.
@@ -108,7 +139,7 @@ class LowRank:
         return sum(inner.sent_bytes(numel, num_replicas=num_replicas) for numel in (left, right))
 
     def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
-        """See `DescribesTraffic.traffic`: both factors, each as the cheaper exchange sends it.
+        """Return what both factors are, each as the cheaper exchange sends it.
 
         Among more than two replicas the factors take four stages; the pattern has two, so it leaves out two latencies.
         """
@@ -130,89 +161,32 @@ class _Matrix:
     is_thin: bool
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as a matrix that shares the vector's memory."""
         stop = self.start + self.num_rows * self.num_columns
         return flat[self.start : stop].view(self.num_rows, self.num_columns)
 
 
-class _BoundLowRank:
-    def __init__(self, spec: LowRank, shapes: Sequence[Shapes], *, inner: AllGather | TwoPhase) -> None:
-        self._rank = spec.rank
-        self._inner = inner
-        self._matrices = [_matrices(tensors, rank=spec.rank) for tensors in shapes]
-        self._residuals = [torch.zeros(sum(shape.numel() for shape in tensors)) for tensors in shapes]
-        self._right = [
-            [
-                _random(matrix, rank=spec.rank, seed=derive_seed(spec.seed, "right", fragment, number))
-                for number, matrix in enumerate(_thin(matrices))
-            ]
-            for fragment, matrices in enumerate(self._matrices)
-        ]
+@dataclass(slots=True)
+class ThinFactors:
+    """What a fragment's rounds remember.
+
+    Attributes:
+        residual: What this replica has not sent yet. Another's is still in its own next round: taken over, it would
+            count twice.
+        right: The Q of each thin matrix, the same on all replicas: each starts the next round from it.
+    """
+
+    residual: torch.Tensor = own("what was not sent yet")
+    right: list[torch.Tensor] = same("thin matrix, as wide as the method's rank, number")
 
     @property
-    def has_memory(self) -> bool:
-        return True
+    def shared(self) -> list[torch.Tensor]:
+        return self.right
 
-    def shared_hash(self, fragment: int) -> int:
-        found = 0  # Q is the same on all replicas: each starts the next round from it
-        for right in self._right[fragment]:
-            found = zlib.crc32(right.cpu().numpy().tobytes(), found)
-        return found
 
-    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
-        return self._inner.sent_bytes(numel, num_replicas=num_replicas)
-
-    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
-        matrices, right = self._matrices[context.fragment], self._right[context.fragment]
-        thin, dense = _thin(matrices), [matrix for matrix in matrices if not matrix.is_thin]
-        whole = self._residuals[context.fragment].to(tensor.device).add_(tensor)
-        # P = M Q of this replica; tensors that a product would not make smaller travel beside it, whole
-        own = [m.of(whole) @ q.to(whole.device) for m, q in zip(thin, right, strict=True)]
-        first = yield from self._inner.steps(_joined([*own, *(m.of(whole) for m in dense)], like=whole), context)
-        *left, last = _cut(first.mean, [part.shape for part in own])
-        # every replica orthonormalises the same mean, so P agrees without being sent again
-        left = [orthonormal(p) for p in left]
-        own = [m.of(whole).T @ p for m, p in zip(thin, left, strict=True)]
-        # phases 0 and 1 belong to the first exchange; the reference hash went with it
-        second = replace(context, first_phase=2, reference_hash=0, seed=derive_seed(context.seed, "second"))
-        found = yield from self._inner.steps(_joined(own, like=whole), second)
-        *right, _ = _cut(found.mean, [part.shape for part in own])
-        mean = torch.empty_like(whole)
-        for matrix, p, q in zip(thin, left, right, strict=True):
-            matrix.of(mean).copy_(p @ q.T)
-        for matrix, part in zip(dense, _cut(last, [m.of(whole).shape for m in dense]), strict=False):
-            matrix.of(mean).copy_(part)
-            matrix.of(whole).copy_(part)  # nothing was left behind
-        # warm start: the next power iteration begins with this Q; the residual is E = M - P Q^T (Algorithm 1)
-        self._right[context.fragment] = [q.clone() for q in right]
-        self._residuals[context.fragment] = whole.sub_(mean)
-        return Average(mean=mean, reference_hashes=first.reference_hashes)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            str(fragment): {"residual": residual, **{f"right {n}": q for n, q in enumerate(self._right[fragment])}}
-            for fragment, residual in enumerate(self._residuals)
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        own = self.state_dict()
-        sizes = {key: {name: vector.shape for name, vector in vectors.items()} for key, vectors in own.items()}
-        found = {key: {name: vector.shape for name, vector in vectors.items()} for key, vectors in state.items()}
-        if sizes != found:
-            raise CheckpointError("the checkpoint's thin matrices are of another rank or model; resume with its own")
-        for fragment, vectors in state.items():
-            self._residuals[int(fragment)] = vectors["residual"].clone()
-            self._right[int(fragment)] = [vectors[f"right {n}"].clone() for n in range(len(vectors) - 1)]
-
-    def adopt(self, state: Mapping[str, Any], *, is_own: bool) -> tuple[str, ...]:
-        """See `BoundExchange.adopt`: the thin matrices are the same on all; what was not sent is the sender's own."""
-        self.load_state_dict(state)
-        if is_own:
-            return ()
-        # another replica's residual is still in its own next round: taken over, it would count twice
-        for residual in self._residuals:
-            residual.zero_()
-        return tuple(f"fragment {fragment}: what was not sent yet" for fragment in range(len(self._residuals)))
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    matrices: list[_Matrix]
+    state: ThinFactors
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
@@ -252,10 +226,6 @@ def _matrices(shapes: Shapes, *, rank: int) -> list[_Matrix]:
 
 def _thin(matrices: Sequence[_Matrix]) -> list[_Matrix]:
     return [matrix for matrix in matrices if matrix.is_thin]
-
-
-def _random(matrix: _Matrix, *, rank: int, seed: int) -> torch.Tensor:
-    return torch.randn(matrix.num_columns, rank, generator=torch.Generator().manual_seed(seed))
 
 
 def _joined(parts: Sequence[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:

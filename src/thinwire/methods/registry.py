@@ -102,7 +102,7 @@ def parse_options(recipe: Callable[..., Method], texts: Sequence[str]) -> dict[s
         {'outer_lr': 0.7, 'sync_interval': 50}
     """
     hints = typing.get_type_hints(recipe)
-    names = [name for name in inspect.signature(recipe).parameters if _can_read(hints[name])]
+    names = [name for name in inspect.signature(recipe).parameters if _kinds(hints[name])]
     found: dict[str, Any] = {}
     for text in texts:
         name, sign, value = text.partition("=")
@@ -130,15 +130,14 @@ def options_of(recipe: Callable[..., Method]) -> dict[str, str]:
     hints = typing.get_type_hints(recipe)
     found = {}
     for name, parameter in inspect.signature(recipe).parameters.items():
-        if _can_read(hints[name]):
+        if _kinds(hints[name]):
             default = "its own" if parameter.default is None else str(parameter.default)
             found[name] = f"{' or '.join(_kinds(hints[name]))}, {default}"
     return found
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if is_union else (hint,)
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 def _kinds(hint: Any) -> list[str]:
@@ -153,10 +152,6 @@ def _kinds(hint: Any) -> list[str]:
         elif member in (int, float, bool, str):
             words.append(member.__name__)
     return words
-
-
-def _can_read(hint: Any) -> bool:
-    return bool(_kinds(hint))
 
 
 def _is_numbers(member: Any) -> bool:

@@ -16,7 +16,6 @@ inner optimizer's state lives on (the paper's "maintain" strategy; it also tries
 from __future__ import annotations
 
 from thinwire.averaging.exchange import cheapest
-from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
 from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
@@ -59,7 +58,6 @@ def slowmo(
     return Method(
         name="slowmo",
         schedule=Staggered(sync_interval=sync_interval),
-        topology=AllReplicas(),
         view=PseudoGradient(fragments=Pattern(num_fragments=1)),
         exchange=lambda num_replicas: cheapest(payload_codec, num_replicas=num_replicas),
         update=lambda num_replicas: update,

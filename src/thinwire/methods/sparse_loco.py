@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from thinwire.averaging.aggregation_rules import MedianNormClip
 from thinwire.averaging.exchange import AllGather, cheapest
-from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import chunked_top_k, float32
 from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.methods.registry import About, register
@@ -69,7 +68,6 @@ def sparse_loco(
     return Method(
         name="sparse-loco",
         schedule=Staggered(sync_interval=sync_interval),
-        topology=AllReplicas(),
         view=PseudoGradient(fragments=Pattern(num_fragments=1)),
         exchange=lambda num_replicas: exchange,
         update=lambda num_replicas: OuterStep(optimizer=PlainSGD(lr=outer_lr)),

@@ -26,18 +26,11 @@ experiment with unequal workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from thinwire.averaging.exchange import (
-    AllGather,
-    Exchange,
-    TwoPhase,
-    cheapest,
-    exchange_by_name,
-)
-from thinwire.averaging.topology import AllReplicas
+from thinwire.averaging.exchange import Exchange, TwoPhase, exchange_by_name
 from thinwire.codecs import Codec, e3m0
 from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.methods.diloco import default_outer_lr
@@ -99,7 +92,12 @@ def streaming_diloco(
         (3, 0.5)
     """
     overlaps = overlap_steps if isinstance(overlap_steps, int) else tuple(overlap_steps)
-    _check_overlaps((overlaps,) if isinstance(overlaps, int) else overlaps, sync_interval=sync_interval)
+    longest = overlaps if isinstance(overlaps, int) else max(overlaps, default=0)
+    if sync_interval >= 1 and longest >= sync_interval:
+        raise ValueError(
+            f"overlap_steps must be below sync_interval ({sync_interval}), got {longest}; a fragment's exchange must "
+            f"be applied before its next one starts; co2() overlaps a whole interval"
+        )
     schedule = Staggered(sync_interval=sync_interval, overlap_steps=overlaps)
     pattern = Pattern(order=fragment_order, layers_per_fragment=layers_per_fragment, num_fragments=num_fragments)
     alpha = blend if blend is not None else (0.5 if overlaps else 0.0)
@@ -111,40 +109,26 @@ def streaming_diloco(
 
     update(1)  # a bad argument is refused here, not when training starts
     payload_codec = e3m0() if codec is None else codec
-    exchanges = _exchange_for(exchange, codec=payload_codec, error_feedback=error_feedback)
+    memory = None
+    if error_feedback is not None:
+        memory = ErrorFeedback(decay=float(error_feedback))
+        memory = None if payload_codec.is_lossless_for_float32 else memory
+    chosen = exchange_by_name(exchange, payload_codec)
+
+    def exchanges(num_replicas: int) -> Exchange:
+        found = chosen(num_replicas)
+        if isinstance(found, TwoPhase):
+            return replace(found, memory=memory, owner_memory=memory)
+        return replace(found, memory=memory)
+
+    # no later round would send the residual of a coarse code
+    last_codec = payload_codec if payload_codec.is_lossless_for_float32 else e3m0()
+    last_exchange = None if error_feedback is None else exchange_by_name("auto", last_codec)
     return Method(
         name="streaming-diloco",
         schedule=schedule,
-        topology=AllReplicas(),
         view=PseudoGradient(fragments=pattern),
         exchange=exchanges,
         update=update,
-        last_exchange=None if error_feedback is None else _final_exchange(payload_codec),
+        last_exchange=last_exchange,
     )
-
-
-def _check_overlaps(overlaps: tuple[int, ...], *, sync_interval: int) -> None:
-    if sync_interval >= 1 and max(overlaps, default=0) >= sync_interval:
-        raise ValueError(
-            f"overlap_steps must be below sync_interval ({sync_interval}), got {max(overlaps)}; a fragment's exchange "
-            f"must be applied before its next one starts; co2() overlaps a whole interval"
-        )
-
-
-def _exchange_for(name: str, *, codec: Codec, error_feedback: float | None) -> Callable[[int], Exchange]:
-    memory = None if error_feedback is None else ErrorFeedback(decay=float(error_feedback))
-    memory = None if codec.is_lossless_for_float32 else memory
-    chosen = exchange_by_name(name, codec)
-    return lambda num_replicas: _with_memory(chosen(num_replicas), memory)
-
-
-def _with_memory(exchange: AllGather | TwoPhase, memory: ErrorFeedback | None) -> AllGather | TwoPhase:
-    if isinstance(exchange, TwoPhase):
-        return replace(exchange, memory=memory, owner_memory=memory)
-    return replace(exchange, memory=memory)
-
-
-def _final_exchange(codec: Codec) -> Callable[[int], Exchange]:
-    # no later round would send the residual of a coarse code
-    last = codec if codec.is_lossless_for_float32 else e3m0()
-    return lambda num_replicas: cheapest(last, num_replicas=num_replicas)

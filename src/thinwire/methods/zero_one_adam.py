@@ -37,17 +37,15 @@ from torch import nn
 
 from thinwire.averaging.exchange import NoExchange, TwoPhase, cheapest
 from thinwire.averaging.round_context import Average
-from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32, sign
 from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.methods.registry import About, register
-from thinwire.sync.adam_momentum_view import AdamMomentum, AdamState, BoundAdamMomentum, Factors, Slot, check_adam
-from thinwire.sync.global_parameters import GlobalParameters, checksum
+from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, Factors, Slot, check_adam
 from thinwire.sync.method import Method
 from thinwire.sync.program import AveragedStep, Program
 from thinwire.sync.schedule import DoublingIntervals, Round
-from thinwire.sync.updates import no_final_exchange
-from thinwire.sync.views import BoundGradient, BoundView, Gradient
+from thinwire.sync.updates import Update
+from thinwire.sync.views import BoundGradient, BoundView, GlobalParameters, Gradient, checksum
 from thinwire.tagged_state import same
 from thinwire.transport.shards import flatten, real_shard, unflatten_into
 
@@ -93,7 +91,6 @@ def zero_one_adam(
     return Method(
         name="zero-one-adam",
         schedule=schedule,
-        topology=AllReplicas(),
         view=LocalMomentum(),
         exchange=lambda num_replicas: (cheapest(float32(), num_replicas=num_replicas), coded, coded, NoExchange()),
         update=lambda num_replicas: LocalAdam(),
@@ -115,11 +112,11 @@ class LocalMomentum(AdamMomentum):
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundLocalMomentum:
         gradients = Gradient(hash_interval=self.hash_interval).bind(model)
-        adam = AdamState(check_adam(inner), gradients.parameters.parameters[0])
-        count = len(adam.parameters)
-        sums = LocalSums(adam.parameters, [0] * count, [0] * count, [0.0] * count, [1.0] * count)
+        tensors: list[torch.Tensor] = list(gradients.parameters.parameters[0])
+        count = len(tensors)
+        sums = LocalSums(tensors, [0] * count, [0] * count, [0.0] * count, [1.0] * count)
         last = LastExchanged(model, gradients.parameters.fragments, sums)
-        return BoundLocalMomentum(gradients, adam, last, hash_interval=self.hash_interval)
+        return BoundLocalMomentum(gradients, check_adam(inner), last, hash_interval=self.hash_interval)
 
 
 @dataclass(slots=True)
@@ -150,11 +147,7 @@ class LocalSums:
 
 
 class LastExchanged(GlobalParameters):
-    """The parameters after the last exchange, kept from the first local step on; before it, the model's own are.
-
-    Attributes:
-        sums: Of the local steps since.
-    """
+    """The parameters after the last exchange, kept from the first local step on; before it, the model's own are."""
 
     def __init__(self, model: nn.Module, fragments: tuple[tuple[str, ...], ...], sums: LocalSums) -> None:
         super().__init__(model, fragments, has_values=False)
@@ -168,28 +161,24 @@ class LastExchanged(GlobalParameters):
         return super().forget_locals()
 
     def keep(self) -> None:
-        """Take the model's present parameters, where none are kept yet."""
         if not self._has_values:
             self._has_values = True
             self.read_locals()
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take values back, or that there are none."""
         self._has_values = bool(state)
         self.values = [torch.zeros(self.numel(0))] if state else []
         super().load_state_dict(state)
 
 
 class BoundLocalMomentum(BoundAdamMomentum):
-    """See `LocalMomentum`.
+    """See `LocalMomentum`; `last` holds the parameters after the last exchange, and the sums of the steps since."""
 
-    Attributes:
-        last: The parameters after the last exchange, and what the local steps since add up to.
-        sums: Of the local steps since.
-    """
-
-    def __init__(self, gradients: BoundGradient, adam: AdamState, last: LastExchanged, *, hash_interval: int) -> None:
-        super().__init__(gradients, adam)
+    def __init__(
+        self, gradients: BoundGradient, inner: torch.optim.Adam | torch.optim.AdamW, last: LastExchanged, *,
+        hash_interval: int,
+    ) -> None:  # fmt: skip
+        super().__init__(gradients, inner)
         self.parameters = self.last = last
         self._hash_interval = hash_interval
         self.sums = last.sums
@@ -213,7 +202,7 @@ class BoundLocalMomentum(BoundAdamMomentum):
     def parts_of_total(self) -> list[torch.Tensor]:
         """Return each parameter's part of u, to read and to write."""
         if not self.sums.total:
-            self.sums.total[0] = torch.zeros(self.last.numel(0), device=self.adam.slots()[0].value.device)
+            self.sums.total[0] = torch.zeros(self.last.numel(0), device=self.slots()[0].value.device)
         return list(self.parts(self.sums.total[0]))
 
     def _magnitude(self, slot: Slot) -> torch.Tensor:
@@ -233,7 +222,7 @@ class BoundLocalMomentum(BoundAdamMomentum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalAdam:
+class LocalAdam(Update):
     """Adam's step with mean gradients, dense or coded; then steps of each replica's own, and their mean.
 
     With a dense gradient the variance and the momentum move, with a coded one the momentum alone. In the second phase
@@ -256,7 +245,15 @@ class LocalAdam:
         with torch.no_grad():
             if round.channel == DENSE:
                 view.gradients.write(round, average.mean)
-                _dense_step(state)
+                for index, slot in enumerate(view.slots()):
+                    found = slot.own_gradient() if slot.group is not None else None
+                    if found is None:
+                        continue
+                    slot.begin()
+                    gradient, beta2 = slot.with_decay(found), slot.betas[1]
+                    slot.second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                    state.sums.updates[index] += 1
+                    _step(state, index, slot, gradient)
             elif round.channel == GRADIENT:
                 for index, slot, part in view.received(average.mean):
                     _step(state, index, slot, slot.with_decay(part.to(slot.first.dtype)))
@@ -267,36 +264,14 @@ class LocalAdam:
                 else:
                     _exchanged_step(state, average.mean)
 
-    def merge(self, state: LocalAdamState, fragment: int, mean: torch.Tensor) -> None:
-        no_final_exchange()
-
 
 @dataclass(slots=True)
 class LocalAdamState:
-    """State of `LocalAdam`; the inner optimizer holds momentum and variance.
-
-    Attributes:
-        view: What is exchanged.
-        factors: The view's.
-        sums: Of the local steps since the last exchange.
-    """
+    """State of `LocalAdam`; the inner optimizer holds momentum and variance."""
 
     view: BoundLocalMomentum
     factors: Factors = same("factors")
     sums: LocalSums = same("sums")
-
-
-def _dense_step(state: LocalAdamState) -> None:
-    for index, slot in enumerate(state.view.adam.slots()):
-        found = slot.own_gradient() if slot.group is not None else None
-        if found is None:
-            continue
-        slot.begin()
-        gradient = slot.with_decay(found)
-        beta2 = slot.betas[1]
-        slot.second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        state.sums.updates[index] += 1
-        _step(state, index, slot, gradient)
 
 
 def _step(state: LocalAdamState, index: int, slot: Slot, gradient: torch.Tensor) -> None:
@@ -308,7 +283,7 @@ def _step(state: LocalAdamState, index: int, slot: Slot, gradient: torch.Tensor)
 
 def _local_step(state: LocalAdamState) -> None:
     parts = state.view.parts_of_total()
-    for index, slot in enumerate(state.view.adam.slots()):
+    for index, slot in enumerate(state.view.slots()):
         if slot.has_moments:
             gradient = slot.gradient().masked_fill(slot.is_dead(), 0)
             _step(state, index, slot, gradient)

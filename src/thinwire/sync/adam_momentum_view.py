@@ -7,7 +7,7 @@ same bits as Adam's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from thinwire.codecs.base import ordered_sum
-from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.schedule import Round
-from thinwire.sync.views import BoundGradient, Gradient
+from thinwire.sync.views import BoundGradient, GlobalParameters, Gradient, parts_like
 from thinwire.tagged_state import same
 from thinwire.transport.shards import real_shard
 
@@ -70,7 +69,6 @@ class Slot:
 
     @property
     def value(self) -> torch.Tensor:
-        """The parameter itself, to read and to write."""
         return real_shard(self.parameter)
 
     @property
@@ -85,17 +83,14 @@ class Slot:
 
     @property
     def lr(self) -> float:
-        """The learning rate as a scheduler has left it."""
         return float(self.option("lr"))
 
     @property
     def eps(self) -> float:
-        """The term added to the root of the variance."""
         return float(self.option("eps"))
 
     @property
     def betas(self) -> tuple[float, float]:
-        """The decays of momentum and variance."""
         first, second = self.option("betas")
         return float(first), float(second)
 
@@ -105,7 +100,6 @@ class Slot:
         return float(self.option("weight_decay")) if self._is_decoupled else 0.0
 
     def option(self, name: str) -> Any:
-        """Return an option of the parameter's group."""
         assert self.group is not None
         return self.group[name]
 
@@ -131,7 +125,6 @@ class Slot:
         return self.second == 0
 
     def begin(self) -> None:
-        """Make the moments as torch does, where there are none."""
         if self.state:
             return
         on_device = bool(self.option("capturable") or self.option("fused"))
@@ -141,7 +134,6 @@ class Slot:
         self.state["exp_avg_sq"] = torch.zeros_like(self.parameter)
 
     def count_step(self) -> None:
-        """Count one more step where torch does."""
         self.state["step"].add_(1)
 
     def denominator(self, *, updates: int) -> torch.Tensor:
@@ -167,47 +159,6 @@ class Slot:
     def _is_decoupled(self) -> bool:
         assert self.group is not None
         return bool(self.group.get("decoupled_weight_decay", self.is_adamw))
-
-
-class AdamState:
-    """The slots of a list of parameters.
-
-    Args:
-        inner: As `check_adam` returned it.
-        parameters: In the order of what is sent.
-    """
-
-    def __init__(self, inner: torch.optim.Adam | torch.optim.AdamW, parameters: Sequence[torch.Tensor]) -> None:
-        self._inner = inner
-        self._parameters = list(parameters)
-
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        """The parameters."""
-        return self._parameters
-
-    def slots(self) -> list[Slot]:
-        """Return one slot a parameter, as options and state are now: loading a state replaces both."""
-        groups = {id(p): group for group in self._inner.param_groups for p in group["params"]}
-        is_adamw = isinstance(self._inner, torch.optim.AdamW)
-        return [
-            Slot(
-                parameter=p,
-                group=groups.get(id(p)),
-                is_adamw=is_adamw,
-                state=self._state_of(p, is_held=id(p) in groups),
-            )
-            for p in self._parameters
-        ]
-
-    def steps(self) -> list[int]:
-        """Return how many steps each parameter has had; 0 without moments."""
-        return [int(slot.state["step"]) if slot.has_moments else 0 for slot in self.slots()]
-
-    def _state_of(self, parameter: torch.Tensor, *, is_held: bool) -> dict[str, Any]:
-        # reading a defaultdict would make an entry for parameters that the optimizer does not hold
-        found: dict[str, Any] = self._inner.state[parameter] if is_held else {}
-        return found
 
 
 def equaliser(vector: torch.Tensor) -> float:
@@ -246,7 +197,7 @@ class AdamMomentum:
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundAdamMomentum:
         gradients = Gradient(hash_interval=self.hash_interval).bind(model)
-        return BoundAdamMomentum(gradients, AdamState(check_adam(inner), gradients.parameters.parameters[0]))
+        return BoundAdamMomentum(gradients, check_adam(inner))
 
 
 @dataclass(slots=True)
@@ -266,30 +217,44 @@ class BoundAdamMomentum:
     Attributes:
         parameters: The fragments, of which there is one.
         gradients: The view on the gradients, for channel 0.
-        adam: The inner optimizer's state.
+        inner: The inner optimizer.
+        tensors: The model's parameters, in the order of what is sent.
         factors: What is remembered.
     """
 
-    def __init__(self, gradients: BoundGradient, adam: AdamState) -> None:
+    def __init__(self, gradients: BoundGradient, inner: torch.optim.Adam | torch.optim.AdamW) -> None:
         self.parameters: GlobalParameters = gradients.parameters
         self.gradients = gradients
-        self.adam = adam
+        self.inner = inner
+        self.tensors = gradients.parameters.parameters[0]
         self.factors = Factors()
+
+    def slots(self) -> list[Slot]:
+        """Return one slot a parameter, as options and state are now: loading a state replaces both."""
+        groups = {id(p): group for group in self.inner.param_groups for p in group["params"]}
+        is_adamw, state = isinstance(self.inner, torch.optim.AdamW), self.inner.state
+        return [
+            # reading a defaultdict would make an entry for parameters that the optimizer does not hold
+            Slot(parameter=p, group=groups.get(id(p)), is_adamw=is_adamw, state=state[p] if id(p) in groups else {})
+            for p in self.tensors
+        ]
+
+    def steps(self) -> list[int]:
+        """Return how many steps each parameter has had; 0 without moments."""
+        return [int(slot.state["step"]) if slot.has_moments else 0 for slot in self.slots()]
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
         if channel == 0:
             return self.gradients.shapes(fragment=fragment, channel=0)
-        return tuple(real_shard(parameter).shape for parameter in self.adam.parameters)
+        return tuple(real_shard(parameter).shape for parameter in self.tensors)
 
     def read(self, round: Round) -> torch.Tensor:
         return self.gradients.read(round) if round.channel == 0 else self._filled(_advanced_momentum)
 
     def read_last(self, fragment: int) -> torch.Tensor:
-        """There is no final exchange."""
         raise NotImplementedError("momenta are exchanged at every step; nothing is left for a final exchange")
 
     def reference_hash(self, round: Round) -> int:
-        """Hash the parameters at every `hash_interval`-th step."""
         return self.gradients.reference_hash(replace(round, channel=0))
 
     def received(self, mean: torch.Tensor) -> Iterator[tuple[int, Slot, torch.Tensor]]:
@@ -301,24 +266,20 @@ class BoundAdamMomentum:
         Yields:
             A parameter's index, its slot and its part of the mean, for those that have moments; dead elements are 0.
         """
-        for index, (slot, part) in enumerate(zip(self.adam.slots(), self.parts(mean), strict=True)):
+        for index, (slot, part) in enumerate(zip(self.slots(), self.parts(mean), strict=True)):
             if slot.has_moments:
                 part.div_(self.equalisers()[index]).masked_fill_(slot.is_dead(), 0)
                 yield index, slot, part
 
     def parts(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield each parameter's part of a vector of their size, in its shape."""
-        start = 0
-        for parameter in self.adam.parameters:
-            shape = real_shard(parameter).shape
-            yield flat[start : start + shape.numel()].view(shape)
-            start += shape.numel()
+        """Yield each parameter's part of a vector of all their sizes, in its shape."""
+        return parts_like(flat, self.tensors)
 
     def equalisers(self) -> list[float]:
         """Return each tensor's factor, the same on all replicas, fixed once it has moments; 0 before."""
-        found = self.factors.equalisers or [0.0 for _ in self.adam.parameters]
+        found = self.factors.equalisers or [0.0 for _ in self.tensors]
         if not all(found):
-            slots = self.adam.slots()
+            slots = self.slots()
             found = [
                 f or (equaliser(self._magnitude(s)) if s.has_moments else 0.0)
                 for f, s in zip(found, slots, strict=True)
@@ -331,7 +292,7 @@ class BoundAdamMomentum:
 
     def _filled(self, fill: Fill) -> torch.Tensor:
         """Return a new vector of all parameters' size, filled part by part, equalised, zero where nothing lives."""
-        slots = self.adam.slots()
+        slots = self.slots()
         flat = torch.zeros(self.parameters.numel(0), device=slots[0].value.device)
         for index, (slot, part) in enumerate(zip(slots, self.parts(flat), strict=True)):
             if slot.has_moments:

@@ -75,7 +75,7 @@ class LocalBuffers:
             warnings.warn(
                 f"training changes the buffer {changed[0]}{more}, and buffers are not exchanged, so replicas part in "
                 f"it; {self._remedy}",
-                stacklevel=5,  # the loop that called `step`, through torch's wrapper of it
+                stacklevel=4,  # the loop that called `step`, through torch's wrapper of it
             )
 
     def _checksums(self) -> dict[str, int]:

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from thinwire.averaging.round_context import Progress
 from thinwire.errors import PayloadError
-from thinwire.sync.engine_counts import EngineState
 from thinwire.sync.schedule import Round
 
 # Own inner steps over which the others' speed is measured: fewer would measure one pause.
@@ -17,22 +16,6 @@ _LEAST_STEPS = 4
 _LEAST_RATE = 1.25
 # Catching up takes time in which the others advance; more leaps in a row would leave none for training.
 _MOST_LEAPS = 3
-
-
-class _Rounds(Protocol):
-    """Part of the engine that a policy uses."""
-
-    @property
-    def drift_steps(self) -> int: ...
-
-    @property
-    def state(self) -> EngineState: ...
-
-    def launches(self, step: int) -> Sequence[Round]: ...
-
-    def applies(self, step: int) -> Sequence[Round]: ...
-
-    def has_arrived(self, round: Round, *, step: int) -> bool: ...
 
 
 class CatchUp(Protocol):
@@ -47,19 +30,15 @@ class CatchUp(Protocol):
     @property
     def closed_step(self) -> int:
         """A step up to which all rounds are certainly closed."""
-        ...
 
     def bind(self, engine: Any) -> None:
         """Attach the policy to a `RoundEngine`; called once, by the engine."""
-        ...
 
     def reset(self) -> None:
         """Forget the progress of the others: the run continues from an earlier state."""
-        ...
 
     def hear(self, round: Round, progress: Progress, is_counted: bool) -> None:
         """Record the latest progress of the others; thread-safe."""
-        ...
 
     def steps(self, step: int, *, stop: int | None) -> Iterator[int]:
         """Yield the steps whose rounds are exchanged now: `step`, and those passed over; none to stay before `step`.
@@ -68,19 +47,13 @@ class CatchUp(Protocol):
             step: The inner step that this replica has done.
             stop: A step that must not be passed over.
         """
-        ...
 
-    def launches(self, step: int) -> Iterable[Round]:
-        """Yield the rounds to launch after a step."""
-        ...
+    def launches(self, step: int) -> Iterable[Round]: ...
 
-    def applies(self, step: int) -> Iterable[Round]:
-        """Yield the rounds to apply after a step."""
-        ...
+    def applies(self, step: int) -> Iterable[Round]: ...
 
     def overdue(self) -> Iterable[Round]:
         """Yield the rounds that were due and not applied, in the order in which they were due."""
-        ...
 
 
 class QuorumCatchUp:
@@ -93,7 +66,7 @@ class QuorumCatchUp:
 
     Example:
         >>> from types import SimpleNamespace
-        >>> from thinwire.sync.engine_counts import UncountedWork
+        >>> from thinwire.sync.in_flight import UncountedWork
         >>> work, round = UncountedWork(num_fragments=1), Round(id=0, fragment=0, launch_step=10, apply_step=12)
         >>> others = QuorumCatchUp()
         >>> others.bind(SimpleNamespace(state=SimpleNamespace(work=work), drift_steps=60))
@@ -110,11 +83,11 @@ class QuorumCatchUp:
     has_fixed_replicas = True
 
     def __init__(self) -> None:
-        self._engine: _Rounds
+        self._engine: Any
         self._lock = threading.Lock()
         self.reset()
 
-    def bind(self, engine: _Rounds) -> None:
+    def bind(self, engine: Any) -> None:
         self._engine = engine
 
     def reset(self) -> None:
@@ -125,7 +98,6 @@ class QuorumCatchUp:
 
     @property
     def known_step(self) -> int:
-        """A step that the others have certainly reached, 0 where nothing is known."""
         return self._progress.step
 
     @property
@@ -178,17 +150,19 @@ class QuorumCatchUp:
 
     def steps(self, step: int, *, stop: int | None) -> Iterator[int]:
         yield step
-        yield from leaps(step, target=lambda: self.target(stop=stop), may_pass=self._may_pass)
+        if self._progress.step:  # nothing is known without a quorum
+            yield from leaps(step, target=lambda: self.target(stop=stop), may_pass=self._may_pass)
 
     def launches(self, step: int) -> Sequence[Round]:
-        return self._engine.launches(step)
+        rounds: Sequence[Round] = self._engine.launches(step)
+        return rounds
 
     def applies(self, step: int) -> Sequence[Round]:
-        return self._engine.applies(step)
+        rounds: Sequence[Round] = self._engine.applies(step)
+        return rounds
 
     def overdue(self) -> Sequence[Round]:
-        """See `CatchUp.overdue`: each round is applied when it is due."""
-        return ()
+        return ()  # each round is applied when it is due
 
     def _may_pass(self, step: int) -> bool:
         # beyond the known step the others may need this replica's training, so it waits for no result there

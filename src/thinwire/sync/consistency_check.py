@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -47,15 +48,26 @@ def handshake(
     if transport.num_replicas == 1:
         return
     frozen = {name: local_shard(p) for name, p in parameters_by_name(model).items() if not p.requires_grad}
-    tensors = [*_sent_tensors(model), *map(local_shard, copies)]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    tensors = [local_shard(tensor) for tensor in [*trained, *model.buffers(), *copies]]
     digests, frozen_digests = _digests(tensors), _digests(list(frozen.values()))
-    listing = json.dumps(_listing(model)).encode()
+    named = [*model.named_parameters(), *model.named_buffers()]
+    # name, shape, dtype and whether it is trained of each of the model's parameters and buffers
+    listing = json.dumps(
+        [(plain_name(name), list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in named]
+    ).encode()
     own = {
-        "description": description, "model": _shape_digest(model),
+        "description": description, "model": hashlib.sha256(listing).hexdigest(),
         "values": hashlib.sha256(digests).hexdigest(), "frozen": hashlib.sha256(frozen_digests).hexdigest(),
         "listing_bytes": str(len(listing)),
     }  # fmt: skip
-    others = _exchange_fingerprints(own, transport=transport, deadline_s=deadline_s)
+    text = json.dumps(own).encode()
+    if len(text) > _FINGERPRINT_BYTES:
+        text = json.dumps({**own, "description": _shortened(description)}).encode()
+    peers = [peer for peer in range(transport.num_replicas) if peer != transport.replica]
+    talk = partial(_exchange, transport=transport, deadline_s=deadline_s)
+    raw = talk(text.ljust(_FINGERPRINT_BYTES), dict.fromkeys(peers, _FINGERPRINT_BYTES), part=0)
+    others = {peer: _parse_fingerprint(found, peer=peer) for peer, found in raw.items()}
     for replica, theirs in others.items():
         if theirs["description"] not in (description, _shortened(description)):
             there, here = _first_part(theirs["description"], description)
@@ -65,12 +77,29 @@ def handshake(
             )
     # all replicas hold all fingerprints, so all of them come here or none
     if any(theirs["model"] != own["model"] for theirs in others.values()):
-        raise _model_error(listing, others, own=own["model"], transport=transport, deadline_s=deadline_s)
+        sizes = {peer: _listing_bytes(theirs["listing_bytes"], peer=peer) for peer, theirs in others.items()}
+        found = talk(listing, sizes, part=1)
+        replica = next(peer for peer, theirs in others.items() if theirs["model"] != own["model"])
+        others_list, own_list = parse_listing(found[replica], peer=replica), json.loads(listing)
+        pairs = enumerate(zip(others_list, own_list, strict=False))
+        place = next((at for at, (other, own_one) in pairs if other != own_one), min(len(others_list), len(own_list)))
+        raise DesyncError(
+            f"replica {replica} runs another model; the first tensor that differs is number {place + 1}: "
+            f"{_tensor_text(others_list, place)}, here (replica {transport.replica}): {_tensor_text(own_list, place)}; "
+            f"start all replicas with the same model and options"
+        )
     if any(theirs["frozen"] != own["frozen"] for theirs in others.values()):
-        found = _exchange_digests(frozen_digests, part=3, transport=transport, deadline_s=deadline_s)
-        raise _frozen_error(list(frozen), frozen_digests, found, replica=transport.replica)
+        found = talk(frozen_digests, dict.fromkeys(peers, len(frozen_digests)), part=3)
+        replica = next(peer for peer, theirs in found.items() if theirs != frozen_digests)
+        places = _differing(frozen_digests, found[replica])
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        raise DesyncError(
+            f"replica {replica} has other values than replica {transport.replica} in the frozen parameter "
+            f"{list(frozen)[places[0]][:300]}{more}; frozen parameters are never sent: load the same weights on all "
+            f"hosts"
+        )
     if any(theirs["values"] != own["values"] for theirs in others.values()):
-        found = _exchange_digests(digests, part=2, transport=transport, deadline_s=deadline_s)
+        found = talk(digests, dict.fromkeys(peers, len(digests)), part=2)
         _copy_differing(tensors, digests, found, transport=transport, deadline_s=deadline_s)
 
 
@@ -111,32 +140,6 @@ def _differing(own: bytes, other: bytes) -> list[int]:
     return [at // size for at in range(0, len(own), size) if own[at : at + size] != other[at : at + size]]
 
 
-def _exchange_digests(own: bytes, *, part: int, transport: Transport, deadline_s: float) -> dict[int, bytes]:
-    sizes = {peer: len(own) for peer in range(transport.num_replicas) if peer != transport.replica}
-    return _exchange(own, sizes, part=part, transport=transport, deadline_s=deadline_s)
-
-
-def _frozen_error(names: Sequence[str], own: bytes, others: Mapping[int, bytes], *, replica: int) -> DesyncError:
-    other = next(peer for peer, theirs in others.items() if theirs != own)
-    places = _differing(own, others[other])
-    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-    return DesyncError(
-        f"replica {other} has other values than replica {replica} in the frozen parameter {names[places[0]][:300]}"
-        f"{more}; frozen parameters are never sent: load the same weights on all hosts"
-    )
-
-
-def _exchange_fingerprints(
-    own: dict[str, str], *, transport: Transport, deadline_s: float
-) -> dict[int, dict[str, str]]:
-    text = json.dumps(own).encode()
-    if len(text) > _FINGERPRINT_BYTES:
-        text = json.dumps({**own, "description": _shortened(own["description"])}).encode()
-    sizes = {peer: _FINGERPRINT_BYTES for peer in range(transport.num_replicas) if peer != transport.replica}
-    found = _exchange(text.ljust(_FINGERPRINT_BYTES), sizes, part=0, transport=transport, deadline_s=deadline_s)
-    return {peer: _parse_fingerprint(raw, peer=peer) for peer, raw in found.items()}
-
-
 def _exchange(
     own: bytes, sizes: Mapping[int, int], *, part: int, transport: Transport, deadline_s: float
 ) -> dict[int, bytes]:
@@ -170,23 +173,6 @@ def _first_part(there: str, here: str) -> tuple[str, str]:
         return there, _shortened(here)
     pairs = list(zip(there.split(" | "), here.split(" | "), strict=False))
     return next((pair for pair in pairs if pair[0] != pair[1]), (there, here))
-
-
-def _model_error(
-    listing: bytes, others: Mapping[int, dict[str, str]], *, own: str, transport: Transport, deadline_s: float
-) -> DesyncError:
-    """Exchange the lists of tensors, and return the error that names the first one that differs."""
-    sizes = {peer: _listing_bytes(theirs["listing_bytes"], peer=peer) for peer, theirs in others.items()}
-    found = _exchange(listing, sizes, part=1, transport=transport, deadline_s=deadline_s)
-    replica = next(peer for peer, theirs in others.items() if theirs["model"] != own)
-    there, here = parse_listing(found[replica], peer=replica), parse_listing(listing, peer=transport.replica)
-    place = next((at for at, pair in enumerate(zip(there, here, strict=False)) if pair[0] != pair[1]), None)
-    place = min(len(there), len(here)) if place is None else place
-    return DesyncError(
-        f"replica {replica} runs another model; the first tensor that differs is number {place + 1}: "
-        f"{_tensor_text(there, place)}, here (replica {transport.replica}): {_tensor_text(here, place)}; start all "
-        f"replicas with the same model and options"
-    )
 
 
 def _listing_bytes(text: str, *, peer: int) -> int:
@@ -236,21 +222,6 @@ def _parse_fingerprint(raw: bytes, *, peer: int) -> dict[str, str]:
     if set(parsed) != {"description", "model", "values", "frozen", "listing_bytes"}:
         raise PayloadError(f"replica {peer} sent a fingerprint with the fields {str(sorted(parsed))[:200]}")
     return parsed
-
-
-def _sent_tensors(model: nn.Module) -> list[torch.Tensor]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [local_shard(tensor) for tensor in [*trained, *model.buffers()]]
-
-
-def _listing(model: nn.Module) -> list[tuple[str, list[int], str, bool]]:
-    """Return name, shape, dtype and whether it is trained of each of a model's parameters and buffers."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return [(plain_name(name), list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in named]
-
-
-def _shape_digest(model: nn.Module) -> str:
-    return hashlib.sha256(json.dumps(_listing(model)).encode()).hexdigest()
 
 
 def _digests(tensors: Sequence[torch.Tensor]) -> bytes:

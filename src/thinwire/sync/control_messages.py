@@ -59,7 +59,6 @@ class ReplicaStatus:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it does no more steps."""
         return self.call in _CLOSES
 
     def describe(self, replica: int) -> str:
@@ -71,7 +70,6 @@ class ReplicaStatus:
         return f"replica {replica} is at step {self.steps}"
 
     def to_tensor(self) -> torch.Tensor:
-        """Return the payload: uint8, one-dimensional, CPU."""
         raw = _LAYOUT.pack(self.steps, self.launched_step, self.call, self.wants_stop)
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 

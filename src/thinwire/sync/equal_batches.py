@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from thinwire.averaging.round_context import RoundNote
+from thinwire.sync.weight_copies import tensors_in
 from thinwire.transport.base import Envelope, OwnedTransport, Pending, Received, Transport
 from thinwire.transport.shards import local_shard
 from thinwire.transport.streams import ROUNDS
@@ -21,6 +21,7 @@ from thinwire.transport.streams import ROUNDS
 _NUM_BATCHES = 8
 # Elements of each input that count: the time for it stays far below that of a forward pass.
 _MOST_ELEMENTS = 1 << 16
+_MOST_NESTED = 64
 
 
 class EqualBatchesWarning(UserWarning):
@@ -35,27 +36,25 @@ class EqualBatches:
     Args:
         model: The replica's model; its hook is removed after the first passes.
         replica: The replica's number.
+
+    Attributes:
+        data_hash: Hash of the first batches, 0 before all of them have been seen.
     """
 
     def __init__(self, model: nn.Module, *, replica: int) -> None:
         self._replica = replica
         self._seen: list[int] = []
-        self._hash = 0
+        self.data_hash = 0
         self._equal: int | None = None
         self._has_warned = False
         self._hook = model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
-    def data_hash(self) -> int:
-        """Return the hash of the first batches, 0 before all of them have been seen."""
-        return self._hash
-
     def on_data_hash(self, replica: int, found: int) -> None:
         """Compare another replica's hash; called from any thread."""
-        if found == self._hash and self._replica < replica:  # one of the two warns
+        if found == self.data_hash and self._replica < replica:  # one of the two warns
             self._equal = replica
 
     def warn(self, *, stacklevel: int) -> None:
-        """Warn once if equal batches have been found."""
         if self._equal is None or self._has_warned:
             return
         self._has_warned = True
@@ -67,7 +66,6 @@ class EqualBatches:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Stop watching the model."""
         self._hook.remove()
 
     def _on_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -75,13 +73,14 @@ class EqualBatches:
             return
         found = 0
         with contextlib.suppress(RuntimeError, TypeError):  # a tensor without values, as in a transform of functions
-            for tensor in _tensors((args, kwargs)):
-                found = zlib.crc32(_first_bytes(tensor), found)
+            for tensor in tensors_in((args, kwargs), depth=_MOST_NESTED):
+                first = local_shard(tensor.detach()).reshape(-1)[:_MOST_ELEMENTS].cpu().contiguous()
+                found = zlib.crc32(first.view(torch.uint8).numpy().data, found)
         self._seen.append(found)
         if len(self._seen) == _NUM_BATCHES:
             self.close()
             if len(set(self._seen)) > 1:
-                self._hash = zlib.crc32(b"".join(one.to_bytes(4, "little") for one in self._seen))
+                self.data_hash = zlib.crc32(b"".join(one.to_bytes(4, "little") for one in self._seen))
 
 
 class HashedRounds(OwnedTransport):
@@ -93,8 +92,8 @@ class HashedRounds(OwnedTransport):
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
         note = envelope.note
-        if envelope.stream is ROUNDS:
-            note = replace(RoundNote.of(envelope), data_hash=self._batches.data_hash()).pack()
+        if envelope.stream is ROUNDS and self._batches.data_hash:
+            note = replace(RoundNote.of(envelope), data_hash=self._batches.data_hash).pack()
         return self.inner.send(payload, to=to, envelope=replace(envelope, owner=self.owner, note=note))
 
     def receive(self, *, source: int, envelope: Envelope) -> Pending:
@@ -116,19 +115,3 @@ class _HashedRound:
         if received is not None and (found := RoundNote.of(received).data_hash):
             self._batches.on_data_hash(self._source, found)
         return received
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested arguments."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
-
-
-def _first_bytes(tensor: torch.Tensor) -> memoryview:
-    first = local_shard(tensor.detach()).reshape(-1)[:_MOST_ELEMENTS].cpu().contiguous()
-    return first.view(torch.uint8).numpy().data

@@ -7,8 +7,8 @@ distributed over fragments; the rest forms one more (arXiv 2501.18512, section 2
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from torch import nn
@@ -47,7 +47,6 @@ class Pattern:
     most_fragments: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if self.order not in ("strided", "sequential"):
             raise ValueError(f"order must be 'strided' or 'sequential', got {self.order!r}")
         if self.layers_per_fragment < 1:
@@ -72,35 +71,27 @@ class Pattern:
         has_rest = bool(parameters.rest)
         if not blocks and not has_rest:
             raise ValueError("the model has no trainable parameter; unfreeze some before it is wrapped")
-        if self.num_fragments == 1 or not blocks:
-            self._check_count(blocks=len(blocks), has_rest=has_rest)
-            return ((*(name for block in blocks for name in block), *parameters.rest),)
-        num_groups = self._num_groups(len(blocks), has_rest=has_rest)
-        groups: list[tuple[str, ...]] = []
-        for group in range(num_groups):
-            members = self._members(blocks, group=group, num_groups=num_groups)
-            groups.append(tuple(name for block in members for name in block))
-        return (*groups, parameters.rest) if has_rest else tuple(groups)
-
-    def _num_groups(self, num_blocks: int, *, has_rest: bool) -> int:
-        if self.num_fragments is None:
-            num_groups = -(-num_blocks // self.layers_per_fragment)
-            return num_groups if self.most_fragments is None else min(num_groups, self.most_fragments - has_rest)
-        self._check_count(blocks=num_blocks, has_rest=has_rest)
-        return self.num_fragments - has_rest
-
-    def _check_count(self, *, blocks: int, has_rest: bool) -> None:
-        limit = max(1, blocks + has_rest)
+        limit = max(1, len(blocks) + has_rest)
         if self.num_fragments is not None and self.num_fragments > limit:
             raise ValueError(
-                f"num_fragments must be at most {limit} for this model ({blocks} blocks"
+                f"num_fragments must be at most {limit} for this model ({len(blocks)} blocks"
                 f"{' and the rest' if has_rest else ''}), got {self.num_fragments}"
             )
-
-    def _members(self, blocks: Sequence[tuple[str, ...]], *, group: int, num_groups: int) -> Sequence[tuple[str, ...]]:
+        if self.num_fragments == 1 or not blocks:
+            return ((*(name for block in blocks for name in block), *parameters.rest),)
+        if self.num_fragments is not None:
+            num_groups = self.num_fragments - has_rest
+        else:
+            num_groups = -(-len(blocks) // self.layers_per_fragment)
+            if self.most_fragments is not None:
+                num_groups = min(num_groups, self.most_fragments - has_rest)
+        cuts = [group * len(blocks) // num_groups for group in range(num_groups + 1)]
         if self.order == "strided":
-            return blocks[group::num_groups]
-        return blocks[group * len(blocks) // num_groups : (group + 1) * len(blocks) // num_groups]
+            groups = [blocks[group::num_groups] for group in range(num_groups)]
+        else:
+            groups = [blocks[start:end] for start, end in pairwise(cuts)]
+        fragments = tuple(tuple(name for block in group for name in block) for group in groups)
+        return (*fragments, parameters.rest) if has_rest else fragments
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -1,4 +1,7 @@
-"""Rounds in flight: exchanges driven by a background thread, or step by step from the training loop."""
+"""State of a round engine between two steps: costs, work that no round has counted, and rounds in flight.
+
+A background thread drives the exchange of a round in flight, or the training loop does, step by step.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from thinwire.averaging.round_context import Average, Steps, Wait
-from thinwire.errors import DeadlineExceeded
+from thinwire.errors import CheckpointError, DeadlineExceeded
 from thinwire.events import RoundMark
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Pending, Received
@@ -22,16 +26,111 @@ CHECK_S = 0.5
 _POLL_S = 0.005
 
 
+@dataclass(slots=True)
+class SyncStatistics:
+    """Costs of synchronisation on this replica so far.
+
+    Attributes:
+        rounds_launched: Rounds sent.
+        rounds_applied: Rounds applied.
+        rounds_missed: Rounds among them whose mean does not hold this replica's part, because it came too late.
+        steps_passed: Steps that this replica passed over to catch up with faster ones.
+        stalled_s: Seconds the training thread waited for the wire.
+        launching_s: Seconds it spent on reading, encoding and starting to send.
+        applying_s: Seconds it spent on outer steps and blends.
+    """
+
+    rounds_launched: int = 0
+    rounds_applied: int = 0
+    rounds_missed: int = 0
+    steps_passed: int = 0
+    stalled_s: float = 0.0
+    launching_s: float = 0.0
+    applying_s: float = 0.0
+
+    @property
+    def exchanging_s(self) -> float:
+        """Seconds of the training thread that were not training: waiting, launching and applying."""
+        return self.stalled_s + self.launching_s + self.applying_s
+
+
+class UncountedWork:
+    """Tokens and inner steps of one replica: all of them, and up to each fragment's last round that counted them.
+
+    Args:
+        num_fragments: How many fragments there are.
+
+    Example:
+        >>> work = UncountedWork(num_fragments=1)
+        >>> work.add_step(num_tokens=5)
+        >>> work.since(0)
+        (5, 1)
+    """
+
+    def __init__(self, *, num_fragments: int) -> None:
+        self._done = (0, 0)
+        self._counted = [(0, 0)] * num_fragments
+        self._launched: dict[int, tuple[int, int]] = {}
+
+    @property
+    def num_steps(self) -> int:
+        return self._done[1]
+
+    @property
+    def num_missing_steps(self) -> int:
+        """Inner steps since the last counted round of the fragment whose one lies furthest back."""
+        return max((self._done[1] - num_steps for _, num_steps in self._counted), default=0)
+
+    def add_step(self, *, num_tokens: int) -> None:
+        self._done = (self._done[0] + num_tokens, self._done[1] + 1)
+
+    def since(self, fragment: int) -> tuple[int, int]:
+        """Return tokens and steps since the fragment's last round that counted this replica's part."""
+        counted = self._counted[fragment]
+        return self._done[0] - counted[0], self._done[1] - counted[1]
+
+    def launch(self, round: Round) -> None:
+        """Record the work in a round's part."""
+        self._launched[round.id] = self._done
+
+    def discard(self, round: Round) -> None:
+        """Forget that a round was launched, since it exchanges no work of inner steps."""
+        self._launched.pop(round.id, None)
+
+    def settle(self, round: Round, *, is_counted: bool) -> None:
+        """Record whether a round counted its part."""
+        launched = self._launched.pop(round.id, None)
+        if is_counted and launched is not None:
+            self._counted[round.fragment] = launched
+
+    def state_dict(self) -> dict[str, Any]:
+        launched = {str(number): list(done) for number, done in self._launched.items()}
+        return {"done": list(self._done), "counted": [list(one) for one in self._counted], "launched": launched}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            CheckpointError: It is of another number of fragments.
+        """
+        if len(state["counted"]) != len(self._counted):
+            raise CheckpointError(
+                f"the checkpoint counts the work of {len(state['counted'])} fragments, this run has "
+                f"{len(self._counted)}; resume with its method and model"
+            )
+        done, *counted = ((num_tokens, num_steps) for num_tokens, num_steps in [state["done"], *state["counted"]])
+        self._done, self._counted = done, counted
+        self._launched = {int(number): (tokens, steps) for number, (tokens, steps) in state["launched"].items()}
+
+
 class RoundObserver(Protocol):
     """Receives the rounds of the engines whose `observers` it is in."""
 
     def on_mark(self, mark: RoundMark) -> None:
         """Receive a launched or arrived round; may be called from another thread."""
-        ...
 
     def on_applied(self, round: Round, average: Average) -> None:
         """Receive an applied round and its mean."""
-        ...
 
 
 def mark_launch(round: Round, tensor: torch.Tensor, *, observers: Sequence[RoundObserver]) -> Callable[[], None]:
@@ -50,23 +149,33 @@ def mark_launch(round: Round, tensor: torch.Tensor, *, observers: Sequence[Round
     return report
 
 
-class InFlight(Protocol):
-    """One round between launch and apply."""
+class InFlight:
+    """One round between launch and apply. As it is here, its result has come: from a checkpoint, or nothing is sent.
 
-    @property
-    def round(self) -> Round:
-        """The round."""
-        ...
+    Args:
+        round: The round.
+        average: Its result; None until that is here.
+        num_bytes: Payload bytes that this replica sends, at most.
+        deadline_s: Seconds until a peer counts as hung.
+        on_arrival: Called when the result is there, maybe in another thread.
+        check: Called now and then by whoever waits for the result; raises where it cannot come any more.
 
-    @property
-    def duration_s(self) -> float:
-        """Seconds from launch to arrival, 0 where it was not measured or nothing has arrived."""
-        ...
+    Attributes:
+        duration_s: Seconds from launch to arrival, 0 where it was not measured or nothing has arrived.
+    """
 
-    @property
-    def num_bytes(self) -> int:
-        """Payload bytes that this replica sends, at most."""
-        ...
+    def __init__(
+        self, round: Round, average: Average | None = None, *, num_bytes: int = 0, deadline_s: float = 0.0,
+        on_arrival: Callable[[], None] = lambda: None, check: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.round = round
+        self.num_bytes = num_bytes
+        self.duration_s = 0.0
+        self._average = average
+        self._deadline_s = deadline_s
+        self._on_arrival = on_arrival
+        self._check = check
+        self._step = round.launch_step
 
     def poll(self, step: int = 0) -> bool:
         """Progress without waiting; return whether the result (or an error) is there.
@@ -74,7 +183,7 @@ class InFlight(Protocol):
         Args:
             step: The step that this replica has come to: a grace is measured in them.
         """
-        ...
+        return True
 
     def result(self, *, grace_s: float = 0.0) -> Average:
         """Wait for the result, up to the deadline given at the launch.
@@ -85,7 +194,8 @@ class InFlight(Protocol):
         Raises:
             TransportError: A peer was lost, was late, or sent something wrong.
         """
-        ...
+        assert self._average is not None
+        return self._average
 
     def is_settled(self) -> bool:
         """Return, once the result is there, whether nothing remains to be done for late members.
@@ -93,46 +203,38 @@ class InFlight(Protocol):
         Raises:
             TransportError: Such a member was lost, did not come at all, or sent something wrong.
         """
-        ...
+        return True
+
+    def _late(self, missing: list[int]) -> DeadlineExceeded:
+        who = f"replica {missing[0]}" if len(missing) == 1 else f"replicas {', '.join(map(str, missing))}"
+        return DeadlineExceeded(
+            f"{who} did not send round {self.round.id} (fragment {self.round.fragment}) within {self._deadline_s:.3g} "
+            f"s, the deadline that follows from measured times; see the log there"
+        )
 
 
-class Background:
+class Background(InFlight):
     """Drives an exchange from a thread, so that the wire is busy while the accelerator computes.
 
     Args:
         steps: The exchange; its first part (encode, start to send) has been run by `launch` already.
         first: What it waits for first.
         round: The round.
-        deadline_s: Seconds until a peer counts as hung.
-        num_bytes: Payload bytes that this replica sends, at most.
-        on_arrival: Called in that thread when the result is there.
-        check: Called now and then by whoever waits for the result; raises where it cannot come any more.
+        options: See `InFlight`.
     """
 
-    def __init__(
-        self, steps: Steps, first: Wait, *, round: Round, deadline_s: float, num_bytes: int = 0,
-        on_arrival: Callable[[], None] = lambda: None, check: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self.round = round
-        self._check = check
-        self.num_bytes = num_bytes
-        self.duration_s = 0.0
-        self._on_arrival = on_arrival
-        self._average: Average | None = None
+    def __init__(self, steps: Steps, first: Wait, round: Round, **options: Any) -> None:
+        super().__init__(round, **options)
         self._failure: BaseException | None = None
-        self._deadline_s = deadline_s
-        self._step = round.launch_step
         self._grace_until_s = math.inf
         self._started_s = time.monotonic()
-        self._until_s = self._started_s + deadline_s  # one deadline for all waits of the exchange
+        self._until_s = self._started_s + self._deadline_s  # one deadline for all waits of the exchange
         self._has_ended = threading.Event()
         # A thread begins on the default stream. On the launching one's, what it decodes is ordered before what the
         # training thread makes of it.
         has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.current_stream() if has_gpu else None
-        self._thread = threading.Thread(
-            target=self._drive_on_stream, args=(steps, first), name=f"round-{round.id}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._drive, args=(steps, first), name=f"round-{round.id}", daemon=True)
         self._thread.start()
 
     def poll(self, step: int = 0) -> bool:
@@ -140,7 +242,6 @@ class Background:
         return self._has_ended.is_set()
 
     def result(self, *, grace_s: float = 0.0) -> Average:
-        """See `InFlight.result`; every wait inside has the deadline, so it ends."""
         self._grace_until_s = min(self._grace_until_s, time.monotonic() + grace_s)
         while not self._has_ended.wait(CHECK_S):  # without a deadline: the waits in the thread have one
             self._check()
@@ -158,51 +259,42 @@ class Background:
             raise self._failure
         return True
 
-    def _drive_on_stream(self, steps: Steps, wait: Wait) -> None:
-        with torch.cuda.stream(self._stream):
-            self._drive(steps, wait)
-
     def _drive(self, steps: Steps, wait: Wait) -> None:
-        try:
-            while True:
-                self._await_enough(wait)
-                wait = steps.send(_complete(wait, until_s=self._until_s))
-        except StopIteration as stop:
-            self._average = stop.value
-            self._on_arrival()
-        except BaseException as failure:  # handed to the training thread by result()
-            self._failure = failure
-        self.duration_s = time.monotonic() - self._started_s
-        # the training thread may apply the result from here on; late members are answered meanwhile
-        self._has_ended.set()
-        try:
-            self._settle()
-        except BaseException as failure:  # handed to the training thread by is_settled()
-            self._failure = failure
-
-    def _await_enough(self, wait: Wait) -> None:
-        while not _has_enough(wait, is_in_grace=self._is_in_grace(wait)):
-            self._pause(_missing(wait.watched), until_s=self._until_s)
+        with torch.cuda.stream(self._stream):
+            try:
+                while True:
+                    while not _has_enough(wait, is_in_grace=self._is_in_grace(wait)):
+                        self._pause(_missing(wait.watched), until_s=self._until_s)
+                    wait = steps.send(_complete(wait, until_s=self._until_s))
+            except StopIteration as stop:
+                self._average = stop.value
+                self._on_arrival()
+            except BaseException as failure:  # handed to the training thread by result()
+                self._failure = failure
+            self.duration_s = time.monotonic() - self._started_s
+            # the training thread may apply the result from here on; late members are answered meanwhile
+            self._has_ended.set()
+            try:
+                after: Mapping[int, Pending] = {} if self._average is None else self._average.after
+                until_s = time.monotonic() + self._deadline_s  # a new deadline: the result itself is here
+                while missing := _missing(after):
+                    self._pause(missing, until_s=until_s)
+                for pending in after.values():
+                    pending.wait(deadline_s=0.0)
+            except BaseException as failure:  # handed to the training thread by is_settled()
+                self._failure = failure
 
     def _is_in_grace(self, wait: Wait) -> bool:
         has_grace_steps = self._step - self.round.launch_step < wait.grace_steps
         return has_grace_steps and time.monotonic() < self._grace_until_s
 
-    def _settle(self) -> None:
-        after: Mapping[int, Pending] = {} if self._average is None else self._average.after
-        until_s = time.monotonic() + self._deadline_s  # a new deadline: the result itself is here
-        while missing := _missing(after):
-            self._pause(missing, until_s=until_s)
-        for pending in after.values():
-            pending.wait(deadline_s=0.0)
-
     def _pause(self, missing: list[int], *, until_s: float) -> None:
         if time.monotonic() > until_s:
-            raise _late(missing, round=self.round, deadline_s=self._deadline_s)
+            raise self._late(missing)
         time.sleep(_POLL_S)
 
 
-class Inline:
+class Inline(InFlight):
     """Drives an exchange from the training loop itself, in one deterministic order.
 
     Where not all members are waited for, all that can come without this replica does come first: nobody is late there
@@ -212,28 +304,16 @@ class Inline:
         steps: The exchange; its first part (encode, start to send) has been run by `launch` already.
         first: What it waits for first.
         round: The round.
-        deadline_s: Seconds until a peer counts as hung.
-        num_bytes: Payload bytes that this replica sends, at most.
         let_others: Lets the other replicas progress; returns whether one did.
-        on_arrival: Called when the result is there.
-        check: Called by whoever waits for the result; raises where it cannot come any more.
+        options: See `InFlight`.
     """
 
     def __init__(
-        self, steps: Steps, first: Wait, *, round: Round, deadline_s: float, num_bytes: int = 0,
-        let_others: Callable[[], bool], on_arrival: Callable[[], None] = lambda: None,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self.round = round
-        self._check = check
-        self.num_bytes = num_bytes
-        self.duration_s = 0.0
-        self._on_arrival = on_arrival
+        self, steps: Steps, first: Wait, round: Round, *, let_others: Callable[[], bool], **options: Any
+    ) -> None:
+        super().__init__(round, **options)
         self._steps = steps
         self._wait = first
-        self._average: Average | None = None
-        self._deadline_s = deadline_s
-        self._step = round.launch_step
         self._let_others = let_others
 
     def poll(self, step: int = 0) -> bool:
@@ -245,14 +325,14 @@ class Inline:
         return self._average is not None
 
     def result(self, *, grace_s: float = 0.0) -> Average:
-        """See `InFlight.result`; without time, grace lasts as long as any other replica can progress."""
+        # without time, grace lasts as long as any other replica can progress
         while self._average is None:
             self._check()
             # one thread serves all replicas: when no other can advance, what is missing will never come
             while _missing(self._wait.watched) and self._let_others():
                 continue
             if not _has_enough(self._wait, is_in_grace=False):
-                raise _late(_missing(self._wait.watched), round=self.round, deadline_s=self._deadline_s)
+                raise self._late(_missing(self._wait.watched))
             try:
                 self._advance()
             except DeadlineExceeded:
@@ -281,70 +361,33 @@ class Inline:
             self._on_arrival()
 
 
-class Arrived:
-    """A round whose result came from a checkpoint."""
-
-    duration_s = 0.0
-    num_bytes = 0
-
-    def __init__(self, average: Average, *, round: Round) -> None:
-        self.round = round
-        self._average = average
-
-    def poll(self, step: int = 0) -> bool:
-        return True
-
-    def result(self, *, grace_s: float = 0.0) -> Average:
-        return self._average
-
-    def is_settled(self) -> bool:
-        """See `InFlight.is_settled`: nothing is left."""
-        return True
-
-
-def launch(
-    steps: Steps, *, round: Round, deadline_s: float, in_background: bool, num_bytes: int = 0,
-    let_others: Callable[[], bool] = lambda: False, on_arrival: Callable[[], None] = lambda: None,
-) -> Background | Inline | Arrived:  # fmt: skip
-    """Start an exchange: encode and begin to send at once, then let it be driven.
-
-    Args:
-        steps: The exchange, not yet started.
-        round: The round.
-        deadline_s: Seconds until a peer counts as hung.
-        in_background: Whether a thread drives it.
-        num_bytes: Payload bytes that this replica sends, at most.
-        let_others: Where no thread does: lets the other replicas progress, and returns whether one did.
-        on_arrival: Called, maybe in that thread, when the result is there.
-    """
+def launch(steps: Steps, *, round: Round, in_background: bool, **options: Any) -> InFlight:
+    """Start an exchange: encode and begin to send at once, then let it be driven; see `drive_exchange`."""
     try:
         first = next(steps)
-    except StopIteration as stop:
-        on_arrival()
-        return Arrived(stop.value, round=round)
-    return drive_exchange(
-        steps, first, round=round, deadline_s=deadline_s, in_background=in_background, num_bytes=num_bytes,
-        let_others=let_others, on_arrival=on_arrival,
-    )  # fmt: skip
+    except StopIteration as end:  # an exchange that sends nothing
+        options.get("on_arrival", lambda: None)()
+        return InFlight(round, end.value)
+    return drive_exchange(steps, first, round=round, in_background=in_background, **options)
 
 
 def drive_exchange(
-    steps: Steps, first: Wait, *, round: Round, deadline_s: float, in_background: bool, num_bytes: int = 0,
-    let_others: Callable[[], bool] = lambda: False, on_arrival: Callable[[], None] = lambda: None,
-    check: Callable[[], None] = lambda: None,
-) -> Background | Inline:  # fmt: skip
-    """Let a started exchange be driven: `first` is what it waits for first, and the rest is as for `launch`.
+    steps: Steps, first: Wait, *, round: Round, in_background: bool, let_others: Callable[[], bool] = lambda: False,
+    **options: Any,
+) -> InFlight:  # fmt: skip
+    """Let an exchange be driven.
 
-    `check` is called now and then by whoever waits for the result; it raises where that cannot come any more.
+    Args:
+        steps: The exchange, which has been started.
+        first: What it waits for first.
+        round: The round.
+        in_background: Whether a thread drives it.
+        let_others: Where no thread does: lets the other replicas progress, and returns whether one did.
+        options: `deadline_s`, `num_bytes`, `on_arrival` and `check`: see `InFlight`.
     """
     if in_background:
-        return Background(
-            steps, first, round=round, deadline_s=deadline_s, num_bytes=num_bytes, on_arrival=on_arrival, check=check
-        )
-    return Inline(
-        steps, first, round=round, deadline_s=deadline_s, num_bytes=num_bytes, let_others=let_others,
-        on_arrival=on_arrival, check=check,
-    )  # fmt: skip
+        return Background(steps, first, round, **options)
+    return Inline(steps, first, round, let_others=let_others, **options)
 
 
 def _missing(watched: Mapping[int, Pending]) -> list[int]:
@@ -356,14 +399,6 @@ def _has_enough(wait: Wait, *, is_in_grace: bool) -> bool:
     return not missing or (not is_in_grace and len(wait.watched) - missing >= wait.least)
 
 
-def _late(missing: list[int], *, round: Round, deadline_s: float) -> DeadlineExceeded:
-    who = f"replica {missing[0]}" if len(missing) == 1 else f"replicas {', '.join(map(str, missing))}"
-    return DeadlineExceeded(
-        f"{who} did not send round {round.id} (fragment {round.fragment}) within {deadline_s:.3g} s, the deadline that "
-        f"follows from measured times; see the log there"
-    )
-
-
 def _complete(wait: Wait, *, until_s: float) -> list[Received]:
     received = []
     for pending in wait.receives:
@@ -373,3 +408,29 @@ def _complete(wait: Wait, *, until_s: float) -> list[Received]:
     for pending in wait.sends:
         pending.wait(deadline_s=max(0.0, until_s - time.monotonic()))
     return received
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineState:
+    """Engine state between two steps.
+
+    Attributes:
+        work: Tokens and steps that no round has counted yet.
+        in_flight: Rounds between launch and apply, by id in the order of their launch.
+        applied_early: Ids of rounds that a flush applied before they were due.
+        settling: Applied rounds whose result late members may still request.
+        failed: The round that failed last.
+        reached_step: The last step whose rounds were launched.
+    """
+
+    work: UncountedWork
+    in_flight: dict[int, InFlight] = field(default_factory=dict)
+    applied_early: set[int] = field(default_factory=set)
+    settling: list[InFlight] = field(default_factory=list)
+    failed: Round | None = None
+    reached_step: int = 0
+
+    def drop_settled(self) -> None:
+        """Drop the rounds whose result no member can request any more."""
+        if self.settling:
+            self.settling = [flight for flight in self.settling if not flight.is_settled()]

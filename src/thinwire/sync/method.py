@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from thinwire.averaging.exchange import Exchange
-from thinwire.averaging.topology import Topology
+from thinwire.averaging.topology import AllReplicas, Topology
 from thinwire.errors import unknown_method
 from thinwire.sync.schedule import Schedule
 from thinwire.sync.updates import Update
@@ -14,6 +14,7 @@ from thinwire.sync.views import View
 
 # In sync intervals, where every round waits for all its replicas: the one that is under way, and the one before it.
 LEAST_DRIFT = 2
+_EVERYONE = AllReplicas()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +24,11 @@ class Method:
     Attributes:
         name: As the command line takes it, such as `"streaming-diloco"`.
         schedule: When.
-        topology: With whom.
         view: What.
         exchange: In which code and along which messages; a function of the number of replicas, since the cheapest
             exchange depends on it. Where rounds have channels, one exchange a channel.
         update: How the result is applied; a function of the number of replicas, since good outer learning rates do.
+        topology: With whom; with all by default.
         last_exchange: How the final exchange travels, where it must not be as the first channel does: a code that sends
             a small part at a time would leave most of the last steps' work behind.
         has_common_value: Whether all replicas hold the same global value; where they do not, only the final exchange
@@ -37,10 +38,10 @@ class Method:
 
     name: str
     schedule: Schedule
-    topology: Topology
     view: View
     exchange: Callable[[int], Exchange | tuple[Exchange, ...]]
     update: Callable[[int], Update]
+    topology: Topology = _EVERYONE
     last_exchange: Callable[[int], Exchange] | None = None
     has_common_value: bool = True
     drift_intervals: int = LEAST_DRIFT

@@ -7,7 +7,7 @@ import sys
 import warnings
 from functools import cache
 
-from thinwire.sync.engine_counts import UncountedWork
+from thinwire.sync.in_flight import UncountedWork
 
 # Work of the optimizers of this process that are not closed yet, for the warning at its end.
 _unclosed: set[UncountedWork] = set()

@@ -1,4 +1,4 @@
-"""Checks of the model and its inner optimizer at wrapping: a refusal names what cannot be trained, and the remedy."""
+"""Checks of the model and its inner optimizer: a refusal names what cannot be trained or exchanged, and the remedy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from thinwire.errors import refusal
-from thinwire.sync.fragments import plain_name
+from thinwire.sync.fragments import parameters_by_name, plain_name
+from thinwire.sync.views import GlobalParameters
 from thinwire.transport.shards import is_a
+
+_DTENSOR = ("torch.distributed.tensor", "DTensor")
 
 
 def check_tensors(model: nn.Module, *, is_elastic: bool = False) -> None:
@@ -35,7 +38,7 @@ def check_tensors(model: nn.Module, *, is_elastic: bool = False) -> None:
             f"{meta[0]}; call model.to_empty(device=...), set its values, then build the optimizer and wrap both"
         )
     trained = {name: tensor for name, tensor in named.items() if tensor.requires_grad and tensor.is_complex()}
-    if found := [name for name, tensor in trained.items() if is_elastic or _is_distributed(tensor)]:
+    if found := [name for name, tensor in trained.items() if is_elastic or is_a(*_DTENSOR, tensor)]:
         why = "in an elastic run" if is_elastic else "sharded over ranks"
         raise ValueError(
             f"the parameter {found[0]} is {trained[found[0]].dtype} {why}; keep it as a real parameter of two columns, "
@@ -58,10 +61,6 @@ def check_parameters(model: nn.Module, inner: torch.optim.Optimizer) -> None:
         )
 
 
-def _is_distributed(tensor: torch.Tensor) -> bool:
-    return is_a("torch.distributed.tensor", "DTensor", tensor)
-
-
 # By model, the wrappers that have stepped it; the latest one is last.
 _steppers: WeakKeyDictionary[nn.Module, list[ReferenceType[object]]] = WeakKeyDictionary()
 
@@ -82,3 +81,55 @@ def refuse_turns(model: nn.Module, optimizer: object) -> None:
             allowed="one for each model", remedy="thinwire.MultiOptimizer([...]), which joins inner optimizers",
         )  # fmt: skip
     _steppers[model] = [*alive, ref(optimizer)]
+
+
+class ParameterSet:
+    """The parameters of all fragments, to find those that were added or replaced since.
+
+    Args:
+        model: The replica's model.
+        parameters: Its fragments.
+    """
+
+    def __init__(self, model: nn.Module, parameters: GlobalParameters) -> None:
+        self._model = model
+        self._ids = {id(p) for tensors in parameters.parameters for p in tensors}
+        # FSDP2 itself exchanges the objects of sharded parameters for gathered ones and back
+        self._places = [
+            (module._parameters, key, parameter)
+            for module in model.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in self._ids
+            if not is_a(*_DTENSOR, parameter)
+        ]
+
+    def check_replaced(self) -> None:
+        """Refuse to go on where the model holds another tensor than the one that is exchanged.
+
+        Raises:
+            ValueError: It does; names it.
+        """
+        for owner, key, parameter in self._places:
+            if owner.get(key) is not parameter:
+                raise ValueError(
+                    f"the model's {key} of shape {tuple(parameter.shape)} is another tensor than at wrapping, as after "
+                    f"load_state_dict(assign=True), so the inner optimizer steps one that the model does not use; load "
+                    f"with assign=False, or load first and build the optimizer then"
+                )
+
+    def check_trained(self, inner: torch.optim.Optimizer) -> None:
+        """Refuse to train what is not exchanged.
+
+        Raises:
+            ValueError: The inner optimizer holds such parameters; names the first.
+        """
+        ids = self._ids
+        new = [p for group in inner.param_groups for p in group["params"] if p.requires_grad and id(p) not in ids]
+        if new:
+            names = {id(p): name for name, p in parameters_by_name(self._model).items()}
+            first = names.get(id(new[0]), f"one of shape {tuple(new[0].shape)} that is not the model's")
+            raise ValueError(
+                f"{len(new)} parameters are trained and not exchanged, the first is {first}: they were unfrozen or "
+                f"added after wrapping, when the set is fixed; on all replicas after the same step, call "
+                f"close(final_exchange=True), then wrap the model with an optimizer that holds them"
+            )

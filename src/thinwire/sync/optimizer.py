@@ -19,16 +19,22 @@ from thinwire.sync.buffers import LocalBuffers, average_tensors, saved_buffers
 from thinwire.sync.catch_up import CatchUp
 from thinwire.sync.consistency_check import handshake
 from thinwire.sync.control_messages import ControlMessages, ReplicaStatus
-from thinwire.sync.engine_counts import SyncStatistics
-from thinwire.sync.engine_state import adopt_state, load_state, save_state
+from thinwire.sync.engine_state import (
+    OWN_KEYS,
+    OWN_STATE,
+    STATE_VERSION,
+    adopt_state,
+    checked_state,
+    load_state,
+    save_state,
+    schedule_step,
+)
 from thinwire.sync.equal_batches import EqualBatches, HashedRounds
+from thinwire.sync.in_flight import SyncStatistics
 from thinwire.sync.method import Method, method_of
-from thinwire.sync.model_checks import check_parameters, check_tensors, refuse_turns
-from thinwire.sync.optimizer_state import OWN_KEYS, OWN_STATE, STATE_VERSION, checked_state, schedule_step
-from thinwire.sync.parameter_set import ParameterSet
-from thinwire.sync.round_engine import RoundEngine
+from thinwire.sync.model_checks import ParameterSet, check_parameters, check_tensors, refuse_turns
+from thinwire.sync.round_engine import RoundEngine, StepDriver, StepInput
 from thinwire.sync.schedule import Round
-from thinwire.sync.step_driver import StepDriver, StepInput
 from thinwire.sync.weight_copies import copies_of
 from thinwire.transport.base import Transport
 from thinwire.transport.loopback import single
@@ -161,7 +167,6 @@ class DistributedOptimizer(EagerOptimizer):
             missing_steps.watch(self._engine.state.work)
 
     def __enter__(self) -> Self:
-        """Return itself."""
         return self
 
     def __exit__(
@@ -252,8 +257,18 @@ class DistributedOptimizer(EagerOptimizer):
             return self.inner.step()  # it trains nothing, and must start no round
         self._refuse_step(closure)
         refuse_turns(self._model, self)
-        self._observe_step()
-        self._check_tensors()
+        if self._shared_collectives is not None:
+            self._shared_collectives.on_step()
+        if self._batches is not None:
+            self._batches.warn(stacklevel=3)  # torch wraps `step`
+        now_s = time.monotonic()
+        if self._last_step_s is not None:
+            self._deadlines.observe_step(now_s - self._last_step_s)
+        self._last_step_s = now_s
+        self._parameter_set.check_trained(self.inner)
+        self._parameter_set.check_replaced()
+        if self._local_buffers is not None and not self._steps_done & (self._steps_done - 1):  # at steps 1, 2, 4, 8 ...
+            self._local_buffers.check()
         self._steps_done += 1
         num_tokens, self._tokens = self._tokens or 1, 0
         self._driver.begin(
@@ -522,7 +537,7 @@ class DistributedOptimizer(EagerOptimizer):
                 f"{self.method.name} remembers what it did not send, and a GradScaler's infinite gradients would spoil "
                 f"that for ever; train in bfloat16 without GradScaler, or take a method without memory"
             )
-        if self.needs_closure and closure is None:
+        if self._engine.program.needs_closure and closure is None:
             raise ValueError(
                 f"{self.method.name} asks for gradients at points of its own choice, so one backward pass is not "
                 f"enough; call step(closure), where closure clears the gradients, computes the loss on this step's "
@@ -532,27 +547,10 @@ class DistributedOptimizer(EagerOptimizer):
     def _progress(self) -> ReplicaStatus:
         return ReplicaStatus(steps=self._steps_done, launched_step=max(self._steps_done, self._driver.schedule_step))
 
-    def _check_tensors(self) -> None:
-        """Compare the model's tensors with those at wrapping; buffers at steps 1, 2, 4, 8 and so on."""
-        self._parameter_set.check_trained(self.inner)
-        self._parameter_set.check_replaced()
-        if self._local_buffers is not None and not self._steps_done & (self._steps_done - 1):
-            self._local_buffers.check()
-
     def _share_state(self) -> None:
         # the very objects of the inner optimizer: a scheduler that sets lr here sets it there
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
-
-    def _observe_step(self) -> None:
-        if self._shared_collectives is not None:
-            self._shared_collectives.on_step()
-        if self._batches is not None:
-            self._batches.warn(stacklevel=4)  # torch wraps `step`
-        now_s = time.monotonic()
-        if self._last_step_s is not None:
-            self._deadlines.observe_step(now_s - self._last_step_s)
-        self._last_step_s = now_s
 
 
 def _set_mode(inner: torch.optim.Optimizer, mode: Literal["train", "eval"]) -> None:

@@ -113,24 +113,16 @@ class Parts(Protocol):
     """The parts of a method on one replica, for programs that compute with them."""
 
     @property
-    def view(self) -> BoundView:
-        """The view: tensors that are exchanged."""
-        ...
+    def view(self) -> BoundView: ...
 
     @property
-    def transport(self) -> Transport:
-        """Joins the replicas: their number, and this one's."""
-        ...
+    def transport(self) -> Transport: ...
 
     @property
-    def update(self) -> Any:
-        """The update, which applies a result."""
-        ...
+    def update(self) -> Any: ...
 
     @property
-    def update_state(self) -> Any:
-        """State of the update."""
-        ...
+    def update_state(self) -> Any: ...
 
 
 class Program:

@@ -56,28 +56,35 @@ def needed_for(fragments: Collection[int], overdue: Iterable[tuple[int, Sequence
 
 
 class Schedule(Protocol):
-    """A schedule: rounds to launch and apply, as pure functions of step, fragments and replica."""
+    """A schedule: rounds to launch and apply, as pure functions of step, fragments and replica.
+
+    Attributes:
+        sync_interval: Inner steps between two exchanges of the same fragment; 1 unless a schedule says otherwise.
+    """
+
+    __slots__ = ()
 
     @property
     def sync_interval(self) -> int:
-        """Inner steps between two exchanges of the same fragment."""
-        ...
+        return 1
 
     def check(self, *, num_fragments: int, num_replicas: int) -> None:
-        """Raise `ValueError` where the schedule does not fit so many fragments or replicas."""
-        ...
+        """Raise `ValueError` where the schedule does not fit so many fragments or replicas; all fit by default."""
+        return
 
     def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
         """Return the rounds to launch after inner step `step` (from 1), in the order of their ids."""
-        ...
 
     def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
-        """Return the rounds that `replica` applies after inner step `step`, in the order of their ids."""
-        ...
+        """Return the rounds that `replica` applies after inner step `step`, in the order of their ids.
+
+        By default what was launched after the same step.
+        """
+        return self.launches(step, num_fragments=num_fragments, replica=replica)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EveryStep:
+class EveryStep(Schedule):
     """Exchange everything at every step, and wait for it.
 
     Args:
@@ -86,16 +93,7 @@ class EveryStep:
 
     num_channels: int = 1
 
-    @property
-    def sync_interval(self) -> int:
-        """Always 1."""
-        return 1
-
-    def check(self, *, num_fragments: int, num_replicas: int) -> None:
-        """Every number of fragments and replicas fits."""
-
     def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
-        """Return one round a fragment and channel."""
         num_rounds = num_fragments * self.num_channels
         return [
             Round(
@@ -105,13 +103,9 @@ class EveryStep:
             for number in range(num_rounds)
         ]  # fmt: skip
 
-    def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
-        """Return what was launched after the same step."""
-        return self.launches(step, num_fragments=num_fragments, replica=replica)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RandomRefresh:
+class RandomRefresh(Schedule):
     """Exchange channel 0 at every step, and before it channel 1 now and then: at the first step, and by a shared coin.
 
     The coin of step t decides on step t + 1; all replicas toss the same.
@@ -133,17 +127,10 @@ class RandomRefresh:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if not 0 < self.probability <= 1:
             raise ValueError(f"probability must be in (0, 1], got {self.probability}; 1 refreshes at every step")
 
-    @property
-    def sync_interval(self) -> int:
-        """Always 1."""
-        return 1
-
     def check(self, *, num_fragments: int, num_replicas: int) -> None:
-        """Refuse several fragments."""
         if num_fragments != 1:
             raise ValueError(f"RandomRefresh() exchanges the model as one fragment, got {num_fragments}")
 
@@ -155,13 +142,9 @@ class RandomRefresh:
             rounds.insert(0, Round(id=first, fragment=0, channel=1, launch_step=step, apply_step=step))
         return rounds
 
-    def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
-        """Return what was launched after the same step."""
-        return self.launches(step, num_fragments=num_fragments, replica=replica)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staggered:
+class Staggered(Schedule):
     """Exchange each fragment every `sync_interval` steps, at its own offset, and apply it `overlap_steps` later.
 
     Fragment p of P is launched after the steps t with `(t - offset(p)) mod H == 0` and `t >= H + offset(p)`, where
@@ -193,10 +176,9 @@ class Staggered:
     is_staggered: bool = True
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if self.sync_interval < 1:
             raise ValueError(f"sync_interval must be at least 1, got {self.sync_interval}")
-        overlaps = self._all_overlaps()
+        overlaps = self.overlap_steps if isinstance(self.overlap_steps, tuple) else (self.overlap_steps,)
         for tau in overlaps:
             if not 0 <= tau <= self.sync_interval:
                 raise ValueError(
@@ -222,22 +204,10 @@ class Staggered:
         return fragment * self.sync_interval // num_fragments if self.is_staggered else 0
 
     def overlap_of(self, replica: int) -> int:
-        """Return tau of one replica."""
         return self.overlap_steps[replica] if isinstance(self.overlap_steps, tuple) else self.overlap_steps
 
     def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
-        """Return the rounds to launch after `step`."""
-        return self._rounds_launched_at(step, num_fragments=num_fragments, tau=self.overlap_of(replica))
-
-    def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
-        """Return the rounds that `replica` launched tau steps before."""
-        tau = self.overlap_of(replica)
-        return self._rounds_launched_at(step - tau, num_fragments=num_fragments, tau=tau)
-
-    def _all_overlaps(self) -> tuple[int, ...]:
-        return self.overlap_steps if isinstance(self.overlap_steps, tuple) else (self.overlap_steps,)
-
-    def _rounds_launched_at(self, step: int, *, num_fragments: int, tau: int) -> list[Round]:
+        tau = self.overlap_steps[replica] if isinstance(self.overlap_steps, tuple) else self.overlap_steps
         # visiting every fragment at every step would dominate a long simulation
         interval, since = divmod(step, self.sync_interval)
         if self.is_staggered:  # those with floor(fragment * H / P) == since
@@ -250,9 +220,12 @@ class Staggered:
             for fragment in (due if interval >= 1 else ())
         ]
 
+    def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
+        return self.launches(step - self.overlap_of(replica), num_fragments=num_fragments, replica=replica)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefetched:
+class Prefetched(Schedule):
     """Exchange two things of the whole model every `sync_interval` steps; one of them is sent long before it is needed.
 
     Outer step k = 1, 2, ... takes both. Channel 1 is what the inner steps have made: launched after step kH and applied
@@ -278,7 +251,6 @@ class Prefetched:
     overlap_steps: int = 0
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if self.sync_interval < 1:
             raise ValueError(f"sync_interval must be at least 1, got {self.sync_interval}")
         if not isinstance(self.overlap_steps, int):
@@ -323,7 +295,7 @@ class Prefetched:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmUp:
+class WarmUp(Schedule):
     """Exchange everything at every step: channel 0 in the warm-up, channel 1 after it.
 
     Args:
@@ -341,23 +313,13 @@ class WarmUp:
     warmup_steps: int
 
     def __post_init__(self) -> None:
-        """Check the number."""
         if self.warmup_steps < 1:
             raise ValueError(
                 f"warmup_steps must be at least 1, got {self.warmup_steps}; what is learnt in the warm-up is used ever "
                 f"after, and 15 to 25 % of all steps are usual"
             )
 
-    @property
-    def sync_interval(self) -> int:
-        """Always 1."""
-        return 1
-
-    def check(self, *, num_fragments: int, num_replicas: int) -> None:
-        """Every number of fragments and replicas fits."""
-
     def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
-        """Return one round a fragment."""
         channel = 0 if step <= self.warmup_steps else 1
         return [
             Round(
@@ -367,13 +329,9 @@ class WarmUp:
             for fragment in range(num_fragments)
         ]  # fmt: skip
 
-    def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
-        """Return what was launched after the same step."""
-        return self.launches(step, num_fragments=num_fragments, replica=replica)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoublingIntervals:
+class DoublingIntervals(Schedule):
     """First an interval between dense exchanges that doubles, then one between exchanges at all (0/1 Adam).
 
     Up to `variance_steps`, every step has an exchange: a dense one (channel 0) at the multiples of an interval that
@@ -404,18 +362,15 @@ class DoublingIntervals:
     max_local_steps: int
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         for name in ("variance_steps", "variance_updates", "local_doubling_steps", "max_local_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}; 1000 and 16 are the authors'")
 
     @property
     def sync_interval(self) -> int:
-        """The longest that the interval gets."""
         return self.max_local_steps
 
     def check(self, *, num_fragments: int, num_replicas: int) -> None:
-        """Refuse several fragments."""
         if num_fragments != 1:
             raise ValueError(f"these intervals are for one fragment, got {num_fragments}; exchange the whole model")
 
@@ -439,9 +394,4 @@ class DoublingIntervals:
         return min(self.max_local_steps, 1 << min(doublings, self.max_local_steps.bit_length()))
 
     def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
-        """Return the step's only round."""
         return [Round(id=step - 1, fragment=0, channel=self.channel(step), launch_step=step, apply_step=step)]
-
-    def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
-        """Return what was launched after the same step."""
-        return self.launches(step, num_fragments=num_fragments, replica=replica)

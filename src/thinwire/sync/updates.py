@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from thinwire.averaging.round_context import Average
-from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.outer_optimizer import NeedsMatrices, OuterOptimizer
 from thinwire.sync.program import AveragedGradients, LocalSteps, Program
 from thinwire.sync.schedule import Round
-from thinwire.sync.views import BoundGradient, BoundView, PseudoGradient
+from thinwire.sync.views import BoundGradient, BoundView, GlobalParameters, PseudoGradient
 from thinwire.tagged_state import same
 
 
@@ -23,6 +22,7 @@ class Update(Protocol):
         program: What happens in a step of a method with this update.
     """
 
+    __slots__ = ()
     program: ClassVar[Program]
 
     def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> Any:
@@ -35,7 +35,6 @@ class Update(Protocol):
         Raises:
             ValueError: The update does not go with the view or the optimizer.
         """
-        ...
 
     def apply(self, state: Any, round: Round, average: Average) -> None:
         """Apply a round's result.
@@ -45,22 +44,19 @@ class Update(Protocol):
             round: The round.
             average: Its mean is float32, `(numel,)`, on the model's device, and may be overwritten.
         """
-        ...
 
     def merge(self, state: Any, fragment: int, mean: torch.Tensor) -> None:
         """Apply the mean of the final exchange as it is, without the momentum of earlier rounds.
+
+        By default there is none: what is applied is exchanged at every step.
 
         Args:
             state: What `init` returned; changed in place.
             fragment: The fragment.
             mean: Of what the view's `read_last` gave; float32, `(numel,)`, on the model's device; may be overwritten.
         """
-        ...
-
-
-def no_final_exchange() -> NoReturn:
-    """Refuse to merge where means are taken at every step: nothing is left for a final exchange."""
-    raise NotImplementedError("what this update applies is exchanged at every step; there is no final exchange")
+        why = "what this update applies is exchanged at every step; there is no final exchange"
+        raise NotImplementedError(why)
 
 
 @dataclass(slots=True)
@@ -71,7 +67,7 @@ class GradientState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InnerStep:
+class InnerStep(Update):
     """The mean becomes the gradient that the inner optimizer steps with.
 
     Args:
@@ -96,9 +92,6 @@ class InnerStep:
 
     def apply(self, state: GradientState, round: Round, average: Average) -> None:
         state.view.write(round, average.mean.sign_() if self.takes_sign else average.mean)
-
-    def merge(self, state: GradientState, fragment: int, mean: torch.Tensor) -> None:
-        no_final_exchange()
 
 
 @dataclass(slots=True)
@@ -152,15 +145,6 @@ def outer_step(state: OuterState, round: Round, mean: torch.Tensor, *, blend: fl
     parameters.begin_checksum(fragment)
 
 
-def merge_pseudo_gradient(state: OuterState, fragment: int, mean: torch.Tensor) -> None:
-    """Set the global value to the mean of the local ones; see `Update.merge`.
-
-    An outer step would let the momentum move the value once more, also where nothing has happened since its last round.
-    """
-    state.parameters.values[fragment].sub_(mean.cpu())
-    state.parameters.blend_into_locals(fragment, blend=0.0)
-
-
 def keep_distance(state: OuterState, round: Round, mean: torch.Tensor) -> None:
     """Move a fragment's global value by a mean pseudo-gradient, and the local one by the same step."""
     trained = state.parameters.trained(round.fragment)
@@ -169,7 +153,34 @@ def keep_distance(state: OuterState, round: Round, mean: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OuterStep:
+class OuterUpdate(Update):
+    """Base of updates by an outer optimizer.
+
+    Args:
+        optimizer: Moves the global parameters.
+    """
+
+    program: ClassVar[Program] = LocalSteps()
+
+    optimizer: OuterOptimizer
+
+    def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> OuterState:
+        if isinstance(view, BoundGradient):
+            raise ValueError(
+                f"{type(self).__name__}() applies mean pseudo-gradients, but the view reads gradients; use "
+                f"PseudoGradient() as the view, or InnerStep() as the update"
+            )
+        return outer_state(self.optimizer, view.parameters)
+
+    def merge(self, state: OuterState, fragment: int, mean: torch.Tensor) -> None:
+        # an outer step would let the momentum move the value once more, also where nothing has happened since its last
+        # round
+        state.parameters.values[fragment].sub_(mean.cpu())
+        state.parameters.blend_into_locals(fragment, blend=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterStep(OuterUpdate):
     """An outer optimizer moves the global value, and the local one is blended with it.
 
     Args:
@@ -180,38 +191,14 @@ class OuterStep:
         ValueError: `blend` is out of its range.
     """
 
-    program: ClassVar[Program] = LocalSteps()
-
-    optimizer: OuterOptimizer
     blend: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if not 0 <= self.blend < 1:
             raise ValueError(f"blend must be in [0, 1), got {self.blend}; 1 would never take the global value in")
 
-    def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> OuterState:
-        check_pseudo_gradients(view, name="OuterStep")
-        return outer_state(self.optimizer, view.parameters)
-
     def apply(self, state: OuterState, round: Round, average: Average) -> None:
         outer_step(state, round, average.mean, blend=self.blend)
-
-    def merge(self, state: OuterState, fragment: int, mean: torch.Tensor) -> None:
-        merge_pseudo_gradient(state, fragment, mean)
-
-
-def check_pseudo_gradients(view: BoundView, *, name: str) -> None:
-    """Refuse a view on gradients.
-
-    Raises:
-        ValueError: It is one; names the update and what to do.
-    """
-    if isinstance(view, BoundGradient):
-        raise ValueError(
-            f"{name}() applies mean pseudo-gradients, but the view reads gradients; use PseudoGradient() as the view, "
-            f"or InnerStep() as the update"
-        )
 
 
 def check_momentum_free(inner: torch.optim.Optimizer) -> None:
@@ -241,14 +228,14 @@ class TakenPseudoGradient(PseudoGradient):
     `PseudoGradient`.
     """
 
-    def read(self, parameters: GlobalParameters, round: Round) -> torch.Tensor:
-        taken = PseudoGradient.read(self, parameters, round)
-        parameters.blend_into_locals(round.fragment, blend=0.0)
+    def read(self, round: Round) -> torch.Tensor:
+        taken = self.parameters.pseudo_gradient(round.fragment)
+        self.parameters.blend_into_locals(round.fragment, blend=0.0)
         return taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DelayedOuterStep:
+class DelayedOuterStep(OuterUpdate):
     """An outer optimizer moves the global value, and the local one by the same step.
 
     So local parameters keep what they have been trained since the last launch: nothing right after one, where the view
@@ -258,23 +245,12 @@ class DelayedOuterStep:
         optimizer: Moves the global parameters.
     """
 
-    program: ClassVar[Program] = LocalSteps()
-
-    optimizer: OuterOptimizer
-
-    def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> OuterState:
-        check_pseudo_gradients(view, name="DelayedOuterStep")
-        return outer_state(self.optimizer, view.parameters)
-
     def apply(self, state: OuterState, round: Round, average: Average) -> None:
         keep_distance(state, round, average.mean)
 
-    def merge(self, state: OuterState, fragment: int, mean: torch.Tensor) -> None:
-        merge_pseudo_gradient(state, fragment, mean)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LateOuterStep:
+class LateOuterStep(OuterUpdate):
     """An outer optimizer moves the global value; the local one is blended with it, or moves by the same step.
 
     A replica whose part is in the mean blends: `local = alpha * local + (1 - alpha) * global`. One whose part came too
@@ -290,23 +266,18 @@ class LateOuterStep:
         ValueError: `blend` is out of its range.
     """
 
-    program: ClassVar[Program] = LocalSteps()
-
-    optimizer: OuterOptimizer
     blend: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the range."""
         OuterStep(optimizer=self.optimizer, blend=self.blend)
 
     def init(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> OuterState:
-        check_pseudo_gradients(view, name="LateOuterStep")
         if view.parameters.is_sharded:
             raise ValueError(
                 "the model is sharded, and each rank would find out for itself whether its shard came too late; with a "
                 "quorum a replica is one rank: take streaming_diloco() for replicas of several"
             )
-        return outer_state(self.optimizer, view.parameters)
+        return OuterUpdate.init(self, view)
 
     def defer(self, state: OuterState, round: Round) -> None:
         """Note that a round is due and its result is not here: training goes on, and `apply` comes later."""
@@ -323,6 +294,3 @@ class LateOuterStep:
         if trained_since is not None:
             value = state.parameters.values[round.fragment].to(trained_since.device)
             state.parameters.write(round.fragment, trained_since.add_(value))
-
-    def merge(self, state: OuterState, fragment: int, mean: torch.Tensor) -> None:
-        merge_pseudo_gradient(state, fragment, mean)

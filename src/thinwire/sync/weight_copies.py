@@ -18,7 +18,7 @@ import inspect
 import itertools
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,7 +66,6 @@ class WeightCopies:
     untested: str = ""
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all copies that exist."""
         found = (read() for read in [*self.masters.values(), *self.companions.values()])
         return [tensor for tensor in found if tensor is not None]
 
@@ -190,7 +189,7 @@ class _Place:
         if self.is_state:
             found = optimizer.state.get(parameter, {}).get(self.name)
             return found if isinstance(found, torch.Tensor) else None
-        tensors = list(_tensors_in(vars(optimizer).get(self.name)))
+        tensors = list(tensors_in(vars(optimizer).get(self.name)))
         return tensors[index] if index < len(tensors) else None
 
     def reader(self, optimizer: Any, index: int, parameter: torch.Tensor) -> Read:
@@ -274,7 +273,7 @@ class _Trial:
         memo: dict[int, Any] = {}
         own = {id(p) for group in inner.param_groups for p in group["params"]}
         attributes = [value for key, value in vars(inner).items() if key not in ("param_groups", "state")]
-        for tensor in itertools.chain(_tensors_in(inner.param_groups), *map(_tensors_in, attributes)):
+        for tensor in itertools.chain(tensors_in(inner.param_groups), *map(tensors_in, attributes)):
             if id(tensor) not in memo:
                 memo[id(tensor)] = _small(tensor, is_parameter=id(tensor) in own)
         if origin == "rebuilt":
@@ -358,14 +357,15 @@ def _copied(inner: Any, memo: dict[int, Any], *, is_fresh: bool, has_others: boo
         trial.state = defaultdict(dict)
         for parameter, state in () if is_fresh else inner.state.items():
             if id(parameter) in memo:
-                corners = {k: _corner(v, parameter) for k, v in state.items()}
+                shape = parameter.shape
+                corners = {
+                    key: _small(value, is_parameter=False)
+                    if isinstance(value, torch.Tensor) and value.shape == shape
+                    else value
+                    for key, value in state.items()
+                }
                 trial.state[memo[id(parameter)]] = copy.deepcopy(corners, memo)
     return trial
-
-
-def _corner(value: Any, parameter: torch.Tensor) -> Any:
-    is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-    return _small(value, is_parameter=False) if is_like else value
 
 
 def _group(inner: Any, group: dict[str, Any], memo: dict[int, Any], *, has_others: bool) -> dict[str, Any]:
@@ -381,13 +381,13 @@ def _group(inner: Any, group: dict[str, Any], memo: dict[int, Any], *, has_other
     return {**found, "params": corners if has_others else first}
 
 
-def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts, in their order."""
+def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples and mappings, in their order."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth and isinstance(value, list | tuple | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(one, depth - 1)
+    elif depth and isinstance(value, list | tuple | Mapping):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(one, depth - 1)
 
 
 def _make_state(inner: Any, place: _Place) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from thinwire.averaging.cost import measure_exchange, most_members, sent_bytes_of
-from thinwire.averaging.exchange import AllGather, Exchange, Shapes, cheapest, numel_of
-from thinwire.averaging.gossip import Gossip
+from thinwire.averaging.exchange import AllGather, Exchange, Gossip, Shapes, cheapest, numel_of
 from thinwire.codecs import float32
 from thinwire.codecs.error_feedback import Shift
 from thinwire.errors import PayloadError

@@ -19,8 +19,8 @@ from thinwire.errors import CheckpointError, Stopped, ThinwireError
 from thinwire.recording.metrics import Meter, ReplicaCounts
 from thinwire.recording.recorder import Recorder
 from thinwire.runlog.attempts import note_cost
+from thinwire.sync.engine_state import checked_state
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.sync.optimizer_state import checked_state
 from thinwire.training.agreed_stop import AgreedStop, NetworkStop
 from thinwire.training.build import lr_factor
 from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints

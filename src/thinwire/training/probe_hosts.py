@@ -18,8 +18,8 @@ from thinwire.methods.iso_loco import Isotropic, flatten_spectrum
 from thinwire.planning.cluster import Cluster, Machine, read_entry
 from thinwire.planning.predict import FLOPS_PER_PARAMETER
 from thinwire.planning.probe import ProbeBudget, WireMeasurements, probe_wires
-from thinwire.sync.global_parameters import MatrixSpan
 from thinwire.sync.outer_optimizer import PlainSGD
+from thinwire.sync.views import MatrixSpan
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
 from thinwire.transport.base import Transport, all_gather_json

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from thinwire.averaging.payloads import codec_at
+from thinwire.averaging.exchange import codec_at
 from thinwire.errors import DesyncError
 from thinwire.files import make_readable, replace_whole, write_whole
 from thinwire.recording.metrics import ReplicaCounts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import pytest
@@ -11,10 +12,8 @@ import torch
 import thinwire
 from thinwire.averaging import cost
 from thinwire.averaging.cost import measure_exchange, most_members, sent_bytes_of
-from thinwire.averaging.exchange import AllGather, Exchange, TwoPhase, cheapest
-from thinwire.averaging.gossip import Gossip
+from thinwire.averaging.exchange import AllGather, Exchange, Gossip, Ramp, TwoPhase, cheapest
 from thinwire.averaging.mixing import Neighbours, RandomPairs, Ring
-from thinwire.averaging.payloads import Ramp
 from thinwire.averaging.round_context import Average, RoundContext, Steps, Wait
 from thinwire.averaging.topology import AllReplicas, Participation, Peers, Topology
 from thinwire.codecs import bfloat16, dct_top_k, e3m0, float32
@@ -57,7 +56,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
 
 
 def _fields(codec: Any) -> dict[str, Any]:
-    return {name: getattr(codec, name) for name in codec.__dataclass_fields__}
+    return {field.name: getattr(codec, field.name) for field in fields(codec)}
 
 
 def test_the_time_of_coding_is_in_the_cost_and_the_bytes_are_the_exchange_s(

@@ -106,7 +106,7 @@ def test_a_twin_that_differs_is_named_although_parameters_agree():
         optimizer = wrap(model, transport, method)
         steps(model, optimizer, 2, replica=transport.replica)
         if transport.replica == 2:
-            optimizer._engine.exchanges[0]._stages[0]["out"].shared[1] += 1e-6
+            optimizer._engine.exchanges[0]._stages[0]["out"].state.shared[1] += 1e-6
         before = values(model)
         with pytest.raises(DesyncError, match=r"replica 2 disagrees with the others.*or what is remembered of them"):
             steps(model, optimizer, 1, replica=transport.replica, start=2)

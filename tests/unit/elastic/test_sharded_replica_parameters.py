@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from thinwire.elastic.elastic_method import ShardedReplicaParameters
-from thinwire.sync.global_parameters import GlobalParameters
+from thinwire.sync.views import GlobalParameters
 
 
 class OtherRanks:

@@ -285,7 +285,9 @@ def test_what_does_not_fit_the_new_options_is_named() -> None:
     states = begin("power-sgd", replicas=2, count=3)
     (one, _) = go_on("power-sgd", states, replicas=2, count=4, start=3, rank=1)
     (line,) = one["anew"]
-    assert line.startswith("channel 0: the checkpoint's thin matrices are of another rank")
+    assert line.startswith(
+        "channel 0: the checkpoint's thin matrix, as wide as the method's rank, number 0 has the shape"
+    )
 
 
 def test_other_options_are_refused_by_a_plain_load_which_names_the_way() -> None:

@@ -18,10 +18,10 @@ from thinwire.averaging.round_context import Average, Progress
 from thinwire.codecs import float32
 from thinwire.errors import CheckpointError, DeadlineExceeded, DesyncError, PayloadError, PeerLost
 from thinwire.methods import decoupled_diloco
-from thinwire.sync import global_parameters
+from thinwire.sync import views
 from thinwire.sync.catch_up import QuorumCatchUp
-from thinwire.sync.engine_counts import UncountedWork
 from thinwire.sync.fragments import BlockParameters, Pattern
+from thinwire.sync.in_flight import UncountedWork
 from thinwire.sync.outer_optimizer import PlainSGD
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
@@ -103,7 +103,7 @@ def test_a_result_that_comes_after_its_step_erases_nothing_that_was_trained_sinc
 
 def test_a_model_in_shards_is_refused(monkeypatch):
     view = PseudoGradient().bind(build("linear"))
-    monkeypatch.setattr(global_parameters, "is_sharded", lambda tensor: True)
+    monkeypatch.setattr(views, "is_sharded", lambda tensor: True)
     with pytest.raises(ValueError, match="with a quorum a replica is one rank"):
         LateOuterStep(optimizer=PlainSGD()).init(view)
 

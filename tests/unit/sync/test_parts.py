@@ -14,12 +14,12 @@ from tests.reference.loops import steps, values, wrap
 from tests.reference.small_models import build
 from thinwire.errors import CheckpointError, DesyncError
 from thinwire.methods import all_reduce, diloco, local_sgd, recipe, streaming_diloco
-from thinwire.sync import global_parameters
+from thinwire.sync import views
 from thinwire.sync.consistency_check import check_hashes
-from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.outer_optimizer import HeavyBall, Nesterov, PlainSGD
 from thinwire.sync.schedule import Round
 from thinwire.sync.updates import InnerStep, OuterStep
+from thinwire.sync.views import GlobalParameters
 
 OPTIMIZERS = [
     (PlainSGD(lr=0.7), {"lr": 0.7}),
@@ -119,11 +119,11 @@ def test_public_names_load_when_they_are_used_and_others_do_not_exist():
 
 
 def test_a_checksum_that_a_thread_computed_holds_until_somebody_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(global_parameters, "_LARGE", 1)
+    monkeypatch.setattr(views, "_LARGE", 1)
     parameters = GlobalParameters(torch.nn.Linear(3, 2), [["weight", "bias"]])
     computed: list[int] = []
-    whole = global_parameters.checksum
-    monkeypatch.setattr(global_parameters, "checksum", lambda vector: computed.append(1) or whole(vector))
+    whole = views.checksum
+    monkeypatch.setattr(views, "checksum", lambda vector: computed.append(1) or whole(vector))
     parameters.begin_checksum(0)
     assert parameters.reference_hash(0) == parameters.reference_hash(0) == whole(parameters.values[0])
     assert len(computed) == 1

@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ NUMEL = 48 * 20 + 48
 
 
 def _fields(codec: Any) -> dict[str, Any]:
-    return {name: getattr(codec, name) for name in codec.__dataclass_fields__}
+    return {field.name: getattr(codec, field.name) for field in fields(codec)}
 
 
 def test_a_code_that_costs_more_than_it_saves_is_named_with_both_numbers_and_what_to_do() -> None:

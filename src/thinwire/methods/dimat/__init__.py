@@ -32,8 +32,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import nn
 
-from thinwire.averaging.exchange import cheapest
-from thinwire.averaging.gossip import Gossip
+from thinwire.averaging.exchange import Gossip, cheapest
 from thinwire.averaging.mixing import Complete, MixingGraph, Neighbours, Ring, Torus
 from thinwire.averaging.round_context import Average
 from thinwire.codecs import float32
@@ -41,11 +40,10 @@ from thinwire.methods.dimat.matching import MergeMethod, assign, check_whole, ma
 from thinwire.methods.dimat.permutation_graph import find_permutations
 from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern, find_blocks
-from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.method import Method
 from thinwire.sync.program import LocalSteps, Program
 from thinwire.sync.schedule import Round, Staggered
-from thinwire.sync.views import BoundView
+from thinwire.sync.views import BoundView, GlobalParameters, parts_like
 from thinwire.transport.shards import flatten, real_shard, unflatten_into
 
 _GRAPHS: dict[str, MixingGraph] = {"ring": Ring(), "torus": Torus(), "complete": Complete()}
@@ -121,7 +119,6 @@ class Parameters:
 
     @property
     def exchanges_buffers(self) -> bool:
-        """Floating buffers travel with the parameters."""
         return True
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundParameters:
@@ -148,7 +145,6 @@ class BoundParameters:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """See the attributes."""
         return [real_shard(source) for source in self._sources]
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
@@ -158,12 +154,10 @@ class BoundParameters:
         return flatten(self.tensors)
 
     def read_last(self, fragment: int) -> torch.Tensor:
-        """Return the same as `read`: the mean of values is the same on all replicas."""
         return flatten(self.tensors)
 
     def reference_hash(self, round: Round) -> int:
-        """Return 0: replicas hold different values, and that is meant."""
-        return 0
+        return 0  # replicas hold different values, and that is meant
 
     def state_of(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the model's state dict with the values of a vector that another replica read.
@@ -171,7 +165,8 @@ class BoundParameters:
         Args:
             vector: As `read` returns it.
         """
-        values = dict(zip((id(source) for source in self._sources), _cut(vector, self.tensors), strict=True))
+        parts = zip(self._sources, parts_like(vector, self._sources), strict=True)
+        values = {id(source): part.to(real_shard(source).dtype) for source, part in parts}
         # a tensor with several names comes under all of them
         own = self.model.state_dict(keep_vars=True)
         return {name: values.get(id(tensor), tensor.detach()) for name, tensor in own.items()}
@@ -215,7 +210,15 @@ class MatchedMerge:
         if not isinstance(view, BoundParameters):
             raise ValueError("MatchedMerge() merges parameters, which only Parameters() reads; use that as the view")
         if self.matching != "none":
-            _check_matchable(view.model, sample=self.calibration(view)[0])
+            check_whole(view.model)
+            named = view.model.named_parameters()
+            if (frozen := next((name for name, parameter in named if not parameter.requires_grad), None)) is not None:
+                raise ValueError(
+                    f"{frozen} is frozen, but matching may move its units with those of the layers around it; train it "
+                    f"too, or merge without matching ('none')"
+                )
+            find_permutations(view.model, sample=self.calibration(view)[0])
+            assign(torch.zeros(1, 1))  # a missing scipy is reported now, not after hours of training
         return MergeState(view)
 
     def calibration(self, view: BoundParameters) -> list[torch.Tensor]:
@@ -255,22 +258,3 @@ class MergeState:
     """Reference to the model, without anything remembered."""
 
     view: BoundParameters
-
-
-def _check_matchable(model: nn.Module, *, sample: torch.Tensor) -> None:
-    check_whole(model)
-    frozen = next((name for name, parameter in model.named_parameters() if not parameter.requires_grad), None)
-    if frozen is not None:
-        raise ValueError(
-            f"{frozen} is frozen, but matching may move its units with those of the layers around it; train it too, or "
-            f"merge without matching ('none')"
-        )
-    find_permutations(model, sample=sample)
-    assign(torch.zeros(1, 1))  # a missing scipy is reported now, not after hours of training
-
-
-def _cut(vector: torch.Tensor, tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    start = 0
-    for tensor in tensors:
-        yield vector[start : start + tensor.numel()].view(tensor.shape).to(tensor.dtype)
-        start += tensor.numel()

@@ -25,10 +25,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from thinwire.errors import MissingExtra, NonFiniteError
 from thinwire.methods.dimat.permutation_graph import (
-    Observation,
     PermutationGraph,
     PermutationGroup,
-    PermutedAxis,
+    UnitAxis,
     find_permutations,
 )
 from thinwire.transport.shards import local_shard
@@ -108,7 +107,11 @@ def correlations(
         outputs = [_Recorder(graph).outputs(batch) for graph in (own, neighbour)]
         for group, sums in zip(own.groups, moments, strict=True):
             for observation, one in zip(group.observations, sums, strict=True):
-                one.add(*(_features(found[observation.node], observation) for found in outputs))
+                dim, block, pair = observation.dim, observation.block, []
+                for output in (found[observation.name] for found in outputs):
+                    split = (*output.shape[:dim], -1, block, *output.shape[dim + 1 :])
+                    pair.append(output.reshape(split).movedim(dim, 0).flatten(start_dim=1))
+                one.add(*pair)
     return [torch.stack([one.correlation() for one in sums]).sum(dim=0) for sums in moments]
 
 
@@ -143,7 +146,7 @@ class _Recorder(fx.Interpreter):
 
     def __init__(self, graph: PermutationGraph) -> None:
         super().__init__(graph.traced)
-        self._wanted = {observation.node for group in graph.groups for observation in group.observations}
+        self._wanted = {observation.name for group in graph.groups for observation in group.observations}
         self._found: dict[str, torch.Tensor] = {}
 
     def run_node(self, node: fx.Node) -> Any:
@@ -154,16 +157,8 @@ class _Recorder(fx.Interpreter):
 
     @torch.no_grad()
     def outputs(self, batch: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return the outputs of the observed nodes for one batch."""
         self.run(batch)
         return self._found
-
-
-def _features(output: torch.Tensor, observation: Observation) -> torch.Tensor:
-    """Return an output as `(num_units, num_observations)`."""
-    shape = output.shape
-    split = (*shape[: observation.dim], -1, observation.block, *shape[observation.dim + 1 :])
-    return output.reshape(split).movedim(observation.dim, 0).flatten(start_dim=1)
 
 
 MergeMethod = Literal["activations", "weights", "none"]
@@ -220,23 +215,16 @@ def match_and_merge(
     if not held and (method != "none" or has_statistics(own)):
         raise ValueError("batches must hold at least one batch, got 0: matching and BatchNorm need forward passes")
     if method != "none" and neighbours:
-        neighbours = _matched(own, neighbours, held, method=method)
+        groups, matched = find_permutations(own, sample=held[0]).groups, {}
+        for replica, state in neighbours.items():
+            if method == "activations":
+                permutations = match_activations(own, state, held, replica=replica)
+            else:
+                permutations = match_weights(own, state, groups)
+            matched[replica] = permute(state, groups, permutations)
+        neighbours = matched
     _average(own, neighbours, weights, own_weight=own_weight)
     reset_statistics(own, held)
-
-
-def _matched(
-    own: nn.Module, neighbours: Mapping[int, State], batches: Sequence[torch.Tensor], *, method: MergeMethod
-) -> dict[int, State]:
-    groups = find_permutations(own, sample=batches[0]).groups
-    matched: dict[int, State] = {}
-    for replica, state in neighbours.items():
-        if method == "activations":
-            permutations = match_activations(own, state, batches, replica=replica)
-        else:
-            permutations = match_weights(own, state, groups)
-        matched[replica] = permute(state, groups, permutations)
-    return matched
 
 
 def match_activations(
@@ -269,7 +257,7 @@ def match_activations(
     for group, score in zip(one.groups, found, strict=True):
         if not bool(torch.isfinite(score).all()):
             raise NonFiniteError(
-                f"matching with replica {replica}: activations at {group.observations[0].node} hold NaN or infinity; "
+                f"matching with replica {replica}: activations at {group.observations[0].name} hold NaN or infinity; "
                 f"one of the two models has diverged: look at its loss and resume from a checkpoint before that"
             )
     return [assign(score) for score in found]
@@ -359,7 +347,7 @@ def _permuted(name: str, tensor: torch.Tensor, pairs: Iterable[tuple[Permutation
     return tensor
 
 
-def _rows(tensor: torch.Tensor, axis: PermutedAxis) -> torch.Tensor:
+def _rows(tensor: torch.Tensor, axis: UnitAxis) -> torch.Tensor:
     """Return a tensor as one row for each unit of an axis."""
     return tensor.movedim(axis.dim, 0).reshape(tensor.shape[axis.dim] // axis.block, -1)
 
@@ -368,10 +356,11 @@ def _rows(tensor: torch.Tensor, axis: PermutedAxis) -> torch.Tensor:
 def _average(
     own: nn.Module, neighbours: Mapping[int, State], weights: Mapping[int, float], *, own_weight: float
 ) -> None:
-    order, merged = sorted(neighbours), []
-    for name, tensor in _unique(own):
-        if not tensor.is_floating_point():
-            continue
+    order, merged, seen = sorted(neighbours), [], set()
+    for name, tensor in own.state_dict(keep_vars=True).items():
+        if id(tensor) in seen or not tensor.is_floating_point():
+            continue  # one that has several names comes once
+        seen.add(id(tensor))
         # summed in float32 at least: bfloat16 would lose the light weights
         total = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * own_weight
         for replica in order:
@@ -379,15 +368,6 @@ def _average(
         merged.append((tensor, total))
     for tensor, total in merged:  # only now: a refusal must not leave half a merge behind
         tensor.copy_(total)
-
-
-def _unique(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a state dict with their names; one that has several names comes once."""
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor.detach()
 
 
 def _check_weights(neighbours: Mapping[int, State], weights: Mapping[int, float]) -> float:

@@ -46,7 +46,6 @@ class UnitSets:
         self._fixed: set[int] = set()
 
     def new(self, size: int, *, is_fixed: bool = False) -> int:
-        """Make a set of `size` units."""
         self._parents.append(len(self._parents))
         self._sizes.append(size)
         if is_fixed:
@@ -71,7 +70,6 @@ class UnitSets:
         self._fixed.add(self.root(space))
 
     def size(self, space: int) -> int:
-        """Return the number of units."""
         return self._sizes[self.root(space)]
 
     def free(self) -> Iterator[int]:
@@ -81,50 +79,9 @@ class UnitSets:
                 yield space
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedCall:
-    """One operation of the traced graph, and what a rule may do there.
-
-    Attributes:
-        node: The operation's node.
-        what: Its name in messages.
-        module: Its module, if it is one.
-        flows: The units of every node before it; None where they are fixed, or where there is no tensor.
-        units: All sets of units.
-        attach: Says that a dimension of one of the module's tensors holds the units of a flow.
-        observe: Says that a layer reads the units of a flow from a node.
-    """
-
-    node: fx.Node
-    what: str
-    module: nn.Module | None
-    flows: dict[fx.Node, UnitLayout | None]
-    units: UnitSets
-    attach: Callable[[fx.Node, str, int, UnitLayout | None], None]
-    observe: Callable[[fx.Node, UnitLayout], None]
-
-    @property
-    def source(self) -> fx.Node:
-        """The first tensor that goes in."""
-        return self.node.all_input_nodes[0]
-
-    @property
-    def flow(self) -> UnitLayout | None:
-        """The units of the first tensor that goes in."""
-        return self.flows[self.source]
-
-    def refuse(self, why: str) -> ValueError:
-        """Return the error that names this operation."""
-        return ValueError(f"{self.what} {why}; change that layer, or merge without matching ('none')")
-
-    def argument(self, place: int, name: str, default: Any) -> Any:
-        """Return an argument of the call by its place or its name."""
-        return self.node.args[place] if len(self.node.args) > place else self.node.kwargs.get(name, default)
-
-
 # A rule handles one call of the traced graph: the units of its output are those of the input, or new ones. It ties
 # units that must move together, and refuses, by name, operations that would mix units.
-Rule = Callable[[TracedCall], UnitLayout | None]
+Rule = Callable[["UnitWalk"], UnitLayout | None]
 
 
 def shape_of(node: fx.Node) -> torch.Size:
@@ -139,148 +96,148 @@ def has_tensor(node: fx.Node) -> bool:
     return "tensor_meta" in node.meta
 
 
-def _alike(call: TracedCall) -> UnitLayout | None:
+def _alike(walk: UnitWalk) -> UnitLayout | None:
     """Pass the units on: elements do not mix."""
-    return call.flow
+    return walk.flow
 
 
-def _layer(call: TracedCall, *, unit_dim: int, ndim: int, num_outputs: int) -> UnitLayout:
+def _layer(walk: UnitWalk, *, unit_dim: int, ndim: int, num_outputs: int) -> UnitLayout:
     """Tie the columns to the input's units, and make new units of the rows."""
-    flow = call.flow
+    flow = walk.flow
     if flow is not None:
-        if flow.dim != unit_dim % len(shape_of(call.source)):
-            raise call.refuse("reads across positions while the units lie in another dimension")
-        call.observe(call.source, flow)
-    call.attach(call.node, "weight", 1, flow)
-    fresh = UnitLayout(space=call.units.new(num_outputs), dim=unit_dim % ndim)
-    call.attach(call.node, "weight", 0, fresh)
-    call.attach(call.node, "bias", 0, fresh)
+        if flow.dim != unit_dim % len(shape_of(walk.source)):
+            raise walk.refuse("reads across positions while the units lie in another dimension")
+        walk.observe(flow)
+    walk.attach("weight", 1, flow)
+    fresh = UnitLayout(space=walk.units.new(num_outputs), dim=unit_dim % ndim)
+    walk.attach("weight", 0, fresh)
+    walk.attach("bias", 0, fresh)
     return fresh
 
 
-def _linear(call: TracedCall) -> UnitLayout | None:
-    assert isinstance(call.module, nn.Linear)
-    return _layer(call, unit_dim=-1, ndim=len(shape_of(call.node)), num_outputs=call.module.out_features)
+def _linear(walk: UnitWalk) -> UnitLayout | None:
+    assert isinstance(walk.module, nn.Linear)
+    return _layer(walk, unit_dim=-1, ndim=len(shape_of(walk.node)), num_outputs=walk.module.out_features)
 
 
-def _conv(call: TracedCall) -> UnitLayout | None:
-    layer = call.module
+def _conv(walk: UnitWalk) -> UnitLayout | None:
+    layer = walk.module
     assert isinstance(layer, nn.Conv2d)
-    if len(shape_of(call.node)) != 4:
-        raise call.refuse("got an input without a batch dimension")
+    if len(shape_of(walk.node)) != 4:
+        raise walk.refuse("got an input without a batch dimension")
     if layer.groups == 1:
-        return _layer(call, unit_dim=1, ndim=4, num_outputs=layer.out_channels)
+        return _layer(walk, unit_dim=1, ndim=4, num_outputs=layer.out_channels)
     if layer.groups != layer.in_channels or layer.out_channels != layer.in_channels:
-        raise call.refuse(f"has groups={layer.groups}, and only groups=1 and depthwise convolutions are understood")
+        raise walk.refuse(f"has groups={layer.groups}, and only groups=1 and depthwise convolutions are understood")
     # depthwise: a channel is made of that channel alone, so the units are the input's
-    flow = call.flow
+    flow = walk.flow
     if flow is not None and flow.dim != 1:
-        raise call.refuse("reads across positions while the units lie in another dimension")
+        raise walk.refuse("reads across positions while the units lie in another dimension")
     for attribute in ("weight", "bias"):
-        call.attach(call.node, attribute, 0, flow)
+        walk.attach(attribute, 0, flow)
     return flow
 
 
 def _for_each_unit(*attributes: str) -> Rule:
     """Make the rule of a module with one entry for each place of dimension 1."""
 
-    def rule(call: TracedCall) -> UnitLayout | None:
-        flow = call.flow
+    def rule(walk: UnitWalk) -> UnitLayout | None:
+        flow = walk.flow
         if flow is not None and flow.dim != 1:
-            raise call.refuse("has parameters for dimension 1 while the units lie in another dimension")
+            raise walk.refuse("has parameters for dimension 1 while the units lie in another dimension")
         for attribute in attributes:
-            call.attach(call.node, attribute, 0, flow)
+            walk.attach(attribute, 0, flow)
         return flow
 
     return rule
 
 
-def _layer_norm(call: TracedCall) -> UnitLayout | None:
-    flow, layer = call.flow, call.module
+def _layer_norm(walk: UnitWalk) -> UnitLayout | None:
+    flow, layer = walk.flow, walk.module
     assert isinstance(layer, nn.LayerNorm)
-    dim = None if flow is None else flow.dim - (len(shape_of(call.source)) - len(layer.normalized_shape))
+    dim = None if flow is None else flow.dim - (len(shape_of(walk.source)) - len(layer.normalized_shape))
     if dim is None or dim >= 0:
         for attribute in ("weight", "bias"):
-            call.attach(call.node, attribute, dim or 0, flow)
+            walk.attach(attribute, dim or 0, flow)
     return flow
 
 
-def _prelu(call: TracedCall) -> UnitLayout | None:
-    assert isinstance(call.module, nn.PReLU)
-    return _for_each_unit("weight")(call) if call.module.num_parameters > 1 else call.flow
+def _prelu(walk: UnitWalk) -> UnitLayout | None:
+    assert isinstance(walk.module, nn.PReLU)
+    return _for_each_unit("weight")(walk) if walk.module.num_parameters > 1 else walk.flow
 
 
 def _pool(num_dims: int) -> Rule:
     """Make the rule of pooling over the last `num_dims` dimensions."""
 
-    def rule(call: TracedCall) -> UnitLayout | None:
-        if call.flow is not None and call.flow.dim >= len(shape_of(call.source)) - num_dims:
-            raise call.refuse("pools over the units")
-        return call.flow
+    def rule(walk: UnitWalk) -> UnitLayout | None:
+        if walk.flow is not None and walk.flow.dim >= len(shape_of(walk.source)) - num_dims:
+            raise walk.refuse("pools over the units")
+        return walk.flow
 
     return rule
 
 
-def _merged(call: TracedCall, start: int, end: int) -> UnitLayout | None:
+def _merged(walk: UnitWalk, start: int, end: int) -> UnitLayout | None:
     """Make one dimension of those from `start` to `end`."""
-    flow, shape = call.flow, shape_of(call.source)
+    flow, shape = walk.flow, shape_of(walk.source)
     if flow is None or flow.dim < start:
         return flow
     if flow.dim > end:
         return UnitLayout(space=flow.space, dim=flow.dim - (end - start), block=flow.block)
     if flow.dim != start:
-        raise call.refuse("flattens with other dimensions before the units, which would tear them apart")
+        raise walk.refuse("flattens with other dimensions before the units, which would tear them apart")
     return UnitLayout(space=flow.space, dim=start, block=flow.block * math.prod(shape[start + 1 : end + 1]))
 
 
-def _flatten(call: TracedCall) -> UnitLayout | None:
-    ndim = len(shape_of(call.source))
-    if isinstance(call.module, nn.Flatten):
-        start, end = call.module.start_dim, call.module.end_dim
+def _flatten(walk: UnitWalk) -> UnitLayout | None:
+    ndim = len(shape_of(walk.source))
+    if isinstance(walk.module, nn.Flatten):
+        start, end = walk.module.start_dim, walk.module.end_dim
     else:
-        start, end = call.argument(1, "start_dim", 0), call.argument(2, "end_dim", -1)
-    return _merged(call, start % ndim, end % ndim)
+        start, end = walk.argument(1, "start_dim", 0), walk.argument(2, "end_dim", -1)
+    return _merged(walk, start % ndim, end % ndim)
 
 
-def _reshape(call: TracedCall) -> UnitLayout | None:
+def _reshape(walk: UnitWalk) -> UnitLayout | None:
     """Understand a view where it leaves the shape, or flattens all but the batch."""
-    before, after = shape_of(call.source), shape_of(call.node)
-    if call.flow is None or before == after:
-        return call.flow
+    before, after = shape_of(walk.source), shape_of(walk.node)
+    if walk.flow is None or before == after:
+        return walk.flow
     if len(after) == 2 and after[0] == before[0] and len(before) > 2:
-        return _merged(call, 1, len(before) - 1)
-    raise call.refuse(f"turns {tuple(before)} into {tuple(after)}, and only flattening all but the batch is understood")
+        return _merged(walk, 1, len(before) - 1)
+    raise walk.refuse(f"turns {tuple(before)} into {tuple(after)}, and only flattening all but the batch is understood")
 
 
-def _mean(call: TracedCall) -> UnitLayout | None:
-    flow, ndim = call.flow, len(shape_of(call.source))
+def _mean(walk: UnitWalk) -> UnitLayout | None:
+    flow, ndim = walk.flow, len(shape_of(walk.source))
     if flow is None:
         return None
-    dims = call.argument(1, "dim", None)
+    dims = walk.argument(1, "dim", None)
     dims = range(ndim) if dims is None else (dims,) if isinstance(dims, int) else dims
     gone = {dim % ndim for dim in dims}
     if flow.dim in gone:
-        raise call.refuse("takes the mean over the units")
-    if call.argument(2, "keepdim", False):
+        raise walk.refuse("takes the mean over the units")
+    if walk.argument(2, "keepdim", False):
         return flow
     return UnitLayout(space=flow.space, dim=flow.dim - sum(dim < flow.dim for dim in gone), block=flow.block)
 
 
-def _together(call: TracedCall) -> UnitLayout | None:
+def _together(walk: UnitWalk) -> UnitLayout | None:
     """Tie the units of all tensors that are added or multiplied element by element."""
-    sources = [node for node in call.node.all_input_nodes if has_tensor(node)]
-    flows = [flow for source in sources if (flow := call.flows[source]) is not None]
+    sources = [node for node in walk.node.all_input_nodes if has_tensor(node)]
+    flows = [flow for source in sources if (flow := walk.flows[source]) is not None]
     if len(flows) < len(sources):
         for flow in flows:  # one of them has an order, so all have
-            call.units.fix(flow.space)
+            walk.units.fix(flow.space)
         return None
     first, shape = flows[0], shape_of(sources[0])
     for source, flow in zip(sources[1:], flows[1:], strict=True):
         other = shape_of(source)
         places = (flow.dim, flow.block, len(other)) == (first.dim, first.block, len(shape))
         if not places or other[flow.dim] != shape[first.dim]:
-            raise call.refuse(f"joins tensors of shapes {tuple(shape)} and {tuple(other)} whose units lie differently")
-        call.units.tie(first.space, flow.space)
+            raise walk.refuse(f"joins tensors of shapes {tuple(shape)} and {tuple(other)} whose units lie differently")
+        walk.units.tie(first.space, flow.space)
     return first
 
 
@@ -335,32 +292,17 @@ METHODS: dict[Any, Rule] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PermutedAxis:
-    """One dimension of a parameter or buffer that holds the units of a group.
+class UnitAxis:
+    """One dimension that holds the units of a group: of a parameter or buffer, or of what a node puts out.
 
     Attributes:
-        name: The tensor's name in the model's state dict.
-        dim: Its dimension.
+        name: The tensor's name in the model's state dict, or the node's in the traced graph.
+        dim: The dimension.
         block: Consecutive elements of that dimension that belong to one unit: more than 1 after a flatten, where
             every channel becomes `height * width` columns.
     """
 
     name: str
-    dim: int
-    block: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """A place where the activations of a group's units can be read: the output of a node of the traced graph.
-
-    Attributes:
-        node: The node's name.
-        dim: The dimension of its output that holds the units.
-        block: Consecutive elements of that dimension that belong to one unit.
-    """
-
-    node: str
     dim: int
     block: int = 1
 
@@ -376,8 +318,8 @@ class PermutationGroup:
     """
 
     num_units: int
-    axes: tuple[PermutedAxis, ...]
-    observations: tuple[Observation, ...]
+    axes: tuple[UnitAxis, ...]
+    observations: tuple[UnitAxis, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,7 +356,13 @@ def find_permutations(model: nn.Module, *, sample: torch.Tensor) -> PermutationG
     was_training = {module: module.training for module in model.modules()}
     model.eval()  # also for the trace, which would freeze a dropout by function as it is now
     try:
-        traced = _trace(model)
+        try:
+            traced = fx.symbolic_trace(model)
+        except (fx.proxy.TraceError, TypeError, RuntimeError) as failure:
+            raise ValueError(
+                f"{type(model).__name__} cannot be traced by torch.fx ({failure}); write its forward without branches "
+                f"and loops over tensors, or merge without matching ('none')"
+            ) from failure
         with torch.no_grad():
             ShapeProp(traced).propagate(sample)
     finally:
@@ -422,118 +370,123 @@ def find_permutations(model: nn.Module, *, sample: torch.Tensor) -> PermutationG
             module.training = mode
     if type(model) in MODULES:  # a single layer has no hidden units
         return PermutationGraph(groups=(), traced=traced)
-    walk = _Walk(model, traced)
+    walk = UnitWalk(model, traced)
     for node in traced.graph.nodes:
         walk.visit(node)
     return PermutationGraph(groups=tuple(walk.groups()), traced=traced)
 
 
-def _trace(model: nn.Module) -> fx.GraphModule:
-    try:
-        return fx.symbolic_trace(model)
-    except (fx.proxy.TraceError, TypeError, RuntimeError) as failure:
-        raise ValueError(
-            f"{type(model).__name__} cannot be traced by torch.fx ({failure}); write its forward without branches and "
-            f"loops over tensors, or merge without matching ('none')"
-        ) from failure
+class UnitWalk:
+    """Follows the units through a traced model, one operation after the other; rules ask it about the present one.
 
+    Attributes:
+        node: The operation's node.
+        what: Its name in messages.
+        module: Its module, if it is one.
+        flows: The units of every node before it; None where they are fixed, or where there is no tensor.
+        units: All sets of units.
+    """
 
-class _Walk:
-    """Follows the units through a traced model."""
+    node: fx.Node
+    what: str
+    module: nn.Module | None
 
     def __init__(self, model: nn.Module, traced: fx.GraphModule) -> None:
+        self.flows: dict[fx.Node, UnitLayout | None] = {}
+        self.units = UnitSets()
         self._modules = dict(traced.named_modules(remove_duplicate=False))
         self._aliases = _aliases(model)
-        self._units = UnitSets()
-        self._flows: dict[fx.Node, UnitLayout | None] = {}
         self._axes: dict[tuple[str, int], UnitLayout] = {}
         self._seen: dict[str, UnitLayout] = {}
 
     def visit(self, node: fx.Node) -> None:
+        """Go on to the next operation."""
+        self.node, self.module, rule = node, None, None
         if node.op == "output":
-            for source in node.all_input_nodes:
-                self._fix(self._flows[source])
-        elif node.op == "call_module":
-            module = self._modules[str(node.target)]
-            rule = MODULES.get(type(module))
-            what = f"{node.target} ({type(module).__name__})"
-            self._flows[node] = self._apply(node, rule, what=what, module=module)
+            for flow in (self.flows[source] for source in node.all_input_nodes):
+                if flow is not None:
+                    self.units.fix(flow.space)
+            return
+        if node.op == "call_module":
+            self.module = self._modules[str(node.target)]
+            rule = MODULES.get(type(self.module))
+            self.what = f"{node.target} ({type(self.module).__name__})"
         elif node.op in ("call_function", "call_method"):
-            table = FUNCTIONS if node.op == "call_function" else METHODS
+            rule = (FUNCTIONS if node.op == "call_function" else METHODS).get(node.target)
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-            self._flows[node] = self._apply(node, table.get(node.target), what=f"{node.name} (a call of {name})")
-        else:
-            # the input's units have an order, and so do those of a parameter that is used without a module
-            self._flows[node] = None
+            self.what = f"{node.name} (a call of {name})"
+        # the input's units have an order, and so do those of a parameter that is used without a module
+        self.flows[node] = None
+        if node.op.startswith("call_") and has_tensor(node):
+            if rule is None:
+                raise ValueError(
+                    f"{self.what} is not understood by matching; use Linear, Conv2d, BatchNorm, LayerNorm, elementwise "
+                    f"activations, pooling, flatten and adds, or merge without matching ('none')"
+                )
+            self.flows[node] = rule(self)
 
-    def _apply(
-        self,
-        node: fx.Node,
-        rule: Callable[[TracedCall], UnitLayout | None] | None,
-        *,
-        what: str,
-        module: nn.Module | None = None,
-    ) -> UnitLayout | None:
-        if not has_tensor(node):
-            return None
-        if rule is None:
-            raise ValueError(
-                f"{what} is not understood by matching; use Linear, Conv2d, BatchNorm, LayerNorm, elementwise "
-                f"activations, pooling, flatten and adds, or merge without matching ('none')"
-            )
-        call = TracedCall(
-            node=node, what=what, module=module, flows=self._flows, units=self._units, attach=self._attach,
-            observe=self._observe,
-        )  # fmt: skip
-        return rule(call)
+    @property
+    def source(self) -> fx.Node:
+        return self.node.all_input_nodes[0]
 
-    def _fix(self, flow: UnitLayout | None) -> None:
-        if flow is not None:
-            self._units.fix(flow.space)
+    @property
+    def flow(self) -> UnitLayout | None:
+        """The units of the first tensor that goes in."""
+        return self.flows[self.source]
 
-    def _attach(self, node: fx.Node, attribute: str, dim: int, flow: UnitLayout | None) -> None:
-        """Say that `dim` of a module's tensor holds the units of `flow`; without a flow, that it keeps its order."""
-        tensor = getattr(self._modules[str(node.target)], attribute)
+    def refuse(self, why: str) -> ValueError:
+        """Return the error that names this operation."""
+        return ValueError(f"{self.what} {why}; change that layer, or merge without matching ('none')")
+
+    def argument(self, place: int, name: str, default: Any) -> Any:
+        """Return an argument of the call by its place or its name."""
+        return self.node.args[place] if len(self.node.args) > place else self.node.kwargs.get(name, default)
+
+    def observe(self, flow: UnitLayout) -> None:
+        """Say that a layer reads the units of `flow` from the first tensor that goes in."""
+        self._seen.setdefault(self.source.name, flow)
+
+    def attach(self, attribute: str, dim: int, flow: UnitLayout | None) -> None:
+        """Say that `dim` of the module's tensor holds the units of `flow`; without a flow, that it keeps its order."""
+        target = str(self.node.target)
+        tensor = getattr(self._modules[target], attribute)
         if tensor is None:
             return
-        if f"{node.target}.{attribute}" not in self._aliases:
+        if f"{target}.{attribute}" not in self._aliases:
             raise ValueError(
-                f"{attribute} of {node.target} is computed from other tensors (a weight or spectral norm), which "
-                f"matching cannot permute; remove that, or merge without matching ('none')"
+                f"{attribute} of {target} is computed from other tensors (a weight or spectral norm), which matching "
+                f"cannot permute; remove that, or merge without matching ('none')"
             )
-        name = self._aliases[f"{node.target}.{attribute}"]
+        name = self._aliases[f"{target}.{attribute}"]
         if flow is None:
-            flow = UnitLayout(space=self._units.new(tensor.shape[dim], is_fixed=True), dim=dim)
+            flow = UnitLayout(space=self.units.new(tensor.shape[dim], is_fixed=True), dim=dim)
         known = self._axes.setdefault((name, dim), flow)
         if known is flow:
             return
         # the module is used twice, so both uses move together, or not at all
         if known.block == flow.block:
-            self._units.tie(known.space, flow.space)
+            self.units.tie(known.space, flow.space)
         else:
-            self._fix(known)
-            self._fix(flow)
-
-    def _observe(self, node: fx.Node, flow: UnitLayout) -> None:
-        self._seen.setdefault(node.name, flow)
+            self.units.fix(known.space)
+            self.units.fix(flow.space)
 
     def groups(self) -> Iterator[PermutationGroup]:
         """Yield the groups that are not fixed and that a layer reads."""
         names: dict[str, list[str]] = {}
         for alias, name in self._aliases.items():
             names.setdefault(name, []).append(alias)
-        for space in self._units.free():
-            seen = [(node, flow) for node, flow in self._seen.items() if self._units.root(flow.space) == space]
-            moved = [(at, flow) for at, flow in self._axes.items() if self._units.root(flow.space) == space]
+        for space in self.units.free():
+            seen = [(node, flow) for node, flow in self._seen.items() if self.units.root(flow.space) == space]
+            moved = [(at, flow) for at, flow in self._axes.items() if self.units.root(flow.space) == space]
             if seen:
                 yield PermutationGroup(
-                    num_units=self._units.size(space),
+                    num_units=self.units.size(space),
                     axes=tuple(
-                        PermutedAxis(name=alias, dim=dim, block=flow.block)
+                        UnitAxis(name=alias, dim=dim, block=flow.block)
                         for (name, dim), flow in moved
                         for alias in names[name]
                     ),
-                    observations=tuple(Observation(node=node, dim=flow.dim, block=flow.block) for node, flow in seen),
+                    observations=tuple(UnitAxis(name=node, dim=flow.dim, block=flow.block) for node, flow in seen),
                 )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -31,7 +31,6 @@ from thinwire.averaging.aggregation_rules import (
 )
 from thinwire.averaging.exchange import AllGather
 from thinwire.averaging.reductions import combine, gram
-from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
 from thinwire.methods.registry import About, register
 from thinwire.methods.robust.flag import FlagAggregator
@@ -82,7 +81,6 @@ def robust(*, rule: Rule = "flag", num_bad: int = 0, codec: Codec | None = None)
     return Method(
         name="robust",
         schedule=EveryStep(),
-        topology=AllReplicas(),
         view=Gradient(hash_interval=0),
         exchange=lambda num_replicas: exchange,
         update=lambda num_replicas: InnerStep(),
@@ -104,17 +102,14 @@ class Krum:
         tensor([1.7500])
     """
 
+    name: ClassVar[str] = "krum"
+
     num_bad: int
 
     def __post_init__(self) -> None:
         check_num_bad(self.num_bad)
 
-    @property
-    def name(self) -> str:
-        return "krum"
-
     def check(self, num_replicas: int) -> None:
-        """See `Aggregate.check`; it needs `2 num_bad + 3` replicas."""
         require(self, num_replicas, at_least=2 * self.num_bad + 3, num_bad=self.num_bad)
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
@@ -138,6 +133,8 @@ class MultiKrum:
         tensor([1.6250])
     """
 
+    name: ClassVar[str] = "multi-krum"
+
     num_bad: int
     num_kept: int | None = None
 
@@ -146,12 +143,7 @@ class MultiKrum:
         if self.num_kept is not None and self.num_kept < 1:
             raise ValueError(f"num_kept must be at least 1, got {self.num_kept}; leave it out for M - num_bad - 2")
 
-    @property
-    def name(self) -> str:
-        return "multi-krum"
-
     def check(self, num_replicas: int) -> None:
-        """See `Aggregate.check`; it needs `2 num_bad + 3` replicas, and `num_kept + num_bad + 2`."""
         require(self, num_replicas, at_least=2 * self.num_bad + 3, num_bad=self.num_bad)
         most = num_replicas - self.num_bad - 2
         if self.num_kept is not None and self.num_kept > most:

@@ -19,7 +19,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -129,6 +129,8 @@ class FlagAggregator:
         tensor(True)
     """
 
+    name: ClassVar[str] = "flag"
+
     num_columns: int | None = None
     pair_weight: float = 0.0
     num_iterations: int = 20
@@ -144,12 +146,7 @@ class FlagAggregator:
         if self.lengths not in LENGTHS:
             raise ValueError(f"lengths must be one of {', '.join(LENGTHS)}, got {self.lengths!r}")
 
-    @property
-    def name(self) -> str:
-        return "flag"
-
     def check(self, num_replicas: int) -> None:
-        """See `Aggregate.check`; there must be as many replicas as columns."""
         if num_replicas < max(1, self.num_columns or 1):
             raise ValueError(
                 f"num_columns must be at most the number of replicas, got {self.num_columns} for "
