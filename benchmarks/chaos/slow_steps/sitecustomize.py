@@ -37,7 +37,7 @@ def _sleep(training: Training) -> None:
 
 
 def _is_held(training: Training) -> bool:
-    if isinstance(training._stop, AgreedStop) and training._stop._read(_STOP):
+    if isinstance(training.stop, AgreedStop) and training.stop._read(_STOP):
         return False
     try:
         return training.step >= int(Path(os.environ["CHAOS_HELD_AT"]).read_text())
