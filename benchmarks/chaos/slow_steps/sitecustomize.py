@@ -54,7 +54,7 @@ if _ELASTIC & _KIND and {"CHAOS_STEP_S", "CHAOS_NAN", "CHAOS_SHORT"} & set(os.en
     from thinwire.training.agreed_stop import _STOP, AgreedStop
     from thinwire.training.loop import LocalPasses, Training
 
-    _plain_step, _clip, _offer = Training._plain_step, LocalPasses.clip, RoundDriver._offer
+    _plain_step, _clip, _begin = Training._plain_step, LocalPasses.clip, RoundDriver.__init__
 
     def _is_named_in(variable: str) -> bool:
         folder = os.environ.get(variable)
@@ -71,10 +71,11 @@ if _ELASTIC & _KIND and {"CHAOS_STEP_S", "CHAOS_NAN", "CHAOS_SHORT"} & set(os.en
                 if parameter.grad is not None:
                     parameter.grad.fill_(float("nan"))
 
-    def _offer_short(self: RoundDriver, member: int, part: torch.Tensor) -> None:
-        _offer(self, member, part[:-8].clone() if _is_named_in("CHAOS_SHORT") else part)
+    def _begin_short(self: RoundDriver, *, part: torch.Tensor | None, **others: object) -> None:
+        is_short = part is not None and _is_named_in("CHAOS_SHORT")
+        _begin(self, part=part[:-8].clone() if is_short else part, **others)
 
-    Training._plain_step, LocalPasses.clip, RoundDriver._offer = _slow_step, _spoilt_clip, _offer_short
+    Training._plain_step, LocalPasses.clip, RoundDriver.__init__ = _slow_step, _spoilt_clip, _begin_short
 
 # A rank that torchrun started is no process of a launcher of thinwire.
 _IS_RANK = "thinwire.cli.main" in sys.orig_argv and "RANK" in os.environ
