@@ -14,9 +14,10 @@ from torch.nn import functional
 import thinwire
 from benchmarks.methods.images import Digits, accuracy, convnet, load_digits, train
 from benchmarks.methods.images import batches as labelled
+from tests.directed_graphs import Exponential, OnePeerExponential
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build
-from thinwire.averaging.mixing import Edges, Exponential, Neighbours, OnePeerExponential, Ring
+from thinwire.averaging.mixing import Edges, Neighbours, Ring
 from thinwire.errors import NonFiniteError
 from thinwire.methods import dimat, local_sgd
 from thinwire.methods.dimat import MatchedMerge, Parameters

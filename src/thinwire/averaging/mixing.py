@@ -5,14 +5,13 @@ A graph defines for every round whose models a replica averages with its own (`n
 over all replicas stays where it is, and repeated mixing brings every replica to it. The graphs count replicas from 0;
 `mixing_row` maps them to those that are alive. Nothing here imports torch.
 
-Sources: arXiv 2404.08079 (DIMAT: complete graph and ring), arXiv 2110.13363 (both exponential graphs), arXiv 2506.10911
-(NoLoCo: random groups). The shipped code of DIMAT divides each row of the ring by 3 also for two replicas, where the
-rows then sum to 2/3; here the weights follow from the degrees.
+Sources: arXiv 2404.08079 (DIMAT: complete graph and ring), arXiv 2506.10911 (NoLoCo: random groups). The shipped code
+of DIMAT divides each row of the ring by 3 also for two replicas, where the rows then sum to 2/3; here the weights
+follow from the degrees.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -60,31 +59,6 @@ class MixingGraph(Protocol):
         mine = adjacent(me)
         row = {other: 1 / (1 + max(len(mine), len(adjacent(other)))) for other in mine}
         return dict(sorted({**row, me: 1 - sum(row.values())}.items()))
-
-
-class _Circulant(MixingGraph):
-    """Base of circulant graphs, which look alike from every replica: equal weights, column sums equal row sums."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def distances(self, *, num_replicas: int, round_id: int) -> tuple[int, ...]:
-        """Return the offsets of the receivers, modulo the number of replicas."""
-
-    def neighbours(self, *, num_replicas: int, me: int, round_id: int = 0) -> tuple[int, ...]:
-        _check(num_replicas, me)
-        steps = self.distances(num_replicas=num_replicas, round_id=round_id)
-        return tuple(sorted((me - step) % num_replicas for step in steps))
-
-    def receivers(self, *, num_replicas: int, me: int, round_id: int = 0) -> tuple[int, ...]:
-        _check(num_replicas, me)
-        steps = self.distances(num_replicas=num_replicas, round_id=round_id)
-        return tuple(sorted((me + step) % num_replicas for step in steps))
-
-    def weights(self, *, num_replicas: int, me: int, round_id: int = 0) -> dict[int, float]:
-        """Return `1 / (1 + number of neighbours)` for each neighbour and for `me`."""
-        members = (me, *self.neighbours(num_replicas=num_replicas, me=me, round_id=round_id))
-        return dict.fromkeys(sorted(members), 1 / len(members))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,44 +133,6 @@ class Torus(MixingGraph):
                 f"row; take Ring(), or {num_replicas - 1} or {num_replicas + 1} replicas"
             )
         return rows, num_replicas // rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exponential(_Circulant):
-    """The static exponential graph: everyone sends to those 1, 2, 4, 8, ... ahead (arXiv 2110.13363).
-
-    It is directed. About `log2(num_replicas)` messages a round, and few rounds to agree.
-    """
-
-    def distances(self, *, num_replicas: int, round_id: int) -> tuple[int, ...]:
-        """Return all powers of two below the number of replicas.
-
-        Example:
-            >>> Exponential().distances(num_replicas=6, round_id=0)
-            (1, 2, 4)
-            >>> Exponential().receivers(num_replicas=6, me=5), Exponential().neighbours(num_replicas=6, me=5)
-            ((0, 1, 3), (1, 3, 4))
-        """
-        return _powers_of_two_below(num_replicas)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnePeerExponential(_Circulant):
-    """The exponential graph one edge at a time: in round t everyone sends to the one `2^(t mod log2 n)` ahead.
-
-    One message a round. For a power of two, `log2(num_replicas)` rounds in a row bring all replicas exactly to the
-    mean, from whichever round they start; for other numbers the mean is only approached (arXiv 2110.13363).
-    """
-
-    def distances(self, *, num_replicas: int, round_id: int) -> tuple[int, ...]:
-        """Return the one power of two whose turn it is, or nothing for a single replica.
-
-        Example:
-            >>> [OnePeerExponential().distances(num_replicas=6, round_id=t) for t in range(4)]
-            [(1,), (2,), (4,), (1,)]
-        """
-        powers = _powers_of_two_below(num_replicas)
-        return (powers[round_id % len(powers)],) if powers else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,8 +231,8 @@ class RandomPairs:
 class Neighbours:
     """Everyone exchanges with its neighbours in a graph: a `Topology` whose members differ from replica to replica.
 
-    Neighbours must be mutual: an exchange sends to every replica that it receives from. So directed graphs
-    (`Exponential`, `OnePeerExponential`) are refused, but for so few replicas that they are not directed.
+    Neighbours must be mutual: an exchange sends to every replica that it receives from. So directed graphs are refused,
+    but for so few replicas that they are not directed.
 
     Attributes:
         graph: Over the replicas that are alive.
@@ -350,10 +286,6 @@ def mixing_row(graph: MixingGraph, *, round_id: int, me: int, alive: Iterable[in
         raise ValueError(f"me must be one of the replicas that are alive, {members}, got {me}")
     row = graph.weights(num_replicas=len(members), me=members.index(me), round_id=round_id)
     return {members[place]: weight for place, weight in row.items()}
-
-
-def _powers_of_two_below(limit: int) -> tuple[int, ...]:
-    return tuple(1 << power for power in range((limit - 1).bit_length()))
 
 
 @lru_cache(maxsize=64)
