@@ -179,6 +179,18 @@ class RemoteBody(nn.Module):
         plug.connect(f"tcp://{host_port(self._server.host, self._server.port)}")
         self._socket, self._is_connected, self._is_welcome = plug, False, False
 
+    def _reopen(self, away_s: float) -> float:
+        """Open another connection; return since when the server is away."""
+        # a handshake that fails, as with another secret, is no sign of the server: patience goes on running
+        if self._is_welcome:
+            away_s = time.monotonic()
+        else:
+            self._check_time_away(away_s)
+            time.sleep(_REDIAL_MS / 1000)
+        self._close_socket()
+        self._open()
+        return away_s
+
     def _close_socket(self) -> None:
         self._socket.disable_monitor()
         self._monitor.close()
@@ -257,9 +269,7 @@ class RemoteBody(nn.Module):
                     else:
                         raise PayloadError(f"the owner of the layers asks for call {number}, which is not in work")
             except _Disconnected:
-                away_s = time.monotonic()
-                self._close_socket()
-                self._open()
+                away_s = self._reopen(away_s)
 
     def _introduce(self, away_s: float) -> None:
         """Introduce this client to a server, and send again what a new one does not know."""
@@ -289,6 +299,14 @@ class RemoteBody(nn.Module):
                 self._exchange(*forward, away_s=away_s)
                 self._exchange(*gradient, away_s=away_s)
 
+    def _check_time_away(self, away_s: float) -> None:
+        if time.monotonic() - away_s > self._patience_s:
+            place = host_port(self._server.host, self._server.port)
+            raise ConnectError(
+                f"no owner of layers answered at {place} for {self._patience_s:g} s: it is not there, a firewall "
+                f"drops it, or the secret is another one; look with: thinwire doctor {place}"
+            )
+
     def _exchange(self, message: Message, payload: Tensor | None, *, away_s: float) -> tuple[Message, Tensor]:
         """Send a message once over the present connection, and wait for its answer.
 
@@ -299,12 +317,7 @@ class RemoteBody(nn.Module):
         """
         while not self._is_connected:
             self._watch()
-            if time.monotonic() - away_s > self._patience_s:
-                place = host_port(self._server.host, self._server.port)
-                raise ConnectError(
-                    f"no owner of layers answered at {place} for {self._patience_s:g} s: it is not there, a firewall "
-                    f"drops it, or the secret is another one; look with: thinwire doctor {place}"
-                )
+            self._check_time_away(away_s)
         kind = message["kind"]
         self._expected = self._sizes(message)
         self._assembly = Assembly(to_server=False, most_bytes=self._expected_bytes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,6 +199,23 @@ def test_another_secret_or_nobody_there_is_one_error() -> None:
         port = server.port
     with pytest.raises(ConnectError, match="it is not there"):
         connect(f"127.0.0.1:{port}", secret=SECRET, patience_s=0.5)
+
+
+def test_patience_also_ends_where_each_handshake_fails() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):  # the listener was closed
+                while True:
+                    listener.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        with pytest.raises(ConnectError, match="the secret is another one"):
+            connect(f"127.0.0.1:{port}", secret=SECRET, patience_s=0.5)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
 def test_the_secret_comes_once_in_the_address_or_beside_it(tmp_path: Path) -> None:
