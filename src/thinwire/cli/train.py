@@ -238,9 +238,9 @@ def _prepare(config: TrainConfig) -> int:
 def remarks(config: TrainConfig) -> list[str]:
     """Return a line about options that leave little to exchange."""
     interval, steps = config.sync.sync_interval, config.run.steps
-    if config.num_replicas == 1:
+    if config.num_replicas == 1 and config.parallel.ranks == 1:
         return ["one replica trains alone and exchanges nothing; try --replicas 2, or torchrun on several hosts"]
-    if interval is not None and interval > steps:
+    if config.num_replicas > 1 and interval is not None and interval > steps:
         when = "once, at the end" if config.sync.final_exchange else "never"
         return [f"--sync-interval {interval} is above --steps {steps}: replicas exchange {when}"]
     return []

@@ -35,6 +35,7 @@ def test_a_default_folder_never_holds_a_run_and_is_the_same_for_all_ranks(
     ("words", "said"),
     [
         ("--replicas 1", ["one replica trains alone and exchanges nothing; try --replicas 2"]),
+        ("--replicas 1 --pp 2 --steps 12 --sync-interval 30", []),  # its ranks exchange activations
         ("--steps 12 --sync-interval 30", ["--sync-interval 30 is above --steps 12: replicas exchange once, at the"]),
         ("--steps 12 --sync-interval 30 --no-final-exchange", ["above --steps 12: replicas exchange never"]),
         ("--steps 30 --sync-interval 30", []),
