@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -103,3 +106,19 @@ def test_a_process_whose_words_are_read_before_it_is_seen_has_a_life_of_its_own(
         (0, False, False), (3, True, False), (None, False, True),
     ]  # fmt: skip
     assert all(life.live_s is None or (life.ended_s or 0) >= life.live_s for life in lives)
+
+
+@pytest.mark.parametrize("kind", ["elastic-replica", "replica"])
+def test_what_slows_steps_finds_the_names_that_it_replaces(kind: str) -> None:
+    """A renamed method would end every replica of the tests that use it, each after a long wait."""
+    patches = Path(__file__).parents[2] / "benchmarks" / "chaos" / "slow_steps" / "sitecustomize.py"
+    code = f"import runpy, sys; sys.orig_argv = ['', '-m', 'thinwire.cli.processes', {kind!r}]; "
+    code += f"runpy.run_path({str(patches)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "CHAOS_STEP_S": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
