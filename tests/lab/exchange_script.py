@@ -33,17 +33,18 @@ class Noting:
         posted.append(("send", tag))
         return self._group.send(parts, to, tag)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
     def recv(self, parts: list[torch.Tensor], source: int, tag: int) -> Any:
         posted.append(("recv", tag))
         return self._group.recv(parts, source, tag)
 
 
-def post(self: Any, start: Callable[[Any], Any], *more: Any) -> Any:
-    return post_as_it_is(self, lambda group: start(Noting(group)), *more)
-
-
-post_as_it_is = process_group.ProcessGroupTransport._post
-process_group.ProcessGroupTransport._post = post  # type: ignore[method-assign]
+gloo: Any = transport
+while hasattr(gloo, "inner"):  # what records is around it
+    gloo = gloo.inner
+gloo._group = Noting(gloo._group)
 peer = 1 - transport.replica
 seen: list[int] = []
 
