@@ -16,6 +16,7 @@ from types import FrameType
 
 from thinwire.errors import Stopped, WorkerFailed
 from thinwire.files import write_whole
+from thinwire.runlog.reader import last_lines
 from thinwire.training.elastic.remediation import ProcessOrder
 
 # Seconds. A standby process that is still importing when needed is no slower than a new one.
@@ -108,6 +109,8 @@ _AGAIN_S, _LONGEST_AGAIN_S = 0.1, 30.0
 _SHORT_LIFE_S = 10.0
 _LOOK_S = 0.1
 _STOP_S = 15.0
+# Of the end of a process's log, in which its error stands.
+_ERROR_BYTES = 1 << 16
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -224,8 +227,10 @@ class _Worker:
 
     def _last_error(self) -> str:
         path = self._run_dir / "logs" / f"{self.role.name.replace(' ', '-')}.err"
-        lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
-        said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        # bounded: a log may have grown for weeks, or be a device without an end
+        lines = last_lines(path, num_bytes=_ERROR_BYTES) if path.exists() else []
+        told = (line.decode(errors="replace").strip() for line in lines)
+        said = [line.removeprefix("error: ") for line in told if line.startswith("error: ")]
         return said[-1] if said else ""
 
 
