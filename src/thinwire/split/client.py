@@ -125,11 +125,12 @@ class RemoteBody(nn.Module):
             Same shape, dtype and device.
 
         Raises:
-            ValueError: The shape is wrong.
+            ValueError: A shape or dtype is wrong, or the connection is closed.
             NonFiniteError: There is NaN or infinity on either side.
             ConnectError: The server was away for longer than `patience_s`, or came back with other layers.
             DeadlineExceeded: It is connected, and has not answered for far longer than ever before.
         """
+        self._refuse_closed()
         most = int(self._welcome["most_tokens"])
         if hidden.ndim != 3 or hidden.shape[2] != self.width or not 1 <= hidden[..., 0].numel() <= most:
             raise refusal(
@@ -137,9 +138,16 @@ class RemoteBody(nn.Module):
                 allowed=f"(batch, seq, {self.width}) with 1 to {most} tokens",
                 remedy="a smaller batch, or --most-tokens at the server",
             )  # fmt: skip
+        if real is not None and (real.dtype != torch.bool or real.shape != hidden.shape[:2]):
+            raise refusal(
+                "the marks of real tokens do not fit the hidden states", got=f"{tuple(real.shape)} {real.dtype}",
+                allowed=f"{tuple(hidden.shape[:2])} torch.bool", remedy="real=attention_mask.bool()",
+            )  # fmt: skip
         # trained layers need the gradient also where the head is frozen
-        anchor = hidden if hidden.requires_grad or not self.is_trained else hidden.detach().requires_grad_()
-        found: Tensor = self._apply_remote(anchor, real, self)
+        has_grad = torch.is_grad_enabled()
+        is_anchored = has_grad and self.is_trained and not hidden.requires_grad
+        anchor = hidden.detach().requires_grad_() if is_anchored else hidden
+        found: Tensor = self._apply_remote(anchor, real, self, has_grad)
         return found
 
     def step(self) -> None:
@@ -150,6 +158,7 @@ class RemoteBody(nn.Module):
         Raises:
             ConnectError: The server was away for too long.
         """
+        self._refuse_closed()
         if not self.is_trained or not self._unapplied:
             return
         with self._lock:
@@ -159,9 +168,21 @@ class RemoteBody(nn.Module):
 
     def close(self) -> None:
         """Close the connection; may be called twice."""
-        if not self._context.closed:
-            self._close_socket()
-            self._context.term()
+        with self._lock:
+            if not self._context.closed:
+                self._close_socket()
+                self._context.term()
+
+    def __reduce__(self) -> Any:
+        raise refusal(
+            "layers at another host cannot be copied or pickled", got="their connection",
+            allowed="one connection a client", remedy="model.state_dict(), or a second connect()",
+        )  # fmt: skip
+
+    def _refuse_closed(self) -> None:
+        if self._context.closed:
+            raise refusal("the connection to the layers is closed", got="a call after close()",
+                          allowed="calls before it", remedy="connect() once more")  # fmt: skip
 
     def _open(self) -> None:
         """Open a socket; each connection has its own, so that it sees nothing of an earlier one."""
@@ -177,7 +198,7 @@ class RemoteBody(nn.Module):
         plug.setsockopt(zmq.IPV6, needs_ipv6(self._server.host))
         self._monitor = plug.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         plug.connect(f"tcp://{host_port(self._server.host, self._server.port)}")
-        self._socket, self._is_connected, self._is_welcome = plug, False, False
+        self._socket, self._is_connected, self._is_welcome, self._is_in_exchange = plug, False, False, False
 
     def _reopen(self, away_s: float) -> float:
         """Open another connection; return since when the server is away."""
@@ -242,7 +263,12 @@ class RemoteBody(nn.Module):
             payload: Its payload.
             before: Of a gradient, the pass that a server which does not know it must compute first.
         """
-        away_s, num_missing = time.monotonic(), 0
+        self._refuse_closed()
+        if self._is_in_exchange:  # an interrupted one, whose answer may still come: a new connection never sees it
+            self._close_socket()
+            self._open()
+        away_s = began_s = time.monotonic()
+        num_missing = num_breaks = 0
         while True:
             try:
                 self._watch()
@@ -259,17 +285,29 @@ class RemoteBody(nn.Module):
                         f"the owner of the layers lost calls {answer['calls'][:4]} {num_missing} times; they were sent "
                         f"again each time; raise --most-bytes there"
                     )
-                for number in answer["calls"]:  # the server did not keep it
-                    pair = self._unapplied.get(number)
-                    if message["kind"] == "apply" and pair is not None:
-                        self._exchange(*pair[0], away_s=away_s)
-                        self._exchange(*pair[1], away_s=away_s)
-                    elif before is not None and before[0]["call"] == number:
-                        self._exchange(*before, away_s=away_s)
-                    else:
-                        raise PayloadError(f"the owner of the layers asks for call {number}, which is not in work")
+                self._send_missing(answer["calls"], message, before=before, away_s=away_s)
             except _Disconnected:
+                num_breaks, tried_s = num_breaks + 1, time.monotonic() - began_s
+                if num_breaks > _MOST_REPEATS and tried_s > self._patience_s:
+                    raise ConnectError(
+                        f"the owner of the layers broke the connection at each of {num_breaks} tries of a "
+                        f"{message['kind']!r} in {tried_s:.0f} s; look at what it reports there"
+                    ) from None
                 away_s = self._reopen(away_s)
+
+    def _send_missing(
+        self, calls: list[int], message: Message, *, before: tuple[Message, Tensor] | None, away_s: float
+    ) -> None:
+        """Send again what the server did not keep."""
+        for number in calls:
+            pair = self._unapplied.get(number)
+            if message["kind"] == "apply" and pair is not None:
+                self._exchange(*pair[0], away_s=away_s)
+                self._exchange(*pair[1], away_s=away_s)
+            elif before is not None and before[0]["call"] == number:
+                self._exchange(*before, away_s=away_s)
+            else:
+                raise PayloadError(f"the owner of the layers asks for call {number}, which is not in work")
 
     def _introduce(self, away_s: float) -> None:
         """Introduce this client to a server, and send again what a new one does not know."""
@@ -325,6 +363,7 @@ class RemoteBody(nn.Module):
         limit_s = max(_LEAST_ANSWER_S, _SLACK * self._answers.largest_s) + num_bytes / _SLOWEST_BYTES_PER_S
         pieces = deque(frames(message, payload))
         began_s = time.monotonic()
+        self._is_in_exchange = True
         whole = None
         while whole is None:
             with contextlib.suppress(zmq.Again):
@@ -338,6 +377,7 @@ class RemoteBody(nn.Module):
                     f"the owner of the layers is connected, and has not answered a {kind!r} of {num_bytes} bytes for "
                     f"{limit_s:.0f} s; its longest answer took {self._answers.largest_s:.1f} s; look at its process"
                 )
+        self._is_in_exchange = False
         answer, found = whole
         self._answers.observe(time.monotonic() - began_s)
         if kind in self.sent_bytes and payload is not None:
@@ -345,6 +385,7 @@ class RemoteBody(nn.Module):
         if answer["kind"] in self.received_bytes:
             self.received_bytes[answer["kind"]] += found.numel()
         if answer["kind"] == "failed":
+            self._unapplied.pop(message.get("call", -1), None)  # the server has not added its gradient
             text = f"the owner of the layers could not compute call {answer['call']}: {answer['why']}"
             raise NonFiniteError(text) if answer["is_non_finite"] else ThinwireError(text)
         if answer["kind"] not in self._expected or answer.get("call", message.get("call")) != message.get("call"):
@@ -397,16 +438,17 @@ class _Disconnected(Exception):
 
 class _Remote(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, real: Tensor | None, body: RemoteBody) -> Tensor:
-        found, ctx.call = body.send_forward(hidden, real, trains=ctx.needs_input_grad[0])
+    def forward(ctx: Any, hidden: Tensor, real: Tensor | None, body: RemoteBody, has_grad: bool) -> Tensor:
+        # an input may need a gradient under no_grad too: without one the server keeps nothing
+        found, ctx.call = body.send_forward(hidden, real, trains=has_grad and ctx.needs_input_grad[0])
         ctx.body = body
         return found
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.call is None:
             raise refusal("a pass through layers at another host has one gradient", got="a second backward pass",
                           allowed="one", remedy="the forward pass once more")  # fmt: skip
         call, ctx.call = ctx.call, None
-        return ctx.body.send_gradient(call, gradient), None, None
+        return ctx.body.send_gradient(call, gradient), None, None, None

@@ -41,6 +41,8 @@ _Count = Annotated[int, Meta(ge=0, le=(1 << 48) - 1)]
 _Text = Annotated[str, Meta(max_length=1000)]
 _Codec = Annotated[str, Meta(pattern=r"^[a-z0-9-]{1,32}\Z")]
 _Session = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+_Layers = Annotated[str, Meta(pattern=r"^[0-9]{1,6}:[0-9]{1,6}\Z")]
+_Width = Annotated[int, Meta(ge=1, le=(1 << 32) - 1)]
 _Generation = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 _Calls = Annotated[list[_Count], Meta(max_length=1024)]
 
@@ -53,7 +55,7 @@ _TO_SERVER: dict[str, dict[str, Any]] = {
     "apply": {"step": _Count, "calls": _Calls},
 }  # fmt: skip
 _TO_CLIENT: dict[str, dict[str, Any]] = {
-    "welcome": {"width": _Count, "layers": _Text, "sha256": _Text, "is_trained": bool, "applied": _Count,
+    "welcome": {"width": _Width, "layers": _Layers, "sha256": _Text, "is_trained": bool, "applied": _Count,
                 "most_tokens": _Count, "generation": _Generation},
     "refused": {"why": _Text},
     "hidden": {"call": _Count, "bytes": _Count},
@@ -91,7 +93,7 @@ def frames(message: Message, payload: torch.Tensor | None = None) -> Iterator[by
 
 @dataclass(slots=True, kw_only=True)
 class Assembly:
-    """Messages of one connection, put together from frames; nothing is allocated beyond what `most_bytes` allows.
+    """Messages of one connection, put together from frames; memory is asked for as pieces come, up to `most_bytes`.
 
     Attributes:
         to_server: Which of the two schemas the messages must have.
@@ -102,7 +104,7 @@ class Assembly:
     most_bytes: Callable[[Message], int]
     _message: Message | None = None
     _payload: bytearray | None = None
-    _filled: int = 0
+    _size: int = 0
 
     def add(self, frame: memoryview) -> tuple[Message, torch.Tensor] | None:
         """Add a frame; return a message and its payload (uint8) when they are whole.
@@ -119,16 +121,14 @@ class Assembly:
             size = message.get("bytes", 0)
             if size != (most := self.most_bytes(message)):
                 raise PayloadError(f"a message {message['kind']!r} with a payload of {size} bytes, expected {most}")
-            self._message, self._payload, self._filled = message, bytearray(size), 0
+            self._message, self._payload, self._size = message, bytearray(), size
         elif frame[:1] == _PIECE and self._payload is not None:
-            end = self._filled + len(frame) - 1
-            if end > len(self._payload) or end == self._filled:
+            if not 1 < len(frame) <= self._size - len(self._payload) + 1:
                 raise PayloadError("a piece of a payload that is empty or goes beyond its end")
-            self._payload[self._filled : end] = frame[1:]
-            self._filled = end
+            self._payload += frame[1:]
         else:
             raise PayloadError(f"a frame of {len(frame)} bytes that belongs to no message of a split model")
-        if self._message is None or self._payload is None or self._filled < len(self._payload):
+        if self._message is None or self._payload is None or len(self._payload) < self._size:
             return None
         message, payload = self._message, self._payload
         self._message = self._payload = None

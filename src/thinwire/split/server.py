@@ -25,8 +25,10 @@ from thinwire.transport.wire.zeromq import zmq
 # A session whose client is gone gives up its place after this long, where another client needs one.
 _KEPT_S = 600.0
 _POLL_S, _FLUSH_S = 0.05, 0.002
-# Messages of one client whose answers wait; a client sends one, and waits.
-_MAX_WAITING = 4
+# Passes of one step, as a client counts them.
+_MOST_CALLS = 1024
+# What Python and autograd keep for a pass beside its input, and for each tensor of its graph beside the values.
+_CALL_BYTES, _SAVED_BYTES = 2048, 1024
 _REPORTS_A_SECOND, _BURST_REPORTS = 0.2, 32.0
 
 
@@ -45,6 +47,10 @@ class _Call:
     payload: Tensor
     graph: tuple[Tensor, Tensor] | None = None
     graph_bytes: int = 0
+
+    @property
+    def input_bytes(self) -> int:
+        return self.payload.numel() + _CALL_BYTES
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,10 +75,10 @@ class _Session:
 
 @dataclass(slots=True, kw_only=True)
 class _Connection:
+    fd: int
     assembly: Assembly
     session: str = ""
     outgoing: deque[bytes] = field(default_factory=deque)
-    num_waiting: int = 0
 
 
 class BodyServer:
@@ -165,7 +171,9 @@ class BodyServer:
             is_sending = any(connection.outgoing for connection in self._connections.values())
             poller.poll(round(1000 * (_FLUSH_S if is_sending else _POLL_S)))
             for fd in self._door.departed():
-                self._connections.pop(self._callers.pop(fd, b""), None)
+                caller = self._callers.pop(fd, b"")
+                if caller in self._connections and self._connections[caller].fd == fd:
+                    del self._connections[caller]
             self._door.decisions()
             for found in self._door.delivered():
                 self._receive(found)
@@ -173,8 +181,6 @@ class BodyServer:
             for caller, connection in self._connections.items():
                 while connection.outgoing and self._door.send(caller, bytearray(connection.outgoing[0])):
                     connection.outgoing.popleft()
-                if not connection.outgoing:
-                    connection.num_waiting = 0
 
     def close(self) -> None:
         """Close the sockets."""
@@ -183,11 +189,12 @@ class BodyServer:
 
     def _receive(self, found: ReceivedFrame) -> None:
         connection = self._connections.get(found.caller)
-        if connection is None:
+        if connection is None or connection.fd != found.fd:
             connection = self._connections[found.caller] = _Connection(
+                fd=found.fd,
                 assembly=Assembly(
                     to_server=True, most_bytes=lambda message: self._expected_bytes(found.caller, message)
-                )
+                ),
             )
         self._callers[found.fd] = found.caller
         try:
@@ -196,16 +203,16 @@ class BodyServer:
             whole = connection.assembly.add(found.frame)
             if whole is None:
                 return
-            if connection.num_waiting >= _MAX_WAITING:
-                raise PayloadError(f"more than {_MAX_WAITING} messages whose answers were not read")
+            if connection.outgoing:
+                raise PayloadError("a message before the answer to the last one was read")
             answer, payload = self._answer(connection, *whole)
         except PayloadError as error:
             if self._reports.take(now_s=time.monotonic()):
                 self._say(f"a client sent {error}")
-            self._door.turn_away(found)
+            self._door.turn_away(found.fd)
             return
-        self._door.know(found.fd)
-        connection.num_waiting += 1
+        if connection.session:  # one that was refused ends as one that says nothing
+            self._door.know(found.fd)
         connection.outgoing.extend(frames(answer, payload))
 
     def _expected_bytes(self, caller: bytes, message: Message) -> int:
@@ -242,7 +249,8 @@ class BodyServer:
             return self._forward(session, message, payload) if kind == "forward" else self._backward(
                 session, message, payload
             )  # fmt: skip
-        except (NonFiniteError, RuntimeError) as error:  # also out of memory: the next call may be smaller
+        # out of memory, NaN, or whatever the layers raise: the next call may be better, and other clients go on
+        except (RuntimeError, ValueError, TypeError, LookupError, MemoryError) as error:
             is_non_finite = isinstance(error, NonFiniteError)
             return {"kind": "failed", "call": message["call"], "why": str(error)[:1000],
                     "is_non_finite": is_non_finite}, None  # fmt: skip
@@ -256,6 +264,8 @@ class BodyServer:
             code = ActivationCode(forward=message["forward"], backward=message["backward"])
         except ValueError as error:
             return {"kind": "refused", "why": str(error)[:1000]}
+        if connection.session not in ("", name) or (name in self._sessions and self._sessions[name].code != code):
+            raise PayloadError("a second hello with another session or code")
         if name not in self._sessions:
             held = {one.session for one in self._connections.values()}
             for other, session in list(self._sessions.items()):
@@ -266,8 +276,12 @@ class BodyServer:
                         f"--most-clients {self._most_clients + 1}, or try again later"}  # fmt: skip
             self._sessions[name] = _Session(code=code, applied=self._applied.get(name, 0))
             self._say(f"client {name[:8]} came, with the code {code.name}")
+        for caller, rival in list(self._connections.items()):
+            if rival is not connection and rival.session == name:  # what it had sent and not read goes with it
+                del self._connections[caller]
+                self._door.turn_away(rival.fd)
         session = self._sessions[name]
-        session.code, session.seen_s, connection.session = code, now_s, name
+        session.seen_s, connection.session = now_s, name
         return {
             "kind": "welcome", "width": self._width, "layers": f"{self._layers.start}:{self._layers.stop}",
             "sha256": self._sha256, "is_trained": self._optimizer is not None, "applied": session.applied,
@@ -297,8 +311,11 @@ class BodyServer:
             bits = call.payload[coded_bytes:, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8)) & 1
             real = bits.reshape(-1)[:tokens].reshape(shape[:2]).bool().to(self._device)
         kept: dict[int, int] = {}
+        num_saved = 0
 
         def count(tensor: Tensor) -> Tensor:
+            nonlocal num_saved
+            num_saved += 1
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._own:
                 kept[storage.data_ptr()] = storage.nbytes()
@@ -309,11 +326,13 @@ class BodyServer:
         if outputs.shape != shape:
             raise RuntimeError(f"the layers return {tuple(outputs.shape)} for {shape}")
         if has_graph:
-            call.graph, call.graph_bytes = (inputs, outputs), sum(kept.values())
+            call.graph, call.graph_bytes = (inputs, outputs), sum(kept.values()) + num_saved * _SAVED_BYTES
         return inputs, outputs
 
     def _backward(self, session: _Session, message: Message, payload: Tensor) -> tuple[Message, Tensor | None]:
         number = message["call"]
+        if len(session.added) >= _MOST_CALLS and number not in session.added:
+            raise PayloadError(f"more than {_MOST_CALLS} gradients in a step")
         call = session.calls.get(number)
         if call is None:
             return {"kind": "missing", "calls": [number]}, None
@@ -322,15 +341,19 @@ class BodyServer:
         session.code.decode(payload.to(self._device), gradient, is_forward=False, source=f"call {number}")
         found = torch.autograd.grad(outputs, [inputs, *self._parameters], gradient, allow_unused=True)
         del session.calls[number]
+        assert found[0] is not None, "the output depends on the input"
+        coded = session.code.encode(found[0], is_forward=False, source="the server's layers").cpu()
         if self._parameters and number not in session.added:
             before = session.gradients or [None] * len(self._parameters)
-            session.gradients = [
+            sums: list[Tensor | None] = [
                 one if more is None else more if one is None else one + more
                 for one, more in zip(before, found[1:], strict=True)
             ]
+            # the layers are shared: one client's infinity would end the training of all
+            if not all(one is None or bool(one.isfinite().all()) for one in sums):
+                raise NonFiniteError("gradients of the layers hold NaN or infinity")
+            session.gradients = sums
             session.added.append(number)
-        assert found[0] is not None, "the output depends on the input"
-        coded = session.code.encode(found[0], is_forward=False, source="the server's layers").cpu()
         return {"kind": "input_gradient", "call": number, "bytes": coded.numel()}, coded
 
     def _apply(self, name: str, session: _Session, message: Message) -> Message:
@@ -338,6 +361,8 @@ class BodyServer:
         step = message["step"]
         if self._optimizer is None or step <= session.applied:
             return {"kind": "applied", "step": step}
+        if not message["calls"]:  # each step writes the state
+            raise PayloadError("an apply without calls")
         missing = [call for call in message["calls"] if call not in session.added]
         if missing:
             return {"kind": "missing", "calls": missing}
@@ -356,7 +381,7 @@ class BodyServer:
         The newest input of each client stays, or its gradient could never be computed.
         """
         calls = [(session, number) for session in self._sessions.values() for number in session.calls]
-        total = sum(one.calls[number].graph_bytes + one.calls[number].payload.numel() for one, number in calls)
+        total = sum(one.calls[number].graph_bytes + one.calls[number].input_bytes for one, number in calls)
         for session, number in calls:
             if total <= self._most_bytes:
                 return
@@ -367,7 +392,7 @@ class BodyServer:
             if total <= self._most_bytes:
                 return
             if number != next(reversed(session.calls)):
-                total -= session.calls.pop(number).payload.numel()
+                total -= session.calls.pop(number).input_bytes
 
     def _save(self) -> None:
         if self._state is None or self._optimizer is None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,8 +96,10 @@ def test_a_client_that_breaks_the_protocol_is_turned_away_and_an_honest_one_goes
             [head(**HELLO), head(**{**FORWARD, "bytes": 1})],
             [head(**HELLO), head(kind="gradient", call=9, step=1, bytes=1 << 40)],
             [head(kind="apply", step=1, calls=[1])],
-            [head(**HELLO)] * 9,  # reads no answer
+            [head(**HELLO), head(**FORWARD), b"p" + bytes(8 * WIDTH)] * 9,  # reads no answer
             [b"p" * 40],
+            [head(**HELLO), head(**{**HELLO, "session": "1" * 32})],
+            [head(**HELLO), head(**{**HELLO, "forward": "bfloat16"})],
         ]
         for number, attack in enumerate(attacks):
             with raw_client(server.port) as plug:
@@ -104,6 +108,116 @@ def test_a_client_that_breaks_the_protocol_is_turned_away_and_an_honest_one_goes
                 while len([text for text in said if "a client sent" in text]) <= number:
                     plug.poll(20)
                 assert torch.equal(model(input_ids=TOKENS, labels=TOKENS).loss, expected), attack
+
+
+def test_half_messages_take_no_memory_and_a_session_has_one_connection() -> None:
+    assembly = Assembly(to_server=True, most_bytes=lambda message: message.get("bytes", 0))
+    tracemalloc.start()
+    assembly.add(memoryview(head(**{**FORWARD, "bytes": 1 << 30})))
+    assembly.add(memoryview(b"p" + bytes(PIECE_BYTES)))
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    with served(llama(), LAYERS) as server, raw_client(server.port) as first, raw_client(server.port) as second:
+        ended = first.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        for plug in (first, second):
+            plug.send(head(**HELLO))
+            assert msgspec.json.decode(plug.recv()[1:])["kind"] == "welcome"
+        assert ended.poll(60_000)
+        assert len(server._connections) == 1
+
+
+def test_a_client_cannot_spoil_layers_that_others_train_too(tmp_path: Path) -> None:
+    layers = middle_layers(llama(), LAYERS)
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.mul_(30)  # so that gradients grow on their way
+    signs = torch.randn(1, 2, WIDTH, generator=torch.Generator().manual_seed(2)).sign()
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1e-9)
+    before, state = copy.deepcopy(layers.state_dict()), tmp_path / "body.pt"
+    said: list[str] = []
+    with (
+        served(llama(), LAYERS, body=layers, optimizer=optimizer, state=state, say=said.append) as server,
+        connected(server) as body,
+    ):  # fmt: skip
+        with pytest.raises(NonFiniteError, match="could not compute call 1"):
+            body(torch.ones(1, 2, WIDTH)).backward(3e38 * signs)
+        body.step()  # nothing is left of it
+        with raw_client(server.port) as plug:
+            plug.send(head(**HELLO))
+            plug.recv()
+            plug.send(head(kind="apply", step=1, calls=[]))
+            while not any("an apply without calls" in text for text in said):
+                plug.poll(20)
+        assert not state.exists()
+        assert all(torch.equal(value, before[name]) for name, value in layers.state_dict().items())
+        body(torch.ones(1, 2, WIDTH)).backward(torch.ones(1, 2, WIDTH))
+        body.step()
+        assert all(value.isfinite().all() for value in layers.state_dict().values())
+        assert state.exists()
+        with torch.no_grad():
+            body(torch.ones(1, 2, WIDTH, requires_grad=True))
+        assert not any(session.calls for session in server._sessions.values())
+
+
+def test_an_interrupted_pass_leaves_no_answer_to_the_next_one() -> None:
+    with served(llama(), LAYERS) as server, connected(server) as body:
+        expected, answer = body(torch.ones(1, 2, WIDTH)), server._answer
+        is_free = threading.Event()
+
+        def slow(*message: Any) -> Any:
+            is_free.wait(60)
+            return answer(*message)
+
+        def interrupt(**_: Any) -> None:
+            raise KeyboardInterrupt
+
+        server._answer = slow  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(body, "_received", interrupt)
+            body(torch.zeros(1, 2, WIDTH))
+        is_free.set()
+        for _ in range(3):
+            assert torch.equal(body(torch.ones(1, 2, WIDTH)), expected)
+
+
+def test_a_server_that_breaks_each_connection_ends_in_one_error() -> None:
+    with served(llama(), LAYERS) as server, connected(server, patience_s=0.1) as body:
+
+        def break_off(*_: Any) -> Any:
+            raise PayloadError("nothing that it likes")
+
+        server._forward = break_off  # type: ignore[method-assign]
+        server._expected_bytes = break_off  # type: ignore[method-assign]
+        with pytest.raises(
+            ConnectError, match=r"broke the connection at each of 9 tries of a 'forward'|no owner of layers answered"
+        ):
+            body(torch.ones(1, 2, WIDTH))
+
+
+def test_what_a_lying_server_says_of_itself_is_checked() -> None:
+    welcome = {
+        "kind": "welcome", "width": 4, "layers": "1:3", "sha256": "", "is_trained": False, "applied": 0,
+        "most_tokens": 9, "generation": "0" * 16,
+    }  # fmt: skip
+    for lie in ({"layers": "1"}, {"layers": "1:2:0"}, {"layers": "a:b"}, {"width": 0}, {"width": 1 << 47}):
+        assembly = Assembly(to_server=False, most_bytes=lambda message: 0)
+        with pytest.raises(PayloadError):
+            assembly.add(memoryview(head(**{**welcome, **lie})))
+
+
+def test_wrong_use_of_a_connection_is_one_error() -> None:
+    with served(llama(), LAYERS) as server, connected(server) as body:
+        hidden = torch.ones(2, 3, WIDTH)
+        for real in (torch.ones(2, 2, dtype=torch.bool), torch.full((2, 3), 0.5), torch.full((2, 3), 5)):
+            with pytest.raises(ValueError, match=r"marks of real tokens.*try real=attention_mask.bool\(\)"):
+                body(hidden, real)
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(ValueError, match=r"cannot be copied or pickled.*try model.state_dict\(\)"):
+                copied(body)
+        body.close()
+        for use in (lambda: body(hidden), body.step):
+            with pytest.raises(ValueError, match=r"is closed.*try connect\(\) once more"):
+                use()
 
 
 def test_answers_to_strange_but_whole_messages_name_what_is_wrong() -> None:
@@ -132,7 +246,8 @@ def test_with_little_memory_passes_are_computed_again_or_sent_again_to_the_same_
     rows = [TOKENS[row : row + 1] for row in (0, 1, 0)]
     for row in rows:
         whole(input_ids=row, labels=row).loss.backward()
-    one_input = EXACT.payload_bytes(rows[0].numel() * WIDTH)
+    payload_bytes = EXACT.payload_bytes(rows[0].numel() * WIDTH)
+    one_input = payload_bytes + server_module._CALL_BYTES
     for most_bytes in (1 << 30, 3 * one_input, 1):
         with served(whole, LAYERS, most_bytes=most_bytes) as server, connected(server) as body:
             model = cut(whole, body)
@@ -140,7 +255,7 @@ def test_with_little_memory_passes_are_computed_again_or_sent_again_to_the_same_
                 loss.backward()
             assert torch.equal(model.lm_head.weight.grad, whole.lm_head.weight.grad)
             sent = body.sent_bytes["forward"]
-            assert sent == (6 if most_bytes == 1 else 3) * one_input
+            assert sent == (6 if most_bytes == 1 else 3) * payload_bytes
 
 
 def test_places_are_limited_and_one_whose_client_is_long_gone_is_given_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,10 +313,10 @@ class IoLoop:
                 state.drop(f"sent {error}", for_good=True)
                 self._notify()
             else:
-                self.listener.turn_away(found)
+                self.listener.turn_away(found.fd)
             return
         except FrameError:
-            self.listener.turn_away(found)
+            self.listener.turn_away(found.fd)
             return
         connection = self.listener.admit(found)
         self._accepted[found.caller] = (state, connection)

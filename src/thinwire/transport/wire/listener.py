@@ -176,11 +176,11 @@ class Listener:
             self._pending.trust(tap.peer[0])
         return tap
 
-    def turn_away(self, found: ReceivedFrame) -> None:
+    def turn_away(self, fd: int) -> None:
         """Close a connection that proved a key but broke the protocol."""
         # a ROUTER cannot disconnect one peer, so its socket is shut down under libzmq
-        _, tap = self._unproven.get(found.fd, (0.0, None))
-        (tap or KernelConnection(found.fd)).shut()
+        _, tap = self._unproven.get(fd, (0.0, None))
+        (tap or KernelConnection(fd)).shut()
 
     def send(self, caller: bytes, raw: bytearray) -> bool:
         """Queue one frame for a connection; return whether there was room for it."""
