@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from live_processes import DEADLINE_S, kill, until, words_of
+from live_processes import DEADLINE_S, is_running, kill, until, words_of
 from processes import Processes, announce, free_port, values
 
 import thinwire
@@ -82,8 +82,10 @@ def coordinators(folder: Path) -> list[psutil.Process]:
 
 def end_coordinator(folder: Path) -> None:
     """Kill the coordinator of a run in a folder of this test, where a failure has left one."""
-    kill(coordinators(folder))
-    until(lambda: not coordinators(folder))  # it holds the lock of the run until it is gone
+    found = coordinators(folder)
+    kill(found)
+    # it loses its command line before its files, and holds the lock of the run until it is gone
+    until(lambda: not any(map(is_running, found)))
 
 
 def test_own_loops_go_on_without_a_killed_one_and_it_comes_back_to_the_same_model(tmp_path: Path) -> None:
