@@ -69,7 +69,10 @@ def activation_codec(name: str, *, direction: str) -> str:
         >>> activation_codec("block_int4", direction="backward")
         'block-int4'
     """
-    key, allowed = codec_key(name), ACTIVATION_CODECS[direction]
+    allowed = ACTIVATION_CODECS[direction]
+    key = name.lower().replace("_", "-")
+    if key not in CODEC_SPECS:
+        raise unknown_name("codec", name, allowed)
     if key not in allowed:
         why = _TOO_COARSE_FORWARD.get(key, "it drops elements, and each is needed once")
         raise refusal(f"{key} carries no {direction} activations: {why}", got=key, allowed=", ".join(allowed),

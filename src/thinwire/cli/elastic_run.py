@@ -120,7 +120,7 @@ class RunStatusPoller:
             self._is_called = self._is_called or message["text"] == COME
 
     def is_waiting(self) -> bool:
-        """Return whether this host waits as a spare; raise where the run is over or its coordinator is gone."""
+        """Return whether this host waits as a spare; raise where the run has ended or its coordinator is gone."""
         if self._is_called:
             return False
         if self.status is not None and self.status["finished"]:

@@ -187,7 +187,7 @@ def _train_elastic(config: TrainConfig) -> int:
 
 
 def _check_folder(config: TrainConfig) -> None:
-    """Refuse to replace a run that nobody has named."""
+    """Refuse to replace a run without --overwrite."""
     from thinwire.training.worker import occupied
 
     if config.output.resume is None and not config.output.overwrite and has_run(config.run_dir):

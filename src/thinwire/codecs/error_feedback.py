@@ -50,7 +50,7 @@ def there(state: Any, name: str, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Residual:
-    """What a sender's code has dropped."""
+    """Values that a sender's code has dropped."""
 
     residual: torch.Tensor = own("what was not sent yet")
 

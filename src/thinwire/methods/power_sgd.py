@@ -167,7 +167,7 @@ class _Matrix:
 
 @dataclass(slots=True)
 class ThinFactors:
-    """What a fragment's rounds remember.
+    """Memory of a fragment's rounds.
 
     Attributes:
         residual: What this replica has not sent yet. Another's is still in its own next round: taken over, it would

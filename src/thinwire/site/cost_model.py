@@ -368,7 +368,7 @@ class SitePlacement:
 
     @cached_property
     def num_borders(self) -> tuple[int, ...]:
-        """How many devices send to another site: from each pipeline rank to the next, and from the last to the first.
+        """Devices that send to another site: from each pipeline rank to the next, and from the last to the first.
 
         A message back crosses as often.
         """

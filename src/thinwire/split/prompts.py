@@ -65,7 +65,7 @@ class SoftPrompt(nn.Module):
 
 
 def el2n_scores(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return how far each sample's predictions are from its labels: the mean of ||softmax - onehot||_2.
+    """Return the distance of each sample's predictions from its labels: the mean of ||softmax - onehot||_2.
 
     Args:
         logits: (batch, seq, classes), or (batch, classes).

@@ -86,6 +86,7 @@ def test_names_are_refused_with_the_reason_and_a_remedy_that_works() -> None:
         "block-int8/dct-top-k": "dct-top-k carries no backward activations: it drops elements",
         "block-int8/block-int5": "unknown codec; got 'block-int5'",
         "block-int8/": "unknown codec; got ''",
+        "block-int8/topk": "unknown codec; got 'topk'; allowed float32, .*, e3m0-stochastic; try float32$",
     }.items():
         with pytest.raises(ValueError, match=reason):
             ActivationCode.parse(text)

@@ -64,7 +64,7 @@ class Latest:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """What a newer state has more of: incarnation, era, step."""
+        """Incarnation, era and step; a newer state has more of the first that differs."""
         era = None if self.state is None else self.state.note.get("era")
         return (-1, 0, 0) if self.state is None else (self.age, era if type(era) is int else 0, self.state.step)
 
@@ -134,7 +134,7 @@ class GlobalCheckpoints:
         self._saves.hand_over(state, copy=copy)
 
     def wait(self, deadline_s: float | None = None) -> bool:
-        """Wait until nothing is left to write, for so long at most; return whether nothing is left."""
+        """Wait until nothing is left to write, at most for that time; return whether nothing is left."""
         return self._saves.wait(deadline_s)
 
     def write(self, state: GlobalState) -> None:
