@@ -17,7 +17,7 @@ from thinwire.errors import PayloadError
 from thinwire.rate_limit import RateLimit
 from thinwire.transport.addresses import is_own
 from thinwire.transport.secret import Secret, make_secret, read_secret
-from thinwire.transport.wire.connection import HANDSHAKE_S, HEARTBEAT_S, KeyPair
+from thinwire.transport.wire.connection import HANDSHAKE_S, KeyPair, set_socket_options
 from thinwire.transport.wire.listener import ACCEPTED, Listener, ReceivedFrame
 from thinwire.transport.wire.zeromq import z85, zmq
 
@@ -68,13 +68,8 @@ def _pair(secret: Secret, label: str) -> KeyPair:
 
 def set_coordinator_socket_options(plug: zmq.Socket[bytes]) -> None:
     """Set bounds and times for both ends of the coordinator's connections."""
-    plug.setsockopt(zmq.LINGER, 0)
-    plug.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES + 64)
-    plug.setsockopt(zmq.RCVHWM, _QUEUE)
-    plug.setsockopt(zmq.SNDHWM, _QUEUE)
-    plug.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
-    plug.setsockopt(zmq.HEARTBEAT_IVL, round(HEARTBEAT_S * 1000))
-    plug.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(HANDSHAKE_S * 1000))
+    silence_ms = round(HANDSHAKE_S * 1000)
+    set_socket_options(plug, most_bytes=MOST_BYTES, receive_frames=_QUEUE, send_frames=_QUEUE, silence_ms=silence_ms)
 
 
 class CoordinatorServer:

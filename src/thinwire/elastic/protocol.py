@@ -118,7 +118,11 @@ _TO_MEMBER: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _decoder(schemas: Mapping[str, Mapping[str, Any]]) -> msgspec.json.Decoder[Any]:
+def decoder(schemas: Mapping[str, Mapping[str, Any]]) -> msgspec.json.Decoder[Any]:
+    """Return a decoder of JSON objects whose `kind` names their schema: types by field, or a type and a default.
+
+    Unknown kinds and fields are refused; all its errors are ValueErrors.
+    """
     kinds = []
     for kind, fields in schemas.items():
         given = [(name, *(field if isinstance(field, tuple) else (field,))) for name, field in fields.items()]
@@ -126,7 +130,7 @@ def _decoder(schemas: Mapping[str, Mapping[str, Any]]) -> msgspec.json.Decoder[A
     return msgspec.json.Decoder(functools.reduce(operator.or_, kinds))
 
 
-_DECODE_FOR_COORDINATOR, _DECODE_FOR_MEMBER = _decoder(_TO_COORDINATOR), _decoder(_TO_MEMBER)
+_DECODE_FOR_COORDINATOR, _DECODE_FOR_MEMBER = decoder(_TO_COORDINATOR), decoder(_TO_MEMBER)
 
 
 class _Reachable(msgspec.Struct):

@@ -13,9 +13,7 @@ the same answer, and adds a gradient once. Payloads travel in pieces, so that he
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -23,9 +21,10 @@ import msgspec
 import torch
 from msgspec import Meta
 
+from thinwire.elastic.protocol import decoder
 from thinwire.errors import PayloadError
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire.connection import HANDSHAKE_S, HEARTBEAT_S, KeyPair
+from thinwire.transport.wire.connection import HANDSHAKE_S, KeyPair, set_socket_options
 from thinwire.transport.wire.zeromq import z85, zmq
 
 VERSION = 1
@@ -66,15 +65,7 @@ _TO_CLIENT: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _decoder(schemas: Mapping[str, Mapping[str, Any]]) -> msgspec.json.Decoder[Any]:
-    kinds = [
-        msgspec.defstruct(kind, list(fields.items()), tag=kind, tag_field="kind", forbid_unknown_fields=True)
-        for kind, fields in schemas.items()
-    ]
-    return msgspec.json.Decoder(functools.reduce(operator.or_, kinds))
-
-
-_DECODE_FOR_SERVER, _DECODE_FOR_CLIENT = _decoder(_TO_SERVER), _decoder(_TO_CLIENT)
+_DECODE_FOR_SERVER, _DECODE_FOR_CLIENT = decoder(_TO_SERVER), decoder(_TO_CLIENT)
 
 
 def frames(message: Message, payload: torch.Tensor | None = None) -> Iterator[bytes]:
@@ -145,11 +136,8 @@ def keys_of(secret: Secret, *, side: str) -> KeyPair:
 
 def set_split_options(plug: zmq.Socket[bytes]) -> None:
     """Set bounds and times for both ends."""
-    plug.setsockopt(zmq.LINGER, 0)
-    plug.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + 128)
-    plug.setsockopt(zmq.RCVHWM, _QUEUE)
-    plug.setsockopt(zmq.SNDHWM, _QUEUE)
-    plug.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
-    plug.setsockopt(zmq.HEARTBEAT_IVL, round(HEARTBEAT_S * 1000))
     # a piece of a payload takes half a minute at 9 kbit/s
-    plug.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(3 * HANDSHAKE_S * 1000))
+    silence_ms = round(3 * HANDSHAKE_S * 1000)
+    set_socket_options(
+        plug, most_bytes=PIECE_BYTES + 1, receive_frames=_QUEUE, send_frames=_QUEUE, silence_ms=silence_ms
+    )

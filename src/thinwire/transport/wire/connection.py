@@ -142,15 +142,26 @@ class Connection(Protocol):
         ...
 
 
-def set_socket_options(plug: zmq.Socket[bytes]) -> None:
-    """Set the bounds and time-outs that all sockets of the wire share."""
+def set_socket_options(
+    plug: zmq.Socket[bytes], *, most_bytes: int = MOST_FRAME_BYTES, receive_frames: int = _RECEIVE_FRAMES,
+    send_frames: int = _SEND_FRAMES, silence_ms: int = _BACKSTOP_MS,
+) -> None:  # fmt: skip
+    """Set bounds and time-outs of a socket, by default those that all of the wire share.
+
+    Args:
+        plug: The socket.
+        most_bytes: Of a frame, as it is before encryption.
+        receive_frames: Of a connection that may wait here.
+        send_frames: Of a connection that may wait to be sent.
+        silence_ms: Time without a heartbeat after which a connection ends.
+    """
     plug.setsockopt(zmq.LINGER, 0)
-    plug.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES + _CURVE_BYTES)
-    plug.setsockopt(zmq.RCVHWM, _RECEIVE_FRAMES)
-    plug.setsockopt(zmq.SNDHWM, _SEND_FRAMES)
+    plug.setsockopt(zmq.MAXMSGSIZE, most_bytes + _CURVE_BYTES)
+    plug.setsockopt(zmq.RCVHWM, receive_frames)
+    plug.setsockopt(zmq.SNDHWM, send_frames)
     plug.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
     plug.setsockopt(zmq.HEARTBEAT_IVL, round(HEARTBEAT_S * 1000))
-    plug.setsockopt(zmq.HEARTBEAT_TIMEOUT, _BACKSTOP_MS)
+    plug.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms)
 
 
 @contextlib.contextmanager
