@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from live_processes import until
 from remains import Remains, devices
 
 from thinwire.errors import LabError
@@ -212,6 +213,8 @@ def test_ctrl_c_reaches_the_hosts_ends_the_lab_and_leaves_nothing(
     words = ["-m", "thinwire.cli.main", "lab", "--latency", "5ms", "--out", str(tmp_path / "out")]
     command = ["sh", "-c", "trap 'echo asked; exit 5' INT TERM; echo ready; while :; do sleep 0.05; done"]
     with process(remains, *words, "--", *command) as lab:
+        of_other = tmp_path / "out" / "host-1.out"
+        until(lambda: of_other.exists() and of_other.read_text() == "ready\n")
         remains.note()
         # a terminal sends it to the whole group
         (os.killpg if to_group else os.kill)(lab.pid, number)

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import thinwire
-from thinwire.errors import Refused, ThinwireError
+from thinwire.errors import Refused, RunOver, ThinwireError
 from thinwire.runlog.run_identity import new_identity
 from thinwire.sync.method import method_of
+from thinwire.training.elastic.coordinator_process import JOB_FILE, JOURNAL_FILE
 from thinwire.training.elastic.job import ElasticJob, LoopJob
 from thinwire.training.elastic.own_loop import RunPlace
 
@@ -61,6 +62,16 @@ def test_a_start_that_another_process_never_ends_is_an_error(monkeypatch: pytest
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ThinwireError, match=r"another process has held .*start\.lock"):
             thinwire.join("127.0.0.1:29399", model, inner, folder=tmp_path)
+
+
+def test_an_ended_run_is_named_also_while_its_coordinator_still_holds_the_lock(tmp_path: Path) -> None:
+    (tmp_path / JOB_FILE).write_text("{}\n")
+    (tmp_path / JOURNAL_FILE).write_text('{"what":"finished"}\n')
+    with (tmp_path / "coordinator.lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        model = nn.Linear(2, 1)
+        with pytest.raises(RunOver, match="has ended; begin another one with folder=NEW-FOLDER"):
+            thinwire.join("127.0.0.1:1", model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
 
 
 def test_a_run_of_own_loops_and_one_of_the_command_refuse_each_others_replicas() -> None:

@@ -234,18 +234,21 @@ class RunPlace:
                     allowed=dataclasses.replace(self.invitation, coordinator_key=has, secret=None).text(),
                     remedy="that address, or folder=NEW-FOLDER",
                 )  # fmt: skip
+            has_job = (self.folder / JOB_FILE).exists()
+            # before the lock: a coordinator that comes to its end holds it for a while when it listens no more
+            journal = read_journal(self.folder / JOURNAL_FILE) if has_job else []
+            if any(line["what"] in ("finished", "failed") for line in journal):
+                raise RunOver(
+                    f"the run in {self.folder} has ended; begin another one with folder=NEW-FOLDER, or remove that one"
+                )
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return secret  # its coordinator runs
-            if not (self.folder / JOB_FILE).exists():
+            if not has_job:
                 job = new_job()
                 write_identity(self.folder, job.identity)
                 write_whole(self.folder / JOB_FILE, json.dumps(job.to_json()) + "\n")
-            elif any(line["what"] in ("finished", "failed") for line in read_journal(self.folder / JOURNAL_FILE)):
-                raise RunOver(
-                    f"the run in {self.folder} has ended; begin another one with folder=NEW-FOLDER, or remove that one"
-                )
             self._start(lock.fileno())
         return secret
 
