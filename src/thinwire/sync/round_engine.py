@@ -368,6 +368,7 @@ class StepDriver:
         self._has_closures = False
         self._input = StepInput()
         self._sends: list[tuple[Pending, float]] = []
+        self._named: list[Round] = []  # of the step, for the program to exchange itself
 
     def begin(self, given: StepInput) -> None:
         """Take in what a step brings, before its program is driven."""
@@ -376,7 +377,7 @@ class StepDriver:
             given.closure = repeatable(given.closure, self._model)
 
     def end(self) -> None:
-        self.has_averaged, self._input, self._sends = False, StepInput(), []
+        self.has_averaged, self._input, self._sends, self._named = False, StepInput(), [], []
 
     def await_sends(self) -> None:
         for sent, deadline_s in self._sends:
@@ -465,8 +466,15 @@ class StepDriver:
                 return self._mean_step(request.gradients)
             case Scheduled():
                 self.schedule_step += 1
-                return list(self._engine.launches(self.schedule_step))
+                self._named = list(self._engine.launches(self.schedule_step))
+                return list(self._named)
             case ExchangeRound():
+                if request.round not in self._named:
+                    raise refusal(
+                        "a program exchanges a round that this step has not, or twice", got=repr(request.round),
+                        allowed=repr(self._named), remedy="a round of the answer to Scheduled(), once",
+                    )  # fmt: skip
+                self._named.remove(request.round)
                 return self._engine.exchange(request.round, request.tensor)
             case Send():
                 sent = self._engine.transport.send(request.payload, to=request.to, envelope=request.envelope)
@@ -476,6 +484,11 @@ class StepDriver:
                 received = pending.wait(deadline_s=self._deadline_s(request.envelope))
                 assert received is not None
                 return received.payload
+            case _:
+                raise refusal(
+                    f"a program of {self._engine.method.name} asks for what no engine does", got=repr(request),
+                    allowed="the requests of thinwire.sync.program", remedy="yield TakeInnerStep(), then Rounds()",
+                )  # fmt: skip
         return None
 
     def _deadline_s(self, envelope: Envelope) -> float:

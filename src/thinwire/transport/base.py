@@ -58,7 +58,9 @@ class Envelope:
     address: MessageAddress = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        stream, key = self.stream, (*self.key, 0, 0)[: len(KEY_BITS)]
+        stream, key = self.stream, (*self.key, *(0,) * (len(KEY_BITS) - len(self.key)))
+        if not 1 <= len(self.key) <= len(KEY_BITS):
+            raise ValueError(f"a key of stream {stream.name} has 1 to {len(KEY_BITS)} parts, got {self.key}")
         for place, (value, bits) in enumerate(zip(key, KEY_BITS, strict=True)):
             if not 0 <= value < 1 << bits:
                 raise ValueError(

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from thinwire.errors import DeadlineExceeded
-from thinwire.transport.base import Envelope, Received, StreamLimits
+from thinwire.transport.base import Envelope, Received, StreamLimits, check_peer
 from thinwire.transport.message import Tamper, pack, unpack
 from thinwire.transport.streams import ROUNDS, MessageAddress
 
@@ -164,6 +164,7 @@ class LoopbackTransport:
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> _Sent:
         """Put a copy of the payload into the other replica's mail."""
+        check_peer(to, replica=self.replica, num_replicas=self.num_replicas)
         message: torch.Tensor | None = pack(payload, sender=self.replica, envelope=envelope)
         if self.tamper is not None and message is not None:
             message = self.tamper(message)
@@ -173,6 +174,7 @@ class LoopbackTransport:
 
     def receive(self, *, source: int, envelope: Envelope) -> _Awaited:
         """Return a handle on the message that `source` sends under this envelope."""
+        check_peer(source, replica=self.replica, num_replicas=self.num_replicas)
         return _Awaited(self._world, self.replica, source, envelope)
 
     def step_aside(self) -> bool:

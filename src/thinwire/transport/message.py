@@ -50,9 +50,20 @@ def pack(payload: torch.Tensor, *, sender: int, envelope: Envelope) -> torch.Ten
 
     Returns:
         uint8, `(HEADER_BYTES + payload_bytes,)`.
+
+    Raises:
+        ValueError: The payload is of another form or size.
     """
-    assert payload.dtype == torch.uint8 and payload.dim() == 1 and payload.device.type == "cpu"
-    assert payload.numel() == envelope.payload_bytes, "the envelope must state the payload's size"
+    if not (payload.dtype == torch.uint8 and payload.dim() == 1 and payload.device.type == "cpu"):
+        got = f"{payload.dtype}, shape {tuple(payload.shape)}, on {payload.device}"
+        raise ValueError(
+            f"a message is a row of uint8 on the CPU, got {got}; pack it with .view(torch.uint8).flatten()"
+        )
+    if payload.numel() != envelope.payload_bytes:
+        raise ValueError(
+            f"{envelope.describe()} has {payload.numel()} bytes, and its envelope says {envelope.payload_bytes}; "
+            f"give payload_bytes=payload.numel()"
+        )
     message = torch.empty(HEADER_BYTES + payload.numel(), dtype=torch.uint8)
     message[HEADER_BYTES:] = payload
     view = message.numpy().data

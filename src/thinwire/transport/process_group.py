@@ -142,8 +142,8 @@ class ProcessGroupTransport:
         Raises:
             ValueError: There is no other replica of that number, or the stream does not allow the message at once.
         """
-        transfer = _Transfer(self, peer=to, rank=self._rank_of(to), envelope=envelope, verb="take")
         message: torch.Tensor | None = pack(payload, sender=self.replica, envelope=envelope)
+        transfer = _Transfer(self, peer=to, rank=self._rank_of(to), envelope=envelope, verb="take")
         if self.tamper is not None and message is not None:
             message = self.tamper(message)
         transfer.start_send(message)

@@ -75,6 +75,8 @@ class Stream:
             raise ValueError(f"the number of stream {self.name} must be in 1..{MOST_NUMBER}, got {self.number}")
         if not 1 <= len(self.keys) <= len(_PARTS):
             raise ValueError(f"stream {self.name} has 1 to {len(_PARTS)} names of a key's parts, got {self.keys}")
+        if len(self.in_flight) != len(KEY_BITS):
+            raise ValueError(f"in_flight of stream {self.name} has {len(KEY_BITS)} numbers, got {self.in_flight}")
         if min(self.in_flight) < 1 or self.most_in_flight > 1 << SLOT_BITS:
             raise ValueError(
                 f"stream {self.name} may have 1 to {1 << SLOT_BITS} messages in flight, got in_flight="

@@ -14,7 +14,19 @@ from tests.reference.small_models import build, loss_of
 from thinwire.errors import DeadlineExceeded
 from thinwire.methods import local_sgd
 from thinwire.sync.outer_optimizer import PlainSGD
-from thinwire.sync.program import Gradients, Parts, Program, Receive, Requests, Rounds, Send, TakeInnerStep
+from thinwire.sync.program import (
+    ExchangeRound,
+    Gradients,
+    Parts,
+    Program,
+    Receive,
+    Requests,
+    Rounds,
+    Scheduled,
+    Send,
+    TakeInnerStep,
+)
+from thinwire.sync.schedule import Round
 from thinwire.sync.updates import OuterStep
 from thinwire.transport.base import Envelope
 from thinwire.transport.streams import Stream, register
@@ -105,3 +117,40 @@ def test_a_step_that_fails_runs_the_end_of_its_program() -> None:
         return all(map(torch.allclose, before, values(model)))
 
     assert thinwire.run_replicas(2, replica_main) == [True, True]
+
+
+class Asking(Program):
+    """Asks for given things."""
+
+    def __init__(self, *requests: Any) -> None:
+        self.requests = requests
+
+    def step(self, parts: Parts) -> Requests:
+        named: list[Any] = []
+        for request in self.requests:
+            answer = yield ExchangeRound(round=named[0], tensor=torch.zeros(4)) if request == "exchange" else request
+            named = answer if isinstance(request, Scheduled) else named
+
+
+@pytest.mark.parametrize(
+    ("requests", "text"),
+    [
+        ((42,), "a program of talking asks for what no engine does; got 42; allowed the requests of"),
+        ((None,), "asks for what no engine does; got None"),
+        ((Rounds(), "rounds"), "asks for what no engine does; got 'rounds'"),
+        ((ExchangeRound(round=Round(id=0, fragment=0, launch_step=1, apply_step=1), tensor=torch.zeros(4)),),
+         "a program exchanges a round that this step has not, or twice"),
+        ((Scheduled(), Scheduled(), "exchange", "exchange"), "that this step has not, or twice; got Round"),
+    ],
+)  # fmt: skip
+def test_what_a_program_cannot_ask_for_is_refused(requests: tuple[Any, ...], text: str) -> None:
+    class Own(OuterStep):
+        program: ClassVar[Program] = Asking(*requests)
+
+    def replica_main(transport: Any) -> None:
+        optimizer = wrap(build("linear"), transport, method_of(Own(optimizer=PlainSGD())))
+        with pytest.raises(ValueError, match=text):
+            optimizer.step()
+        optimizer.abandon()
+
+    thinwire.run_replicas(2, replica_main)

@@ -96,6 +96,14 @@ def test_a_stream_of_ones_own_is_sent_within_its_limits(run: Callable[[Callable[
             with pytest.raises(ValueError, match=f"features {key[0]} .* cannot be in flight beside") as error:
                 send(*key)
             texts.append(str(error.value))
+        for wrong, to, expected in (
+            (torch.zeros(4).byte(), peer, r"features 9 .* has 4 bytes, and its envelope says 3; give payload_bytes="),
+            (torch.zeros(3), peer, r"a message is a row of uint8 on the CPU, got torch.float32, shape \(3,\), on cpu"),
+            (torch.zeros(3).byte(), me, f"replica {me} can exchange with another of 0..1, got {me}"),
+            (torch.zeros(3).byte(), 2, f"replica {me} can exchange with another of 0..1, got 2"),
+        ):
+            with pytest.raises(ValueError, match=expected):
+                transport.send(wrong, to=to, envelope=envelope(9, 3))
         all_gather_json({}, transport=transport, number=0, deadline_s=SOON_S)
         transport.receive(source=peer, envelope=envelope(9, 0, num_bytes=70_000)).wait(deadline_s=SOON_S)
         pending.wait(deadline_s=SOON_S)
@@ -122,6 +130,8 @@ def test_what_an_envelope_cannot_hold_is_refused_with_value_limit_and_remedy() -
         ({"payload_bytes": 70_001}, "at most 70000 bytes, got 70001; split it, or register the stream with larger"),
         ({"key": (-1,)}, r"step of stream features must be in 0\.\.18446744073709551615, got -1"),
         ({"key": (0, 1 << 32)}, r"micro-batch of stream features must be in 0\.\.4294967295, got 4294967296"),
+        ({"key": (0, 0, 0, 1)}, r"a key of stream features has 1 to 3 parts, got \(0, 0, 0, 1\)"),
+        ({"key": ()}, r"a key of stream features has 1 to 3 parts, got \(\)"),
         ({"key": (0, 0, 256)}, r"stage of stream features must be in 0\.\.255, got 256"),
         ({"owner": 1 << 16}, r"owner must be in 0\.\.65535, got 65536"),
         ({"note": bytes(9)}, "holds at most 8 bytes, got 9"),
@@ -144,6 +154,7 @@ def test_a_stream_is_registered_once_under_a_free_name_and_number() -> None:
         ({"name": "Some thing"}, "a-z, 0-9 and -, at most 32 characters, got 'Some thing'"),
         ({"keys": ()}, "has 1 to 3 names"),
         ({"in_flight": (4096, 32, 1)}, "may have 1 to 65536 messages in flight, .* which are 131072; name fewer"),
+        ({"in_flight": (4,)}, r"in_flight of stream other has 3 numbers, got \(4,\)"),
         ({"in_flight": (4, 0, 1)}, "may have 1 to 65536 messages in flight"),
         ({"most_bytes": 1 << 49}, "most_bytes of stream other must be in"),
         ({"least_deadline_s": 0.0}, "must be positive, got 0.0"),

@@ -156,8 +156,8 @@ class WireTransport:
         Raises:
             ValueError: There is no other replica of that number, or the stream does not allow the message at once.
         """
-        transfer = self._transfer(to, envelope, verb="take")
         message: torch.Tensor | None = pack(payload, sender=self.replica, envelope=envelope)
+        transfer = self._transfer(to, envelope, verb="take")
         if self.tamper is not None and message is not None:
             message = self.tamper(message)
         if message is None:  # lost on purpose
