@@ -1,9 +1,10 @@
 """Loss with coded borders between the stages of a model, against none.
 
     python benchmarks/activation_loss.py            # into benchmarks/results/activation_loss.jsonl
+    python benchmarks/activation_loss.py --model 35m --steps 60 --seeds 1  # its width and layers, nano's vocabulary
     python benchmarks/activation_loss.py --report   # the stored results
 
-`nano` trains on the standard library's text in one process: every border codes activations, their gradients and the
+A model trains on the standard library's text in one process: every border codes activations, their gradients and the
 tied head's copy as a pipeline over real borders does, which tests show to give the same gradients. A run that is stored
 is left out.
 """
@@ -11,6 +12,7 @@ is left out.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -26,7 +28,8 @@ from thinwire.workloads.language import Sampler, build_model, open_corpus, valid
 from thinwire.workloads.language.transformer import TransformerStage, next_token_loss
 
 RESULTS = Path(__file__).parent / "results" / "activation_loss.jsonl"
-SEQ_LEN, WINDOWS, LR, EVAL_BATCHES = 64, 4, 3e-3, 20
+SEQ_LEN, WINDOWS, EVAL_BATCHES, VOCABULARY = 64, 4, 20, 2048
+LR = {"nano": 3e-3, "35m": 1e-3}
 # Code and stages: two sites, and a border after every layer.
 RUNS: tuple[tuple[str, int], ...] = (
     ("none", 1), ("block-int8/block-int4", 2), ("block-int8/block-int4", 6), ("block-int4/block-int4", 2),
@@ -53,11 +56,11 @@ def decoded(code: ActivationCode, values: torch.Tensor, *, is_forward: bool) -> 
     return out
 
 
-def train(name: str, stages: int, *, seed: int, steps: int, cache: Path) -> dict[str, Any]:
+def train(name: str, stages: int, *, size: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
     """Train once and return the held-out loss in nats a token."""
     torch.set_num_threads(1)
-    corpus = open_corpus("stdlib", cache=cache, vocab_size=2048, tokenizer="bpe")
-    model: Any = build_model("nano", seed=seed)
+    corpus = open_corpus("stdlib", cache=cache, vocab_size=VOCABULARY, tokenizer="bpe")
+    model: Any = build_model(size, seed=seed, vocab_size=VOCABULARY)
     code = None if name == "none" else ActivationCode.parse(name)
     sizes = chunk_layers(model.config.layers, stages)
     firsts = [sum(sizes[:number]) for number in range(stages)]
@@ -65,7 +68,7 @@ def train(name: str, stages: int, *, seed: int, steps: int, cache: Path) -> dict
         TransformerStage(model, range(first, first + size), has_embedding=first == 0, has_head=number == stages - 1)
         for number, (first, size) in enumerate(zip(firsts, sizes, strict=True))
     ]
-    inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    inner = torch.optim.AdamW(model.parameters(), lr=LR[size], betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: lr_factor(step, steps=steps))
     batches = Sampler(corpus.train, replica=0, num_replicas=1, batch_size=WINDOWS, seq_len=SEQ_LEN, seed=seed)
     for _, (tokens, targets) in zip(range(steps), batches, strict=False):
@@ -81,7 +84,7 @@ def train(name: str, stages: int, *, seed: int, steps: int, cache: Path) -> dict
     held_out = validation_batches(corpus.held_out, batch_size=8, seq_len=SEQ_LEN, max_batches=EVAL_BATCHES)
     with torch.no_grad():
         loss = statistics.fmean(float(model.loss(*batch)[1]) for batch in held_out)
-    return {"code": name, "stages": stages, "seed": seed, "steps": steps, "val_loss": loss}
+    return {"model": size, "code": name, "stages": stages, "seed": seed, "steps": steps, "val_loss": loss}
 
 
 def read(results: Path) -> list[dict[str, Any]]:
@@ -91,33 +94,33 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 def report(lines: list[dict[str, Any]]) -> None:
     """Print the loss of each code beside that of no code with the same seed and steps."""
-    plain = {(one["seed"], one["steps"]): one["val_loss"] for one in lines if one["code"] == "none"}
-    for name, stages in RUNS:
-        own = [one for one in lines if (one["code"], one["stages"]) == (name, stages)]
-        pairs = [(one["val_loss"], plain[one["seed"], one["steps"]]) for one in own]
+    plain = {(one["model"], one["seed"], one["steps"]): one["val_loss"] for one in lines if one["code"] == "none"}
+    for size, (name, stages) in itertools.product(LR, RUNS):
+        own = [one for one in lines if (one["model"], one["code"], one["stages"]) == (size, name, stages)]
+        pairs = [(one["val_loss"], plain[size, one["seed"], one["steps"]]) for one in own]
         if pairs:
             excess = [loss / base - 1 for loss, base in pairs]
             losses = " ".join(f"{loss:.4f}" for loss, _ in pairs)
-            print(
-                f"{name:24} {stages} stages  {losses}  mean {statistics.fmean(excess):+.2%}, largest {max(excess):+.2%}"
-            )
+            mean, largest = statistics.fmean(excess), max(excess)
+            print(f"{size:4} {name:24} {stages} stages  {losses}  mean {mean:+.2%}, largest {largest:+.2%}")
 
 
 def main() -> None:
     """Run what is not stored, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=LR, default="nano")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/thinwire").expanduser())
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
-    stored = {(one["code"], one["stages"], one["seed"], one["steps"]) for one in read(options.results)}
+    stored = {(one["model"], one["code"], one["stages"], one["seed"], one["steps"]) for one in read(options.results)}
     # the last code is beside the question: it comes after the seeds of all others
     order = [(seed, *one) for group in (RUNS[:3], RUNS[3:]) for seed in range(options.seeds) for one in group]
     for seed, name, stages in () if options.report else order:
-        if (name, stages, seed, options.steps) not in stored:
-            line = train(name, stages, seed=seed, steps=options.steps, cache=options.cache)
+        if (options.model, name, stages, seed, options.steps) not in stored:
+            line = train(name, stages, size=options.model, seed=seed, steps=options.steps, cache=options.cache)
             line |= {"machine": describe_machine(torch.device("cpu"))}
             with options.results.open("a") as file:
                 file.write(json.dumps(line) + "\n")

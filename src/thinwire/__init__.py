@@ -27,6 +27,7 @@ from thinwire.version import __version__
 if TYPE_CHECKING:
     from thinwire import codecs, lab, methods, split
     from thinwire.codecs.activation_code import ActivationCode
+    from thinwire.codecs.channel_bits import AdaptiveBits
     from thinwire.errors import ThinwireError
     from thinwire.integrations.tracking import metrics
     from thinwire.recording.torch_recorder import watch
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ActivationCode": "thinwire.codecs.activation_code",
+    "AdaptiveBits": "thinwire.codecs.channel_bits",
     "CodedStage": "thinwire.transport.coded_stage",
     "DistributedOptimizer": "thinwire.sync.optimizer",
     "ElasticOptimizer": "thinwire.training.elastic.own_loop",
@@ -61,9 +63,9 @@ _HOMES = {
 _MODULES = ("codecs", "lab", "methods", "split")
 
 __all__ = [
-    "ActivationCode", "CodedStage", "DistributedOptimizer", "ElasticOptimizer", "FaultyTransport", "LoopbackTransport",
-    "LoopbackWorld", "Method", "MultiOptimizer", "RecordingTransport", "ThinwireError", "__version__", "codecs",
-    "connect", "join", "lab", "methods", "metrics", "run_replicas", "split", "watch",
+    "ActivationCode", "AdaptiveBits", "CodedStage", "DistributedOptimizer", "ElasticOptimizer", "FaultyTransport",
+    "LoopbackTransport", "LoopbackWorld", "Method", "MultiOptimizer", "RecordingTransport", "ThinwireError",
+    "__version__", "codecs", "connect", "join", "lab", "methods", "metrics", "run_replicas", "split", "watch",
 ]  # fmt: skip
 
 

@@ -12,8 +12,10 @@ from processes import run, values
 from torch import nn
 
 from thinwire.codecs.activation_code import ActivationCode
+from thinwire.codecs.channel_bits import AdaptiveBits, channel_payload_bytes
 from thinwire.transport.addresses import Address
 from thinwire.transport.collective_hooks import CollectiveHooks, GroupCall
+from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire.wire_transport import WireTransport
 
@@ -143,14 +145,9 @@ def over_the_wire(sites: list[int], observer: SentBytes) -> dict[str, Any]:
     """Run 1F1B with messages between sites on an encrypted wire."""
     from torch.distributed.pipelining import Schedule1F1B
 
-    from thinwire import CodedStage, RecordingTransport
+    from thinwire import CodedStage
 
-    own, size = dist.get_rank(), dist.get_world_size()
-    bare = WireTransport(replica=own, num_replicas=size, secret=Secret(key=bytes(range(32))), address="127.0.0.1")
-    ports: list[Any] = [None] * size
-    dist.all_gather_object(ports, bare.port)
-    bare.dial({peer: Address(host="127.0.0.1", port=ports[peer]) for peer in range(own)}, deadline_s=60)
-    wire = RecordingTransport(bare)
+    own, size, wire = dist.get_rank(), dist.get_world_size(), open_wire()
     part = parts(size, torch.float32)[own]
     stage = CodedStage(part, own, size, torch.device("cpu"), code=ActivationCode(), sites=sites, wire=wire)
     schedule = Schedule1F1B(stage, PASSES, loss_fn=loss_of, scale_grads=False)
@@ -168,6 +165,15 @@ def over_the_wire(sites: list[int], observer: SentBytes) -> dict[str, Any]:
     dist.barrier()
     wire.close()
     return found
+
+
+def open_wire() -> RecordingTransport:
+    own, size = dist.get_rank(), dist.get_world_size()
+    bare = WireTransport(replica=own, num_replicas=size, secret=Secret(key=bytes(range(32))), address="127.0.0.1")
+    ports: list[Any] = [None] * size
+    dist.all_gather_object(ports, bare.port)
+    bare.dial({peer: Address(host="127.0.0.1", port=ports[peer]) for peer in range(own)}, deadline_s=60)
+    return RecordingTransport(bare)
 
 
 @pytest.fixture(scope="module", params=[[0, 1], [0, 0, 1, 1], [0, 1, 2, 3]], ids=str)
@@ -255,3 +261,59 @@ def test_a_nan_names_its_stage_and_micro_batch() -> None:
     assert first.error == "NonFiniteError", first.stderr
     assert first.text.startswith("stage 0, micro-batch 1: activations hold NaN")
     assert second.returncode != 0
+
+
+def adaptive_part() -> tuple[nn.Sequential, AdaptiveBits]:
+    bits = AdaptiveBits(WIDTH, least=1, most=8)
+    with torch.no_grad():
+        bits.scores.copy_(torch.linspace(-3, 3, WIDTH))
+    return nn.Sequential(parts(2, torch.float32)[0], bits), bits
+
+
+def adaptive_rank() -> dict[str, Any]:
+    from torch.distributed.pipelining import Schedule1F1B
+
+    from thinwire import CodedStage
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    own = dist.get_rank()
+    observer = SentBytes()
+    hooks = CollectiveHooks(observer)
+    found: dict[str, Any] = {}
+    for name in ("gloo", "wire"):
+        part, bits = adaptive_part()
+        if own:
+            part = parts(2, torch.float32)[1]
+        code = ActivationCode("channel-bits", "float32", bits=None if own else bits)
+        wire = open_wire() if name == "wire" else None
+        stage = CodedStage(part, own, 2, torch.device("cpu"), code=code, wire=wire)
+        schedule = Schedule1F1B(stage, PASSES, loss_fn=loss_of, scale_grads=False)
+        rows, wanted = batch(torch.float32)
+        for _ in range(2):
+            observer.sent.clear()
+            part.zero_grad()
+            schedule.step(*((rows,) if own == 0 else ()), **({"target": wanted, "losses": []} if own else {}))
+        found[name] = {"gradient": _gradient(part).tolist(), "sent": observer.sent[1 - own]}
+        if wire is not None:
+            found[name]["received"] = wire.log.totals("received").payload_bytes // 2
+            dist.barrier()
+            wire.close()
+    hooks.close()
+    dist.destroy_process_group()
+    return found
+
+
+def test_learned_bits_train_across_a_border_as_in_one_process_by_their_byte_law() -> None:
+    found = values(run(adaptive_rank, num_ranks=2))
+    (first, bits), second, (rows, wanted) = adaptive_part(), parts(2, torch.float32)[1], batch(torch.float32)
+    for number in range(PASSES):
+        own = slice(number * ROWS, (number + 1) * ROWS)
+        loss_of(second(first(rows[own])), wanted[own]).backward()
+    assert bits.scores.grad is not None and bits.scores.grad.count_nonzero() == WIDTH
+    sent = PASSES * channel_payload_bytes(bits.widths(), rows=ROWS), PASSES * ROWS * WIDTH * 4
+    for name in ("gloo", "wire"):
+        for own, stage in enumerate((first, second)):
+            torch.testing.assert_close(torch.tensor(found[own][name]["gradient"]), _gradient(stage), rtol=1e-6, atol=0)
+    assert [one["gloo"]["sent"] for one in found] == list(sent)
+    assert [one["wire"]["received"] for one in reversed(found)] == list(sent)

@@ -1,19 +1,22 @@
 """Code of what crosses between two stages of a model: one codec for activations, one for their gradients.
 
-Default: `block-int8` forward, `block-int4` backward. At equal bytes the forward pass needs the bits more. Both have a
-fixed size, so a receiver allocates a payload before it arrives, and nothing that the sender says decides how much.
+Default: `block-int8` forward, `block-int4` backward. At equal bytes the forward pass needs the bits more. A payload has
+a size that is known before, or with `channel-bits` a bound. So a receiver allocates it before it arrives, and nothing
+that the sender says decides how much.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from thinwire.codec_specs import activation_codec, activation_codecs
 from thinwire.codecs import Codec, by_name
-from thinwire.errors import NonFiniteError, PayloadError
+from thinwire.codecs.channel_bits import NAME as CHANNEL_BITS
+from thinwire.codecs.channel_bits import AdaptiveBits, ChannelBits
+from thinwire.errors import NonFiniteError, PayloadError, refusal
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,12 @@ class ActivationCode:
     """Codecs of both directions; a frozen value, the same at both ends of a border.
 
     Args:
-        forward: Name of the codec of activations.
+        forward: Name of the codec of activations; `channel-bits` too, which the command line does not take.
         backward: Name of the codec of gradients of activations.
+        bits: With `channel-bits`, the widths of what this end sends, learned before the border; 8 bits without.
 
     Raises:
-        ValueError: A name is unknown, or the codec is too coarse or drops elements.
+        ValueError: A name is unknown, the codec is too coarse or drops elements, or `bits` has no `channel-bits`.
 
     Example:
         >>> code = ActivationCode()
@@ -35,12 +39,16 @@ class ActivationCode:
 
     forward: str = "block-int8"
     backward: str = "block-int4"
+    bits: AdaptiveBits | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the names, and write them as `thinwire.codecs.NAMES` has them."""
-        for direction in ("forward", "backward"):
-            key = activation_codec(getattr(self, direction), direction=direction)
-            object.__setattr__(self, direction, key)
+        if self.forward != CHANNEL_BITS:
+            object.__setattr__(self, "forward", activation_codec(self.forward, direction="forward"))
+            if self.bits is not None:
+                raise refusal("learned bits need the codec that sends them", got=self.forward, allowed=CHANNEL_BITS,
+                              remedy=f'forward="{CHANNEL_BITS}"')  # fmt: skip
+        object.__setattr__(self, "backward", activation_codec(self.backward, direction="backward"))
 
     @classmethod
     def parse(cls, text: str) -> ActivationCode:
@@ -49,16 +57,16 @@ class ActivationCode:
 
     @property
     def name(self) -> str:
-        """Both codecs, as the command line takes them."""
+        """Both codecs, as `parse` takes them."""
         return f"{self.forward}/{self.backward}"
 
-    def codec(self, *, is_forward: bool) -> Codec:
-        """Return the codec of one direction."""
-        return self._codecs[is_forward]
-
     def payload_bytes(self, numel: int, *, is_forward: bool = True) -> int:
-        """Return the exact size of the payload of so many elements."""
+        """Return the size of the payload of so many elements: exact, or the most it can be."""
         return self._codecs[is_forward].payload_bytes(numel)
+
+    def has_fixed_size(self, *, is_forward: bool = True) -> bool:
+        """Return whether every payload of so many elements has `payload_bytes` bytes."""
+        return self._codecs[is_forward].has_fixed_size
 
     def encode(self, values: torch.Tensor, *, is_forward: bool, source: str) -> torch.Tensor:
         """Encode activations or their gradients, of any shape and layout.
@@ -69,7 +77,8 @@ class ActivationCode:
             source: Sender and place, for errors, such as `stage 1, micro-batch 3`.
 
         Returns:
-            uint8, (payload_bytes,), on the values' device; never shares memory with them.
+            uint8, (payload_bytes,) or fewer where the size is not fixed, on the values' device; never shares memory
+            with them.
 
         Raises:
             NonFiniteError: There is NaN or infinity among them.
@@ -101,5 +110,6 @@ class ActivationCode:
             out.copy_(values.view(out.shape))
 
     @cached_property
-    def _codecs(self) -> dict[bool, Codec]:
-        return {True: by_name(self.forward), False: by_name(self.backward)}
+    def _codecs(self) -> dict[bool, Codec | ChannelBits]:
+        forward = ChannelBits(bits=self.bits) if self.forward == CHANNEL_BITS else by_name(self.forward)
+        return {True: forward, False: by_name(self.backward)}

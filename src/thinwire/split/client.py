@@ -415,7 +415,8 @@ class RemoteBody(nn.Module):
     def _expected_bytes(self, message: Message) -> int:
         if message["kind"] not in self._expected:
             raise PayloadError(f"the owner of the layers sent a {message['kind']!r} where none was asked for")
-        return self._expected[message["kind"]]
+        most, is_hidden = self._expected[message["kind"]], message["kind"] == "hidden"
+        return min(most, int(message["bytes"])) if is_hidden and not self._code.has_fixed_size() else most
 
     def _watch(self) -> None:
         """Note whether the connection stands; wait a moment where there is none yet.

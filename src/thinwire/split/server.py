@@ -233,7 +233,8 @@ class BodyServer:
         tokens = message["batch"] * message["seq"]
         if not 1 <= tokens <= self._most_tokens:
             raise PayloadError(f"a call of {tokens} tokens, this server takes 1 to {self._most_tokens}")
-        return session.code.payload_bytes(tokens * self._width) + (-(-tokens // 8) if message["masked"] else 0)
+        most = session.code.payload_bytes(tokens * self._width) + _mark_bytes(message)
+        return most if session.code.has_fixed_size() else min(most, int(message["bytes"]))
 
     def _answer(self, connection: _Connection, message: Message, payload: Tensor) -> tuple[Message, Tensor | None]:
         kind = message["kind"]
@@ -301,7 +302,7 @@ class BodyServer:
         message = call.message
         shape = message["batch"], message["seq"], self._width
         tokens = message["batch"] * message["seq"]
-        coded_bytes = session.code.payload_bytes(tokens * self._width)
+        coded_bytes = max(0, call.payload.numel() - _mark_bytes(message))
         inputs = torch.empty(shape, device=self._device, dtype=self._dtype)
         payload = call.payload[:coded_bytes].to(self._device)
         session.code.decode(payload, inputs, is_forward=True, source=f"call {message['call']}")
@@ -418,6 +419,11 @@ class BodyServer:
                 f"{self._state} does not hold the state of these layers: {str(error).splitlines()[0][:200]}; serve the "
                 f"model and layers that it was written with, or name a new file"
             ) from error
+
+
+def _mark_bytes(message: Message) -> int:
+    """Return the bytes behind the coded input of a pass that mark its real tokens."""
+    return -(-int(message["batch"]) * int(message["seq"]) // 8) if message["masked"] else 0
 
 
 def _digest(body: nn.Module, *, has_values: bool) -> str:

@@ -32,7 +32,11 @@ class StageCode(Protocol):
         ...
 
     def payload_bytes(self, numel: int, *, is_forward: bool) -> int:
-        """Return the size of a payload."""
+        """Return the size of a payload, or the most it can be."""
+        ...
+
+    def has_fixed_size(self, *, is_forward: bool) -> bool:
+        """Return whether each payload has that size; else it has so many bytes at most."""
         ...
 
     def encode(self, values: torch.Tensor, *, is_forward: bool, source: str) -> torch.Tensor:
@@ -84,6 +88,9 @@ class CodedStage(PipelineStage):
         if wire is not None and code is None:
             raise refusal("a wire carries coded messages", got="no code", allowed="an ActivationCode",
                           remedy='ActivationCode.parse("float32")')  # fmt: skip
+        if code is not None and wire is None and device.type != "cpu" and not code.has_fixed_size(is_forward=True):
+            raise refusal("payloads of changing size need a wire, or ranks on CPUs", got=f"{code.name} on {device}",
+                          allowed="a code of fixed size", remedy="wire=WireTransport(...)")  # fmt: skip
         self._code, self._wire = code, wire
         self._step = 0
         self._sent: list[tuple[Pending, float]] = []
@@ -135,8 +142,17 @@ class CodedStage(PipelineStage):
     def _neighbour(self, *, is_forward: bool, is_sender: bool) -> int:
         return self.stage_index + (1 if is_forward == is_sender else -1)
 
-    def _envelope(self, ops: Sequence[dist.P2POp], micro_batch: int, *, sender: int, is_forward: bool) -> Envelope:
+    def _envelope(
+        self, ops: Sequence[dist.P2POp], micro_batch: int, *, sender: int, is_forward: bool, size: int | None = None
+    ) -> Envelope:
         """Return the address of a message on the wire; both ends count the same steps.
+
+        Args:
+            ops: The one message that torch would send.
+            micro_batch: Its number.
+            sender: Its stage.
+            is_forward: Whether it holds activations.
+            size: Of the payload; None for the receiver, who knows the most.
 
         Raises:
             ValueError: The stages exchange several tensors, which have no addresses of their own.
@@ -148,7 +164,8 @@ class CodedStage(PipelineStage):
         numel = ops[0].tensor.numel()
         return Envelope(
             stream=ACTIVATIONS, key=(self._step << 16 | micro_batch, sender, int(is_forward)), numel=numel,
-            payload_bytes=self._code.payload_bytes(numel, is_forward=is_forward),
+            payload_bytes=self._code.payload_bytes(numel, is_forward=is_forward) if size is None else size,
+            takes_less=size is None and not self._code.has_fixed_size(is_forward=is_forward),
         )  # fmt: skip
 
     def _sends(self, ops: list[dist.P2POp], micro_batch: int, *, is_forward: bool) -> list[dist.P2POp]:
@@ -160,7 +177,8 @@ class CodedStage(PipelineStage):
         if self._wire is None:
             return coded
         self._sent = [(pending, deadline_s) for pending, deadline_s in self._sent if not pending.done()]
-        envelope = self._envelope(ops, micro_batch, sender=self.stage_index, is_forward=is_forward)
+        size = len(coded[0].tensor)
+        envelope = self._envelope(ops, micro_batch, sender=self.stage_index, is_forward=is_forward, size=size)
         to = self.stage_index_to_group_rank[neighbour]
         pending = self._wire.send(coded[0].tensor.cpu(), to=to, envelope=envelope)
         self._sent.append((pending, ACTIVATIONS.deadline_s(envelope.payload_bytes)))
@@ -178,7 +196,8 @@ class CodedStage(PipelineStage):
         payloads = []
         for op in ops:
             size = self._code.payload_bytes(op.tensor.numel(), is_forward=is_forward)
-            payloads.append(torch.empty(size, dtype=torch.uint8, device=op.tensor.device))
+            # gloo fills the beginning where a payload is shorter; the rest must be zero
+            payloads.append(torch.zeros(size, dtype=torch.uint8, device=op.tensor.device))
         buffers = [op.tensor for op in ops]
         self._awaited[is_forward, micro_batch] = list(zip(payloads, buffers, strict=True))
         return [_with_tensor(op, payload) for op, payload in zip(ops, payloads, strict=True)]

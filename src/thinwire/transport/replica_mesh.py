@@ -230,7 +230,7 @@ class ReplicaMesh:
         payload = tensor
         if code is not None:
             size = code.payload_bytes(tensor.numel(), is_forward=is_forward)
-            payload = torch.empty(size, dtype=torch.uint8, device=tensor.device)
+            payload = torch.zeros(size, dtype=torch.uint8, device=tensor.device)  # a shorter one fills its beginning
         with named_failures():
             dist.recv(payload, group=self._pipe_group, group_src=stage)
         if code is not None:

@@ -19,6 +19,7 @@ import zmq
 from split_servers import EXACT, SECRET, VOCABULARY, WIDTH, connected, cut, llama, served
 
 from thinwire.codecs.activation_code import ActivationCode
+from thinwire.codecs.channel_bits import AdaptiveBits, ChannelBits, channel_payload_bytes
 from thinwire.errors import CheckpointError, ConnectError, NonFiniteError, PayloadError
 from thinwire.split import BodyServer, connect, middle_layers
 from thinwire.split import server as server_module
@@ -100,7 +101,10 @@ def test_a_client_that_breaks_the_protocol_is_turned_away_and_an_honest_one_goes
             [b"p" * 40],
             [head(**HELLO), head(**{**HELLO, "session": "1" * 32})],
             [head(**HELLO), head(**{**HELLO, "forward": "bfloat16"})],
-        ]
+            # of changing size, beyond its bound
+            [head(**{**HELLO, "session": "2" * 32, "forward": "channel-bits"}),
+             head(**{**FORWARD, "bytes": ChannelBits().payload_bytes(2 * WIDTH) + 1})],
+        ]  # fmt: skip
         for number, attack in enumerate(attacks):
             with raw_client(server.port) as plug:
                 for frame in attack:
@@ -413,3 +417,30 @@ def test_wrong_arguments_of_a_server_are_refused() -> None:
     with pytest.raises(ValueError, match=r"drop values at random.*got noise.*try body.eval\(\)"):
         BodyServer(noisy, layers=LAYERS, secret=SECRET)
     BodyServer(noisy.eval(), layers=LAYERS, secret=SECRET).close()
+
+
+def test_learned_bits_train_a_split_model_as_a_whole_one_by_their_byte_law() -> None:
+    """Padding too, whose marks lie behind a payload of changing size; the server answers in 8 bits a channel."""
+    whole, bits = llama(), AdaptiveBits(WIDTH, least=1, most=6)
+    with torch.no_grad():
+        bits.scores.copy_(torch.linspace(-2, 2, WIDTH))
+    mask = torch.ones_like(TOKENS)
+    mask[0, 4:] = 0
+    code = ActivationCode("channel-bits", "float32", bits=bits)
+    with served(whole, LAYERS) as server, connected(server, code=code) as body:
+        body.register_forward_pre_hook(lambda body, given: (bits(given[0]), *given[1:]))
+        model = cut(whole, body)
+        loss = model(input_ids=TOKENS, attention_mask=mask, labels=TOKENS).loss
+        loss.backward()
+        found = bits.scores.grad
+        law = channel_payload_bytes(bits.widths(), rows=12), channel_payload_bytes(torch.full((WIDTH,), 8), rows=12)
+        assert body.sent_bytes["forward"] == law[0] + 2 and body.received_bytes["hidden"] == law[1]
+
+    bits.scores.grad, answer = None, AdaptiveBits(WIDTH, least=8, most=8)
+    whole.model.layers[1].register_forward_pre_hook(lambda layer, given: (bits(given[0]), *given[1:]))
+    whole.model.layers[3].register_forward_hook(lambda layer, given, output: answer(output))
+    expected = whole(input_ids=TOKENS, attention_mask=mask, labels=TOKENS).loss
+    expected.backward()
+    assert found is not None and bits.scores.grad is not None
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, bits.scores.grad)
