@@ -131,6 +131,7 @@ def rank(sites: list[int]) -> dict[str, Any]:
                 "sent": {str(peer): count for peer, count in observer.sent.items()},
             }
     found["wire"] = over_the_wire(sites, observer)
+    found["paths"] = on_full_paths()
     hooks.close()
     other = ActivationCode(backward="e3m0" if own else "block-int4")
     try:
@@ -139,6 +140,31 @@ def rank(sites: list[int]) -> dict[str, Any]:
         found["refused"] = str(error)
     dist.destroy_process_group()
     return found
+
+
+def on_full_paths() -> list[float]:
+    """Run all stages for every micro-batch, each on a path of its own; return the gradients' sum."""
+    from thinwire.site.skip_paths import SkipNetwork, orders_of, run_paths
+    from thinwire.transport.path_runner import PathRunner, PathStep
+    from thinwire.transport.process_group import ProcessGroupTransport
+
+    own, size = dist.get_rank(), dist.get_world_size()
+    part, (rows, wanted) = parts(size, torch.float32)[own], batch(torch.float32)
+    targets, inputs = wanted.split(ROWS), rows.split(ROWS)
+    network = SkipNetwork(stages=tuple((node,) for node in range(size)), forward_s=(1.0,) * size,
+                          delay_s=((1.0,) * size,) * size, memory=PASSES)  # fmt: skip
+    paths = (tuple(range(size)),) * PASSES
+    orders = orders_of(run_paths(network, paths, [0.0] * PASSES))
+    transport = ProcessGroupTransport(dist.new_group(backend="gloo"))
+    runner = PathRunner(part, transport=transport, code=ActivationCode.parse("float32"), device=torch.device("cpu"),
+                        loss=lambda found, number: loss_of(found, targets[number]))  # fmt: skip
+    for number in range(2):
+        part.zero_grad()
+        step = PathStep(number=number, paths=paths, orders=orders, weights=(1.0,) * PASSES)
+        runner.run(step, shapes=[one.shape for one in inputs], inputs=inputs)
+    dist.barrier()
+    transport.close()
+    return (PASSES * _gradient(part)).tolist()
 
 
 def over_the_wire(sites: list[int], observer: SentBytes) -> dict[str, Any]:
@@ -216,6 +242,12 @@ def test_bytes_of_each_direction_are_those_of_the_code(
             expected[other][str(one)] += PASSES * (BACKWARD_BYTES if crosses else plain)
         for own in range(size):
             assert found[own][f"{name} {dtype} {is_coded}"]["sent"] == expected[own], (own, is_coded)
+
+
+def test_paths_that_skip_nothing_give_the_gradients_of_1f1b(ranks: tuple[list[int], list[dict[str, Any]]]) -> None:
+    for one in ranks[1]:
+        expected = torch.tensor(one["1f1b torch.float32 False"]["gradients"][0])
+        assert (torch.tensor(one["paths"]) - expected).norm() / expected.norm() < 1e-6
 
 
 def test_an_encrypted_wire_carries_the_same_payloads_between_sites(

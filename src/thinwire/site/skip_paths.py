@@ -143,6 +143,12 @@ def run_paths(network: SkipNetwork, paths: Sequence[Path], starts_s: Sequence[fl
     return found
 
 
+def orders_of(passes: Sequence[PathPass]) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Return each node's passes in order, as micro-batch and place, for `thinwire.transport.path_runner`."""
+    nodes = {one.node for one in passes}
+    return {node: tuple((one.micro_batch, one.place) for one in passes if one.node == node) for node in nodes}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SkipProblem:
     """Micro-batches of a step whose paths are sought.
