@@ -81,6 +81,12 @@ CASES: dict[str, list[str]] = {
         "--stage-sites must number the site of each pipeline stage; got '0,a'; allowed 2 whole numbers"
     ],
     "train --pp 2 --micro-batch 1 --interleave 2 --eagerness 2": ["--eagerness does not go with --interleave"],
+    "train --pp 2 --micro-batch 1 --secret job.secret": [
+        "--secret with --pp encrypts what a code carries",
+        "got no --activation-code",
+        "try --activation-code float32",
+    ],
+    "train --tp 2 --secret job.secret --port-range 29500-29600": ["--port-range does not go with --tp"],
     "train --pp 2 --autocast bf16 --micro-batch 1": ["--autocast", "--pp", "try"],
     "train --pp 2 --interleave 3 --batch-size 3 --micro-batch 1": [
         "--interleave needs as many micro-batches as --pp, or a multiple; got 3; allowed multiples of 2"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from thinwire.codecs.channel_bits import AdaptiveBits, channel_payload_bytes
 from thinwire.transport.addresses import Address
 from thinwire.transport.collective_hooks import CollectiveHooks, GroupCall
 from thinwire.transport.recording import RecordingTransport
-from thinwire.transport.secret import Secret
+from thinwire.transport.secret import Secret, make_secret
 from thinwire.transport.wire.wire_transport import WireTransport
 
 WIDTH, ROWS, PASSES = 24, 3, 8
@@ -271,6 +272,71 @@ def test_codes_that_differ_are_refused_on_every_rank_before_the_first_step(
     for found in ranks[1]:
         assert "different activation codes; got block-int8/block-int4 over sites 0-1" in found["refused"]
         assert "block-int8/e3m0" in found["refused"] and "try --activation-code" in found["refused"]
+
+
+def replica_rank(secret: str) -> dict[str, Any]:
+    """Train in two replicas of two stages at different sites, over gloo alone and then with a secret."""
+    from thinwire.training.build import make_inner_optimizer
+    from thinwire.training.config import TrainConfig
+    from thinwire.training.parallel_passes import ParallelPasses, cut_model, make_mesh, whole_parameters
+    from thinwire.transport.base import all_gather_json
+    from thinwire.transport.connect import connect, wire_within
+    from thinwire.workloads.language.presets import TransformerConfig
+    from thinwire.workloads.language.transformer import build_transformer
+
+    torch.set_num_threads(1)
+    shape = TransformerConfig(vocab_size=16, dim=16, layers=4, heads=4, max_seq_len=8)
+    config = TrainConfig.of(model="nano", pp=2, batch_size=3, micro_batch=1, activation_code="block-int8/block-int4",
+                            lr=1e-2, inner_optimizer="adamw")  # fmt: skip
+    tokens = torch.randint(16, (3, 9), generator=torch.Generator().manual_seed(7))
+    found: dict[str, Any] = {}
+    for name, given in (("gloo", None), ("secret", Path(secret))):
+        transport = connect(solo=True, ranks_per_replica=2, secret=given)
+        observer = SentBytes()
+        hooks = CollectiveHooks(observer)
+        mesh = make_mesh(config, device=torch.device("cpu"), wire=wire_within(transport))
+        model = cut_model(build_transformer(shape, seed=3), config, mesh)
+        passes, inner = ParallelPasses(config, model, mesh), make_inner_optimizer(config, model)
+        losses = []
+        for number in range(2):
+            if number:  # the first step asks for shapes
+                observer.sent.clear()
+            losses.append(float(passes.backward(tokens[:, :-1], tokens[:, 1:], factor=1.0)[0]))
+            inner.step()
+            inner.zero_grad(set_to_none=True)
+        losses.append(float(passes.held_out(tokens[:, :-1], tokens[:, 1:])))
+        whole = whole_parameters(model, mesh)
+        border = {way: mesh.border.totals(way).payload_bytes for way in ("sent", "received")}  # type: ignore[arg-type]
+        notes = all_gather_json({"losses": losses}, transport=transport, number=1, deadline_s=60)
+        found[name] = {
+            "losses": losses, "whole": {key: value.tolist() for key, value in whole.items()}, "border": border,
+            "gloo": sum(observer.sent.values()), "met": [note["losses"] == losses for note in notes],
+            "place": [transport.replica, transport.num_replicas, mesh.rank],
+        }  # fmt: skip
+        mesh.close()
+        hooks.close()
+        transport.close()
+    return found
+
+
+def test_with_a_secret_all_that_crosses_a_border_is_on_the_encrypted_wire_and_the_same(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    make_secret(secret)
+    found = values(run(replica_rank, num_ranks=4, arguments={"secret": str(secret)}))
+    for rank, one in enumerate(found):
+        gloo, wire = one["gloo"], one["secret"]
+        assert wire["place"] == gloo["place"] == [rank // 2, 2, rank % 2]
+        assert wire["losses"] == gloo["losses"] and wire["whole"] == gloo["whole"], rank
+        assert wire["met"] == gloo["met"] == [True, True]
+        # three micro-batches of 8 x 16, and the copy of an embedding of 16 x 16; the other end counts the same
+        coded = ActivationCode()
+        sizes = [3 * coded.payload_bytes(128, is_forward=way) + coded.payload_bytes(256, is_forward=way)
+                 for way in (True, False)]  # fmt: skip
+        assert gloo["gloo"] >= sizes[rank % 2] and wire["gloo"] == 0, "gloo sent it, and no message with a secret"
+        assert gloo["border"]["sent"] >= 2 * sizes[rank % 2]
+        # with a secret the parameters that each rank gathers at the end cross on the wire too
+        assert wire["border"]["sent"] > gloo["border"]["sent"]
+        assert wire["border"]["sent"] == found[rank ^ 1]["secret"]["border"]["received"]
 
 
 def bad_rank() -> None:

@@ -236,7 +236,17 @@ def _prepare(config: TrainConfig) -> int:
 
 
 def remarks(config: TrainConfig) -> list[str]:
-    """Return a line about options that leave little to exchange."""
+    """Return a line about options that leave little to exchange, and one about what anyone between sites can read."""
+    return [*_open_border(config), *_little_exchange(config)]
+
+
+def _open_border(config: TrainConfig) -> list[str]:
+    if config.run.secret is not None or len(set(config.parallel.sites or ())) < 2:
+        return []
+    return ["warning: activations and gradients cross between sites in the clear; give --secret FILE, or use a VPN"]
+
+
+def _little_exchange(config: TrainConfig) -> list[str]:
     interval, steps = config.sync.sync_interval, config.run.steps
     if config.num_replicas == 1 and config.parallel.ranks == 1:
         return ["one replica trains alone and exchanges nothing; try --replicas 2, or torchrun on several hosts"]
@@ -276,6 +286,8 @@ def _train_under_torchrun(config: TrainConfig, plan: Plan | None = None) -> int:
     place = ReplicaStart(local_rank=int(os.environ.get("LOCAL_RANK", "0")), is_resumed=is_resumed)
     plain = config.replace(resume=None)
     is_first = os.environ["RANK"] == "0"  # ranks that share a replica get other numbers as they join
+    for line in _open_border(config) if is_first else ():
+        log(line)
     # until the hosts agree on a step, all that is there is of an earlier part of the run
     with (
         watchdog_process(config),

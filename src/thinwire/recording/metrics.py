@@ -97,6 +97,7 @@ class Meter:
         warn: Receives a warning if the disk is full.
         connections: Returns the kernel's statistics of the transport's connections. Where there are none, rates are
             those of messages whose sending has ended.
+        border: Counts what crosses between the replica's own sites; it is sent and received too, and no rate is of it.
 
     Attributes:
         samples: Tokens, images or the like trained on so far.
@@ -106,8 +107,9 @@ class Meter:
     def __init__(
         self, run_dir: Path, *, replica: int, log: TransferLog, loggers: tuple[Logger, ...] = (),
         measures: Measures | None = None, warn: Callable[[str], None] = lambda text: None,
-        connections: Connections = dict,
+        connections: Connections = dict, border: TransferLog | None = None,
     ) -> None:  # fmt: skip
+        self._border = TransferLog() if border is None else border
         self._paths = run_dir / f"metrics-replica-{replica}.jsonl", run_dir / f"transfers-replica-{replica}.jsonl"
         self._metrics, self._transfers = (JsonlWriter(path, warn=warn) for path in self._paths)
         self._loggers = loggers
@@ -146,8 +148,9 @@ class Meter:
         carried = self._carried
         return ReplicaCounts(
             time_s=time.monotonic() - self._origin_s, samples=self.samples, stalled_s=carried.stalled_s + stalled_s,
-            sent=_sum(carried.sent, self._log.totals("sent")),
-            received=_sum(carried.received, self._log.totals("received")), peak_bits_per_s=self._rate.peak_bits_per_s,
+            sent=_sum(_sum(carried.sent, self._log.totals("sent")), self._border.totals("sent")),
+            received=_sum(_sum(carried.received, self._log.totals("received")), self._border.totals("received")),
+            peak_bits_per_s=self._rate.peak_bits_per_s,
         )  # fmt: skip
 
     def train_step(self, loss: Any, *, samples: int) -> None:

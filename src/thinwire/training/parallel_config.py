@@ -70,7 +70,7 @@ class ParallelConfig:
 ONE_RANK = ParallelConfig()
 # Options that a replica of several ranks cannot have, and why.
 _NOT_PARALLEL = {
-    "elastic": "its replicas have --ranks-per-replica", "secret": "with a secret a replica is one rank",
+    "elastic": "its replicas have --ranks-per-replica",
     "lora": "adapters were not tried with sharded models", "compile": "it was not tried with sharded models",
 }  # fmt: skip
 
@@ -143,6 +143,12 @@ def _bad_with_ranks(config: Any) -> list[ValueError]:
         (own.pp > 1 and config.model.autocast != "none",
          excluded("--autocast", "--pp", why="its schedule runs both passes in one call",
                   remedy="to leave --autocast out")),
+        (own.pp > 1 and config.run.secret is not None and own.activation_code is None,
+         refusal("--secret with --pp encrypts what a code carries between stages", got="no --activation-code",
+                 allowed="both", remedy="--activation-code float32, or block-int8/block-int4")),
+        (config.run.secret is not None and (config.run.advertise or config.run.port_range),
+         excluded("--advertise and --port-range", which, why="gloo joins a replica's ranks, on any port",
+                  remedy="to leave them out")),
         (own.cp > 1 and seq_len % parts,
          refusal("--cp cuts each sequence into 2 equal parts a rank", got=f"{seq_len} tokens",
                  allowed=f"multiples of {parts}", remedy=f"--seq-len {max(1, round(seq_len / parts)) * parts}")),

@@ -18,6 +18,7 @@ from thinwire.shared_random import derive_seed
 from thinwire.site.pipeline import chunk_layers, order_of
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import Passes
+from thinwire.transport.base import Transport
 from thinwire.transport.replica_mesh import ReplicaMesh
 from thinwire.transport.shards import drop_gathered, local_shard, named_failures, own_part
 from thinwire.workloads.language.lengths import assign_sequences, cost_of, padded_groups
@@ -41,12 +42,15 @@ _COLUMNS, _ROWS = ("attention.query_key_value", "up"), ("attention.out", "down")
 _GAINS_OF_HEADS = "query_key_norm.gain"
 
 
-def make_mesh(config: TrainConfig, *, device: torch.device) -> ReplicaMesh:
-    """Return the mesh of this replica's ranks, which the default group holds."""
+def make_mesh(config: TrainConfig, *, device: torch.device, wire: Transport | None = None) -> ReplicaMesh:
+    """Return the mesh of this replica's ranks, which the default group holds; see `ReplicaMesh` for `wire`."""
     own = config.parallel
+    # without a code nothing says that stages lie apart
+    sites = own.sites if own.activation_code is not None or wire is not None else (0,) * own.pp
     return ReplicaMesh(
-        device=device, dp_replicate=own.dp_replicate, dp_shard=own.dp_shard, cp=own.cp, tp=own.tp, pp=own.pp
-    )
+        device=device, dp_replicate=own.dp_replicate, dp_shard=own.dp_shard, cp=own.cp, tp=own.tp, pp=own.pp,
+        sites=sites, wire=wire,
+    )  # fmt: skip
 
 
 class PipelineChunks(nn.Module):
@@ -390,7 +394,7 @@ class _Pipeline:
                 num_stages=own.pp, num_micro_batches=len(filled), interleave=own.interleave, eagerness=own.eagerness
             )  # fmt: skip
             code = None if own.activation_code is None else ActivationCode.parse(own.activation_code)
-            self._schedule = self._mesh.pipeline(self._chunks, order=order, loss=self._loss, code=code, sites=own.sites)
+            self._schedule = self._mesh.pipeline(self._chunks, order=order, loss=self._loss, code=code)
             self._key = key
         self._losses.clear()
         tokens, targets = (torch.cat([one[place] for one in filled]) for place in (0, 1))

@@ -48,7 +48,7 @@ from thinwire.training.summary import (
     write_summary,
 )
 from thinwire.transport.base import all_gather_json
-from thinwire.transport.connect import connect
+from thinwire.transport.connect import connect, wire_within
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.replica_mesh import ReplicaMesh
 from thinwire.workloads.workload import Data
@@ -115,7 +115,7 @@ def run_replica(
                 # connect() left this replica's GPUs visible alone
                 device = torch.device("cuda", place.local_rank % ranks)
                 torch.cuda.set_device(device)
-            mesh = make_mesh(config, device=device)
+            mesh = make_mesh(config, device=device, wire=wire_within(transport))
             config = config.replace(out=rank_folder(config.run_dir, mesh.rank))
         replica = _Replica(config, place=place, data=data, transport=transport, mesh=mesh, stop=stop)
         return replica.run(loggers, warn, on_start)
@@ -160,6 +160,7 @@ class _Replica:
         meter = Meter(
             config.run_dir, replica=self._transport.replica, log=self._transport.log, loggers=(*own, *loggers),
             measures=self._workload.card.measures, warn=warn, connections=self._transport.connections,
+            border=None if self._mesh is None else self._mesh.border,
         )  # fmt: skip
         recorder = Recorder(config.run_dir, rank=self._transport.replica, warn=warn)
         training: Training | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -262,6 +262,55 @@ def innermost(transport: Transport) -> Any:
     return found
 
 
+class RankSubset(TransportWrapper):
+    """Some ranks of a transport between ranks, numbered anew in their order; this rank is one of them.
+
+    Args:
+        inner: Its replicas are ranks.
+        ranks: Of the inner transport.
+        release: Called after the inner transport was closed.
+
+    Example:
+        >>> from thinwire.transport.loopback import LoopbackWorld
+        >>> one = RankSubset(LoopbackWorld(4).transports[3], [1, 3])
+        >>> one.replica, one.num_replicas
+        (1, 2)
+    """
+
+    def __init__(self, inner: Transport, ranks: Sequence[int], *, release: Callable[[], None] = lambda: None) -> None:
+        super().__init__(inner)
+        self._ranks, self._release = tuple(ranks), release
+
+    @property
+    def replica(self) -> int:
+        return self._ranks.index(self.inner.replica)
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._ranks)
+
+    def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
+        check_peer(to, replica=self.replica, num_replicas=self.num_replicas)
+        return self.inner.send(payload, to=self._ranks[to], envelope=envelope)
+
+    def receive(self, *, source: int, envelope: Envelope) -> Pending:
+        check_peer(source, replica=self.replica, num_replicas=self.num_replicas)
+        return self.inner.receive(source=self._ranks[source], envelope=envelope)
+
+    def reading(self, peer: int) -> ConnectionStats | None:
+        return super().reading(self._ranks[peer])
+
+    def paths(self, peer: int) -> list[PathStats]:
+        return super().paths(self._ranks[peer])
+
+    def limit_path(self, peer: int, path: int, weight: float) -> None:
+        super().limit_path(self._ranks[peer], path, weight)
+
+    def close(self) -> None:
+        super().close()
+        self._release()
+
+
 _owners: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
@@ -349,7 +398,7 @@ class TransferFuture:
     """A `Pending` that calls back when it ends."""
 
     def __init__(self, *, peer_name: str, envelope: Envelope, verb: str) -> None:
-        self._peer_name = peer_name
+        self.peer_name = peer_name
         self._envelope = envelope
         self._verb = verb
         self._finished = threading.Event()
@@ -376,7 +425,7 @@ class TransferFuture:
     def wait(self, *, deadline_s: float) -> Received | None:
         if not self._finished.wait(timeout=max(0.0, deadline_s)):
             raise DeadlineExceeded(
-                f"{self._peer_name} did not {self._verb} {self.describe()} within {deadline_s:.3g} s, the "
+                f"{self.peer_name} did not {self._verb} {self.describe()} within {deadline_s:.3g} s, the "
                 f"deadline that follows from measured times; it hangs, or its link became slower than that: see its log"
             )
         if self._error is not None:

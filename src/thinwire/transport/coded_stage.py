@@ -7,6 +7,7 @@ overridden. The shapes of the first step cross as torch sends them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -16,11 +17,12 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from thinwire.errors import refusal
+from thinwire.events import TransferLog
 from thinwire.transport.base import Envelope, Pending, Transport
 from thinwire.transport.streams import ACTIVATIONS
 
-# Of a code's name, as ranks compare it.
-_NAME_BYTES = 64
+# Of a code's name, as an error shows it; its hash is compared.
+_NAME_BYTES, _HASH_BYTES = 128, 32
 
 
 class StageCode(Protocol):
@@ -63,6 +65,7 @@ class CodedStage(PipelineStage):
         group: Ranks of the pipeline. Default: all.
         wire: Carries coded messages instead of the group, such as an encrypted `WireTransport`; its replicas are the
             group's ranks. It stays the caller's, who closes it after a barrier.
+        log: Counts coded messages that the group carries; a wire has a log of its own.
         **more: As of `PipelineStage`.
 
     Raises:
@@ -78,20 +81,21 @@ class CodedStage(PipelineStage):
     def __init__(
         self, submodule: nn.Module, stage_index: int, num_stages: int, device: torch.device, *,
         code: StageCode | None = None, sites: Sequence[int] | None = None, group: dist.ProcessGroup | None = None,
-        wire: Transport | None = None, **more: Any,
+        wire: Transport | None = None, log: TransferLog | None = None, **more: Any,
     ) -> None:  # fmt: skip
         super().__init__(submodule, stage_index, num_stages, device, group=group, **more)
         places = list(range(num_stages) if sites is None else sites)
         if len(places) != num_stages:
             raise refusal("sites must name the site of each stage", got=len(places), allowed=num_stages,
                           remedy=str(list(range(num_stages))))  # fmt: skip
-        if wire is not None and code is None:
+        if wire is not None and code is None and len(set(places)) > 1:
             raise refusal("a wire carries coded messages", got="no code", allowed="an ActivationCode",
                           remedy='ActivationCode.parse("float32")')  # fmt: skip
         if code is not None and wire is None and device.type != "cpu" and not code.has_fixed_size(is_forward=True):
             raise refusal("payloads of changing size need a wire, or ranks on CPUs", got=f"{code.name} on {device}",
                           allowed="a code of fixed size", remedy="wire=WireTransport(...)")  # fmt: skip
         self._code, self._wire = code, wire
+        self._log = TransferLog() if log is None else log
         self._step = 0
         self._sent: list[tuple[Pending, float]] = []
         own = places[stage_index]
@@ -175,6 +179,8 @@ class CodedStage(PipelineStage):
         source = f"stage {self.stage_index}, micro-batch {micro_batch}"
         coded = [_with_tensor(op, self._code.encode(op.tensor, is_forward=is_forward, source=source)) for op in ops]
         if self._wire is None:
+            for op in coded:
+                self._log.count("sent", ACTIVATIONS.name, peer=neighbour, num_bytes=op.tensor.nbytes)
             return coded
         self._sent = [(pending, deadline_s) for pending, deadline_s in self._sent if not pending.done()]
         size = len(coded[0].tensor)
@@ -198,6 +204,7 @@ class CodedStage(PipelineStage):
             size = self._code.payload_bytes(op.tensor.numel(), is_forward=is_forward)
             # gloo fills the beginning where a payload is shorter; the rest must be zero
             payloads.append(torch.zeros(size, dtype=torch.uint8, device=op.tensor.device))
+            self._log.count("received", ACTIVATIONS.name, peer=neighbour, num_bytes=size)
         buffers = [op.tensor for op in ops]
         self._awaited[is_forward, micro_batch] = list(zip(payloads, buffers, strict=True))
         return [_with_tensor(op, payload) for op, payload in zip(ops, payloads, strict=True)]
@@ -223,12 +230,13 @@ def _with_tensor(op: dist.P2POp, tensor: torch.Tensor) -> dist.P2POp:
 
 def _compare_codes(name: str, sites: Sequence[int], *, device: torch.device, group: dist.ProcessGroup | None) -> None:
     """Refuse codes that differ between the ranks of a pipeline; all ranks call it."""
-    text = f"{name or 'none'} over sites {'-'.join(map(str, sites))}".encode()[:_NAME_BYTES]
-    own = torch.tensor(list(text.ljust(_NAME_BYTES)), dtype=torch.uint8, device=device)
+    text = f"{name or 'none'} over sites {'-'.join(map(str, sites))}".encode()
+    shown = text if len(text) <= _NAME_BYTES else text[: _NAME_BYTES - 3] + b"..."
+    own = torch.tensor(list(hashlib.sha256(text).digest() + shown.ljust(_NAME_BYTES)), dtype=torch.uint8, device=device)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, own, group=group)
-    names = [bytes(one.tolist()).decode(errors="replace").rstrip() for one in found]
-    if len(set(names)) > 1:
+    if any(not torch.equal(one, own) for one in found):
+        names = [bytes(one[_HASH_BYTES:].tolist()).decode(errors="replace").rstrip() for one in found]
         raise refusal(
             "the ranks of a pipeline have different activation codes", got=", ".join(names),
             allowed="one code on all ranks", remedy=f"--activation-code {name or 'none'} on each",

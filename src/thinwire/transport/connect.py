@@ -41,9 +41,10 @@ from thinwire.transport.addresses import (
     read_dial_paths,
     resolve,
 )
+from thinwire.transport.base import RankSubset, Transport, innermost
 from thinwire.transport.forked import kept_from_children
 from thinwire.transport.job_environment import JobPlace, ReplicaWorld, hide_job, is_hidden, job_place, pin_gpus
-from thinwire.transport.process_group import ProcessGroupTransport
+from thinwire.transport.process_group import ProcessGroupTransport, release_within
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.rendezvous import POLL_S, Rendezvous, open_file_store, open_store
 from thinwire.transport.secret import JOIN_VARIABLE, SECRET_BYTES, SECRET_VARIABLE, Secret, need_pyzmq, read_secret
@@ -127,7 +128,8 @@ def connect(
             groups made here.
         log: Where transfers are recorded, a new log by default.
         secret: The job's secret, the same file on all hosts; `thinwire secret FILE` makes one. By default that of the
-            variable THINWIRE_SECRET_FILE, if it is set.
+            variable THINWIRE_SECRET_FILE, if it is set. Where a replica has several ranks, it takes `solo=True`, and
+            gloo joins the ranks of each replica; `wire_within` returns the encrypted connections between them.
         solo: Hide the other replicas from the libraries of this process. Call it before anything uses CUDA or makes a
             process group, and give it again when the process joins again.
         traffic_plan: Plan of `thinwire traffic plan --probe`, with a secret only: connections then take planned paths.
@@ -156,7 +158,7 @@ def connect(
         raise ValueError(f"ranks_per_replica must be at least 1, got {ranks_per_replica}")
     _check_solo(solo)
     secret = given_secret_file(secret)
-    job = None if secret is None else _check_secret(secret, ranks_per_replica=ranks_per_replica)
+    job = None if secret is None else _check_secret(secret, has_group=ranks_per_replica > 1, solo=solo, **reach)
     if job is None and dist.is_available() and dist.is_initialized():
         chosen = _chosen_interface(interface=interface, address=address)
         with kept_from_children():
@@ -174,7 +176,9 @@ def connect(
     if job is not None:
         listen = listen_config(address=own_address, **reach)
         paths = {} if plan is None else read_dial_paths(plan, rank=place.rank, world_size=place.world_size)
-        wire = _join_by_wire(place, listen, job, deadline_s=deadline_s, solo=solo, paths=paths)
+        with kept_from_children():
+            wire = _join_by_wire(place, listen, job, deadline_s=deadline_s, solo=solo, paths=paths,
+                                 ranks_per_replica=ranks_per_replica)  # fmt: skip
         return RecordingTransport(wire, log=log)
     if plan is not None:
         raise refusal("a traffic plan needs a secret: gloo takes any source port", got=f"no secret and {plan}",
@@ -203,12 +207,26 @@ def _check_solo(solo: bool) -> None:
         )  # fmt: skip
 
 
-def _check_secret(path: Path, *, ranks_per_replica: int) -> Secret:
-    if ranks_per_replica != 1:
-        raise ValueError(
-            f"with a secret a replica is one rank, got ranks_per_replica={ranks_per_replica}; leave secret and "
-            f"{SECRET_VARIABLE} out, and put the hosts into one private network instead"
-        )
+def wire_within(transport: RecordingTransport) -> Transport | None:
+    """Return the encrypted connections between a replica's own ranks; None where `connect` had no secret.
+
+    The transport is not the caller's to close.
+    """
+    if not isinstance(transport.inner, RankSubset):
+        return None
+    wire: WireTransport = innermost(transport)
+    first = wire.replica - wire.replica % wire.ranks_per_replica
+    return RankSubset(wire, range(first, first + wire.ranks_per_replica))
+
+
+def _check_secret(path: Path, *, has_group: bool, solo: bool, **reach: object) -> Secret:
+    if has_group and not solo:
+        raise refusal("with a secret, the ranks of a replica are in a world of their own", got="solo=False",
+                      allowed="solo=True, or ranks_per_replica=1", remedy="connect(solo=True)")  # fmt: skip
+    if has_group and any(reach.values()):
+        raise refusal("advertise and port_range reach connections of thinwire's own, and gloo joins the ranks of a "
+                      "replica on any port", got="replicas of several ranks", allowed="ranks_per_replica=1",
+                      remedy="one private network, without advertise and port_range")  # fmt: skip
     if dist.is_available() and dist.is_initialized():
         raise ValueError(
             "with a secret the replicas join without torch.distributed; call connect(secret=...) before "
@@ -267,15 +285,9 @@ def _join(
     timeout = timedelta(seconds=deadline_s)
     with gloo_on(interface), _naming_failures(address):
         if world is not None:
-            if place.local_rank is not None:
-                first = place.local_rank - world.local_rank
-                pin_gpus(range(first, first + world.local_size))
             # gloo itself, in no world of torch's: a default group would show the other replicas to every library
             group = dist.ProcessGroupGloo(PrefixStore(f"{prefix}/groups", store), place.rank, place.world_size, timeout)
-            if world.size > 1:
-                replica_store = PrefixStore(f"{prefix}/replica/{own.replica}", store)
-                make_default_group(replica_store, rank=world.rank, world_size=world.size, timeout=timeout)
-            hide_job(place, world=world if world.size > 1 else None)
+            _enter_replica(place, world, PrefixStore(prefix, store), address=address, timeout=timeout)
             return ProcessGroupTransport(
                 group, ranks_per_replica=ranks_per_replica, sockets=sockets,
                 release=end_default_group if world.size > 1 else None,
@@ -288,6 +300,20 @@ def _join(
         except BaseException:
             dist.destroy_process_group()
             raise
+
+
+def _enter_replica(
+    place: JobPlace, world: ReplicaWorld | None, store: Any, *, address: str, timeout: timedelta
+) -> None:  # fmt: skip
+    """Hide the other replicas from the libraries of this process; ranks of one (`world`) get a default group."""
+    local_rank, local_size = (0, 1) if world is None else (world.local_rank, world.local_size)
+    if place.local_rank is not None:
+        pin_gpus(range(place.local_rank - local_rank, place.local_rank - local_rank + local_size))
+    if world is not None and world.size > 1:
+        own = PrefixStore(f"replica/{place.rank // world.size}", store)
+        with gloo_on(interface_of(address)), _naming_failures(address):
+            make_default_group(own, rank=world.rank, world_size=world.size, timeout=timeout)
+    hide_job(place, world=world if world is not None and world.size > 1 else None)
 
 
 def make_default_group(store: Any, *, rank: int, world_size: int, timeout: timedelta) -> None:
@@ -322,21 +348,23 @@ def _replica_world(own: RankEndpoint, endpoints: list[RankEndpoint], rendezvous:
 
 def _join_by_wire(
     place: JobPlace, listen: ListenConfig, secret: Secret, *, deadline_s: float, solo: bool,
-    paths: Mapping[int, DialPaths],
-) -> WireTransport:  # fmt: skip
+    paths: Mapping[int, DialPaths], ranks_per_replica: int,
+) -> Transport:  # fmt: skip
     """Meet as for gloo; from there on, nothing that was read in the store is believed but where to try."""
     from thinwire.transport.wire.wire_transport import WireTransport
 
     end = time.monotonic() + deadline_s
-    rendezvous, _, _ = _meet(place, ranks_per_replica=1, deadline_s=deadline_s)
+    rendezvous, store, prefix = _meet(place, ranks_per_replica=ranks_per_replica, deadline_s=deadline_s)
     transport = WireTransport(
         replica=place.rank, num_replicas=place.world_size, secret=secret, address=listen.address,
-        ports=listen.candidates,
+        ports=listen.candidates, ranks_per_replica=ranks_per_replica,
     )  # fmt: skip
     try:
         shown = listen.advertised(transport.port)
-        own = _endpoint(place, shown.host, port=shown.port, ranks_per_replica=1, secret=secret.fingerprint)
-        endpoints = _exchange_endpoints(own, rendezvous, ranks_per_replica=1)
+        own = _endpoint(
+            place, shown.host, port=shown.port, ranks_per_replica=ranks_per_replica, secret=secret.fingerprint
+        )  # fmt: skip
+        endpoints = _exchange_endpoints(own, rendezvous, ranks_per_replica=ranks_per_replica)
         below = {s.rank: Address(host=s.address, port=s.port) for s in endpoints if s.rank < place.rank}
         try:
             transport.dial(below, deadline_s=max(0.0, end - time.monotonic()), paths=paths)
@@ -345,14 +373,18 @@ def _join_by_wire(
         rendezvous.post(f"joined/{place.rank}", "")
         rendezvous.collect_all("joined")
         if solo:
-            pin_gpus([] if place.local_rank is None else [place.local_rank])
-            hide_job(place, world=None)
+            world = _replica_world(own, endpoints, rendezvous) if ranks_per_replica > 1 else None
+            _enter_replica(place, world, PrefixStore(prefix, store), address=own.address,
+                           timeout=timedelta(seconds=deadline_s))  # fmt: skip
     except BaseException:
         transport.close()
         raise
     finally:
         rendezvous.leave(place.world_size)
-    return transport
+    if ranks_per_replica == 1:
+        return transport
+    peers = range(place.rank % ranks_per_replica, place.world_size, ranks_per_replica)
+    return RankSubset(transport, peers, release=lambda: release_within(end_default_group))
 
 
 def meet(*, deadline_s: float) -> Rendezvous | None:

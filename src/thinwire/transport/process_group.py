@@ -178,14 +178,18 @@ class ProcessGroupTransport:
                 self._release()
             self._group = None  # gloo alone ends with its last reference
 
-        # A backend may wait for its peers as it ends; a dead one must not keep us here.
-        release = threading.Thread(target=give_back, daemon=True)
-        release.start()
-        release.join(max(0.0, end - time.monotonic()))
+        release_within(give_back, seconds=max(0.0, end - time.monotonic()))
 
     def _rank_of(self, replica: int) -> int:
         check_peer(replica, replica=self.replica, num_replicas=self.num_replicas)
         return replica * self.ranks_per_replica + self.shard
+
+
+def release_within(release: Callable[[], None], *, seconds: float = CLOSE_S) -> None:
+    """End a group: a backend may wait for its peers as it ends, and a dead one must not keep this process."""
+    thread = threading.Thread(target=release, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 class _Transfer(TransferFuture):
@@ -326,10 +330,10 @@ class _Transfer(TransferFuture):
 
     def _name(self, error: RuntimeError) -> TransportError:
         what = self._envelope.describe()
-        named = TransportError(f"the transport was closed with {what} of {self._peer_name} in flight")
+        named = TransportError(f"the transport was closed with {what} of {self.peer_name} in flight")
         if not self._transport._is_closed:
             named = PeerLost(
-                f"{self._peer_name} closed its connection during {what}; see its log; restart it and resume from the "
+                f"{self.peer_name} closed its connection during {what}; see its log; restart it and resume from the "
                 f"last checkpoint"
             )
         named.__cause__ = error

@@ -8,6 +8,7 @@ shards of the states too, so for FSDP2 they are ranks of dp_shard. The default g
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire import compat
+from thinwire.events import TransferLog
+from thinwire.transport.base import Envelope, RankSubset, Transport
 from thinwire.transport.process_group import ProcessGroupTransport
+from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.shards import is_a, named_failures
+from thinwire.transport.streams import ACTIVATIONS
 
 if TYPE_CHECKING:
     from thinwire.transport.coded_stage import StageCode  # its module takes a second to import
@@ -37,6 +42,8 @@ class ReplicaMesh:
         dp_shard: Shards of the states.
         cp: Ranks that share each sequence.
         tp: Ranks that share each layer.
+        sites: Site of each pipeline stage; None where each is one of its own.
+        wire: Encrypted connections between the replica's ranks: what crosses a border takes them instead of the group.
 
     Attributes:
         rank: Place in the replica; 0 leads.
@@ -47,11 +54,13 @@ class ReplicaMesh:
         context_rank: Place among the ranks that share a sequence.
         stage: Place along the pipeline.
         peers: Transport between the replica's own ranks, for notes.
+        border: Messages between stages at different sites.
     """
 
     def __init__(
-        self, *, device: torch.device, pp: int = 1, dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1
-    ) -> None:
+        self, *, device: torch.device, pp: int = 1, dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1,
+        sites: Sequence[int] | None = None, wire: Transport | None = None,
+    ) -> None:  # fmt: skip
         from torch.distributed.device_mesh import init_device_mesh  # takes a second to import, as FSDP below
 
         self.device = device
@@ -67,6 +76,13 @@ class ReplicaMesh:
         self._context_group = self._group_of_context()
         self.stage = place["pp"]
         self._pipe_group = self._mesh.get_group("pp")
+        self._sites = tuple(range(pp) if sites is None else sites)
+        self.border = TransferLog()
+        self._wire: Transport | None = None
+        if wire is not None:
+            pipe = RankSubset(wire, dist.get_process_group_ranks(self._pipe_group))
+            self._wire = RecordingTransport(pipe, log=self.border)
+        self._num_sent: Counter[tuple[int, int]] = Counter()
         self._data_group = self._group_of("dp_replicate", "dp_shard")
         # notes travel over gloo, whatever the device
         self.peers = ProcessGroupTransport(dist.new_group(backend="gloo"))
@@ -159,7 +175,7 @@ class ReplicaMesh:
 
     def pipeline(
         self, chunks: Sequence[nn.Module], *, order: Sequence[Sequence[tuple[bool, int, int]]],
-        loss: Callable[[Any, Any], torch.Tensor], code: StageCode | None = None, sites: Sequence[int] | None = None,
+        loss: Callable[[Any, Any], torch.Tensor], code: StageCode | None = None,
     ) -> Any:  # fmt: skip
         """Return torch's runtime of pipelines, which runs this rank's chunks in a given order.
 
@@ -169,8 +185,7 @@ class ReplicaMesh:
             chunks: Of this rank: chunk `stage + n * pp` of the model each.
             order: Of each rank of the pipeline: whether a pass is forward, the rank's chunk, and the micro-batch.
             loss: Of the last chunk's output and the targets of one micro-batch.
-            code: Of messages between stages; None for none.
-            sites: Site of each rank of the pipeline: messages inside a site are not coded. Default: each is one.
+            code: Of messages between stages at different sites; None for none.
         """
         from torch.distributed.pipelining import schedules
 
@@ -179,7 +194,7 @@ class ReplicaMesh:
         pp = self._sizes["pp"]
         stages = [
             CodedStage(chunk, self.stage + number * pp, pp * len(chunks), self.device, code=code,
-                       sites=[*(range(pp) if sites is None else sites)] * len(chunks), group=self._pipe_group)
+                       sites=self._sites * len(chunks), group=self._pipe_group, wire=self._wire, log=self.border)
             for number, chunk in enumerate(chunks)
         ]  # fmt: skip
         runtime, action, kinds = compat.pipeline_runtime(schedules)
@@ -220,8 +235,16 @@ class ReplicaMesh:
         """Send a tensor to the rank at another place along the pipeline; a code is that of activations."""
         if code is not None:
             tensor = code.encode(tensor, is_forward=is_forward, source=f"stage {self.stage}, tied embedding")
+        payload = tensor.detach().contiguous()
+        if self._is_crossed(stage) and self._wire is not None:
+            envelope = self._envelope(payload.nbytes, sender=self.stage, receiver=stage)
+            sent = self._wire.send(payload.view(-1).view(torch.uint8).cpu(), to=stage, envelope=envelope)
+            sent.wait(deadline_s=ACTIVATIONS.deadline_s(payload.nbytes))
+            return
         with named_failures():
-            dist.send(tensor.contiguous(), group=self._pipe_group, group_dst=stage)
+            dist.send(payload, group=self._pipe_group, group_dst=stage)
+        if self._is_crossed(stage):
+            self.border.count("sent", ACTIVATIONS.name, peer=stage, num_bytes=payload.nbytes)
 
     def receive_from_stage(
         self, tensor: torch.Tensor, stage: int, *, code: StageCode | None = None, is_forward: bool = True
@@ -231,15 +254,31 @@ class ReplicaMesh:
         if code is not None:
             size = code.payload_bytes(tensor.numel(), is_forward=is_forward)
             payload = torch.zeros(size, dtype=torch.uint8, device=tensor.device)  # a shorter one fills its beginning
-        with named_failures():
-            dist.recv(payload, group=self._pipe_group, group_src=stage)
+        if self._is_crossed(stage) and self._wire is not None:
+            is_most = code is not None and not code.has_fixed_size(is_forward=is_forward)
+            envelope = self._envelope(payload.nbytes, sender=stage, receiver=self.stage, takes_less=is_most)
+            received_later = self._wire.receive(source=stage, envelope=envelope)
+            received = received_later.wait(deadline_s=ACTIVATIONS.deadline_s(payload.nbytes))
+            assert received is not None, "a receive returns its message"
+            payload.view(-1).view(torch.uint8)[: received.payload.numel()].copy_(received.payload)
+        else:
+            with named_failures():
+                dist.recv(payload, group=self._pipe_group, group_src=stage)
+            if self._is_crossed(stage):
+                self.border.count("received", ACTIVATIONS.name, peer=stage, num_bytes=payload.nbytes)
         if code is not None:
             code.decode(payload, tensor, is_forward=is_forward, source=f"stage {stage}, tied embedding")
         return tensor
 
     def broadcast_from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
         """Fill a tensor with that of the rank at a place along the pipeline, in place."""
-        if self._sizes["pp"] > 1:
+        if self._wire is not None and self.stage == stage:
+            for other in range(self._sizes["pp"]):
+                if other != stage:
+                    self.send_to_stage(tensor, other)
+        elif self._wire is not None:
+            self.receive_from_stage(tensor, stage)
+        elif self._sizes["pp"] > 1:
             with named_failures():
                 dist.broadcast(tensor, group=self._pipe_group, group_src=stage)
         return tensor
@@ -266,6 +305,18 @@ class ReplicaMesh:
     def close(self) -> None:
         """End the transport of notes; the groups end with the default group."""
         self.peers.close()
+
+    def _is_crossed(self, stage: int) -> bool:
+        """Return whether a border lies between this stage and another."""
+        return self._sites[stage] != self._sites[self.stage]
+
+    def _envelope(self, num_bytes: int, *, sender: int, receiver: int, takes_less: bool = False) -> Envelope:
+        """Return the address of a message that is no activation of a micro-batch; both ends count alike."""
+        number = self._num_sent[sender, receiver]
+        self._num_sent[sender, receiver] += 1
+        # beyond all steps, and beside every micro-batch in flight
+        key = (1 << 63 | 1 << 11 | number % (1 << 11), sender, 0)
+        return Envelope(stream=ACTIVATIONS, key=key, payload_bytes=num_bytes, takes_less=takes_less)
 
     def _group_of(self, *axes: str) -> Any:
         """Make the group of the ranks that differ along the axes alone; all ranks call it."""

@@ -15,11 +15,12 @@ from loopback_connections import THERE, connection
 
 from tests.sample_runs import step_line
 from thinwire.cli.view import RunState, progress_line
+from thinwire.events import TransferLog
 from thinwire.monitor.dashboard.chart_data import timeline
 from thinwire.monitor.dashboard.snapshot import snapshot
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.report.figures import utilisation
-from thinwire.recording.metrics import KernelCounts
+from thinwire.recording.metrics import KernelCounts, Meter
 from thinwire.runlog.reader import from_records
 from thinwire.runlog.records import Span
 from thinwire.runlog.run_folder import StepMetrics, Summary, parse_metrics
@@ -33,6 +34,22 @@ def _line(step: int, **changes: object) -> StepMetrics:
     line = parse_metrics(step_line(step, **changes), source="a line")
     assert isinstance(line, StepMetrics)
     return line
+
+
+def test_what_crosses_a_border_inside_a_replica_is_sent_too_and_goes_on_after_a_resume(tmp_path: Path) -> None:
+    border = TransferLog()
+    meter = Meter(tmp_path, replica=0, log=TransferLog(), border=border)
+    border.count("sent", "activations", peer=1, num_bytes=700)
+    border.count("received", "activations", peer=1, num_bytes=300)
+    meter.write_step(1, stalled_s=0.0, rounds_in_flight=0)
+    state = meter.state_dict(stalled_s=0.0)
+    meter.close()
+    later = Meter(tmp_path, replica=0, log=TransferLog(), border=border)
+    later.load_state_dict(state)
+    later.write_step(2, stalled_s=0.0, rounds_in_flight=0)
+    later.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics-replica-0.jsonl").read_text().splitlines()]
+    assert [[line["sent_bytes"], line["received_bytes"]] for line in lines] == [[700, 300], [1400, 600]]
 
 
 class ShapedLink:

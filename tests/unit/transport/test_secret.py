@@ -95,10 +95,12 @@ def test_a_secret_is_in_no_text_that_is_shown() -> None:
     assert len({secret.derive("a"), secret.derive("b"), secret.key}) == 3
 
 
-def test_with_a_secret_a_replica_is_one_rank(tmp_path: Path) -> None:
+def test_with_a_secret_the_ranks_of_a_replica_are_in_a_world_of_their_own_on_any_port(tmp_path: Path) -> None:
     make_secret(tmp_path / "job.secret")
-    with pytest.raises(ValueError, match="got ranks_per_replica=2"):
+    with pytest.raises(ValueError, match=r"got solo=False; allowed solo=True, .*; try connect\(solo=True\)"):
         connect(secret=tmp_path / "job.secret", ranks_per_replica=2)
+    with pytest.raises(ValueError, match="port_range reach connections of thinwire's own"):
+        connect(secret=tmp_path / "job.secret", ranks_per_replica=2, solo=True, port_range="29500-29600")
 
 
 def test_a_process_alone_needs_no_wire_but_its_secret_is_checked(tmp_path: Path) -> None:

@@ -289,5 +289,5 @@ class Peer:
 
     def _lost(self, transfer: WireTransfer) -> PeerLost:
         return PeerLost(
-            f"replica {self.peer} {self.reason} during {transfer.describe()}; {_OPEN_HELP if self._is_open else _HELP}"
+            f"{transfer.peer_name} {self.reason} during {transfer.describe()}; {_OPEN_HELP if self._is_open else _HELP}"
         )

@@ -54,8 +54,8 @@ class WireTransfer(TransferFuture):
         later: Runs a task in the completion thread.
     """
 
-    def __init__(self, *, peer: int, envelope: Envelope, verb: str, later: Later) -> None:
-        super().__init__(peer_name=f"replica {peer}", envelope=envelope, verb=verb)
+    def __init__(self, *, peer: int, envelope: Envelope, verb: str, later: Later, name: str = "") -> None:
+        super().__init__(peer_name=name or f"replica {peer}", envelope=envelope, verb=verb)
         self.peer = peer
         self.envelope = envelope
         self._later = later

@@ -73,6 +73,7 @@ class WireTransport:
             below `MOST_REPLICAS`, there are no others until they are added, and a message for one that is not in the
             set is a `PeerLost`.
         role: What this replica does in the run, one of `thinwire.roles.ROLES`; the others learn it.
+        ranks_per_replica: Above 1, each replica here is a rank, and so many consecutive ones are a replica of the run.
 
     Attributes:
         tamper: Called with each packed message that this replica sends; returns what goes on the wire, or None to lose
@@ -100,7 +101,7 @@ class WireTransport:
 
     def __init__(
         self, *, replica: int, num_replicas: int, secret: Secret, address: str, ports: Sequence[int] = (0,),
-        is_open: bool = False, role: str = ROLES[0],
+        is_open: bool = False, role: str = ROLES[0], ranks_per_replica: int = 1,
     ) -> None:  # fmt: skip
         self._most_replicas = MOST_REPLICAS if is_open else num_replicas
         if not 0 <= replica < self._most_replicas:
@@ -109,7 +110,7 @@ class WireTransport:
         self.on_request: Callable[[int, int, bytes], None] | None = None
         self.on_cancel: Callable[[int, int], None] | None = None
         self.on_lost: Callable[[int], None] | None = None
-        self.replica = replica
+        self.replica, self.ranks_per_replica = replica, ranks_per_replica
         self.num_replicas = num_replicas
         self._is_open = is_open
         self._peers: set[int] = set() if is_open else set(range(num_replicas)) - {replica}
@@ -328,7 +329,9 @@ class WireTransport:
 
     def _transfer(self, peer: int, envelope: Envelope, *, verb: str) -> WireTransfer:
         check_peer(peer, replica=self.replica, num_replicas=self._most_replicas)
-        transfer = WireTransfer(peer=peer, envelope=envelope, verb=verb, later=self._loop.completion.later)
+        each = self.ranks_per_replica
+        name = f"replica {peer // each} (rank {peer})" if each > 1 else ""
+        transfer = WireTransfer(peer=peer, envelope=envelope, verb=verb, later=self._loop.completion.later, name=name)
         transfer.count(self._in_flight, link=(peer, verb))
         return transfer
 
