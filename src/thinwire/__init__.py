@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from thinwire.version import __version__
 
 if TYPE_CHECKING:
-    from thinwire import codecs, lab, methods, split
+    from thinwire import codecs, lab, methods, sequences, split
     from thinwire.codecs.activation_code import ActivationCode
     from thinwire.codecs.channel_bits import AdaptiveBits
     from thinwire.errors import ThinwireError
@@ -60,12 +60,13 @@ _HOMES = {
     "run_replicas": "thinwire.transport.loopback",
     "watch": "thinwire.recording.torch_recorder",
 }
-_MODULES = ("codecs", "lab", "methods", "split")
+_MODULES = ("codecs", "lab", "methods", "sequences", "split")
 
 __all__ = [
     "ActivationCode", "AdaptiveBits", "CodedStage", "DistributedOptimizer", "ElasticOptimizer", "FaultyTransport",
     "LoopbackTransport", "LoopbackWorld", "Method", "MultiOptimizer", "RecordingTransport", "ThinwireError",
-    "__version__", "codecs", "connect", "join", "lab", "methods", "metrics", "run_replicas", "split", "watch",
+    "__version__", "codecs", "connect", "join", "lab", "methods", "metrics", "run_replicas", "sequences", "split",
+    "watch",
 ]  # fmt: skip
 
 

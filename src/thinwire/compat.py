@@ -141,6 +141,29 @@ def pipeline_runtime(schedules: ModuleType) -> tuple[Any, Any, Any]:
     return found._PipelineScheduleRuntime, found._Action, found._ComputationType
 
 
+def flash_attention(query: Any, key: Any, value: Any, *, scale: float, is_causal: bool) -> tuple[Any, Any]:
+    """Return output and log-sum-exp of torch's flash attention on a GPU; fewer heads of keys are repeated."""
+    keys, values = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+    found = torch.ops.aten._scaled_dot_product_flash_attention.default(
+        query, keys, values, 0.0, is_causal, False, scale=scale
+    )
+    return found[0].to(torch.float32), found[1]
+
+
+def flash_attention_backward(
+    grad: Any, query: Any, key: Any, value: Any, output: Any, log_sums: Any, *, scale: float, is_causal: bool
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of `flash_attention`'s inputs for the output and log-sum-exp of whole rows."""
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (one.repeat_interleave(groups, 1) for one in (key, value))
+    unused = torch.zeros((), dtype=torch.int64, device=query.device)  # seed and offset of a dropout of 0
+    found = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
+        grad.to(query.dtype), query, keys, values, output.to(query.dtype), log_sums, None, None, query.shape[2],
+        key.shape[2], 0.0, is_causal, unused, unused, scale=scale,
+    )  # fmt: skip
+    return (found[0], *(one.unflatten(1, (-1, groups)).sum(2) for one in found[1:3]))
+
+
 def failure_of(work: Any) -> str:
     """Return why a `Work` that has ended failed; an empty text where it did not, or does not say.
 

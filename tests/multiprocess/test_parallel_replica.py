@@ -52,8 +52,15 @@ CUTS: dict[str, dict[str, Any]] = {
     "copies of shards": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3, "micro_batch": 1},
     "copies alone": {"dp_replicate": 4, "micro_batch": 2},
     "context parallel": {"cp": 4, "zero_stage": 1, "micro_batch": 4, "recompute_layers": 2},
+    "context parallel with helpers": {"cp": 4, "zero_stage": 1, "micro_batch": 4, "cp_policy": "helper"},
     "context parallel in shards": {"cp": 2, "dp_shard": 2, "zero_stage": 3, "micro_batch": 2},
-    "context parallel in copies": {"cp": 2, "dp_replicate": 2, "zero_stage": 2, "micro_batch": 1},
+    "context parallel in copies": {
+        "cp": 2,
+        "dp_replicate": 2,
+        "zero_stage": 2,
+        "micro_batch": 1,
+        "cp_policy": "zigzag",
+    },
     "context and tensor parallel": {"cp": 2, "tp": 2, "zero_stage": 2, "micro_batch": 4},
     "pipeline of context parallel ranks": {"pp": 2, "cp": 2, "zero_stage": 1, "micro_batch": 2},
     "tensor parallel": {"tp": 4, "micro_batch": 4},
@@ -246,11 +253,12 @@ def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
             tuple(dist.get_process_group_ranks(mesh._mesh.get_group(axis))): axis
             for axis in ("tp", "pp") if mesh.size_of(axis) > 1
         }  # fmt: skip
+        part = dist.get_rank(mesh.context_group) if mesh.size_of("cp") > 1 else 0
         if mesh.size_of("cp") > 1:  # FSDP2 may have a group of the same ranks
-            axes[mesh._context_group.group_name] = "cp"
+            axes[mesh.context_group.group_name] = "cp"
         with SentNumbers(axes) as sent:
             passes.backward(*batches(config.data.batch_size or BATCH)[0], factor=1.0)
-        found[name] |= {"sent": sent.sent, "order": sent.order, "stage": mesh.stage}
+        found[name] |= {"sent": sent.sent, "order": sent.order, "stage": mesh.stage, "part": part}
         mesh.close()
     for name, cut in DOCUMENT_CUTS.items():
         config = options(sequences="documents", **cut)
@@ -337,7 +345,7 @@ def test_each_rank_sends_what_the_plan_counts(name: str, cut_runs: list[dict[str
         degrees=degrees, global_batch=cut.get("batch_size", BATCH), micro_batch=cut["micro_batch"],
         zero_stage=zero_stage,
         interleave=cut.get("interleave", 1), recomputed_layers=cut.get("recompute_layers", 0),
-        unsharded_layers=cut.get("unsharded_layers", 0),
+        unsharded_layers=cut.get("unsharded_layers", 0), cp_policy=cut.get("cp_policy", "auto"),
     )  # fmt: skip
     embedding, shape = SHAPE.vocab_size * SHAPE.dim, shape_of(name)
     per_layer = (shape.num_parameters - embedding) / shape.layers
@@ -348,7 +356,7 @@ def test_each_rank_sends_what_the_plan_counts(name: str, cut_runs: list[dict[str
         is_head_tied=True,
     )  # fmt: skip
     for found in cut_runs:
-        planned = sent_numbers(model, layout, stage=found[name]["stage"])
+        planned = sent_numbers(model, layout, stage=found[name]["stage"], part=found[name]["part"])
         for axis, count in found[name]["sent"].items():
             # norms are whole on each tensor-parallel rank, the last one is in one stage, and losses are summed
             assert count == pytest.approx(planned[axis], rel=0.02, abs=32), (axis, found[name]["stage"])

@@ -21,6 +21,7 @@ from itertools import pairwise
 from math import inf
 
 from thinwire.codec_specs import activation_bytes
+from thinwire.sequences.block_tables import sequence_plan
 from thinwire.site import memory
 from thinwire.site.pipeline import StageLink, StageTimes, chunk_layers, layers_in_flight, lower_bound_s, step_s
 from thinwire.site.site_file import Site
@@ -119,6 +120,7 @@ class Layout:
     # under ZeRO-3 without stages, the last ones, whose weights stay together all through a step
     unsharded_layers: int = 0
     eagerness: int = 1  # of 1F1B, see `one_f_one_b`
+    cp_policy: str = "auto"  # sharing of attention over the ranks of cp
 
     @property
     def num_micro_batches(self) -> int:
@@ -209,10 +211,17 @@ def peak_bytes(model: ModelShape, layout: Layout) -> tuple[float, ...]:
     return tuple(device_memory(model, layout, stage=stage).peak_bytes for stage in range(layout.degrees.pp))
 
 
-def sent_numbers(model: ModelShape, layout: Layout, *, stage: int) -> dict[str, float]:
+def sent_numbers(model: ModelShape, layout: Layout, *, stage: int, part: int = 0) -> dict[str, float]:
     """Return how many numbers a device of a pipeline rank sends in a step, as `thinwire train --plan` sends them.
 
     Rings are assumed: of n numbers, each of N members sends n (N - 1) / N in a gather, and twice that in an all-reduce.
+    Sequences are shared by the layout's policy, under which ranks of cp send different numbers.
+
+    Args:
+        model: The model.
+        layout: Its cut.
+        stage: The device's pipeline rank.
+        part: Its rank of cp.
 
     Returns:
         Numbers sent between the data-parallel ranks ("data"), and along "cp", "tp" and "pp".
@@ -240,12 +249,28 @@ def sent_numbers(model: ModelShape, layout: Layout, *, stage: int) -> dict[str, 
         data += embedding * around
     # recompute stops before a layer's last all-reduce, whose result no gradient needs
     all_reduces = count * (4 * own_layers + recomputed)
-    # keys and values go round in both passes, where they meet cp - 1 ranks; their gradients take one more hop, to home
-    around = count * ((2 * own_layers + recomputed) * (1 - 1 / degrees.cp) + own_layers * (degrees.cp > 1))
+    # recomputed layers attend again
+    forward, backward = _shared_numbers(model, layout, part)
     return {
-        "data": data, "cp": around * 2 * activations / degrees.tp,
+        "data": data, "cp": count * ((own_layers + recomputed) * forward + own_layers * backward),
         "tp": all_reduces * 2 * activations / degrees.cp * (1 - 1 / degrees.tp), "pp": stages,
     }  # fmt: skip
+
+
+def _shared_numbers(model: ModelShape, layout: Layout, part: int) -> tuple[float, float]:
+    """Return the numbers that a rank of cp sends in the forward and in the backward pass of a layer."""
+    degrees, head_dim = layout.degrees, model.width // model.heads
+    heads = max(1, model.heads // degrees.tp)
+    plan = sequence_plan(layout.cp_policy, sites=(0,) * degrees.cp, heads=heads, head_dim=head_dim)
+    forward, backward = (
+        plan.sent_bytes(
+            batch=layout.micro_batch, seq_len=model.seq_len, head_dim=head_dim, item_bytes=1, log_sum_bytes=1,
+            backward=is_backward,
+        )
+        for is_backward in (False, True)
+    )  # fmt: skip
+    sums = [float(sum(n for way, n in sent.items() if way[0] == part)) for sent in (forward, backward)]
+    return sums[0], sums[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 from thinwire.codec_specs import activation_codecs
 from thinwire.errors import excluded, refusal
 from thinwire.options import flag, option
+from thinwire.sequences.block_tables import POLICIES, sequence_plan
 from thinwire.workloads.cards import BATCH_SIZE
 
 
@@ -21,6 +22,10 @@ class ParallelConfig:
     """Shards of the states inside each replica (FSDP2)."""
     cp: int = option(1, least=1)
     """Ranks that share each sequence (context parallelism); CPUs alone."""
+    cp_policy: str = option("auto", choices=POLICIES)
+    """Sharing of attention over --cp ranks: what travels, and who computes; auto chooses by bytes and balance."""
+    cp_sites: str | None = option(None)
+    """Site of each --cp rank, such as 0,0,1,1, where they are at several: keys cross a border seldom."""
     tp: int = option(1, least=1)
     """Ranks that share each layer (tensor parallelism)."""
     pp: int = option(1, least=1)
@@ -57,14 +62,27 @@ class ParallelConfig:
         Raises:
             ValueError: It is no list of whole numbers, one a stage.
         """
-        if self.stage_sites is None:
-            return None
-        parts = self.stage_sites.split(",")
-        if len(parts) != self.pp or not all(part.isascii() and part.isdecimal() and len(part) < 7 for part in parts):
-            raise refusal("--stage-sites must number the site of each pipeline stage", got=repr(self.stage_sites[:60]),
-                          allowed=f"{self.pp} whole numbers joined by commas",
-                          remedy="--stage-sites " + ",".join("0" * self.pp))  # fmt: skip
-        return tuple(map(int, parts))
+        return _site_numbers("--stage-sites", self.stage_sites, count=self.pp, of="pipeline stage")
+
+    @property
+    def sites_of_cp(self) -> tuple[int, ...] | None:
+        """`cp_sites` as numbers.
+
+        Raises:
+            ValueError: It is no list of whole numbers, one a rank of cp.
+        """
+        return _site_numbers("--cp-sites", self.cp_sites, count=self.cp, of="rank of --cp")
+
+
+def _site_numbers(option: str, given: str | None, *, count: int, of: str) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    parts = given.split(",")
+    if len(parts) != count or not all(part.isascii() and part.isdecimal() and len(part) < 7 for part in parts):
+        raise refusal(f"{option} must number the site of each {of}", got=repr(given[:60]),
+                      allowed=f"{count} whole numbers joined by commas",
+                      remedy=f"{option} " + ",".join("0" * count))  # fmt: skip
+    return tuple(map(int, parts))
 
 
 ONE_RANK = ParallelConfig()
@@ -96,7 +114,7 @@ def parallel_problems(config: Any) -> list[ValueError]:
          refusal("--unsharded-layers has no use without shards", got="--dp-shard 1", allowed="2 or more shards",
                  remedy="--dp-shard 2, or to leave --unsharded-layers out")),
     ]  # fmt: skip
-    problems = [*(problem for is_wrong, problem in checks if is_wrong), *_stage_problems(own)]
+    problems = [*(problem for is_wrong, problem in checks if is_wrong), *_stage_problems(own), *_cp_problems(own)]
     return problems if own.ranks == 1 else [*problems, *_bad_with_ranks(config)]
 
 
@@ -125,11 +143,29 @@ def _stage_problems(own: ParallelConfig) -> list[ValueError]:
     return problems
 
 
+def _cp_problems(own: ParallelConfig) -> list[ValueError]:
+    """Check how ranks share sequences."""
+    problems = [
+        refusal(f"{flag(name)} is for ranks that share sequences", got=getattr(own, name), allowed="2 or more --cp",
+                remedy=f"--cp 2, or to leave {flag(name)} out")
+        for name in ("cp_policy", "cp_sites") if own.cp == 1 and getattr(own, name) != getattr(ONE_RANK, name)
+    ]  # fmt: skip
+    if problems or own.cp_policy not in POLICIES:
+        return problems
+    try:
+        sites = own.sites_of_cp or (0,) * own.cp
+        if own.cp_policy not in ("auto", "heads", "heads+sites"):  # the model's heads decide of those
+            sequence_plan(own.cp_policy, sites=sites, heads=1)
+    except ValueError as error:
+        problems.append(error)
+    return problems
+
+
 def _bad_with_ranks(config: Any) -> list[ValueError]:
     """Check what else is given where a replica has several ranks."""
     own = config.parallel
     which = next(flag(name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp") if config.option(name) > 1)
-    seq_len, parts = config.model.seq_len or 0, 2 * own.cp
+    seq_len, parts = config.model.seq_len or 0, own.cp * (2 if own.cp_policy in ("auto", "zigzag") else 1)
     batch = config.data.batch_size or BATCH_SIZE
     is_small = batch < own.data_ranks and config.data.sequences == "windows"  # documents fill passes by their lengths
     checks = [
@@ -150,8 +186,8 @@ def _bad_with_ranks(config: Any) -> list[ValueError]:
          excluded("--advertise and --port-range", which, why="gloo joins a replica's ranks, on any port",
                   remedy="to leave them out")),
         (own.cp > 1 and seq_len % parts,
-         refusal("--cp cuts each sequence into 2 equal parts a rank", got=f"{seq_len} tokens",
-                 allowed=f"multiples of {parts}", remedy=f"--seq-len {max(1, round(seq_len / parts)) * parts}")),
+         refusal(f"--cp cuts each sequence into {parts} equal parts", got=f"{seq_len} tokens",
+                 allowed=f"multiples of {parts}", remedy=f"--seq-len {max(1, -(-seq_len // parts)) * parts}")),
         (is_small,
          refusal("--batch-size has no sequence for some of the ranks", got=batch,
                  allowed=f"{own.data_ranks} or more", remedy=f"--batch-size {own.data_ranks}")),

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from thinwire import sequences
 from thinwire.codecs.activation_code import ActivationCode
 from thinwire.errors import refusal
 from thinwire.shared_random import derive_seed
@@ -29,9 +30,7 @@ from thinwire.workloads.language.transformer import (
     build_transformer,
     join_heads,
     next_token_loss,
-    share_sequences,
     split_heads,
-    take_positions,
 )
 from thinwire.workloads.language.workload import num_targets
 from thinwire.workloads.sampler import PADDING
@@ -94,10 +93,11 @@ def cut_model(model: nn.Module, config: TrainConfig, mesh: ReplicaMesh) -> nn.Mo
                       allowed="a preset or a size", remedy="--model 35m")  # fmt: skip
     own, layers = config.parallel, model.config.layers
     _check_cut(config, mesh, layers=layers)
-    if own.cp > 1:
-        share_sequences(model, mesh.own_positions(model.config.max_seq_len), mesh.ring_attention)
     if own.tp > 1:
         split_heads(model, own.tp)
+    if own.cp > 1:
+        _share_sequences(model, config, mesh)
+    if own.tp > 1:
         mesh.split_layers(list(model.blocks), columns=_COLUMNS, rows=_ROWS)
     if own.pp == 1:
         model.recomputed_blocks = own.recompute_layers
@@ -113,11 +113,22 @@ def cut_model(model: nn.Module, config: TrainConfig, mesh: ReplicaMesh) -> nn.Mo
     return found
 
 
+def _share_sequences(model: Transformer, config: TrainConfig, mesh: ReplicaMesh) -> None:
+    own = config.parallel
+    sequences.share(
+        model,
+        sequences.attention(
+            mesh.context_group, heads=model.config.heads // own.tp, policy=own.cp_policy, sites=own.sites_of_cp,
+            head_dim=model.config.head_dim,
+        ),
+    )  # fmt: skip
+
+
 def _check_cut(config: TrainConfig, mesh: ReplicaMesh, *, layers: int) -> None:
     """Check the degrees against the model and the device."""
     own = config.parallel
     if own.cp > 1 and mesh.device.type != "cpu":
-        raise refusal("--cp runs on CPUs alone: its bridge to torch was never run on another device",
+        raise refusal("--cp runs on CPUs alone: its attention was never run on another device",
                       got=f"--device {mesh.device.type}", allowed="cpu",
                       remedy="thinwire plan --inside --torchtitan FILE")  # fmt: skip
     num_chunks, most_chunks = own.pp * own.interleave, layers + 2 * (own.interleave > 1)  # an end may have no layer
@@ -198,6 +209,8 @@ class ParallelPasses:
         self._config, self._mesh = config, mesh
         self._model: Any = model
         self._is_padded = config.data.sequences == "documents"
+        sharing: Any = model.chunks[0] if isinstance(model, PipelineChunks) else model
+        self._shared: sequences.SequenceAttention | None = sharing.shared
         self._pipeline = _Pipeline(config, model, mesh) if isinstance(model, PipelineChunks) else None
 
     def backward(self, tokens: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
@@ -259,11 +272,12 @@ class ParallelPasses:
         return self._mesh.broadcast_from_stage(summed, self._mesh.size_of("pp") - 1).float()
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        if self._is_padded and self._mesh.size_of("cp") > 1:  # passes differ in width
-            width = tokens.shape[1] * self._mesh.size_of("cp")
-            take_positions(self._model, self._mesh.own_positions(width).to(tokens.device))
         found: tuple[Tensor, Tensor] = self._model.loss(tokens, targets, is_padded=self._is_padded)
         return found
+
+    def _own(self, tokens: Tensor) -> Tensor:
+        """Return this rank's positions of whole sequences (batch, seq)."""
+        return tokens if self._shared is None else self._shared.own_tokens(tokens)
 
     def _own_documents(self, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Yield as `_own_passes`: rows go to the rank that is free first, and each pass holds rows of like lengths."""
@@ -274,7 +288,7 @@ class ParallelPasses:
         cost = cost_of(layers=shape.layers, width=shape.dim, num_parameters=weights, flops_per_s=1.0)
         found = assign_sequences(lengths, num_devices=ranks, cost=cost, max_tokens=max(lengths), may_share=False)
         most = (self._config.data.micro_batch or per_rank) * (self._config.model.seq_len or tokens.shape[1])
-        unit = 2 * parts if parts > 1 else 1  # ranks of cp share a sequence in equal parts
+        unit = 1 if self._shared is None else self._shared.plan.num_parts  # ranks of cp share equal parts
         passes = []
         for rank in range(ranks):
             rows = found.of_device(rank)
@@ -285,8 +299,8 @@ class ParallelPasses:
             rows = own[number] if number < len(own) else []
             places = torch.tensor(rows or [lengths.index(min(lengths))], device=tokens.device)
             width = -(-max(lengths[place] for place in places.tolist()) // unit) * unit
-            own_tokens = self._mesh.own_tokens(_as_wide(tokens[places], width, 0))
-            own_targets = self._mesh.own_tokens(_as_wide(targets[places], width, PADDING))
+            own_tokens = self._own(_as_wide(tokens[places], width, 0))
+            own_targets = self._own(_as_wide(targets[places], width, PADDING))
             # each rank of cp takes the mean over its own positions
             counted = int((own_targets >= 0).sum()) if rows else 0
             yield own_tokens, own_targets, counted * parts / found.num_tokens
@@ -305,7 +319,7 @@ class ParallelPasses:
         for start in range(0, per_rank, size):
             first, end = rank * per_rank + start, min(count, rank * per_rank + min(start + size, per_rank))
             rows = slice(first, end) if first < end else slice(0, 1)
-            own = self._mesh.own_tokens(tokens[rows]), self._mesh.own_tokens(targets[rows])
+            own = self._own(tokens[rows]), self._own(targets[rows])
             yield *own, max(0, end - first) / count
 
     def _prepare_pass(self, *, is_last: bool) -> None:

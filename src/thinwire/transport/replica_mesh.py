@@ -51,7 +51,7 @@ class ReplicaMesh:
         data_rank: Place among the ranks that read different sequences.
         data_ranks: How many these are.
         gradient_ranks: Ranks over which gradients are averaged: those, and the ranks of cp.
-        context_rank: Place among the ranks that share a sequence.
+        context_group: Process group of the ranks that share a sequence; None where each is alone.
         stage: Place along the pipeline.
         peers: Transport between the replica's own ranks, for notes.
         border: Messages between stages at different sites.
@@ -72,8 +72,7 @@ class ReplicaMesh:
         self.data_rank = place["dp_replicate"] * dp_shard + place["dp_shard"] // cp
         self.data_ranks = dp_replicate * dp_shard
         self.gradient_ranks = self.data_ranks * cp
-        self.context_rank = place["dp_shard"] % cp
-        self._context_group = self._group_of_context()
+        self.context_group = self._group_of_context()
         self.stage = place["pp"]
         self._pipe_group = self._mesh.get_group("pp")
         self._sites = tuple(range(pp) if sites is None else sites)
@@ -125,35 +124,6 @@ class ReplicaMesh:
         for number, block in enumerate(blocks):
             fully_shard(block, mesh=self._mesh[axes], reshard_after_forward=number < num_freed)
         fully_shard(model, mesh=self._mesh[axes], reshard_after_forward=num_freed > 0)
-
-    def own_positions(self, seq_len: int) -> torch.Tensor:
-        """Return the positions of each sequence that this rank works on, (seq_len / cp,) int64.
-
-        A sequence has 2 cp equal parts, and rank r the parts r and 2 cp - 1 - r: under a causal mask a late part meets
-        many keys and an early one few, so all ranks compute equally long.
-        """
-        parts = torch.arange(seq_len).chunk(2 * self._sizes["cp"])
-        return torch.cat((parts[self.context_rank], parts[-1 - self.context_rank]))
-
-    def own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return this rank's positions of whole sequences (batch, seq)."""
-        if self._sizes["cp"] == 1:
-            return tokens
-        return tokens[:, self.own_positions(tokens.shape[1]).to(tokens.device)]
-
-    def ring_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attend, causally, from this rank's positions to those of all ranks of cp.
-
-        Args:
-            query: (batch, heads, own positions, head_dim).
-            key: As `query`; other ranks get it.
-            value: As `key`.
-        """
-        if torch.is_autocast_enabled(query.device.type):  # as it does with torch's own attention
-            dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        attended: torch.Tensor = _RingAttention.apply(query, key, value, self._context_group)  # type: ignore[no-untyped-call]
-        return attended
 
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks that read different sequences or parts of them, in place."""
@@ -375,48 +345,3 @@ def _received_early(actions: Sequence[Any], kinds: Any) -> list[Any]:
                 found += following
                 posted.update(following)
     return found
-
-
-class _RingAttention(torch.autograd.Function):
-    """Bridge to the ring of torch's context parallelism, whose public entry has no operator for the CPU in 2.13.
-
-    Both functions of torch that it calls are private, so a test runs them with the version that is installed.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any) -> torch.Tensor:
-        ring = _torch_ring(query.dtype)
-
-        def attend(*inputs: torch.Tensor, is_causal: bool = False, **_: Any) -> Any:
-            forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-            return forward(*inputs, 0.0, is_causal)
-
-        inputs = tuple(tensor.contiguous() for tensor in (query, key, value))
-        attended, log_sums = ring._templated_ring_attention(group, 2, attend, *inputs, is_causal=True)[:2]
-        ctx.save_for_backward(*inputs, attended, log_sums)
-        ctx.group = group
-        return attended  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        query, key, value, attended, log_sums = ctx.saved_tensors
-
-        def differentiate(*, grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, is_causal: bool,
-                          **_: Any) -> Any:  # fmt: skip
-            backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-            return backward(grad_out.contiguous(), query, key, value, out, logsumexp, 0.0, is_causal)
-
-        grads = _torch_ring(query.dtype)._templated_ring_attention_backward(
-            ctx.group, 2, differentiate, grad, "grad_out", query, key, value, attended, log_sums, True
-        )
-        return (*grads[:3], None)
-
-
-def _torch_ring(dtype: torch.dtype) -> Any:
-    """Return torch's module of ring attention, with the parts of `own_positions` and sums in at least float32."""
-    from torch.distributed.tensor.experimental._context_parallel import _attention
-
-    ring: Any = _attention
-    ring._cp_options.enable_load_balance = True  # torch keeps them for the process
-    ring._cp_options.convert_to_f32 = dtype != torch.float64
-    return ring

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from thinwire.errors import refusal
 from thinwire.shared_random import derive_seed
 from thinwire.workloads.language.presets import TransformerConfig
+
+if TYPE_CHECKING:
+    from thinwire.sequences.sharing import SequenceAttention
 
 RMS_EPSILON = 1e-6
 
@@ -253,7 +257,7 @@ class Transformer(nn.Module):
         self.config = config
         self.recompute = False
         self.recomputed_blocks = 0
-        self.whole_rotation: tuple[Tensor, ...] = ()  # of all positions, where the model works on some
+        self.shared: SequenceAttention | None = None  # where the model works on some positions of each sequence
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RmsNorm(config.dim)
@@ -303,11 +307,12 @@ class Transformer(nn.Module):
 
     def _logits(self, tokens: Tensor, cache: KeyValueCache | None) -> Tensor:
         begin = 0 if cache is None else cache.num_tokens
-        end = begin + tokens.shape[1]
+        end = begin + tokens.shape[1] * (1 if self.shared is None else self.shared.plan.num_ranks)
         if end > self.config.max_seq_len:
             raise ValueError(f"a sequence holds at most {self.config.max_seq_len} tokens (max_seq_len), got {end}")
         stream = self.embedding(tokens)
-        rotation = (self.cosines[begin:end].to(stream.dtype), self.sines[begin:end].to(stream.dtype))
+        positions = _own_positions(self.shared, range(begin, end))
+        rotation = (self.cosines[positions].to(stream.dtype), self.sines[positions].to(stream.dtype))
         for number, block in enumerate(self.blocks):
             is_again = self.recompute or number < self.recomputed_blocks
             if is_again and cache is None and torch.is_grad_enabled():
@@ -323,6 +328,19 @@ class Transformer(nn.Module):
         Tokens and the targets that follow each are (batch, seq) int64; with `is_padded` negative targets count nothing.
         """
         return next_token_loss(self(tokens), targets, z_loss=self.config.z_loss, is_padded=is_padded)
+
+    def share_sequences(self, attend: SequenceAttention) -> None:
+        """Prepare the decoder, before it is cut, to work on this rank's positions of each sequence.
+
+        Raises:
+            ValueError: The attention was made for other heads.
+        """
+        if attend.plan.heads != self.blocks[0].attention.heads:  # type: ignore[union-attr]
+            raise refusal("shared attention was made for another model", got=f"{attend.plan.heads} heads",
+                          allowed=f"{self.config.heads}", remedy=f"heads={self.config.heads}")  # fmt: skip
+        self.shared = attend
+        for number, block in enumerate(self.blocks):
+            block.attention.attend = partial(attend, layer=number)  # type: ignore[union-attr]
 
     def _fill_rotation(self) -> None:
         device = self.embedding.weight.device
@@ -358,14 +376,16 @@ class TransformerStage(nn.Module):
         self.norm = model.norm if has_head else None
         self.head = model.head if has_head else None
         self.tied_weight: Tensor | None = None
+        self.shared = model.shared
         self.register_buffer("cosines", model.cosines, persistent=False)
         self.register_buffer("sines", model.sines, persistent=False)
 
     def forward(self, values: Tensor) -> Tensor:
         """Return what the next chunk takes, (batch, seq, dim), or the logits, from that or (batch, seq) tokens."""
-        seq = values.shape[1]
+        seq = values.shape[1] * (1 if self.shared is None else self.shared.plan.num_ranks)
         stream = values if self.embedding is None else self.embedding(values)
-        rotation = (self.cosines[:seq].to(stream.dtype), self.sines[:seq].to(stream.dtype))
+        positions = _own_positions(self.shared, range(seq))
+        rotation = (self.cosines[positions].to(stream.dtype), self.sines[positions].to(stream.dtype))
         for number, block in enumerate(self.blocks.values()):
             if number < self.num_recomputed and torch.is_grad_enabled():
                 stream = checkpoint(block, stream, rotation, None, use_reentrant=False)
@@ -378,20 +398,9 @@ class TransformerStage(nn.Module):
         return F.linear(self.norm(stream), head)
 
 
-def share_sequences(model: Transformer, positions: Tensor, attend: Attend) -> None:
-    """Prepare a decoder, before it is cut, for context parallelism: it takes these positions of each sequence.
-
-    `attend` is the attention of the queries at these positions to the keys and values of all ranks.
-    """
-    model.whole_rotation = model.cosines, model.sines
-    take_positions(model, positions)
-    for block in model.blocks:
-        block.attention.attend = attend  # type: ignore[union-attr]
-
-
-def take_positions(model: Transformer, positions: Tensor) -> None:
-    """Let a decoder prepared by `share_sequences` work on other positions from now on."""
-    model.cosines, model.sines = (whole[positions] for whole in model.whole_rotation)
+def _own_positions(shared: SequenceAttention | None, positions: range) -> slice | Tensor:
+    """Return which of the positions a decoder works on."""
+    return slice(positions.start, positions.stop) if shared is None else shared.own_positions(len(positions))
 
 
 def split_heads(model: Transformer, parts: int) -> None:

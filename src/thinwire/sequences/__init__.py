@@ -1,0 +1,35 @@
+"""Sequences that several ranks share: attention, forward and backward, so that little crosses a thin wire.
+
+```python
+attend = thinwire.sequences.attention(mesh["cp"], heads=16, kv_heads=4, policy="auto")
+thinwire.sequences.share(model, attend)  # thinwire's decoder, or a transformers model
+tokens = thinwire.sequences.own_tokens(batch, attend)
+```
+
+Names are loaded when they are first used: the planner imports the tables without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thinwire.sequences.block_tables import POLICIES, SequencePlan, sequence_plan
+    from thinwire.sequences.sharing import SequenceAttention, attention, own_tokens, share
+
+_HOMES = {
+    "POLICIES": "block_tables", "SequenceAttention": "sharing", "SequencePlan": "block_tables", "attention": "sharing",
+    "own_tokens": "sharing", "sequence_plan": "block_tables", "share": "sharing",
+}  # fmt: skip
+
+__all__ = [
+    "POLICIES", "SequenceAttention", "SequencePlan", "attention", "own_tokens", "sequence_plan", "share",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"thinwire.sequences.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'thinwire.sequences' has no attribute {name!r}")

@@ -1,0 +1,229 @@
+"""Attention over sequences that ranks share, for a user's loop: `attention`, `share` and `own_tokens`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import MissingExtra, excluded, refusal
+from thinwire.sequences.block_attention import SharedAttention, SharedCall
+from thinwire.sequences.block_tables import SequencePlan, sequence_plan
+from thinwire.sequences.peers import SequencePeers, check_agreement
+from thinwire.transport.group_peers import GroupPeers
+
+# Name in transformers' registry of attention functions.
+_REGISTERED = "thinwire-sequences"
+
+
+class SequenceAttention:
+    """Causal attention of this rank's positions to those of all ranks; made by `attention`.
+
+    Args:
+        plan: Who computes what.
+        peers: The ranks.
+
+    Attributes:
+        plan: As given.
+        peers: As given.
+    """
+
+    def __init__(self, plan: SequencePlan, peers: SequencePeers) -> None:
+        self.plan, self.peers = plan, peers
+        self._table = plan.table
+        self._documents: Tensor | None = None
+        sites = ",".join(map(str, plan.sites))
+        heads = f"{plan.heads} heads, {plan.kv_heads} of keys"
+        check_agreement(peers, f"{plan.policy} on {plan.num_ranks} ranks at sites {sites}, {heads}")
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, layer: int | None = None
+    ) -> Tensor:
+        """Attend from this rank's positions to those of all ranks, up to each one's own.
+
+        Args:
+            query: (batch, heads, own positions, head_dim).
+            key: (batch, kv_heads, own positions, head_dim); other ranks get it.
+            value: As `key`.
+            scale: Of the scores; 1 / sqrt(head_dim) by default.
+            layer: Of the model, for errors.
+
+        Returns:
+            As `query`.
+
+        Raises:
+            ValueError: The shapes do not fit the plan.
+            ThinwireError: A log-sum-exp is NaN.
+            TransportError: A rank is gone or hangs.
+        """
+        if torch.is_autocast_enabled(query.device.type):  # as it does with torch's own attention
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        batch, _, positions, width = query.shape
+        wanted = (batch, self.plan.kv_heads, positions, width)
+        if query.shape[1] != self.plan.heads or key.shape != wanted or value.shape != wanted:
+            raise refusal(
+                "shared attention got other shapes than its plan has",
+                got=f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}",
+                allowed=f"{self.plan.heads} heads of queries, and {wanted} for keys and values",
+                remedy="sequences.attention(..., heads=, kv_heads=) of this model",
+            )  # fmt: skip
+        documents = self._documents
+        seq_len = positions * self.plan.num_ranks
+        self.plan.slices(seq_len, self.peers.rank)
+        if documents is not None and documents.shape != (batch, seq_len):
+            raise refusal("documents are numbered for other sequences", got=tuple(documents.shape),
+                          allowed=(batch, seq_len), remedy="set_documents before each batch")  # fmt: skip
+        call = SharedCall(
+            plan=self.plan, table=self._table, peers=self.peers, documents=documents, layer=layer,
+            scale=1 / math.sqrt(width) if scale is None else scale,
+        )  # fmt: skip
+        attended: Tensor = SharedAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
+        return attended
+
+    def set_documents(self, documents: Tensor | None) -> None:
+        """Let positions attend to those of their own document alone, from the next call on.
+
+        Keys of documents that a rank's queries do not belong to are not sent to it.
+
+        Args:
+            documents: Number of each position's document, (batch, all positions), the same on all ranks, also while the
+                backward pass computes activations again; None for sequences of one document.
+        """
+        self._documents, self._table = documents, self.plan.table
+        if documents is None:
+            return
+        self.plan.slices(documents.shape[1], self.peers.rank)
+        parts = documents.chunk(len(self.plan.table.owners), 1)
+        needed = {
+            (row, column) for row, queries in enumerate(parts) for column, keys in enumerate(parts[: row + 1])
+            if any(bool(torch.isin(q, k).any()) for q, k in zip(queries, keys, strict=True))
+        }  # fmt: skip
+        self._table = self.plan.table.only(needed)
+
+    def own_positions(self, seq_len: int) -> Tensor:
+        """Return the positions of each sequence that this rank works on, int64.
+
+        Raises:
+            ValueError: The length is not divided by the plan's parts; names the next one that is.
+        """
+        return torch.cat([torch.arange(own.start, own.stop) for own in self.plan.slices(seq_len, self.peers.rank)])
+
+    def own_tokens(self, tokens: Tensor) -> Tensor:
+        """Return this rank's positions of whole sequences (batch, seq)."""
+        return tokens[:, self.own_positions(tokens.shape[1]).to(tokens.device)]
+
+
+def attention(
+    group: Any, *, heads: int, kv_heads: int | None = None, policy: str = "auto", sites: Sequence[int] | None = None,
+    head_dim: int = 128,
+) -> SequenceAttention:  # fmt: skip
+    """Return causal attention over sequences that the ranks of a group share; all ranks call it alike.
+
+    Args:
+        group: One-dimensional `DeviceMesh`, such as `mesh["cp"]`, a process group, or `SequencePeers`.
+        heads: Of the queries.
+        kv_heads: Of keys and values. Default: as many.
+        policy: One of `sequences.POLICIES`.
+        sites: Number of each rank's site. Default: all are at one.
+        head_dim: Width of a head; `auto` compares bytes.
+
+    Raises:
+        ValueError: The policy does not fit ranks or heads, or ranks ask for different ones.
+    """
+    peers = group if hasattr(group, "exchange") else GroupPeers(_process_group(group))
+    sites = (0,) * peers.size if sites is None else tuple(sites)
+    if len(sites) != peers.size:
+        raise refusal("each rank that shares sequences has one site", got=f"{len(sites)} sites",
+                      allowed=f"{peers.size} numbers", remedy=",".join("0" * peers.size))  # fmt: skip
+    plan = sequence_plan(policy, sites=sites, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    return SequenceAttention(plan, peers)
+
+
+def _process_group(group: Any) -> Any:
+    return group.get_group() if hasattr(group, "get_group") else group
+
+
+def own_tokens(tokens: Tensor, attend: SequenceAttention) -> Tensor:
+    """Return this rank's positions of whole sequences (batch, seq), in the order of the plan."""
+    return attend.own_tokens(tokens)
+
+
+def share(model: nn.Module, attend: SequenceAttention) -> None:
+    """Let a model work on this rank's positions of each sequence: thinwire's decoder, or one of transformers.
+
+    A transformers model gets `position_ids` of `own_positions` in each call that has none.
+
+    Raises:
+        ValueError: The model's attention is not causal attention of all earlier positions, without dropout.
+        MissingExtra: transformers is not installed.
+    """
+    taught: Any = model
+    if hasattr(model, "share_sequences"):
+        taught.share_sequences(attend)
+        return
+    if not hasattr(model, "set_attn_implementation"):
+        raise refusal("sequences are shared by thinwire's decoders and transformers models", got=type(model).__name__,
+                      allowed="both", remedy="attend(query, key, value) inside your own attention")  # fmt: skip
+    _share_transformers(model, taught.config.get_text_config(), attend)
+
+
+def _share_transformers(model: Any, config: Any, attend: SequenceAttention) -> None:
+    try:
+        from transformers import AttentionInterface
+    except ImportError:
+        raise MissingExtra.of("transformers", extra="hf") from None
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    for name in ("sliding_window", "alibi", "attention_chunk_size", "attn_logit_softcapping", "is_encoder_decoder"):
+        if getattr(config, name, None):
+            kinds.add(f"{name} {getattr(config, name)}")
+    if kinds:
+        raise excluded(", ".join(sorted(kinds)), "shared sequences", why="tables hold whole causal attention",
+                       remedy="a model of full attention, such as Llama or Qwen")  # fmt: skip
+    AttentionInterface.register(_REGISTERED, _attend_in_transformers)
+    model.set_attn_implementation(_REGISTERED)
+    if config._attn_implementation != _REGISTERED:
+        raise refusal("the model does not call its attention through transformers' registry",
+                      got=type(model).__name__, allowed="models such as Llama and Qwen",
+                      remedy="attend(query, key, value) inside it")  # fmt: skip
+    for module in model.modules():
+        if isinstance(getattr(module, "layer_idx", None), int):
+            module.shared_attention = partial(attend, layer=module.layer_idx)
+    model.register_forward_pre_hook(partial(_with_positions, attend), with_kwargs=True)
+
+
+def _with_positions(attend: SequenceAttention, model: nn.Module, args: Any, named: dict[str, Any]) -> Any:
+    """Add the positions of this rank's tokens to a call of a transformers model."""
+    tokens: Any = args[0] if args else named.get("input_ids", named.get("inputs_embeds"))
+    mask = named.pop("attention_mask", None)
+    if mask is not None and not bool(torch.as_tensor(mask).all()):
+        raise excluded("attention_mask", "shared sequences", why="tables hold whole causal attention",
+                       remedy="padding at the end, without a mask")  # fmt: skip
+    if named.get("labels") is not None and named.get("shift_labels") is None:
+        raise excluded("labels alone", "shared sequences", why="the next token may lie on another rank",
+                       remedy="shift_labels=attend.own_tokens(targets) beside labels")  # fmt: skip
+    if named.get("position_ids") is None:
+        own = attend.own_positions(tokens.shape[1] * attend.plan.num_ranks)
+        named["position_ids"] = own.to(tokens.device).expand(len(tokens), -1)
+    return args, {"use_cache": False, **named}
+
+
+def _attend_in_transformers(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    scaling: float | None = None, dropout: float = 0.0, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Stand in transformers' registry for its attention; returns (batch, own positions, heads, head_dim)."""
+    given = [name for name in ("sliding_window", "softcap", "s_aux") if others.get(name) is not None]
+    if dropout:
+        raise excluded(f"attention dropout {dropout}", "shared sequences", why="ranks would drop out other scores",
+                       remedy="attention_dropout=0.0")  # fmt: skip
+    if given or attention_mask is not None:
+        raise excluded(", ".join(given) or "a mask", "shared sequences", why="tables hold whole causal attention",
+                       remedy="a model of full attention")  # fmt: skip
+    layer: Any = module
+    attended = layer.shared_attention(query, key, value, scale=scaling)
+    return attended.transpose(1, 2).contiguous(), None
