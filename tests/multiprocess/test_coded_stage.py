@@ -397,6 +397,10 @@ def adaptive_rank() -> dict[str, Any]:
             found[name]["received"] = wire.log.totals("received").payload_bytes // 2
             dist.barrier()
             wire.close()
+    try:  # a device whose collectives need equal sizes
+        CodedStage(part, own, 2, torch.device("meta"), code=code)
+    except ValueError as error:
+        found["refused"] = str(error)
     hooks.close()
     dist.destroy_process_group()
     return found
@@ -413,5 +417,6 @@ def test_learned_bits_train_across_a_border_as_in_one_process_by_their_byte_law(
     for name in ("gloo", "wire"):
         for own, stage in enumerate((first, second)):
             torch.testing.assert_close(torch.tensor(found[own][name]["gradient"]), _gradient(stage), rtol=1e-6, atol=0)
+    assert all("payloads of changing size need a wire" in one["refused"] for one in found)
     assert [one["gloo"]["sent"] for one in found] == list(sent)
     assert [one["wire"]["received"] for one in reversed(found)] == list(sent)
