@@ -49,7 +49,8 @@ WINGS: dict[str, tuple[str, ...]] = {
         "unit/test_gpu_", "unit/test_quality_",
         "multiprocess/test_fine_tuning", "multiprocess/test_full_run_disk", "multiprocess/test_gpu_",
         "multiprocess/test_killed_checkpoints", "multiprocess/test_launch_deaths", "multiprocess/test_launchers",
-        "multiprocess/test_local_launch", "multiprocess/test_parallel_replica", "multiprocess/test_training",
+        "multiprocess/test_local_launch", "multiprocess/test_parallel_replica",
+        "multiprocess/test_streamed_shards", "multiprocess/test_training",
         "lab/test_train_hosts",
     ),
     "faces": (

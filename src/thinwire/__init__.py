@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from thinwire.transport.faulty import FaultyTransport
     from thinwire.transport.loopback import LoopbackTransport, LoopbackWorld, run_replicas
     from thinwire.transport.recording import RecordingTransport
+    from thinwire.workloads.language.streamed import streamed
 
 _HOMES = {
     "ActivationCode": "thinwire.codecs.activation_code",
@@ -58,6 +59,7 @@ _HOMES = {
     "join": "thinwire.training.elastic.own_loop",
     "metrics": "thinwire.integrations.tracking",
     "run_replicas": "thinwire.transport.loopback",
+    "streamed": "thinwire.workloads.language.streamed",
     "watch": "thinwire.recording.torch_recorder",
 }
 _MODULES = ("codecs", "lab", "methods", "sequences", "split")
@@ -66,7 +68,7 @@ __all__ = [
     "ActivationCode", "AdaptiveBits", "CodedStage", "DistributedOptimizer", "ElasticOptimizer", "FaultyTransport",
     "LoopbackTransport", "LoopbackWorld", "Method", "MultiOptimizer", "RecordingTransport", "ThinwireError",
     "__version__", "codecs", "connect", "join", "lab", "methods", "metrics", "run_replicas", "sequences", "split",
-    "watch",
+    "streamed", "watch",
 ]  # fmt: skip
 
 

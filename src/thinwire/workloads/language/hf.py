@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, MissingExtra, refusal
 from thinwire.shared_random import derive_seed
+from thinwire.workloads.language.streamed import StreamedModel
 from thinwire.workloads.language.tokenizers import PretrainedTokenizer, Tokenizer, load_tokenizer
 from thinwire.workloads.language.transformer import next_token_loss
 
@@ -37,6 +38,7 @@ class HuggingFaceModel(nn.Module):
         self.model = model
         self.z_loss = z_loss
         self._recompute = False
+        self._streamed: StreamedModel | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -80,7 +82,13 @@ class HuggingFaceModel(nn.Module):
         found = self.model(input_ids=tokens, use_cache=True, **earlier)
         return found.logits[:, -1], getattr(found, "past_key_values", None)
 
+    def stream_backward(self, chunks: int) -> None:
+        """Compute the backward pass in chunks of positions; see `streamed`."""
+        self._streamed = StreamedModel.install(self.model, chunks)
+
     def loss(self, tokens: Tensor, targets: Tensor, *, is_padded: bool = False) -> tuple[Tensor, Tensor]:
+        if self._streamed is not None:
+            return self._streamed.loss(targets, z_loss=self.z_loss, is_padded=is_padded, input_ids=tokens)
         return next_token_loss(self(tokens), targets, z_loss=self.z_loss, is_padded=is_padded)
 
 

@@ -23,8 +23,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from thinwire.errors import refusal
+from thinwire.errors import excluded, refusal
 from thinwire.shared_random import derive_seed
+from thinwire.workloads.language.chunked_backward import ChunkKeys, attend_to_end, stream_layer, stream_loss, trained
 from thinwire.workloads.language.presets import TransformerConfig
 
 if TYPE_CHECKING:
@@ -89,6 +90,14 @@ def next_token_loss(
         return nll + z_loss * _mean(log_z.square(), weights), nll.detach()
     both: tuple[Tensor, Tensor] = _NextTokenLoss.apply(flat, wanted, z_loss, weights)  # type: ignore[no-untyped-call]
     return both
+
+
+def next_token_sums(logits: Tensor, targets: Tensor, *, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Return what `next_token_loss` does, times the targets that count."""
+    is_padded = bool((targets < 0).any())
+    loss, nll = next_token_loss(logits, targets, z_loss=z_loss, is_padded=is_padded)
+    count = (targets >= 0).sum() if is_padded else targets.numel()
+    return loss * count, nll * count
 
 
 def _mean(values: Tensor, weights: Tensor | None) -> Tensor:
@@ -186,6 +195,8 @@ class KeyValueCache:
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return what each query attends to, (batch, heads, seq, head_dim); earlier keys of a cache may come first."""
+    if 1 < query.shape[2] < key.shape[2]:
+        return attend_to_end(query, key, value)
     # a single new token may attend to all earlier ones, so it needs no mask
     return F.scaled_dot_product_attention(query, key, value, is_causal=key.shape[2] == query.shape[2])
 
@@ -203,8 +214,9 @@ class Attention(nn.Module):
         self.attend: Attend = causal_attention
 
     def forward(
-        self, stream: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[KeyValueCache, int] | None = None
-    ) -> Tensor:
+        self, stream: Tensor, rotation: tuple[Tensor, Tensor],
+        cache: tuple[KeyValueCache | ChunkKeys, int] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend within a stream (batch, seq, dim), and to what a cache holds under this block's number.
 
         The rotation has cosines and sines, (seq, 1, 1, head_dim / 2) each.
@@ -223,10 +235,15 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP, each behind a norm and added to the residual stream."""
+    """One layer: attention, then the MLP, each behind a norm and added to the residual stream.
+
+    Attributes:
+        chunks: Parts of the sequence in which the backward pass works (see `streamed`); 0 for the usual one.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        self.chunks = 0
         self.attention_norm = RmsNorm(config.dim)
         self.attention = Attention(config)
         self.mlp_norm = RmsNorm(config.dim)
@@ -237,9 +254,25 @@ class Block(nn.Module):
         self, stream: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[KeyValueCache, int] | None = None
     ) -> Tensor:
         """Add this layer's part to the stream (batch, seq, dim); `cache` as for `Attention`."""
+        if self.chunks and cache is None and torch.is_grad_enabled():
+
+            def run(part: Tensor, place: slice, keys: ChunkKeys) -> Tensor:
+                return self._add(part, (rotation[0][place], rotation[1][place]), (keys, 0))
+
+            return stream_layer(run, stream, chunks=self.chunks, parameters=trained([self]), name="a block")
+        return self._add(stream, rotation, cache)
+
+    def _add(
+        self, stream: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[KeyValueCache | ChunkKeys, int] | None
+    ) -> Tensor:
         stream = stream + self.attention(self.attention_norm(stream), rotation, cache)
         added: Tensor = self.down(F.gelu(self.up(self.mlp_norm(stream))))
         return stream + added
+
+
+def _streamed_and_shared() -> ValueError:
+    return excluded("a streamed backward", "shared sequences", why="its chunks meet the keys of this rank alone",
+                    remedy="thinwire.streamed alone, which sends nothing")  # fmt: skip
 
 
 class Transformer(nn.Module):
@@ -258,6 +291,7 @@ class Transformer(nn.Module):
         self.recompute = False
         self.recomputed_blocks = 0
         self.shared: SequenceAttention | None = None  # where the model works on some positions of each sequence
+        self._chunks = 0
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RmsNorm(config.dim)
@@ -275,13 +309,39 @@ class Transformer(nn.Module):
     def max_seq_len(self) -> int:
         return self.config.max_seq_len
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def stream_backward(self, chunks: int) -> None:
+        """Compute the backward pass in chunks of positions; see `streamed`."""
+        if self.shared is not None:
+            raise _streamed_and_shared()
+        self._chunks = chunks
+        for block in self.blocks:
+            block.chunks = chunks  # type: ignore[assignment]
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, is_padded: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the logits of every next token, (batch, seq, vocab_size), in the dtype of the weights, or of autocast.
+
+        With targets it returns what `loss` does.
 
         Raises:
             ValueError: The sequence of tokens, (batch, seq) int64, is longer than `max_seq_len`.
         """
-        return self._logits(tokens, None)
+        if targets is None:
+            return self._logits(self._stream(tokens, None))
+        if not self._chunks:
+            return next_token_loss(
+                self._logits(self._stream(tokens, None)), targets, z_loss=self.config.z_loss, is_padded=is_padded
+            )
+        counted = (targets >= 0).sum().clamp(min=1) if is_padded else targets.numel()
+
+        def head(part: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+            return next_token_sums(self._logits(part), wanted, z_loss=self.config.z_loss)
+
+        return stream_loss(
+            head, self._stream(tokens, None), targets, chunks=self._chunks, num_targets=counted,
+            parameters=trained([self.norm, self.embedding if self.head is None else self.head]),
+        )  # fmt: skip
 
     def decode(self, tokens: Tensor, cache: KeyValueCache | None = None) -> tuple[Tensor, KeyValueCache]:
         """Read more tokens of a text, and return the logits of the one that follows, (batch, vocab_size).
@@ -301,11 +361,13 @@ class Transformer(nn.Module):
         cache = KeyValueCache() if cache is None else cache
         if cache.num_tokens and tokens.shape[1] != 1:
             raise ValueError(f"after the first call, tokens are read one at a time; got {tokens.shape[1]}")
-        logits = self._logits(tokens, cache)[:, -1]
+        logits = self._logits(self._stream(tokens, cache))[:, -1]
         cache.num_tokens += tokens.shape[1]
         return logits, cache
 
-    def _logits(self, tokens: Tensor, cache: KeyValueCache | None) -> Tensor:
+    def _stream(self, tokens: Tensor, cache: KeyValueCache | None) -> Tensor:
+        """Return what the last block does."""
+        stream: Tensor
         begin = 0 if cache is None else cache.num_tokens
         end = begin + tokens.shape[1] * (1 if self.shared is None else self.shared.plan.num_ranks)
         if end > self.config.max_seq_len:
@@ -319,6 +381,9 @@ class Transformer(nn.Module):
                 stream = checkpoint(block, stream, rotation, None, use_reentrant=False)
             else:
                 stream = block(stream, rotation, None if cache is None else (cache, number))
+        return stream
+
+    def _logits(self, stream: Tensor) -> Tensor:
         head = self.embedding.weight if self.head is None else self.head.weight
         return F.linear(self.norm(stream), head)
 
@@ -327,14 +392,17 @@ class Transformer(nn.Module):
 
         Tokens and the targets that follow each are (batch, seq) int64; with `is_padded` negative targets count nothing.
         """
-        return next_token_loss(self(tokens), targets, z_loss=self.config.z_loss, is_padded=is_padded)
+        found: tuple[Tensor, Tensor] = self(tokens, targets, is_padded=is_padded)
+        return found
 
     def share_sequences(self, attend: SequenceAttention) -> None:
         """Prepare the decoder, before it is cut, to work on this rank's positions of each sequence.
 
         Raises:
-            ValueError: The attention was made for other heads.
+            ValueError: The attention was made for other heads, or the model is streamed.
         """
+        if self._chunks:
+            raise _streamed_and_shared()
         if attend.plan.heads != self.blocks[0].attention.heads:  # type: ignore[union-attr]
             raise refusal("shared attention was made for another model", got=f"{attend.plan.heads} heads",
                           allowed=f"{self.config.heads}", remedy=f"heads={self.config.heads}")  # fmt: skip
