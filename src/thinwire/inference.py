@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +14,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from thinwire.ensembles.ensemble import Ensemble
+from thinwire.ensembles.expert_set import CachedPrior, ExpertSet, document_hash
 from thinwire.errors import CheckpointError, DataError, ThinwireError, refusal, unknown_name
 from thinwire.files import replace_whole, write_whole
 from thinwire.training.build import check_device, make_inner_optimizer, make_method
@@ -193,8 +195,13 @@ class Evaluation:
         return self.loss * self.num_tokens / math.log(2) / self.num_bytes
 
 
-def read_texts(trained: TrainedModel, *, data: str | None, max_bytes: int | None) -> Iterator[str]:
+def read_texts(
+    trained: TrainedModel, *, data: str | None, max_bytes: int | None,
+    on_document: Callable[[str], object] | None = None,
+) -> Iterator[str]:  # fmt: skip
     """Yield the texts to evaluate on: of `data`, or what was held out of the run's own; at most so many bytes of UTF-8.
+
+    `on_document` is called with each text before it is cut to the limit.
 
     Raises:
         DataError: There is no such data.
@@ -206,7 +213,14 @@ def read_texts(trained: TrainedModel, *, data: str | None, max_bytes: int | None
         split = divide(source.documents(), fraction=HELD_OUT_FRACTION, name=source.name)
         parts = split.parts(source.documents())
         documents = (Document(origin=source.name, text=text) for text, is_held_out in parts if is_held_out)
-    for document in limit(documents, max_bytes=max_bytes):
+
+    def every() -> Iterator[Document]:
+        for document in documents:
+            if on_document is not None:
+                on_document(document.text)
+            yield document
+
+    for document in limit(every(), max_bytes=max_bytes):
         yield document.text
 
 
@@ -223,14 +237,7 @@ def evaluate(
     Raises:
         DataError: There is no text.
     """
-    end = np.array([trained.tokenizer.end_of_text], dtype=np.int64)
-    num_bytes, pieces = 0, [end]
-    for text in texts:
-        num_bytes += len(text.encode())
-        pieces += [trained.tokenizer.encode([text])[0].astype(np.int64), end]
-    if not num_bytes:
-        raise DataError("--data holds no text; give a file or a folder that has some")
-    tokens = np.concatenate(pieces)
+    tokens, num_bytes = _one_sequence(trained, texts)
     seq_len = trained.config.model.seq_len or 1024
     total, done = 0.0, 0
     for inputs, targets in _batches(tokens, seq_len=seq_len, batch_size=batch_size):
@@ -241,6 +248,18 @@ def evaluate(
         done += targets.numel()
         on_tokens(done, len(tokens) - 1)
     return Evaluation(loss=total / (len(tokens) - 1), num_tokens=len(tokens) - 1, num_bytes=num_bytes)
+
+
+def _one_sequence(trained: TrainedModel, texts: Iterable[str]) -> tuple[np.ndarray[Any, Any], int]:
+    """Return the tokens of texts with the end of a text around each, and the bytes of the texts."""
+    end = np.array([trained.tokenizer.end_of_text], dtype=np.int64)
+    num_bytes, pieces = 0, [end]
+    for text in texts:
+        num_bytes += len(text.encode())
+        pieces += [trained.tokenizer.encode([text])[0].astype(np.int64), end]
+    if not num_bytes:
+        raise DataError("--data holds no text; give a file or a folder that has some")
+    return np.concatenate(pieces), num_bytes
 
 
 def _batches(
@@ -273,6 +292,51 @@ def evaluate_held_out(trained: TrainedModel, *, batch_size: int = 8) -> tuple[li
         totals = totals + shown.cpu().double() * weight
         count += weight
     return (totals / count).tolist(), count
+
+
+def open_experts(folder: Path, *, device: str = "cpu") -> ExpertSet:
+    """Read a set of experts, whose checkpoints are loaded as those of any run.
+
+    Raises:
+        DataError: `set.json` is missing or malformed.
+        CheckpointError: A checkpoint is missing.
+    """
+    return ExpertSet.load(folder, open_model=lambda run: load_trained(run, device=device).model)
+
+
+def as_trained(experts: ExpertSet, ensemble: Ensemble) -> TrainedModel:
+    """Return an ensemble of a set as one model, for `read_texts` and `evaluate`; its windows fit every member."""
+    runs = [experts.checkpoint(expert) for expert in experts.experts]
+    config = read_config(runs[0])
+    seq_len = min(read_config(run).model.seq_len or 1024 for run in runs)
+    return TrainedModel(
+        run_dir=experts.folder, config=config.replace(seq_len=seq_len), model=ensemble, step=config.run.steps,
+        companion=config.workload.saved_companion(runs[0] / MODEL_FOLDER), is_final=True,
+    )  # fmt: skip
+
+
+def with_cached_prior(
+    experts: ExpertSet, data: str, *, max_bytes: int | None = None, num_sequences: int = 100
+) -> ExpertSet:
+    """Return the set with a prior from so many sequences of development text, spread evenly over it.
+
+    Raises:
+        DataError: There is no such text, or less than one sequence of it.
+    """
+    ensemble = experts.ensemble("updating")  # a cached prior is what an updating one has reached
+    trained = as_trained(experts, ensemble)
+    hashes: set[str] = set()
+    texts = read_texts(trained, data=data, max_bytes=max_bytes, on_document=lambda one: hashes.add(document_hash(one)))
+    tokens, seq_len = _one_sequence(trained, texts)[0], trained.config.model.seq_len or 1024
+    count = (len(tokens) - 1) // seq_len
+    if not count:
+        raise DataError(f"{data} holds {len(tokens)} tokens, less than one sequence of {seq_len}; give more text")
+    numbers = np.linspace(0, count - 1, min(num_sequences, count)).astype(np.int64)
+    for begin in range(0, len(numbers), 10):
+        inputs, targets = windows(tokens, numbers[begin : begin + 10], seq_len=seq_len)
+        ensemble.loss(inputs.to(trained.device), targets.to(trained.device))
+    prior = CachedPrior(weights=tuple(ensemble.prior.tolist()), documents=tuple(sorted(hashes)))
+    return replace(experts, prior=prior)
 
 
 FORMATS = ("hf", "safetensors")

@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "continue a text with the model of a run",
     "eval": "compute loss and further numbers of the model of a run",
     "export": "write the model of a run for transformers, or as safetensors",
+    "experts": "combine experts that were trained apart",
     "compare": "compare runs",
     "checkpoints": "list a run's checkpoints, and verify them",
     "methods": "list the methods",

@@ -135,7 +135,7 @@ def eval(options: EvalOptions) -> int:  # noqa: A001
     from thinwire.inference import evaluate, read_texts
 
     texts = read_texts(trained, data=options.data, max_bytes=max_bytes)
-    found = evaluate(trained, texts, batch_size=options.batch_size, on_tokens=_Progress())
+    found = evaluate(trained, texts, batch_size=options.batch_size, on_tokens=TokenProgress("eval"))
     data = options.data or f"held-out part of {trained.config.data.source}"
     is_cut = max_bytes is not None and found.num_bytes >= max_bytes - 3  # a character is not cut
     values = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
@@ -148,7 +148,7 @@ def eval(options: EvalOptions) -> int:  # noqa: A001
         f"{found.num_tokens:,} tokens",
         "model": _origin(trained),
     }
-    return _print_found(values, counts, rows, as_json=options.json)
+    return print_found(values, counts, rows, as_json=options.json)
 
 
 def _eval_held_out(options: EvalOptions, card: WorkloadCard) -> int:
@@ -165,12 +165,13 @@ def _eval_held_out(options: EvalOptions, card: WorkloadCard) -> int:
     }  # fmt: skip
     values = {"loss": loss, **({} if metric is None else {metric.name: others[0]})}
     counts = {samples: count, "data": data, "step": trained.step}
-    return _print_found(values, counts, rows, as_json=options.json)
+    return print_found(values, counts, rows, as_json=options.json)
 
 
-def _print_found(
+def print_found(
     values: Mapping[str, float], counts: Mapping[str, object], rows: Mapping[str, str], *, as_json: bool
 ) -> int:
+    """Print what an evaluation found: values and counts as one JSON object, or rows for readers."""
     if as_json:
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         print(json_format.dumps({**finite, **counts}), flush=True)
@@ -180,10 +181,11 @@ def _print_found(
     return 0
 
 
-class _Progress:
+class TokenProgress:
     """Logs now and then how much of a text is done, and how long the rest will take."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: str) -> None:
+        self._command = command
         self._began_s = self._logged_s = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
@@ -191,7 +193,7 @@ class _Progress:
         if now_s - self._logged_s >= _PROGRESS_S and done < total:
             self._logged_s = now_s
             left_s = (now_s - self._began_s) * (total - done) / done
-            log(f"{done:,} of {total:,} tokens, {left_s:.0f} s left", command="eval")
+            log(f"{done:,} of {total:,} tokens, {left_s:.0f} s left", command=self._command)
 
 
 def _config_of(options: GenerateOptions | ExportOptions | EvalOptions) -> TrainConfig:
