@@ -92,6 +92,16 @@ CASES: dict[str, list[str]] = {
         "try --activation-code float32",
     ],
     "train --tp 2 --secret job.secret --port-range 29500-29600": ["--port-range does not go with --tp"],
+    "train --skip 0.33": ["--skip is for pipelines; got 0.33; allowed 2 or more --pp"],
+    "train --pp 2 --micro-batch 1 --skip 0.33": [
+        "--skip must leave two stages or more, and skip one; got 0.33 of 2; allowed paths of 2 to 2 of 3 stages; "
+        "try --pp 3 --skip 0.33"
+    ],
+    "train --pp 4 --micro-batch 1 --skip 0.05": ["got 0.05 of 4; allowed paths of 2 to 3 of 4 stages", "--skip 0.25"],
+    "train --pp 3 --micro-batch 1 --skip 0.33 --eagerness 2": ["--skip does not go with --eagerness"],
+    "train --pp 3 --micro-batch 1 --batch-size 12 --skip 0.33 --dp-shard 2": ["--skip does not go with --dp-shard"],
+    "train --pp 3 --micro-batch 1 --skip 0.33 --activation-code float32 --secret job.secret": ["take gloo, which does"],
+    "train --pp 3 --micro-batch 1 --skip 0.33 --elastic": ["a lost stage ends its replica", "--resume"],
     "train --pp 2 --autocast bf16 --micro-batch 1": ["--autocast", "--pp", "try"],
     "train --pp 2 --interleave 3 --batch-size 3 --micro-batch 1": [
         "--interleave needs as many micro-batches as --pp, or a multiple; got 3; allowed multiples of 2"

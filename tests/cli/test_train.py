@@ -60,6 +60,14 @@ def test_the_options_of_train_are_those_that_were_agreed_on() -> None:
     assert options == frozen, "an option is a promise: change tests/cli/options.txt and CHANGELOG.md with it"
 
 
+def test_stages_are_skipped_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")  # a run, which is not written over
+    words = ["--replicas", "1", "--pp", "3", "--micro-batch", "1", "--skip", "0.33", "--out", str(tmp_path)]
+    assert main(["train", *words]) == 2
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning.startswith("thinwire: warning: --skip is experimental: a plain model") and "error" in error
+
+
 def test_every_option_has_a_help_text() -> None:
     told = thinwire("train", "--help", COLUMNS="100").stdout
     for name in OPTIONS:

@@ -157,8 +157,10 @@ def on_full_paths() -> list[float]:
     paths = (tuple(range(size)),) * PASSES
     orders = orders_of(run_paths(network, paths, [0.0] * PASSES))
     transport = ProcessGroupTransport(dist.new_group(backend="gloo"))
-    runner = PathRunner(part, transport=transport, code=ActivationCode.parse("float32"), device=torch.device("cpu"),
-                        loss=lambda found, number: loss_of(found, targets[number]))  # fmt: skip
+    runner = PathRunner(
+        part, part.parameters(), transport=transport, code=ActivationCode.parse("float32"), device=torch.device("cpu"),
+        loss=lambda found, number: loss_of(found, targets[number]),
+    )  # fmt: skip
     for number in range(2):
         part.zero_grad()
         step = PathStep(number=number, paths=paths, orders=orders, weights=(1.0,) * PASSES)

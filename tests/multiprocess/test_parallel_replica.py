@@ -23,16 +23,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import COMMAND, DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, result, with_slow_steps, worker_of
 
 from thinwire.cli import plan as plan_command
+from thinwire.shared_random import derive_seed
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, sent_numbers
 from thinwire.site.pipeline import StageLink, StageTimes, order_of, step_s
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import LocalPasses
 from thinwire.training.parallel_passes import cut_model
+from thinwire.training.skip_passes import deal_paths
 from thinwire.transport.base import JSON_BYTES
 from thinwire.transport.secret import make_secret
 from thinwire.workloads.language.presets import TransformerConfig
-from thinwire.workloads.language.transformer import build_transformer
+from thinwire.workloads.language.transformer import TransformerStage, build_transformer, next_token_loss
 from thinwire.workloads.sampler import PADDING
 
 SHAPE = TransformerConfig(vocab_size=16, dim=16, layers=4, heads=4, max_seq_len=8)
@@ -82,6 +84,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "padded passes of a pipeline": {"pp": 2, "tp": 2, "micro_batch": 3},
     "padded shards": {"dp_shard": 4, "zero_stage": 3, "micro_batch": 1, "batch_size": 6},
 }
+SKIP: dict[str, Any] = {"pp": 4, "skip": 0.33, "micro_batch": 1}
 LAYERS = {"many chunks of shards": 7, "uneven stages": 7}
 
 
@@ -232,6 +235,42 @@ def train(config: TrainConfig, model: Any, passes: Any) -> list[float]:
     return losses
 
 
+def skipping_model(config: TrainConfig, model: Any) -> dict[str, Any]:
+    """Return losses and gradients of a step in which micro-batches of one row skip stages of one layer each."""
+    tokens, targets = batches()[0]
+    own = config.parallel
+    seed = derive_seed(config.run.seed, "skip", *(int(row.sum()) for row in tokens))
+    paths = deal_paths(num_stages=own.pp, length=own.path_length, count=BATCH, seed=seed)
+    total = 0.0
+    for path, row, target in zip(paths, tokens.split(1), targets.split(1), strict=True):
+        part = TransformerStage(model, range(0), has_embedding=True, has_head=True)
+        part.blocks = torch.nn.ModuleDict({str(number): model.blocks[number] for number in path})
+        loss = next_token_loss(part(row), target, z_loss=SHAPE.z_loss)[0] / BATCH
+        loss.backward()
+        total += loss.item()
+    for number, block in enumerate(model.blocks):
+        for parameter in block.parameters():
+            parameter.grad *= BATCH / sum(number in path for path in paths)
+    return {"loss": total, "gradients": {name: one.grad.flatten() for name, one in model.named_parameters()},
+            "held out": float(model.loss(*batches()[0])[1]), "paths": paths}  # fmt: skip
+
+
+def skip_stages() -> dict[str, Any]:
+    """Return the same of this rank's stage, where each has a rank."""
+    from thinwire.training.parallel_passes import ParallelPasses, make_mesh, whole_parameters
+
+    config = options(**SKIP)
+    mesh = make_mesh(config, device=torch.device("cpu"))
+    model: Any = cut_model(build_transformer(SHAPE, seed=3), config, mesh)
+    whole = {name: one.flatten().tolist() for name, one in whole_parameters(model, mesh).items()}
+    passes = ParallelPasses(config, model, mesh)
+    loss = float(passes.backward(*batches()[0], factor=1.0)[0])
+    gradients = {name.partition(".")[2]: one.grad.flatten().tolist() for name, one in model.named_parameters()}
+    held_out = float(passes.held_out(*batches()[0]))
+    mesh.close()
+    return {"loss": loss, "gradients": gradients, "held out": held_out, "whole": whole}
+
+
 def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     from thinwire.training.parallel_passes import ParallelPasses, make_mesh, whole_parameters
     from thinwire.transport.connect import connect
@@ -273,6 +312,7 @@ def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     model = cut_model(build_transformer(SHAPE, seed=3), config, mesh)
     found["losses in bfloat16"] = train(config, model, ParallelPasses(config, model, mesh))
     mesh.close()
+    found["skip"] = skip_stages()
     mesh = make_mesh(options(pp=4), device=torch.device("cpu"))
     found["work"] = {str(chunks): work_of_step(mesh, chunks=chunks) for chunks in (1, 2)}
     mesh.close()
@@ -306,6 +346,21 @@ def test_a_cut_model_trains_as_one_process(name: str, cut_runs: list[dict[str, A
         for parameter, value in parameters.items():
             error = (torch.tensor(found[name]["whole"][parameter], dtype=torch.float64) - value).abs().max()
             assert error < 1e-9, parameter
+
+
+def test_micro_batches_that_skip_stages_train_as_one_process_without_these(cut_runs: list[dict[str, Any]]) -> None:
+    model: Any = build_transformer(SHAPE, seed=3)
+    expected = skipping_model(options(**SKIP), model)
+    assert {len(path) for path in expected["paths"]} == {3} and len(set(expected["paths"])) > 1
+    held = set()
+    for found in (one["skip"] for one in cut_runs):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert found["held out"] == pytest.approx(expected["held out"], rel=1e-5)
+        for name, gradient in found["gradients"].items():
+            torch.testing.assert_close(torch.tensor(gradient), expected["gradients"][name], rtol=1e-5, atol=1e-7)
+        held |= found["gradients"].keys()
+        assert found["whole"] == {name: one.flatten().tolist() for name, one in model.named_parameters()}
+    assert held == expected["gradients"].keys()
 
 
 def test_sequences_are_shared_in_bfloat16_too(cut_runs: list[dict[str, Any]]) -> None:

@@ -28,6 +28,7 @@ from thinwire.cli.train_plan import planned
 from thinwire.errors import CheckpointError, DataError, Stopped, ThinwireError, WorkerFailed, refusal
 from thinwire.files import MOST_PLAN_BYTES, read_json
 from thinwire.training.config import TrainConfig, command_line, has_run, validate
+from thinwire.training.parallel_config import EXPERIMENTAL_SKIP
 from thinwire.transport.secret import need_pyzmq, read_secret
 from thinwire.workloads.cards import LANGUAGE, card_of
 from thinwire.workloads.language.sources import check_source
@@ -69,6 +70,8 @@ def _settled(arguments: Sequence[str]) -> tuple[TrainConfig, Plan | None]:
     given, plan = planned(given, arguments, say=log_nothing if is_quiet else log)
     config = settle(given, arguments)
     validate(config, world_size=world_size())
+    if config.parallel.skip and not is_quiet:
+        log(f"warning: {EXPERIMENTAL_SKIP}")
     if config.run.secret is not None:
         need_pyzmq()
         read_secret(config.run.secret)

@@ -38,6 +38,8 @@ class ParallelConfig:
     """Codecs of activations and their gradients between pipeline stages, such as block-int8/block-int4."""
     stage_sites: str | None = option(None)
     """Site of each pipeline stage, such as 0,0,1,1: messages inside a site are not coded. Default: all are coded."""
+    skip: float = option(0.0, least=0, below=1)
+    """Share of the pipeline stages that each micro-batch skips. Experimental: a smaller plain model was as good."""
     zero_stage: int = option(2, least=1)
     """ZeRO stage of the shards: 1, 2 (gradients in shards too) or 3 (parameters too); a pipeline has 1."""
     unsharded_layers: int = option(0, least=0)
@@ -54,6 +56,11 @@ class ParallelConfig:
     def data_ranks(self) -> int:
         """Ranks of one replica that read different sequences."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def path_length(self) -> int:
+        """Stages that a micro-batch visits."""
+        return round(self.pp * (1 - self.skip))
 
     @property
     def sites(self) -> tuple[int, ...] | None:
@@ -86,10 +93,17 @@ def _site_numbers(option: str, given: str | None, *, count: int, of: str) -> tup
 
 
 ONE_RANK = ParallelConfig()
+EXPERIMENTAL_SKIP = "--skip is experimental: a plain model of as many layers as a micro-batch visits was as good"
 # Options that a replica of several ranks cannot have, and why.
 _NOT_PARALLEL = {
     "elastic": "its replicas have --ranks-per-replica",
     "lora": "adapters were not tried with sharded models", "compile": "it was not tried with sharded models",
+}  # fmt: skip
+
+_NOT_SKIPPING = {
+    "elastic": "a lost stage ends its replica, since collectives of torch join all its ranks, and one that came back "
+    "would need the optimizer's state; --resume goes on from the checkpoint",
+    "secret": "messages on paths take gloo, which does not encrypt",
 }  # fmt: skip
 
 
@@ -121,7 +135,7 @@ def parallel_problems(config: Any) -> list[ValueError]:
 def _stage_problems(own: ParallelConfig) -> list[ValueError]:
     """Check what stages exchange, and in which order they work."""
     problems = []
-    for name in ("eagerness", "activation_code", "stage_sites"):
+    for name in ("eagerness", "activation_code", "stage_sites", "skip"):
         if own.pp == 1 and getattr(own, name) != getattr(ONE_RANK, name):
             problems.append(
                 refusal(f"{flag(name)} is for pipelines", got=getattr(own, name), allowed="2 or more --pp",
@@ -140,6 +154,24 @@ def _stage_problems(own: ParallelConfig) -> list[ValueError]:
             refusal("--stage-sites says where messages are coded", got="no --activation-code",
                     allowed="both, or neither", remedy="--activation-code block-int8/block-int4")
         )  # fmt: skip
+    return [*problems, *_skip_problems(own)] if own.skip and own.pp > 1 else problems
+
+
+def _skip_problems(own: ParallelConfig) -> list[ValueError]:
+    """Check what micro-batches that skip stages do not go with."""
+    usual = ParallelConfig(pp=own.pp, skip=own.skip, activation_code=own.activation_code)
+    reasons = {
+        "interleave": "a path visits a stage once", "eagerness": "the paths decide the order of passes",
+        "stage_sites": "a path may cross any border, so all messages are coded",
+        **dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp"), "a stage is one rank"),
+    }  # fmt: skip
+    problems = [excluded("--skip", flag(name), why=why, remedy=f"to leave {flag(name)} out")
+                for name, why in reasons.items() if getattr(own, name) != getattr(usual, name)]  # fmt: skip
+    if not 1 < own.path_length < own.pp:
+        few = max(3, own.pp)
+        problems.append(refusal("--skip must leave two stages or more, and skip one", got=f"{own.skip:g} of {own.pp}",
+                                allowed=f"paths of 2 to {few - 1} of {few} stages",
+                                remedy=f"--pp {few} --skip {1 / few:.2f}"))  # fmt: skip
     return problems
 
 
@@ -170,7 +202,7 @@ def _bad_with_ranks(config: Any) -> list[ValueError]:
     is_small = batch < own.data_ranks and config.data.sequences == "windows"  # documents fill passes by their lengths
     checks = [
         *((config.option(name), excluded(flag(name), which, why=why, remedy=f"to leave {flag(name)} out"))
-          for name, why in _NOT_PARALLEL.items()),
+          for name, why in ({**_NOT_PARALLEL, **_NOT_SKIPPING} if own.skip else _NOT_PARALLEL).items()),
         (config.model.name.startswith("hf:"),
          excluded(which, f"--model {config.model.name}", why="it shards thinwire's own models",
                   remedy="a preset or a size, such as --model 35m")),

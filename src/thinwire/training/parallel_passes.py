@@ -19,6 +19,7 @@ from thinwire.shared_random import derive_seed
 from thinwire.site.pipeline import chunk_layers, order_of
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import Passes
+from thinwire.training.skip_passes import SkippingPipeline
 from thinwire.transport.base import Transport
 from thinwire.transport.replica_mesh import ReplicaMesh
 from thinwire.transport.shards import drop_gathered, local_shard, named_failures, own_part
@@ -58,11 +59,12 @@ class PipelineChunks(nn.Module):
     Args:
         chunks: In the order in which a micro-batch passes them.
         config: Shape of the whole model.
+        skips: Whether micro-batches skip chunks; the first one has the head then.
     """
 
-    def __init__(self, chunks: Sequence[TransformerStage], config: TransformerConfig) -> None:
+    def __init__(self, chunks: Sequence[TransformerStage], config: TransformerConfig, *, skips: bool = False) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.skips = config, skips
         self.num_chunks = len(chunks)
         # no ModuleList: the blocks in the chunks are what repeats
         for number, chunk in enumerate(chunks):
@@ -107,7 +109,7 @@ def cut_model(model: nn.Module, config: TrainConfig, mesh: ReplicaMesh) -> nn.Mo
         chunks = _chunks(model, config, stage=mesh.stage)
         for chunk in chunks:
             mesh.shard(chunk, blocks=list(chunk.blocks.values()), num_freed=0)
-        found = PipelineChunks(chunks, model.config)
+        found = PipelineChunks(chunks, model.config, skips=own.skip > 0)
     if mesh.data_rank:  # ranks see other rows, and drop out other numbers
         torch.manual_seed(derive_seed(config.run.seed, "rank", mesh.data_rank))
     return found
@@ -164,7 +166,7 @@ def _chunks(model: Transformer, config: TrainConfig, *, stage: int) -> list[Tran
                 model,
                 range(first, first + sizes[number]),
                 has_embedding=number == 0,
-                has_head=number == len(sizes) - 1,
+                has_head=number == (0 if own.skip else len(sizes) - 1),
                 num_recomputed=recomputed,
             )
         )
@@ -188,7 +190,7 @@ def _of_all_stages(own: dict[str, Tensor], model: PipelineChunks, mesh: ReplicaM
     found = {}
     for name, sketch in build_transformer(model.config, device="meta").named_parameters():
         parts = name.split(".")
-        end = 0 if parts[0] == "embedding" else len(sizes) - 1
+        end = 0 if parts[0] == "embedding" or model.skips else len(sizes) - 1
         chunk = chunk_of[int(parts[1])] if parts[0] == "blocks" else end
         value = own[name] if name in own else torch.empty(sketch.shape, dtype=dtype)
         found[name] = mesh.broadcast_from_stage(value.to(mesh.device), chunk % pp).cpu()
@@ -211,14 +213,21 @@ class ParallelPasses:
         self._is_padded = config.data.sequences == "documents"
         sharing: Any = model.chunks[0] if isinstance(model, PipelineChunks) else model
         self._shared: sequences.SequenceAttention | None = sharing.shared
-        self._pipeline = _Pipeline(config, model, mesh) if isinstance(model, PipelineChunks) else None
+        self._pipeline: _Pipeline | None = None
+        self._skipping: SkippingPipeline | None = None
+        if isinstance(model, PipelineChunks) and model.skips:
+            self._skipping = SkippingPipeline(config, model.chunks[0], mesh, shape=model.config)
+        elif isinstance(model, PipelineChunks):
+            self._pipeline = _Pipeline(config, model, mesh)
 
     def backward(self, tokens: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
         """See `ModelPasses`; every rank gets the whole batch, and the mean over it."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         passes = list(self._own_passes(tokens, targets))
         with named_failures():
-            if self._pipeline is None:
+            if self._skipping is not None:
+                sums = self._skipping.backward(passes)
+            elif self._pipeline is None:
                 for number, (rows, row_targets, share) in enumerate(passes):
                     self._prepare_pass(is_last=number == len(passes) - 1)
                     with self.timing.forward(), self._autocast():
@@ -257,7 +266,9 @@ class ParallelPasses:
                 self._pipeline.fetch_embedding()
             for rows, row_targets, share in self._own_passes(tokens, targets):
                 with self._autocast():
-                    if self._pipeline is None:
+                    if self._skipping is not None:
+                        nll = self._skipping.nll(rows, row_targets)
+                    elif self._pipeline is None:
                         nll = self._loss(rows, row_targets)[1]
                     else:
                         nll = self._pipeline.nll(rows, row_targets)
@@ -267,9 +278,10 @@ class ParallelPasses:
         return self._of_batch(total)[None]
 
     def _of_batch(self, own: Tensor) -> Tensor:
-        """Return the sum of what the ranks add up for their rows, from the last stage of a pipeline."""
+        """Return the sum of what the ranks add up for their rows, from the stage of a pipeline that has the loss."""
         summed = self._mesh.sum_over_data(own)
-        return self._mesh.broadcast_from_stage(summed, self._mesh.size_of("pp") - 1).float()
+        stage = self._mesh.size_of("pp") - 1 if self._skipping is None else 0
+        return self._mesh.broadcast_from_stage(summed, stage).float()
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = self._model.loss(tokens, targets, is_padded=self._is_padded)

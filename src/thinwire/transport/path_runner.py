@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -94,20 +94,22 @@ class PathRunner:
     The gradient of a stage is the mean over the micro-batches that visited it, by their weights, and not over all.
 
     Args:
-        part: The node's stage: takes hidden states of a micro-batch, or, at the first stage, its inputs.
+        forward: The node's stage: takes hidden states of a micro-batch, or, at the first stage, its inputs.
+        parameters: Of the stage, and of the loss at the first one.
         transport: Joins the nodes; it stays the caller's.
         code: Of messages, the same on all nodes.
-        device: Of the part.
-        loss: At the first stage: of hidden states and the number of a micro-batch; its parameters are the part's.
+        device: Of the stage.
+        loss: At the first stage: of hidden states and the number of a micro-batch.
     """
 
     def __init__(
-        self, part: nn.Module, *, transport: Transport, code: StageCode, device: torch.device,
+        self, forward: Callable[[torch.Tensor], torch.Tensor], parameters: Iterable[nn.Parameter], *,
+        transport: Transport, code: StageCode, device: torch.device,
         loss: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self._part, self._transport, self._code = part, transport, code
+        self._forward, self._transport, self._code = forward, transport, code
         self._device, self._loss = device, loss
-        self._parameters = [one for one in part.parameters() if one.requires_grad]
+        self._parameters = [one for one in parameters if one.requires_grad]
         # payloads of another code may have the same size
         self._note = hashlib.blake2b(code.name.encode(), digest_size=NOTE_BYTES).digest()
 
@@ -160,7 +162,7 @@ class PathRunner:
         if place <= turn and place:
             given.requires_grad_()
         if place < turn:
-            work.kept[number] = given, self._part(given)
+            work.kept[number] = given, self._forward(given)
             work.given[number] = work.kept[number][1].detach()
         elif place == turn:
             assert self._loss is not None, "paths begin at nodes with a loss"

@@ -47,7 +47,7 @@ def node(transport: LoopbackTransport, *, step: PathStep, code: ActivationCode =
     part, (rows, wanted) = parts()[transport.replica], batch()
     if spoil is not None:
         spoil(transport, part)
-    runner = PathRunner(part, transport=transport, code=code, device=CPU,
+    runner = PathRunner(part, part.parameters(), transport=transport, code=code, device=CPU,
                         loss=lambda found, number: (found - wanted[number]).square().mean())  # fmt: skip
     shapes = [one.shape for one in rows]
     losses = runner.run(step, shapes=shapes, inputs=rows)

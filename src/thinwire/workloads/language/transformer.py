@@ -450,6 +450,11 @@ class TransformerStage(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """Return what the next chunk takes, (batch, seq, dim), or the logits, from that or (batch, seq) tokens."""
+        stream = self.hidden(values)
+        return stream if self.norm is None else self.logits(stream)
+
+    def hidden(self, values: Tensor) -> Tensor:
+        """Return what leaves the chunk's layers."""
         seq = values.shape[1] * (1 if self.shared is None else self.shared.plan.num_ranks)
         stream = values if self.embedding is None else self.embedding(values)
         positions = _own_positions(self.shared, range(seq))
@@ -459,11 +464,15 @@ class TransformerStage(nn.Module):
                 stream = checkpoint(block, stream, rotation, None, use_reentrant=False)
             else:
                 stream = block(stream, rotation, None)
-        if self.norm is None:
-            return stream
-        head = self.tied_weight if self.head is None else self.head.weight
-        assert head is not None, "the embedding comes before a pass"
-        return F.linear(self.norm(stream), head)
+        return stream
+
+    def logits(self, stream: Tensor) -> Tensor:
+        """Return the logits from what leaves the last layer; a chunk with both ends ties its own embedding."""
+        assert self.norm is not None, "the chunk has the head"
+        tied = self.tied_weight if self.embedding is None else self.embedding.weight
+        weight = tied if self.head is None else self.head.weight
+        assert weight is not None, "the embedding comes before a pass"
+        return F.linear(self.norm(stream), weight)
 
 
 def _own_positions(shared: SequenceAttention | None, positions: range) -> slice | Tensor:
