@@ -16,16 +16,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thinwire.sequences.block_tables import POLICIES, SequencePlan, sequence_plan
+    from thinwire.sequences.gated_attention import LEAST_LOG_GATE, gated_attention, shared_gated_attention
     from thinwire.sequences.sharing import SequenceAttention, attention, own_tokens, share
+    from thinwire.sequences.state_scan import ScanPlan, scan_plan, state_scan
 
 _HOMES = {
+    "LEAST_LOG_GATE": "gated_attention", "ScanPlan": "state_scan", "gated_attention": "gated_attention",
+    "scan_plan": "state_scan", "shared_gated_attention": "gated_attention", "state_scan": "state_scan",
     "POLICIES": "block_tables", "SequenceAttention": "sharing", "SequencePlan": "block_tables", "attention": "sharing",
     "own_tokens": "sharing", "sequence_plan": "block_tables", "share": "sharing",
 }  # fmt: skip
 
 __all__ = [
-    "POLICIES", "SequenceAttention", "SequencePlan", "attention", "own_tokens", "sequence_plan", "share",
-]  # fmt: skip
+    "LEAST_LOG_GATE",
+    "POLICIES",
+    "ScanPlan",
+    "SequenceAttention",
+    "SequencePlan",
+    "attention",
+    "gated_attention",
+    "own_tokens",
+    "scan_plan",
+    "sequence_plan",
+    "share",
+    "shared_gated_attention",
+    "state_scan",
+]
 
 
 def __getattr__(name: str) -> Any:
