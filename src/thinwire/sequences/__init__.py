@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thinwire.sequences.block_tables import POLICIES, SequencePlan, sequence_plan
-    from thinwire.sequences.gated_attention import LEAST_LOG_GATE, gated_attention, shared_gated_attention
+    from thinwire.sequences.linear_attention import LEAST_LOG_GATE, gated_attention, shared_gated_attention
     from thinwire.sequences.sharing import SequenceAttention, attention, own_tokens, share
-    from thinwire.sequences.state_scan import ScanPlan, scan_plan, state_scan
+    from thinwire.sequences.state_scan import ScanPlan, scan_plan, scan_states
 
 _HOMES = {
-    "LEAST_LOG_GATE": "gated_attention", "ScanPlan": "state_scan", "gated_attention": "gated_attention",
-    "scan_plan": "state_scan", "shared_gated_attention": "gated_attention", "state_scan": "state_scan",
+    "LEAST_LOG_GATE": "linear_attention", "ScanPlan": "state_scan", "gated_attention": "linear_attention",
+    "scan_plan": "state_scan", "shared_gated_attention": "linear_attention", "scan_states": "state_scan",
     "POLICIES": "block_tables", "SequenceAttention": "sharing", "SequencePlan": "block_tables", "attention": "sharing",
     "own_tokens": "sharing", "sequence_plan": "block_tables", "share": "sharing",
 }  # fmt: skip
@@ -37,10 +37,10 @@ __all__ = [
     "gated_attention",
     "own_tokens",
     "scan_plan",
+    "scan_states",
     "sequence_plan",
     "share",
     "shared_gated_attention",
-    "state_scan",
 ]
 
 

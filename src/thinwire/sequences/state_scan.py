@@ -94,7 +94,7 @@ def scan_plan(
     return min(plans.values(), key=lambda plan: plan.seconds(**how))  # type: ignore[arg-type]
 
 
-def state_scan(local: Tensor, decay: Tensor, *, peers: SequencePeers, plan: ScanPlan) -> Tensor:
+def scan_states(local: Tensor, decay: Tensor, *, peers: SequencePeers, plan: ScanPlan) -> Tensor:
     """Return the state that comes in at this rank: zero at the first one.
 
     Args:

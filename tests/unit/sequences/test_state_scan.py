@@ -9,8 +9,9 @@ import torch
 
 from tests.every_case import over
 from tests.sequence_ranks import ThreadPeers, on_ranks
-from thinwire.sequences.gated_attention import LEAST_LOG_GATE, gated_attention, shared_gated_attention
-from thinwire.sequences.state_scan import ScanPlan, scan_plan, state_scan
+from thinwire import sequences
+from thinwire.sequences.linear_attention import LEAST_LOG_GATE, gated_attention, shared_gated_attention
+from thinwire.sequences.state_scan import ScanPlan, scan_plan, scan_states
 
 BATCH, HEADS, D_K, D_V = 2, 2, 6, 4
 
@@ -104,4 +105,10 @@ def test_the_plan_follows_latency_and_rate() -> None:
 def test_states_that_do_not_fit_are_refused() -> None:
     state, decay = torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2)
     with pytest.raises(ValueError, match=r"3 pieces.*try pieces=2"):
-        on_ranks(1, lambda peers: state_scan(state, decay, peers=peers, plan=ScanPlan(kind="chain", pieces=3)))
+        on_ranks(1, lambda peers: scan_states(state, decay, peers=peers, plan=ScanPlan(kind="chain", pieces=3)))
+
+
+def test_a_public_name_is_the_function_each_time() -> None:
+    for _ in range(2):
+        for name in sequences.__all__:
+            assert type(getattr(sequences, name)).__name__ != "module", name

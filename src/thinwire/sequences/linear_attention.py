@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.sequences.peers import SequencePeers
-from thinwire.sequences.state_scan import ScanPlan, state_scan
+from thinwire.sequences.state_scan import ScanPlan, scan_states
 
 # Products of a chunk's gates are divided by each other: exp(16 * 5) is still a float32.
 _CHUNK, LEAST_LOG_GATE = 16, -5.0
@@ -51,5 +51,5 @@ def shared_gated_attention(
 ) -> Tensor:
     """Attend over sequences whose consecutive parts lie on the ranks in their order; shapes as in `gated_attention`."""
     output, state, sums = gated_attention(query, key, value, log_gates)
-    incoming = state_scan(state, sums[:, :, -1].exp(), peers=peers, plan=plan)
+    incoming = scan_states(state, sums[:, :, -1].exp(), peers=peers, plan=plan)
     return output + (query * sums.exp()) @ incoming
