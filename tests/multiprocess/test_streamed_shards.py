@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from processes import run, values
+from training_runs import DOCUMENTS, OPTIONS, Started, finish, result
 
 import thinwire
 from thinwire.workloads.language.presets import TransformerConfig
@@ -79,3 +83,20 @@ def test_gradients_of_shards_are_those_of_one_process(kind: str, is_late: bool, 
     outcomes = run(largest_error, num_ranks=2, arguments={"kind": kind, "is_late": is_late})
     for errors in values(outcomes):
         assert len(errors) == len(STAGES) and max(errors) < limit
+
+
+def test_a_streamed_run_learns_what_the_usual_one_does_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    place = OPTIONS.index("--batch-size")
+    words = [*OPTIONS[:place], *OPTIONS[place + 2 :], "--batch-size", "2", "--replicas", "1", "--steps", "8",
+             "--data", str(tmp_path / "rows.jsonl"), "--cache-dir", str(tmp_path / ".cache"), "--no-samples",
+             "--dp-shard", "2", "--zero-stage", "3", "--sequences", "documents"]  # fmt: skip
+    usual = finish(Started([*words, "--out", str(tmp_path / "usual")]))
+    out = tmp_path / "run"
+    streamed = finish(Started([*words, "--stream-backward", "5", "--out", str(out)]))
+    assert result(streamed)["val_loss"] == pytest.approx(result(usual)["val_loss"], abs=1e-4)
+    for folder in (out, out / "ranks" / "1"):
+        shutil.rmtree(folder / "checkpoints" / "step-00000008")
+    (out / "summary.json").unlink()
+    resumed = finish(Started(["--resume", str(out), "--quiet", "--json"]))
+    assert result(resumed)["global_parameters_sha256"] == result(streamed)["global_parameters_sha256"]

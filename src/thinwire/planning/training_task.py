@@ -16,6 +16,8 @@ BYTES_PER_PARAMETER = 16
 # Values of a block that wait for the backward pass, for a token and unit of width: 34 bytes of 16 bits each where
 # attention keeps no matrix (arXiv 2205.05198, equation 1, without its second term).
 _UNITS_PER_TOKEN = 17
+# A streamed backward has keys, values and their gradients of one layer at a time, and the gradients at its two ends.
+_STREAMED_UNITS = 6
 # Logits, their gradient and what the loss keeps, in float32.
 _BYTES_PER_LOGIT = 3 * 4
 
@@ -109,7 +111,9 @@ class TrainingTask:
         return sequences
 
 
-def activation_bytes(model: nn.Module, *, tokens: int, bytes_per_value: int = 4, recompute: bool = False) -> float:
+def activation_bytes(
+    model: nn.Module, *, tokens: int, bytes_per_value: int = 4, recompute: bool = False, chunks: int = 1
+) -> float:
     """Estimate the memory of what a forward pass keeps for the backward pass, and of the logits.
 
     Args:
@@ -117,6 +121,7 @@ def activation_bytes(model: nn.Module, *, tokens: int, bytes_per_value: int = 4,
         tokens: In one forward pass.
         bytes_per_value: 4 for float32, 2 under autocast; logits are float32 either way.
         recompute: Whether each block keeps its input alone, and the rest is there for one block at a time.
+        chunks: Of a streamed backward, which recomputes too; 1 for none.
     """
     blocks, by_name = find_blocks(model).blocks, parameters_by_name(model)
     sides = Counter(
@@ -124,5 +129,7 @@ def activation_bytes(model: nn.Module, *, tokens: int, bytes_per_value: int = 4,
     )
     width = sides.most_common(1)[0][0] if sides else 0  # the side that most of the blocks' matrices have
     units = len(blocks) + _UNITS_PER_TOKEN if recompute else len(blocks) * _UNITS_PER_TOKEN
-    logits = tokens * getattr(model, "vocab_size", 0) * _BYTES_PER_LOGIT
+    if chunks > 1:
+        units = len(blocks) + _STREAMED_UNITS + -(-_UNITS_PER_TOKEN // chunks)
+    logits = tokens / chunks * getattr(model, "vocab_size", 0) * _BYTES_PER_LOGIT
     return units * bytes_per_value * tokens * int(width) + logits

@@ -246,7 +246,8 @@ def check_memory(
         raise refusal(
             f"--model {config.model.name} does not fit the memory of {where}",
             got=f"about {format_bytes(needed)} for {what} ({parts})", allowed=f"{format_bytes(limit)} or less",
-            remedy="--recompute, a smaller --micro-batch, --seq-len or --model, or fewer --replicas here",
+            remedy="--stream-backward 8, --recompute, a smaller --micro-batch, --seq-len or --model, or fewer "
+                   "--replicas here",
         )  # fmt: skip
 
 

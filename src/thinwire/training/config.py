@@ -53,6 +53,8 @@ class ModelConfig:
     """Compile the model with torch.compile."""
     recompute: bool = False
     """Compute activations again in the backward pass: less memory, a third more work, the same bits."""
+    stream_backward: int | None = option(None, least=1)
+    """Compute the backward pass in this many chunks of each sequence, for long ones: less memory, no logits kept."""
     threads: int | None = option(None, least=1, is_free=True, is_local=True)
     """Threads of torch per replica. Default: the host's cores divided by its replicas."""
 
@@ -423,6 +425,7 @@ def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
         (config.model.lora is not None and is_elastic,
          excluded("--lora", "--elastic", why="a replica that joins would fetch the frozen weights too",
                   remedy="to leave one of them out")),
+        *_streaming_problems(config),
         (config.data.micro_batch is not None and config.elastic.ranks_per_replica > 1,
          excluded("--micro-batch", "--ranks-per-replica", why="the ranks share the batch already",
                   remedy="to leave --micro-batch out")),
@@ -477,6 +480,29 @@ def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
             found.append(error)
     of_options = [problem for is_wrong, problem in checks if is_wrong]
     return [str(one) for one in (*workload_problems(config), *of_options, *found, *parallel_problems(config))]
+
+
+def _streaming_problems(config: TrainConfig) -> list[tuple[bool, ValueError]]:
+    """Return each reason against `--stream-backward`, and whether it holds."""
+    chunks, which = config.model.stream_backward, "--stream-backward"
+    if chunks is None:
+        return []
+    longest = config.model.seq_len or default_seq_len(config.model.name)
+    no_others = {
+        "recompute": (config.model.recompute, "it computes layers again by itself"),
+        "compile": (config.model.compile, "what the backward pass runs again stays out of a compiled graph"),
+        "pp": (config.parallel.pp > 1, "a pipeline's schedule needs the logits of whole sequences"),
+        "cp": (config.parallel.cp > 1, "its chunks meet the keys of one rank alone"),
+        "tp": (config.parallel.tp > 1, "chunks of shared layers were not tried"),
+        "recompute_layers": (config.parallel.recompute_layers > 0, "it computes layers again by itself"),
+    }
+    return [
+        (chunks > longest,
+         refusal(f"{which} has more chunks than a sequence has tokens", got=chunks, allowed=f"1 to {longest}",
+                 remedy=f"{which} {min(8, longest)}")),
+        *((is_given, excluded(which, flag(name), why=why, remedy=f"to leave {flag(name)} out"))
+          for name, (is_given, why) in no_others.items()),
+    ]  # fmt: skip
 
 
 def default_sync_interval(model: str) -> int:

@@ -127,6 +127,15 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
         ({"lr": float("nan")}, "--lr is not above 0; got nan"),
         ({"clip_norm": float("nan")}, "--clip-norm is too small; got nan"),
         ({"join_deadline_s": 0.0}, "--join-deadline-s is not above 0"),
+        ({"stream_backward": 8, "recompute": True}, "--stream-backward does not go with --recompute: it computes"),
+        ({"stream_backward": 8, "compile": True}, "--stream-backward does not go with --compile: what the backward"),
+        ({"stream_backward": 8, "pp": 2}, "--stream-backward does not go with --pp: a pipeline's schedule"),
+        ({"stream_backward": 8, "cp": 2}, "--stream-backward does not go with --cp: its chunks"),
+        ({"stream_backward": 8, "tp": 2}, "--stream-backward does not go with --tp: chunks of"),
+        (
+            {"stream_backward": 17, "seq_len": 16},
+            "more chunks than a sequence has tokens; got 17; allowed 1 to 16; try --stream-backward 8",
+        ),
         ({"interface": "eth0", "address": "10.0.0.1"}, "--interface does not go with --address"),
         (
             {"sequences": "documents", "elastic": True},

@@ -82,6 +82,12 @@ def test_recomputed_layers_need_less_down_to_all_of_them() -> None:
     assert half == pytest.approx((none + every) / 2) and every == pytest.approx(refused_at(dp_shard=2, recompute=True))
 
 
+def test_a_streamed_backward_needs_less_than_recomputing() -> None:
+    again, streamed = (needed_bytes(seq_len=32_768, **how) for how in ({"recompute": True}, {"stream_backward": 8}))
+    states = needed_bytes(seq_len=1, batch_size=1)
+    assert 0.1 < (streamed - states) / (again - states) < 0.35
+
+
 def test_what_cannot_fit_is_refused_with_the_need_the_limit_and_a_remedy() -> None:
     config = config_of()
     model = make_model(config, vocab_size=None, device="meta")

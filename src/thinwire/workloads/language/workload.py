@@ -26,6 +26,7 @@ from thinwire.workloads.language.hf import (
 )
 from thinwire.workloads.language.lengths import padded_groups
 from thinwire.workloads.language.presets import PRESETS, preset
+from thinwire.workloads.language.streamed import streamed
 from thinwire.workloads.language.token_files import TOKENIZER
 from thinwire.workloads.language.tokenizers import Tokenizer
 from thinwire.workloads.language.transformer import build_transformer
@@ -110,7 +111,9 @@ def make_model(config: RunOptions, *, vocab_size: int | None, device: torch.devi
     )
     cast(LanguageModel, model).recompute = config.model.recompute
     if isinstance(model, HuggingFaceModel):  # an earlier run's is read as a folder of transformers
-        return model if config.model.lora is None else with_adapters(model, rank=config.model.lora, seed=seed)
+        if config.model.lora is not None:
+            model = with_adapters(model, rank=config.model.lora, seed=seed)
+        return _streamed(config, model)
     if run is not None and torch.device(device).type != "meta":
         folder = run / "model"
         try:
@@ -121,7 +124,12 @@ def make_model(config: RunOptions, *, vocab_size: int | None, device: torch.devi
                 f"cannot start from the weights in {folder}: {reason}; give the --out of a finished run of the same "
                 f"model"
             ) from error
-    return model
+    return _streamed(config, model)
+
+
+def _streamed(config: RunOptions, model: nn.Module) -> nn.Module:
+    chunks = config.model.stream_backward
+    return model if chunks is None else streamed(model, chunks=chunks)
 
 
 def sketch(config: RunOptions) -> nn.Module:
@@ -302,7 +310,7 @@ def _activations(config: RunOptions, model: nn.Module, sequences: int) -> float:
     about = {
         "tokens": sequences * config.model.seq_len, "bytes_per_value": 2 if config.model.autocast == "bf16" else 4,
     }  # fmt: skip
-    found = activation_bytes(model, recompute=config.model.recompute, **about)
+    found = activation_bytes(model, recompute=config.model.recompute, chunks=config.model.stream_backward or 1, **about)
     if config.parallel.recompute_layers:
         layers = getattr(getattr(model, "config", None), "layers", 0) or 1
         share = min(1.0, config.parallel.recompute_layers * config.parallel.pp / layers)
