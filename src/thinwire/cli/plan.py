@@ -13,9 +13,11 @@ from thinwire.cli.argument_parsing import FAILED, command
 from thinwire.cli.output import log, print_error, print_line
 from thinwire.cli.plan_inside import (
     load_sites,
+    pipeline_s,
     plan_across,
     plan_each,
     plan_inside,
+    report_across,
     site_line,
     site_sequences,
     with_speeds,
@@ -40,6 +42,8 @@ _HEAD = (
     "sent a step", "peak rate",
 )  # fmt: skip
 _TOP, _NAMED = 3, 8
+# Options by which several replicas are asked for.
+_OF_REPLICAS = ("method", "interval", "codec", "min_utilisation", "max_penalty", "min_replicas")
 # Assumed for a machine whose memory nothing states: that of a large card at home.
 _USUAL_MEMORY = "24GB"
 
@@ -65,13 +69,15 @@ def main(options: PlanOptions) -> int:
     def memory(plan: Plan) -> list[str]:
         return [_memory(plan, workload, cluster, source=source)]
 
-    return _plan_between(options, workload, cluster, memory=memory)
+    plan = _best_between(options, workload, cluster)
+    return _report_between(plan, options, workload, cluster, memory=memory)
 
 
 def _plan_sites(options: PlanOptions) -> int:
     """Plan inside each site, then between them, with the step times of the sites' plans.
 
-    A model that does not fit a site is planned as one replica over all of them.
+    A model that does not fit a site is planned as one replica over all of them. One that fits is planned so too, and
+    is one replica where that is sooner at the same loss and nothing was asked of several.
     """
     sites = load_sites(options)
     workload = _workload(options)
@@ -81,17 +87,28 @@ def _plan_sites(options: PlanOptions) -> int:
         plans = plan_each(sites, options, sequences=workload.sequences(len(sites)))
     except NothingFits as error:
         try:
-            return plan_across(options, sites, joined)
+            found = plan_across(options, sites, joined)
         except NothingFits as of_all:
             raise ValueError(f"{error}; on all sites together {of_all}") from of_all
-    _check_no_code(options, got="sites that hold the model, each a replica")
+        return report_across(found, options, sites, why="no single site holds the model")
     cluster = with_speeds(joined, plans, num_parameters=workload.num_parameters)
+    between = _best_between(options, workload, cluster)
+    beside = []
+    if not any(getattr(options, name) != getattr(PlanOptions(), name) for name in _OF_REPLICAS):
+        sequences = workload.sequences(len(sites)) * len(sites)  # as many as all replicas together
+        across = plan_across(options, sites, joined, sequences=sequences)
+        across_s, replicas_s = pipeline_s(across, tokens=workload.tokens), between.best.equal_loss_s
+        if across_s < replicas_s:
+            why = f"sooner by {1 - across_s / replicas_s:.0%} than a replica at each site ({format_long(replicas_s)})"
+            return report_across(across, options, sites, why=f"{format_long(across_s)} to equal loss, {why}")
+        beside = [f"one replica over all sites would take {format_long(across_s)} to equal loss"]
+    _check_no_code(options, got="sites that hold the model, each a replica")
     inside = {name: {**plan.to_json(), "model": options.model} for name, plan in plans.items()}
 
     def memory(_: Plan) -> list[str]:
-        return [site_line(name, plan) for name, plan in plans.items()]
+        return [*beside, *(site_line(name, plan) for name, plan in plans.items())]
 
-    return _plan_between(options, workload, cluster, memory=memory, more={"inside": inside})
+    return _report_between(between, options, workload, cluster, memory=memory, more={"inside": inside})
 
 
 def _check_no_code(options: PlanOptions, *, got: str) -> None:
@@ -117,28 +134,33 @@ def _joined(options: PlanOptions, names: Sequence[str]) -> Cluster:
     return dataclasses.replace(cluster, machines=tuple(named))
 
 
-def _plan_between(
-    options: PlanOptions, workload: TrainingTask, cluster: Cluster, *, memory: Callable[[Plan], list[str]],
-    more: Mapping[str, Any] = MappingProxyType({}),
-) -> int:  # fmt: skip
-    """Plan between machines, print the plan and write it.
-
-    Args:
-        options: The options.
-        workload: What is to be trained.
-        cluster: The machines.
-        memory: Lines of the output about a plan's memory.
-        more: Contents of the plan's file beside the plan.
-    """
+def _best_between(options: PlanOptions, workload: TrainingTask, cluster: Cluster) -> Plan:
     from thinwire.planning.candidates import COMPARED, INTERVALS
-    from thinwire.planning.explain import explain, write_plan_figure
     from thinwire.planning.search import PlanConstraints, make_plan
 
     wishes = PlanConstraints(
         methods=options.method or COMPARED, intervals=options.interval or INTERVALS, codecs=options.codec,
         min_utilisation=options.min_utilisation, max_penalty=options.max_penalty, min_replicas=options.min_replicas,
     )  # fmt: skip
-    plan = make_plan(workload, cluster, wishes)
+    return make_plan(workload, cluster, wishes)
+
+
+def _report_between(
+    plan: Plan, options: PlanOptions, workload: TrainingTask, cluster: Cluster, *,
+    memory: Callable[[Plan], list[str]], more: Mapping[str, Any] = MappingProxyType({}),
+) -> int:  # fmt: skip
+    """Print a plan between machines, and write it.
+
+    Args:
+        plan: The plan.
+        options: The options.
+        workload: What is to be trained.
+        cluster: The machines.
+        memory: Lines of the output about a plan's memory.
+        more: Contents of the plan's file beside the plan.
+    """
+    from thinwire.planning.explain import explain, write_plan_figure
+
     if options.json:
         print(json.dumps({**plan.to_json(), **more}))
     else:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from thinwire.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
@@ -42,6 +42,8 @@ _HEAD = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp", "schedule", "micro-batch", "accumulation", "ZeRO", "recompute",
     "peak", "step", "beside the best",
 )  # fmt: skip
+# Of the loss that the default code costs: the most of three seeds in LOG.md, 2026-11-27. Others are taken to cost it.
+_CODE_LOSS = 0.0015
 _SHOWN_RUNNERS_UP = 4
 _MOST_TIMES = 1 << 20
 _MOST_PROFILE_BYTES = 2**20
@@ -53,31 +55,57 @@ def plan_inside(options: PlanOptions) -> int:
     site = load_site(options.inside[0], links=options.links)
     if options.profile is not None:
         site = site.with_speed(profiled_flops_per_s(options.profile))
-    return _plan_on(site, options)
+    return _report(_planned(site, options), options)
 
 
-def plan_across(options: PlanOptions, sites: Mapping[str, Site], cluster: Cluster) -> int:
-    """Plan one replica on the devices of several sites, which `cluster` joins, print the plan and write it."""
+def plan_across(
+    options: PlanOptions, sites: Mapping[str, Site], cluster: Cluster, *, sequences: int | None = None
+) -> SitePlan:
+    """Plan one replica on the devices of several sites, which `cluster` joins.
+
+    Args:
+        options: The options, which state the sequences of a step where they are not given.
+        sites: By name.
+        cluster: Joins them.
+        sequences: Of a step of all sites.
+    """
 
     def border(source: str, destination: str) -> NodeLink:
         wire = cluster.wire(source, destination)
         return NodeLink(bandwidth_bits_per_s=wire.bandwidth_bits_per_s, latency_s=wire.latency_s)
 
-    found = _plan_on(join_sites(sites, border), options)
-    log(f"no single site holds the model: this is one replica over {', '.join(sites)}", command="plan")
+    return _planned(join_sites(sites, border), options, sequences=sequences)
+
+
+def report_across(plan: SitePlan, options: PlanOptions, sites: Iterable[str], *, why: str) -> int:
+    """Print the plan of one replica over several sites, and why it is one, and write it."""
+    found = _report(plan, options)
+    log(f"{why}: this is one replica over {', '.join(sites)}", command="plan")
     return found
 
 
-def _plan_on(site: Site, options: PlanOptions) -> int:
+def pipeline_s(plan: SitePlan, *, tokens: float) -> float:
+    """Return how long one replica over several sites trains to the loss that it would have without a code."""
+    from thinwire.planning.loss_penalty import compute_worth  # imports torch
+
+    steps = tokens / (plan.best.layout.global_batch * plan.model.seq_len)
+    is_coded = plan.best.code is not None and plan.best.layout.degrees.pp > 1
+    return steps * plan.best.step_s * compute_worth(_CODE_LOSS if is_coded else 0.0)
+
+
+def _planned(site: Site, options: PlanOptions, *, sequences: int | None = None) -> SitePlan:
     code = _border_code(site, options.activation_code)
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
-    sequences = _sequences(options, seq_len)
-    counts = None if options.lengths is None else load_lengths(options.lengths)
     shape = _shape(options.model, seq_len=seq_len)
     # torchtitan shares the stream among tensor-parallel ranks; `thinwire train` does not
     is_shared = options.torchtitan is not None or options.model.startswith("hf:")
     shape = dataclasses.replace(shape, is_sequence_parallel=is_shared)
-    plan = plan_site(site, shape, global_batch=sequences, code=code)
+    return plan_site(site, shape, global_batch=sequences or _sequences(options, seq_len), code=code)
+
+
+def _report(plan: SitePlan, options: PlanOptions) -> int:
+    """Print a plan inside a site, and write it."""
+    counts = None if options.lengths is None else load_lengths(options.lengths)
     content = {**plan.to_json(), "model": options.model}
     lengths = None if counts is None else _lengths_outlook(plan, counts)
     if lengths is not None:
