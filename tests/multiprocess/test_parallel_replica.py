@@ -18,7 +18,7 @@ import torch.distributed as dist
 from live_processes import send
 from namespaces import ADDRESSES, CABLE, NAMES, Hosts
 from processes import run, values
-from torch._C._distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import ProcessGroupGloo, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import COMMAND, DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, result, with_slow_steps, worker_of
 
@@ -38,7 +38,7 @@ from thinwire.workloads.language.transformer import TransformerStage, build_tran
 from thinwire.workloads.sampler import PADDING
 
 SHAPE = TransformerConfig(vocab_size=16, dim=16, layers=4, heads=4, max_seq_len=8)
-STEPS, BATCH = 3, 8
+STEPS, BATCH = 2, 8
 # Every degree that runs, alone and together; all with four ranks, so that one group of processes serves all.
 CUTS: dict[str, dict[str, Any]] = {
     "ZeRO-1": {"dp_shard": 4, "zero_stage": 1, "micro_batch": 1},
@@ -271,6 +271,21 @@ def skip_stages() -> dict[str, Any]:
     return {"loss": loss, "gradients": gradients, "held out": held_out, "whole": whole}
 
 
+def _share_gloo_device() -> None:
+    """Let all groups of this process send through one device: each has a thread that wakes a hundred times a second."""
+    settings = ProcessGroupGloo._Options()
+    settings._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    settings._threads = 2
+
+    make = ProcessGroupGloo.__init__
+
+    def make_on_device(group: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+        settings._timeout = timeout
+        make(group, store, rank, size, settings)
+
+    ProcessGroupGloo.__init__ = make_on_device  # type: ignore[assignment, method-assign]
+
+
 def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     from thinwire.training.parallel_passes import ParallelPasses, make_mesh, whole_parameters
     from thinwire.transport.connect import connect
@@ -278,6 +293,7 @@ def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     transport = connect(solo=True, ranks_per_replica=4)
+    _share_gloo_device()
     found = {}
     for name, cut in cuts.items():
         config = options(**cut)
