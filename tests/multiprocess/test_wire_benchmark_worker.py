@@ -47,7 +47,7 @@ def as_rank(lines: Sequence[Sequence[str]], ports: Sequence[int]) -> list[tuple[
 def command(name: str, folder: Path, *more: str) -> list[str]:
     words = (
         f"--contender {name} --steps {STEPS} --warmup-steps {WARMUP_STEPS} --sync-interval 6 --overlap-steps 1 "
-        f"--batch-size {BATCH_SIZE} --seq-len {SEQ_LEN} --eval-batches 2 --timeout-s 60 --tokenizer bytes"
+        f"--batch-size {BATCH_SIZE} --seq-len {SEQ_LEN} --eval-batches 2 --timeout-s 60 --tokenizer bytes --model tiny"
     )
     places = ["--data", f"{folder}/rows.jsonl", "--cache-dir", f"{folder}/.cache"]
     return [*words.split(), *places, "--result", f"{folder}/results/{name}-{{rank}}.json", *more]
