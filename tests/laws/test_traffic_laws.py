@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linprog
 
 from thinwire.traffic import METHODS, Fabric, FabricFlow, TrafficPlan, plan_traffic
 
@@ -157,6 +156,8 @@ def least_congestion(plan: TrafficPlan) -> float:
             row[-1] = -float(paths.rate(key[1], spine)) / rate
     if not rows:
         return 0.0
+    from scipy.optimize import linprog  # takes a second, which each worker that collects would spend
+
     found = linprog(
         np.eye(len(choices) + 1)[-1], A_ub=np.array(list(rows.values())), b_ub=np.zeros(len(rows)), A_eq=equal,
         b_eq=np.ones(len(plan.flows)), method="highs",

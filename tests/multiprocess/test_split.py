@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
 
 from thinwire.cli.main import main
 from thinwire.codecs.activation_code import ActivationCode
@@ -50,8 +50,8 @@ class Server:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
             vocab_size=61, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=2
         )
     ).save_pretrained(tmp_path / "model")
@@ -62,7 +62,7 @@ def folder(tmp_path: Path) -> Path:
 def curve(folder: Path, server: Server, *, is_killed: bool) -> tuple[list[float], RemoteBody]:
     """Train five steps of two passes, and return the losses; kill the server at three kinds of moments."""
     body = connect(f"127.0.0.1:{server.port}", secret=folder / "job.secret", code=ActivationCode())
-    model: Any = around(LlamaForCausalLM.from_pretrained(folder / "model"), head=1, tail=1, body=body)
+    model: Any = around(transformers.LlamaForCausalLM.from_pretrained(folder / "model"), head=1, tail=1, body=body)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for step, tokens in enumerate(TOKENS):
         for number, row in enumerate(tokens):

@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 import transformers
 from processes import Processes, free_port, run, values
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, as_rank, metrics
 
 from thinwire.recording.metrics import open_loggers
@@ -150,6 +149,8 @@ def test_each_replica_is_told_once_that_steps_take_longer_than_planned_and_only_
 
 
 def scalars(folder: Path, name: str) -> Iterator[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(folder))
     events.Reload()
     return ((event.step, event.value) for event in events.Scalars(name))

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from thinwire.errors import DataError
 from thinwire.workloads.language.lengths import (
@@ -70,6 +69,8 @@ def test_an_integer_programme_finds_next_to_nothing_better() -> None:
     objective = np.r_[np.zeros(4 * count), 1.0]
     once = np.hstack([np.kron(np.eye(count), np.ones((1, 4))), np.zeros((count, 1))])
     loads = np.hstack([np.kron(costs, np.eye(4)), -np.ones((4, 1))])
+    from scipy.optimize import Bounds, LinearConstraint, milp  # takes a second, also where nothing is run
+
     solved = milp(
         objective, integrality=np.r_[np.ones(4 * count), 0.0], options={"time_limit": 10.0, "mip_rel_gap": 0.005},
         constraints=[LinearConstraint(once, 1, 1), LinearConstraint(loads, -np.inf, 0)],

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from hypothesis import given
@@ -89,6 +88,8 @@ def test_too_few_examples_are_refused() -> None:
 
 @pytest.mark.parametrize("count", [7, 8])
 def test_hugging_face_data_sets_are_split_whole_or_in_equal_shares(count: int) -> None:
+    import datasets  # takes seconds, which each worker that collects would spend
+
     whole = datasets.Dataset.from_dict({"x": list(range(count))})
     transports = LoopbackWorld(2).transports
     shares = [split_dataset(whole, transport)["x"][:] for transport in transports]

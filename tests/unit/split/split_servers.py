@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from thinwire.codecs.activation_code import ActivationCode
 from thinwire.split import BodyServer, RemoteBody, around, connect, middle_layers
@@ -24,8 +24,8 @@ VOCABULARY, WIDTH, LAYERS = 61, 16, 5
 
 def llama() -> nn.Module:
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
             vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=LAYERS,
             num_attention_heads=4, num_key_value_heads=2,
         )
@@ -35,8 +35,8 @@ def llama() -> nn.Module:
 def qwen() -> nn.Module:
     """Return a decoder whose later layers see the last three tokens only."""
     torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
+    return transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(
             vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=LAYERS,
             num_attention_heads=4, num_key_value_heads=2, use_sliding_window=True, sliding_window=3,
             max_window_layers=2,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from split_servers import LAYERS, VOCABULARY, WIDTH, connected, cut, llama, own, qwen, served
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from thinwire.codecs.activation_code import ActivationCode
 from thinwire.split import around, middle_layers
@@ -127,7 +127,10 @@ def test_generation_without_a_cache_is_that_of_the_whole_model() -> None:
 
 def test_what_cannot_be_cut_right_is_refused() -> None:
     with pytest.raises(ValueError, match="no decoder that can be cut"):
-        middle_layers(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9)), range(1, 2))
+        middle_layers(
+            transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9)),
+            range(1, 2),
+        )
     with pytest.raises(ValueError, match="there are no such layers; got 2:9; allowed 0:5; try 1:4"):
         middle_layers(llama(), range(2, 9))
     middle_layers(llama(), range(1, 4))
