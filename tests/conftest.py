@@ -28,8 +28,8 @@ subprocess.Popen = nursery.Popen  # type: ignore[misc]
 # Threads that wait for each other spin by default, and on busy cores take minutes of them from whom they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# The compiler of torch starts as many processes as there are cores, each of which imports torch for one small model.
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# torch's compiler tries each set of instructions that the processor has in a process that imports torch.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # Machines that run tests are shared and slow now and then: that a single example took long says nothing.
 settings.register_profile("shared", deadline=None)
