@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tomllib
 
+from live_processes import DEADLINE_S
 from source_tree import ROOT, module_of, sources
 
 from tests import wings
@@ -34,7 +35,7 @@ def test_pure_modules_are_imported_without_torch() -> None:
     modules = ["thinwire", *sorted(filter(_is_pure, map(module_of, sources())))]
     assert len(modules) > 50
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL, *modules], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", IMPORT_ALL, *modules], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert done.returncode == 0, done.stderr
 

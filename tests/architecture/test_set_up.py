@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from live_processes import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +28,7 @@ def _make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     environment = {name: value for name, value in inherited.items() if name not in ("TORCH", "PYTHON", "ARGS")}
     return subprocess.run(
-        ["make", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False
+        ["make", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
 
 
@@ -132,7 +133,13 @@ def test_the_tests_can_be_run_without_workers() -> None:
     # whoever runs this test may have asked for more words than these
     plain = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     done = subprocess.run(
-        [sys.executable, *words, *files], cwd=ROOT, env=plain, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, *words, *files],
+        cwd=ROOT,
+        env=plain,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"{file}::test_" in done.stdout for file in files)
@@ -142,4 +149,4 @@ def test_ci_runs_what_a_person_runs() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert "\nmake test || status=$?\n" in script.read_text()
-    assert subprocess.run(["bash", "-n", str(script)], timeout=10, check=False).returncode == 0
+    assert subprocess.run(["bash", "-n", str(script)], timeout=DEADLINE_S, check=False).returncode == 0

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live_processes import DEADLINE_S
 
 from tests.rehearsed_run import finding_line
 from tests.sample_runs import append, step_line, write_run
@@ -351,12 +352,12 @@ def test_the_address_is_the_only_line_on_stdout_and_ctrl_c_ends_it_at_once(tmp_p
         connection.request("GET", "/events")
         assert "replicas" in event(connection.getresponse())["sections"]
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0 and out == "" and "Traceback" not in err
         connection.close()
     finally:
         process.kill()
-        process.wait(timeout=60)
+        process.wait(timeout=DEADLINE_S)
 
 
 def test_a_fault_of_the_reading_is_told_and_reading_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

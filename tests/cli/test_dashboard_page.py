@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live_processes import DEADLINE_S
 
 from tests.rehearsed_run import finding_line, write_records
 from tests.sample_runs import append, step_line, write_run
@@ -58,7 +59,7 @@ def in_node(state: object, *, events: list[object] | None = None, values: list[s
     given = json.dumps({"script": script, "state": state, "events": events or [], "values": values or []})
     assert NODE is not None
     words = [NODE, str(Path(__file__).with_name("page_in_node.js"))]
-    done = subprocess.run(words, input=given, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, input=given, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 

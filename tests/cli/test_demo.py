@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from live_processes import DEADLINE_S
 
 from thinwire.cli import demo, train
 from thinwire.cli.main import COMMANDS, main
@@ -30,7 +31,13 @@ def _environment(folder: Path) -> dict[str, str]:
 
 def _run(*words: str | Path, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        list(map(str, words)), cwd=cwd, env=_environment(path), capture_output=True, text=True, timeout=240, check=False
+        list(map(str, words)),
+        cwd=cwd,
+        env=_environment(path),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from live_processes import DEADLINE_S
 
 from thinwire.cli.diagnose import main
 from thinwire.cli.diagnose_test import FOUND, ActiveTestOptions
@@ -51,7 +52,7 @@ def test_wrong_options_of_the_test_are_refused_in_one_line(
 
 def test_a_rehearsal_on_one_machine_measures_all_pairs_of_real_processes() -> None:
     command = [sys.executable, "-m", "thinwire.cli.main", "diagnose", "test", "--replicas", "2", "--json"]
-    done = subprocess.run([*command, "--budget", "0.2s"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--budget", "0.2s"], capture_output=True, text=True, timeout=DEADLINE_S)
     told = json.loads(done.stdout)
     assert done.returncode == (FOUND if told["findings"] else 0), done.stderr
     # other work on this machine may make a wire slow; bytes arrive all the same, and are the right ones

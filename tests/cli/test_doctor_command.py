@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from live_processes import DEADLINE_S
 
 from thinwire.cli.main import main
 from thinwire.transport.secret import make_secret
@@ -28,7 +29,7 @@ THERE = [
 def test_the_options_of_doctor_are_those_that_were_agreed_on() -> None:
     told = subprocess.run(
         [sys.executable, "-m", "thinwire.cli.main", "doctor", "--help"],
-        capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "100"},
+        capture_output=True, text=True, timeout=DEADLINE_S, env={**os.environ, "COLUMNS": "100"},
     ).stdout  # fmt: skip
     options = sorted(set(re.findall(r"^  (?:-h, )?(--[a-z][a-z-]*)", told, re.MULTILINE)))
     assert options == OPTIONS_FILE.read_text().splitlines(), (

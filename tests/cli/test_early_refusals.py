@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from live_processes import DEADLINE_S
+
 # Tries command lines in one process: torch, once it is imported, stays.
 TRY = """
 import contextlib, io, json, sys
@@ -153,7 +155,7 @@ def test_wrong_arguments_are_refused_in_one_form_before_torch_is_imported(tmp_pa
     (tmp_path / "image.png").write_bytes(b"\0")
     done = subprocess.run(
         [sys.executable, "-c", TRY, json.dumps([_words(line) for line in CASES])],
-        capture_output=True, text=True, timeout=240, cwd=tmp_path,
+        capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
@@ -171,7 +173,10 @@ def _cpu_s(*words: str) -> float:
     for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(
-            [sys.executable, *words], capture_output=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            [sys.executable, *words],
+            capture_output=True,
+            timeout=DEADLINE_S,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from live_processes import DEADLINE_S
 
 from thinwire.cli.main import main
 
@@ -22,7 +23,7 @@ RANKS = ("--elastic", "--ranks-per-replica", "2")
 def options_of(command: str) -> list[str]:
     told = subprocess.run(
         [sys.executable, "-m", "thinwire.cli.main", command, "--help"],
-        capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "100"},
+        capture_output=True, text=True, timeout=DEADLINE_S, env={**os.environ, "COLUMNS": "100"},
     ).stdout  # fmt: skip
     return sorted(set(re.findall(r"^  (?:-h, )?(--[a-z][a-z-]*)", told, re.MULTILINE)))
 
@@ -118,7 +119,7 @@ def test_the_address_may_come_by_stdin_or_the_environment(how: str) -> None:
     place = "thinwire://127.0.0.1:0/" + 52 * "a"
     done = subprocess.run(
         [sys.executable, "-m", "thinwire.cli.main", "join", *(["-"] if how == "stdin" else [])],
-        input=f"{place}\n" if how == "stdin" else "", capture_output=True, text=True, timeout=60, check=False,
+        input=f"{place}\n" if how == "stdin" else "", capture_output=True, text=True, timeout=DEADLINE_S, check=False,
         env={**os.environ, **({"THINWIRE_JOIN": place} if how == "environment" else {})},
     )  # fmt: skip
     assert done.returncode == 2 and "the address has a wrong port; got 0" in done.stderr, done.stderr
@@ -158,6 +159,6 @@ sys.exit(main(sys.argv[1:]))
 def test_a_host_that_joins_imports_no_torch_before_its_replicas_do(tmp_path: Path) -> None:
     words = [WORDS, "--replicas", "2", "--threads", "1", "--own-address", "127.0.0.1", "--out", str(tmp_path / "out")]
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert (done.returncode, done.stdout) == (0, "False\n"), f"it would wait seconds for it\n{done.stderr}"

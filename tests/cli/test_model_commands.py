@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from live_processes import DEADLINE_S
 
 from tests.trained_runs import train
 from thinwire.cli.main import main
@@ -100,7 +101,7 @@ def test_wrong_command_lines_are_refused_in_one_line_before_torch_is_imported(tm
     )
     done = subprocess.run(
         [sys.executable, "-c", script, json.dumps([words for words, _, _ in CASES])],
-        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert [int(line) for line in done.stdout.split()] == [code for _, code, _ in CASES]

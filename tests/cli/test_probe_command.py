@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from live_processes import DEADLINE_S
 
 from thinwire.cli.main import main
 
@@ -19,7 +20,7 @@ OPTIONS_FILE = Path(__file__).with_name("options_of_probe.txt")
 def probe(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*THINWIRE, "probe", *words],
-        capture_output=True, text=True, timeout=120, cwd=cwd, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=DEADLINE_S, cwd=cwd, env={**os.environ, **environment},
     )  # fmt: skip
 
 

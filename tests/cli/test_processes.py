@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import psutil
-from live_processes import is_running, until
+from live_processes import DEADLINE_S, is_running, until
 
 WORKER = """
 import os, time
@@ -27,5 +27,5 @@ def test_a_worker_ends_when_its_launcher_is_killed():
         assert is_running(worker)
     finally:
         launcher.send_signal(signal.SIGKILL)
-        launcher.wait(timeout=10)
+        launcher.wait(timeout=DEADLINE_S)
     until(lambda: not is_running(worker))

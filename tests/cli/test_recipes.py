@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from live_processes import DEADLINE_S
 
 from tests.pretrained_models import write_llama_with_weights, write_tokenizer
 from tests.trained_runs import train_here
@@ -180,7 +181,7 @@ def test_a_recipe_trains_in_small(name: str, corpus: Path, tmp_path: Path) -> No
     if is_elastic:
         done = subprocess.run(
             [sys.executable, "-m", "thinwire.cli.main", "train", "--config", str(copy), *words],
-            capture_output=True, text=True, timeout=280, check=False,
+            capture_output=True, text=True, timeout=DEADLINE_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.splitlines()[-1])["wire_bytes_sent"] > 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live_processes import DEADLINE_S
 
 from thinwire.cli.main import main
 from thinwire.runlog.run_identity import new_identity, read_identity, write_identity
@@ -39,14 +40,19 @@ for words in json.loads(sys.argv[1]):
 
 def thinwire(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*THINWIRE, *words], capture_output=True, text=True, timeout=120, cwd=cwd, env={**os.environ, **environment}
+        [*THINWIRE, *words],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        cwd=cwd,
+        env={**os.environ, **environment},
     )
 
 
 def thinwire_many(lines: Sequence[Sequence[str]], *, cwd: Path, **environment: str) -> list[tuple[int, str, str]]:
     done = subprocess.run(
         [sys.executable, "-c", MANY, json.dumps([list(words) for words in lines])],
-        capture_output=True, text=True, timeout=240, cwd=cwd, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=DEADLINE_S, cwd=cwd, env={**os.environ, **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
@@ -243,6 +249,8 @@ def test_a_finished_run_is_shown_again(tmp_path: Path) -> None:
 def test_version_and_help_need_no_torch() -> None:
     script = "import sys; from thinwire.cli.main import main; main(['{}']); assert 'torch' not in sys.modules"
     for words, said in (("--version", f"thinwire {__version__}"), ("--help", "usage: thinwire COMMAND")):
-        done = subprocess.run([sys.executable, "-c", script.format(words)], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", script.format(words)], capture_output=True, text=True, timeout=DEADLINE_S
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(said)

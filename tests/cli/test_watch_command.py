@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from live_processes import DEADLINE_S
 
 from tests.rehearsed_run import finding_line, write_records
 from tests.sample_runs import append, step_line, write_run
@@ -82,7 +83,7 @@ def test_without_a_terminal_each_change_is_a_line_and_the_end_of_the_run_is_the_
                     (tmp_path / "findings.jsonl").write_text(finding_line())
                 elif rows[-1].startswith("communication slow: link 0 -> 2 ("):
                     write_run(tmp_path)
-            assert process.wait(timeout=120) == 0
+            assert process.wait(timeout=DEADLINE_S) == 0
         finally:
             process.kill()
     assert rows[0].startswith("✓ ") and "healthy, step 10, loss 5.000" in rows[0]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live_processes import DEADLINE_S
 from test_coordinator import Desk
 
 from tests.full_disk import file_size_limit
@@ -203,7 +204,7 @@ def test_a_writer_that_is_killed_at_any_stage_leaves_the_old_lines_or_the_new_on
             journal.write("line", {"old": line["old"]})
         journal.close()
         code = subprocess.run(
-            [sys.executable, "-c", KILLED, str(path), str(stage)], timeout=120, check=False
+            [sys.executable, "-c", KILLED, str(path), str(stage)], timeout=DEADLINE_S, check=False
         ).returncode
         after = Journal(path)
         assert after.lines in (old, new[:5], new), stage

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_processes import until
+from live_processes import DEADLINE_S, until
 from remains import Remains, devices
 
 from thinwire.errors import LabError
@@ -69,7 +69,7 @@ def process(remains: Remains, *words: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         deadline.cancel()
         started.kill()
-        started.communicate(timeout=20)
+        started.communicate(timeout=DEADLINE_S)
 
 
 def hold(remains: Remains, how: str = "hold") -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
@@ -98,7 +98,7 @@ def test_nothing_is_left_of_a_closed_lab(remains: Remains, monkeypatch: pytest.M
 def test_nothing_is_left_where_the_labs_process_ends_in_the_midst(remains: Remains, how: str) -> None:
     with hold(remains, how) as lab:
         remains.note()
-        assert lab.wait(timeout=20) == {"exit": 3, "raise": 1, "abort": 4}[how]
+        assert lab.wait(timeout=DEADLINE_S) == {"exit": 3, "raise": 1, "abort": 4}[how]
         remains.assert_nothing_is_left()
 
 
@@ -106,7 +106,7 @@ def test_nothing_is_left_after_the_labs_process_is_killed(remains: Remains) -> N
     with hold(remains) as lab:
         remains.note()
         lab.kill()
-        assert lab.wait(timeout=20) == -signal.SIGKILL
+        assert lab.wait(timeout=DEADLINE_S) == -signal.SIGKILL
         remains.assert_nothing_is_left()
 
 
@@ -123,7 +123,7 @@ def test_nothing_is_left_after_the_daemon_is_killed_and_the_lab_tells(remains: R
             time.sleep(0.05)
         assert remains.processes() == {lab.pid}, "the hosts ended though the lab's process goes on"
         lab.kill()
-        lab.wait(timeout=20)
+        lab.wait(timeout=DEADLINE_S)
         remains.assert_nothing_is_left()
 
 
@@ -136,7 +136,7 @@ def test_a_lab_whose_relay_is_killed_tells_and_leaves_nothing(remains: Remains) 
         assert "the relay of delays ended with exit code -9" in told and "make the lab again" in told
         assert lab.stdout.readline() == "closed\n"
         lab.kill()
-        lab.wait(timeout=20)
+        lab.wait(timeout=DEADLINE_S)
         remains.assert_nothing_is_left()
 
 
@@ -173,7 +173,7 @@ def test_nothing_runs_on_where_the_lab_is_killed_while_it_is_made(remains: Remai
             time.sleep(0.01)
     finally:
         made.kill()
-        said = made.communicate(timeout=20)[1].decode()
+        said = made.communicate(timeout=DEADLINE_S)[1].decode()
     remains.assert_nothing_is_left()
     assert "Traceback" not in said
 
@@ -218,7 +218,7 @@ def test_ctrl_c_reaches_the_hosts_ends_the_lab_and_leaves_nothing(
         remains.note()
         # a terminal sends it to the whole group
         (os.killpg if to_group else os.kill)(lab.pid, number)
-        assert lab.wait(timeout=30) == 128 + number
+        assert lab.wait(timeout=DEADLINE_S) == 128 + number
         assert lab.stdout is not None
         assert lab.stdout.read() == "asked\n"
         assert (tmp_path / "out" / "host-1.out").read_text() == "ready\nasked\n"
@@ -232,7 +232,7 @@ def test_nothing_is_left_where_the_command_line_is_killed(remains: Remains, tmp_
     with process(remains, *words, "sh", "-c", "echo ready; sleep 600") as lab:
         remains.note()
         lab.send_signal(number)
-        lab.wait(timeout=30)
+        lab.wait(timeout=DEADLINE_S)
         remains.assert_nothing_is_left()
 
 

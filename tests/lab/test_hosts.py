@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from live_processes import DEADLINE_S
 from traffic_flow import flowing
 
 from thinwire.errors import LabError
@@ -348,7 +349,7 @@ def test_a_lab_without_a_usable_temporary_folder_says_so_and_what_to_do(tmp_path
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
     done = subprocess.run(
         ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh", *PYTHON, MAKE],  # no folder takes files, also not from root
-        capture_output=True, text=True, timeout=60, env={**environment, "TMPDIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=DEADLINE_S, env={**environment, "TMPDIR": str(tmp_path)},
     )  # fmt: skip
     tried = f"the lab's folder cannot be made: No usable temporary directory found in ['{tmp_path}', "
     assert done.stdout.startswith(tried), done.stderr

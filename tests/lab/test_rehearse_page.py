@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from live_processes import DEADLINE_S
 
 from thinwire.cli.argument_parsing import parse_options
 from thinwire.cli.lab import LabOptions, settings_of
@@ -41,5 +42,7 @@ def test_the_python_of_the_page_runs(tmp_path: Path) -> None:
     (text,) = re.findall(r"^```text\n(from .*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     script = tmp_path / "page.py"
     script.write_text(source + "\n".join("    " + line for line in text.splitlines()))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     assert done.returncode == 0, done.stderr

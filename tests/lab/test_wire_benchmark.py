@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from live_processes import DEADLINE_S
 
 from thinwire.cli.main import main
 from thinwire.errors import WorkerFailed
@@ -28,7 +29,7 @@ def cell(**changed: object) -> GridCell:
 
 def bench(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "thinwire.cli.main", "bench", *words]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
 def test_a_benchmark_goes_on_where_it_stopped_and_its_bytes_are_the_kernel_s(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from live_processes import DEADLINE_S
 from namespaces import ADDRESSES, CABLE, Hosts
 from processes import Outcome, Processes, free_port, run, values
 
@@ -236,7 +237,12 @@ def test_torchrun_joins_the_ranks_whose_store_its_agent_serves(tmp_path: Path) -
         if not standalone:
             command.append(f"--master-port={free_port()}")
         done = subprocess.run(
-            [*command, str(script)], check=False, capture_output=True, text=True, timeout=90, env=_without_torchrun()
+            [*command, str(script)],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            env=_without_torchrun(),
         )
         assert done.returncode == 0, done.stderr
         assert sorted(line for line in done.stdout.splitlines() if "joined" in line) == ["joined 0", "joined 1"]

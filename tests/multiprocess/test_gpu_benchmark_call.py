@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from live_processes import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,5 +39,7 @@ def test_a_call_that_is_cut_off_leaves_readable_results_and_the_next_one_goes_on
     assert all([(one["part"], one["key"]) for one in after].count((b["part"], b["key"])) == 1 for b in before)
     finished = {one["part"] for one in after if one["state"] == "finished"}
     assert finished == {"exact", "codec", "step", "wire", "watch", "inside", "loss"}
-    again = subprocess.run([*command, "--out", str(tmp_path)], check=False, capture_output=True, text=True, timeout=60)
+    again = subprocess.run(
+        [*command, "--out", str(tmp_path)], check=False, capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert again.returncode == 0 and len(lines()) == len(after) + 1  # the machine

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from live_processes import DEADLINE_S
 
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 
@@ -37,7 +38,7 @@ for step in range(int(sys.argv[2]), 1 << 30):
 def test_a_writer_may_be_killed_at_any_line(tmp_path: Path, kind: str, what: str, stride: int) -> None:
     command = [sys.executable, str(PROGRAM), kind, str(tmp_path), what, "1", str(stride)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) * stride > 150, "the writers were to die at many lines"
 

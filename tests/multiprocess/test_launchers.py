@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from live_processes import DEADLINE_S
 from processes import ENVIRONMENT_OF_TORCHRUN, run
 from slurm_cluster import cluster, why_not
 
@@ -53,7 +54,7 @@ def test_slurm_starts_replicas_of_two_ranks_with_the_bits_of_torchrun(expected: 
         place = ["--nodes=1", "--ntasks-per-node=4", f"--output={tmp_path}/log"]
         words = [str(LAUNCH / "slurm.sbatch"), "--ranks-per-replica", "2"]
         done = subprocess.run(
-            ["sbatch", "--wait", *place, *words], env=own, cwd=ROOT, capture_output=True, text=True, timeout=300,
+            ["sbatch", "--wait", *place, *words], env=own, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S,
             check=False,
         )  # fmt: skip
         log = (tmp_path / "log").read_text()
@@ -63,7 +64,7 @@ def test_slurm_starts_replicas_of_two_ranks_with_the_bits_of_torchrun(expected: 
         script = "python -c 'import thinwire; thinwire.connect()'"
         alone = ["--wait", "--ntasks=2", f"--output={tmp_path}/alone", "--wrap", script]
         refused = subprocess.run(
-            ["sbatch", *alone], env=own, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+            ["sbatch", *alone], env=own, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
         assert refused.returncode == 1
         assert "SLURM_NTASKS=2; allowed a task of srun" in (tmp_path / "alone").read_text()
@@ -75,7 +76,7 @@ def test_mpirun_starts_two_replicas_with_the_bits_of_torchrun(expected: str) -> 
     root["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
     done = subprocess.run(
         [str(LAUNCH / "mpirun.sh")], env={**environment(), **root}, cwd=ROOT, capture_output=True, text=True,
-        timeout=300, check=False,
+        timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert digest_of(done.stdout, replicas=["0", "1"]) == expected

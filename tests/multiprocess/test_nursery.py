@@ -12,6 +12,7 @@ from pathlib import Path
 
 import forked_starts
 import psutil
+from live_processes import DEADLINE_S
 from nursery import Child, Nursery
 from processes import run, values
 
@@ -44,7 +45,7 @@ def how_commands_end() -> list[list[object]]:
 
 def _end(start: type[subprocess.Popen[str]], words: Sequence[str]) -> list[object]:
     with start([sys.executable, "-m", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=DEADLINE_S)
     return [process.returncode, out, err.splitlines()[-1:]]
 
 
@@ -67,7 +68,7 @@ def what_a_waiting_process_is() -> list[object]:
         ]  # fmt: skip
         assert process.stdin is not None
         process.stdin.close()
-        return [*shown, process.wait(timeout=60)]
+        return [*shown, process.wait(timeout=DEADLINE_S)]
 
 
 def test_the_kernel_shows_of_a_forked_process_what_it_was_started_with() -> None:
@@ -86,8 +87,8 @@ def test_a_program_of_a_test_is_forked_and_other_code_starts_with_nothing_loaded
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(tmp_path)])}
     for words in (["-m", "program_of_a_test"], ["-c", f"{forked_starts.FORKED}{SEEN}"], ["-c", SEEN]):
         done = subprocess.run(
-            [sys.executable, *words, "one"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60,
-            check=False,
+            [sys.executable, *words, "one"], env=environment, cwd=tmp_path, capture_output=True, text=True,
+            timeout=DEADLINE_S, check=False,
         )  # fmt: skip
         parent, has_torch, name, num_arguments = done.stdout.split()
         is_forked = words[-1] != SEEN
@@ -99,8 +100,8 @@ def test_python_started_for_thinwire_is_forked_and_an_internal_process_is_not(tm
     line = [sys.executable, "-m", "thinwire.cli.main", "--version"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         assert psutil.Process(process.pid).ppid() != os.getpid()
-        assert process.communicate(timeout=60)[0].startswith("thinwire ") and process.returncode == 0
+        assert process.communicate(timeout=DEADLINE_S)[0].startswith("thinwire ") and process.returncode == 0
     line = [sys.executable, "-m", "thinwire.cli.processes", "coordinator"]
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
         assert psutil.Process(process.pid).ppid() == os.getpid(), "it watches its parent"
-        assert "IndexError" in process.communicate(timeout=60)[1] and process.returncode == 1
+        assert "IndexError" in process.communicate(timeout=DEADLINE_S)[1] and process.returncode == 1

@@ -6,6 +6,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from live_processes import DEADLINE_S
 
 from thinwire.shared_random import derive_seed
 
@@ -42,4 +43,4 @@ def test_a_label_of_another_type_is_refused_by_value(label: object) -> None:
 
 def test_the_module_needs_no_torch() -> None:
     code = "import sys, thinwire.shared_random; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=DEADLINE_S).returncode == 0

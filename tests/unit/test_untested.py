@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from live_processes import DEADLINE_S
 
 from thinwire import errors
 from thinwire.errors import UntestedWarning, warn_untested
@@ -41,6 +42,6 @@ def test_files_of_nccl_are_read_with_one_warning(tmp_path: Path, read: object) -
 def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "host-pid1.log").write_text('{"header":{},"metadata":{"inspector_output_format_version":"v4.0"}}\n')
     line = [sys.executable, "-m", "thinwire.cli.main", "diagnose", str(tmp_path / "host-pid1.log")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     said = [text for text in done.stderr.splitlines() if "warning" in text.lower()]
     assert len(said) == 1 and said[0].startswith("thinwire diagnose: warning: the reader of NCCL Inspector files")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from live_processes import DEADLINE_S
 from rich.console import Console
 
 from tests.sample_runs import append, step_line, write_run
@@ -241,7 +242,7 @@ def test_a_terminal_gets_a_table_that_stays_in_place_and_stdout_gets_nothing_of_
             shown += part
         assert process.stdout is not None
         assert process.stdout.read() == b"done\n"
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=DEADLINE_S) == 0
     os.close(terminal)
     words = shown.decode()
     assert "\x1b[?25l" in words and "\x1b[?25h" in words, "the cursor is hidden, and shown again at the end"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from live_processes import DEADLINE_S
 
 from tests.sample_texts import TEXTS, decoded
 from thinwire.workloads.language import BpeTokenizer, ByteTokenizer, open_corpus
@@ -56,7 +57,9 @@ def test_training_in_another_process_gives_the_same_tokenizer() -> None:
         "texts = [f'document {n}: to be or not to be, that is question {n * n}\\n' for n in range(60)]\n"
         "print(hashlib.sha256(BpeTokenizer.train(texts, vocab_size=400).to_json().encode()).hexdigest())"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    ).stdout
     mine = BpeTokenizer.train(TEXTS, vocab_size=400).to_json()
     assert said.strip() == hashlib.sha256(mine.encode()).hexdigest()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from live_processes import DEADLINE_S
 
 from tests.sample_texts import decoded
 from thinwire.errors import DataError
@@ -171,7 +172,7 @@ def test_processes_that_start_at_once_come_to_the_same_corpus(folder: Path, cach
     command = [sys.executable, "-c", code, str(folder), str(cache)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
-        said = [process.communicate(timeout=60)[0] for process in running]
+        said = [process.communicate(timeout=DEADLINE_S)[0] for process in running]
     finally:
         for process in running:
             process.kill()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from live_processes import DEADLINE_S
 
 from thinwire.errors import MissingExtra
 
@@ -51,6 +52,6 @@ def test_a_method_may_be_given_by_its_name_where_nothing_else_of_thinwire_is_imp
     modules = [module for module, package in packages.items() if importlib.util.find_spec(package) is not None]
     assert len(modules) >= 2
     done = subprocess.run(
-        [sys.executable, "-c", FIRST, *modules], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", FIRST, *modules], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from live_processes import DEADLINE_S
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -77,7 +78,7 @@ assert not found, found
 @pytest.mark.slow
 def test_a_model_is_built_and_trained_without_torchs_compiler() -> None:
     code = [sys.executable, "-c", WITHOUT_COMPILER]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(code, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, f"every start of a replica would wait seconds for an import\n{done.stderr}"
 
 

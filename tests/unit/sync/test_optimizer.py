@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from live_processes import DEADLINE_S
 from torch import nn
 
 import thinwire
@@ -391,7 +392,7 @@ for _ in range(57):
 )
 def test_a_process_that_ends_with_steps_missing_says_so_once(end, warns):
     done = subprocess.run(
-        [sys.executable, "-c", AT_EXIT.format(end=end)], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", AT_EXIT.format(end=end)], capture_output=True, text=True, timeout=DEADLINE_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.stderr.count("57 of 57 local steps are not in the global parameters; call close(final_e") == warns
