@@ -5,8 +5,9 @@
 
 The text is local: Python's standard library, English prose of Debian's documentation, JSON and C files, and two domains
 that no model is trained on, Perl and HTML. All models are decoders of 0.13 M parameters, and all arms see the same
-number of tokens: the dense model trains for `STEPS` steps on all domains; experts start from a seed model of a quarter
-of the steps and share the rest. Every trained model is kept in DIR, so a run that was stopped goes on.
+number of tokens: the dense model trains for --steps steps on all domains; experts start from a seed model of a quarter
+of the steps and share the rest. Every trained model is kept in DIR, so a run that was stopped goes on. Each arm has the
+best of two learning rates, by its loss on the four domains.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import argparse
 import gzip
 import hashlib
 import json
+import math
+import statistics
 import sysconfig
 import time
 from collections.abc import Iterable, Iterator
@@ -27,15 +30,17 @@ import torch
 
 import thinwire
 from thinwire.ensembles import divide_budget
+from thinwire.ensembles.ensemble import Ensemble
+from thinwire.training.summary import describe_machine
 from thinwire.wire_benchmark.worker import lr_factor
 from thinwire.workloads.language import BpeTokenizer, Sampler, TransformerConfig, build_transformer
 from thinwire.workloads.sampler import windows
 
 RESULTS = Path(__file__).parent / "results" / "expert_sets.jsonl"
 DOMAINS, UNSEEN = ("python", "prose", "json", "c"), ("perl", "html")
-STEPS, SEED_STEPS, BATCH, SEQ_LEN, VOCABULARY, SYNC_INTERVAL = 600, 152, 8, 128, 512, 15
+STEPS, BATCH, SEQ_LEN, VOCABULARY, SYNC_INTERVAL = 600, 8, 128, 512, 15
 LRS = (6e-3, 3e-3)
-TRAIN_BYTES, OTHER_BYTES, DOCUMENT_BYTES = 600_000, 60_000, 8_000
+TRAIN_BYTES, OTHER_BYTES, DOCUMENT_BYTES = 600_000, 30_000, 8_000
 SHAPE = TransformerConfig(vocab_size=VOCABULARY, dim=64, layers=2, heads=2, max_seq_len=SEQ_LEN)
 
 
@@ -139,8 +144,10 @@ def steps_of(model: Any, optimizer: Any, batches: Sampler, *, steps: int, lr: fl
 class Runs:
     """Trained models of one seed and learning rate, each made once and kept."""
 
-    def __init__(self, work: Path, texts: Texts, *, seed: int, lr: float) -> None:
-        self.folder = work / f"seed{seed}-lr{lr:g}"
+    def __init__(self, work: Path, texts: Texts, *, seed: int, lr: float, steps: int) -> None:
+        self.folder = work / f"seed{seed}-lr{lr:g}-steps{steps}"
+        self.steps, self.each = steps, 3 * steps // (4 * len(DOMAINS))
+        self.seed_steps = steps - len(DOMAINS) * self.each
         self.folder.mkdir(parents=True, exist_ok=True)
         self.texts, self.seed, self.lr = texts, seed, lr
 
@@ -173,7 +180,7 @@ class Runs:
                                   seq_len=SEQ_LEN, seed=self.seed)  # fmt: skip
                 method = thinwire.methods.diloco(sync_interval=SYNC_INTERVAL)
                 with thinwire.DistributedOptimizer(model, inner, method=method, transport=recorded) as optimizer:
-                    steps_of(model, optimizer, batches, steps=STEPS // num, lr=self.lr)
+                    steps_of(model, optimizer, batches, steps=self.steps // num, lr=self.lr)
                     optimizer.close(final_exchange=True)
                     with optimizer.global_parameters():
                         if transport.replica == 0:
@@ -182,7 +189,7 @@ class Runs:
 
             sent = thinwire.run_replicas(num, replica)
             count.write_text(json.dumps(max(sent)))
-            print(f"{path}: {num} x {STEPS // num} steps, {max(sent)} bytes", flush=True)
+            print(f"{path}: {num} x {self.steps // num} steps, {max(sent)} bytes", flush=True)
         model = build_transformer(SHAPE, weights=safetensors.torch.load_file(path)).eval().requires_grad_(False)
         return model, json.loads(count.read_text())
 
@@ -207,17 +214,33 @@ def held_out(model: Any, tokens: np.ndarray[Any, Any]) -> float:
     return sum(losses) / len(losses)
 
 
-def train(runs: Runs) -> None:
-    """Train every model of a seed and learning rate that is not there."""
-    runs.model("dense", data="all", steps=STEPS)
-    seed = runs.model("seed", data="all", steps=SEED_STEPS)
-    each = (STEPS - SEED_STEPS) // len(DOMAINS)
-    for number, domain in enumerate(DOMAINS):
-        runs.model(f"expert-{domain}", data=domain, steps=each, start="seed")
-        runs.model(f"random-{number}", data=f"random-{number}", steps=each, start="seed")
-    for domain, share in hdee(runs, seed).items():
-        runs.model(f"hdee-{domain}", data=domain, steps=share, start="seed")
-    runs.diloco()
+def rows(runs: Runs) -> Iterator[dict[str, Any]]:
+    """Train every model of a seed and learning rate that is not there, and yield the losses of each arm."""
+
+    def row(arm: str, model: Any, sent: int = 0) -> dict[str, Any]:
+        return {"arm": arm, "seed": runs.seed, "lr": runs.lr, "steps": runs.steps, "loss": runs.losses(model),
+                "wire_bytes_sent": sent, "machine": describe_machine("cpu")}  # fmt: skip
+
+    def ensemble(models: dict[str, Any], prior: list[float] | None = None, **how: bool) -> Ensemble:
+        return Ensemble(models, prior=prior or [1 / len(models)] * len(models), **how)
+
+    yield row("dense", runs.model("dense", data="all", steps=runs.steps))
+    seed = runs.model("seed", data="all", steps=runs.seed_steps)
+    yield row("seed alone", seed)
+    plain = {"steps": runs.each, "start": "seed"}
+    experts = {domain: runs.model(f"expert-{domain}", data=domain, **plain) for domain in DOMAINS}
+    yield row("experts", ensemble(experts))
+    yield row("experts, average", ensemble(experts, has_posterior=False))
+    yield row("experts, updating", ensemble(experts, is_updating=True))
+    weights = [dict(model.named_parameters()) for model in experts.values()]
+    mean = {name: torch.stack([one[name] for one in weights]).mean(0) for name in weights[0]}
+    yield row("experts, merged", build_transformer(SHAPE, weights=mean).eval())
+    randoms = {f"{n}": runs.model(f"random-{n}", data=f"random-{n}", **plain) for n in range(len(DOMAINS))}
+    yield row("random splits", ensemble(randoms))
+    shares = hdee(runs, seed)
+    uneven = {name: runs.model(f"hdee-{name}", data=name, steps=n, start="seed") for name, n in shares.items()}
+    yield row("heterogeneous", ensemble(uneven)) | {"expert_steps": shares}
+    yield row("diloco", *runs.diloco())
 
 
 def hdee(runs: Runs, seed: Any) -> dict[str, int]:
@@ -228,21 +251,54 @@ def hdee(runs: Runs, seed: Any) -> dict[str, int]:
         for domain in DOMAINS
     }  # fmt: skip
     size, step = SHAPE.num_parameters, BATCH * SEQ_LEN
-    flops = 6.0 * size * step * (STEPS - SEED_STEPS)
+    flops = 6.0 * size * step * runs.each * len(DOMAINS)
     shares = divide_budget(flops, difficulty, tokens_per_step=step, parameters=size)
     return {domain: one.steps for domain, one in shares.items()}
+
+
+def report(found: list[dict[str, Any]]) -> None:
+    """Print the median perplexity of each arm over the seeds, at the learning rate that is best on the four domains."""
+    print("| arm | lr | seeds | four domains | " + " | ".join((*DOMAINS, *UNSEEN)) + " | sent by a replica |")
+    print("|" + " --- |" * (len(DOMAINS) + len(UNSEEN) + 5))
+    for arm in dict.fromkeys(row["arm"] for row in found):
+        by_lr: dict[float, list[dict[str, Any]]] = {}
+        for row in found:
+            if row["arm"] == arm:
+                by_lr.setdefault(row["lr"], []).append(row)
+
+        def mean(own: list[dict[str, Any]], domains: tuple[str, ...]) -> float:
+            return statistics.median(statistics.mean(row["loss"][domain] for domain in domains) for row in own)
+
+        lr = min(by_lr, key=lambda one, by_lr=by_lr, mean=mean: mean(by_lr[one], DOMAINS))
+        own = by_lr[lr]
+        cells = [f"{math.exp(mean(own, one)):.2f}" for one in (DOMAINS, *((d,) for d in (*DOMAINS, *UNSEEN)))]
+        sent = statistics.median(row["wire_bytes_sent"] for row in own)
+        print(f"| {arm} | {lr:g} | {len(own)} | " + " | ".join(cells) + f" | {sent / 1e6:.1f} MB |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--work", type=Path, default=Path("expert_sets"), help="folder of texts and trained models")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each arm")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of the dense model")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file of the results")
+    parser.add_argument("--report", action="store_true", help="print the stored results")
     options = parser.parse_args()
+    found = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    if options.report:
+        report(found)
+        return
     torch.set_num_threads(1)
     texts = Texts(options.work)
     for seed in range(options.seeds):
         for lr in LRS:
-            train(Runs(options.work, texts, seed=seed, lr=lr))
+            done = {row["arm"] for row in found if (row["seed"], row["lr"], row["steps"]) == (seed, lr, options.steps)}
+            for row in rows(Runs(options.work, texts, seed=seed, lr=lr, steps=options.steps)):
+                if row["arm"] not in done:
+                    found.append(row)
+                    with options.results.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+    report(found)
 
 
 if __name__ == "__main__":
