@@ -28,9 +28,6 @@ subprocess.Popen = nursery.Popen  # type: ignore[misc]
 # Threads that wait for each other spin by default, and on busy cores take minutes of them from whom they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# torch's compiler tries each set of instructions that the processor has in a process that imports torch.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-
 # Machines that run tests are shared and slow now and then: that a single example took long says nothing.
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
