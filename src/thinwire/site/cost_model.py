@@ -211,6 +211,16 @@ def peak_bytes(model: ModelShape, layout: Layout) -> tuple[float, ...]:
     return tuple(device_memory(model, layout, stage=stage).peak_bytes for stage in range(layout.degrees.pp))
 
 
+def streamed_peak_bytes(model: ModelShape, layout: Layout, *, chunks: int) -> float:
+    """Return the peak memory of a device that streams its backward pass in chunks; one stage, whole layers."""
+    tokens = layout.micro_batch * model.seq_len
+    found = device_memory(model, replace(layout, recomputed_layers=model.layers), stage=0)
+    activations = memory.streamed_bytes(
+        tokens=tokens, width=model.width, layers=model.layers, chunks=chunks, unit_bytes=model.unit_bytes
+    )
+    return replace(found, activations_bytes=activations, logits_bytes=found.logits_bytes / chunks).peak_bytes
+
+
 def sent_numbers(model: ModelShape, layout: Layout, *, stage: int, part: int = 0) -> dict[str, float]:
     """Return how many numbers a device of a pipeline rank sends in a step, as `thinwire train --plan` sends them.
 

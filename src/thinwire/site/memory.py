@@ -82,6 +82,18 @@ def layer_activation_bytes(
     return shared + _OUTSIDE_BYTES * own * width / outside
 
 
+def streamed_bytes(*, tokens: int, width: int, layers: int, chunks: int, unit_bytes: float = UNIT_BYTES) -> float:
+    """Return what a streamed backward keeps: each layer's input, and of one layer keys, values and all gradients.
+
+    Example:
+        >>> usual = 32 * layer_activation_bytes(tokens=65536, seq_len=65536, width=4096, heads=32, is_recomputed=True)
+        >>> round(streamed_bytes(tokens=65536, width=4096, layers=32, chunks=8) / usual, 2)
+        1.25
+    """
+    # keys and values with their gradients, and the gradients at both ends of the layer
+    return tokens * width * (_INPUT_BYTES * (layers + 6) + unit_bytes / chunks)
+
+
 def logit_bytes(*, tokens: int, vocab_size: int, tensor_parallel: int = 1, context_parallel: int = 1) -> float:
     """Return the bytes of one micro-batch's logits on a device of the last stage."""
     return _LOGIT_BYTES * tokens * vocab_size / (tensor_parallel * context_parallel)

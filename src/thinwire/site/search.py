@@ -23,6 +23,7 @@ from thinwire.site.cost_model import (
     most_rank_layers,
     peak_bytes,
     rank_chunks,
+    streamed_peak_bytes,
 )
 from thinwire.site.layers import LayerOption, cheapest_options
 from thinwire.site.placement import place
@@ -35,6 +36,7 @@ _SIMULATED, _PLACED, _RUNNERS_UP = 50, 4, 8
 # Largest micro-batch and number of chunks that are tried; both are powers of two.
 _MOST_MICRO_BATCH, _MOST_INTERLEAVE = 64, 8
 _MOST_REMEDIES = 3
+_CHUNKS = 8  # of the streamed backward that is offered where nothing else fits
 # Eagerness of a pipeline over a border: what is tried beside GPipe, and the share of the best time that less may cost.
 _EAGERNESS, _EAGER_TIE = (1, 2, 3, 4), 0.01
 
@@ -381,10 +383,23 @@ def _nothing_fits(
     nearest = min(grids, key=peak)
     whole = memory.state_bytes(model.num_parameters, zero_stage=0, shards=1) * (1 + memory.FRAGMENTATION)
     needed = max(site.num_devices + 1, ceil(whole / site.memory_bytes))
+    # first what sends nothing; then ranks that share a sequence, in a site and across sites; the model last
+    remedies = "more devices, ranks that share each sequence (--cp), or a smaller model or shorter sequences"
+    simple = [smallest_layout(one, global_batch=global_batch) for one in grids if one.pp * one.cp * one.tp == 1]
+    for layout in simple:
+        streamed = streamed_peak_bytes(model, layout, chunks=_CHUNKS)
+        if model.seq_len >= _CHUNKS and streamed <= site.memory_bytes:
+            degrees = layout.degrees
+            remedies = (
+                f"thinwire train --dp-replicate {degrees.dp_replicate} --dp-shard {degrees.dp_shard} --zero-stage "
+                f"{max(1, layout.zero_stage)} --micro-batch 1 --stream-backward {_CHUNKS}, which needs about "
+                f"{_gigabytes(streamed)} a device; else {remedies}"
+            )
+            break
     return NothingFits(refusal(
         f"the model does not fit: {nearest.describe()} with every layer recomputed needs {_gigabytes(peak(nearest))} a "
         f"device, has {_gigabytes(site.memory_bytes)}", got=f"{site.num_devices} devices",
-        allowed=f"about {needed} or more of this memory", remedy="more devices, a smaller model or shorter sequences",
+        allowed=f"about {needed} or more of this memory", remedy=remedies,
     ))  # fmt: skip
 
 

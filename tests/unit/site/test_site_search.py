@@ -14,6 +14,7 @@ import pytest
 from thinwire.site.cost_model import Degrees, Layout, ModelShape, SitePlacement, StepCost, decoder_shape, peak_bytes
 from thinwire.site.placement import anneal, place
 from thinwire.site.search import (
+    NothingFits,
     all_grids,
     allowed_grids,
     broken_rule,
@@ -28,6 +29,7 @@ from thinwire.site.search import (
 )
 from thinwire.site.site_file import NodeLink, Site, SiteNode
 from thinwire.site.site_plan import TIE
+from thinwire.training.config import TrainConfig, validate
 from thinwire.units import parse_seconds
 
 SMALL = decoder_shape(layers=4, width=256, heads=4, vocab_size=1000, seq_len=128)
@@ -150,6 +152,16 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_it_takes() -> None:
         ValueError, match=r"the model does not fit: .* needs \d+\.\d GB a device, has 80\.0 GB; got 1 devices"
     ):
         plan_site(nodes(1, 1), SEVEN, global_batch=8)
+    long = decoder_shape(layers=12, width=1024, heads=15, vocab_size=32_000, seq_len=262_144)
+    with pytest.raises(
+        NothingFits, match=r"try thinwire train .*, which needs about \d.*; else more devices"
+    ) as caught:
+        plan_site(nodes(1, 2, memory=30e9), long, global_batch=2)
+    command = str(caught.value).split("try thinwire train ")[1].split(",")[0]
+    options = {flag[2:].replace("-", "_"): int(n) for flag, n in (re.findall(r"(--[a-z-]+) (\d+)", command))}
+    validate(TrainConfig.of(model="35m", seq_len=262_144, batch_size=2, **options))
+    with pytest.raises(ValueError, match=r"try more devices, ranks that share each sequence \(--cp\)"):
+        plan_site(nodes(1, 2, memory=3e9), long, global_batch=2)
     with pytest.raises(ValueError, match=r"no grid of 5 devices keeps the rules"):
         plan_site(nodes(1, 5), replace(SMALL, layers=4, heads=4, seq_len=128), global_batch=4)
 
