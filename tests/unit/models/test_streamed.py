@@ -258,6 +258,18 @@ def test_logits_and_a_second_backward_are_refused_with_a_remedy() -> None:
         model(input_ids=IDS, labels=IDS, output_hidden_states=True)
 
 
+def test_another_loss_is_refused() -> None:
+    model = thinwire.streamed(llama(), chunks=2)
+    with pytest.raises(ValueError, match=r"labels from -1[0-9]+; allowed .* from -100;"):
+        model(input_ids=IDS, labels=IDS - 200)
+    model.loss_function = nn.functional.cross_entropy  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"got the loss cross_entropy.*try to call it without labels"):
+        model(input_ids=IDS, labels=IDS)
+    logits = model(input_ids=IDS).logits
+    nn.functional.cross_entropy(logits.flatten(0, 1), IDS.flatten()).backward()
+    assert gradients(model)
+
+
 def test_a_shared_model_is_not_streamed() -> None:
     shared, model = decoder(), thinwire.streamed(decoder(), chunks=2)
     attend: Any = MagicMock()

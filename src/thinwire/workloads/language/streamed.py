@@ -119,6 +119,12 @@ class StreamedModel:
             return self._model.get_output_embeddings()(self._hidden(given))
         if labels is None:
             return self._plain(**given)
+        name = getattr(getattr(self._model, "loss_function", None), "__name__", "none")
+        if name != "ForCausalLMLoss" or int(labels.min()) < _IGNORED:
+            raise refusal("a streamed model computes the usual loss of the next token",
+                          got=f"the loss {name}, labels from {int(labels.min())}",
+                          allowed=f"ForCausalLMLoss, labels from {_IGNORED}",
+                          remedy="to call it without labels, and to compute another loss from its logits")  # fmt: skip
         shift, num_items = given.pop("shift_labels", None), given.pop("num_items_in_batch", None)
         if shift is None:
             shift = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
