@@ -1,6 +1,8 @@
 """Refusals of `thinwire.join` before any process is started."""
 
 import fcntl
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,26 @@ def test_an_ended_run_is_named_also_while_its_coordinator_still_holds_the_lock(t
         model = nn.Linear(2, 1)
         with pytest.raises(RunOver, match="has ended; begin another one with folder=NEW-FOLDER"):
             thinwire.join("127.0.0.1:1", model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+
+
+def test_a_coordinator_that_listens_no_more_is_waited_for_and_one_that_listens_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(RunPlace, "_start", lambda self, lock: started.append(lock))
+    identity = new_identity(config_digest=32 * "0")
+    job = LoopJob.of(method_of("diloco"), setup={}, num_replicas=1, last_step=0, identity=identity)
+    with socket.create_server(("127.0.0.1", 0)) as server, (tmp_path / "coordinator.lock").open("a") as held:
+        place = RunPlace.find(f"127.0.0.1:{server.getsockname()[1]}", secret=None, folder=tmp_path, reach={})
+        fcntl.flock(held, fcntl.LOCK_EX)
+        place.ready(lambda: job)
+        assert not started
+        server.close()
+        freed = threading.Timer(0.3, fcntl.flock, (held, fcntl.LOCK_UN))
+        freed.start()
+        place.ready(lambda: job)
+        freed.join()
+    assert len(started) == 1
 
 
 def test_a_run_of_own_loops_and_one_of_the_command_refuse_each_others_replicas() -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
 import json
 import logging
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -241,9 +242,7 @@ class RunPlace:
                 raise RunOver(
                     f"the run in {self.folder} has ended; begin another one with folder=NEW-FOLDER, or remove that one"
                 )
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not self._take(lock.fileno()):
                 return secret  # its coordinator runs
             if not has_job:
                 job = new_job()
@@ -259,6 +258,19 @@ class RunPlace:
             return read_secret(self.secret_file)
         path = self.folder / _SECRET_FILE
         return read_secret(path) if path.exists() else make_secret(path)
+
+    def _take(self, lock: int) -> bool:
+        """Take the coordinator's lock, or return False: one that listens has it, or one that does not end."""
+        until_s = time.monotonic() + _START_S
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            with contextlib.suppress(OSError), socket.create_connection((self.near.host, self.near.port), timeout=1):
+                return False
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(0.05)  # one that was killed keeps its lock for a while when it listens no more
 
     def _start(self, lock: int) -> None:
         """Start the coordinator, which holds the lock for as long as it lives, in the background."""
@@ -466,7 +478,7 @@ class ElasticOptimizer(DistributedOptimizer):
         self._stay.stop_states()
         self._stay.close(why=why)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _ramped(self) -> Iterator[None]:
         """Lower the learning rate in the first steps after joining a running job."""
         scale, rates = self._policy.lr_scale(), [group["lr"] for group in self.param_groups]
