@@ -112,7 +112,7 @@ class TrainingTask:
 
 
 def activation_bytes(
-    model: nn.Module, *, tokens: int, bytes_per_value: int = 4, recompute: bool = False, chunks: int = 1
+    model: nn.Module, *, tokens: int, bytes_per_value: int = 4, recompute: int = 0, chunks: int = 1
 ) -> float:
     """Estimate the memory of what a forward pass keeps for the backward pass, and of the logits.
 
@@ -120,7 +120,8 @@ def activation_bytes(
         model: A language model; shapes alone are enough.
         tokens: In one forward pass.
         bytes_per_value: 4 for float32, 2 under autocast; logits are float32 either way.
-        recompute: Whether each block keeps its input alone, and the rest is there for one block at a time.
+        recompute: Values of a token and width that each block keeps, where the rest is there for one block at a time: 1
+            for its input, 2 with what attention returned; 0 for a block that keeps all.
         chunks: Of a streamed backward, which recomputes too; 1 for none.
     """
     blocks, by_name = find_blocks(model).blocks, parameters_by_name(model)
@@ -128,7 +129,7 @@ def activation_bytes(
         side for names in blocks for name in names if by_name[name].dim() == 2 for side in by_name[name].shape
     )
     width = sides.most_common(1)[0][0] if sides else 0  # the side that most of the blocks' matrices have
-    units = len(blocks) + _UNITS_PER_TOKEN if recompute else len(blocks) * _UNITS_PER_TOKEN
+    units = recompute * len(blocks) + _UNITS_PER_TOKEN if recompute else len(blocks) * _UNITS_PER_TOKEN
     if chunks > 1:
         units = len(blocks) + _STREAMED_UNITS + -(-_UNITS_PER_TOKEN // chunks)
     logits = tokens / chunks * getattr(model, "vocab_size", 0) * _BYTES_PER_LOGIT

@@ -53,6 +53,8 @@ class ModelConfig:
     """Compile the model with torch.compile."""
     recompute: bool = False
     """Compute activations again in the backward pass: less memory, a third more work, the same bits."""
+    keep_attention: bool = False
+    """With --recompute: keep what attention returned and spare its second forward pass, for twice the kept values."""
     stream_backward: int | None = option(None, least=1)
     """Compute the backward pass in this many chunks of each sequence, for long ones: less memory, no logits kept."""
     threads: int | None = option(None, least=1, is_free=True, is_local=True)
@@ -426,6 +428,12 @@ def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
          excluded("--lora", "--elastic", why="a replica that joins would fetch the frozen weights too",
                   remedy="to leave one of them out")),
         *_streaming_problems(config),
+        (config.model.keep_attention and not (config.model.recompute or config.parallel.recompute_layers),
+         refusal("--keep-attention is for layers that are computed again", got="no --recompute",
+                 allowed="both, or neither", remedy="--recompute")),
+        (config.model.keep_attention and config.parallel.cp > 1,
+         excluded("--keep-attention", "--cp", why="shared attention is no operator that a checkpoint could keep",
+                  remedy="--recompute alone")),
         (config.data.micro_batch is not None and config.elastic.ranks_per_replica > 1,
          excluded("--micro-batch", "--ranks-per-replica", why="the ranks share the batch already",
                   remedy="to leave --micro-batch out")),

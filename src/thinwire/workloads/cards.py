@@ -53,8 +53,8 @@ LANGUAGE = WorkloadCard(
     name="language", source="thinwire.workloads.language.workload:LANGUAGE_MODELLING",
     measures=Measures(),
     options=(
-        "model", "data", "init_from", "lora", "seq_len", "vocab_size", "recompute", "stream_backward",
-        "tokenizer", "sequences", "plan",
+        "model", "data", "init_from", "lora", "seq_len", "vocab_size", "recompute", "keep_attention",
+        "stream_backward", "tokenizer", "sequences", "plan",
     ),
     keeps_ranks=True,
 )  # fmt: skip

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.operator_counter import OperatorCounter
 from thinwire.errors import CheckpointError, MissingExtra
 from thinwire.workloads.language import (
     HuggingFaceModel,
@@ -62,14 +63,18 @@ def test_a_local_configuration_trains_as_a_model_of_ours(write: object, tmp_path
 
 
 def test_recomputed_activations_change_no_bit(tmp_path: Path) -> None:
-    gradients = {}
-    for recompute in (False, True):
+    gradients, kept = {}, {}
+    for recompute, keeps in ((False, False), (True, False), (True, True)):
         model = build_model(f"hf:{write_llama(tmp_path)}", max_seq_len=24, seed=1)
-        model.recompute = recompute
+        model.keeps_attention, model.recompute = keeps, recompute
         assert model.recompute is recompute
-        model.train().loss(random_tokens(2, 24), random_tokens(2, 24, seed=1))[0].backward()
-        gradients[recompute] = [parameter.grad for parameter in model.parameters()]
-    assert all(torch.equal(kept, again) for kept, again in zip(gradients[False], gradients[True], strict=True))
+        with OperatorCounter() as counter:
+            model.train().loss(random_tokens(2, 24), random_tokens(2, 24, seed=1))[0].backward()
+        kept[keeps, recompute] = counter.calls["_scaled_dot_product_flash_attention_for_cpu"]
+        gradients[keeps, recompute] = [parameter.grad for parameter in model.parameters()]
+    assert kept == {(False, False): 2, (False, True): 4, (True, True): 2}, "forward passes of attention in 2 layers"
+    for again in gradients.values():
+        assert all(torch.equal(one, other) for one, other in zip(gradients[False, False], again, strict=True))
 
 
 def test_a_configuration_without_weights_starts_from_the_seed(tmp_path: Path) -> None:

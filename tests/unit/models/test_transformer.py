@@ -9,6 +9,7 @@ from live_processes import DEADLINE_S
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.operator_counter import OperatorCounter
 from thinwire.workloads.language import (
     PRESETS,
     Transformer,
@@ -17,7 +18,7 @@ from thinwire.workloads.language import (
     build_transformer,
     preset,
 )
-from thinwire.workloads.language.transformer import RMS_EPSILON, next_token_loss, rms_norm, rotate
+from thinwire.workloads.language.transformer import RMS_EPSILON, TransformerStage, next_token_loss, rms_norm, rotate
 
 TINY = TransformerConfig(vocab_size=31, dim=16, layers=3, heads=2, max_seq_len=12)
 
@@ -347,6 +348,33 @@ def test_recomputed_activations_change_no_bit_and_are_not_kept() -> None:
         kept[recompute], gradients[recompute] = sum(sizes), [p.grad for p in model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(gradients[False], gradients[True], strict=True))
     assert kept[True] < kept[False] / 2
+
+
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_that_is_kept_is_not_computed_again_and_changes_no_bit(dtype: torch.dtype) -> None:
+    calls, found = {}, {}
+    for keeps in (False, True):
+        model = build_transformer(TINY).to(dtype)
+        model.recompute, model.keeps_attention = True, keeps
+        with OperatorCounter() as counter:
+            loss, _ = model.loss(random_tokens(2, 11), random_tokens(2, 11, seed=1))
+            loss.backward()
+        calls[keeps], found[keeps] = counter.calls, [loss, *(p.grad for p in model.parameters())]
+    assert all(torch.equal(one, other) for one, other in zip(found[False], found[True], strict=True))
+    assert (calls[False][ATTENTION], calls[True][ATTENTION]) == (6, 3), "3 layers"
+    assert calls[False]["gelu"] == calls[True]["gelu"] == 6, "the rest is computed again"
+
+
+def test_a_stage_of_a_pipeline_keeps_attention_too() -> None:
+    model = build_transformer(TINY)
+    model.keeps_attention = True
+    stage = TransformerStage(model, range(3), has_embedding=True, has_head=True, num_recomputed=2)
+    with OperatorCounter() as counter:
+        stage(random_tokens(2, 11)).sum().backward()
+    assert (counter.calls[ATTENTION], counter.calls["gelu"]) == (3, 5)
 
 
 def test_a_few_steps_learn_a_repeated_sequence() -> None:

@@ -129,6 +129,11 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
         ({"join_deadline_s": 0.0}, "--join-deadline-s is not above 0"),
         ({"stream_backward": 8, "recompute": True}, "--stream-backward does not go with --recompute: it computes"),
         ({"stream_backward": 8, "compile": True}, "--stream-backward does not go with --compile: what the backward"),
+        ({"keep_attention": True}, "--keep-attention is for layers .*; got no --recompute; .* try --recompute"),
+        (
+            {"keep_attention": True, "recompute": True, "cp": 2},
+            "--keep-attention does not go with --cp: shared .* try --recompute alone",
+        ),
         ({"stream_backward": 8, "pp": 2}, "--stream-backward does not go with --pp: a pipeline's schedule"),
         ({"stream_backward": 8, "cp": 2}, "--stream-backward does not go with --cp: its chunks"),
         ({"stream_backward": 8, "tp": 2}, "--stream-backward does not go with --tp: chunks of"),

@@ -82,6 +82,12 @@ def test_recomputed_layers_need_less_down_to_all_of_them() -> None:
     assert half == pytest.approx((none + every) / 2) and every == pytest.approx(refused_at(dp_shard=2, recompute=True))
 
 
+def test_kept_attention_needs_a_value_more_of_each_token_width_and_layer() -> None:
+    plain, kept = (needed_bytes(recompute=True, keep_attention=keeps) for keeps in (False, True))
+    shape = make_model(config_of(), vocab_size=None, device="meta").config
+    assert kept - plain == 4 * 8 * 1024 * shape.dim * shape.layers  # type: ignore[operator, union-attr]
+
+
 def test_a_streamed_backward_needs_less_than_recomputing() -> None:
     again, streamed = (needed_bytes(seq_len=32_768, **how) for how in ({"recompute": True}, {"stream_backward": 8}))
     states = needed_bytes(seq_len=1, batch_size=1)

@@ -14,7 +14,7 @@ from thinwire.errors import CheckpointError, MissingExtra, refusal
 from thinwire.shared_random import derive_seed
 from thinwire.workloads.language.streamed import StreamedModel
 from thinwire.workloads.language.tokenizers import PretrainedTokenizer, Tokenizer, load_tokenizer
-from thinwire.workloads.language.transformer import next_token_loss
+from thinwire.workloads.language.transformer import next_token_loss, recompute_contexts
 
 # Files that hold a vocabulary; transformers makes an empty tokenizer of a folder without any.
 _VOCABULARIES = (
@@ -31,13 +31,16 @@ class HuggingFaceModel(nn.Module):
     Args:
         model: What `AutoModelForCausalLM` returned.
         z_loss: Weight of the squared log normaliser in the loss; 0 is what these models were trained with.
+
+    Attributes:
+        keeps_attention: Whether `recompute`, when it is set, keeps what attention returned.
     """
 
     def __init__(self, model: nn.Module, *, z_loss: float = 0.0) -> None:
         super().__init__()
         self.model = model
         self.z_loss = z_loss
-        self._recompute = False
+        self._recompute = self.keeps_attention = False
         self._streamed: StreamedModel | None = None
 
     @property
@@ -65,7 +68,8 @@ class HuggingFaceModel(nn.Module):
         kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         if wanted:
             enable = getattr(model, f"{kind}_checkpointing_enable")
-            enable(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
+            contexts = recompute_contexts(keeps_attention=self.keeps_attention)
+            enable(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False, "context_fn": contexts}})
         else:
             getattr(model, f"{kind}_checkpointing_disable")()
 

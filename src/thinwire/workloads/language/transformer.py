@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from thinwire.errors import excluded, refusal
 from thinwire.shared_random import derive_seed
@@ -201,6 +201,30 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=key.shape[2] == query.shape[2])
 
 
+# Fused attention of each device; what it returns starts with the output and the log-sum-exp.
+_ATTENTION_OPERATORS = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
+    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+}
+
+
+def _attention_policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = operator in _ATTENTION_OPERATORS
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute_contexts(*, keeps_attention: bool) -> Callable[[], Any]:
+    """Return the `context_fn` of a checkpoint: one that keeps attention's output and log-sum-exp, or nothing.
+
+    Attention that is put together from other operators, such as eager attention, is computed again either way.
+
+    Reference:
+        arXiv 2310.03294, section 3.3: attention's own backward pass needs both, and its forward pass grows with the
+        square of the length.
+    """
+    return partial(create_selective_checkpoint_contexts, _attention_policy) if keeps_attention else noop_context_fn
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and normalised queries and keys."""
 
@@ -283,12 +307,13 @@ class Transformer(nn.Module):
         blocks: The repeated layers.
         recompute: Whether the backward pass computes a block's activations again in place of keeping them.
         recomputed_blocks: How many blocks, from the first on, are computed again where not all are.
+        keeps_attention: Whether blocks that are computed again keep what attention returned.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.recompute = False
+        self.recompute = self.keeps_attention = False
         self.recomputed_blocks = 0
         self.shared: SequenceAttention | None = None  # where the model works on some positions of each sequence
         self._chunks = 0
@@ -375,10 +400,11 @@ class Transformer(nn.Module):
         stream = self.embedding(tokens)
         positions = _own_positions(self.shared, range(begin, end))
         rotation = (self.cosines[positions].to(stream.dtype), self.sines[positions].to(stream.dtype))
+        contexts = recompute_contexts(keeps_attention=self.keeps_attention)
         for number, block in enumerate(self.blocks):
             is_again = self.recompute or number < self.recomputed_blocks
             if is_again and cache is None and torch.is_grad_enabled():
-                stream = checkpoint(block, stream, rotation, None, use_reentrant=False)
+                stream = checkpoint(block, stream, rotation, None, use_reentrant=False, context_fn=contexts)
             else:
                 stream = block(stream, rotation, None if cache is None else (cache, number))
         return stream
@@ -439,6 +465,7 @@ class TransformerStage(nn.Module):
     ) -> None:
         super().__init__()
         self.num_recomputed = num_recomputed
+        self._contexts = recompute_contexts(keeps_attention=model.keeps_attention)
         self.embedding = model.embedding if has_embedding else None
         self.blocks = nn.ModuleDict({str(number): model.blocks[number] for number in layers})
         self.norm = model.norm if has_head else None
@@ -461,7 +488,7 @@ class TransformerStage(nn.Module):
         rotation = (self.cosines[positions].to(stream.dtype), self.sines[positions].to(stream.dtype))
         for number, block in enumerate(self.blocks.values()):
             if number < self.num_recomputed and torch.is_grad_enabled():
-                stream = checkpoint(block, stream, rotation, None, use_reentrant=False)
+                stream = checkpoint(block, stream, rotation, None, use_reentrant=False, context_fn=self._contexts)
             else:
                 stream = block(stream, rotation, None)
         return stream

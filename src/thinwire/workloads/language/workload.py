@@ -39,9 +39,11 @@ class LanguageModel(Protocol):
 
     Attributes:
         recompute: Whether the backward pass computes a block's activations again in place of keeping them.
+        keeps_attention: Whether what attention returned is kept then; set it first.
     """
 
     recompute: bool
+    keeps_attention: bool
 
     @property
     def vocab_size(self) -> int:
@@ -109,6 +111,7 @@ def make_model(config: RunOptions, *, vocab_size: int | None, device: torch.devi
     model = build_model(
         config.model.name, vocab_size=vocab_size, max_seq_len=config.model.seq_len, seed=seed, device=device
     )
+    cast(LanguageModel, model).keeps_attention = config.model.keep_attention
     cast(LanguageModel, model).recompute = config.model.recompute
     if isinstance(model, HuggingFaceModel):  # an earlier run's is read as a folder of transformers
         if config.model.lora is not None:
@@ -310,11 +313,14 @@ def _activations(config: RunOptions, model: nn.Module, sequences: int) -> float:
     about = {
         "tokens": sequences * config.model.seq_len, "bytes_per_value": 2 if config.model.autocast == "bf16" else 4,
     }  # fmt: skip
-    found = activation_bytes(model, recompute=config.model.recompute, chunks=config.model.stream_backward or 1, **about)
+    again = 2 if config.model.keep_attention else 1  # values of a token and width that a recomputed block keeps
+    found = activation_bytes(
+        model, recompute=again if config.model.recompute else 0, chunks=config.model.stream_backward or 1, **about
+    )
     if config.parallel.recompute_layers:
         layers = getattr(getattr(model, "config", None), "layers", 0) or 1
         share = min(1.0, config.parallel.recompute_layers * config.parallel.pp / layers)
-        found += share * (activation_bytes(model, recompute=True, **about) - found)
+        found += share * (activation_bytes(model, recompute=again, **about) - found)
     return found
 
 
