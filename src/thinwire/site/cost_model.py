@@ -381,17 +381,18 @@ class SitePlacement:
         for stage, edges in enumerate(edges_of):
             # all boundaries between two sites share the sites' line, each with the messages back of the others
             ways = at_once if stage < d.pp - 1 or is_interleaved else edges
-            shares = _CardShares(edges, self.degrees.tp, site_of, lines=[*ways, *((b, a) for a, b in ways)])
+            lines = [*ways, *((b, a) for a, b in ways)] if self.site.has_border else ()
+            shares = _CardShares(edges, self.degrees.tp, site_of, lines=lines)
+            of_edge: dict[tuple[int, int], tuple[float, float, float]] = {}  # devices of a node have the same
+            for edge in dict.fromkeys(edges):
+                is_coded = coded_bits is not None and site_of[edge[0]] != site_of[edge[1]]
+                bits = coded_bits if is_coded and coded_bits is not None else (message_bits, message_bits)
+                share, link = shares(edge), self.site.link(*edge)
+                rate = link.bandwidth_bits_per_s
+                of_edge[edge] = bits[0] * share / rate, bits[1] * share / rate, link.latency_s
             for number, stage_links in enumerate(pipelines):
-                own = edges[number * d.cp : (number + 1) * d.cp]
-                times_s = []
-                for edge in own:
-                    is_coded = coded_bits is not None and site_of[edge[0]] != site_of[edge[1]]
-                    bits = coded_bits if is_coded and coded_bits is not None else (message_bits, message_bits)
-                    share, rate = shares(edge), self.site.link(*edge).bandwidth_bits_per_s
-                    times_s.append((bits[0] * share / rate, bits[1] * share / rate))
-                slowest, back = (max(way) for way in zip(*times_s, strict=True))
-                latency_s = max(self.site.link(*edge).latency_s for edge in own)
+                own = {of_edge[edge] for edge in edges[number * d.cp : (number + 1) * d.cp]}
+                slowest, back, latency_s = map(max, zip(*own, strict=True))
                 stage_links.append(StageLink(message_s=slowest, latency_s=latency_s, less_back_s=slowest - back))
         return tuple(dict.fromkeys(map(tuple, pipelines)))
 
@@ -469,17 +470,18 @@ class StepCost:
         pp = self.layout.degrees.pp
         count = pp * self.layout.interleave
         # chunks between the ends are alike on devices that are alike
-        known: dict[tuple[bool, bool, float, int, float], StageTimes] = {}
+        known: dict[tuple[bool, bool, float, int, float], tuple[StageTimes, float]] = {}
         found: list[StageTimes] = []
         gathered_s = [0.0] * pp  # weights of earlier chunks of each rank, which come first
         for chunk in range(count):
             share = self._recomputed_share(chunk % pp)
             key = chunk == 0, chunk == count - 1, self.placement.speeds[chunk % pp], self._chunk_layers[chunk], share
             if key not in known:
-                known[key] = self._stage_times(chunk)
-            rank, own = chunk % pp, known[key]
+                gather_s = max(1, self._chunk_layers[chunk]) * self._layer_times(chunk).first_gather_s
+                known[key] = self._stage_times(chunk), gather_s
+            rank, (own, gather_s) = chunk % pp, known[key]
             found.append(replace(own, ready_s=own.ready_s + gathered_s[rank]) if gathered_s[rank] else own)
-            gathered_s[rank] += max(1, self._chunk_layers[chunk]) * self._layer_times(chunk).first_gather_s
+            gathered_s[rank] += gather_s
         if (head := self._tied_link) is not None:
             # the copy comes first on its link; its gradient follows that of the last activations
             found[0] = replace(
@@ -607,7 +609,7 @@ class StepCost:
     def _tokens(self) -> int:
         return self.layout.micro_batch * self.model.seq_len
 
-    @property
+    @cached_property
     def _chunk_layers(self) -> tuple[int, ...]:
         return chunk_layers(self.model.layers, self.layout.degrees.pp * self.layout.interleave)
 
@@ -734,7 +736,7 @@ class _CardShares:
     ) -> None:  # fmt: skip
         crossing = [edge for edge in edges if edge[0] != edge[1]]
         self.leaving, self.entering = Counter(a for a, _ in crossing), Counter(b for _, b in crossing)
-        lines = crossing if lines is None else lines
+        lines = crossing if lines is None else lines  # none where no edge crosses a border
         self.borders = Counter((site_of[a], site_of[b]) for a, b in lines if site_of[a] != site_of[b])
         self.lanes, self.site_of = lanes, site_of
 
