@@ -34,6 +34,7 @@ from thinwire.training.skip_passes import deal_paths
 from thinwire.transport.base import JSON_BYTES
 from thinwire.transport.secret import make_secret
 from thinwire.workloads.language.presets import TransformerConfig
+from thinwire.workloads.language.streamed import streamed
 from thinwire.workloads.language.transformer import TransformerStage, build_transformer, next_token_loss
 from thinwire.workloads.sampler import PADDING
 
@@ -62,6 +63,14 @@ CUTS: dict[str, dict[str, Any]] = {
         "zero_stage": 2,
         "micro_batch": 1,
         "cp_policy": "zigzag",
+    },
+    "streamed context parallel": {"cp": 4, "zero_stage": 1, "micro_batch": 4, "stream_backward": 4},
+    "streamed context parallel in shards": {
+        "cp": 2,
+        "dp_shard": 2,
+        "zero_stage": 3,
+        "micro_batch": 2,
+        "stream_backward": 3,
     },
     "context and tensor parallel": {"cp": 2, "tp": 2, "zero_stage": 2, "micro_batch": 4},
     "pipeline of context parallel ranks": {"pp": 2, "cp": 2, "zero_stage": 1, "micro_batch": 2},
@@ -298,7 +307,10 @@ def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for name, cut in cuts.items():
         config = options(**cut)
         mesh = make_mesh(config, device=torch.device("cpu"))
-        model = cut_model(build_transformer(shape_of(name), seed=3).double(), config, mesh)
+        whole_model = build_transformer(shape_of(name), seed=3).double()
+        if config.model.stream_backward:
+            streamed(whole_model, chunks=config.model.stream_backward)
+        model = cut_model(whole_model, config, mesh)
         held = sum(local_shard(parameter).numel() for parameter in model.parameters())
         passes = ParallelPasses(config, model, mesh)
         losses = train(config, model, passes)

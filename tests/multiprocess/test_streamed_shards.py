@@ -85,17 +85,23 @@ def test_gradients_of_shards_are_those_of_one_process(kind: str, is_late: bool, 
         assert len(errors) == len(STAGES) and max(errors) < limit
 
 
-def test_a_streamed_run_learns_what_the_usual_one_does_and_resumes_to_the_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cut", "chunks", "ranks"),
+    [("--dp-shard 2 --zero-stage 3 --sequences documents", 5, 2), ("--cp 4", 4, 4)], ids=["shards", "shared sequences"],
+)  # fmt: skip
+def test_a_streamed_run_learns_what_the_usual_one_does_and_resumes_to_the_bit(
+    tmp_path: Path, cut: str, chunks: int, ranks: int
+) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     place = OPTIONS.index("--batch-size")
     words = [*OPTIONS[:place], *OPTIONS[place + 2 :], "--batch-size", "2", "--replicas", "1", "--steps", "8",
-             "--data", str(tmp_path / "rows.jsonl"), "--cache-dir", str(tmp_path / ".cache"), "--no-samples",
-             "--dp-shard", "2", "--zero-stage", "3", "--sequences", "documents"]  # fmt: skip
-    usual = finish(Started([*words, "--out", str(tmp_path / "usual")]))
+             "--data", str(tmp_path / "rows.jsonl"), "--cache-dir", str(tmp_path / ".cache"),
+             "--no-samples"]  # fmt: skip
+    usual = finish(Started([*words, *(cut.split() if ranks == 2 else ()), "--out", str(tmp_path / "usual")]))
     out = tmp_path / "run"
-    streamed = finish(Started([*words, "--stream-backward", "5", "--out", str(out)]))
+    streamed = finish(Started([*words, *cut.split(), "--stream-backward", str(chunks), "--out", str(out)]))
     assert result(streamed)["val_loss"] == pytest.approx(result(usual)["val_loss"], abs=1e-4)
-    for folder in (out, out / "ranks" / "1"):
+    for folder in (out, *(out / "ranks" / str(rank) for rank in range(1, ranks))):
         shutil.rmtree(folder / "checkpoints" / "step-00000008")
     (out / "summary.json").unlink()
     resumed = finish(Started(["--resume", str(out), "--quiet", "--json"]))

@@ -18,6 +18,8 @@ BYTES_PER_PARAMETER = 16
 _UNITS_PER_TOKEN = 17
 # A streamed backward has keys, values and their gradients of one layer at a time, and the gradients at its two ends.
 _STREAMED_UNITS = 6
+# A layer whose sequences ranks share keeps its input, and what its attention needs: queries, keys, values and output.
+_SHARED_UNITS = 5
 # Logits, their gradient and what the loss keeps, in float32.
 _BYTES_PER_LOGIT = 3 * 4
 
@@ -112,8 +114,9 @@ class TrainingTask:
 
 
 def activation_bytes(
-    model: nn.Module, *, tokens: int, bytes_per_value: int = 4, recompute: int = 0, chunks: int = 1
-) -> float:
+    model: nn.Module, *, tokens: int, bytes_per_value: int = 4, recompute: int = 0, chunks: int = 1,
+    is_shared: bool = False,
+) -> float:  # fmt: skip
     """Estimate the memory of what a forward pass keeps for the backward pass, and of the logits.
 
     Args:
@@ -123,6 +126,7 @@ def activation_bytes(
         recompute: Values of a token and width that each block keeps, where the rest is there for one block at a time: 1
             for its input, 2 with what attention returned; 0 for a block that keeps all.
         chunks: Of a streamed backward, which recomputes too; 1 for none.
+        is_shared: Whether ranks share a sequence; a streamed backward then keeps what its attention needs.
     """
     blocks, by_name = find_blocks(model).blocks, parameters_by_name(model)
     sides = Counter(
@@ -131,6 +135,6 @@ def activation_bytes(
     width = sides.most_common(1)[0][0] if sides else 0  # the side that most of the blocks' matrices have
     units = recompute * len(blocks) + _UNITS_PER_TOKEN if recompute else len(blocks) * _UNITS_PER_TOKEN
     if chunks > 1:
-        units = len(blocks) + _STREAMED_UNITS + -(-_UNITS_PER_TOKEN // chunks)
+        units = len(blocks) * (_SHARED_UNITS if is_shared else 1) + _STREAMED_UNITS + -(-_UNITS_PER_TOKEN // chunks)
     logits = tokens / chunks * getattr(model, "vocab_size", 0) * _BYTES_PER_LOGIT
     return units * bytes_per_value * tokens * int(width) + logits

@@ -500,7 +500,6 @@ def _streaming_problems(config: TrainConfig) -> list[tuple[bool, ValueError]]:
         "recompute": (config.model.recompute, "it computes layers again by itself"),
         "compile": (config.model.compile, "what the backward pass runs again stays out of a compiled graph"),
         "pp": (config.parallel.pp > 1, "a pipeline's schedule needs the logits of whole sequences"),
-        "cp": (config.parallel.cp > 1, "its chunks meet the keys of one rank alone"),
         "tp": (config.parallel.tp > 1, "chunks of shared layers were not tried"),
         "recompute_layers": (config.parallel.recompute_layers > 0, "it computes layers again by itself"),
     }

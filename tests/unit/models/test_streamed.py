@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import MagicMock
 
 import peft
 import pytest
@@ -268,13 +267,3 @@ def test_another_loss_is_refused() -> None:
     logits = model(input_ids=IDS).logits
     nn.functional.cross_entropy(logits.flatten(0, 1), IDS.flatten()).backward()
     assert gradients(model)
-
-
-def test_a_shared_model_is_not_streamed() -> None:
-    shared, model = decoder(), thinwire.streamed(decoder(), chunks=2)
-    attend: Any = MagicMock()
-    attend.plan.heads = 3
-    shared.share_sequences(attend)
-    for call in (lambda: thinwire.streamed(shared), lambda: model.share_sequences(attend)):
-        with pytest.raises(ValueError, match=r"keys of this rank alone.*try thinwire\.streamed alone"):
-            call()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import thinwire
 from tests.sequence_ranks import ThreadPeers, on_ranks
 from thinwire import sequences
 from thinwire.workloads.language.presets import TransformerConfig
@@ -37,13 +38,23 @@ def gradients_of_ranks(alone: Any, loss_of: Any, **how: Any) -> list[torch.Tenso
     return [torch.stack(of_ranks).mean(0) for of_ranks in zip(*ranks, strict=True)]
 
 
-@pytest.mark.parametrize("policy", ["auto", "helper"])
-def test_a_decoder_whose_sequences_are_shared_has_the_gradients_of_one_process(policy: str) -> None:
-    config = TransformerConfig(vocab_size=16, dim=16, layers=2, heads=4, max_seq_len=16)
-    tokens, targets = batch(16, 16)
+@pytest.mark.parametrize(("policy", "chunks"), [("auto", 0), ("helper", 0), ("ring", 4), ("heads+sites", 3)])
+def test_a_decoder_whose_sequences_are_shared_has_the_gradients_of_one_process(policy: str, chunks: int) -> None:
+    config = TransformerConfig(vocab_size=16, dim=16, layers=2, heads=4, max_seq_len=28)
+    tokens, targets = batch(16, 28)
+    widths: set[int] = set()
+
+    def see(_: nn.Module, given: tuple[torch.Tensor], __: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            widths.add(given[0].shape[1])
 
     def loss_of(model: Any, attend: sequences.SequenceAttention) -> torch.Tensor:
         own = sequences.own_tokens(tokens, attend)
+        if chunks:
+            model.recomputed_blocks = 0
+            thinwire.streamed(model, chunks=chunks)
+        for block in model.blocks:
+            block.up.register_forward_hook(see)
         return model.loss(own, sequences.own_tokens(targets, attend))[0]
 
     alone: Any = build_transformer(config, seed=3).double()
@@ -52,6 +63,7 @@ def test_a_decoder_whose_sequences_are_shared_has_the_gradients_of_one_process(p
     found = gradients_of_ranks(alone, loss_of, heads=4, policy=policy)
     for parameter, gradient in zip(alone.parameters(), found, strict=True):
         assert (parameter.grad - gradient).abs().max() < 1e-10
+    assert max(widths) == -(-7 // max(1, chunks)), "with gradients, the MLP runs chunk by chunk"
 
 
 def llama(**more: Any) -> Any:

@@ -135,7 +135,6 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
             "--keep-attention does not go with --cp: shared .* try --recompute alone",
         ),
         ({"stream_backward": 8, "pp": 2}, "--stream-backward does not go with --pp: a pipeline's schedule"),
-        ({"stream_backward": 8, "cp": 2}, "--stream-backward does not go with --cp: its chunks"),
         ({"stream_backward": 8, "tp": 2}, "--stream-backward does not go with --tp: chunks of"),
         (
             {"stream_backward": 17, "seq_len": 16},

@@ -92,6 +92,9 @@ def test_a_streamed_backward_needs_less_than_recomputing() -> None:
     again, streamed = (needed_bytes(seq_len=32_768, **how) for how in ({"recompute": True}, {"stream_backward": 8}))
     states = needed_bytes(seq_len=1, batch_size=1)
     assert 0.1 < (streamed - states) / (again - states) < 0.35
+    # the six layers keep what their attention needs too
+    shared = needed_bytes(seq_len=32_768, stream_backward=8, cp=2)
+    assert 1.2 < (shared - states) / (streamed - states) < 5
 
 
 def test_what_cannot_fit_is_refused_with_the_need_the_limit_and_a_remedy() -> None:

@@ -192,6 +192,58 @@ class _StreamedLayer(torch.autograd.Function):
         return None, None, None, grad_stream, *sums.take()
 
 
+# Output for the positions of a slice, from the slices of some tensors; positions are the second axis of all of them.
+RowsPass = Callable[..., Tensor]
+
+
+def stream_rows(run: RowsPass, inputs: Sequence[Tensor], *, chunks: int, parameters: Sequence[Tensor]) -> Tensor:
+    """Return what each position becomes by itself, (batch, seq, ...), with a backward pass chunk by chunk.
+
+    Args:
+        run: Gets a slice, and of each input its positions; no position may depend on another one, or on chance.
+        inputs: (batch, seq, ...) each; they are all that is kept.
+        chunks: How many.
+        parameters: Those that `run` uses and that are trained.
+    """
+    leave_graph()
+    found: Tensor = _StreamedRows.apply(run, chunks, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _StreamedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: RowsPass, chunks: int, num_inputs: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        inputs = tensors[:num_inputs]
+        ctx.run, ctx.num_inputs, ctx.setting = run, num_inputs, _Setting(inputs[0].device)
+        ctx.parts = parts_of(inputs[0].shape[1], chunks)
+        with ctx.setting.again():
+            return torch.cat([run(place, *(one[:, place] for one in inputs)) for place in _joined(ctx.parts)], 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, parameters = ctx.saved_tensors[: ctx.num_inputs], ctx.saved_tensors[ctx.num_inputs :]
+        needed = ctx.needs_input_grad[3 : 3 + ctx.num_inputs]
+        sums = GradientSums(parameters)
+        found = [torch.empty_like(one) if needs else None for one, needs in zip(inputs, needed, strict=True)]
+        wanted = [one for one in found if one is not None]
+        with ctx.setting.again():
+            for place in ctx.parts:
+                parts = [
+                    one[:, place].detach().requires_grad_(needs) for one, needs in zip(inputs, needed, strict=True)
+                ]
+                with torch.enable_grad():
+                    output = ctx.run(place, *parts)
+                leaves = [*(part for part in parts if part.requires_grad), *parameters]
+                grads = torch.autograd.grad(output, leaves, grad[:, place], allow_unused=True)
+                del output
+                for whole, part in zip(wanted, grads, strict=False):
+                    whole[:, place] = part
+                sums.add(grads[len(wanted) :])
+        return None, None, None, *found, *sums.take()
+
+
 # Chunks that a pass without gradients takes at once: together they need about the memory of one with gradients.
 _CHUNKS_AT_ONCE = 4
 

@@ -23,9 +23,16 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from thinwire.errors import excluded, refusal
+from thinwire.errors import refusal
 from thinwire.shared_random import derive_seed
-from thinwire.workloads.language.chunked_backward import ChunkKeys, attend_to_end, stream_layer, stream_loss, trained
+from thinwire.workloads.language.chunked_backward import (
+    ChunkKeys,
+    attend_to_end,
+    stream_layer,
+    stream_loss,
+    stream_rows,
+    trained,
+)
 from thinwire.workloads.language.presets import TransformerConfig
 
 if TYPE_CHECKING:
@@ -245,17 +252,20 @@ class Attention(nn.Module):
 
         The rotation has cosines and sines, (seq, 1, 1, head_dim / 2) each.
         """
-        batch, seq, _ = stream.shape
-        mixed = self.query_key_value(stream).view(batch, seq, 3, self.heads, -1)
-        # Split, not indexed: the gradient of an index is a full tensor of zeros with a part written in.
-        query_key, value = mixed.split((2, 1), dim=2)
-        query, key = rotate(self.query_key_norm(query_key), rotation).transpose(1, 3).unbind(2)
-        value = value.squeeze(2).transpose(1, 2)
+        query, key, value = self.project(stream, rotation)
         if cache is not None:
             key, value = cache[0].extend(cache[1], key, value)
         attended = self.attend(query, key, value)
-        merged: Tensor = self.out(attended.transpose(1, 2).reshape(batch, seq, -1))
+        merged: Tensor = self.out(attended.transpose(1, 2).reshape(*stream.shape[:2], -1))
         return merged
+
+    def project(self, stream: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of a stream, (batch, heads, seq, head_dim) each."""
+        mixed = self.query_key_value(stream).view(*stream.shape[:2], 3, self.heads, -1)
+        # Split, not indexed: the gradient of an index is a full tensor of zeros with a part written in.
+        query_key, value = mixed.split((2, 1), dim=2)
+        query, key = rotate(self.query_key_norm(query_key), rotation).transpose(1, 3).unbind(2)
+        return query, key, value.squeeze(2).transpose(1, 2)
 
 
 class Block(nn.Module):
@@ -263,11 +273,13 @@ class Block(nn.Module):
 
     Attributes:
         chunks: Parts of the sequence in which the backward pass works (see `streamed`); 0 for the usual one.
+        is_shared: Whether other ranks hold other positions of the sequence.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.chunks = 0
+        self.is_shared = False
         self.attention_norm = RmsNorm(config.dim)
         self.attention = Attention(config)
         self.mlp_norm = RmsNorm(config.dim)
@@ -279,6 +291,8 @@ class Block(nn.Module):
     ) -> Tensor:
         """Add this layer's part to the stream (batch, seq, dim); `cache` as for `Attention`."""
         if self.chunks and cache is None and torch.is_grad_enabled():
+            if self.is_shared:
+                return self._stream_shared(stream, rotation)
 
             def run(part: Tensor, place: slice, keys: ChunkKeys) -> Tensor:
                 return self._add(part, (rotation[0][place], rotation[1][place]), (keys, 0))
@@ -289,14 +303,33 @@ class Block(nn.Module):
     def _add(
         self, stream: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[KeyValueCache | ChunkKeys, int] | None
     ) -> Tensor:
-        stream = stream + self.attention(self.attention_norm(stream), rotation, cache)
+        return self._add_mlp(stream + self.attention(self.attention_norm(stream), rotation, cache))
+
+    def _stream_shared(self, stream: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """Work in chunks before and after the attention, which runs once: no key crosses again for the backward pass.
+
+        Kept are the stream, and what the attention keeps of this rank's queries, keys, values and output.
+        """
+        own = self.attention
+
+        def before(place: slice, part: Tensor) -> Tensor:
+            rows = own.project(self.attention_norm(part), (rotation[0][place], rotation[1][place]))
+            return torch.stack([one.transpose(1, 2) for one in rows], 2)
+
+        def after(_: slice, part: Tensor, attended: Tensor) -> Tensor:
+            return self._add_mlp(part + own.out(attended.flatten(2)))
+
+        parameters = trained([self.attention_norm, own.query_key_value, own.query_key_norm])
+        rows = stream_rows(before, [stream], chunks=self.chunks, parameters=parameters)
+        query, key, value = (one.transpose(1, 2) for one in rows.unbind(2))
+        # copied, so that the attention does not keep keys and values with it once more
+        attended = own.attend(query.contiguous(), key, value).transpose(1, 2)
+        parameters = trained([own.out, self.mlp_norm, self.up, self.down])
+        return stream_rows(after, [stream, attended], chunks=self.chunks, parameters=parameters)
+
+    def _add_mlp(self, stream: Tensor) -> Tensor:
         added: Tensor = self.down(F.gelu(self.up(self.mlp_norm(stream))))
         return stream + added
-
-
-def _streamed_and_shared() -> ValueError:
-    return excluded("a streamed backward", "shared sequences", why="its chunks meet the keys of this rank alone",
-                    remedy="thinwire.streamed alone, which sends nothing")  # fmt: skip
 
 
 class Transformer(nn.Module):
@@ -336,8 +369,6 @@ class Transformer(nn.Module):
 
     def stream_backward(self, chunks: int) -> None:
         """Compute the backward pass in chunks of positions; see `streamed`."""
-        if self.shared is not None:
-            raise _streamed_and_shared()
         self._chunks = chunks
         for block in self.blocks:
             block.chunks = chunks  # type: ignore[assignment]
@@ -425,16 +456,15 @@ class Transformer(nn.Module):
         """Prepare the decoder, before it is cut, to work on this rank's positions of each sequence.
 
         Raises:
-            ValueError: The attention was made for other heads, or the model is streamed.
+            ValueError: The attention was made for other heads.
         """
-        if self._chunks:
-            raise _streamed_and_shared()
         if attend.plan.heads != self.blocks[0].attention.heads:  # type: ignore[union-attr]
             raise refusal("shared attention was made for another model", got=f"{attend.plan.heads} heads",
                           allowed=f"{self.config.heads}", remedy=f"heads={self.config.heads}")  # fmt: skip
         self.shared = attend
         for number, block in enumerate(self.blocks):
             block.attention.attend = partial(attend, layer=number)  # type: ignore[union-attr]
+            block.is_shared = True  # type: ignore[assignment]
 
     def _fill_rotation(self) -> None:
         device = self.embedding.weight.device

@@ -315,8 +315,9 @@ def _activations(config: RunOptions, model: nn.Module, sequences: int) -> float:
     }  # fmt: skip
     again = 2 if config.model.keep_attention else 1  # values of a token and width that a recomputed block keeps
     found = activation_bytes(
-        model, recompute=again if config.model.recompute else 0, chunks=config.model.stream_backward or 1, **about
-    )
+        model, recompute=again if config.model.recompute else 0, chunks=config.model.stream_backward or 1,
+        is_shared=config.parallel.cp > 1, **about,
+    )  # fmt: skip
     if config.parallel.recompute_layers:
         layers = getattr(getattr(model, "config", None), "layers", 0) or 1
         share = min(1.0, config.parallel.recompute_layers * config.parallel.pp / layers)
