@@ -34,6 +34,7 @@ def test_every_example_is_run_here() -> None:
     tested = {"five_lines.py", "own_method.py", "fsdp_replicas.py"}
     tested.add("own_workload.py")  # in tests/unit/workloads/test_own_workload.py
     tested.add("gnn_pipeline.py")  # in tests/multiprocess/test_gnn_pipeline.py
+    tested.add("ladder_residual.py")  # in tests/multiprocess/test_ladder_residual.py
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
