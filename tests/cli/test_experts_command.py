@@ -80,7 +80,10 @@ def test_wrong_command_lines_are_refused_in_one_line(tmp_path: Path, capsys: Out
     for words, reason in (
         (["split"], "unknown experts command; got 'split'; allowed add, branch, eval, merge"),
         (["add", tmp_path, "x"], "--name is missing"),
-        (["add", tmp_path, "nowhere", "--name", "a"], "nowhere holds no finished run"),
+        (
+            ["add", tmp_path, "nowhere", "--name", "a"],
+            "(config.json and model/*.safetensors); no such folder; try ls .",
+        ),
         (["eval", tmp_path, "--data", "x"], "set.json"),
         (["eval", tmp_path, "--data", "x", "--prior", "flat"], "unknown --prior; got 'flat'"),
         (["eval", tmp_path, "--data", "x", "--development", "y"], "--development is for --prior cached"),

@@ -176,7 +176,9 @@ class ExpertSet:
             raise refusal("--name is no new name of an expert", got=repr(name[:80]),
                           allowed="1 to 64 letters, digits, '.', '_' and '-' that are not taken",
                           remedy=f"--name {name[:62]}-2" if is_name else "--name python")  # fmt: skip
-        check_finished(run, remedy=f"thinwire train --resume {run}")
+        check_finished(
+            run, remedy=f"thinwire train --resume {run}" if run.exists() else f"no such folder; try ls {run.parent}"
+        )
         tokenizer = tokenizer_hash(run)
         for other in self.experts[:1]:
             if tokenizer != other.tokenizer_sha256:
