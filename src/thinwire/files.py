@@ -124,12 +124,13 @@ def read_json(path: Path, *, most_bytes: int, command: str) -> Any:
         DataError: There is no such file, it is too long, or it is no JSON; names the file and the remedy.
     """
     try:
-        size = path.stat().st_size
-        if size > most_bytes:
-            raise DataError(f"{path} has {size} bytes, more than {most_bytes}; is it a file of `{command}`?")
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most_bytes:
+                raise DataError(f"{path} has {size} bytes, more than {most_bytes}; is it a file of `{command}`?")
+            return json.loads(file.read(most_bytes).decode("utf-8"), parse_constant=_refuse_constant)
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; `{command}` writes such a file") from error
+        raise DataError(f"cannot read {path}: {error.strerror or error}; `{command}` writes such a file") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is no JSON: {error}; `{command}` writes such a file") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from datetime import UTC, datetime
 
@@ -106,11 +107,12 @@ def parse_bytes(text: str) -> float:
         (24000000000.0, 1024.0)
     """
     match = re.fullmatch(_NUMBER + r"([kmgt]?)(i?)b?\s*", text.lower())
-    if match is None or (match.group(3) and not match.group(2)):
+    power = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[match.group(2) if match else ""]
+    size = float(match.group(1)) * (1024.0 if match.group(3) else 1000.0) ** power if match else math.inf
+    if match is None or (match.group(3) and not match.group(2)) or size == math.inf:
         raise refusal("the size cannot be read", got=repr(text), allowed="a number with B, KB, MB, GB, MiB or GiB",
                       remedy="24GB")  # fmt: skip
-    power = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[match.group(2)]
-    return float(match.group(1)) * (1024.0 if match.group(3) else 1000.0) ** power
+    return size
 
 
 def parse_seconds(text: str) -> float:

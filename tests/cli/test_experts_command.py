@@ -71,6 +71,8 @@ def test_experts_are_branched_trained_added_evaluated_and_merged(tmp_path: Path,
     say(capsys, "merge", experts, "--weights", "digits=1,seed=0", "--out", tmp_path / "merged")
     merged = evaluate(load_trained(tmp_path / "merged"), [(tmp_path / "test.txt").read_text()])
     assert merged.loss == alone.loss
+    twice = refuse(capsys, "merge", experts, "--weights", "digits=0.5,seed=0.5,digits=0.5", "--out", tmp_path / "x")
+    assert "allowed NAME=WEIGHT,..., each name once" in twice
     assert "try digits=0.5,seed=0.5" in refuse(
         capsys, "merge", experts, "--weights", "digits=1,seed=1", "--out", tmp_path / "x"
     )
@@ -89,6 +91,7 @@ def test_wrong_command_lines_are_refused_in_one_line(tmp_path: Path, capsys: Out
         (["eval", tmp_path, "--data", "x", "--development", "y"], "--development is for --prior cached"),
         (["branch", tmp_path, "--out", "x"], "got neither --start nor --data; allowed one of them; try --start NAME"),
         (["merge", tmp_path, "--out", "x"], "set.json"),
+        (["eval", tmp_path, "--data", "x", "--max-bytes", "1e400"], "the size cannot be read; got '1e400'"),
     ):
         assert reason in refuse(capsys, *words)
     assert list(tmp_path.iterdir()) == []

@@ -124,6 +124,9 @@ def test_a_command_whose_result_is_lost_fails_and_says_so(tmp_path: Path) -> Non
         assert done.stderr == "thinwire: error: output was lost: no room where stdout goes; make room there\n"
         done = subprocess.run(line, stdout=subprocess.PIPE, stderr=full, text=True, check=False)
         assert done.returncode == 0 and done.stdout.startswith("thinwire ")
+    wrong = [*line[:-1], "frobnicate"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *wrong], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, "a closed stdout is no error of a wrong command"
 
 
 @pytest.mark.parametrize("words", ["--help", "train --help", "recipes ls"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,14 +198,18 @@ def evaluate(options: EnsembleOptions) -> int:
 
 
 def _bytes(text: str) -> int | None:
-    return int(parse_bytes(text)) or None
+    return math.ceil(parse_bytes(text)) or None
 
 
 def _weights(text: str) -> dict[str, float]:
+    parts = [part.partition("=") for part in text.split(",")]
     try:
-        return {name: float(value) for name, _, value in (part.partition("=") for part in text.split(","))}
+        found = {name: float(value) for name, _, value in parts}
+        if len(found) < len(parts):
+            raise ValueError("a name stands twice")
+        return found
     except ValueError:
-        raise refusal("--weights cannot be read", got=repr(text[:80]), allowed="NAME=WEIGHT,...",
+        raise refusal("--weights cannot be read", got=repr(text[:80]), allowed="NAME=WEIGHT,..., each name once",
                       remedy="--weights python=0.5,prose=0.5") from None  # fmt: skip
 
 

@@ -124,7 +124,7 @@ def export(options: ExportOptions) -> int:
 @command("eval", EvalOptions)
 def eval(options: EvalOptions) -> int:  # noqa: A001
     """Run `thinwire eval`."""
-    max_bytes = int(parse_bytes("1MB" if options.max_bytes is None else options.max_bytes)) or None
+    max_bytes = math.ceil(parse_bytes("1MB" if options.max_bytes is None else options.max_bytes)) or None
     config = _config_of(options)
     if (card := card_of(config.run.workload)) is not LANGUAGE:
         for flag, given in (("--data", options.data), ("--max-bytes", options.max_bytes)):

@@ -223,11 +223,11 @@ def _protected(stream: TextIO, *, is_lossy: bool) -> TextIO:
 
 def finish_output() -> bool:
     """Write what still waits, at the end of a process; return whether all of standard output was written."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):
         sys.stderr.close() if isinstance(sys.stderr, DurableStream) else sys.stderr.flush()
     out = sys.stdout
     if not isinstance(out, DurableStream):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no stream where its descriptor was closed
             out.flush()
         return True
     out.close()

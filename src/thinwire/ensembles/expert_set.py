@@ -64,7 +64,7 @@ class Expert:
     """
 
     name: Annotated[str, Meta(pattern=rf"^{_NAME.pattern}\Z")]
-    checkpoint: _Short
+    checkpoint: Annotated[str, Meta(max_length=200, pattern=r"^[^\0\ud800-\udfff]*\Z")]
     domain: _Short
     parameters: _Count
     tokens: _Count
@@ -140,7 +140,7 @@ class ExpertSet:
             yield "two experts have the same name"
         for expert in self.experts:
             # resolved, so that neither `..`, an absolute path nor a link leads out
-            place = (self.folder / expert.checkpoint.replace("\0", "/../")).resolve()
+            place = (self.folder / expert.checkpoint).resolve()
             if self.folder.resolve() not in place.parents:
                 yield f"the checkpoint {expert.checkpoint!r} of {expert.name} is outside the set's folder"
         if len({expert.tokenizer_sha256 for expert in self.experts}) > 1:
@@ -171,7 +171,7 @@ class ExpertSet:
             ValueError: The name is taken or malformed, or the tokenizer is another one than the set's.
             CheckpointError: The run has not finished.
         """
-        is_name = _NAME.fullmatch(name) is not None
+        is_name = _NAME.fullmatch(name) is not None and name.lower() != SET_FILE
         if not is_name or name in self.names or (self.folder / name).exists():
             raise refusal("--name is no new name of an expert", got=repr(name[:80]),
                           allowed="1 to 64 letters, digits, '.', '_' and '-' that are not taken",

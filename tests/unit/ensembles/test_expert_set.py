@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,9 @@ def test_members_that_do_not_fit_are_refused_with_a_remedy(tmp_path: Path) -> No
     for name in ("a", "", "../c", "c/d", ".c", "x" * 65, "set.json"):
         with pytest.raises(ValueError, match="--name is no new name of an expert"):
             experts.add(tmp_path / "b", name=name)
+    with pytest.raises(ValueError, match="--name is no new name of an expert"):
+        ExpertSet(folder=tmp_path / "new").add(tmp_path / "b", name="Set.json")
+    assert not (tmp_path / "new").exists(), "its folder would be in the place of the set's file"
     unfinished = run(tmp_path / "d", 1.0)
     (unfinished / "model" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"holds no finished run .*; thinwire train --resume"):
@@ -120,7 +124,8 @@ def test_a_hostile_set_file_is_refused_in_one_error(tmp_path: Path) -> None:
     cases = {
         changed(good, checkpoint="../a"): outside, changed(good, checkpoint=str(tmp_path / "a")): outside,
         changed(good, checkpoint="b/../../a"): outside, changed(good, checkpoint="link"): outside,
-        changed(good, checkpoint="."): outside, changed(good, checkpoint="a\0"): outside,
+        changed(good, checkpoint="."): outside, changed(good, checkpoint="a\0"): "matching regex",
+        changed(good, checkpoint="\ud800"): "matching regex",
         changed(good, name="b"): "two experts have the same name", changed(good, name="../x"): "matching regex",
         changed(good, tokenizer_sha256="0" * 64): "different tokenizers", changed(good, parameters=-1): ">= 0",
         changed(good, tokens=1 << 60): "<= ", changed(good, tokens=1.5): "Expected `int`",
@@ -140,6 +145,10 @@ def test_a_hostile_set_file_is_refused_in_one_error(tmp_path: Path) -> None:
         ExpertSet.load(tmp_path / "set")
     with pytest.raises(DataError, match="cannot read"):
         ExpertSet.load(tmp_path / "nothing")
+    path.unlink()
+    os.mkfifo(path)  # opened plainly, it would be waited for
+    with pytest.raises(DataError, match=r"set.json is no regular file; `thinwire experts add`"):
+        ExpertSet.load(tmp_path / "set")
 
 
 class Constant(torch.nn.Module):
