@@ -90,6 +90,9 @@ class AdaptiveBits(nn.Module):
                 "the bits of channels are out of their range", got=f"{least} to {most} bits, {channels} channels",
                 allowed=f"{_LEAST} <= least <= most <= {_MOST}, 1 channel or more", remedy="least=2, most=8",
             )  # fmt: skip
+        if not 0 < alpha < math.inf:
+            raise refusal("the steepness of bits is a number above 0", got=f"alpha={alpha}", allowed="above 0, finite",
+                          remedy="alpha=1.0")  # fmt: skip
         self.least, self.most, self.alpha = least, most, alpha
         self.scores = nn.Parameter(torch.full((channels,), _FIRST_SCORE / alpha))
 
@@ -98,8 +101,12 @@ class AdaptiveBits(nn.Module):
         return self.least + (self.most - self.least) * torch.sigmoid(self.alpha * self.scores)
 
     def widths(self) -> Tensor:
-        """Return the bits of each channel as they are sent, (channels,) int64."""
-        return self.bits().detach().round().long()
+        """Return the bits of each channel as they are sent, (channels,) int64.
+
+        Raises:
+            NonFiniteError: A score is NaN.
+        """
+        return _whole(self.bits().detach())
 
     def regulariser(self) -> Tensor:
         """Return mean(sigmoid(alpha Q)**2), a scalar: times beta it is the price of bits."""
@@ -114,8 +121,9 @@ class AdaptiveBits(nn.Module):
 class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, bits: Tensor) -> Tensor:
-        numbers, scales = _integers(_rows(values), bits.round().long())
-        out = _values(numbers, scales, bits.round().long()).view(values.shape).to(values.dtype)
+        widths = _whole(bits)
+        numbers, scales = _integers(_rows(values), widths)
+        out = _values(numbers, scales, widths).view(values.shape).to(values.dtype)
         ctx.save_for_backward(out - values)
         return out
 
@@ -174,7 +182,7 @@ class ChannelBits:
 
         Raises:
             PayloadError: It is no payload of so many elements.
-            NonFiniteError: A scale is not finite.
+            NonFiniteError: A scale is not finite, or a value of the largest integers is not.
         """
         most = self.payload_bytes(numel)
         check_payload(payload, name=NAME, numel=numel, expected=most, has_fixed_size=False)
@@ -192,7 +200,7 @@ class ChannelBits:
         if len(payload) < size or bool(payload[size:].any()):
             raise PayloadError(f"{NAME}: these widths take {size} bytes, got {len(payload)}, or zeros do not follow")
         scales = payload[begin : begin + 2 * channels].clone().view(torch.bfloat16).float()
-        if not bool(scales.isfinite().all()):
+        if not bool((scales * _largest(widths)).isfinite().all()):
             raise NonFiniteError(f"{NAME}: a channel held NaN, infinity or a magnitude near float32's largest")
         if bool((scales < 0).any()):
             raise PayloadError(f"{NAME}: the scale of a channel is negative, which is never sent")
@@ -204,6 +212,12 @@ class ChannelBits:
             found = unpack(payload[begin:end][None], count=count * rows, width=width, name=NAME)
             numbers[:, own], begin = found.view(count, rows).T.float(), end
         return _values(numbers, scales, widths).view(-1)
+
+
+def _whole(bits: Tensor) -> Tensor:
+    if bool(bits.isnan().any()):
+        raise NonFiniteError("the learned bits of a channel are NaN; lower the learning rate of the scores")
+    return bits.round().long()
 
 
 def _rows(values: Tensor) -> Tensor:
@@ -229,5 +243,9 @@ def _integers(rows: Tensor, widths: Tensor) -> tuple[Tensor, Tensor]:
 
 def _values(numbers: Tensor, scales: Tensor, widths: Tensor) -> Tensor:
     """Return the values of integers, float32 (rows, channels)."""
-    middle = torch.pow(2.0, widths.to(torch.float32) - 1) - 0.5
-    return (numbers.float() - middle) * scales
+    return (numbers.float() - _largest(widths)) * scales
+
+
+def _largest(widths: Tensor) -> Tensor:
+    """Return the largest magnitude of a value of each width, in scales."""
+    return torch.pow(2.0, widths.to(torch.float32) - 1) - 0.5

@@ -55,7 +55,7 @@ def divide_budget(
         raise refusal("a budget is no amount", got=amounts, allowed="finite numbers above 0, and one domain or more",
                       remedy="divide_budget(1e12, {'prose': 1}, tokens_per_step=1000, parameters=100_000)")  # fmt: skip
     total = sum(difficulty.values())
-    wanted = {domain: flops * value / total for domain, value in difficulty.items()}
+    wanted = {domain: flops * (value / total) for domain, value in difficulty.items()}
     unit = float(_FLOPS * tokens_per_step)  # of a parameter and step
     chosen = dict.fromkeys(wanted, parameters or 0)
     if steps is not None:

@@ -380,6 +380,8 @@ def sequence_plan(
         >>> sequence_plan("auto", sites=[0] * 4, heads=4, kv_heads=1).policy
         'zigzag'
     """
+    if not sites:
+        raise refusal("sequences are shared by ranks", got="no sites", allowed="one number a rank", remedy="sites=[0]")
     kv_heads = heads if kv_heads is None else kv_heads
     if min(heads, kv_heads) < 1 or heads % kv_heads:
         raise refusal("heads of queries must be a multiple of those of keys", got=f"{heads} and {kv_heads}",

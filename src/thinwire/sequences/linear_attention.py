@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinwire.errors import refusal
 from thinwire.sequences.peers import SequencePeers
 from thinwire.sequences.state_scan import ScanPlan, scan_states
 
@@ -25,12 +26,19 @@ def gated_attention(query: Tensor, key: Tensor, value: Tensor, log_gates: Tensor
         query: (batch, heads, positions, d_k).
         key: As `query`.
         value: (batch, heads, positions, d_v).
-        log_gates: As `query`, from `LEAST_LOG_GATE` to 0.
+        log_gates: As `query`, from `LEAST_LOG_GATE` to 0, in float32 or bfloat16.
 
     Returns:
         Output (batch, heads, positions, d_v), state after the last position (batch, heads, d_k, d_v), and the sum of
         the gates' logarithms up to each position, as `query`.
+
+    Raises:
+        ValueError: A gate is out of its range.
     """
+    least, most = (float(one) for one in log_gates.detach().aminmax())
+    if not LEAST_LOG_GATE <= least <= most <= 0:
+        raise refusal("logarithms of gates are out of their range", got=f"{least:g} to {most:g}",
+                      allowed=f"{LEAST_LOG_GATE:g} to 0", remedy="log_gates.clamp(LEAST_LOG_GATE, 0)")  # fmt: skip
     state = value.new_zeros((*query.shape[:2], query.shape[3], value.shape[3]))
     outputs, sums = [], []
     before = torch.zeros_like(log_gates[:, :, :1])

@@ -62,6 +62,21 @@ class SkipNetwork:
     after_first_s: float = 0.0
     after_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Check that each node has one stage, and all times."""
+        nodes = [node for own in self.stages for node in own]
+        every = [*self.forward_s, *(one for row in self.delay_s for one in row), self.after_first_s, self.after_s]
+        is_whole = sorted(nodes) == list(range(len(nodes))) and all(self.stages) and len(nodes) > 0
+        is_square = len(self.forward_s) == len(self.delay_s) == len(nodes)
+        is_square = is_square and all(len(row) == len(nodes) for row in self.delay_s)
+        if not is_whole or not is_square or not all(0 <= one < inf for one in every) or self.memory < 1:
+            raise refusal(
+                "a network has nodes 0, 1, ... in one stage each, with a time each, and delays between all",
+                got=f"stages {self.stages}, {len(self.forward_s)} times, {len(self.delay_s)} rows of delays, "
+                f"memory {self.memory}", allowed="finite times from 0, memory from 1",
+                remedy="SkipNetwork(stages=((0,), (1,)), forward_s=(1, 1), delay_s=((0, 2), (2, 0)))",
+            )  # fmt: skip
+
     @cached_property
     def stage_of(self) -> dict[int, int]:
         """Stage of each node."""
@@ -176,6 +191,11 @@ class SkipProblem:
     def __post_init__(self) -> None:
         """Check the length and the limits."""
         others = len(self.network.stages) - 1
+        first = self.network.stages[0]
+        if not self.starts or not all(node in first and 0 <= start_s < inf for node, start_s in self.starts):
+            raise refusal("micro-batches start at nodes of the first stage", got=str(self.starts)[:200],
+                          allowed=f"one or more, at {first}, from 0 s",
+                          remedy=f"starts=(({first[0]}, 0.0),)")  # fmt: skip
         if not 1 <= self.length <= others + 1:
             raise refusal("a path must have the first stage and visit none twice", got=f"{self.length} stages",
                           allowed=f"1 to {others + 1}", remedy=f"length={others + 1}")  # fmt: skip

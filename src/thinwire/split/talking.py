@@ -42,6 +42,12 @@ class TalkingTeacher(nn.Module):
         self.middle = middle.eval().requires_grad_(False)
         self.decoder, self.encoder = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
+    def train(self, mode: bool = True) -> TalkingTeacher:
+        """Train encoder and decoder; the middle stays in evaluation."""
+        super().train(mode)
+        self.middle.eval()
+        return self
+
     def forward(self, messages: Tensor, real: Tensor | None = None) -> Tensor:
         """Return the answer to messages (batch, seq, width), of the same shape."""
         read = self.decoder(messages)

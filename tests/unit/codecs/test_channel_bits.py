@@ -168,6 +168,23 @@ def test_wrong_arguments_are_refused_with_a_remedy_that_works() -> None:
         with pytest.raises(ValueError, match=r"bits of channels are out of their range.*try least=2, most=8"):
             AdaptiveBits(**{"channels": 3, **arguments})
     AdaptiveBits(3, least=2, most=8)
+    for alpha in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"the steepness of bits is a number above 0.*try alpha=1.0"):
+            AdaptiveBits(3, alpha=alpha)
+
+
+def test_no_value_is_infinite_and_no_width_comes_from_nan() -> None:
+    largest = torch.tensor([[torch.finfo(torch.float32).max, 1.0]])
+    with pytest.raises(NonFiniteError, match="near float32's largest"):  # its scale is finite, but was rounded up
+        ChannelBits().decode(ChannelBits().encode(largest), numel=2)
+    near = ChannelBits().decode(ChannelBits().encode(largest * 0.99), numel=2)
+    assert near.isfinite().all() and near[0] == pytest.approx(float(largest[0, 0]), rel=0.02)
+    bits = AdaptiveBits(2)
+    with torch.no_grad():
+        bits.scores[1] = math.nan
+    for use in (ChannelBits(bits=bits).encode, bits):
+        with pytest.raises(NonFiniteError, match="lower the learning rate of the scores"):
+            use(torch.ones(3, 2))
     with pytest.raises(ValueError, match=r"other channels.*try AdaptiveBits\(4\)"):
         ChannelBits(bits=AdaptiveBits(3)).encode(torch.ones(2, 4))
     ChannelBits(bits=AdaptiveBits(4)).encode(torch.ones(2, 4))

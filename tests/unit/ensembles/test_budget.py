@@ -43,5 +43,8 @@ def test_what_whole_steps_cannot_use_up_is_refused_with_a_budget_that_works() ->
             divide_budget(wrong, DIFFICULTY, **options)
         with pytest.raises(ValueError, match="a budget is no amount"):
             divide_budget(1e12, {"easy": wrong}, **options)
+    # shares whose product with the budget no float holds
+    with pytest.raises(ValueError, match=r"to 1 %|no whole number"):
+        divide_budget(1e308, {"easy": 10.0, "hard": 1e-308}, **options)
     with pytest.raises(ValueError, match="parameters does not go with steps"):
         divide_budget(1e12, DIFFICULTY, tokens_per_step=1000)

@@ -163,6 +163,16 @@ def test_eager_attention_adapters_copies_and_autocast_stay_exact() -> None:
     assert 0 < grads < 0.02 and loss < 0.02
 
 
+def test_a_model_is_streamed_under_inference_mode_and_trains_afterwards() -> None:
+    model, tokens = llama(), torch.arange(12)[None]
+    with torch.inference_mode():
+        thinwire.streamed(model, chunks=3)
+        value = float(model(input_ids=tokens, labels=tokens).loss)
+    found = model(input_ids=tokens, labels=tokens).loss
+    found.backward()
+    assert found.item() == pytest.approx(value) and all(one.grad is not None for one in model.parameters())
+
+
 def test_a_scaled_loss_gives_scaled_gradients() -> None:
     model, plain = thinwire.streamed(llama().double(), chunks=4), llama().double()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -211,5 +211,9 @@ def test_what_does_not_fit_is_refused_with_a_remedy_that_does() -> None:
     assert sequence_plan("ring", sites=[0, 1, 0, 1], heads=4).policy == "ring"
     with pytest.raises(ValueError, match=r"unknown sequence policy; got 'rings'.*try ring"):
         sequence_plan("rings", sites=[0, 0], heads=4)
+    for policy in ("auto", "ring"):
+        with pytest.raises(ValueError, match=r"got no sites; allowed one number a rank; try sites=\[0\]"):
+            sequence_plan(policy, sites=[], heads=4)
+        assert sequence_plan(policy, sites=[0], heads=4).num_parts
     with pytest.raises(ValueError, match=r"got 6 and 4.*try kv_heads=6"):
         sequence_plan("ring", sites=[0, 0], heads=6, kv_heads=4)

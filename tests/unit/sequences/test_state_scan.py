@@ -108,6 +108,15 @@ def test_states_that_do_not_fit_are_refused() -> None:
         on_ranks(1, lambda peers: scan_states(state, decay, peers=peers, plan=ScanPlan(kind="chain", pieces=3)))
 
 
+def test_gates_whose_products_would_overflow_are_refused() -> None:
+    drawn = torch.randn(4, 1, 1, 40, 4, generator=torch.Generator().manual_seed(1))
+    for gate in (2 * LEAST_LOG_GATE, 0.1, float("nan")):
+        with pytest.raises(ValueError, match=r"allowed -5 to 0; try log_gates.clamp\(LEAST_LOG_GATE, 0\)"):
+            gated_attention(*drawn[:3], torch.full((1, 1, 40, 4), gate))
+    output, _, _ = gated_attention(*drawn[:3], (20 * drawn[3]).clamp(LEAST_LOG_GATE, 0))
+    assert output.isfinite().all()
+
+
 def test_a_public_name_is_the_function_each_time() -> None:
     for _ in range(2):
         for name in sequences.__all__:

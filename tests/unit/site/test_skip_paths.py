@@ -199,6 +199,23 @@ def test_paths_that_wait_for_each_other_are_refused() -> None:
     assert len(run_paths(replace(own, memory=2), paths, [0.0, 0.0])) == 14
 
 
+def test_networks_and_starts_that_cannot_be_are_refused() -> None:
+    own = SkipNetwork(stages=((0,), (1,)), forward_s=(1, 1), delay_s=((0, 2), (2, 0)))
+    changes: list[dict[str, Any]] = [
+        {"stages": ((0,), (0,))}, {"stages": ((0,), (2,))}, {"stages": ((0, 1), ())}, {"stages": ()}, {"memory": 0},
+        {"forward_s": (1,)}, {"forward_s": (1, -1)}, {"forward_s": (1, float("nan"))}, {"delay_s": ((0, 2), (2,))},
+        {"delay_s": ((0, 2),)}, {"after_s": float("inf")},
+    ]  # fmt: skip
+    for change in changes:
+        with pytest.raises(ValueError, match="a network has nodes 0, 1") as refused:
+            replace(own, **change)
+        assert f"try {own!r}".split("(")[0] in str(refused.value)
+    for starts in ((), ((1, 0.0),), ((7, 0.0),), ((0, float("nan")),), ((0, -1.0),)):
+        with pytest.raises(ValueError, match=r"got .*; allowed one or more, at \(0,\), .*try starts=\(\(0, 0.0\),\)"):
+            SkipProblem(network=own, starts=starts, length=2)
+    assert solve_paths(SkipProblem(network=own, starts=((0, 0.0),), length=2)).paths == [(0, 1)]
+
+
 def test_lengths_and_limits_that_cannot_be_are_refused() -> None:
     own = SkipNetwork(stages=((0,), (1,), (2,)), forward_s=(1.0,) * 3, delay_s=((1.0,) * 3,) * 3, memory=1)
     with pytest.raises(ValueError, match="got 4 stages; allowed 1 to 3; try length=3"):

@@ -24,6 +24,13 @@ def pair() -> tuple[TalkingTeacher, TalkingStudent]:
     return teacher, TalkingStudent(nn.Identity(), hidden=OWN, width=WIDTH, turns=TURNS, weight=0.7)
 
 
+def test_the_frozen_layers_stay_in_evaluation_while_the_messages_are_trained() -> None:
+    teacher = TalkingTeacher(nn.Dropout(0.5), hidden=HIDDEN, width=WIDTH).eval().train()
+    asked = torch.ones(2, 3, WIDTH)
+    assert teacher.encoder.training and not teacher.middle.training
+    assert torch.equal(teacher(asked), teacher(asked))
+
+
 def own_loss(teacher: TalkingTeacher, student: TalkingStudent) -> Tensor:
     """Return the loss as the formula has it, in one process."""
     hidden, terms = STATES, []

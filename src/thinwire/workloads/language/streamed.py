@@ -179,11 +179,12 @@ class StreamedModel:
         self._is_checked = self._is_probed = True
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
-        tokens = torch.arange(_TOKENS, device=device)[None] % self._model.config.get_text_config().vocab_size
+        with torch.inference_mode(False):  # kept for a backward pass, whatever the caller's mode
+            tokens = torch.arange(_TOKENS, device=device)[None] % self._model.config.get_text_config().vocab_size
         try:
             with torch.no_grad():
                 wanted = self._model(input_ids=tokens, use_cache=False).logits
-            with torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad():
                 found = self._model(input_ids=tokens, use_cache=False).detach()
         finally:
             self._is_probed = False
