@@ -36,6 +36,7 @@ _SIMULATED, _PLACED, _RUNNERS_UP = 50, 4, 8
 # Largest micro-batch and number of chunks that are tried; both are powers of two.
 _MOST_MICRO_BATCH, _MOST_INTERLEAVE = 64, 8
 _MOST_REMEDIES = 3
+_MOST_NEEDED = 1024  # devices that a remedy may name
 _CHUNKS = 8  # of the streamed backward that is offered where nothing else fits
 # Eagerness of a pipeline over a border: what is tried beside GPipe, and the share of the best time that less may cost.
 _EAGERNESS, _EAGER_TIE = (1, 2, 3, 4), 0.01
@@ -383,24 +384,49 @@ def _nothing_fits(
     nearest = min(grids, key=peak)
     whole = memory.state_bytes(model.num_parameters, zero_stage=0, shards=1) * (1 + memory.FRAGMENTATION)
     needed = max(site.num_devices + 1, ceil(whole / site.memory_bytes))
-    # first what sends nothing; then ranks that share a sequence, in a site and across sites; the model last
-    remedies = "more devices, ranks that share each sequence (--cp), or a smaller model or shorter sequences"
-    simple = [smallest_layout(one, global_batch=global_batch) for one in grids if one.pp * one.cp * one.tp == 1]
-    for layout in simple:
-        streamed = streamed_peak_bytes(model, layout, chunks=_CHUNKS)
-        if model.seq_len >= _CHUNKS and streamed <= site.memory_bytes:
-            degrees = layout.degrees
-            remedies = (
-                f"thinwire train --dp-replicate {degrees.dp_replicate} --dp-shard {degrees.dp_shard} --zero-stage "
-                f"{max(1, layout.zero_stage)} --micro-batch 1 --stream-backward {_CHUNKS}, which needs about "
-                f"{_gigabytes(streamed)} a device; else {remedies}"
-            )
-            break
     return NothingFits(refusal(
         f"the model does not fit: {nearest.describe()} with every layer recomputed needs {_gigabytes(peak(nearest))} a "
         f"device, has {_gigabytes(site.memory_bytes)}", got=f"{site.num_devices} devices",
-        allowed=f"about {needed} or more of this memory", remedy=remedies,
+        allowed=f"about {needed} or more of this memory",
+        remedy=_remedies(site, model, grids, global_batch=global_batch),
     ))  # fmt: skip
+
+
+def _remedies(site: Site, model: ModelShape, grids: Sequence[Degrees], *, global_batch: int) -> str:
+    """Return what helps in order of what it sends: nothing, bytes inside a site, bytes between sites."""
+    found = []
+    simple = [smallest_layout(one, global_batch=global_batch) for one in grids if one.pp * one.cp * one.tp == 1]
+    for layout in simple if model.seq_len >= _CHUNKS else ():
+        streamed = streamed_peak_bytes(model, layout, chunks=_CHUNKS)
+        if streamed <= site.memory_bytes:
+            degrees = layout.degrees
+            found.append(
+                f"to make it fit, thinwire train --dp-replicate {degrees.dp_replicate} --dp-shard {degrees.dp_shard} "
+                f"--zero-stage {max(1, layout.zero_stage)} --micro-batch 1 --stream-backward {_CHUNKS}, which needs "
+                f"about {_gigabytes(streamed)} a device"
+            )
+            break
+    for number in _powers_of_two(_MOST_NEEDED):
+        # shards of the states alone, then of each sequence too
+        needed = [
+            max(
+                peak_bytes(
+                    model, replace(smallest_layout(one, global_batch=global_batch), recomputed_layers=model.layers)
+                )
+            )
+            for one in (Degrees(dp_shard=number), Degrees(cp=number))
+        ]
+        devices = f"{number} devices of this memory"
+        if number <= global_batch and needed[0] <= site.memory_bytes:
+            found.append(f"to take {devices} (--dp-shard {number}, about {_gigabytes(needed[0])} each)")
+            break
+        if number > 1 and model.seq_len % (2 * number) == 0 and needed[1] <= site.memory_bytes:
+            about = f"{devices} (--cp {number}, about {_gigabytes(needed[1])} each)"
+            found += [f"to share each sequence inside a site over {about}",
+                      "to share it across sites, with --inside FILE for each"]  # fmt: skip
+            break
+    found.append("to change the model: a smaller one, linear attention or shorter sequences")
+    return "; then ".join(f"{number}. {one}" for number, one in enumerate(found, start=1))
 
 
 def _may_interleave(model: ModelShape, degrees: Degrees, interleave: int, num_micro_batches: int) -> bool:

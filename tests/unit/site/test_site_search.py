@@ -150,18 +150,28 @@ def test_a_refusal_names_the_number_the_limit_and_the_remedy() -> None:
 def test_a_model_that_fits_nowhere_is_refused_with_what_it_takes() -> None:
     with pytest.raises(
         ValueError, match=r"the model does not fit: .* needs \d+\.\d GB a device, has 80\.0 GB; got 1 devices"
-    ):
+    ) as caught:
         plan_site(nodes(1, 1), SEVEN, global_batch=8)
+    [devices] = map(
+        int, re.findall(r"try 1\. to take (\d+) devices .* then 2\. to change the model", str(caught.value))
+    )
+    assert plan_site(nodes(1, devices), SEVEN, global_batch=8).best
     long = decoder_shape(layers=12, width=1024, heads=15, vocab_size=32_000, seq_len=262_144)
     with pytest.raises(
-        NothingFits, match=r"try thinwire train .*, which needs about \d.*; else more devices"
+        NothingFits,
+        match=r"try 1\. to make it fit, thinwire train .*; then 2\. .* inside a site .*; then 3\. .* "
+        r"across sites, .*; then 4\. to change the model",
     ) as caught:
         plan_site(nodes(1, 2, memory=30e9), long, global_batch=2)
-    command = str(caught.value).split("try thinwire train ")[1].split(",")[0]
+    command = str(caught.value).split("thinwire train ")[1].split(",")[0]
     options = {flag[2:].replace("-", "_"): int(n) for flag, n in (re.findall(r"(--[a-z-]+) (\d+)", command))}
     validate(TrainConfig.of(model="35m", seq_len=262_144, batch_size=2, **options))
-    with pytest.raises(ValueError, match=r"try more devices, ranks that share each sequence \(--cp\)"):
+    with pytest.raises(NothingFits, match=r"try 1\. to share each sequence inside a site") as caught:
         plan_site(nodes(1, 2, memory=3e9), long, global_batch=2)
+    [cp] = map(int, re.findall(r"--cp (\d+), about", str(caught.value)))
+    assert plan_site(nodes(1, cp, memory=3e9), long, global_batch=2).best.layout.degrees.cp > 1
+    with pytest.raises(NothingFits):
+        plan_site(nodes(1, cp // 2, memory=3e9), long, global_batch=2)
     with pytest.raises(ValueError, match=r"no grid of 5 devices keeps the rules"):
         plan_site(nodes(1, 5), replace(SMALL, layers=4, heads=4, seq_len=128), global_batch=4)
 
