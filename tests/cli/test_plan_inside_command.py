@@ -120,6 +120,7 @@ def test_every_example_of_a_site_is_read(path: Path) -> None:
     [
         (["--hosts", "2"], "--inside does not go with --hosts"),
         (["--model", "7c"], "unknown --model"),
+        (["--model", "linear-35m"], "got linear-35m; allowed a model without linear attention; try --model 35m"),
         (["--global-batch", "1000"], "got 1000 tokens; allowed multiples of 128 tokens; try --global-batch 1024"),
         (["--global-batch", "1024", "--batch-size", "2"], "--batch-size does not go with --global-batch"),
         (["--model", "7b"], "has 16.0 GB; got 1 devices"),

@@ -293,6 +293,9 @@ def _shape(name: str, *, seq_len: int) -> ModelShape:
     if name.startswith("hf:"):
         return ModelShape(seq_len=seq_len, **hf.decoder_numbers(name.removeprefix("hf:"), seq_len=seq_len))
     config = preset(name, max_seq_len=seq_len)
+    if config.is_linear:
+        raise refusal("plans price attention to all earlier keys", got=name, allowed="a model without linear attention",
+                      remedy=f"--model {name.removeprefix('linear-')}")  # fmt: skip
     shape = decoder_shape(
         layers=config.layers, width=config.dim, heads=config.heads, vocab_size=config.vocab_size, seq_len=seq_len,
         is_head_tied=config.tied_head,

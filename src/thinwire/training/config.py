@@ -36,7 +36,7 @@ class ModelConfig:
     """The model and how it computes."""
 
     name: str = option("nano", name="model", is_basic=True, is_place=True)
-    """nano, 35m, 150m, 400m, 1b, a size such as 125m, or hf:PATH for a transformers model."""
+    """nano, 35m, 150m, 400m, 1b, linear-nano, linear-35m, a size such as 125m, or hf:PATH for a transformers model."""
     init_from: Path | None = option(None, is_place=True)
     """Start from the model and the tokenizer of an earlier run: its --out."""
     lora: int | None = option(None, least=1)
@@ -338,7 +338,7 @@ SHARING = ("ranks_per_replica", *(name for name, (section, _) in OPTIONS.items()
 OF_METHODS = {name: rule.unused for name, (_, _, rule) in _RULES.items() if rule.unused}
 
 # Models whose runs take minutes.
-_SMALL = ("nano", DIGITS.model)
+_SMALL = ("nano", "linear-nano", DIGITS.model)
 _LR_OF_SGD = {"sgd": 0.02, "plain-sgd": 0.2}
 
 
@@ -428,6 +428,7 @@ def _bad_combinations(config: TrainConfig, *, is_torchrun: bool) -> list[str]:
          excluded("--lora", "--elastic", why="a replica that joins would fetch the frozen weights too",
                   remedy="to leave one of them out")),
         *_streaming_problems(config),
+        *_linear_problems(config),
         (config.model.keep_attention and not (config.model.recompute or config.parallel.recompute_layers),
          refusal("--keep-attention is for layers that are computed again", got="no --recompute",
                  allowed="both, or neither", remedy="--recompute")),
@@ -512,6 +513,21 @@ def _streaming_problems(config: TrainConfig) -> list[tuple[bool, ValueError]]:
     ]  # fmt: skip
 
 
+def _linear_problems(config: TrainConfig) -> list[tuple[bool, ValueError]]:
+    """Return each reason against linear attention, and whether it holds."""
+    is_linear, own = config.model.name.startswith("linear-"), config.parallel
+    others = {
+        "cp": own.cp > 1, "tp": own.tp > 1, "pp": own.pp > 1,
+        "stream_backward": config.model.stream_backward is not None, "keep_attention": config.model.keep_attention,
+    }  # fmt: skip
+    return [
+        (is_linear and is_given,
+         excluded(f"--model {config.model.name}", flag(name), why="it is made for keys, not for a state",
+                  remedy=f"to leave {flag(name)} out"))
+        for name, is_given in others.items()
+    ]  # fmt: skip
+
+
 def default_sync_interval(model: str) -> int:
     """Return the default of `--sync-interval`, for methods that have one."""
     return 30 if model in _SMALL else 100
@@ -546,7 +562,7 @@ def workload_problems(config: TrainConfig, *, named: Sequence[str] = ()) -> list
 
 def default_seq_len(model: str) -> int:
     """Return the default of `--seq-len`."""
-    return 128 if model == "nano" else 1024
+    return 128 if model in ("nano", "linear-nano") else 1024
 
 
 def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Path) -> TrainConfig:

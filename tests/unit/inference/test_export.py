@@ -52,6 +52,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     return train(tmp_path_factory.mktemp("run"))
 
 
+def test_linear_attention_is_exported_under_our_names_alone(tmp_path: Path) -> None:
+    shape = TransformerConfig(vocab_size=257, dim=16, layers=1, heads=2, max_seq_len=16, is_linear=True)
+    trained = trained_of(build_transformer(shape, seed=2), ByteTokenizer(), tmp_path)
+    with pytest.raises(ValueError, match=r"no model of our linear attention; got --to hf; .* try --to safetensors"):
+        export_model(trained, tmp_path / "out", to="hf")
+    export_model(trained, tmp_path / "out", to="safetensors")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize(
     "shape",
     [

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,14 @@ from thinwire.workloads.language import (
     build_transformer,
     preset,
 )
-from thinwire.workloads.language.transformer import RMS_EPSILON, TransformerStage, next_token_loss, rms_norm, rotate
+from thinwire.workloads.language.transformer import (
+    RMS_EPSILON,
+    TransformerStage,
+    next_token_loss,
+    rms_norm,
+    rotate,
+    split_heads,
+)
 
 TINY = TransformerConfig(vocab_size=31, dim=16, layers=3, heads=2, max_seq_len=12)
 
@@ -133,7 +141,9 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 
 def test_a_name_near_nothing_is_answered_with_all_names() -> None:
-    answer = r"unknown model; got '###'; allowed nano, .*, 1b, (tiny, )?a size .*, hf:PATH"  # tiny: the tests' own
+    answer = (
+        r"unknown model; got '###'; allowed nano, .*, linear-35m, (tiny, )?a size .*, hf:PATH"  # tiny: the tests' own
+    )
     with pytest.raises(ValueError, match=answer):
         preset("###")
 
@@ -389,3 +399,49 @@ def test_a_few_steps_learn_a_repeated_sequence() -> None:
         total.backward()
         optimizer.step()
     assert last < first / 3
+
+
+LINEAR = TransformerConfig(vocab_size=16, dim=24, layers=2, heads=3, max_seq_len=64, is_linear=True)
+
+
+def test_linear_attention_follows_its_recurrence_and_reads_one_token_at_a_time_from_a_state() -> None:
+    model = build_transformer(LINEAR, seed=1).double()
+    attention: Any = model.blocks[0].attention
+    stream = torch.randn(2, 37, 24, dtype=torch.float64)
+    rotation = model.cosines[:37].double(), model.sines[:37].double()
+    query, key, value = attention.project(stream, rotation)
+    gates = torch.sigmoid(attention.gate_up(attention.gate_down(stream))).pow(1 / 16).view(2, 37, 3, 8).transpose(1, 2)
+    state, rows = torch.zeros(2, 3, 8, 8, dtype=torch.float64), []
+    for place in range(37):
+        state = gates[:, :, place, :, None] * state + key[:, :, place, :, None] * value[:, :, place, None]
+        rows.append(torch.einsum("bhk,bhkv->bhv", query[:, :, place] / 8**0.5, state))
+    wanted = attention.out(attention.output_norm(torch.stack(rows, 2)).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(stream, rotation), wanted, rtol=1e-10, atol=1e-10)
+    tokens = torch.randint(16, (2, 37))
+    whole = model(tokens)
+    logits, cache = model.decode(tokens[:, :20])
+    for place in range(20, 37):
+        torch.testing.assert_close(logits, whole[:, place - 1], rtol=1e-10, atol=1e-10)
+        logits, cache = model.decode(tokens[:, place : place + 1], cache)
+    assert cache.states[0].shape == (2, 3, 8, 8), "as large after any text"
+    assert sum(one.numel() for one in model.parameters()) == LINEAR.num_parameters
+
+
+def test_linear_attention_learns_and_refuses_what_is_made_for_keys() -> None:
+    model = build_transformer(LINEAR, seed=1)
+    tokens = torch.arange(33).expand(4, -1) % 7
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(20):
+        loss, nll = model.loss(tokens[:, :-1], tokens[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(one.grad is not None and one.grad.abs().sum() > 0 for one in model.parameters())
+        optimizer.step()
+        losses.append(float(nll))
+    assert losses[-1] < losses[0] / 4
+    shared: Any = None
+    for refused in (lambda: model.stream_backward(2), lambda: model.share_sequences(shared),
+                    lambda: split_heads(model, 3)):  # fmt: skip
+        with pytest.raises(ValueError, match=r"linear attention does not go with .* try a model without linear-"):
+            refused()

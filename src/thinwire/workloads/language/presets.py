@@ -10,7 +10,8 @@
 
 `35m` and `1b` are rows of table 5 of arXiv 2501.18512 (heads 64 wide, the MLP four times the width). `150m` and `400m`
 have the 12 layers of the models of arXiv 2311.08105, with heads 64 wide; `nano` is small enough for two processes on
-two cores. With an untied head each has vocabulary * dim parameters more.
+two cores. With an untied head each has vocabulary * dim parameters more. `linear-nano` and `linear-35m` have gated
+linear attention (arXiv 2312.06635), whose state does not grow with the text.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from types import MappingProxyType
 
 from thinwire.errors import refusal, unknown_name
 
+GATE_RANK = 16  # inner width of the product that makes linear attention's gates; arXiv 2312.06635, section 4.4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerConfig:
@@ -36,6 +39,7 @@ class TransformerConfig:
         max_seq_len: Longest sequence, in tokens.
         tied_head: Whether the head shares the embedding's weights.
         z_loss: Weight of the squared log normaliser in the loss.
+        is_linear: Whether attention is linear and gated.
 
     Raises:
         ValueError: A size is below 1, or the heads do not divide the width evenly.
@@ -49,6 +53,7 @@ class TransformerConfig:
     max_seq_len: int = 1024
     tied_head: bool = True
     z_loss: float = 1e-4
+    is_linear: bool = False
 
     def __post_init__(self) -> None:
         if self.mlp_dim == 0:
@@ -78,24 +83,30 @@ class TransformerConfig:
             3050496
         """
         block = 4 * self.dim**2 + 2 * self.dim * self.mlp_dim + 2 * self.dim + 2 * self.head_dim
+        if self.is_linear:
+            block += 2 * GATE_RANK * self.dim + self.head_dim
         embeddings = self.vocab_size * self.dim * (1 if self.tied_head else 2)
         return embeddings + self.layers * block + self.dim
 
 
+_NANO = TransformerConfig(vocab_size=2048, dim=192, layers=6, heads=4)
+_35M = TransformerConfig(vocab_size=32_000, dim=512, layers=6, heads=8)
 PRESETS: Mapping[str, TransformerConfig] = MappingProxyType(
     {
-        "nano": TransformerConfig(vocab_size=2048, dim=192, layers=6, heads=4),
-        "35m": TransformerConfig(vocab_size=32_000, dim=512, layers=6, heads=8),
+        "nano": _NANO,
+        "35m": _35M,
         "150m": TransformerConfig(vocab_size=32_000, dim=896, layers=12, heads=14),
         "400m": TransformerConfig(vocab_size=32_000, dim=1536, layers=12, heads=24),
         "1b": TransformerConfig(vocab_size=32_000, dim=2048, layers=24, heads=32),
+        "linear-nano": replace(_NANO, is_linear=True),
+        "linear-35m": replace(_35M, is_linear=True),
     }
 )
 
 
 # Peak learning rates of AdamW. nano's was tuned: `thinwire train --replicas 2 --sync-interval 30 --overlap-steps 3
 # --steps 300` on stdlib ended at 4.70, 4.55, 4.51, 4.55 for 1e-3, 3e-3, 6e-3, 1e-2. The others: the papers' scale.
-USUAL_LR = {"nano": 6e-3, "35m": 1e-3, "150m": 6e-4, "400m": 4e-4, "1b": 3e-4}
+USUAL_LR = {"nano": 6e-3, "35m": 1e-3, "150m": 6e-4, "400m": 4e-4, "1b": 3e-4, "linear-nano": 6e-3, "linear-35m": 1e-3}
 _SIZE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)([mbt])")
 _OTHERS = "a size such as 125m, hf:PATH"
 

@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from thinwire.errors import refusal
+from thinwire.errors import excluded, refusal
+from thinwire.sequences.linear_attention import LEAST_LOG_GATE, gated_attention
 from thinwire.shared_random import derive_seed
 from thinwire.workloads.language.chunked_backward import (
     ChunkKeys,
@@ -33,7 +34,7 @@ from thinwire.workloads.language.chunked_backward import (
     stream_rows,
     trained,
 )
-from thinwire.workloads.language.presets import TransformerConfig
+from thinwire.workloads.language.presets import GATE_RANK, TransformerConfig
 
 if TYPE_CHECKING:
     from thinwire.sequences.sharing import SequenceAttention
@@ -188,6 +189,7 @@ class KeyValueCache:
 
     def __init__(self) -> None:
         self.num_tokens = 0
+        self.states: dict[int, Tensor] = {}  # of linear attention, (batch, heads, d_k, d_v)
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def extend(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -268,6 +270,49 @@ class Attention(nn.Module):
         return query, key, value.squeeze(2).transpose(1, 2)
 
 
+# Divides the gates' logarithms, so that a state first forgets slowly; arXiv 2312.06635, section 4.4.
+_GATE_TEMPERATURE = 16
+
+
+class LinearAttention(Attention):
+    """Gated linear attention: a state (d_k, d_v) a head in place of all earlier keys; its output is normalised."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.gate_down = nn.Linear(config.dim, GATE_RANK, bias=False)
+        self.gate_up = nn.Linear(GATE_RANK, config.dim, bias=False)
+        self.output_norm = RmsNorm(config.head_dim)
+
+    def forward(
+        self, stream: Tensor, rotation: tuple[Tensor, Tensor],
+        cache: tuple[KeyValueCache | ChunkKeys, int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See `Attention`; a cache holds a state."""
+        rows = [*self.project(stream, rotation), self.gate_up(self.gate_down(stream))]
+        # quotients of products of gates: never in 16 bits
+        query, key, value, gates = (one.to(torch.promote_types(one.dtype, torch.float32)) for one in rows)
+        logs = F.logsigmoid(gates).div(_GATE_TEMPERATURE).clamp(min=LEAST_LOG_GATE)
+        logs = logs.view(*stream.shape[:2], self.heads, -1).transpose(1, 2)
+        query = query / math.sqrt(query.shape[-1])
+        with torch.autocast(stream.device.type, enabled=False):
+            attended, state, sums = gated_attention(query, key, value, logs)
+            if isinstance(cache, tuple) and isinstance(cache[0], KeyValueCache):
+                states, block = cache[0].states, cache[1]
+                if block in states:
+                    attended = attended + (query * sums.exp()) @ states[block]
+                    state = state + sums[:, :, -1].exp().unsqueeze(-1) * states[block]
+                states[block] = state
+        merged: Tensor = self.out(self.output_norm(attended).transpose(1, 2).flatten(2).to(stream.dtype))
+        return merged
+
+
+def _check_softmax(config: TransformerConfig, what: str) -> None:
+    """Refuse what linear attention was not made for."""
+    if config.is_linear:
+        raise excluded("linear attention", what, why="it is made for keys, not for a state",
+                       remedy="a model without linear- in its name")  # fmt: skip
+
+
 class Block(nn.Module):
     """One layer: attention, then the MLP, each behind a norm and added to the residual stream.
 
@@ -281,7 +326,7 @@ class Block(nn.Module):
         self.chunks = 0
         self.is_shared = False
         self.attention_norm = RmsNorm(config.dim)
-        self.attention = Attention(config)
+        self.attention = LinearAttention(config) if config.is_linear else Attention(config)
         self.mlp_norm = RmsNorm(config.dim)
         self.up = nn.Linear(config.dim, config.mlp_dim, bias=False)
         self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
@@ -369,6 +414,7 @@ class Transformer(nn.Module):
 
     def stream_backward(self, chunks: int) -> None:
         """Compute the backward pass in chunks of positions; see `streamed`."""
+        _check_softmax(self.config, "a streamed backward")
         self._chunks = chunks
         for block in self.blocks:
             block.chunks = chunks  # type: ignore[assignment]
@@ -456,8 +502,9 @@ class Transformer(nn.Module):
         """Prepare the decoder, before it is cut, to work on this rank's positions of each sequence.
 
         Raises:
-            ValueError: The attention was made for other heads.
+            ValueError: The attention was made for other heads, or that of the model is linear.
         """
+        _check_softmax(self.config, "shared sequences")
         if attend.plan.heads != self.blocks[0].attention.heads:  # type: ignore[union-attr]
             raise refusal("shared attention was made for another model", got=f"{attend.plan.heads} heads",
                           allowed=f"{self.config.heads}", remedy=f"heads={self.config.heads}")  # fmt: skip
@@ -544,6 +591,7 @@ def split_heads(model: Transformer, parts: int) -> None:
     layer with so many heads fewer has. `join_heads` sorts them back. Afterwards the layers work on their part only.
     """
     config = model.config
+    _check_softmax(config, "tensor parallelism")
     if config.heads % parts or config.mlp_dim % parts:
         raise refusal(
             "heads or MLP of the model are not divided by --tp", got=f"tp {parts}",
