@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from thinwire.errors import NonFiniteError
+
 DECAY = 0.3
 # 14 nats: a few tokens of a text that suits one expert better make up for it.
 _LEAST_PRIOR = 1e-6
@@ -101,6 +103,14 @@ class Ensemble(nn.Module):
 
         In float64, since a sum of a thousand logarithms decides.
         """
+        wrong = [
+            name for name, is_nan in zip(self.names, found.isnan().flatten(0, 1).any(0).tolist(), strict=True) if is_nan
+        ]
+        if wrong:
+            raise NonFiniteError(
+                f"the probabilities of {', '.join(wrong)} are NaN, and so would be those of all experts; make a set "
+                f"without it, or train it again at a lower learning rate"
+            )
         before = F.pad(found.double().cumsum(1), (0, 0, 1, 0))
         rows = []
         for sequence in before:  # in order: an updating prior follows from the sequences before

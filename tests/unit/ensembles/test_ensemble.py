@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.ensembles.ensemble import Ensemble
+from thinwire.errors import NonFiniteError
 
 
 class Bigrams(nn.Module):
@@ -108,3 +109,23 @@ def test_an_updating_prior_is_the_decayed_mean_of_the_posteriors_so_far() -> Non
             joint = [weight * probability(model, before, after) for weight, model in zip(joint, models, strict=True)]
         prior = [0.3 * old + 0.7 * new / sum(joint) for old, new in zip(prior, joint, strict=True)]
     assert ensemble.prior.tolist() == pytest.approx(prior, abs=2e-6)
+
+
+@pytest.mark.parametrize("prior", [{}, {"is_updating": True}, {"has_posterior": False}])
+def test_a_member_of_nan_is_named_and_spoils_no_number(prior: dict[str, bool]) -> None:
+    class Flat(torch.nn.Module):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(*tokens.shape, 4)
+
+    class Broken(Flat):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) * torch.nan
+
+    both = Ensemble({"good": Flat(), "bad": Broken()}, prior=[0.5, 0.5], **prior)
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    for use in (lambda: both.loss(tokens, tokens), lambda: both.logits(tokens)):
+        with pytest.raises(NonFiniteError, match=r"the probabilities of bad are NaN.*make a set without it"):
+            use()
+    assert both.mean_posterior == {"good": 0.0, "bad": 0.0}
+    loss, _ = Ensemble({"good": Flat()}, prior=[1.0], **prior).loss(tokens, tokens)
+    assert float(loss) == pytest.approx(1.3862944)
