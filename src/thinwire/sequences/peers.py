@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -35,6 +36,9 @@ class SequencePeers(Protocol):
         """
 
 
+_HASH_BYTES = 32
+
+
 def check_agreement(peers: SequencePeers, description: str) -> None:
     """Compare what each rank was asked for with what the others were.
 
@@ -42,7 +46,8 @@ def check_agreement(peers: SequencePeers, description: str) -> None:
         ValueError: It differs; names the first rank of which it does.
     """
     own = torch.zeros(256, dtype=torch.uint8)
-    text = description.encode()[:256]
+    # a hash of it all: sites of many ranks are longer than what is shown
+    text = hashlib.sha256(description.encode()).digest() + description.encode()[: 256 - _HASH_BYTES]
     own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     others = [rank for rank in range(peers.size) if rank != peers.rank]
     found = {rank: torch.zeros_like(own) for rank in others}
@@ -51,7 +56,7 @@ def check_agreement(peers: SequencePeers, description: str) -> None:
     sent()
     for rank, theirs in found.items():
         if not torch.equal(own, theirs):
-            said = bytes(theirs.tolist()).rstrip(b"\0").decode("ascii", "replace")
+            said = bytes(theirs[_HASH_BYTES:].tolist()).rstrip(b"\0").decode("ascii", "replace")
             raise refusal(
                 f"ranks {peers.rank} and {rank} do not share sequences alike", got=f"{description!r} and {said!r}",
                 allowed="the same on all ranks", remedy="the same --cp and --cp-policy on all hosts",

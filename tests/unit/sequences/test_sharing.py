@@ -12,6 +12,7 @@ from torch import nn
 import thinwire
 from tests.sequence_ranks import ThreadPeers, on_ranks
 from thinwire import sequences
+from thinwire.sequences.peers import check_agreement
 from thinwire.workloads.language.presets import TransformerConfig
 from thinwire.workloads.language.transformer import build_transformer, next_token_loss
 
@@ -138,3 +139,10 @@ def test_calls_that_would_be_wrong_in_silence_are_refused() -> None:
         assert model.eval()(input_ids=tokens, attention_mask=torch.ones(2, 8)).logits.shape == (2, 8, 16)
 
     on_ranks(1, work)
+
+
+def test_ranks_that_differ_beyond_what_an_error_shows_are_refused() -> None:
+    sites = "0," * 300
+    with pytest.raises(ValueError, match="do not share sequences alike"):
+        on_ranks(2, lambda peers: check_agreement(peers, f"ring at sites {sites} {4 + peers.rank} heads"))
+    on_ranks(2, lambda peers: check_agreement(peers, f"ring at sites {sites} 4 heads"))
