@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ WIDTH, ROWS, PASSES = 24, 3, 8
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 # Bytes of an activation of one micro-batch: 72 elements in blocks of 256 and of 64.
 FORWARD_BYTES, BACKWARD_BYTES = 260, 68
+DELTA = ActivationCode("block-int4", "float32", memory="delta", samples=2 * PASSES * ROWS)
 
 
 class RoundTrip(torch.autograd.Function):
@@ -363,6 +366,70 @@ def test_a_nan_names_its_stage_and_micro_batch() -> None:
     assert second.returncode != 0
 
 
+def with_memory(observer: SentBytes, *, is_wired: bool) -> dict[str, Any]:
+    """Train with a delta memory, again from a save in the middle, and from one that a rank has lost."""
+    from torch.distributed.pipelining import Schedule1F1B
+
+    from thinwire import CodedStage
+    from thinwire.events import TransferLog
+
+    own, log = dist.get_rank(), TransferLog()
+    wires: list[RecordingTransport] = []
+    rows, wanted = batch(torch.float32)
+    found: dict[str, Any] = {"sent": []}
+
+    def start(saved: bytes | None) -> tuple[nn.Module, CodedStage, Any, Any]:
+        part = parts(2, torch.float32)[own]
+        if is_wired:
+            wires.append(open_wire())
+        wire = wires[-1] if is_wired else None
+        stage = CodedStage(part, own, 2, torch.device("cpu"), code=DELTA, wire=wire, log=log)
+        inner = torch.optim.SGD(part.parameters(), lr=1e-3)
+        if saved is not None:
+            state = torch.load(io.BytesIO(saved), weights_only=True)
+            part.load_state_dict(state["model"])
+            stage.load_state_dict(state["stage"])
+        return part, stage, Schedule1F1B(stage, PASSES, loss_fn=loss_of, scale_grads=False), inner
+
+    def train(part: nn.Module, stage: CodedStage, schedule: Any, inner: Any, steps: range) -> list[Any]:
+        for step in steps:
+            stage.samples(samples_of(step))
+            observer.sent.clear()
+            schedule.step(*((rows,) if own == 0 else ()), **({"target": wanted, "losses": []} if own else {}))
+            found["sent"].append(observer.sent[1 - own])
+            inner.step()
+            inner.zero_grad()
+        memory = stage.memories[1 - own]
+        copies = hashlib.sha256(memory.state_dict()["last"].numpy().tobytes()).hexdigest()
+        return [[value.tolist() for value in part.state_dict().values()], memory.visits, copies]
+
+    run = start(None)
+    train(*run, range(2))
+    file = io.BytesIO()
+    torch.save({"model": run[0].state_dict(), "stage": run[1].state_dict()}, file)
+    found["whole"] = train(*run, range(2, 4))
+    found["received"] = (wires[0].log if is_wired else log).totals("received").payload_bytes
+    found["resumed"] = train(*start(file.getvalue()), range(2, 4))
+    run = start(file.getvalue())
+    run[1].load_state_dict(None if own else run[1].state_dict())  # one rank has none: both drop theirs
+    found["dropped"] = run[1].memories[1 - own].visits
+    found["lost"] = train(*run, range(2, 4))[1:]
+    try:
+        run[2].step(*((rows,) if own == 0 else ()), **({"target": wanted, "losses": []} if own else {}))
+    except ValueError as error:
+        found["refused"] = str(error)
+    dist.barrier()
+    for wire in wires:
+        wire.close()
+    return found
+
+
+def samples_of(step: int) -> list[list[int]]:
+    """Return other samples at even and odd steps, of which the last three are in both; rows of micro-batches."""
+    numbers = torch.arange(PASSES * ROWS) + (step % 2) * (PASSES * ROWS - 3)
+    return numbers.flip(0).view(PASSES, ROWS).tolist()  # type: ignore[no-any-return]
+
+
 def adaptive_part() -> tuple[nn.Sequential, AdaptiveBits]:
     bits = AdaptiveBits(WIDTH, least=1, most=8)
     with torch.no_grad():
@@ -403,13 +470,60 @@ def adaptive_rank() -> dict[str, Any]:
         CodedStage(part, own, 2, torch.device("meta"), code=code)
     except ValueError as error:
         found["refused"] = str(error)
+    found["delta"] = {name: with_memory(observer, is_wired=name == "wire") for name in ("gloo", "wire")}
     hooks.close()
     dist.destroy_process_group()
     return found
 
 
-def test_learned_bits_train_across_a_border_as_in_one_process_by_their_byte_law() -> None:
-    found = values(run(adaptive_rank, num_ranks=2))
+@pytest.fixture(scope="module")
+def changing_sizes() -> list[dict[str, Any]]:
+    return values(run(adaptive_rank, num_ranks=2))
+
+
+def test_a_delta_memory_trains_as_in_one_process_and_goes_on_from_a_save_bit_for_bit(
+    changing_sizes: list[dict[str, Any]],
+) -> None:
+    stages, ends = parts(2, torch.float32), [DELTA.make_memory() for _ in range(2)]
+    inner = torch.optim.SGD([weight for stage in stages for weight in stage.parameters()], lr=1e-3)
+    (rows, wanted), sizes = batch(torch.float32), []
+    for step in range(4):
+        inner.zero_grad()
+        sizes.append(0)
+        for place, numbers in enumerate(samples_of(step)):
+            own = slice(place * ROWS, (place + 1) * ROWS)
+            sent = stages[0](rows[own])
+            payload = ends[0].encode(sent, numbers, source="")
+            received = torch.empty_like(sent)
+            sizes[-1] += ends[1].decode(payload, received, numbers, source="")
+            received.requires_grad_()
+            loss_of(stages[1](received), wanted[own]).backward()
+            sent.backward(received.grad)
+        inner.step()
+    assert sizes[0] == PASSES * ROWS * (8 + 4 * WIDTH) and sizes[3] == PASSES * (8 * ROWS + 68)
+    back = PASSES * ROWS * WIDTH * 4
+    for name in ("gloo", "wire"):
+        first, second = (one["delta"][name] for one in changing_sizes)
+        assert first["whole"][1:] == second["whole"][1:], "equal counters, equal copies"
+        assert first["whole"][1] == ends[0].visits
+        for stage, one in zip(stages, (first, second), strict=True):
+            for value, found in zip(stage.state_dict().values(), one["whole"][0], strict=True):
+                torch.testing.assert_close(torch.tensor(found), value, rtol=1e-6, atol=1e-7)
+            assert one["resumed"] == one["whole"]
+            assert not any(one["dropped"]) and one["lost"] == first["lost"]
+            assert "the samples of this step were not named; got 0" in one["refused"]
+        assert first["received"] == 4 * back and second["received"] == sum(sizes)
+        if name == "gloo":
+            later = (1, 2, 3, 5, 7)  # the first step of a stage asks for shapes too
+            expected = [*sizes, *sizes[2:], *sizes[:2]]
+            assert [first["sent"][step] for step in later] == [expected[step] for step in later]
+            assert {second["sent"][step] for step in later} == {back}
+
+
+def test_learned_bits_train_across_a_border_as_in_one_process_by_their_byte_law(
+    changing_sizes: list[dict[str, Any]],
+) -> None:
+    found = changing_sizes
     (first, bits), second, (rows, wanted) = adaptive_part(), parts(2, torch.float32)[1], batch(torch.float32)
     for number in range(PASSES):
         own = slice(number * ROWS, (number + 1) * ROWS)

@@ -92,3 +92,39 @@ def test_names_are_refused_with_the_reason_and_a_remedy_that_works() -> None:
             ActivationCode.parse(text)
     assert ActivationCode.parse("block-int8").name == "block-int8/block-int8"
     assert ActivationCode.parse(ActivationCode().name) == ActivationCode()
+
+
+def test_a_delta_memory_refuses_what_is_not_its_sample_its_visit_or_its_size() -> None:
+    code = ActivationCode("block-int4", memory="delta", samples=5, most_memory_bytes=5 * 70 * 2)
+    sender, receiver, out = code.make_memory(), code.make_memory(), torch.zeros(2, 7, 10)
+    assert sender is not None and receiver is not None
+    values = torch.randn(2, 7, 10, generator=torch.Generator().manual_seed(1))
+    first = sender.encode(values, [4, 0], source=SOURCE)
+    with pytest.raises(PayloadError, match=r"sender has sample 4 after 0 visits, this end sample 3 after 0"):
+        receiver.decode(first, out, [3, 0], source=SOURCE)
+    for bad in (first[:10], first[:-1], torch.cat([first, torch.ones(1, dtype=torch.uint8)])):
+        with pytest.raises(PayloadError, match=f"^{SOURCE}: "):
+            receiver.decode(bad, out, [4, 0], source=SOURCE)
+    assert receiver.decode(first, out, [4, 0], source=SOURCE) == len(first) and torch.equal(out, values)
+    second = sender.encode(values + 0.1, [4, 0], source=SOURCE)
+    third = sender.encode(values, [4, 0], source=SOURCE)
+    with pytest.raises(PayloadError, match=r"sample 4 after 2 visits, this end sample 4 after 1; .*load_state_dict"):
+        receiver.decode(third, out, [4, 0], source=SOURCE)
+    receiver.decode(second, out, [4, 0], source=SOURCE)
+    assert receiver.visits == [2, 0, 0, 0, 2] and (out - values - 0.1).abs().max() < 0.02
+    sender.load_state_dict(None)  # the remedy, and a sample that comes uncoded once more
+    receiver.decode(sender.encode(values, [4, 0], source=SOURCE), out, [4, 0], source=SOURCE)
+    assert torch.equal(out, values) and torch.equal(sender.state_dict()["last"], receiver.state_dict()["last"])
+    with pytest.raises(NonFiniteError, match="65504"):
+        sender.encode(values * 1e6, [1, 2], source=SOURCE)
+    for wrong in (torch.zeros(3, 70), torch.zeros(2, 71)):
+        with pytest.raises(ValueError, match=r"other rows than samples|one shape"):
+            sender.encode(wrong, [1, 2], source=SOURCE)
+    with pytest.raises(ValueError, match=r"too many bytes on each side of a border; got 710; allowed 700"):
+        code.memory_bytes(71)
+    with pytest.raises(ValueError, match="too many bytes"):
+        code.make_memory().encode(torch.zeros(1, 71), [0], source=SOURCE)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="only a CodedStage has the memory"):
+        code.encode(values, is_forward=True, source=SOURCE)
+    with pytest.raises(ValueError, match="a memory needs its kind"):
+        ActivationCode(memory="delta")
