@@ -20,12 +20,19 @@ The names of `import thinwire`. All other modules are below [Reference](index.md
 # The order of a reader: first what a training script calls.
 ORDER = (
     "connect", "DistributedOptimizer", "MultiOptimizer", "methods", "Method", "codecs", "metrics", "join",
-    "ElasticOptimizer", "ActivationCode", "CodedStage", "split", "watch", "lab", "run_replicas", "LoopbackWorld",
-    "LoopbackTransport", "FaultyTransport", "RecordingTransport", "ThinwireError", "__version__",
+    "ElasticOptimizer", "ActivationCode", "AdaptiveBits", "CodedStage", "split", "sequences", "streamed", "watch",
+    "lab", "run_replicas", "LoopbackWorld", "LoopbackTransport", "FaultyTransport", "RecordingTransport",
+    "ThinwireError", "__version__",
 )  # fmt: skip
 PAGE = "reference/thinwire.md"
 _COLUMNS = 80
-PAGES = {"codecs": "codecs.md", "lab": "lab.md", "methods": "methods.md", "split": "split.md"}
+PAGES = {
+    "codecs": "codecs.md",
+    "lab": "lab.md",
+    "methods": "methods.md",
+    "sequences": "sequences.md",
+    "split": "split.md",
+}
 
 
 def about(name: str) -> str:

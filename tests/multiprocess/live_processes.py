@@ -42,9 +42,12 @@ def until(
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Tell whether a process has not ended; a zombie has."""
+    """Tell whether a process has not ended; a zombie has, once its last thread has given back files and ports."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        if not process.is_running():
+            return False
+        is_zombie = process.status() == psutil.STATUS_ZOMBIE
+        return not is_zombie or len(list(Path(f"/proc/{process.pid}/task").iterdir())) > 1
     except _GONE:
         return False
 

@@ -38,7 +38,7 @@ class ParallelConfig:
     """Codecs of activations and their gradients between pipeline stages, such as block-int8/block-int4."""
     stage_sites: str | None = option(None)
     """Site of each pipeline stage, such as 0,0,1,1: messages inside a site are not coded. Default: all are coded."""
-    skip: float = option(0.0, least=0, below=1)
+    skip: float = option(0.0, least=0, below=1, usual=0.25)
     """Share of the pipeline stages that each micro-batch skips. Experimental: a smaller plain model was as good."""
     zero_stage: int = option(2, least=1)
     """ZeRO stage of the shards: 1, 2 (gradients in shards too) or 3 (parameters too); a pipeline has 1."""

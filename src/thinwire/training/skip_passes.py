@@ -27,7 +27,7 @@ def deal_paths(*, num_stages: int, length: int, count: int, seed: int) -> tuple[
 
     Example:
         >>> deal_paths(num_stages=4, length=3, count=3, seed=1)
-        ((0, 1, 3), (0, 2, 3), (0, 1, 2))
+        ((0, 1, 3), (0, 1, 2), (0, 2, 3))
     """
     chance, deck = random.Random(seed), list[int]()
     paths = []

@@ -164,7 +164,7 @@ class Deaf(AllGather):
     def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         peers: Peers = context.peers
         expected = context.receiving(bfloat16(), numel=tensor.numel())
-        awaited = (0, 3) if peers.me else ()
+        awaited = (0, 3 if peers.me < 3 else 2) if peers.me else ()
         receives = tuple(context.transport.receive(source=peer, envelope=expected) for peer in awaited)
         yield Wait(receives=receives, sends=())
         return Average(mean=tensor, reference_hashes={})

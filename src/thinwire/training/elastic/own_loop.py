@@ -261,16 +261,19 @@ class RunPlace:
 
     def _take(self, lock: int) -> bool:
         """Take the coordinator's lock, or return False: one that listens has it, or one that does not end."""
-        until_s = time.monotonic() + _START_S
+        until_s, has_listened = time.monotonic() + _START_S, False
         while True:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
+            listens = False
             with contextlib.suppress(OSError), socket.create_connection((self.near.host, self.near.port), timeout=1):
+                listens = True
+            # one that was killed keeps its lock, and for a moment its port, until its last thread has gone
+            if (listens and has_listened) or time.monotonic() > until_s:
                 return False
-            if time.monotonic() > until_s:
-                return False
-            time.sleep(0.05)  # one that was killed keeps its lock for a while when it listens no more
+            has_listened = listens
+            time.sleep(0.2)
 
     def _start(self, lock: int) -> None:
         """Start the coordinator, which holds the lock for as long as it lives, in the background."""
