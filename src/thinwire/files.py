@@ -66,8 +66,8 @@ def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
     Raises:
         OSError: It could not be written; the old content is still there and nothing else is left.
     """
-    # hosts that share the folder may write the same file at the same time
-    temporary = path.parent / f".{path.name}.{os.uname().nodename}.partial"
+    # processes of this host, and hosts that share the folder, may write the same file at the same time
+    temporary = path.parent / f".{path.name}.{os.uname().nodename}.{os.getpid()}.partial"
     try:
         write(temporary)
         with temporary.open("rb+") as file:
