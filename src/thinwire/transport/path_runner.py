@@ -30,7 +30,7 @@ _MOST_MICRO_BATCHES = 1 << 12
 
 @dataclass(frozen=True, kw_only=True)
 class PathStep:
-    """What all nodes of a step agree on.
+    """Paths and orders of a step, on which all its nodes agree.
 
     Attributes:
         number: Of the step, counted up.
@@ -134,7 +134,8 @@ class PathRunner:
         """
         node = self._transport.replica
         order = step.orders.get(node, ())
-        work = _Work(share=step.share(node), inputs=inputs)
+        # of micro-batches without weight, such as padding alone, all gradients are zero
+        work = _Work(share=step.share(node) or 1.0, inputs=inputs)
         messages = [one for one in order if one[1] and step.trip(one[0])[one[1] - 1] != node]
         awaited: dict[tuple[int, int], Pending] = {}
         sent: list[tuple[Pending, float]] = []

@@ -102,6 +102,13 @@ def test_a_stage_is_divided_by_the_micro_batches_that_visited_it() -> None:
     assert found[2][0] == [None, None]  # visited by none
 
 
+def test_a_stage_that_padding_alone_visited_has_no_gradient() -> None:
+    paths, weights = ((0, 4), (0,), (0,), (0, 4), (0,), (0,)), (0.0, 0.25, 0.25, 0.0, 0.25, 0.25)
+    found = run_replicas(NODES, lambda transport: node(transport, step=step_of(paths, weights=weights)))
+    assert all(one is not None and not one.any() for one in found[4][0])  # NaN would be something
+    assert all(one is not None and bool(one.isfinite().all()) for one in found[0][0])
+
+
 def test_a_node_may_be_left_out_for_a_step_and_take_part_again() -> None:
     without = ((0, 2, 3), (0, 3, 2), (1,), (0,), (1, 2, 3), (0, 3))
     steps = [step_of(number=1), step_of(without, number=2), step_of(number=3)]
