@@ -11,16 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from site_steps import median_s
 
 from thinwire import sequences
 from thinwire.lab.lab import Lab
@@ -34,18 +32,6 @@ RESULTS = Path(__file__).parents[1] / "results" / "sequence_steps.jsonl"
 SITES, SEQ_LEN, HEADS, HEAD_DIM = (0, 0, 1, 1), 1024, 8, 32
 POLICIES = ("ring", "two-level", "heads+sites")
 RATE, LATENCY_S = "20mbit", 0.01
-
-
-def median_s(work: Callable[[], object], repeats: int) -> float:
-    """Return the median time of some work that all ranks begin together, without its first call."""
-    found = []
-    for _ in range(repeats + 1):
-        dist.barrier()
-        began_s = time.perf_counter()
-        work()
-        dist.barrier()
-        found.append(time.perf_counter() - began_s)
-    return statistics.median(found[1:])
 
 
 def link(repeats: int) -> tuple[float, float]:

@@ -127,7 +127,7 @@ def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedCall:
-    """What a call of shared attention needs beside its tensors.
+    """Setting of a call of shared attention, beside its tensors.
 
     Attributes:
         plan: Who computes what.

@@ -263,7 +263,7 @@ def innermost(transport: Transport) -> Any:
 
 
 class RankSubset(TransportWrapper):
-    """Some ranks of a transport between ranks, numbered anew in their order; this rank is one of them.
+    """Some ranks of a transport between ranks, numbered from 0 in their order; this rank is one of them.
 
     Args:
         inner: Its replicas are ranks.
