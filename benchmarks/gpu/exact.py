@@ -1,4 +1,4 @@
-"""Whether a GPU computes what a CPU does: bytes of codecs, integer products, every method, kill and resume.
+"""Whether a GPU computes what a CPU does: bytes of codes, integer products, every method, kill and resume.
 
 Codecs and integer products must agree bit for bit. Methods train ten steps with two replicas on both; their inner steps
 round differently on each, and a lossy code can turn a difference of the last bit into one of a step of the code. So the
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib
+import itertools
 import os
 import signal
 import subprocess
@@ -26,6 +27,9 @@ import thinwire
 from tests.reference.every_method import ARGUMENTS, inner_of, one_step
 from tests.reference.small_models import build
 from thinwire.codecs import NAMES, Codec, by_name, chunked_top_k, dct_top_k, random_k, sign, top_k
+from thinwire.codecs.activation_code import ActivationCode
+from thinwire.codecs.channel_bits import AdaptiveBits
+from thinwire.codecs.delta_memory import DeltaMemory
 from thinwire.errors import NonFiniteError
 from thinwire.methods import RECIPES, recipe
 from thinwire.transport.loopback import LoopbackTransport
@@ -66,6 +70,38 @@ def codec_agrees(codec: Codec, part: Part) -> dict[str, Any]:
                 raise AssertionError(f"{numel} elements of {dtype}: decoded bits differ")
             checked += 1
     return {"codec": repr(codec), "cases": checked}
+
+
+def activation_codes_agree(part: Part) -> dict[str, Any]:
+    """Compare payloads and decoded values of codes of activations, learned widths and a delta memory among them."""
+    bits = AdaptiveBits(96, least=1, most=8)
+    with torch.no_grad():
+        bits.scores.copy_(torch.linspace(-3, 3, 96))
+    codes = [ActivationCode.parse(f"{name}/block-int4") for name in ("float32", "bfloat16", "block-int8", "block-int4")]
+    codes.append(ActivationCode("channel-bits", "block-int8", bits=bits))
+    generator, checked = torch.Generator().manual_seed(3), 0
+    for code, dtype in itertools.product(codes, (torch.float32, torch.bfloat16)):
+        values = torch.randn(3, 41, 96, generator=generator).to(dtype)
+        for is_forward in (True, False):
+            payloads = [code.encode(one, is_forward=is_forward, source="") for one in (values, values.to(part.device))]
+            back = [torch.empty_like(values), torch.empty_like(values, device=part.device)]
+            for payload, out in zip(payloads, back, strict=True):
+                code.decode(payload, out, is_forward=is_forward, source="")
+            if not (torch.equal(payloads[0], payloads[1].cpu()) and torch.equal(back[0], back[1].cpu())):
+                raise AssertionError(f"{code.name}, {dtype}, forward {is_forward}: other bytes or values on the device")
+            checked += 1
+    ends = [DeltaMemory(by_name("block-int4"), samples=4, most_bytes=1 << 20) for _ in range(3)]
+    for visit in range(3):
+        values = torch.randn(2, 5, 96, generator=generator) + visit
+        here = ends[0].encode(values, [3, 1], source="")
+        there = ends[1].encode(values.to(part.device), [3, 1], source="")
+        out = torch.empty_like(values, device=part.device)
+        ends[2].decode(there, out, [3, 1], source="")
+        if not torch.equal(here, there.cpu()) or not all(
+            torch.equal(ends[0].state_dict()["last"], one.state_dict()["last"]) for one in ends[1:]
+        ):
+            raise AssertionError(f"the copies of a delta memory differ after visit {visit}")
+    return {"cases": checked + 3}
 
 
 def refuses_non_finite(part: Part) -> dict[str, Any]:
@@ -223,6 +259,7 @@ def main() -> None:
     for codec in (*(by_name(name) for name in NAMES), *VARIANTS):
         key = codec.name if codec in [by_name(name) for name in NAMES] else repr(codec)
         part.measure(f"codec {key}", lambda codec=codec: codec_agrees(codec, part))  # type: ignore[misc]
+    part.measure("activation codes", lambda: activation_codes_agree(part))
     part.measure("codecs refuse", lambda: refuses_non_finite(part))
     part.measure("integer products", lambda: products_agree(part))
     for name in ("all-reduce", "iso-loco", "power-sgd") if part.is_tiny else RECIPES:

@@ -38,6 +38,7 @@ def rows(lines: Lines) -> list[tuple[str, str, str]]:
     share = "encode, decode, share of a copy's rate"
     found = [
         ("exact", "codecs: same bytes and decoded bits as on a CPU", how_many(lines, "codec ")),
+        row("exact", "activation codes", "codes of activations, learned widths, a delta memory: same bytes", yes),
         row("exact", "integer products", "IsoLoCo's spectrum and products by integers: same bits", yes),
         ("exact", "methods, ten steps: replicas and a resumed run agree bit for bit", how_many(lines, "method ")),
         ("exact", "methods: largest distance from the CPU, as a share of the way moved", largest_distance(lines)),
@@ -63,10 +64,53 @@ def rows(lines: Lines) -> list[tuple[str, str, str]]:
         *found,
         row("watch", "recorded", "one rank on nccl, each call has its end: a step without and with recording", watched),
         row("watch", "dump", "Flight Recorder's dump of a forced time-out", lambda x: f"{len(x['findings'])} findings"),
-        row("watch", "two ranks", "two ranks on one GPU", lambda x: "works" if x["works"] else "refused by nccl"),
+        row(
+            "watch",
+            "two ranks",
+            "two ranks on one GPU of one host",
+            lambda x: "works" if x["works"] else "refused by nccl",
+        ),
         row("inside", "fsdp2", "FSDP2 of one rank: largest difference", lambda x: f"{x['largest_difference']:g}"),
         row("inside", "generate", "`thinwire generate`: same text as on a CPU", lambda x: str(x["same_text"])),
         row("inside", "planned step", "planned step of 400m from the speed of 150m", lambda x: f"{x['error']:+.0%}"),
+        *(
+            row("ranks", layout, f"two ranks, {layout}: losses beside one rank's", lambda x: f"{x['off']:.1e}")
+            for layout in (
+                "sharded",
+                "tensors",
+                "sequences",
+                "pipeline",
+                "pipeline over the wire",
+                "pipeline in 8 and 4 bits",
+            )
+        ),
+        (
+            "sequence",
+            "shared attention, all policies: largest distance in float64; in bfloat16, and torch's",
+            tables(lines),
+        ),
+        row(
+            "sequence",
+            "attention",
+            "a block of 16,384 positions, both passes: time beside torch's attention",
+            beside_torch,
+        ),
+        row(
+            "sequence",
+            "streamed gradients",
+            "streamed backward: distance in float64, float32 (plain: in brackets)",
+            gradients,
+        ),
+        *(
+            row(
+                "sequence",
+                f"streamed {name} {length}",
+                f"{name}, {length:,} tokens, streamed: time and peak memory, of checkpointing's",
+                of_checkpointing,
+            )
+            for name, length in (("150m", 16_384), ("150m", 65_536), ("1b", 32_768))
+        ),
+        row("sequence", "longest", "150m, longest sequence in 16 GB: plain, checkpointing, streamed", longest),
         row("loss", "data-parallel", "G1 in short, data-parallel: loss", loss),
         row("loss", "iso-loco", "G1 in short, IsoLoCo with two replicas: loss", loss),
         *(
@@ -75,6 +119,37 @@ def rows(lines: Lines) -> list[tuple[str, str, str]]:
             for name, words in (("data-parallel", "data-parallel"), ("iso-loco", "IsoLoCo with two replicas"))
         ),
     ]
+
+
+def tables(lines: Lines) -> str:
+    """Return the largest distances of shared attention over all policies."""
+    kinds = {
+        kind: [x for (part, key), x in lines.items() if part == "sequence" and key.startswith("tables") and kind in key]
+        for kind in ("float64", "bfloat16")
+    }
+    if not all(kinds.values()):
+        return MISSING
+    if any(line["state"] != "done" for found in kinds.values() for line in found):
+        return "failed"
+    exact, short, own = (max(x[name] for x in kinds[kind]) for kind, name in
+                         (("float64", "off"), ("bfloat16", "off"), ("bfloat16", "own_off")))  # fmt: skip
+    return f"{exact:.0e}; {short:.1e}, {own:.1e}"
+
+
+def beside_torch(line: dict[str, Any]) -> str:
+    return f"{line['ours_s']['median'] / line['torchs_s']['median']:.2f}"
+
+
+def gradients(line: dict[str, Any]) -> str:
+    return f"{line['float64']:.0e}, {line['float32']:.1e} ({line['float32_plain']:.1e})"
+
+
+def of_checkpointing(line: dict[str, Any]) -> str:
+    return f"{line['time_ratio']:.2f}, {line['streamed_peak_bytes'] / line['checkpoint_peak_bytes']:.2f}"
+
+
+def longest(line: dict[str, Any]) -> str:
+    return ", ".join(f"{line[kind]:,}" for kind in ("plain", "checkpoint", "streamed"))
 
 
 def how_many(lines: Lines, prefix: str) -> str:

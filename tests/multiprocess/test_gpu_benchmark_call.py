@@ -38,7 +38,7 @@ def test_a_call_that_is_cut_off_leaves_readable_results_and_the_next_one_goes_on
     after = lines()
     assert all([(one["part"], one["key"]) for one in after].count((b["part"], b["key"])) == 1 for b in before)
     finished = {one["part"] for one in after if one["state"] == "finished"}
-    assert finished == {"exact", "codec", "step", "wire", "watch", "inside", "loss"}
+    assert finished == {"exact", "codec", "step", "wire", "watch", "inside", "ranks", "sequence", "loss"}
     again = subprocess.run(
         [*command, "--out", str(tmp_path)], check=False, capture_output=True, text=True, timeout=DEADLINE_S
     )

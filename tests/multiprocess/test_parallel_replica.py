@@ -459,14 +459,6 @@ def test_stages_gather_before_the_first_pass_and_sum_after_the_last(name: str, c
         assert len([place for place in passed if place > sums[0]]) <= 1, kinds
 
 
-def test_context_parallelism_is_refused_where_it_was_never_run() -> None:
-    class Elsewhere:
-        device = torch.device("cuda")
-
-    with pytest.raises(ValueError, match="--cp runs on CPUs alone"):
-        cut_model(build_transformer(SHAPE, seed=3), options(cp=2), Elsewhere())  # type: ignore[arg-type]
-
-
 TWO_DEVICES = {
     "format": "thinwire-site", "version": 1,
     "nodes": [

@@ -55,7 +55,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Blo
 
     They are float32, or float64 where the inputs are. A row without keys has output 0 and log-sum-exp minus infinity.
     """
-    if query.is_cuda and mask.rows is None:
+    if _is_for_flash(query, mask):
         return compat.flash_attention(query, key, value, scale=scale, is_causal=mask.is_causal)
     key, value = (one.to(_exact(one)) for one in (key, value))
     outputs, log_sums = [], []
@@ -76,7 +76,7 @@ def attend_backward(
     mask: BlockMask,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of a block's query, key and value; output and log-sum-exp are those of whole rows."""
-    if query.is_cuda and mask.rows is None:
+    if _is_for_flash(query, mask):
         return compat.flash_attention_backward(
             grad, query, key, value, output, log_sums, scale=scale, is_causal=mask.is_causal
         )
@@ -94,6 +94,12 @@ def attend_backward(
         grad_value[:, :, :width] += weights.flatten(2, 3).mT @ grads.flatten(2, 3)
         grad_key[:, :, :width] += grad_scores.flatten(2, 3).mT @ rows.flatten(2, 3)
     return torch.cat(grad_queries, 2), grad_key, grad_value
+
+
+def _is_for_flash(query: Tensor, mask: BlockMask) -> bool:
+    """Return whether torch's flash operator takes a block; others are computed as on a CPU."""
+    is_short = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and is_short and mask.rows is None and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
 
 def _exact(tensor: Tensor) -> torch.dtype:

@@ -94,7 +94,7 @@ def cut_model(model: nn.Module, config: TrainConfig, mesh: ReplicaMesh) -> nn.Mo
         raise refusal("replicas of several ranks shard thinwire's own models", got=type(model).__name__,
                       allowed="a preset or a size", remedy="--model 35m")  # fmt: skip
     own, layers = config.parallel, model.config.layers
-    _check_cut(config, mesh, layers=layers)
+    _check_cut(config, layers=layers)
     if own.tp > 1:
         split_heads(model, own.tp)
     if own.cp > 1:
@@ -126,13 +126,9 @@ def _share_sequences(model: Transformer, config: TrainConfig, mesh: ReplicaMesh)
     )  # fmt: skip
 
 
-def _check_cut(config: TrainConfig, mesh: ReplicaMesh, *, layers: int) -> None:
-    """Check the degrees against the model and the device."""
+def _check_cut(config: TrainConfig, *, layers: int) -> None:
+    """Check the degrees against the model."""
     own = config.parallel
-    if own.cp > 1 and mesh.device.type != "cpu":
-        raise refusal("--cp runs on CPUs alone: its attention was never run on another device",
-                      got=f"--device {mesh.device.type}", allowed="cpu",
-                      remedy="thinwire plan --inside --torchtitan FILE")  # fmt: skip
     num_chunks, most_chunks = own.pp * own.interleave, layers + 2 * (own.interleave > 1)  # an end may have no layer
     if num_chunks > most_chunks:
         raise refusal(
