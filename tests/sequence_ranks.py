@@ -25,7 +25,7 @@ class Ways:
 
 
 class ThreadPeers:
-    """`SequencePeers` whose tensors are copied between threads."""
+    """`RankPeers` whose tensors are copied between threads."""
 
     def __init__(self, ways: Ways, rank: int, size: int) -> None:
         self.ways, self.rank, self.size = ways, rank, size

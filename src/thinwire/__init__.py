@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from thinwire.version import __version__
 
 if TYPE_CHECKING:
-    from thinwire import codecs, lab, methods, sequences, split
+    from thinwire import codecs, experts, lab, methods, sequences, split
     from thinwire.codecs.activation_code import ActivationCode
     from thinwire.codecs.channel_bits import AdaptiveBits
     from thinwire.errors import ThinwireError
@@ -62,13 +62,13 @@ _HOMES = {
     "streamed": "thinwire.workloads.language.streamed",
     "watch": "thinwire.recording.torch_recorder",
 }
-_MODULES = ("codecs", "lab", "methods", "sequences", "split")
+_MODULES = ("codecs", "experts", "lab", "methods", "sequences", "split")
 
 __all__ = [
     "ActivationCode", "AdaptiveBits", "CodedStage", "DistributedOptimizer", "ElasticOptimizer", "FaultyTransport",
     "LoopbackTransport", "LoopbackWorld", "Method", "MultiOptimizer", "RecordingTransport", "ThinwireError",
-    "__version__", "codecs", "connect", "join", "lab", "methods", "metrics", "run_replicas", "sequences", "split",
-    "streamed", "watch",
+    "__version__", "codecs", "connect", "experts", "join", "lab", "methods", "metrics", "run_replicas", "sequences",
+    "split", "streamed", "watch",
 ]  # fmt: skip
 
 

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from thinwire import compat
 from thinwire.errors import ThinwireError
 from thinwire.sequences.block_tables import AttentionBlock, BlockMessage, BlockTable, SequencePlan
-from thinwire.sequences.peers import SequencePeers, Wait, to_heads, to_positions
+from thinwire.sequences.peers import to_heads, to_positions
+from thinwire.transport.group_peers import RankPeers, Wait
 
 # Rows of scores that are in memory at once: (batch, heads, rows, keys).
 _ROWS_AT_ONCE = 256
@@ -146,7 +147,7 @@ class SharedCall:
 
     plan: SequencePlan
     table: BlockTable
-    peers: SequencePeers
+    peers: RankPeers
     scale: float
     documents: Tensor | None = None
     layer: int | None = None

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import refusal
-from thinwire.sequences.peers import SequencePeers
 from thinwire.sequences.state_scan import ScanPlan, scan_states
+from thinwire.transport.group_peers import RankPeers
 
 # Products of a chunk's gates are divided by each other: exp(16 * 5) is still a float32.
 _CHUNK, LEAST_LOG_GATE = 16, -5.0
@@ -55,7 +55,7 @@ def gated_attention(query: Tensor, key: Tensor, value: Tensor, log_gates: Tensor
 
 
 def shared_gated_attention(
-    query: Tensor, key: Tensor, value: Tensor, log_gates: Tensor, *, peers: SequencePeers, plan: ScanPlan
+    query: Tensor, key: Tensor, value: Tensor, log_gates: Tensor, *, peers: RankPeers, plan: ScanPlan
 ) -> Tensor:
     """Attend over sequences whose consecutive parts lie on the ranks in their order; shapes as in `gated_attention`."""
     output, state, sums = gated_attention(query, key, value, log_gates)

@@ -1,70 +1,18 @@
-"""Messages between the ranks that share sequences: batches of tensors, and the exchange of heads."""
+"""Exchange of heads between the ranks that share sequences."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from thinwire.errors import refusal
 from thinwire.sequences.block_tables import SequencePlan
-
-Wait = Callable[[], None]
-
-
-class SequencePeers(Protocol):
-    """Ranks that share sequences; tensors between two of them arrive in the order in which they were sent.
-
-    Attributes:
-        rank: Of this process among them.
-        size: How many they are.
-    """
-
-    rank: int
-    size: int
-
-    def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> tuple[Wait, Wait]:
-        """Start to send contiguous tensors to ranks, and to fill others with what ranks send.
-
-        Returns:
-            Functions that wait until all has arrived, and until all has been sent.
-        """
-
-
-_HASH_BYTES = 32
-
-
-def check_agreement(peers: SequencePeers, description: str) -> None:
-    """Compare what each rank was asked for with what the others were.
-
-    Raises:
-        ValueError: It differs; names the first rank of which it does.
-    """
-    own = torch.zeros(256, dtype=torch.uint8)
-    # a hash of it all: sites of many ranks are longer than what is shown
-    text = hashlib.sha256(description.encode()).digest() + description.encode()[: 256 - _HASH_BYTES]
-    own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    others = [rank for rank in range(peers.size) if rank != peers.rank]
-    found = {rank: torch.zeros_like(own) for rank in others}
-    received, sent = peers.exchange([(rank, own) for rank in others], list(found.items()))
-    received()
-    sent()
-    for rank, theirs in found.items():
-        if not torch.equal(own, theirs):
-            said = bytes(theirs[_HASH_BYTES:].tolist()).rstrip(b"\0").decode("ascii", "replace")
-            raise refusal(
-                f"ranks {peers.rank} and {rank} do not share sequences alike", got=f"{description!r} and {said!r}",
-                allowed="the same on all ranks", remedy="the same --cp and --cp-policy on all hosts",
-            )  # fmt: skip
+from thinwire.transport.group_peers import RankPeers
 
 
 def to_heads(
-    tensors: Sequence[Tensor], plan: SequencePlan, peers: SequencePeers, members: range
+    tensors: Sequence[Tensor], plan: SequencePlan, peers: RankPeers, members: range
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Give up heads for positions: of all of a rank's positions its own heads, as one message to each member.
 
@@ -97,7 +45,7 @@ def to_heads(
 
 
 def to_positions(
-    tensors: Sequence[Tensor], plan: SequencePlan, peers: SequencePeers, members: range
+    tensors: Sequence[Tensor], plan: SequencePlan, peers: RankPeers, members: range
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Undo `to_heads`; what several ranks return for a head is added up.
 
@@ -131,7 +79,7 @@ def _heads(plan: SequencePlan, place: int, num_tensors: int) -> list[range]:
 
 
 def _exchanged(
-    outgoing: list[Tensor], buffers: list[Tensor], peers: SequencePeers, members: range
+    outgoing: list[Tensor], buffers: list[Tensor], peers: RankPeers, members: range
 ) -> list[Tensor]:  # fmt: skip
     """Send a tensor to each member and fill a buffer of each; this rank's own is not sent."""
     own = peers.rank - members.start

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from thinwire.errors import MissingExtra, excluded, refusal
 from thinwire.sequences.block_attention import SharedAttention, SharedCall
 from thinwire.sequences.block_tables import SequencePlan, sequence_plan
-from thinwire.sequences.peers import SequencePeers, check_agreement
-from thinwire.transport.group_peers import GroupPeers
+from thinwire.transport.group_peers import RankPeers, check_agreement, peers_of
 
 # Name in transformers' registry of attention functions.
 _REGISTERED = "thinwire-sequences"
@@ -32,13 +31,14 @@ class SequenceAttention:
         peers: As given.
     """
 
-    def __init__(self, plan: SequencePlan, peers: SequencePeers) -> None:
+    def __init__(self, plan: SequencePlan, peers: RankPeers) -> None:
         self.plan, self.peers = plan, peers
         self._table = plan.table
         self._documents: Tensor | None = None
         sites = ",".join(map(str, plan.sites))
         heads = f"{plan.heads} heads, {plan.kv_heads} of keys"
-        check_agreement(peers, f"{plan.policy} on {plan.num_ranks} ranks at sites {sites}, {heads}")
+        check_agreement(peers, f"{plan.policy} on {plan.num_ranks} ranks at sites {sites}, {heads}",
+                        what="sequences", remedy="the same --cp and --cp-policy on all hosts")  # fmt: skip
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, layer: int | None = None
@@ -125,7 +125,7 @@ def attention(
     """Return causal attention over sequences that the ranks of a group share; all ranks call it alike.
 
     Args:
-        group: One-dimensional `DeviceMesh`, such as `mesh["cp"]`, a process group, or `SequencePeers`.
+        group: One-dimensional `DeviceMesh`, such as `mesh["cp"]`, a process group, or `RankPeers`.
         heads: Of the queries.
         kv_heads: Of keys and values. Default: as many.
         policy: One of `sequences.POLICIES`.
@@ -135,17 +135,13 @@ def attention(
     Raises:
         ValueError: The policy does not fit ranks or heads, or ranks ask for different ones.
     """
-    peers = group if hasattr(group, "exchange") else GroupPeers(_process_group(group))
+    peers = peers_of(group)
     sites = (0,) * peers.size if sites is None else tuple(sites)
     if len(sites) != peers.size:
         raise refusal("each rank that shares sequences has one site", got=f"{len(sites)} sites",
                       allowed=f"{peers.size} numbers", remedy=",".join("0" * peers.size))  # fmt: skip
     plan = sequence_plan(policy, sites=sites, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     return SequenceAttention(plan, peers)
-
-
-def _process_group(group: Any) -> Any:
-    return group.get_group() if hasattr(group, "get_group") else group
 
 
 def own_tokens(tokens: Tensor, attend: SequenceAttention) -> Tensor:

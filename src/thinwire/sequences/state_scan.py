@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from thinwire.errors import refusal, unknown_name
-from thinwire.sequences.peers import SequencePeers
+from thinwire.transport.group_peers import RankPeers
 
 SCANS = ("auto", "chain", "gather", "tree")
 
@@ -94,7 +94,7 @@ def scan_plan(
     return min(plans.values(), key=lambda plan: plan.seconds(**how))  # type: ignore[arg-type]
 
 
-def scan_states(local: Tensor, decay: Tensor, *, peers: SequencePeers, plan: ScanPlan) -> Tensor:
+def scan_states(local: Tensor, decay: Tensor, *, peers: RankPeers, plan: ScanPlan) -> Tensor:
     """Return the state that comes in at this rank: zero at the first one.
 
     Args:
@@ -118,7 +118,7 @@ def scan_states(local: Tensor, decay: Tensor, *, peers: SequencePeers, plan: Sca
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, decay: Tensor, peers: SequencePeers, plan: ScanPlan) -> Tensor:
+    def forward(ctx: Any, local: Tensor, decay: Tensor, peers: RankPeers, plan: ScanPlan) -> Tensor:
         incoming = _SCANS[plan.kind](local, decay, peers, plan, 1)
         ctx.save_for_backward(incoming, decay)
         ctx.peers, ctx.plan = peers, plan
@@ -133,7 +133,7 @@ class _Scan(torch.autograd.Function):
         return outgoing, (incoming * outgoing).sum(-1), None, None
 
 
-def _chain(local: Tensor, decay: Tensor, peers: SequencePeers, plan: ScanPlan, way: int) -> Tensor:
+def _chain(local: Tensor, decay: Tensor, peers: RankPeers, plan: ScanPlan, way: int) -> Tensor:
     before, after = peers.rank - way, peers.rank + way
     found, sends = [], []
     arriving = [piece.new_zeros(piece.shape) for piece in local.tensor_split(plan.pieces, 2)]
@@ -152,7 +152,7 @@ def _chain(local: Tensor, decay: Tensor, peers: SequencePeers, plan: ScanPlan, w
     return torch.cat(found, 2)
 
 
-def _gather(local: Tensor, decay: Tensor, peers: SequencePeers, plan: ScanPlan, way: int) -> Tensor:
+def _gather(local: Tensor, decay: Tensor, peers: RankPeers, plan: ScanPlan, way: int) -> Tensor:
     order = range(peers.size)[::way]
     place = order.index(peers.rank)
     own = _joined(local, decay)
@@ -167,7 +167,7 @@ def _gather(local: Tensor, decay: Tensor, peers: SequencePeers, plan: ScanPlan, 
     return state
 
 
-def _tree(local: Tensor, decay: Tensor, peers: SequencePeers, plan: ScanPlan, way: int) -> Tensor:
+def _tree(local: Tensor, decay: Tensor, peers: RankPeers, plan: ScanPlan, way: int) -> Tensor:
     place = peers.rank if way == 1 else peers.size - 1 - peers.rank
     found = torch.zeros_like(local), torch.ones_like(decay)
     outgoing = _joined(local, decay)

@@ -130,6 +130,24 @@ def own_part(whole: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def own_rows(whole: torch.Tensor, group: Any, *, rank: int, size: int) -> torch.Tensor:
+    """Return a copy of a rank's equal part along the first axis of a tensor that all ranks hold; sends nothing.
+
+    Returns:
+        A DTensor, `Shard(0)`, where the group is a `DeviceMesh`, which knows the whole shape; else a plain tensor.
+    """
+    count = whole.shape[0] // size
+    part = whole.detach()[rank * count : (rank + 1) * count].clone()
+    if not hasattr(group, "get_group"):
+        return part
+    from torch.distributed.tensor import DTensor, Shard
+
+    placed: torch.Tensor = DTensor.from_local(
+        part, group, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return placed
+
+
 def drop_gathered(model: nn.Module) -> None:
     """Discard whole parameters that FSDP2 gathered, so that the next forward reads the current shards.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 import thinwire
 from tests.sequence_ranks import ThreadPeers, on_ranks
 from thinwire import sequences
-from thinwire.sequences.peers import check_agreement
+from thinwire.transport.group_peers import check_agreement
 from thinwire.workloads.language.presets import TransformerConfig
 from thinwire.workloads.language.transformer import build_transformer, next_token_loss
 
@@ -143,6 +144,7 @@ def test_calls_that_would_be_wrong_in_silence_are_refused() -> None:
 
 def test_ranks_that_differ_beyond_what_an_error_shows_are_refused() -> None:
     sites = "0," * 300
+    check = partial(check_agreement, what="sequences", remedy="the same on all hosts")
     with pytest.raises(ValueError, match="do not share sequences alike"):
-        on_ranks(2, lambda peers: check_agreement(peers, f"ring at sites {sites} {4 + peers.rank} heads"))
-    on_ranks(2, lambda peers: check_agreement(peers, f"ring at sites {sites} 4 heads"))
+        on_ranks(2, lambda peers: check(peers, f"ring at sites {sites} {4 + peers.rank} heads"))
+    on_ranks(2, lambda peers: check(peers, f"ring at sites {sites} 4 heads"))

@@ -1,0 +1,33 @@
+"""Mixtures of experts whose experts lie on several ranks: the layer, and policies of what travels between the ranks.
+
+```python
+layer = thinwire.experts.ExpertLayer(dim=512, hidden=1024, num_experts=16, top_k=2)
+thinwire.experts.parallelize(model, mesh["ep"])  # each rank keeps its experts
+```
+
+Names are loaded when they are first used: the planner imports the plan of streams without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thinwire.experts.dispatch import Tokens, tokens
+    from thinwire.experts.layer import ExpertLayer, parallelize
+    from thinwire.experts.sharing import Dispatch, ExpertRanks
+
+_HOMES = {
+    "Dispatch": "sharing", "ExpertLayer": "layer", "ExpertRanks": "sharing", "Tokens": "dispatch",
+    "parallelize": "layer", "tokens": "dispatch",
+}  # fmt: skip
+
+__all__ = ["Dispatch", "ExpertLayer", "ExpertRanks", "Tokens", "parallelize", "tokens"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"thinwire.experts.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'thinwire.experts' has no attribute {name!r}")
