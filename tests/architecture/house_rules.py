@@ -96,10 +96,22 @@ def relative_imports(name: str, tree: ast.Module) -> Iterator[str]:
             yield f"{name}:{node.lineno} imports relatively; write where from"
 
 
+def checkpoint_errors_without_a_remedy(name: str, tree: ast.Module) -> Iterator[str]:
+    for found, call in calls(tree):
+        if found not in ("CheckpointError", "ForeignCheckpoint") or not call.args:
+            continue
+        parts = call.args[0].values if isinstance(call.args[0], ast.JoinedStr) else [call.args[0]]
+        texts = [part.value for part in parts if isinstance(part, ast.Constant)]
+        # a text that is passed on whole was made elsewhere
+        if texts and not any(";" in str(text) for text in texts) and "remedy" not in ast.unparse(call.args[0]):
+            yield f"{name}:{call.lineno} raises {found} without '; ' and what to do"
+
+
 RULES: tuple[Rule, ...] = (
     torch_distributed_outside_the_transport,
     printing_outside_the_command_line,
     environment_outside_the_command_line,
+    checkpoint_errors_without_a_remedy,
     objects_from_bytes,
     the_front_door_from_inside,
     relative_imports,

@@ -50,6 +50,7 @@ def test_no_source_file_breaks_the_rule_on(rule: Rule) -> None:
         ("transport/group.py", "import torch.distributed as dist\ndist.broadcast_object_list([])"),
         ("sync/round_engine.py", "import thinwire"),
         ("sync/round_engine.py", "from . import schedule"),
+        ("sync/round_engine.py", "raise CheckpointError(f'cannot read {path}: {error}')"),
     ],
 )
 def test_a_slip_is_seen(name: str, source: str) -> None:
@@ -68,6 +69,9 @@ def test_a_slip_is_seen(name: str, source: str) -> None:
         ("sync/round_engine.py", "model.eval()\nimport torch\ntorch.load('f', weights_only=True)"),
         ("cli/train.py", "import thinwire"),
         ("sync/round_engine.py", "from thinwire.errors import ThinwireError"),
+        ("sync/round_engine.py", "raise CheckpointError(f'cannot read {path}; restore it')"),
+        ("sync/round_engine.py", "raise CheckpointError(f'cannot read {path}, {remedy}')"),
+        ("sync/round_engine.py", "raise CheckpointError(f'{problem}')"),
     ],
 )
 def test_what_is_allowed_passes(name: str, source: str) -> None:

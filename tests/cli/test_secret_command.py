@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import stat
 import sys
 from pathlib import Path
 
 import pytest
 
 from thinwire.cli.main import main
-from thinwire.transport.secret import make_secret, read_secret
+from thinwire.elastic.coordinator_server import KEY_FILE
+from thinwire.elastic.invitation import read_invitation
+from thinwire.transport.secret import JOIN_VARIABLE, SECRET_BYTES, make_secret, read_secret
 
 DATA = ("--data", "stdlib", "--steps", "1")
 
@@ -31,6 +35,27 @@ def test_wrong_words_are_one_line_and_make_nothing(
     told = capsys.readouterr()
     assert told.out == "" and len(told.err.splitlines()) == 1 and told.err.startswith("thinwire secret: error: ")
     assert [path.name for path in tmp_path.iterdir()] == ["there"] and (tmp_path / "there").read_text() == "mine"
+
+
+def test_the_coordinator_of_own_loops_gets_a_key_and_the_address_that_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make = ["secret", "job.secret", "--coordinator", "127.0.0.1:29400"]
+    assert main(make) == 0 == main(make), "the same key again"
+    first, second = re.findall(rf"export {JOIN_VARIABLE}=(\S+)", capsys.readouterr().out)
+    named = read_invitation(first)
+    assert first == second and len(named.coordinator_key) == SECRET_BYTES and named.secret is None
+    assert stat.S_IMODE((named.loop_folder / KEY_FILE).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("place", ["192.0.2.1:29400", "127.0.0.1", "thinwire://127.0.0.1:29400/" + 52 * "a"])
+def test_a_coordinator_s_key_is_made_on_its_own_host(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["secret", "job.secret", "--coordinator", place]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from model import World
 
 from thinwire.elastic.coordinator_session import CoordinatorSession
-from thinwire.elastic.protocol import VERSION, decode, encode
+from thinwire.elastic.protocol import _TO_COORDINATOR, _TO_MEMBER, VERSION, decode, encode
 from thinwire.errors import PayloadError
 from thinwire.events import FIRST_LAST_ROUND
 from thinwire.version import __version__
@@ -16,8 +16,11 @@ from thinwire.version import __version__
 LIAR, ROUNDS, TURNS = 2, 12, 6000
 # What a message holds that is right or nearly so; a lie replaces one field of it.
 TO_COORDINATOR: dict[str, dict[str, Any]] = {
-    "join": {"version": VERSION, "thinwire": __version__, "host": "x"},
-    "here": {"address": "127.0.0.1", "port": 1, "corpus": "c", "windows": 1, "held": 0, "era": 0, "disk": 0},
+    "join": {"version": VERSION, "thinwire": __version__, "host": "x", "role": "replica"},
+    "here": {
+        "address": "127.0.0.1", "port": 1, "corpus": "c", "windows": 1, "held": 0, "era": 0, "disk": 0,
+        "first_values": "",
+    },
     "active": {"step": 10}, "beat": {"step": 10, "step_s": 0.01, "roster": 0},
     "work": {"steps_per_interval": 10.0, "tokens_s": 1.0, "loss": 1.0},
     "rates": {"rates": {"0": 9}, "latest": {"1": 9}, "probes": {"1": [1, 9]}},
@@ -26,7 +29,7 @@ TO_COORDINATOR: dict[str, dict[str, Any]] = {
     "verdict": {"round": 0, "member": 0, "verdict": "bad", "sha256": 64 * "e"},
     "vote": {"round": 1, "step": 20, "has": [2], "hash": 0}, "lease": {"number": 0},
     "captured": {"step": 20, "root": 64 * "e", "bytes": 9}, "account": {"step": 10}, "missed": {"step": 20},
-    "lost": {"replica": 0}, "stuck": {"round": 1, "why": ""}, "note": {"level": "warning", "text": ""},
+    "lost": {"replica": 0}, "stuck": {"round": 1, "why": ""}, "note": {"level": "warning", "text": "", "about": ""},
     "records": {"number": 0, "text": ""}, "done": {"note": {}}, "leave": {"why": ""},
     "command": {"verb": "x", "target": "0"},
 }  # fmt: skip
@@ -41,7 +44,8 @@ TO_MEMBER: dict[str, dict[str, Any]] = {
     "leased": {"number": 0, "shard": 0, "start": 0}, "pause": {"paused": False}, "leave": {"why": ""},
     "expelled": {"why": "", "has_bad_parts": False}, "failed": {"why": ""}, "refused": {"why": ""},
     "finish": {"writer": 0, "notes": [], "note": {}}, "unknown": {"generation": "g"},
-    "welcome": {"replica": 0, "generation": "g", "job": {}}, "answer": {"ok": True, "text": "", "status": {}},
+    "welcome": {"replica": 0, "generation": "g", "job": {}, "secret": ""},
+    "answer": {"ok": True, "text": "", "status": {}},
 }  # fmt: skip
 
 
@@ -92,6 +96,11 @@ class LyingWorld(World):
         work = [event for event in events if event[0] != "time"]
         if work or events:
             self.do(self.choice.choice(work or events))
+
+
+def test_lies_reach_every_field_of_every_message() -> None:
+    for told, known in ((TO_COORDINATOR, _TO_COORDINATOR), (TO_MEMBER, _TO_MEMBER)):
+        assert {kind: set(fields) for kind, fields in told.items()} == {kind: set(one) for kind, one in known.items()}
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from live_processes import DEADLINE_S, is_running, kill, until, words_of
 from processes import Processes, announce, free_port, values
 
 import thinwire
+from thinwire.cli.main import main
 from thinwire.elastic.coordinator_client import send_command
-from thinwire.elastic.coordinator_server import KEY_FILE, coordinator_keys, own_key
-from thinwire.elastic.invitation import Invitation, read_invitation
+from thinwire.elastic.invitation import read_invitation
 from thinwire.elastic.journal import read_journal
 from thinwire.errors import Refused, RunOver
 from thinwire.runlog.run_identity import new_identity
@@ -23,7 +24,7 @@ from thinwire.training.elastic.coordinator_process import JOURNAL_FILE
 from thinwire.training.elastic.job import LoopJob
 from thinwire.training.elastic.own_loop import RunPlace
 from thinwire.training.summary import parameters_sha256
-from thinwire.transport.secret import read_secret
+from thinwire.transport.secret import JOIN_VARIABLE, read_secret
 
 # From SLOW_STEP on, until the killed process is back, steps are slow: else the run would end without it.
 ANSWER_S = DEADLINE_S / 4
@@ -128,11 +129,14 @@ def test_own_loops_go_on_without_a_killed_one_and_it_comes_back_to_the_same_mode
         thinwire.join(f"127.0.0.1:{port}", model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
 
 
-def test_a_killed_coordinator_is_started_again_with_the_same_run(tmp_path: Path) -> None:
-    key = own_key(tmp_path, is_made=True)
-    assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
-    named = Invitation(host="127.0.0.1", port=free_port(), coordinator_key=coordinator_keys(key).public_bytes)
-    place = RunPlace.find(named.text(), secret=None, folder=tmp_path, reach={})
+def test_a_killed_coordinator_is_started_again_with_the_same_run_and_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bare, secret_file = f"127.0.0.1:{free_port()}", tmp_path / "job.secret"
+    assert main(["secret", str(secret_file), "--coordinator", bare]) == 0
+    [named] = re.findall(rf"export {JOIN_VARIABLE}=(\S+)", capsys.readouterr().out)
+    place = RunPlace.find(named, secret=secret_file, folder=None, reach={})
 
     def new_job() -> LoopJob:
         identity = new_identity(config_digest=32 * "0")
@@ -141,17 +145,16 @@ def test_a_killed_coordinator_is_started_again_with_the_same_run(tmp_path: Path)
     def run_and_process() -> tuple[str, int]:
         secret = place.ready(new_job)
         found = send_command(place.near, secret=secret, deadline_s=ANSWER_S, verb="status", target="")["status"]
-        [process] = coordinators(tmp_path)
+        [process] = coordinators(place.folder)
         return found["identity"]["run"], process.pid
 
     try:
         first = run_and_process()
         assert run_and_process() == first  # a second process of this host takes the coordinator that runs
-        end_coordinator(tmp_path)
+        end_coordinator(place.folder)
         again = run_and_process()
-        bare = RunPlace.find(f"127.0.0.1:{named.port}", secret=None, folder=tmp_path, reach={})
-        with pytest.raises(ValueError, match=f"got no key, and .*; allowed {named.text()}; try that address"):
-            bare.ready(new_job)
+        with pytest.raises(ValueError, match=f"got no key, and .*; allowed {named}; try that address"):
+            RunPlace.find(bare, secret=secret_file, folder=None, reach={}).ready(new_job)
     finally:
-        end_coordinator(tmp_path)
+        end_coordinator(place.folder)
     assert again[0] == first[0] and again[1] != first[1]

@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from thinwire.errors import refusal
 from thinwire.transport.addresses import host_port
@@ -36,6 +37,11 @@ class Invitation:
     # the public key that the coordinator must prove, 32 bytes; empty for one that has no key of its own, whose key
     # follows from the secret
     coordinator_key: bytes = b""
+
+    @property
+    def loop_folder(self) -> Path:
+        """Folder of the coordinator of training loops of one's own, on its host."""
+        return Path("runs") / f"joined-{self.host}-{self.port}"
 
     def text(self) -> str:
         """Return the URI; any host that has one with the secret can join and decrypt the traffic."""

@@ -130,7 +130,9 @@ def read_identity(run_dir: Path) -> RunIdentity:
             f"checkpoints it would go on from; go on with that thinwire, or start a new run with --overwrite"
         ) from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise CheckpointError(
+            f"cannot read {path}: {error.strerror}; let this user read it, or start a new run with --overwrite"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is damaged ({error}); restore it, or start a new run with --overwrite"

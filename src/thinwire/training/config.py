@@ -754,7 +754,9 @@ def read_config(run_dir: Path) -> TrainConfig:
             f"{run_dir} holds no run of thinwire (no config.json); --resume takes the --out of an earlier run"
         ) from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise CheckpointError(
+            f"cannot read {path}: {error.strerror}; let this user read it, or start a new run with --overwrite"
+        ) from error
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is no configuration of this thinwire ({error}); restore it, or start a new run with --overwrite"

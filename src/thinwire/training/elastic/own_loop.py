@@ -50,6 +50,7 @@ from thinwire.transport.addresses import (
     Address,
     ListenConfig,
     ReachOptions,
+    host_port,
     is_own,
     listen_config,
     read_host_port,
@@ -180,7 +181,7 @@ class RunPlace:
         if secret is not None and invitation.secret is not None:
             raise excluded("secret", "this address", why="it holds the secret already", remedy="to leave secret out")
         path = None if invitation.secret is not None else given_secret_file(secret)
-        place = Path(folder) if folder is not None else Path("runs") / f"joined-{invitation.host}-{invitation.port}"
+        place = Path(folder) if folder is not None else invitation.loop_folder
         is_here = is_own(invitation.host) or bool(reach.get("serve"))
         if invitation.secret is None and path is None and not is_here:
             raise refusal(
@@ -302,6 +303,12 @@ class RunPlace:
         if code:
             raise ThinwireError(f"the coordinator could not be started (code {code}); see {self.folder / LOG_FILE}")
         _log.info("started the coordinator of %s, port %d", self.invitation.host, self.invitation.port)
+        if not self.invitation.coordinator_key and not self.invitation.host.startswith(("127.", "localhost", "::1")):
+            _log.warning(
+                "the address of this run names no key, so any host with the secret can pose as its coordinator; for "
+                "the next run: thinwire secret FILE --coordinator %s",
+                host_port(self.invitation.host, self.invitation.port),
+            )
 
 
 class ElasticOptimizer(DistributedOptimizer):
