@@ -12,18 +12,16 @@ A run that is stored is left out.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
+import stored_runs
 import torch
 from activation_loss import RoundTrip
 
 from thinwire.codecs.activation_code import ActivationCode
 from thinwire.codecs.channel_bits import AdaptiveBits, channel_payload_bytes
-from thinwire.training.summary import describe_machine
 from thinwire.wire_benchmark.worker import lr_factor
 from thinwire.workloads.language import Sampler, open_corpus, validation_batches
 from thinwire.workloads.language.transformer import (
@@ -33,11 +31,11 @@ from thinwire.workloads.language.transformer import (
     next_token_loss,
 )
 
-RESULTS = Path(__file__).parent / "results" / "activation_bits.jsonl"
 CONFIG = TransformerConfig(vocab_size=257, dim=64, layers=4, heads=4, max_seq_len=64)
 WINDOWS, LR, SCORE_LR, OUTLIERS, FACTOR = 4, 3e-3, 5e-2, (5, 23, 40), 30.0
 NAMES = (
-    "none", "fixed 4", "learned 0.1", "fixed 5", "learned 0.03", "fixed 3", "rotated block-int4", "block-int4",
+    "none", "fixed 8", "fixed 6", "learned 0.01", "fixed 4", "learned 0.1", "fixed 5", "learned 0.03", "fixed 3",
+    "rotated block-int4", "block-int4",
     "fixed 2", "anchored block-int4",
 )  # fmt: skip
 
@@ -79,9 +77,8 @@ class Border(torch.nn.Module):
         return found @ self.inverse + known
 
 
-def train(name: str, *, seed: int, steps: int, cache: Path) -> dict[str, Any]:
+def train(*, code: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
     """Train once; return the held-out loss in nats a byte and the bits of an activation, tables and scales included."""
-    torch.set_num_threads(1)
     corpus = open_corpus("stdlib", cache=cache, vocab_size=CONFIG.vocab_size, tokenizer="bytes", max_bytes=1 << 22)
     model: Any = build_transformer(CONFIG, seed=seed)
     last = CONFIG.layers - 1
@@ -89,8 +86,8 @@ def train(name: str, *, seed: int, steps: int, cache: Path) -> dict[str, Any]:
         TransformerStage(model, range(one, one + 1), has_embedding=one == 0, has_head=one == last)
         for one in range(CONFIG.layers)
     ]
-    borders = torch.nn.ModuleList(Border(name) for _ in range(last))
-    price = float(name.split(" ")[-1]) if "learned" in name else 0.0
+    borders = torch.nn.ModuleList(Border(code) for _ in range(last))
+    price = float(code.split(" ")[-1]) if "learned" in code else 0.0
     inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: lr_factor(step, steps=steps))
     scores = torch.optim.Adam([one.bits.scores for one in borders] if price else [torch.zeros(1)], lr=SCORE_LR)
@@ -122,7 +119,7 @@ def train(name: str, *, seed: int, steps: int, cache: Path) -> dict[str, Any]:
     widths = [one.bits.widths().float().mean().item() for one in borders] if price else []
     outliers = [one.bits.widths()[list(OUTLIERS)].float().mean().item() for one in borders] if price else []
     return {
-        "code": name, "seed": seed, "steps": steps, "val_loss": statistics.fmean(losses),
+        "val_loss": statistics.fmean(losses),
         "bits": 8 * sum(one.sent for one in borders) / sum(one.numel for one in borders),
         "last_widths": widths, "last_widths_of_outliers": outliers,
     }  # fmt: skip
@@ -142,25 +139,9 @@ def report(lines: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Run what is not stored, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--codes", nargs="*", choices=NAMES, default=NAMES)
-    parser.add_argument("--cache", type=Path, default=Path("~/.cache/thinwire").expanduser())
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true")
-    options = parser.parse_args()
-    lines = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
-    stored = {(one["code"], one["seed"], one["steps"]) for one in lines}
-    for name in () if options.report else options.codes:
-        for seed in range(options.seeds):
-            if (name, seed, options.steps) not in stored:
-                line = train(name, seed=seed, steps=options.steps, cache=options.cache)
-                lines.append(line | {"machine": describe_machine(torch.device("cpu"))})
-                with options.results.open("a") as file:
-                    file.write(json.dumps(lines[-1]) + "\n")
-                print(line, flush=True)
-    report(lines)
+    given = stored_runs.options(steps=150, codes={"nargs": "*", "choices": NAMES, "default": NAMES})
+    runs = [{"code": code, "seed": seed, "steps": given.steps} for code in given.codes for seed in range(given.seeds)]
+    report(stored_runs.complete(given, runs, train))
 
 
 if __name__ == "__main__":

@@ -9,23 +9,19 @@ standard library. Borders code activations and gradients in one process, as real
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
+import stored_runs
 import torch
 
 from thinwire.codecs.activation_code import ActivationCode
 from thinwire.codecs.delta_memory import DeltaMemory
-from thinwire.training.summary import describe_machine
 from thinwire.workloads.language import open_corpus
 from thinwire.workloads.language.presets import TransformerConfig
 from thinwire.workloads.language.transformer import TransformerStage, build_transformer, next_token_loss
 
-RESULTS = Path(__file__).parent / "results" / "activation_delta.jsonl"
 SAMPLES, EPOCHS, ROWS, SEQ_LEN, WIDTH, LAYERS = 128, 10, 8, 64, 64, 4
 DIRECT, DELTA = (ActivationCode("block-int4", "block-int8", memory=memory, samples=samples)
                  for memory, samples in ((None, 0), ("delta", SAMPLES)))  # fmt: skip
@@ -53,9 +49,8 @@ class Border(torch.autograd.Function):
         return out, None, None
 
 
-def train(name: str, *, seed: int, cache: Path) -> dict[str, Any]:
+def train(*, code: str, seed: int, cache: Path) -> dict[str, Any]:
     """Train once; return the mean training loss of the last epoch, in nats a byte."""
-    torch.set_num_threads(1)
     corpus: Any = open_corpus("stdlib", cache=cache, tokenizer="bytes")
     generator = torch.Generator().manual_seed(seed)
     begins = torch.randint(len(corpus.train) - SEQ_LEN - 1, (SAMPLES,), generator=generator).tolist()
@@ -67,8 +62,8 @@ def train(name: str, *, seed: int, cache: Path) -> dict[str, Any]:
     chunks = [TransformerStage(model, range(place, place + 1), has_embedding=not place, has_head=place == LAYERS - 1)
               for place in range(LAYERS)]  # fmt: skip
     chunks[-1].tied_weight = model.embedding.weight
-    code = RUNS[name]
-    ends = [(DELTA.make_memory(), DELTA.make_memory()) if code is DELTA else None for _ in chunks[1:]]
+    used = RUNS[code]
+    ends = [(DELTA.make_memory(), DELTA.make_memory()) if used is DELTA else None for _ in chunks[1:]]
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     losses: list[float] = []
     for _ in range(EPOCHS):
@@ -76,7 +71,7 @@ def train(name: str, *, seed: int, cache: Path) -> dict[str, Any]:
         for numbers in torch.randperm(SAMPLES, generator=generator).view(-1, ROWS).tolist():
             values = windows[numbers, :-1]
             for place, chunk in enumerate(chunks):
-                if place and code is not None:
+                if place and used is not None:
                     values = Border.apply(values, ends[place - 1], numbers)
                 values = chunk(values)
             loss = next_token_loss(values, windows[numbers, 1:], z_loss=model.config.z_loss)
@@ -85,32 +80,17 @@ def train(name: str, *, seed: int, cache: Path) -> dict[str, Any]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             inner.step()
             inner.zero_grad()
-    return {"code": name, "seed": seed, "loss": statistics.fmean(losses)}
-
-
-def read(results: Path) -> list[dict[str, Any]]:
-    """Return the stored runs."""
-    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    return {"loss": statistics.fmean(losses)}
 
 
 def main() -> None:
     """Run what is not stored, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--cache", type=Path, default=Path("~/.cache/thinwire").expanduser())
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true")
-    options = parser.parse_args()
-    stored = {(one["code"], one["seed"]) for one in read(options.results)}
-    for seed, name in () if options.report else itertools.product(range(options.seeds), RUNS):
-        if (name, seed) not in stored:
-            line = train(name, seed=seed, cache=options.cache) | {"machine": describe_machine(torch.device("cpu"))}
-            with options.results.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(line, flush=True)
-    plain = {one["seed"]: one["loss"] for one in read(options.results) if one["code"] == "none"}
+    given = stored_runs.options()
+    runs = [{"code": code, "seed": seed} for seed in range(given.seeds) for code in RUNS]
+    lines = stored_runs.complete(given, runs, train)
+    plain = {one["seed"]: one["loss"] for one in lines if one["code"] == "none"}
     for name in RUNS:
-        own = [(one["loss"], one["loss"] - plain[one["seed"]]) for one in read(options.results) if one["code"] == name]
+        own = [(one["loss"], one["loss"] - plain[one["seed"]]) for one in lines if one["code"] == name]
         if own:
             losses = " ".join(f"{loss:.4f}" for loss, _ in own)
             means = [statistics.fmean(column) for column in zip(*own, strict=True)]

@@ -11,23 +11,20 @@ is left out.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
+import stored_runs
 import torch
 
 from thinwire.codecs.activation_code import ActivationCode
 from thinwire.site.pipeline import chunk_layers
-from thinwire.training.summary import describe_machine
 from thinwire.wire_benchmark.worker import lr_factor
 from thinwire.workloads.language import Sampler, build_model, open_corpus, validation_batches
 from thinwire.workloads.language.transformer import TransformerStage, next_token_loss
 
-RESULTS = Path(__file__).parent / "results" / "activation_loss.jsonl"
 SEQ_LEN, WINDOWS, EVAL_BATCHES, VOCABULARY = 64, 4, 20, 2048
 LR = {"nano": 3e-3, "35m": 1e-3}
 # Code and stages: two sites, and a border after every layer.
@@ -56,40 +53,34 @@ def decoded(code: ActivationCode, values: torch.Tensor, *, is_forward: bool) -> 
     return out
 
 
-def train(name: str, stages: int, *, size: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
+def train(*, model: str, code: str, stages: int, seed: int, steps: int, cache: Path) -> dict[str, Any]:
     """Train once and return the held-out loss in nats a token."""
-    torch.set_num_threads(1)
     corpus = open_corpus("stdlib", cache=cache, vocab_size=VOCABULARY, tokenizer="bpe")
-    model: Any = build_model(size, seed=seed, vocab_size=VOCABULARY)
-    code = None if name == "none" else ActivationCode.parse(name)
-    sizes = chunk_layers(model.config.layers, stages)
+    whole: Any = build_model(model, seed=seed, vocab_size=VOCABULARY)
+    used = None if code == "none" else ActivationCode.parse(code)
+    sizes = chunk_layers(whole.config.layers, stages)
     firsts = [sum(sizes[:number]) for number in range(stages)]
     chunks = [
-        TransformerStage(model, range(first, first + size), has_embedding=first == 0, has_head=number == stages - 1)
+        TransformerStage(whole, range(first, first + size), has_embedding=first == 0, has_head=number == stages - 1)
         for number, (first, size) in enumerate(zip(firsts, sizes, strict=True))
     ]
-    inner = torch.optim.AdamW(model.parameters(), lr=LR[size], betas=(0.9, 0.95), weight_decay=0.1)
+    inner = torch.optim.AdamW(whole.parameters(), lr=LR[model], betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: lr_factor(step, steps=steps))
     batches = Sampler(corpus.train, replica=0, num_replicas=1, batch_size=WINDOWS, seq_len=SEQ_LEN, seed=seed)
     for _, (tokens, targets) in zip(range(steps), batches, strict=False):
-        weight, values = model.embedding.weight, tokens
-        chunks[-1].tied_weight = weight if code is None else RoundTrip.apply(weight, code)
+        weight, values = whole.embedding.weight, tokens
+        chunks[-1].tied_weight = weight if used is None else RoundTrip.apply(weight, used)
         for number, chunk in enumerate(chunks):
-            values = chunk(values if number == 0 or code is None else RoundTrip.apply(values, code))
-        next_token_loss(values, targets, z_loss=model.config.z_loss)[0].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            values = chunk(values if number == 0 or used is None else RoundTrip.apply(values, used))
+        next_token_loss(values, targets, z_loss=whole.config.z_loss)[0].backward()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
         inner.step()
         inner.zero_grad()
         scheduler.step()
     held_out = validation_batches(corpus.held_out, batch_size=8, seq_len=SEQ_LEN, max_batches=EVAL_BATCHES)
     with torch.no_grad():
-        loss = statistics.fmean(float(model.loss(*batch)[1]) for batch in held_out)
-    return {"model": size, "code": name, "stages": stages, "seed": seed, "steps": steps, "val_loss": loss}
-
-
-def read(results: Path) -> list[dict[str, Any]]:
-    """Return the stored runs."""
-    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+        loss = statistics.fmean(float(whole.loss(*batch)[1]) for batch in held_out)
+    return {"val_loss": loss}
 
 
 def report(lines: list[dict[str, Any]]) -> None:
@@ -107,25 +98,14 @@ def report(lines: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Run what is not stored, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=LR, default="nano")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--cache", type=Path, default=Path("~/.cache/thinwire").expanduser())
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true")
-    options = parser.parse_args()
-    stored = {(one["model"], one["code"], one["stages"], one["seed"], one["steps"]) for one in read(options.results)}
+    given = stored_runs.options(steps=150, model={"choices": LR, "default": "nano"})
     # the last code is beside the question: it comes after the seeds of all others
-    order = [(seed, *one) for group in (RUNS[:3], RUNS[3:]) for seed in range(options.seeds) for one in group]
-    for seed, name, stages in () if options.report else order:
-        if (options.model, name, stages, seed, options.steps) not in stored:
-            line = train(name, stages, size=options.model, seed=seed, steps=options.steps, cache=options.cache)
-            line |= {"machine": describe_machine(torch.device("cpu"))}
-            with options.results.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(line, flush=True)
-    report(read(options.results))
+    order = [(seed, *one) for group in (RUNS[:3], RUNS[3:]) for seed in range(given.seeds) for one in group]
+    runs = [
+        {"model": given.model, "code": code, "stages": stages, "seed": seed, "steps": given.steps}
+        for seed, code, stages in order
+    ]
+    report(stored_runs.complete(given, runs, train))
 
 
 if __name__ == "__main__":

@@ -10,23 +10,20 @@ micro-batches that visited it, as `PathRunner` does. A run that is stored is lef
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import random
 import statistics
 from pathlib import Path
 from typing import Any
 
+import stored_runs
 import torch
 
-from thinwire.training.summary import describe_machine
 from thinwire.wire_benchmark.worker import lr_factor
 from thinwire.workloads.language import Sampler, open_corpus, validation_batches
 from thinwire.workloads.language.presets import TransformerConfig
 from thinwire.workloads.language.transformer import TransformerStage, build_transformer, next_token_loss
 
-RESULTS = Path(__file__).parent / "results" / "skip_quality.jsonl"
 SEQ_LEN, WINDOWS, LR, EVAL_BATCHES = 128, 8, 3e-3, 10
 LAYERS, KEPT = 6, 4
 RUNS = ("six layers", "four layers", "skip")
@@ -40,11 +37,10 @@ def loss_of(model: Any, layers: tuple[int, ...], tokens: torch.Tensor, targets: 
     return torch.stack(next_token_loss(part(tokens), targets, z_loss=model.config.z_loss))
 
 
-def train(name: str, *, seed: int, steps: int, cache: Path) -> dict[str, Any]:
+def train(*, run: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
     """Train once and return the held-out loss in nats a token, of the model and of parts of its layers."""
-    torch.set_num_threads(1)
     corpus = open_corpus("stdlib", cache=cache, tokenizer="bytes")
-    num_layers = KEPT if name == "four layers" else LAYERS
+    num_layers = KEPT if run == "four layers" else LAYERS
     shape = TransformerConfig(vocab_size=corpus.tokenizer.vocab_size, dim=64, layers=num_layers, heads=4)
     model: Any = build_transformer(shape, seed=seed)
     whole, chance = tuple(range(num_layers)), random.Random(seed)
@@ -53,7 +49,7 @@ def train(name: str, *, seed: int, steps: int, cache: Path) -> dict[str, Any]:
     batches = Sampler(corpus.train, replica=0, num_replicas=1, batch_size=WINDOWS, seq_len=SEQ_LEN, seed=seed)
     for _, (tokens, targets) in zip(range(steps), batches, strict=False):
         paths = [whole] * WINDOWS
-        if name == "skip":
+        if run == "skip":
             paths = [(0, *sorted(chance.sample(whole[1:], KEPT - 1))) for _ in range(WINDOWS)]
         for path, row, target in zip(paths, tokens.split(1), targets.split(1), strict=True):
             (loss_of(model, path, row, target)[0] / WINDOWS).backward()
@@ -72,16 +68,11 @@ def train(name: str, *, seed: int, steps: int, cache: Path) -> dict[str, Any]:
         with torch.no_grad():
             return statistics.fmean(float(loss_of(model, layers, *batch)[1]) for batch in held_out)
 
-    found = {"run": name, "seed": seed, "steps": steps, "val_loss": held_out_loss(whole)}
+    found = {"val_loss": held_out_loss(whole)}
     for kept in (KEPT, LAYERS // 2) if num_layers == LAYERS else ():
         parts = [(0, *more) for more in itertools.combinations(whole[1:], kept - 1)]
         found[f"val_loss_{kept}_layers"] = statistics.fmean(map(held_out_loss, parts))
     return found
-
-
-def read(results: Path) -> list[dict[str, Any]]:
-    """Return the stored runs."""
-    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
 def report(lines: list[dict[str, Any]]) -> None:
@@ -96,22 +87,9 @@ def report(lines: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Run what is not stored, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--cache", type=Path, default=Path("~/.cache/thinwire").expanduser())
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true")
-    options = parser.parse_args()
-    stored = {(one["run"], one["seed"], one["steps"]) for one in read(options.results)}
-    for seed, name in () if options.report else itertools.product(range(options.seeds), RUNS):
-        if (name, seed, options.steps) not in stored:
-            line = train(name, seed=seed, steps=options.steps, cache=options.cache)
-            line |= {"machine": describe_machine(torch.device("cpu"))}
-            with options.results.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(line, flush=True)
-    report(read(options.results))
+    given = stored_runs.options(steps=150)
+    runs = [{"run": run, "seed": seed, "steps": given.steps} for seed in range(given.seeds) for run in RUNS]
+    report(stored_runs.complete(given, runs, train))
 
 
 if __name__ == "__main__":
