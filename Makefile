@@ -28,6 +28,9 @@ TORCH ?= $(shell cat $(REMEMBERED) 2>/dev/null)
 TAG := $(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 RUN_STAMP := $(VENV)/stamp-run-$(TAG)
 TEST_STAMP := $(VENV)/stamp-test-$(TAG)
+# Flower's simulation pins another ray than the one that the pins hold: an environment on top of .venv, for its tests.
+FLOWER := flwr[simulation]==1.42.0
+FLOWER_STAMP := $(VENV)/flower/stamp
 
 TEST_EXTRAS := [dev,docs,hf,parquet,lightning,trl]
 
@@ -99,7 +102,7 @@ quick: $(TEST_STAMP) ## All checks, unit tests and laws but for long ones, in ab
 	$(call checks_and_tests,$(QUICK_JOBS),$(QUICK))
 
 .PHONY: test
-test: $(TEST_STAMP) ## All checks and all tests (ARGS="-k word" appends)
+test: $(TEST_STAMP) $(FLOWER_STAMP) ## All checks and all tests (ARGS="-k word" appends)
 	$(call checks_and_tests,$(JOBS),)
 
 .PHONY: slowest
@@ -185,3 +188,14 @@ $(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 $(TEST_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(call install,$(TEST_EXTRAS))
 	@touch $(RUN_STAMP)
+
+# Without it, tests/multiprocess/test_flower_environment.py is skipped by name. What is below comes last, so that pip does
+# not take .venv's packages for its own.
+$(FLOWER_STAMP): | $(TEST_STAMP)
+	@$(BIN)/python -m venv $(VENV)/flower
+	@site() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+	if $(VENV)/flower/bin/python -m pip --disable-pip-version-check --quiet install '$(FLOWER)'; then \
+		echo "import site; site.addsitedir('$$(site $(BIN)/python)')" \
+			> "$$(site $(VENV)/flower/bin/python)/below.pth"; \
+		touch $@; \
+	else echo "Flower could not be installed: its tests are skipped" >&2; rm -rf $(VENV)/flower; fi

@@ -18,8 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
 TORCH = "torch==2.13.0"
-# torchtitan 0.3 needs an older datasets than all others take; `thinwire[titan]` is installed without constraints.txt
-LEFT_OUT = ("titan",)
+# torchtitan 0.3 needs an older datasets than all others take, and Flower's simulation pins another ray: these two are
+# installed without constraints.txt
+LEFT_OUT = ("titan", "flower")
 BUILD = ("hatchling", "editables")  # the back end, and what it needs for an editable install
 HEADER = """\
 # Every version that an installation of thinwire can bring, with all extras, on Python {pythons}.

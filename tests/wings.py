@@ -55,9 +55,10 @@ WINGS: dict[str, tuple[str, ...]] = {
         "lab/test_train_hosts",
     ),
     "faces": (
-        "architecture/", "cli/", "docs/", "unit/cli/", "unit/integrations/", "unit/test_wire_references",
-        "multiprocess/test_hf_", "multiprocess/test_integration_", "multiprocess/test_length_sampler",
-        "multiprocess/test_ray", "multiprocess/test_torch_checkpoints", "multiprocess/test_wire_benchmark_",
+        "architecture/", "cli/", "docs/", "flower/", "unit/cli/", "unit/integrations/", "unit/test_wire_references",
+        "multiprocess/test_flower_", "multiprocess/test_hf_", "multiprocess/test_integration_",
+        "multiprocess/test_length_sampler", "multiprocess/test_ray", "multiprocess/test_torch_checkpoints",
+        "multiprocess/test_wire_benchmark_",
         "lab/test_rehearse_page", "lab/test_wire_benchmark",
     ),
 }  # fmt: skip

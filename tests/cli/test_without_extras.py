@@ -23,6 +23,10 @@ TRIED: dict[str, list[str]] = {
         f"leave {URI} --replica 1", ">>> thinwire.connect(replica=0, num_replicas=2, secret='secret')",
     ],
     "ray": [">>> importlib.import_module('thinwire.integrations.ray')._ray()"],
+    "flower": [
+        ">>> importlib.import_module('thinwire.integrations.flower').client_mod",
+        ">>> importlib.import_module('thinwire.integrations.flower.strategy')",
+    ],
     "hf": [
         "train --data hf:some/text", "train --model hf:pretrained", "plan --hosts 2 --rate 20mbit --flops 1e12 --model "
         "hf:pretrained", ">>> importlib.import_module('thinwire.integrations.hf')",

@@ -1,0 +1,528 @@
+"""Updates of named arrays as one row of bytes: what a client sends of its model, and a server of the global one.
+
+A message is the header of `thinwire.transport.message` (codec, elements, version of the model that it refers to, a hash
+of names and shapes as its note, checksum), and then:
+
+| bytes | content |
+| --- | --- |
+| 1 | flags: 1 where the sender dropped an old residual |
+| 1 | type of all coded arrays (0 float16, 1 float32, 2 float64), or 255 and then one such byte for each |
+| the rest | arrays that are not coded (counters, flags), as they are; then the codec's payload |
+
+Floating arrays are coded together, as one vector in the order of their names in the model. A lossy codec carries the
+difference to the base, with error feedback; a lossless one carries the values: base + (value - base) is not always the
+value. What arrives is untrusted: sizes are known from the receiver's own arrays before a byte is decoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from thinwire import codecs
+from thinwire.codec_specs import CODEC_SPECS, codec_key
+from thinwire.codecs import Codec, NeedsLayout
+from thinwire.codecs.error_feedback import ErrorFeedback, Residual
+from thinwire.errors import NonFiniteError, PayloadError, refusal
+from thinwire.transport.base import Envelope
+from thinwire.transport.message import HEADER_BYTES, Header, check_header, pack, unpack
+from thinwire.transport.streams import Stream, register
+
+UPDATES = register(Stream(name="client-update", number=40, keys=("version", "base version")))
+Arrays = dict[str, npt.NDArray[Any]]
+Bytes = npt.NDArray[np.uint8]
+
+_FLOATS = ("float16", "float32", "float64")
+_MIXED = 255
+_DROPPED = 1
+_MOST_VERSION = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCode:
+    """Code of one direction, the same on clients and server.
+
+    Attributes:
+        codec: Name of a codec, as `thinwire.codecs.by_name` has it.
+        density: Share of the elements that a sparse codec sends; None for the codec's default.
+        values: Format of a sparse codec's values, such as `"clusters"`; None for the codec's default.
+
+    Raises:
+        ValueError: The codec is unknown, or does not take the option.
+    """
+
+    codec: str = "float32"
+    density: float | None = None
+    values: str | None = None
+
+    def __post_init__(self) -> None:
+        self.make()
+
+    def make(self) -> Codec:
+        """Return the codec."""
+        key = codec_key(self.codec)
+        function, arguments = CODEC_SPECS[key]
+        given = {
+            name: value for name, value in (("density", self.density), ("values", self.values)) if value is not None
+        }
+        try:
+            made: Codec = getattr(codecs, function)(**{**arguments, **given})
+        except TypeError:
+            raise refusal(f"codec {key} does not take such options", got=", ".join(given), allowed="its own",
+                          remedy="codec='top-k', which takes density and values") from None  # fmt: skip
+        return made
+
+    def text(self) -> str:
+        """Return the code as text, by which the two ends compare what they were given."""
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not None}, sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Uplink(LinkCode):
+    """What clients send.
+
+    Attributes:
+        codec: Of the difference between a client's arrays and the global ones that it got.
+        error_feedback: Whether a client keeps what a lossy codec dropped, and adds it to its next update.
+        residual_rounds: A residual of a client that was away for more rounds is dropped: it is a stale gradient.
+        tag: Further text that both ends must have the same, such as the fingerprint of `sign_mask`.
+
+    Raises:
+        ValueError: An option is out of its range.
+    """
+
+    codec: str = "e3m0"
+    error_feedback: bool = True
+    residual_rounds: int = 20
+    tag: str = ""
+
+    def __post_init__(self) -> None:
+        self.make()
+        if self.residual_rounds < 1:
+            raise refusal("residual_rounds is too small", got=self.residual_rounds, allowed="1 or more",
+                          remedy="residual_rounds=20, or error_feedback=False")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Downlink(LinkCode):
+    """What the server sends: versions of the global model, each coded as the difference to the one before.
+
+    Both ends hold the last decoded version, so what the codec dropped is part of the next difference. A client that
+    missed versions gets all their differences, or the whole version where that is shorter. Patches of a publisher can
+    take the place of these differences: they too lead from one version to the next.
+
+    Attributes:
+        codec: Of the differences.
+        keep: Versions whose differences the server keeps; a client that is further behind gets the whole model.
+
+    Raises:
+        ValueError: An option is out of its range.
+    """
+
+    codec: str = "e3m0"
+    keep: int = 20
+
+    def __post_init__(self) -> None:
+        if self.make().is_lossless_for_float32:
+            raise refusal("a lossless downlink sends whole models anyway", got=self.codec, allowed="a lossy codec",
+                          remedy="down=None")  # fmt: skip
+        if self.keep < 1:
+            raise refusal("keep is too small", got=self.keep, allowed="1 or more", remedy="keep=20")
+
+
+def code_from_text(kind: type[Downlink], text: str) -> Downlink:
+    """Return the code that `LinkCode.text` wrote.
+
+    Raises:
+        PayloadError: It is no such text.
+    """
+    try:
+        return kind(**json.loads(text[:1000]))
+    except (TypeError, ValueError) as error:
+        raise PayloadError(
+            f"the server's downlink is unknown here: {error}; run the same thinwire on all hosts"
+        ) from None
+
+
+@dataclass(frozen=True)
+class ArrayLayout:
+    """Names, shapes and kinds of a model's arrays, in order.
+
+    Attributes:
+        names: Of the arrays.
+        shapes: Of the arrays.
+        kinds: `float` for arrays that are coded, else the type, such as `int64`.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> ArrayLayout:
+        """Return the layout of arrays.
+
+        Raises:
+            ValueError: An array holds objects or text.
+        """
+        for name, array in arrays.items():
+            if array.dtype.kind not in "fiub":
+                raise refusal(f"array {name} holds no numbers", got=array.dtype, allowed="floats, integers, bool",
+                              remedy="to leave it out of the ArrayRecord")  # fmt: skip
+        kinds = ("float" if str(array.dtype) in _FLOATS else str(array.dtype) for array in arrays.values())
+        return cls(tuple(arrays), tuple(array.shape for array in arrays.values()), tuple(kinds))
+
+    @cached_property
+    def coded(self) -> tuple[int, ...]:
+        """Places of the arrays that are coded."""
+        return tuple(place for place, kind in enumerate(self.kinds) if kind == "float")
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each array."""
+        return tuple(int(np.prod(shape, dtype=np.int64)) for shape in self.shapes)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all coded arrays."""
+        return sum(self.sizes[place] for place in self.coded)
+
+    @cached_property
+    def raw_bytes(self) -> int:
+        """Bytes of all arrays that are not coded."""
+        kinds = zip(self.kinds, self.sizes, strict=True)
+        return sum(size * np.dtype(kind).itemsize for kind, size in kinds if kind != "float")
+
+    def fingerprint(self, *, tag: str = "") -> bytes:
+        """Return a hash of 8 bytes of names, shapes, kinds and the tag."""
+        text = json.dumps([self.names, self.shapes, self.kinds, tag])
+        return hashlib.sha256(text.encode()).digest()[:8]
+
+    def check(self, other: ArrayLayout, *, what: str) -> None:
+        """Refuse arrays of another layout, by the name of the first array that differs.
+
+        Raises:
+            PayloadError: They differ.
+        """
+        mine, others = (
+            dict(zip(one.names, zip(one.shapes, one.kinds, strict=True), strict=True)) for one in (self, other)
+        )
+        for name in (*self.names, *other.names):
+            if mine.get(name) != others.get(name):
+                raise PayloadError(
+                    f"{what}: array {name[:100]!r} is {others.get(name)}, expected {mine.get(name)}; train the model "
+                    f"that the server sent"
+                )
+        if self.names != other.names:
+            raise PayloadError(f"{what}: the arrays are in another order; keep the order of the model's state_dict")
+
+    def flat(self, arrays: Mapping[str, npt.NDArray[Any]]) -> torch.Tensor:
+        """Return the coded arrays as one vector, float64 where one of them is, else float32."""
+        parts = [np.ascontiguousarray(arrays[self.names[place]]).reshape(-1) for place in self.coded]
+        dtype = np.float64 if any(part.dtype == np.float64 for part in parts) else np.float32
+        whole = np.concatenate([part.astype(dtype) for part in parts]) if parts else np.empty(0, dtype)
+        return torch.from_numpy(whole)
+
+
+@dataclass(frozen=True)
+class UpdateCode:
+    """Code of a model's updates in one direction.
+
+    Attributes:
+        code: The direction's code.
+        layout: Of the model.
+    """
+
+    code: LinkCode
+    layout: ArrayLayout
+
+    @cached_property
+    def codec(self) -> Codec:
+        """The codec, laid out for the coded arrays."""
+        made = self.code.make()
+        shapes = [torch.Size(self.layout.shapes[place]) for place in self.layout.coded]
+        return made.laid_out(shapes) if isinstance(made, NeedsLayout) else made
+
+    @cached_property
+    def sends_values(self) -> bool:
+        """Whether values travel, not differences."""
+        return self.codec.is_lossless_for_float32
+
+    @cached_property
+    def note(self) -> bytes:
+        """The hash that both ends must have the same."""
+        return self.layout.fingerprint(tag=getattr(self.code, "tag", ""))
+
+    @cached_property
+    def most_bytes(self) -> int:
+        """Largest body of a message."""
+        return 2 + len(self.layout.coded) + self.layout.raw_bytes + self.codec.payload_bytes(self.layout.numel)
+
+    def _envelope(self, size: int, *, version: int, base: int, takes_less: bool = False) -> Envelope:
+        return Envelope(
+            stream=UPDATES, key=(version, base), codec_id=self.codec.wire_id, numel=self.layout.numel,
+            payload_bytes=size, note=self.note, takes_less=takes_less,
+        )  # fmt: skip
+
+    def encode(
+        self, arrays: Arrays, base: torch.Tensor, *, sender: int, version: int, base_version: int,
+        residual: torch.Tensor | None = None, has_dropped: bool = False,
+    ) -> tuple[Bytes, torch.Tensor]:  # fmt: skip
+        """Encode arrays as the difference to a base.
+
+        Args:
+            arrays: Of the layout.
+            base: `ArrayLayout.flat` of what the receiver holds.
+            sender: Number of the sender.
+            version: What the receiver will match.
+            base_version: Of the base.
+            residual: float32, `(numel,)`: what was not sent before, which is updated; None for no error feedback.
+            has_dropped: Whether an old residual was dropped.
+
+        Returns:
+            The message, uint8, and what the receiver decodes of the coded part, float32 `(numel,)`.
+        """
+        self.layout.check(ArrayLayout.of(arrays), what="the update")
+        value = self.layout.flat(arrays)
+        vector = value.to(torch.float32) if self.sends_values else (value - base).to(torch.float32)
+        memory, state = ErrorFeedback(), None if residual is None or self.sends_values else Residual(residual)
+        if state is not None and bool(vector.isfinite().all()):  # else the receiver refuses it, and the residual stays
+            vector = memory.before(state, vector)
+        else:
+            state = None
+        payload = self.codec.encode(vector)
+        body = torch.cat([torch.from_numpy(self._head(arrays, has_dropped)), payload])
+        try:
+            sent = self.codec.decode(payload, numel=self.layout.numel)
+        except NonFiniteError:
+            sent = torch.full_like(vector, torch.nan)
+        if state is not None:
+            memory.after(state, sent)
+        envelope = self._envelope(body.numel(), version=version, base=base_version)
+        return pack(body, sender=sender, envelope=envelope).numpy(), sent
+
+    def _head(self, arrays: Arrays, has_dropped: bool) -> Bytes:
+        types = [_FLOATS.index(str(arrays[self.layout.names[place]].dtype)) for place in self.layout.coded]
+        kinds = types[:1] if len(set(types)) <= 1 else [_MIXED, *types]
+        raw = [
+            np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
+            for name, kind in zip(self.layout.names, self.layout.kinds, strict=True) if kind != "float"
+        ]  # fmt: skip
+        return np.concatenate([np.array([_DROPPED * has_dropped, *(kinds or [1])], np.uint8), *raw])
+
+    def decode(self, message: Bytes, *, sender: int, version: int, base_version: int) -> Decoded:
+        """Decode a message.
+
+        Raises:
+            PayloadError: It is not a message of this code, layout, version and sender.
+            NonFiniteError: It holds NaN or infinity.
+        """
+        envelope = self._envelope(self.most_bytes, version=version, base=base_version, takes_less=True)
+        received = unpack(torch.from_numpy(message.copy()), source=sender, envelope=envelope)
+        if received.note != self.note:
+            raise PayloadError(f"{envelope.describe()} from {sender}: its arrays have other names, shapes or tag than "
+                               f"the server's; train the model that the server sent")  # fmt: skip
+        body, layout = received.payload.numpy(), self.layout
+        count = len(layout.coded)
+        width = 2 + count * (len(body) > 1 and int(body[1]) == _MIXED)
+        types = [int(one) for one in (body[2:width] if width > 2 else body[1:2])]
+        if len(body) < width + layout.raw_bytes or any(one >= len(_FLOATS) for one in types):
+            raise PayloadError(f"{envelope.describe()} from {sender}: its head is too short, or names an unknown type")
+        raw, start = {}, width
+        for name, shape, kind, size in zip(layout.names, layout.shapes, layout.kinds, layout.sizes, strict=True):
+            if kind != "float":
+                stop = start + size * np.dtype(kind).itemsize
+                raw[name] = body[start:stop].view(kind).reshape(shape).copy()
+                start = stop
+        vector = self.codec.decode(received.payload[start:].clone(), numel=layout.numel)  # aligned
+        if not bool(vector.isfinite().all()):
+            raise NonFiniteError(f"{envelope.describe()} from {sender}: it holds NaN or infinity")
+        types = types if width > 2 else types * count
+        return Decoded(code=self, vector=vector, raw=raw, types=tuple(types), has_dropped=bool(body[0] & _DROPPED))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """Content of a message.
+
+    Attributes:
+        code: That it was decoded by.
+        vector: Values or differences of the coded arrays, float32 `(numel,)`.
+        raw: The arrays that are not coded.
+        types: Index of each coded array's type.
+        has_dropped: Whether the sender dropped an old residual.
+    """
+
+    code: UpdateCode
+    vector: torch.Tensor
+    raw: Arrays
+    types: tuple[int, ...]
+    has_dropped: bool
+
+    def arrays(self, onto: torch.Tensor, *, held: torch.Tensor | None = None) -> Arrays:
+        """Return the arrays.
+
+        Args:
+            onto: Vector that a difference is added to.
+            held: For values: what the sender's own arrays began from, where that is not `onto`.
+        """
+        layout = self.code.layout
+        if not self.code.sends_values:
+            whole = onto + self.vector.to(onto.dtype)
+        else:
+            whole = self.vector if held is None else onto + (self.vector.to(held.dtype) - held)
+        parts = iter(torch.split(whole, [layout.sizes[place] for place in layout.coded]))
+        kinds = iter(self.types)
+        return {
+            name: next(parts).numpy().astype(_FLOATS[next(kinds)]).reshape(shape) if kind == "float" else self.raw[name]
+            for name, shape, kind in zip(layout.names, layout.shapes, layout.kinds, strict=True)
+        }  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Broadcast:
+    """Versions of the global model, as clients hold them.
+
+    Attributes:
+        down: Code of the differences; None sends whole models.
+        version: The current one, from 1; 0 before the first.
+        held: What clients of the current version hold.
+        vector: `ArrayLayout.flat` of it.
+        exact: `ArrayLayout.flat` of the server's own arrays at this version.
+        patches: Message that leads to each of the last versions from the one before.
+        own: The server's own arrays at this version.
+        layout: Of these arrays.
+    """
+
+    down: Downlink | None
+    version: int = 0
+    held: Arrays = field(default_factory=dict)
+    layout: ArrayLayout | None = None
+    vector: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    exact: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    patches: dict[int, Bytes] = field(default_factory=dict)
+    own: Arrays = field(default_factory=dict)
+
+    def advance(self, arrays: Arrays) -> ArrayLayout:
+        """Make arrays the current version, unless they are, and return their layout."""
+        layout = ArrayLayout.of(arrays)
+        if layout == self.layout and all(_is_same(arrays[name], self.own[name]) for name in arrays):
+            return layout
+        if not all(bool(np.isfinite(array).all()) for array in arrays.values()):
+            raise NonFiniteError("the global model holds NaN or infinity; lower the learning rate of clients or server")
+        self.exact = layout.flat(arrays)
+        base, self.version = self.version, self.version + 1
+        if self.version > _MOST_VERSION:
+            raise refusal(
+                "a model has too many versions", got=self.version, allowed=_MOST_VERSION, remedy="a new strategy"
+            )
+        if self.down is None or layout != self.layout:
+            self.held, self.patches = arrays, {}
+        else:
+            code = UpdateCode(self.down, layout)
+            patch, _ = code.encode(arrays, self.vector, sender=0, version=self.version, base_version=base)
+            decoded = code.decode(patch, sender=0, version=self.version, base_version=base)
+            self.held = decoded.arrays(self.vector)
+            self.patches = {**self.patches, self.version: patch}
+            self.patches = {version: self.patches[version] for version in sorted(self.patches)[-self.down.keep :]}
+        self.own, self.layout, self.vector = arrays, layout, layout.flat(self.held)
+        return layout
+
+    def patch_from(self, version: int | None) -> Bytes | None:
+        """Return the messages that lead from a version to the current one; None where a whole model is shorter."""
+        if version is None or not 0 < version <= self.version:
+            return None
+        needed = range(version + 1, self.version + 1)
+        if any(one not in self.patches for one in needed):
+            return None
+        joined = np.concatenate([np.empty(0, np.uint8), *(self.patches[one] for one in needed)])
+        return joined if len(joined) < sum(array.nbytes for array in self.held.values()) else None
+
+
+def follow(code: UpdateCode, held: Arrays, messages: Bytes, *, version: int, target: int) -> Arrays:
+    """Return the version that messages lead to, from the one that is held.
+
+    Args:
+        code: Of the downlink, with the layout of `held`.
+        held: Arrays of `version`.
+        messages: Of `Broadcast.patch_from`.
+        version: What is held.
+        target: What the messages must lead to.
+
+    Raises:
+        PayloadError: The messages do not lead there.
+    """
+    for message, number in _cut(code, messages, version=version):
+        if number > target:
+            break
+        decoded = code.decode(message, sender=0, version=number, base_version=number - 1)
+        held, version = decoded.arrays(code.layout.flat(held)), number
+    if version != target:
+        raise PayloadError(f"differences lead to version {version} of the model, expected {target}")
+    return held
+
+
+def _cut(code: UpdateCode, messages: Bytes, *, version: int) -> Iterator[tuple[Bytes, int]]:
+    start = 0
+    while start < len(messages):
+        version += 1
+        envelope = code._envelope(code.most_bytes, version=version, base=version - 1, takes_less=True)
+        header: Header = check_header(memoryview(messages[start:].tobytes()), source=0, envelope=envelope)
+        stop = start + HEADER_BYTES + header.payload_bytes
+        yield messages[start:stop], version
+        start = stop
+
+
+def _is_same(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+    return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+def read_row(data: bytes, *, most_bytes: int) -> Bytes:
+    """Return the uint8 of a .npy file of one dimension, checked against the bytes that are there.
+
+    `numpy.load` would take memory for as many elements as the file claims.
+
+    Raises:
+        PayloadError: It is another file, or of another size.
+    """
+    array = read_array(data, most_bytes=most_bytes)
+    if array.dtype != np.uint8 or array.ndim != 1:
+        raise PayloadError(f"an array of {array.dtype} of shape {array.shape[:8]} in the place of a row of bytes")
+    return array
+
+
+def read_array(data: bytes, *, most_bytes: int) -> npt.NDArray[Any]:
+    """Return the numbers of a .npy file, checked against the bytes that are there.
+
+    Raises:
+        PayloadError: It is another file, or of another size.
+    """
+    stream = io.BytesIO(data)
+    try:
+        if np.lib.format.read_magic(stream) != (1, 0):
+            raise ValueError("its format is not 1.0")
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    except Exception as error:  # of numpy's reader: ValueError, SyntaxError, TypeError, struct.error
+        raise PayloadError(f"an array that is no .npy file: {str(error)[:200]}") from None
+    room = len(data) - stream.tell()
+    if dtype.kind not in "fiub" or room > most_bytes or not _fits(shape, dtype.itemsize, room):
+        raise PayloadError(f"an array claims {dtype} of shape {shape[:8]}, and {room} bytes are there; at most "
+                           f"{most_bytes} fit")  # fmt: skip
+    found = np.frombuffer(data, dtype=dtype, offset=stream.tell())
+    return found.reshape(shape, order="F" if is_fortran else "C")
+
+
+def _fits(shape: Sequence[int], itemsize: int, room: int) -> bool:
+    size = itemsize
+    for length in shape:
+        size *= length  # Python's integers do not overflow
+    return size == room and all(length >= 0 for length in shape)

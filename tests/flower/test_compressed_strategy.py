@@ -1,0 +1,329 @@
+"""Wrapped strategies over a grid in this process: exactness, residuals, absent and hostile clients, bytes."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp.mod import LocalDpMod
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, Krum
+from in_process_grid import InProcessGrid, walking_app
+
+from thinwire.averaging.aggregation_rules import TrimmedMean
+from thinwire.errors import PayloadError, ThinwireError
+from thinwire.integrations import flower as thin
+from thinwire.integrations.flower.strategy import serialised_bytes
+from thinwire.integrations.flower.updates import ArrayLayout, UpdateCode
+from thinwire.methods.robust import MultiKrum
+from thinwire.methods.robust.flag import FlagAggregator
+
+Arrays = dict[str, Any]
+
+
+def awkward(seed: int = 0) -> Arrays:
+    """Return a scalar, an empty array, a counter, a flag, half and double precision."""
+    rng = np.random.default_rng(seed)
+    return {
+        "w": rng.normal(size=(13, 7)).astype(np.float32), "half": rng.normal(size=(5,)).astype(np.float16),
+        "empty": np.zeros((0, 3), np.float32), "scale": np.float32(0.3) * np.ones((), np.float32),
+        "norm.num_batches_tracked": np.asarray(17, np.int64), "is_on": np.asarray([True, False]),
+        "double": rng.normal(size=(3, 3)),
+    }  # fmt: skip
+
+
+def plain(seed: int = 0, size: int = 257) -> Arrays:
+    rng = np.random.default_rng(seed)
+    return {"a": rng.normal(size=(size, 3)).astype(np.float32), "b": rng.normal(size=(5,)).astype(np.float32)}
+
+
+def step(node: int, round: int, arrays: Arrays) -> Arrays:
+    """Walk by a tenth of random numbers; every third client walks far, so that medians and Krum have to choose."""
+    rng = np.random.default_rng([node, round])
+    far = 3.0 if node % 3 == 2 else 0.1
+    new = dict(arrays)
+    for name, array in arrays.items():
+        if array.dtype.kind == "f":
+            dtype = np.float32 if array.dtype == np.float64 else array.dtype  # as torch trains what FedAdam sends
+            new[name] = (array + far * rng.normal(size=array.shape)).astype(dtype)
+    return new
+
+
+def record(arrays: Arrays) -> ArrayRecord:
+    return ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
+
+
+def arrays_of(found: ArrayRecord) -> Arrays:
+    return {name: array.numpy() for name, array in found.items()}
+
+
+def run(strategy: Any, mods: list[Any], start: Arrays, *, rounds: int = 3, nodes: int = 7) -> tuple[Arrays, Any]:
+    grid = InProcessGrid(walking_app(mods, step), nodes)
+    torch.manual_seed(0)
+    result = strategy.start(grid, record(start), num_rounds=rounds)
+    return arrays_of(result.arrays), result
+
+
+STRATEGIES: list[Callable[[], Any]] = [
+    lambda: FedAvg(), lambda: FedAdam(eta=0.01), lambda: FedMedian(), lambda: Krum(num_malicious_nodes=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", STRATEGIES, ids=["FedAvg", "FedAdam", "FedMedian", "Krum"])
+def test_with_float32_a_wrapped_strategy_ends_with_the_same_bits(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("random.sample", lambda nodes, count: sorted(nodes)[:count])  # one order for both
+    up = thin.Uplink("float32")
+    for start in (plain(), plain(1, size=1)):
+        expected, first = run(make(), [], start)
+        found, second = run(thin.wrap(make(), up), [thin.client_mod(up)], start)
+        assert {name: (one.dtype, one.tobytes()) for name, one in found.items()} == {
+            name: (one.dtype, one.tobytes()) for name, one in expected.items()
+        }
+        assert second.train_metrics_clientapp == first.train_metrics_clientapp
+        assert second.evaluate_metrics_clientapp == first.evaluate_metrics_clientapp
+
+
+@pytest.mark.parametrize("codec", ["e3m0", "float32", "sign-mean", "chunked-top-k-2bit", "block-int8"])
+def test_awkward_arrays_come_back_with_their_types_and_counters_exactly(codec: str) -> None:
+    up = thin.Uplink(codec)
+    got = []
+
+    class Spy(FedAvg):
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            got.extend(arrays_of(reply.content["arrays"]) for reply in replies)
+            return None, None
+
+    run(thin.wrap(Spy(), up), [thin.client_mod(up)], awkward(), rounds=1, nodes=2)
+    expected = step(0, 1, awkward())
+    [own, _] = sorted(got, key=lambda one: abs(one["w"] - expected["w"]).sum())
+    assert list(own) == list(expected)
+    for name, array in own.items():
+        assert (array.dtype, array.shape) == (expected[name].dtype, expected[name].shape)
+        if array.dtype.kind != "f" or codec == "float32":
+            assert array.tobytes() == expected[name].tobytes()
+
+
+def test_sent_plus_residual_is_the_difference_plus_the_old_residual_and_survives_serialisation() -> None:
+    up, start = thin.Uplink("top-k", density=0.05, values="float32"), plain()
+    grid = InProcessGrid(walking_app([thin.client_mod(up)], step), 2)
+    strategy = thin.wrap(FedAvg(), up)
+    layout, total = ArrayLayout.of(start), {1000: torch.zeros(776), 1001: torch.zeros(776)}
+    got: dict[int, torch.Tensor] = {}
+
+    def between(replies: list[Message]) -> list[Message]:
+        for reply in replies:
+            if "arrays" in reply.content:
+                assert list(reply.content["arrays"]) == ["thinwire"]
+                assert reply.content["arrays"]["thinwire"].numpy().dtype == np.uint8
+                message, node = reply.content["arrays"]["thinwire"].numpy(), reply.metadata.src_node_id
+                round = strategy.rounds[-1].round
+                decoded = UpdateCode(up, layout).decode(message, sender=node, version=round, base_version=round)
+                got[node] = decoded.vector
+        return replies
+
+    grid.between = between
+    arrays = record(start)
+    for round in (1, 2, 3):
+        base = layout.flat(arrays_of(arrays))
+        messages = strategy.configure_train(round, arrays, ConfigRecord({}), grid)
+        new, _ = strategy.aggregate_train(round, grid.send_and_receive(messages))
+        for node in (1000, 1001):
+            walked = layout.flat(step(node - 1000, round, arrays_of(arrays))) - base
+            left = torch.from_numpy(grid.contexts[node].state["thinwire.residual"]["residual"].numpy().copy())
+            # float32: what is sent is taken away exactly, since the top values travel whole
+            assert torch.equal(got[node] + left, total[node] + walked)
+            assert int((got[node] != 0).sum()) == math.ceil(0.05 * 776)
+            total[node] = left
+        arrays = new
+
+
+def test_a_coded_downlink_leaves_server_and_clients_with_the_same_model_also_after_an_absence() -> None:
+    up, start = thin.Uplink("e3m0"), plain()
+    for keep, wholes in ((20, 3), (1, 4)):
+        grid = InProcessGrid(walking_app([thin.client_mod(up)], step), 3)
+        strategy = thin.wrap(FedAvg(fraction_evaluate=0.0), up, down=thin.Downlink("e3m0", keep=keep))
+        arrays, is_whole = record(start), []
+        for round in range(1, 7):
+            grid.away = {1002} if round in (3, 4) else set()
+            if round == 5:
+                del grid.contexts[1001].state["thinwire.held"]  # as of a client that was installed again
+            grid.received.clear()
+            before = strategy._broadcast.vector
+            messages = strategy.configure_train(round, arrays, ConfigRecord({}), grid)
+            new, _ = strategy.aggregate_train(round, grid.send_and_receive(messages))
+            held = {
+                node: arrays_of(context.state["thinwire.held"])
+                for node, context in grid.contexts.items()
+                if node not in grid.away and not (round == 5 and node == 1001)
+            }
+            server = strategy._broadcast.held
+            for mine in held.values():
+                assert all(mine[name].tobytes() == server[name].tobytes() for name in server)
+            is_whole += [message.content["thinwire"]["is_whole"] for message in grid.received]
+            arrays = new
+        assert [row.num_stale for row in strategy.rounds] == [0, 0, 0, 0, 1, 0]
+        assert [row.clients for row in strategy.rounds] == [3, 3, 2, 2, 2, 3]
+        # three first visits, the client that lost its version, and with keep=1 the one that was away
+        assert sum(map(bool, is_whole)) == wholes + 1
+        last = strategy._broadcast
+        error, coded = (last.exact - last.vector).abs(), (last.exact - before).abs()
+        # what E3M0 drops of one difference, and not of six
+        assert 0 < float(error.max()) <= float(coded.max()) / 3 * (1 + 1e-6)
+
+
+def test_an_old_residual_is_dropped_and_counted_and_two_apps_do_not_share_one() -> None:
+    up = thin.Uplink("top-k", density=0.05, residual_rounds=2)
+    grid = InProcessGrid(walking_app([thin.client_mod(up)], step), 2)
+    strategy, arrays = thin.wrap(FedAvg(min_train_nodes=1), up), record(plain())
+    for round in range(1, 6):
+        grid.away = {1001} if round in (2, 3) else set()
+        messages = strategy.configure_train(round, arrays, ConfigRecord({}), grid)
+        arrays, _ = strategy.aggregate_train(round, grid.send_and_receive(messages))
+    assert [row.num_dropped for row in strategy.rounds] == [0, 0, 0, 1, 0]
+    states = [grid.contexts[node].state["thinwire.residual"]["residual"].numpy() for node in (1000, 1001)]
+    assert not np.array_equal(*states)
+
+
+def _npy(shape: tuple[int, ...]) -> bytes:
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    return buffer.getvalue()
+
+
+def _with_row(reply: Message, row: np.ndarray | Array) -> None:
+    reply.content["arrays"]["thinwire"] = row if isinstance(row, Array) else Array(row)
+
+
+def test_hostile_clients_are_refused_by_name_while_the_round_goes_on() -> None:
+    up, start = thin.Uplink("e3m0"), plain()
+    layout, nodes = ArrayLayout.of(start), 12
+
+    def lie(replies: list[Message]) -> list[Message]:
+        if "arrays" not in replies[0].content:
+            return replies
+        by_node = {reply.metadata.src_node_id - 1000: reply for reply in replies}
+        row = {node: reply.content["arrays"]["thinwire"].numpy() for node, reply in by_node.items()}
+        base = torch.zeros(layout.numel)
+        _with_row(by_node[0], row[0][:-3])
+        other = UpdateCode(thin.Uplink("block-int4"), layout)
+        _with_row(by_node[1], other.encode(start, base, sender=1001, version=1, base_version=1)[0])
+        code = UpdateCode(up, layout)
+        _with_row(by_node[2], code.encode(start, base, sender=1002, version=7, base_version=1)[0])
+        nan = {**start, "b": np.full(5, np.nan, np.float32)}
+        _with_row(by_node[3], code.encode(nan, base, sender=1003, version=1, base_version=1)[0])
+        _with_row(by_node[4], Array("uint8", (1 << 40,), "numpy.ndarray", _npy((1 << 40,)) + b"x"))
+        _with_row(by_node[5], row[6])  # of another client
+        by_node[6].content["metrics"] = MetricRecord({"num-examples": math.nan, "loss": 0.0})
+        by_node[7].content["metrics"] = MetricRecord({"num-examples": 3})
+        by_node[8].content["arrays"] = record({**start, "b": np.full(5, np.inf, np.float32)})
+        by_node[9].content["arrays"] = ArrayRecord({"a": Array("float32", (9,), "numpy.ndarray", b"no file")})
+        by_node[10].content["again"] = by_node[10].content["arrays"]
+        return [*replies, *[by_node[11]] * 10_000]
+
+    grid = InProcessGrid(walking_app([thin.client_mod(up)], step), nodes)
+    grid.between = lie
+    strategy = thin.wrap(FedAvg(), up)
+    result = strategy.start(grid, record(start), num_rounds=1)
+    [row] = strategy.rounds
+    assert (row.clients, row.num_rejected) == (1, 11 + 10_000)
+    for node, words in enumerate((
+        "payload bytes arrived", "codec is", "version is 7, expected 1", "NaN",
+        "claims uint8 of shape (1099511627776,)", "sender is 1006, expected 1005", "num-examples is nan",
+        "its metrics have other names", "NaN or infinity",
+        "no .npy file", "2 ArrayRecords", "it has replied before",
+    )):  # fmt: skip
+        assert words in row.rejected[1000 + node], node
+    assert "node 1003: " in strategy.report() and "  10011\n" in strategy.report()
+    # the one honest client is all of the mean
+    honest = step(11, 1, start)
+    found = arrays_of(result.arrays)
+    assert all(float(abs(found[name] - honest[name]).max()) < 5.0 for name in honest)
+
+
+def test_a_round_without_any_good_reply_keeps_the_model() -> None:
+    up = thin.Uplink("e3m0")
+    grid = InProcessGrid(walking_app([thin.client_mod(up)], step), 2)
+    grid.between = lambda replies: [one for one in replies if "arrays" not in one.content]
+    result = thin.wrap(FedAvg(), up).start(grid, record(plain()), num_rounds=1)
+    assert not result.arrays and not result.train_metrics_clientapp
+
+
+def test_the_report_is_the_sum_of_the_serialised_messages() -> None:
+    up = thin.Uplink("e3m0")
+    grid = InProcessGrid(walking_app([thin.client_mod(up)], step), 4)
+    counted = {"up": 0}
+
+    def between(replies: list[Message]) -> list[Message]:
+        counted["up"] += sum(serialised_bytes(one.content) for one in replies if "arrays" in one.content)
+        return replies
+
+    grid.between = between
+    strategy = thin.wrap(FedAvg(), up, down=thin.Downlink("e3m0"))
+    strategy.start(grid, record(plain(size=4001)), num_rounds=4)
+    assert sum(row.up_bytes for row in strategy.rounds) == counted["up"]
+    assert sum(row.down_bytes for row in strategy.rounds) == sum(serialised_bytes(one.content) for one in grid.received)
+    # after the first whole model, both directions cost 4.125 bits; evaluation first, then training needs nothing new
+    assert strategy.rounds[0].ratio < 3 and strategy.rounds[-1].ratio > 9, strategy.report()
+    assert strategy.report().count("\n") == 4
+
+
+def test_a_client_without_the_mod_counts_as_dense_and_a_mod_without_a_wrap_names_the_remedy() -> None:
+    up = thin.Uplink("float32")
+    expected, _ = run(FedAvg(), [], plain(), rounds=1, nodes=2)
+    found, _ = run(thin.wrap(FedAvg(), up), [], plain(), rounds=1, nodes=2)
+    assert all(np.allclose(found[name], expected[name], atol=1e-6) for name in found)
+    message = Message(RecordDict({"arrays": record(plain())}), dst_node_id=1, message_type="train")
+    context = Context(1, 1, {}, RecordDict(), {})
+    with pytest.raises(ThinwireError, match="wrap the strategy"):
+        thin.client_mod(up)(message, context, lambda *_: message)
+
+
+def test_clipping_before_coding_works_and_the_other_order_is_refused_by_name() -> None:
+    up, dp = thin.Uplink("e3m0"), LocalDpMod(1.0, 0.0, 1.0, 1e-5)
+    for mods, clients in (([thin.client_mod(up), dp], 2), ([dp, thin.client_mod(up)], 0)):
+        grid = InProcessGrid(walking_app(mods, step), 2)
+        replies: list[Message] = []
+        grid.between = lambda found, replies=replies: replies.extend(found) or found  # type: ignore[misc]
+        strategy = thin.wrap(FedAvg(fraction_evaluate=0.0), up)
+        strategy.start(grid, record(plain()), num_rounds=1)
+        assert strategy.rounds[0].clients == clients
+        if not clients:
+            assert "try mods=[client_mod(uplink), ...]" in replies[0].error.reason
+
+
+def test_another_uplink_at_the_client_is_named() -> None:
+    grid = InProcessGrid(walking_app([thin.client_mod(thin.Uplink("e3m0"))], step), 2)
+    reasons: list[str] = []
+    grid.between = lambda found: reasons.extend(one.error.reason for one in found if one.has_error()) or found  # type: ignore[func-returns-value]
+    strategy = thin.wrap(FedAvg(fraction_evaluate=0.0), thin.Uplink("top-k", density=0.1))
+    strategy.start(grid, record(plain()), num_rounds=1)
+    assert "the same Uplink for client_mod and wrap" in reasons[0] and '"density": 0.1' in reasons[0]
+
+
+@pytest.mark.parametrize(
+    "rule", [TrimmedMean(num_bad=2), MultiKrum(num_bad=2), FlagAggregator()], ids=lambda one: one.name
+)
+def test_a_robust_rule_joins_the_clients_in_the_strategys_place(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("random.sample", lambda nodes, count: sorted(nodes)[:count])
+    up, start = thin.Uplink("float32"), plain()
+    found, _ = run(thin.wrap(FedAvg(), up, aggregate=rule), [thin.client_mod(up)], start, rounds=1, nodes=9)
+    layout = ArrayLayout.of(start)
+    expected = rule(torch.stack([layout.flat(step(node, 1, start)) for node in range(9)]))
+    assert torch.equal(layout.flat(found), expected)
+    # FedAdam steps on the rule's result
+    adam, _ = run(thin.wrap(FedAdam(), up, aggregate=rule), [thin.client_mod(up)], start, rounds=1, nodes=9)
+    assert not np.array_equal(adam["a"], found["a"])
+
+
+def test_a_layout_that_changed_names_the_array() -> None:
+    up = thin.Uplink("e3m0")
+    code = UpdateCode(up, ArrayLayout.of(plain()))
+    with pytest.raises(PayloadError, match=r"array 'b' is .*6.*, expected .*5"):
+        code.encode({**plain(), "b": np.zeros(6, np.float32)}, torch.zeros(776), sender=0, version=1, base_version=1)
