@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import thinwire
-from thinwire.site.cost_model import Degrees, Layout, StepCost, decoder_shape
+from thinwire.site.cost_model import Layout, StepCost, decoder_shape
+from thinwire.site.device_grid import Degrees
 from thinwire.site.search import starts
 from thinwire.site.site_file import Site, SiteNode
 from thinwire.training.config import TrainConfig, resolve

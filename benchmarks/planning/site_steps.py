@@ -24,7 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.site.cost_model import Degrees, Layout, StepCost, decoder_shape, sent_numbers
+from thinwire.site.cost_model import Layout, StepCost, decoder_shape, sent_numbers
+from thinwire.site.device_grid import Degrees
 from thinwire.site.search import starts
 from thinwire.site.site_file import Site, SiteNode
 from thinwire.training.config import TrainConfig

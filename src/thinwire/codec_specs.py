@@ -45,6 +45,7 @@ _TOO_COARSE_FORWARD: Mapping[str, str] = MappingProxyType(
 )
 _DENSE = ("float32", "bfloat16", "float16", "block-int8", "block-int4")
 DEFAULT_ACTIVATION_CODE = "block-int8/block-int4"
+DEFAULT_EXPERT_CODE = "block-int4/block-int4"  # of tokens on their way to experts
 # Elements and bytes of a block.
 _BLOCKS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {

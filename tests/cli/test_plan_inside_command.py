@@ -8,6 +8,7 @@ import shlex
 import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,9 @@ from thinwire.cli.plan_inside import how_to_run
 from thinwire.cli.train_options import parse
 from thinwire.cli.train_plan import planned
 from thinwire.errors import DataError
-from thinwire.site.cost_model import Degrees
+from thinwire.site.device_grid import Degrees
 from thinwire.site.site_file import load_site
+from thinwire.units import format_bytes, format_seconds
 from thinwire.workloads.language import preset
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +154,7 @@ def _plan_file(folder: Path, **changes: object) -> Path:
 
 
 def test_a_plan_of_a_site_gives_its_options_to_a_run_and_the_command_line_overrides_them(tmp_path: Path) -> None:
-    degrees = {"pp": 1, "dp_replicate": 2, "dp_shard": 4, "cp": 1, "tp": 1}
+    degrees = {"pp": 1, "dp_replicate": 2, "dp_shard": 4, "cp": 1, "tp": 1, "ep": 1}
     plan = _plan_file(tmp_path, degrees=degrees, zero_stage=3, rank_order=[f"box/{n}" for n in range(8)])
     told: list[str] = []
     words = ["--plan", str(plan), "--zero-stage", "1"]
@@ -170,7 +172,7 @@ def test_a_plan_of_a_site_gives_its_options_to_a_run_and_the_command_line_overri
 def test_a_rank_on_another_host_than_planned_is_refused(
     rank: str, host: str, is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1}
+    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1, "ep": 1}
     plan = _plan_file(tmp_path, degrees=degrees, zero_stage=3, rank_order=["ada/0", "ada/1", "eva/0", "eva/1"])
     monkeypatch.setattr("socket.gethostname", lambda: host)
     words = ["--plan", str(plan)]
@@ -189,7 +191,7 @@ def test_a_rank_on_another_host_than_planned_is_refused(
 def test_a_plan_with_lengths_trains_on_documents_but_for_pipelines(
     pp: int, found: tuple[str, int], tmp_path: Path
 ) -> None:
-    degrees = {"pp": pp, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
+    degrees = {"pp": pp, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1}
     order = [f"box/{n}" for n in range(pp)]
     plan = _plan_file(tmp_path, degrees=degrees, rank_order=order, lengths={"pieces": 12})
     words = ["--plan", str(plan)]
@@ -203,7 +205,10 @@ def test_a_plan_with_lengths_trains_on_documents_but_for_pipelines(
         ({"version": 2}, "version 2"),
         ({"model": 7}, "model must be a text"),
         ({"degrees": {"pp": 1}}, "degrees must hold pp, dp_replicate, dp_shard, cp, tp"),
-        ({"degrees": {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "cp": 1, "tp": 1}}, "degrees.dp_shard must be"),
+        (
+            {"degrees": {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "cp": 1, "tp": 1, "ep": 1}},
+            "degrees.dp_shard must be",
+        ),
         ({"micro_batch": True}, "micro_batch must be a whole number of 1 to 1048576"),
         ({"rank_order": []}, "rank_order must name 1 devices"),
         ({"lengths": 3}, "lengths must be an object, got 3"),
@@ -301,11 +306,57 @@ def test_a_transformers_model_is_planned_by_its_own_numbers(tmp_path: Path, caps
     assert degrees["pp"] * degrees["tp"] * degrees["dp_shard"] > 1
 
 
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 160,
+             "mlp_only_layers": [0], "head_dim": 16}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "layers"), [(MIXTRAL, 4), (QWEN3_MOE, 3)])
+def test_a_mixture_of_experts_is_planned_with_a_table_for_each_kind_of_border(
+    changes: dict[str, Any], layers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, out, titan = tmp_path / "config.json", tmp_path / "plan.json", tmp_path / "titan.toml"
+    config.write_text(json.dumps({**LLAMA, "architectures": None, **changes}))
+    words = ["--model", f"hf:{config}", "--seq-len", "128", "--batch-size", "16", "--out", str(out)]
+    assert plan_command.main([*EIGHT, *words, "--torchtitan", str(titan)]) == 0
+    told = capsys.readouterr()
+    parameters = 3 * 64 * 160  # of an expert
+    dense = 4 * 64 * 192 + (4 - layers) * parameters
+    found = re.search(r"([0-9.]+) ([kM]) parameters", told.out)
+    assert found is not None
+    size = float(found[1]) * {"k": 1e3, "M": 1e6}[found[2]]
+    # and routers, norms and both embeddings
+    assert size == pytest.approx(layers * 8 * (parameters + 64) + dense + 4 * 128 + 2 * 500 * 64, rel=6e-3)
+    degrees = json.loads(out.read_text())["degrees"]
+    assert tomllib.loads(titan.read_text())["parallelism"]["expert_parallel_degree"] == degrees["ep"]
+    nodes = [
+        {"name": f"box-{n}", "site": place, "devices": 1, "memory_bytes": "8 GB", "flops_per_s": 1e12}
+        for n, place in enumerate(("attic", "office", "shed"))
+    ]
+    links = [{"source": f"box-{a}", "destination": f"box-{b}", "bandwidth_bits_per_s": rate}
+             for a, b, rate in ((0, 1, "20mbit"), (0, 2, "20mbit"), (1, 2, "5mbit"))]  # fmt: skip
+    site = {"format": "thinwire-site", "version": 1, "nodes": nodes, "links": links}
+    (tmp_path / "site.json").write_text(json.dumps(site))
+    assert plan_command.main(["--inside", str(tmp_path / "site.json"), *words]) == 0
+    tables = capsys.readouterr().out.split("experts shared over the border ")[1:]
+    names = ["attic - office, attic - shed (20.0 Mbit/s)", "office - shed (5.00 Mbit/s)"]
+    assert [table.partition(", each way")[0] for table in tables] == names
+    sent = layers * 4 * (16 * 128 / 3) * 2 / 3 * 64 * 2
+    for table, rate in zip(tables, (20e6, 5e6), strict=True):
+        assert re.findall(r"^  ([1-5]) ", table, re.MULTILINE) == list("12345")
+        assert f"1 tokens in 16 bits{'':<28}{format_bytes(sent):>10}  {format_seconds(8 * sent / rate)}\n" in table
+        assert table.count("<- best that fits") == 1
+    assert f"from {2 * parameters / (4 * 64):,.0f} remote tokens" in tables[-1]
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"max_position_embeddings": 64}, "got 128 tokens; allowed up to 64; try --seq-len 64"),
-        ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}, "got 8 experts"),
+        (
+            {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
+            "got 9; allowed num_experts_per_tok of 1 to 8 in its config.json",
+        ),
         ({"model_type": "none-such"}, "it must be a folder with a transformers config.json"),
     ],
 )

@@ -24,7 +24,8 @@ from training_runs import COMMAND, DEADLINE_S, DOCUMENTS, OPTIONS, Started, fini
 
 from thinwire.cli import plan as plan_command
 from thinwire.shared_random import derive_seed
-from thinwire.site.cost_model import Degrees, Layout, ModelShape, sent_numbers
+from thinwire.site.cost_model import Layout, ModelShape, sent_numbers
+from thinwire.site.device_grid import Degrees
 from thinwire.site.pipeline import StageLink, StageTimes, order_of, step_s
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig

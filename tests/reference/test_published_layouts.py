@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from thinwire.site.cost_model import Degrees, Layout, ModelShape, StepCost, decoder_shape, peak_bytes, rank_chunks
+from thinwire.site.cost_model import Layout, ModelShape, StepCost, decoder_shape, peak_bytes, rank_chunks
+from thinwire.site.device_grid import Degrees
 from thinwire.site.search import starts
 from thinwire.site.site_file import NodeLink, Site, SiteNode
 

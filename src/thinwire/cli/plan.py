@@ -6,12 +6,14 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.argument_parsing import FAILED, command
 from thinwire.cli.output import log, print_error, print_line
 from thinwire.cli.plan_inside import (
+    expert_lines,
     load_sites,
     pipeline_s,
     plan_across,
@@ -24,10 +26,11 @@ from thinwire.cli.plan_inside import (
 )
 from thinwire.cli.plan_options import PlanOptions, cluster_of
 from thinwire.cli.tables import print_table
-from thinwire.codec_specs import codec_key
+from thinwire.codec_specs import ACTIVATION_CODECS, codec_key
 from thinwire.errors import excluded, refusal
 from thinwire.files import write_json
 from thinwire.planning.cluster import Cluster
+from thinwire.site.expert_costs import USUAL_CODEC, USUAL_INTERVAL
 from thinwire.site.search import NothingFits
 from thinwire.training.method_catalog import method_entry
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds, parse_bytes
@@ -36,6 +39,7 @@ from thinwire.workloads.language.presets import check_model
 if TYPE_CHECKING:
     from thinwire.planning.plan import Needs, Outlook, Plan
     from thinwire.planning.training_task import TrainingTask
+    from thinwire.site.site_plan import SitePlan
 
 _HEAD = (
     "method", "H", "tau", "layers", "codec", "exchange", "machines", "time", "computing", "loss", "to equal loss",
@@ -105,10 +109,28 @@ def _plan_sites(options: PlanOptions) -> int:
     _check_no_code(options, got="sites that hold the model, each a replica")
     inside = {name: {**plan.to_json(), "model": options.model} for name, plan in plans.items()}
 
-    def memory(_: Plan) -> list[str]:
-        return [*beside, *(site_line(name, plan) for name, plan in plans.items())]
+    def memory(plan: Plan) -> list[str]:
+        return [*beside, *(site_line(name, plan) for name, plan in plans.items()), *_expert_lines(plan, plans, cluster)]
 
     return _report_between(between, options, workload, cluster, memory=memory, more={"inside": inside})
+
+
+def _expert_lines(between: Plan, plans: Mapping[str, SitePlan], cluster: Cluster) -> list[str]:
+    """Return what experts would send between sites that each hold the model, with the plan's interval and codec."""
+    inside, best = next(iter(plans.values())), between.best.candidate
+    if inside.model.experts is None:
+        return []
+    borders = {
+        f"{one} - {other}": min(cluster.wire(*pair).bandwidth_bits_per_s for pair in ((one, other), (other, one)))
+        for one, other in combinations(plans, 2)
+    }
+    tokens = inside.best.layout.global_batch * inside.model.seq_len
+    codec = best.codec if best.codec in ACTIVATION_CODECS["backward"] else USUAL_CODEC
+    memory_bytes = min(plan.site.num_devices * plan.site.memory_bytes for plan in plans.values())
+    return list(expert_lines(
+        inside.model, borders, tokens=tokens, sites=len(plans), memory_bytes=memory_bytes, codec=codec,
+        interval=best.sync_interval or USUAL_INTERVAL,
+    ))  # fmt: skip
 
 
 def _check_no_code(options: PlanOptions, *, got: str) -> None:

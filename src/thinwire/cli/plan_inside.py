@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 from thinwire.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
@@ -16,13 +17,23 @@ from thinwire.cli.tables import print_table
 from thinwire.codec_specs import DEFAULT_ACTIVATION_CODE, activation_bytes, activation_codecs
 from thinwire.errors import DataError, excluded, refusal
 from thinwire.files import LARGEST_NUMBER, read_json, short, write_json, write_whole
-from thinwire.site.cost_model import Degrees, Layout, ModelShape, StepCost, decoder_shape, device_memory, peak_bytes
-from thinwire.site.memory import FRAGMENTATION
+from thinwire.site.cost_model import (
+    Layout,
+    ModelShape,
+    StepCost,
+    decoder_shape,
+    device_memory,
+    peak_bytes,
+    with_experts,
+)
+from thinwire.site.device_grid import Degrees
+from thinwire.site.expert_costs import USUAL_CODEC, USUAL_INTERVAL, ExpertShape, chosen_rung, ladder
+from thinwire.site.memory import FRAGMENTATION, GRADIENT_BYTES, WEIGHT_BYTES, state_bytes
 from thinwire.site.search import memory_front, plan_site
 from thinwire.site.site_file import NodeLink, Site, join_sites, load_site
 from thinwire.site.site_plan import CAUSES, SitePlan, torchtitan_toml, why_slower
 from thinwire.training.config import default_seq_len
-from thinwire.units import format_bytes, format_count, format_seconds
+from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 from thinwire.workloads.cards import BATCH_SIZE
 from thinwire.workloads.language.lengths import LengthsOutlook, cost_of, length_outlook, load_lengths
 from thinwire.workloads.language.presets import check_model
@@ -140,11 +151,8 @@ def _border_code(site: Site, text: str) -> tuple[str, str] | None:
 def border_lines(plan: SitePlan) -> Iterator[str]:
     """Yield what each kind of traffic would cost on the border between sites, and what the plan sends."""
     model, best, site = plan.model, plan.best, plan.site
-    rate = min(
-        site.link(one, other).bandwidth_bits_per_s
-        for one in range(len(site.nodes)) for other in range(len(site.nodes))
-        if site.site_of[one] != site.site_of[other]
-    )  # fmt: skip
+    rates = _border_rates(site)
+    rate = min(rates.values())
     width, tokens = model.width, best.layout.global_batch * model.seq_len
     kinds = {
         "stage boundary (pp)": 4.0 * width, "sequence (cp)": 4.0 * width * model.layers,
@@ -159,9 +167,63 @@ def border_lines(plan: SitePlan) -> Iterator[str]:
         # half of it goes each way, at the same time
         step = format_seconds(4 * count * tokens / rate)
         yield f"  {name:<42}{count:>14,.0f}{count / (4 * width):>10.2f}  {step}"
-    yield "  experts (ep): this model has none"
+    if model.experts is None:
+        yield "  experts (ep): this model has none"
+    else:
+        count = len(set(site.site_of))
+        devices = Counter(site.site_of[node] for node in site.node_of)
+        memory_bytes = min(devices.values()) * site.memory_bytes
+        yield from expert_lines(model, rates, tokens=tokens / count, sites=count, memory_bytes=memory_bytes)
     forward, backward = best.border_bytes
     yield f"the plan sends {format_bytes(forward)} forward and {format_bytes(backward)} back between sites in a step"
+
+
+def _border_rates(site: Site) -> dict[str, float]:
+    """Return the slowest link between every two sites, in bits a second, by the sites' names."""
+    found: dict[str, float] = {}
+    for one, other in permutations(range(len(site.nodes)), 2):
+        if site.site_of[one] < site.site_of[other]:
+            name = f"{site.nodes[one].site} - {site.nodes[other].site}"
+            rates = (site.link(*pair).bandwidth_bits_per_s for pair in ((one, other), (other, one)))
+            found[name] = min(found.get(name, math.inf), *rates)
+    return found
+
+
+def expert_lines(
+    model: ModelShape, borders: Mapping[str, float], *, tokens: float, sites: int, memory_bytes: float,
+    interval: int = USUAL_INTERVAL, codec: str = USUAL_CODEC,
+) -> Iterator[str]:  # fmt: skip
+    """Yield a table for every kind of border: what each way to train the experts sends over it, the best marked.
+
+    Args:
+        model: A model with experts.
+        borders: The rate between every two sites in bits a second, by a name.
+        tokens: Of one site in a step.
+        sites: How many there are.
+        memory_bytes: Of all devices of a site.
+        interval: Steps between two exchanges of pseudo-gradients.
+        codec: Their codec.
+    """
+    experts = model.experts
+    assert experts is not None, "callers ask for models with experts"
+    rungs = ladder(experts, tokens=tokens, sites=sites, interval=interval, codec=codec)
+    held = state_bytes(model.num_parameters, zero_stage=0, shards=1) * (1 + FRAGMENTATION)
+    # copies of the experts of all layers and their gradients stay for a step, beside the site's share of the states
+    copies = (WEIGHT_BYTES + GRADIENT_BYTES) * experts.layers * experts.layer_parameters * (1 - 1 / sites)
+    chosen = chosen_rung(rungs, may_stream=held / sites + copies <= memory_bytes, holds_all=held <= memory_bytes)
+    for rate in dict.fromkeys(borders.values()):
+        names = ", ".join(name for name, other in borders.items() if other == rate)
+        yield ""
+        yield f"experts shared over the border {names} ({format_rate(rate)}), each way in a step:"
+        for rung in rungs:
+            num_bytes = rung.num_bytes * experts.layers / (sites - 1)
+            time = format_seconds(8 * num_bytes / rate) + ("  <- best that fits" if rung is chosen else "")
+            yield f"  {rung.number} {rung.what:<45}{format_bytes(num_bytes):>10}  {time}"
+    yield (
+        f"weights are fewer bytes than tokens from {experts.break_even_tokens():,.0f} remote tokens an expert and step "
+        f"({experts.break_even_tokens(crossings=3):,.0f} if fetched again for the backward pass); here each expert "
+        f"receives {experts.visits(tokens):,.0f} of each other site"
+    )
 
 
 def profiled_flops_per_s(path: Path) -> float:
@@ -291,7 +353,10 @@ def _shape(name: str, *, seq_len: int) -> ModelShape:
     from thinwire.workloads.language import hf, preset
 
     if name.startswith("hf:"):
-        return ModelShape(seq_len=seq_len, **hf.decoder_numbers(name.removeprefix("hf:"), seq_len=seq_len))
+        numbers = hf.decoder_numbers(name.removeprefix("hf:"), seq_len=seq_len)
+        experts = numbers.pop("experts", None)
+        shape = ModelShape(seq_len=seq_len, **numbers)
+        return shape if experts is None else with_experts(shape, ExpertShape(**experts))
     config = preset(name, max_seq_len=seq_len)
     if config.is_linear:
         raise refusal("plans price attention to all earlier keys", got=name, allowed="a model without linear attention",
@@ -383,7 +448,9 @@ def _show(plan: SitePlan, options: PlanOptions, lengths: LengthsOutlook | None) 
     print_line()
     rows = [_cells(best, "best")]
     rows += [_cells(step, why_slower(step, best)) for step in plan.runners_up[:_SHOWN_RUNNERS_UP]]
-    print_table(_HEAD, rows, left=("schedule", "beside the best"))
+    at = 0 if model.experts is None else _HEAD.index("schedule")
+    head = _HEAD if not at else (*_HEAD[:at], "ep", *_HEAD[at:])
+    print_table(head, rows, left=("schedule", "beside the best"))
     print_line()
     print_line(f"best: {layout.describe()}")
     parts = [
@@ -421,10 +488,10 @@ def _cells(step: StepCost, reason: str) -> tuple[str, ...]:
     layout, degrees = step.layout, step.layout.degrees
     schedule = layout.schedule + (f" x{layout.interleave}" if layout.interleave > 1 else "")
     return (
-        str(degrees.pp), str(degrees.dp_replicate), str(degrees.dp_shard), str(degrees.cp), str(degrees.tp), schedule,
-        str(layout.micro_batch), str(layout.num_micro_batches), str(layout.zero_stage),
-        str(layout.recomputed_layers * degrees.pp), format_bytes(max(peak_bytes(step.model, layout))),
-        format_seconds(step.step_s), reason,
+        str(degrees.pp), str(degrees.dp_replicate), str(degrees.dp_shard), str(degrees.cp), str(degrees.tp),
+        *(() if step.model.experts is None else (str(degrees.ep),)), schedule, str(layout.micro_batch),
+        str(layout.num_micro_batches), str(layout.zero_stage), str(layout.recomputed_layers * degrees.pp),
+        format_bytes(max(peak_bytes(step.model, layout))), format_seconds(step.step_s), reason,
     )  # fmt: skip
 
 

@@ -8,23 +8,23 @@ Assumptions:
     - Tensor-parallel all-reduces and the ring of context parallelism are not hidden behind computing.
     - Data-parallel messages of a layer overlap with the work of the next one, and not with those of other layers.
     - Messages that leave a node at once share its network card; collectives are rings that visit node after node.
+    - Tokens are spread evenly over experts; their messages are not hidden, and the devices first exchange counts.
     - Attention is causal and keeps no matrix. The optimizer's own update takes no time.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import inf
 
 from thinwire.codec_specs import activation_bytes
 from thinwire.sequences.block_tables import sequence_plan
 from thinwire.site import memory
+from thinwire.site.device_grid import Degrees, SitePlacement
+from thinwire.site.expert_costs import ExpertShape, activation_unit_bytes
 from thinwire.site.pipeline import StageLink, StageTimes, chunk_layers, layers_in_flight, lower_bound_s, step_s
-from thinwire.site.site_file import Site
 
 # Activations, weights and gradients are sent in 16 bits, but for activations that a code carries between sites.
 _MESSAGE_BITS = 16
@@ -48,6 +48,18 @@ class ModelShape:
     # whether tensor-parallel devices share the stream between their products too (arXiv 2205.05198), as torchtitan's
     # models do and thinwire's do not; pipeline stages then send one part each
     is_sequence_parallel: bool = False
+    experts: ExpertShape | None = None  # of its blocks; layer_parameters is the mean then
+
+    @property
+    def expert_parameters(self) -> float:
+        """Parameters of the experts of a block, on average."""
+        return 0.0 if self.experts is None else self.experts.layer_parameters * self.experts.layers / self.layers
+
+    @property
+    def active_parameters(self) -> float:
+        """Parameters of a block that a token visits, on average."""
+        idle = 0.0 if self.experts is None else self.experts.idle_parameters * self.experts.layers / self.layers
+        return self.layer_parameters - idle
 
     @property
     def num_parameters(self) -> float:
@@ -73,38 +85,10 @@ def decoder_shape(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Degrees:
-    """Degrees of parallelism; their product is the number of devices."""
-
-    pp: int = 1  # pipeline stages
-    dp_replicate: int = 1  # copies of the sharded states
-    dp_shard: int = 1  # shards of the states among data-parallel devices
-    cp: int = 1  # devices that share each sequence; they share the states' shards too
-    tp: int = 1  # devices that share each layer
-
-    @property
-    def num_devices(self) -> int:
-        """Product of all."""
-        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
-
-    @property
-    def shards(self) -> int:
-        """Devices that share optimizer states, gradients or weights."""
-        return self.dp_shard * self.cp
-
-    @property
-    def num_blocks(self) -> int:
-        """Tensor-parallel groups, which stay together in a node."""
-        return self.num_devices // self.tp
-
-    def block(self, stage: int, replica: int, shard: int, part: int) -> int:
-        """Return the number of the block at a place of the grid."""
-        return ((stage * self.dp_replicate + replica) * self.dp_shard + shard) * self.cp + part
-
-    def describe(self) -> str:
-        """Return all degrees in a line."""
-        return f"pp {self.pp}, dp_replicate {self.dp_replicate}, dp_shard {self.dp_shard}, cp {self.cp}, tp {self.tp}"
+def with_experts(shape: ModelShape, experts: ExpertShape) -> ModelShape:
+    """Return the shape of a model with experts, which its blocks' parameters hold already."""
+    unit_bytes = activation_unit_bytes(experts, width=shape.width, layers=shape.layers, unit_bytes=shape.unit_bytes)
+    return replace(shape, experts=experts, unit_bytes=unit_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +155,7 @@ def device_memory(model: ModelShape, layout: Layout, *, stage: int) -> memory.De
     """Return the memory of a device of one pipeline rank."""
     degrees, own_chunks = layout.degrees, rank_chunks(model, layout, stage)
     own_layers = sum(own_chunks)
-    parameters = (own_layers * model.layer_parameters + _outer_parameters(model, stage, degrees.pp)) / degrees.tp
+    outer = _outer_parameters(model, stage, degrees.pp)
     in_flight = layers_in_flight(
         stage,
         num_stages=degrees.pp,
@@ -197,13 +181,24 @@ def device_memory(model: ModelShape, layout: Layout, *, stage: int) -> memory.De
         logits = memory.logit_bytes(
             tokens=tokens, vocab_size=model.vocab_size, tensor_parallel=degrees.tp, context_parallel=degrees.cp
         )
-    whole = layout.unsharded_layers * model.layer_parameters / degrees.tp * (1 - 1 / degrees.shards)
+    whole = sum(number * (1 - 1 / shards) for number, shards in _held(model, degrees, layout.unsharded_layers))
+    states = sum(
+        memory.state_bytes(number, zero_stage=layout.zero_stage, shards=shards)
+        for number, shards in _held(model, degrees, own_layers, outer)
+    )
+    a_layer = sum(number for number, _ in _held(model, degrees, 1))
     return memory.DeviceMemory(
-        states_bytes=memory.state_bytes(parameters, zero_stage=layout.zero_stage, shards=degrees.shards)
-        + memory.WEIGHT_BYTES * whole,
-        gathered_bytes=memory.gathered_bytes(model.layer_parameters / degrees.tp, zero_stage=layout.zero_stage),
+        states_bytes=states + memory.WEIGHT_BYTES * whole,
+        gathered_bytes=memory.gathered_bytes(a_layer, zero_stage=layout.zero_stage),
         activations_bytes=in_flight * kept / max(1, own_layers) + again, logits_bytes=logits,
     )  # fmt: skip
+
+
+def _held(model: ModelShape, degrees: Degrees, layers: float, outer: float = 0.0) -> tuple[tuple[float, int], ...]:
+    """Return the parameters of some layers that a device has a share of, and how many share them: dense, experts."""
+    dense = layers * (model.layer_parameters - model.expert_parameters) + outer
+    experts = layers * model.expert_parameters / degrees.ep
+    return (dense / degrees.tp, degrees.shards), (experts / degrees.tp, degrees.shards // degrees.ep)
 
 
 def peak_bytes(model: ModelShape, layout: Layout) -> tuple[float, ...]:
@@ -234,19 +229,21 @@ def sent_numbers(model: ModelShape, layout: Layout, *, stage: int, part: int = 0
         part: Its rank of cp.
 
     Returns:
-        Numbers sent between the data-parallel ranks ("data"), and along "cp", "tp" and "pp".
+        Numbers sent between the data-parallel ranks ("data"), and along "cp", "tp", "pp" and "ep".
     """
     degrees, count, chunks = layout.degrees, layout.num_micro_batches, layout.degrees.pp * layout.interleave
     own_layers, last = sum(rank_chunks(model, layout, stage)), degrees.pp - 1
     recomputed = min(layout.recomputed_layers, own_layers)
     head = 0.0 if model.is_head_tied else model.head_parameters
     outer = (model.embedding_parameters if stage == 0 else 0.0) + (head if stage == last else 0.0)
-    parameters = (own_layers * model.layer_parameters + outer) / degrees.tp
     # ZeRO-3 gathers before both passes of each micro-batch, ZeRO-2 reduces after each backward pass
     gathers, reduces = 2 * count if layout.zero_stage == 3 else 1, count if layout.zero_stage >= 2 else 1
-    once = layout.unsharded_layers * model.layer_parameters / degrees.tp
-    data = ((gathers + reduces) * parameters - (gathers - 1) * once) * (1 - 1 / degrees.shards)
-    data += 2 * parameters / degrees.shards * (1 - 1 / degrees.dp_replicate)
+    held, once = _held(model, degrees, own_layers, outer), _held(model, degrees, layout.unsharded_layers)
+    data = sum(
+        ((gathers + reduces) * number - (gathers - 1) * whole) * (1 - 1 / shards)
+        + 2 * number / shards * (1 - 1 / degrees.dp_replicate)
+        for (number, shards), (whole, _) in zip(held, once, strict=True)
+    )
     activations = layout.micro_batch * model.seq_len * model.width
     # every chunk but the last sends its output on, and every chunk but the first its input's gradient back
     messages = sum((chunk < chunks - 1) + (chunk > 0) for chunk in range(stage, chunks, degrees.pp))
@@ -261,10 +258,21 @@ def sent_numbers(model: ModelShape, layout: Layout, *, stage: int, part: int = 0
     all_reduces = count * (4 * own_layers + recomputed)
     # recomputed layers attend again
     forward, backward = _shared_numbers(model, layout, part)
+    visits = _visiting_numbers(model, layout) * (1 - 1 / degrees.ep)
     return {
         "data": data, "cp": count * ((own_layers + recomputed) * forward + own_layers * backward),
         "tp": all_reduces * 2 * activations / degrees.cp * (1 - 1 / degrees.tp), "pp": stages,
+        "ep": count * (4 * own_layers + 2 * recomputed) * visits,
     }  # fmt: skip
+
+
+def _visiting_numbers(model: ModelShape, layout: Layout) -> float:
+    """Return the numbers of the tokens of a pass that a device sends to a layer's experts, on average."""
+    experts, degrees = model.experts, layout.degrees
+    if experts is None:
+        return 0.0
+    tokens = layout.micro_batch * model.seq_len / degrees.cp / (degrees.tp if model.is_sequence_parallel else 1)
+    return tokens * experts.per_token * experts.width * experts.layers / model.layers
 
 
 def _shared_numbers(model: ModelShape, layout: Layout, part: int) -> tuple[float, float]:
@@ -281,164 +289,6 @@ def _shared_numbers(model: ModelShape, layout: Layout, part: int) -> tuple[float
     )  # fmt: skip
     sums = [float(sum(n for way, n in sent.items() if way[0] == part)) for sent in (forward, backward)]
     return sums[0], sums[1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RingLinks:
-    """Slowest link and longest latency of the rings that run at once."""
-
-    size: int = 1  # members of each ring
-    bandwidth_bits_per_s: float = inf  # of the slowest link, shared by the rings that cross it
-    latency_s: float = 0.0  # of the slowest link
-
-    def scatter_s(self, bits: float) -> float:
-        """Return the time of a reduce-scatter or all-gather of so many bits."""
-        if self.size == 1:
-            return 0.0
-        return (self.size - 1) * (bits / self.size / self.bandwidth_bits_per_s + self.latency_s)
-
-    def all_reduce_s(self, bits: float) -> float:
-        """Return the time of an all-reduce of so many bits."""
-        return 2 * self.scatter_s(bits)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SitePlacement:
-    """Grid of a layout on the devices of a site."""
-
-    site: Site  # the devices and links
-    degrees: Degrees  # of the grid
-    # for each block of the grid the block of devices that runs it; block n holds devices n tp to (n + 1) tp
-    slots: tuple[int, ...]
-
-    @cached_property
-    def nodes(self) -> tuple[int, ...]:
-        """Node of each block of the grid."""
-        node_of, tp = self.site.node_of, self.degrees.tp
-        return tuple(node_of[slot * tp] for slot in self.slots)
-
-    @property
-    def rank_order(self) -> tuple[str, ...]:
-        """Name of the device of each rank: pp outermost, then dp_replicate, dp_shard, cp and tp."""
-        names, tp = self.site.device_names, self.degrees.tp
-        return tuple(names[slot * tp + lane] for slot in self.slots for lane in range(tp))
-
-    @cached_property
-    def tensor_links(self) -> RingLinks:
-        """Links of the tensor-parallel groups, each inside its node."""
-        used = [self.site.nodes[number] for number in set(self.nodes)]
-        return RingLinks(
-            size=self.degrees.tp, bandwidth_bits_per_s=min(node.bandwidth_bits_per_s for node in used),
-            latency_s=max(node.latency_s for node in used),
-        )  # fmt: skip
-
-    @cached_property
-    def shard_links(self) -> RingLinks:
-        """Links of the groups that share states."""
-        d = self.degrees
-        return self._rings([
-            [d.block(stage, replica, shard, part) for shard in range(d.dp_shard) for part in range(d.cp)]
-            for stage in range(d.pp) for replica in range(d.dp_replicate)
-        ])  # fmt: skip
-
-    @cached_property
-    def replicate_links(self) -> RingLinks:
-        """Links of the groups that hold copies of the same shard."""
-        d = self.degrees
-        return self._rings([
-            [d.block(stage, replica, shard, part) for replica in range(d.dp_replicate)]
-            for stage in range(d.pp) for shard in range(d.dp_shard) for part in range(d.cp)
-        ])  # fmt: skip
-
-    @cached_property
-    def context_links(self) -> RingLinks:
-        """Links of the groups that share a sequence."""
-        d = self.degrees
-        return self._rings([
-            [d.block(stage, replica, shard, part) for part in range(d.cp)]
-            for stage in range(d.pp) for replica in range(d.dp_replicate) for shard in range(d.dp_shard)
-        ])  # fmt: skip
-
-    def stage_links(
-        self, message_bits: float, coded_bits: tuple[float, float] | None = None, *, is_interleaved: bool = False
-    ) -> tuple[tuple[StageLink, ...], ...]:
-        """Return the links between the stages of each different pipeline.
-
-        Args:
-            message_bits: Of a message of each device.
-            coded_bits: Of one between sites, forward and backward, if it is coded.
-            is_interleaved: Whether the last rank sends to the first one while the others do.
-        """
-        d, nodes, site_of = self.degrees, self.nodes, self.site.site_of
-        per_stage = d.num_blocks // d.pp
-        pipelines: list[list[StageLink]] = [[] for _ in range(d.dp_replicate * d.dp_shard)]
-        edges_of = [
-            [(nodes[stage * per_stage + place], nodes[(stage + 1) % d.pp * per_stage + place])
-             for place in range(per_stage)]
-            for stage in range(d.pp)
-        ]  # fmt: skip
-        at_once = [edge for edges in edges_of[: d.pp - 1 + is_interleaved] for edge in edges]
-        for stage, edges in enumerate(edges_of):
-            # all boundaries between two sites share the sites' line, each with the messages back of the others
-            ways = at_once if stage < d.pp - 1 or is_interleaved else edges
-            lines = [*ways, *((b, a) for a, b in ways)] if self.site.has_border else ()
-            shares = _CardShares(edges, self.degrees.tp, site_of, lines=lines)
-            of_edge: dict[tuple[int, int], tuple[float, float, float]] = {}  # devices of a node have the same
-            for edge in dict.fromkeys(edges):
-                is_coded = coded_bits is not None and site_of[edge[0]] != site_of[edge[1]]
-                bits = coded_bits if is_coded and coded_bits is not None else (message_bits, message_bits)
-                share, link = shares(edge), self.site.link(*edge)
-                rate = link.bandwidth_bits_per_s
-                of_edge[edge] = bits[0] * share / rate, bits[1] * share / rate, link.latency_s
-            for number, stage_links in enumerate(pipelines):
-                own = {of_edge[edge] for edge in edges[number * d.cp : (number + 1) * d.cp]}
-                slowest, back, latency_s = map(max, zip(*own, strict=True))
-                stage_links.append(StageLink(message_s=slowest, latency_s=latency_s, less_back_s=slowest - back))
-        return tuple(dict.fromkeys(map(tuple, pipelines)))
-
-    @cached_property
-    def stage_sites(self) -> tuple[int, ...]:
-        """Number of the site of each pipeline rank; of its first block where it stands at several."""
-        per_stage = self.degrees.num_blocks // self.degrees.pp
-        return tuple(self.site.site_of[node] for node in self.nodes[::per_stage])
-
-    @cached_property
-    def num_borders(self) -> tuple[int, ...]:
-        """Devices that send to another site: from each pipeline rank to the next, and from the last to the first.
-
-        A message back crosses as often.
-        """
-        d, nodes, site_of = self.degrees, self.nodes, self.site.site_of
-        per_stage = d.num_blocks // d.pp
-        return tuple(
-            d.tp * sum(
-                site_of[nodes[stage * per_stage + place]] != site_of[nodes[(stage + 1) % d.pp * per_stage + place]]
-                for place in range(per_stage)
-            )
-            for stage in range(d.pp)
-        )  # fmt: skip
-
-    @cached_property
-    def speeds(self) -> tuple[float, ...]:
-        """FLOP/s of the slowest device of each pipeline rank."""
-        per_stage = self.degrees.num_blocks // self.degrees.pp
-        ranks = [set(self.nodes[start : start + per_stage]) for start in range(0, self.degrees.num_blocks, per_stage)]
-        return tuple(min(self.site.nodes[number].flops_per_s for number in used) for used in ranks)
-
-    def _rings(self, groups: Sequence[Sequence[int]]) -> RingLinks:
-        if len(groups[0]) == 1:
-            return RingLinks()
-        edges: list[tuple[int, int]] = []
-        for group in groups:
-            members = sorted(self.nodes[block] for block in group)
-            edges += [*pairwise(members), (members[-1], members[0])]
-        shares = _CardShares(edges, self.degrees.tp, self.site.site_of)
-        links = {edge: self.site.link(*edge) for edge in edges}
-        return RingLinks(
-            size=len(groups[0]),
-            bandwidth_bits_per_s=min(link.bandwidth_bits_per_s / shares(edge) for edge, link in links.items()),
-            latency_s=max(link.latency_s for link in links.values()),
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -587,8 +437,10 @@ class StepCost:
         home = self._home_s * own_layers * count
         found = {
             "compute": compute,
-            "recompute": share * (count * sum(map(self._layers_s, chunks)) + tensor / 2 + context),
+            "recompute": share * (count * sum(map(self._layers_s, chunks)) + tensor / 2 + context
+                                  + self._experts_s[0] * own_layers * count),
             "tensor": 2 * tensor, "context": 2 * context + home,
+            "experts": (self._experts_s[0] + self._experts_s[1]) * own_layers * count,
         }  # fmt: skip
         head, head_s = self._tied_link, 0.0
         if head is not None and rank == 0:
@@ -622,7 +474,7 @@ class StepCost:
         """Return the seconds that the blocks of a chunk compute in a forward pass."""
         model, degrees = self.model, self.layout.degrees
         # 2 a parameter and token; scores and values of causal attention are 4 s h a token, half of it masked
-        per_token = 2 * model.layer_parameters + 2 * model.seq_len * model.width
+        per_token = 2 * model.active_parameters + 2 * model.seq_len * model.width
         speed = self.placement.speeds[chunk % degrees.pp] * degrees.cp * degrees.tp
         return self._chunk_layers[chunk] * per_token * self._tokens / speed
 
@@ -645,6 +497,15 @@ class StepCost:
         """Seconds in which keys and values go round in a pass of a layer."""
         bits = 2 * self._tokens * self.model.width * _MESSAGE_BITS / self.layout.degrees.tp
         return self.placement.context_links.scatter_s(bits)
+
+    @cached_property
+    def _experts_s(self) -> tuple[float, float]:
+        """Seconds of a layer's two all-to-alls of tokens: forward, after one of their counts, and backward."""
+        if self.layout.degrees.ep == 1 or self.model.experts is None:
+            return 0.0, 0.0
+        once_s, latency_s = self.placement.experts_s(_visiting_numbers(self.model, self.layout) * _MESSAGE_BITS)
+        latency_s *= self.model.experts.layers / self.model.layers
+        return 2 * once_s + 3 * latency_s, 2 * once_s + 2 * latency_s
 
     @property
     def _home_s(self) -> float:
@@ -686,12 +547,16 @@ class StepCost:
         compute = self._compute_s(chunk) / layers
         tensor, context = self._tensor_s * has_layers, self._context_s * has_layers
         bits = self._chunk_parameters(chunk) * _MESSAGE_BITS / layers
-        shard = self.placement.shard_links.scatter_s(bits)
+        experts_s = tuple(has_layers * seconds for seconds in self._experts_s)
+        expert_bits = has_layers * self.model.expert_parameters / layout.degrees.tp * _MESSAGE_BITS
+        shard = self.placement.shard_links.scatter_s(bits - expert_bits)
+        if expert_bits:
+            shard += self.placement.expert_shard_links.scatter_s(expert_bits / layout.degrees.ep)
         replicate = self.placement.replicate_links.all_reduce_s(bits / layout.degrees.shards)
         return _LayerTimes(
-            forward_s=compute + tensor + context,
-            backward_s=2 * compute + tensor + context + self._home_s * has_layers,
-            again_s=self._layers_s(chunk) / layers + tensor / 2 + context,
+            forward_s=compute + tensor + context + experts_s[0],
+            backward_s=2 * compute + tensor + context + self._home_s * has_layers + experts_s[1],
+            again_s=self._layers_s(chunk) / layers + tensor / 2 + context + experts_s[0],
             gather_s=shard if layout.zero_stage == 3 else 0.0, reduce_s=shard if layout.zero_stage >= 2 else 0.0,
             first_gather_s=shard if layout.zero_stage else 0.0,
             last_reduce_s=(2 if layout.zero_stage == 0 else 1) * shard + replicate,
@@ -722,29 +587,6 @@ def _outer_parameters(model: ModelShape, stage: int, num_stages: int) -> float:
 def _overlapped(parts: Sequence[tuple[float, float]]) -> float:
     """Return the time of layers, each with work and messages; messages overlap with the work of a neighbour."""
     return parts[0][1] + sum(max(one[0], other[1]) for one, other in pairwise(parts)) + parts[-1][0]
-
-
-class _CardShares:
-    """Number of messages that share an edge between two nodes: the network card of its busier end, or the site's line.
-
-    The nodes of a site share its line to the others.
-    """
-
-    def __init__(
-        self, edges: Sequence[tuple[int, int]], lanes: int, site_of: Sequence[int],
-        lines: Sequence[tuple[int, int]] | None = None,
-    ) -> None:  # fmt: skip
-        crossing = [edge for edge in edges if edge[0] != edge[1]]
-        self.leaving, self.entering = Counter(a for a, _ in crossing), Counter(b for _, b in crossing)
-        lines = crossing if lines is None else lines  # none where no edge crosses a border
-        self.borders = Counter((site_of[a], site_of[b]) for a, b in lines if site_of[a] != site_of[b])
-        self.lanes, self.site_of = lanes, site_of
-
-    def __call__(self, edge: tuple[int, int]) -> int:
-        if edge[0] == edge[1]:
-            return 1
-        border = self.borders[self.site_of[edge[0]], self.site_of[edge[1]]]
-        return self.lanes * max(self.leaving[edge[0]], self.entering[edge[1]], border)
 
 
 def pipette_s(*, forward_s: float, backward_s: float, links_s: Sequence[float], num_micro_batches: int) -> float:

@@ -11,7 +11,8 @@ import random
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
-from thinwire.site.cost_model import SitePlacement, StepCost
+from thinwire.site.cost_model import StepCost
+from thinwire.site.device_grid import SitePlacement
 
 # Moves of one annealing; the temperature falls from the first to the second share of the starting cost. Orders of few
 # items are annealed several times: there a local minimum is likely, and a move is cheap.

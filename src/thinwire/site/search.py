@@ -10,21 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import ceil, inf
+from math import ceil, gcd, inf
 
 from thinwire.errors import refusal
 from thinwire.site import memory
 from thinwire.site.cost_model import (
-    Degrees,
     Layout,
     ModelShape,
-    SitePlacement,
     StepCost,
     most_rank_layers,
     peak_bytes,
     rank_chunks,
     streamed_peak_bytes,
 )
+from thinwire.site.device_grid import Degrees, SitePlacement
 from thinwire.site.layers import LayerOption, cheapest_options
 from thinwire.site.placement import place
 from thinwire.site.site_file import Site
@@ -131,13 +130,20 @@ def allowed_grids(site: Site, model: ModelShape, *, global_batch: int) -> tuple[
     """Return the grids that the rules allow, and those that they leave out, one entry a reason."""
     allowed: list[Degrees] = []
     broken: dict[tuple[str, str], int] = {}
-    for degrees in all_grids(site.num_devices):
+    for degrees in _expert_grids(all_grids(site.num_devices), model):
         rule = broken_rule(site, model, degrees, global_batch=global_batch)
         if rule is None:
             allowed.append(degrees)
         else:
             broken[rule] = broken.get(rule, 0) + 1
     return allowed, [LayoutRefusal(what=what, reason=why, grids=grids) for (what, why), grids in broken.items()]
+
+
+def _expert_grids(grids: Iterator[Degrees], model: ModelShape) -> Iterator[Degrees]:
+    """Yield every grid, and again with each number of devices that may share the experts."""
+    for degrees in grids:
+        for ep in (1,) if model.experts is None else _divisors(gcd(degrees.shards, model.experts.count)):
+            yield replace(degrees, ep=ep)
 
 
 def broken_rule(site: Site, model: ModelShape, degrees: Degrees, *, global_batch: int) -> tuple[str, str] | None:
@@ -270,7 +276,7 @@ def memory_reason(site: Site, model: ModelShape, layout: Layout, *, grids: Seque
     recomputed = fewest_recomputed(site, model, layout)
     if recomputed:
         remedies.append(f"recompute {recomputed * layout.degrees.pp} layers")
-    for name in ("tp", "pp", "dp_shard"):
+    for name in ("ep", "tp", "pp", "dp_shard"):
         larger = [
             getattr(degrees, name) for degrees in grids
             if getattr(degrees, name) > getattr(layout.degrees, name) and _differs_once(degrees, layout.degrees, name)
@@ -438,7 +444,9 @@ def _may_interleave(model: ModelShape, degrees: Degrees, interleave: int, num_mi
 def _differs_once(one: Degrees, other: Degrees, name: str) -> bool:
     """Return whether a grid differs in a degree and in one other that gives devices to it."""
     own, others = degrees_entry(one), degrees_entry(other)
-    return sum(own[each] != others[each] for each in own if each != name) == 1
+    if name == "ep":
+        return replace(one, ep=1) == replace(other, ep=1)
+    return one.ep == other.ep and sum(own[each] != others[each] for each in own if each != name) == 1
 
 
 def _divisors(number: int) -> list[int]:

@@ -10,12 +10,8 @@ from typing import Any
 from thinwire.codec_specs import activation_codecs
 from thinwire.errors import DataError
 from thinwire.files import short
-from thinwire.site.cost_model import (
-    Degrees,
-    ModelShape,
-    StepCost,
-    peak_bytes,
-)
+from thinwire.site.cost_model import ModelShape, StepCost, peak_bytes
+from thinwire.site.device_grid import Degrees
 from thinwire.site.pipeline import chunk_layers
 from thinwire.site.site_file import Site
 from thinwire.units import format_seconds
@@ -106,6 +102,7 @@ def torchtitan_toml(plan: SitePlan) -> str:
         "fsdp_reshard_after_forward": "always" if layout.zero_stage == 3 else "never",
         "tensor_parallel_degree": degrees.tp, "context_parallel_degree": degrees.cp,
         "pipeline_parallel_degree": degrees.pp,
+        **({} if model.experts is None else {"expert_parallel_degree": degrees.ep}),
     }  # fmt: skip
     if has_stages:
         parallelism |= {
@@ -191,8 +188,8 @@ def read_site_plan(content: Mapping[str, Any]) -> SiteRun:
     if not isinstance(order, list) or len(order) != num_ranks or not all(isinstance(name, str) for name in order):
         raise DataError(f"rank_order must name {num_ranks} devices, got {short(order)}")
     settings |= _border_settings(content, settings["pp"])
-    if settings["zero_stage"] == 0:  # there is one shard
-        del settings["zero_stage"]
+    # where there is one shard no stage is asked for
+    settings = {name: found for name, found in settings.items() if (name, found) not in (("zero_stage", 0), ("ep", 1))}
     lengths = content.get("lengths")
     if lengths is not None and settings["pp"] == 1:  # torch's pipelines take micro-batches of one shape
         if not isinstance(lengths, dict):
@@ -226,7 +223,7 @@ def _count(found: object, where: str, *, least: int) -> int:
 
 def degrees_entry(degrees: Degrees) -> dict[str, int]:
     """Return all degrees by name."""
-    return {name: getattr(degrees, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    return {name: getattr(degrees, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
 
 
 def num_cuts(degrees: Degrees) -> int:
@@ -237,7 +234,8 @@ def num_cuts(degrees: Degrees) -> int:
 # Parts of a step, as people call them.
 CAUSES = {
     "compute": "computing", "recompute": "recomputing", "tensor": "tensor-parallel messages",
-    "context": "context-parallel messages", "data": "data-parallel messages", "waiting": "bubbles and stage messages",
+    "context": "context-parallel messages", "experts": "messages of experts", "data": "data-parallel messages",
+    "waiting": "bubbles and stage messages",
 }  # fmt: skip
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from thinwire.codec_specs import activation_bytes
 from thinwire.errors import DataError
-from thinwire.site.cost_model import Degrees, Layout, ModelShape, SitePlacement, StepCost, decoder_shape
+from thinwire.site.cost_model import Layout, ModelShape, StepCost, decoder_shape
+from thinwire.site.device_grid import Degrees, SitePlacement
 from thinwire.site.pipeline import StageLink
 from thinwire.site.search import NothingFits, least_eager, plan_site
 from thinwire.site.site_file import NodeLink, Site, SiteNode, join_sites, site_from_json

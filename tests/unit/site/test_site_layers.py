@@ -8,7 +8,8 @@ from itertools import product
 
 import pytest
 
-from thinwire.site.cost_model import Degrees, Layout, StepCost, decoder_shape, peak_bytes
+from thinwire.site.cost_model import Layout, StepCost, decoder_shape, peak_bytes
+from thinwire.site.device_grid import Degrees
 from thinwire.site.layers import LayerOption, cheapest_options
 from thinwire.site.search import mixed_layers, starts
 from thinwire.site.site_file import Site, SiteNode

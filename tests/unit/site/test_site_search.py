@@ -11,7 +11,8 @@ from math import inf
 
 import pytest
 
-from thinwire.site.cost_model import Degrees, Layout, ModelShape, SitePlacement, StepCost, decoder_shape, peak_bytes
+from thinwire.site.cost_model import Layout, ModelShape, StepCost, decoder_shape, peak_bytes
+from thinwire.site.device_grid import Degrees, SitePlacement
 from thinwire.site.placement import anneal, place
 from thinwire.site.search import (
     NothingFits,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ _VOCABULARIES = (
     "tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "*.tiktoken", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
-# Names under which configurations of transformers state how many experts a layer has.
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+# Names under which configurations of transformers state how many experts a layer has, and how many a token visits.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+# A part of a parameter's name under which experts lie: those that every token visits have other names.
+_EXPERT_PART, _LAYER_PART = re.compile(r"\.experts\."), re.compile(r"(.*?\.\d+)\.")
 
 
 class HuggingFaceModel(nn.Module):
@@ -189,10 +193,11 @@ def decoder_numbers(source: str, *, seq_len: int) -> dict[str, Any]:
 
     Returns:
         layers, width, heads, vocab_size, layer_parameters (the mean of its blocks, with what stands outside them),
-        embedding_parameters, head_parameters and is_head_tied.
+        embedding_parameters, head_parameters, is_head_tied and, of a mixture of experts, "experts": count, per_token,
+        parameters, width and layers.
 
     Raises:
-        ValueError: Its sequences are shorter, or it is a mixture of experts, which plans do not cut.
+        ValueError: Its sequences are shorter, or its configuration does not state the experts of a token.
         MissingExtra: transformers is not installed.
         CheckpointError: The model cannot be read.
 
@@ -210,19 +215,34 @@ def decoder_numbers(source: str, *, seq_len: int) -> dict[str, Any]:
     if seq_len > built.max_seq_len:
         raise refusal(f"hf:{source} takes no sequences of this length", got=f"{seq_len} tokens",
                       allowed=f"up to {built.max_seq_len}", remedy=f"--seq-len {built.max_seq_len}")  # fmt: skip
-    experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), 1)
-    if experts > 1:
-        raise refusal(f"hf:{source} is a mixture of experts, which plans do not cut", got=f"{experts} experts",
-                      allowed="a dense model", remedy="a preset or a size, such as --model 7b")  # fmt: skip
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     is_tied = head is embedding
     outside = embedding.numel() + (0 if is_tied else head.numel())
-    layers = int(config.num_hidden_layers)
+    layers, experts = int(config.num_hidden_layers), _expert_numbers(source, model, config)
     return {
+        **({} if experts is None else {"experts": experts}),
         "layers": layers, "width": int(config.hidden_size), "heads": int(config.num_attention_heads),
         "vocab_size": int(config.vocab_size), "embedding_parameters": embedding.numel(),
         "head_parameters": head.numel(), "is_head_tied": is_tied,
         "layer_parameters": (sum(one.numel() for one in model.parameters()) - outside) / layers,
+    }  # fmt: skip
+
+
+def _expert_numbers(source: str, model: Any, config: Any) -> dict[str, Any] | None:
+    """Return the numbers of a model's experts, or None of a dense model."""
+    count = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), 1)
+    found = {name: one.numel() for name, one in model.named_parameters() if _EXPERT_PART.search(name)}
+    if count <= 1 or not found:
+        return None
+    per_token = next((getattr(config, name) for name in _PER_TOKEN if getattr(config, name, None)), None)
+    if not isinstance(per_token, int) or not 1 <= per_token <= count:
+        raise refusal(f"hf:{source} does not state how many experts a token visits", got=per_token,
+                      allowed=f"{_PER_TOKEN[0]} of 1 to {count} in its config.json",
+                      remedy="a configuration of Mixtral or Qwen3-MoE")  # fmt: skip
+    layers = len({part.group(1) for name in found if (part := _LAYER_PART.match(name)) is not None})
+    return {
+        "count": count, "per_token": per_token, "parameters": sum(found.values()) / (layers * count),
+        "width": int(config.hidden_size), "layers": layers,
     }  # fmt: skip
 
 
