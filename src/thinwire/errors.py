@@ -175,7 +175,7 @@ class Stopped(ThinwireError):
         self.signal_number = signal_number
 
 
-UntestedPath = Literal["nccl inspector", "nccl ras", "gpu ranks"]
+UntestedPath = Literal["nccl inspector", "nccl ras", "gpu ranks", "gpu over gloo"]
 
 _UNTESTED: dict[UntestedPath, str] = {
     "nccl inspector": "the reader of NCCL Inspector files was made from NCCL's source and has read no file of a real "
@@ -184,6 +184,8 @@ _UNTESTED: dict[UntestedPath, str] = {
     "check findings against `ncclras -v`",
     "gpu ranks": "a replica of several ranks on GPUs has never run on a machine with several GPUs; compare a first "
     "run with one rank a replica",
+    "gpu over gloo": "tensors of a GPU that travel over gloo, as copies in pinned memory, have never run on a GPU; "
+    "compare a first run with one rank",
 }
 _warned: set[UntestedPath] = set()
 _lock = threading.Lock()

@@ -314,11 +314,7 @@ def how_to_run(degrees: Degrees, path: Path, *, model: str) -> str:
     """Return the command that runs a plan, and where it does not."""
     if model.startswith("hf:") and degrees.num_devices > 1:
         return "thinwire train cuts its own models alone; --torchtitan FILE writes the plan for torchtitan"
-    if degrees.cp == 1:
-        return f"thinwire train --plan {path}"
-    return (
-        f"thinwire train --plan {path} runs cp {degrees.cp} on CPUs alone; --torchtitan FILE writes it for torchtitan"
-    )
+    return f"thinwire train --plan {path}"
 
 
 def check_inside_options(options: PlanOptions) -> None:

@@ -21,7 +21,7 @@ class ParallelConfig:
     dp_shard: int = option(1, least=1)
     """Shards of the states inside each replica (FSDP2)."""
     cp: int = option(1, least=1)
-    """Ranks that share each sequence (context parallelism); CPUs alone."""
+    """Ranks that share each sequence (context parallelism)."""
     cp_policy: str = option("auto", choices=POLICIES)
     """Sharing of attention over --cp ranks: what travels, and who computes; auto chooses by bytes and balance."""
     cp_sites: str | None = option(None)

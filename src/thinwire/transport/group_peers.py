@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.errors import refusal
+from thinwire.errors import refusal, warn_untested
 from thinwire.transport.shards import named_failures
 
 Wait = Callable[[], None]
@@ -73,7 +73,10 @@ def peers_of(group: Any) -> RankPeers:
 
 
 class GroupPeers:
-    """Peers over a process group of torch.
+    """Peers over a process group of torch, also for tensors on devices that its backends do not take.
+
+    These travel as copies: those of a GPU in pinned memory of the host over gloo, those of the host on the GPU over
+    nccl.
 
     Args:
         group: Of the ranks.
@@ -87,6 +90,7 @@ class GroupPeers:
     def __init__(self, group: Any) -> None:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._backends = str(dist.get_backend_config(group))
         self.sent_bytes = dict.fromkeys(range(self.size), 0)
 
     def exchange(
@@ -102,9 +106,10 @@ class GroupPeers:
         """
         for target, tensor in sends:
             self.sent_bytes[target] += tensor.nbytes
+        copies = self._copies(receives, is_sent=False)
         started = [
             dist.P2POp(operation, tensor, group=self._group, group_peer=peer)
-            for operation, messages in ((dist.irecv, receives), (dist.isend, sends))
+            for operation, messages in ((dist.irecv, copies), (dist.isend, self._copies(sends, is_sent=True)))
             for peer, tensor in messages if tensor.numel()
         ]  # fmt: skip
         if not started:
@@ -114,18 +119,57 @@ class GroupPeers:
         # nccl's batch has one work for all
         num_received = sum(tensor.numel() > 0 for _, tensor in receives) if len(works) == len(started) else len(works)
         # the tensors live until their works have ended
-        return _waiting(works[:num_received], receives), _waiting(works[num_received:], sends)
+        filled = [(out, copy) for (_, out), (_, copy) in zip(receives, copies, strict=True) if out is not copy]
+        return _waiting(works[:num_received], receives, filled), _waiting(works[num_received:], started, ())
+
+    def _copies(self, messages: Sequence[tuple[int, Tensor]], *, is_sent: bool) -> Sequence[tuple[int, Tensor]]:
+        """Return tensors that the group's backend takes in place of the messages' ones, which may be the same."""
+        if not messages or (carrier := carrier_of(self._backends, messages[0][1].device)) is None:
+            return messages
+        if carrier.type == "cpu":
+            warn_untested("gpu over gloo")
+        is_pinned = carrier.type == "cpu" and messages[0][1].is_cuda
+        found = [
+            (peer, torch.empty(one.shape, dtype=one.dtype, device=carrier, pin_memory=is_pinned))
+            for peer, one in messages
+        ]
+        if is_sent:
+            for (_, copy), (_, tensor) in zip(found, messages, strict=True):
+                copy.copy_(tensor, non_blocking=is_pinned)
+            if is_pinned:
+                torch.cuda.current_stream().synchronize()
+        return found
+
+
+def carrier_of(backends: str, device: torch.device) -> torch.device | None:
+    """Return the device on which tensors of a device travel in a group; None where they travel as they are.
+
+    Args:
+        backends: Of the group by device, as torch's `get_backend_config` has them.
+        device: Of the tensors.
+    """
+    by_device = dict(pair.split(":") for pair in backends.split(",")) if ":" in backends else {"cpu": backends}
+    backend = by_device.get(device.type)
+    if backend == "gloo" or (backend is None and "cpu" in by_device):
+        return None if device.type == "cpu" else torch.device("cpu")  # gloo takes tensors of the host alone
+    if backend is None and device.type == "cpu":
+        return torch.device(next(iter(by_device)))
+    return None
 
 
 def _nothing() -> None:
     return None
 
 
-def _waiting(works: Sequence[Any], held: Sequence[Any]) -> Wait:
+def _waiting(works: Sequence[Any], held: Sequence[Any], filled: Sequence[tuple[Tensor, Tensor]]) -> Wait:
+    """Return a wait for works, after which tensors are filled from others; what is held lives until then."""
+
     def wait() -> None:
         with named_failures():
             for work in works:
                 work.wait()
+        for out, copy in filled:
+            out.copy_(copy, non_blocking=True)
         _ = held
 
     return wait
