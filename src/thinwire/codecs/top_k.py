@@ -17,18 +17,21 @@ threshold itself in place of the value; here the values are sent.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 
+from thinwire.codecs import clusters
 from thinwire.codecs import selection as choose
 from thinwire.codecs.base import Codec
-from thinwire.codecs.block_codec import flatten
+from thinwire.codecs.block_codec import flatten, num_rows
 from thinwire.codecs.sparse_payload import decode_chosen, encode_chosen, expected_bits_per_element, max_bytes
 from thinwire.codecs.values import ValueFormat, check_format
 
 Selection = Literal["exact", "sampled"]
+TopKFormat = Literal["float16", "bfloat16", "float32", "clusters"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +40,11 @@ class TopK(Codec):
 
     Args:
         density: Share of the elements that is sent, in (0, 1]; at least one element is.
-        values: `"float16"` (scaled, see `thinwire.codecs.values`), `"bfloat16"` or `"float32"`.
+        values: `"float16"` (scaled, see `thinwire.codecs.values`), `"bfloat16"`, `"float32"`, or `"clusters"`: one bit
+            and two centroids a layer (FedZip, see `thinwire.codecs.clusters`); it needs error feedback.
         selection: `"exact"`, or `"sampled"`: between 0.8 of them and all, as Deep Gradient Compression does. It is
             hardly faster, since the exact selection uses a sample first, too.
+        sizes: Of the layers that `"clusters"` selects and clusters apart; None for one vector of any size.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -51,17 +56,18 @@ class TopK(Codec):
     """
 
     wire_id: ClassVar[int] = 10  # of both selections: decoding is the same
-    block: ClassVar[int] = 1  # each part of a tensor that is cut sends its own largest
     has_fixed_size: ClassVar[bool] = False  # what indices cost depends on where they are
     is_sparse: ClassVar[bool] = True
 
     density: float = 0.01
-    values: ValueFormat = "float16"
+    values: TopKFormat = "float16"
     selection: Selection = "exact"
+    sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_density(self.density)
-        check_format(self.values)
+        if self.values != "clusters":
+            check_format(self.values)
         if self.selection not in ("exact", "sampled"):
             raise ValueError(f"selection must be 'exact' or 'sampled', got {self.selection!r}")
 
@@ -70,25 +76,58 @@ class TopK(Codec):
         return "top-k" if self.selection == "exact" else "top-k-sampled"
 
     @property
+    def block(self) -> int:
+        # each part of a tensor that is cut sends its own largest; a layout cannot be cut
+        return 1 if self.sizes is None else max(1, sum(self.sizes))
+
+    @property
     def bits_per_element(self) -> float:
         # expected where positions are random; fewer where they cluster
         return expected_bits_per_element(self.density, values=self.values)
 
+    def laid_out(self, shapes: Sequence[torch.Size]) -> TopK:
+        if self.values != "clusters":
+            return self
+        return replace(self, sizes=tuple(math.prod(shape) for shape in shapes))
+
+    def _layers(self, numel: int) -> tuple[int, ...]:
+        if self.sizes is not None and sum(self.sizes) != numel:
+            raise ValueError(
+                f"the layout has {sum(self.sizes)} elements, got {numel}; lay the codec out for this fragment"
+            )
+        return (numel,) if self.sizes is None else self.sizes
+
+    def _num_kept(self, numel: int) -> int:
+        return sum(num_kept(size, density=self.density) for size in self._layers(numel))
+
     def payload_bytes(self, numel: int) -> int:
+        if self.values == "clusters":
+            num_rows(numel, block=1)  # refuses a negative one
+            return clusters.most_bytes(self._layers(numel), count=self._num_kept(numel))
         return max_bytes(numel, count=num_kept(numel, density=self.density), values=self.values)
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
         flat = flatten(tensor).to(torch.float32)
         if flat.numel() == 0:
             return torch.empty(0, dtype=torch.uint8, device=flat.device)
+        if self.values == "clusters":
+            sizes = self._layers(flat.numel())
+            layers = [self._chosen(part, seed=seed) for part in torch.split(flat, list(sizes))]
+            return clusters.encode(flat, layers, sizes=sizes)
+        return encode_chosen(flat, self._chosen(flat, seed=seed), values=self.values)
+
+    def _chosen(self, flat: torch.Tensor, *, seed: int) -> torch.Tensor:
         magnitude, count = choose.magnitude_bits(flat), num_kept(flat.numel(), density=self.density)
+        if count == 0:
+            return torch.empty(0, dtype=torch.int64, device=flat.device)
         if self.selection == "exact":
-            chosen = choose.largest(magnitude, count=count)
-        else:
-            chosen = choose.largest_by_sample(magnitude, count=count, density=self.density, seed=seed)
-        return encode_chosen(flat, chosen, values=self.values)
+            return choose.largest(magnitude, count=count)
+        return choose.largest_by_sample(magnitude, count=count, density=self.density, seed=seed)
 
     def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
+        if self.values == "clusters":
+            count = self._num_kept(numel)
+            return clusters.decode(payload, sizes=self._layers(numel), count=count, name=self.name)
         count = num_kept(numel, density=self.density)
         return decode_chosen(payload, numel=numel, count=count, values=self.values, name=self.name)
 

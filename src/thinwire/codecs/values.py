@@ -71,7 +71,8 @@ def bits_per_value(values: str) -> float:
         >>> bits_per_value("codebook2"), bits_per_value("float16")
         (2.0, 16.0)
     """
-    return 2.0 if values == "codebook2" else 8.0 * _DTYPES[values].itemsize
+    short = {"codebook2": 2.0, "clusters": 1.0}
+    return short[values] if values in short else 8.0 * _DTYPES[values].itemsize
 
 
 def encode_values(x: torch.Tensor, *, values: str) -> torch.Tensor:
