@@ -356,8 +356,9 @@ def export_model(trained: TrainedModel, folder: Path, *, to: str) -> None:
         raise unknown_name("--to", to, FORMATS)
     if to == "hf":
         check_language(trained.config, what="--to hf", remedy="--to safetensors")
-        if isinstance(trained.model, Transformer) and trained.model.config.is_linear:
-            raise refusal("transformers has no model of our linear attention", got=f"--to {to}", allowed="safetensors",
+        if isinstance(trained.model, Transformer) and (config := trained.model.config).is_linear + config.num_experts:
+            kind = "linear attention" if config.is_linear else "mixture of experts"
+            raise refusal(f"transformers has no model of our {kind}", got=f"--to {to}", allowed="safetensors",
                           remedy="--to safetensors")  # fmt: skip
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise refusal("--out is not empty", got=folder, allowed="a new or empty folder", remedy=f"--out {folder}-2")

@@ -357,6 +357,9 @@ def _shape(name: str, *, seq_len: int) -> ModelShape:
     if config.is_linear:
         raise refusal("plans price attention to all earlier keys", got=name, allowed="a model without linear attention",
                       remedy=f"--model {name.removeprefix('linear-')}")  # fmt: skip
+    if config.num_experts:
+        raise refusal("plans inside a site cut no mixture of experts", got=name, allowed="a model without experts",
+                      remedy=f"--model {name.removeprefix('moe-')}")  # fmt: skip
     shape = decoder_shape(
         layers=config.layers, width=config.dim, heads=config.heads, vocab_size=config.vocab_size, seq_len=seq_len,
         is_head_tied=config.tied_head,

@@ -14,16 +14,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from thinwire.experts.balance import balance_loss, step
     from thinwire.experts.dispatch import Tokens, tokens
     from thinwire.experts.layer import ExpertLayer, parallelize
     from thinwire.experts.sharing import Dispatch, ExpertRanks
 
 _HOMES = {
     "Dispatch": "sharing", "ExpertLayer": "layer", "ExpertRanks": "sharing", "Tokens": "dispatch",
-    "parallelize": "layer", "tokens": "dispatch",
+    "balance_loss": "balance", "parallelize": "layer", "step": "balance", "tokens": "dispatch",
 }  # fmt: skip
 
-__all__ = ["Dispatch", "ExpertLayer", "ExpertRanks", "Tokens", "parallelize", "tokens"]
+__all__ = ["Dispatch", "ExpertLayer", "ExpertRanks", "Tokens", "balance_loss", "parallelize", "step", "tokens"]
 
 
 def __getattr__(name: str) -> Any:

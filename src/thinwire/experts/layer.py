@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from thinwire.experts.dispatch import Tokens
 from thinwire.experts.sharing import Dispatch, ExpertRanks
 from thinwire.transport.group_peers import RankPeers, peers_of
 from thinwire.transport.shards import is_a, own_rows
+
+Over = Literal["micro-batch", "ranks", "global-batch"]
 
 
 class ExpertLayer(nn.Module):
@@ -34,6 +36,8 @@ class ExpertLayer(nn.Module):
         up: (experts, hidden, dim); after `parallelize` a DTensor of which this rank has its experts.
         down: (experts, dim, hidden), likewise.
         dispatch: As given.
+        routed: Of the latest pass, probabilities (tokens, experts), with their gradient, and choices (tokens, k).
+        step_counts: Choices of each expert in the step so far, inside of `step`.
 
     Raises:
         ValueError: A size is below 1, or a token cannot choose so many experts.
@@ -66,6 +70,8 @@ class ExpertLayer(nn.Module):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         self.name = "expert layer"
         self.peers: RankPeers | None = None
+        self.routed: tuple[Tensor, Tensor] | None = None
+        self.step_counts: Tensor | None = None
         self._ranks: ExpertRanks | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -91,6 +97,7 @@ class ExpertLayer(nn.Module):
             )
         probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
         shares, chosen = probabilities.topk(self.top_k)
+        self.routed = probabilities, chosen
         # one share alone would be 1, and the router would learn nothing
         return (shares / shares.sum(-1, keepdim=True) if self.top_k > 1 else shares), chosen
 

@@ -36,7 +36,7 @@ class ModelConfig:
     """The model and how it computes."""
 
     name: str = option("nano", name="model", is_basic=True, is_place=True)
-    """nano, 35m, 150m, 400m, 1b, linear-nano, linear-35m, a size such as 125m, or hf:PATH for a transformers model."""
+    """nano, 35m, 150m, 400m, 1b, linear- or moe-nano and -35m, a size such as 125m, or hf:PATH of transformers."""
     init_from: Path | None = option(None, is_place=True)
     """Start from the model and the tokenizer of an earlier run: its --out."""
     lora: int | None = option(None, least=1)
@@ -338,7 +338,7 @@ SHARING = ("ranks_per_replica", *(name for name, (section, _) in OPTIONS.items()
 OF_METHODS = {name: rule.unused for name, (_, _, rule) in _RULES.items() if rule.unused}
 
 # Models whose runs take minutes.
-_SMALL = ("nano", "linear-nano", DIGITS.model)
+_SMALL = ("nano", "linear-nano", "moe-nano", DIGITS.model)
 _LR_OF_SGD = {"sgd": 0.02, "plain-sgd": 0.2}
 
 
@@ -562,7 +562,7 @@ def workload_problems(config: TrainConfig, *, named: Sequence[str] = ()) -> list
 
 def default_seq_len(model: str) -> int:
     """Return the default of `--seq-len`."""
-    return 128 if model in ("nano", "linear-nano") else 1024
+    return 128 if model in ("nano", "linear-nano", "moe-nano") else 1024
 
 
 def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Path) -> TrainConfig:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thinwire import experts
 from thinwire.adaptive_timeout import Deadlines
 from thinwire.errors import CheckpointError, Stopped, ThinwireError
 from thinwire.recording.metrics import Meter, ReplicaCounts
@@ -103,13 +104,14 @@ class LocalPasses:
 
     def backward(self, inputs: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
         loss_sum, shown_sum = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
-        for rows, row_targets, share in self._parts(self._config, inputs, targets):
-            with self.timing.forward(), autocast(self._config, self._device):
-                loss, shown = self._loss(rows, row_targets)
-            with self.timing.backward():
-                (loss * share if share < 1 else loss).backward()  # type: ignore[no-untyped-call]
-            loss_sum += share * loss.detach()
-            shown_sum = shown_sum + share * shown.detach()
+        with experts.step(self._model):
+            for rows, row_targets, share in self._parts(self._config, inputs, targets):
+                with self.timing.forward(), autocast(self._config, self._device):
+                    loss, shown = self._loss(rows, row_targets)
+                with self.timing.backward():
+                    (loss * share if share < 1 else loss).backward()  # type: ignore[no-untyped-call]
+                loss_sum += share * loss.detach()
+                shown_sum = shown_sum + share * shown.detach()
         return loss_sum, shown_sum
 
     def clip(self) -> None:

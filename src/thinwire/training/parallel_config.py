@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,15 @@ from thinwire.errors import excluded, refusal
 from thinwire.options import flag, option
 from thinwire.sequences.block_tables import POLICIES, sequence_plan
 from thinwire.workloads.cards import BATCH_SIZE
+from thinwire.workloads.language.presets import PRESETS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Ranks of each replica; the product of the five degrees is their number. `--plan` of a site sets them."""
+    """Ranks of each replica; the product of all degrees but ep is their number. `--plan` of a site sets them.
+
+    Experts are shared among the ranks of dp_shard and cp, which `--ep` alone makes as many as it says.
+    """
 
     dp_replicate: int = option(1, least=1)
     """Copies of the sharded states inside each replica."""
@@ -26,6 +31,12 @@ class ParallelConfig:
     """Sharing of attention over --cp ranks: what travels, and who computes; auto chooses by bytes and balance."""
     cp_sites: str | None = option(None)
     """Site of each --cp rank, such as 0,0,1,1, where they are at several: keys cross a border seldom."""
+    ep: int = option(1, least=1)
+    """Ranks that share the experts of a mixture of experts; they divide --dp-shard x --cp. Alone it sets --dp-shard."""
+    expert_code: str | None = option(None)
+    """Codecs of tokens and their gradients between ranks of --ep, such as block-int4/block-int4. Default: uncoded."""
+    balance_over: str = option("ranks", choices=("micro-batch", "ranks", "global-batch"))
+    """Whose tokens balance experts in the loss: of each pass, of all ranks' passes, or of the step's passes so far."""
     tp: int = option(1, least=1)
     """Ranks that share each layer (tensor parallelism)."""
     pp: int = option(1, least=1)
@@ -46,6 +57,11 @@ class ParallelConfig:
     """Layers, the last ones, whose parameters stay together all through a step, with --zero-stage 3."""
     recompute_layers: int = option(0, least=0)
     """Layers of each pipeline stage whose activations are computed again in the backward pass."""
+
+    def __post_init__(self) -> None:
+        """Let `--ep` alone stand for as many shards."""
+        if self.ep > 1 and self.dp_shard == self.cp == 1:
+            object.__setattr__(self, "dp_shard", self.ep)
 
     @property
     def ranks(self) -> int:
@@ -129,6 +145,7 @@ def parallel_problems(config: Any) -> list[ValueError]:
                  remedy="--dp-shard 2, or to leave --unsharded-layers out")),
     ]  # fmt: skip
     problems = [*(problem for is_wrong, problem in checks if is_wrong), *_stage_problems(own), *_cp_problems(own)]
+    problems += _expert_problems(config)
     return problems if own.ranks == 1 else [*problems, *_bad_with_ranks(config)]
 
 
@@ -188,6 +205,45 @@ def _cp_problems(own: ParallelConfig) -> list[ValueError]:
         sites = own.sites_of_cp or (0,) * own.cp
         if own.cp_policy not in ("auto", "heads", "heads+sites"):  # the model's heads decide of those
             sequence_plan(own.cp_policy, sites=sites, heads=1)
+    except ValueError as error:
+        problems.append(error)
+    return problems
+
+
+def _expert_problems(config: Any) -> list[ValueError]:
+    """Check what goes with a mixture of experts, and how ranks share its experts."""
+    own, name, shards = config.parallel, config.model.name, config.parallel.dp_shard * config.parallel.cp
+    count = PRESETS[name].num_experts if name in PRESETS else 0
+    if not count:
+        return [
+            refusal(f"{flag(option)} is for mixtures of experts", got=f"--model {name}", allowed="moe-nano, moe-35m",
+                    remedy=f"--model moe-nano, or to leave {flag(option)} out")
+            for option in ("ep", "expert_code", "balance_over") if getattr(own, option) != getattr(ONE_RANK, option)
+        ]  # fmt: skip
+    others = {
+        "tp": (own.tp > 1, "ranks share whole experts"),
+        "pp": (own.pp > 1, "its loss needs the routers of all layers"),
+        "compile": (config.model.compile, "its sizes change with each batch"),
+        "stream_backward": (config.model.stream_backward is not None, "it was not tried"),
+        "ranks_per_replica": (config.elastic.ranks_per_replica > 1, "its ranks share no experts"),
+    }
+    checks = [
+        *((is_given, excluded(f"--model {name}", flag(option), why=why, remedy=f"to leave {flag(option)} out"))
+          for option, (is_given, why) in others.items()),
+        (own.expert_code is not None and own.ep == 1,
+         refusal("--expert-code is for ranks that share experts", got=own.expert_code, allowed="2 or more --ep",
+                 remedy="--ep 2, or to leave --expert-code out")),
+        (count % own.ep > 0,
+         refusal("--ep does not divide the experts of the model", got=f"{own.ep} ranks, {count} experts",
+                 allowed=f"divisors of {count}", remedy=f"--ep {math.gcd(count, own.ep)}")),
+        (shards % own.ep > 0,
+         refusal("--ep does not divide the ranks that share states and sequences", got=f"{own.ep} of {shards} ranks",
+                 allowed=f"divisors of --dp-shard x --cp, which is {shards}",
+                 remedy=f"--dp-shard {own.ep}, or --ep {math.gcd(shards, own.ep)}")),
+    ]  # fmt: skip
+    problems = [problem for is_wrong, problem in checks if is_wrong]
+    try:
+        _ = own.expert_code is None or activation_codecs(own.expert_code)
     except ValueError as error:
         problems.append(error)
     return problems

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from thinwire import sequences
+from thinwire import experts, sequences
 from thinwire.codecs.activation_code import ActivationCode
 from thinwire.errors import refusal
 from thinwire.shared_random import derive_seed
@@ -49,7 +49,7 @@ def make_mesh(config: TrainConfig, *, device: torch.device, wire: Transport | No
     sites = own.sites if own.activation_code is not None or wire is not None else (0,) * own.pp
     return ReplicaMesh(
         device=device, dp_replicate=own.dp_replicate, dp_shard=own.dp_shard, cp=own.cp, tp=own.tp, pp=own.pp,
-        sites=sites, wire=wire,
+        ep=own.ep, sites=sites, wire=wire,
     )  # fmt: skip
 
 
@@ -103,7 +103,8 @@ def cut_model(model: nn.Module, config: TrainConfig, mesh: ReplicaMesh) -> nn.Mo
         mesh.split_layers(list(model.blocks), columns=_COLUMNS, rows=_ROWS)
     if own.pp == 1:
         model.recomputed_blocks = own.recompute_layers
-        mesh.shard(model, blocks=list(model.blocks), num_freed=_num_freed(config, layers))
+        left = _share_experts(model, config, mesh) if model.config.num_experts else frozenset()
+        mesh.shard(model, blocks=list(model.blocks), num_freed=_num_freed(config, layers), left=left)
         found: nn.Module = model
     else:
         chunks = _chunks(model, config, stage=mesh.stage)
@@ -113,6 +114,24 @@ def cut_model(model: nn.Module, config: TrainConfig, mesh: ReplicaMesh) -> nn.Mo
     if mesh.data_rank:  # ranks see other rows, and drop out other numbers
         torch.manual_seed(derive_seed(config.run.seed, "rank", mesh.data_rank))
     return found
+
+
+def _share_experts(model: Transformer, config: TrainConfig, mesh: ReplicaMesh) -> frozenset[nn.Parameter]:
+    """Leave each rank its experts; return their parameters, of which FSDP2 makes no shards."""
+    model.balance_ranks = mesh.gradient_group
+    if mesh.expert_mesh is None:
+        return frozenset()
+    code = config.parallel.expert_code
+    dispatch = experts.tokens(code=None if code is None else ActivationCode.parse(code))
+    experts.parallelize(model, mesh.expert_mesh, dispatch=dispatch)
+    return frozenset(expert_parameters(model))
+
+
+def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that the ranks of ep share."""
+    for layer in model.modules():
+        if isinstance(layer, experts.ExpertLayer):
+            yield from (layer.up, layer.down)
 
 
 def _share_sequences(model: Transformer, config: TrainConfig, mesh: ReplicaMesh) -> None:
@@ -224,17 +243,19 @@ class ParallelPasses:
             if self._skipping is not None:
                 sums = self._skipping.backward(passes)
             elif self._pipeline is None:
-                for number, (rows, row_targets, share) in enumerate(passes):
-                    self._prepare_pass(is_last=number == len(passes) - 1)
-                    with self.timing.forward(), self._autocast():
-                        loss, nll = self._loss(rows, row_targets)
-                    # FSDP2 averages over the data-parallel ranks, so each weighs its own by its share of the batch
-                    with self.timing.backward():
-                        (loss * (share * self._mesh.data_ranks)).backward()  # type: ignore[no-untyped-call]
-                    sums += share / self._mesh.size_of("cp") * torch.stack([loss.detach(), nll.detach()])
+                with experts.step(self._model):
+                    for number, (rows, row_targets, share) in enumerate(passes):
+                        self._prepare_pass(is_last=number == len(passes) - 1)
+                        with self.timing.forward(), self._autocast():
+                            loss, nll = self._loss(rows, row_targets)
+                        # FSDP2 averages over the data-parallel ranks, so each weighs its own by its share of the batch
+                        with self.timing.backward():
+                            (loss * (share * self._mesh.data_ranks)).backward()  # type: ignore[no-untyped-call]
+                        sums += share / self._mesh.size_of("cp") * torch.stack([loss.detach(), nll.detach()])
             else:
                 sums = self._pipeline.backward(passes, num_rows=len(tokens))
         self._sum_gains()
+        self._average_experts()
         summed = self._of_batch(sums)
         return summed[0], summed[1:]
 
@@ -351,6 +372,12 @@ class ParallelPasses:
         for name, parameter in self._model.named_parameters():
             if name.endswith(_GAINS_OF_HEADS) and parameter.grad is not None:
                 self._mesh.sum_over_tp(local_shard(parameter.grad))
+
+    def _average_experts(self) -> None:
+        if self._mesh.expert_mesh is not None:
+            for parameter in expert_parameters(self._model):
+                assert parameter.grad is not None, "every rank takes part in every pass"
+                self._mesh.average_copies(local_shard(parameter.grad))
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         enabled = self._config.model.autocast == "bf16"

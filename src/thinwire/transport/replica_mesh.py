@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +42,7 @@ class ReplicaMesh:
         dp_shard: Shards of the states.
         cp: Ranks that share each sequence.
         tp: Ranks that share each layer.
+        ep: Ranks that share the experts, neighbours among those of dp_shard and cp.
         sites: Site of each pipeline stage; None where each is one of its own.
         wire: Encrypted connections between the replica's ranks: what crosses a border takes them instead of the group.
 
@@ -52,6 +53,7 @@ class ReplicaMesh:
         data_ranks: How many these are.
         gradient_ranks: Ranks over which gradients are averaged: those, and the ranks of cp.
         context_group: Process group of the ranks that share a sequence; None where each is alone.
+        expert_mesh: Mesh of the ranks that share experts; None where each is alone.
         stage: Place along the pipeline.
         peers: Transport between the replica's own ranks, for notes.
         border: Messages between stages at different sites.
@@ -59,7 +61,7 @@ class ReplicaMesh:
 
     def __init__(
         self, *, device: torch.device, pp: int = 1, dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1,
-        sites: Sequence[int] | None = None, wire: Transport | None = None,
+        ep: int = 1, sites: Sequence[int] | None = None, wire: Transport | None = None,
     ) -> None:  # fmt: skip
         from torch.distributed.device_mesh import init_device_mesh  # takes a second to import, as FSDP below
 
@@ -73,6 +75,11 @@ class ReplicaMesh:
         self.data_ranks = dp_replicate * dp_shard
         self.gradient_ranks = self.data_ranks * cp
         self.context_group = self._group_of_context()
+        self.expert_mesh: Any = None
+        if ep > 1:
+            axes = ("pp", "copies", "ep", "tp")  # of experts: those of dp_replicate, and of shards of the rest
+            experts = init_device_mesh(device.type, (pp, self.gradient_ranks // ep, ep, tp), mesh_dim_names=axes)
+            self.expert_mesh, self._copies_group = experts["ep"], experts.get_group("copies")
         self.stage = place["pp"]
         self._pipe_group = self._mesh.get_group("pp")
         self._sites = tuple(range(pp) if sites is None else sites)
@@ -107,7 +114,9 @@ class ReplicaMesh:
         for module in modules:
             parallelize_module(module, self._mesh["tp"], styles)
 
-    def shard(self, model: nn.Module, *, blocks: Sequence[nn.Module], num_freed: int) -> None:
+    def shard(
+        self, model: nn.Module, *, blocks: Sequence[nn.Module], num_freed: int, left: Set[nn.Parameter] = frozenset()
+    ) -> None:
         """Leave each rank its shard of the parameters (FSDP2), and average gradients over the data-parallel ranks.
 
         Args:
@@ -115,6 +124,7 @@ class ReplicaMesh:
             blocks: Modules whose parameters are brought together and freed for themselves.
             num_freed: Blocks, the first ones, whose parameters the backward pass brings together again (ZeRO-3), as it
                 does with those outside the blocks; 0 for none of either.
+            left: Parameters that stay as they are, such as experts.
         """
         if self.gradient_ranks == 1:
             return
@@ -122,8 +132,22 @@ class ReplicaMesh:
 
         axes: Any = "dp_shard" if self._sizes["dp_replicate"] == 1 else ("dp_replicate", "dp_shard")
         for number, block in enumerate(blocks):
-            fully_shard(block, mesh=self._mesh[axes], reshard_after_forward=number < num_freed)
-        fully_shard(model, mesh=self._mesh[axes], reshard_after_forward=num_freed > 0)
+            fully_shard(
+                block, mesh=self._mesh[axes], reshard_after_forward=number < num_freed, ignored_params=set(left)
+            )
+        fully_shard(model, mesh=self._mesh[axes], reshard_after_forward=num_freed > 0, ignored_params=set(left))
+
+    def average_copies(self, gradient: torch.Tensor) -> None:
+        """Take the mean of an expert's gradient over the ranks that hold the same experts, in place."""
+        if (copies := dist.get_world_size(self._copies_group)) > 1:
+            with named_failures():
+                dist.all_reduce(gradient, group=self._copies_group)
+            gradient.div_(copies)
+
+    @property
+    def gradient_group(self) -> Any:
+        """Process group of the ranks that read different sequences or parts of them."""
+        return self._data_group
 
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks that read different sequences or parts of them, in place."""

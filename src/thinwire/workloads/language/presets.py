@@ -11,7 +11,8 @@
 `35m` and `1b` are rows of table 5 of arXiv 2501.18512 (heads 64 wide, the MLP four times the width). `150m` and `400m`
 have the 12 layers of the models of arXiv 2311.08105, with heads 64 wide; `nano` is small enough for two processes on
 two cores. With an untied head each has vocabulary * dim parameters more. `linear-nano` and `linear-35m` have gated
-linear attention (arXiv 2312.06635), whose state does not grow with the text.
+linear attention (arXiv 2312.06635), whose state does not grow with the text. `moe-nano` and `moe-35m` have 8 and 16
+experts in place of each MLP, of half its width; a token takes 2 of them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ class TransformerConfig:
         tied_head: Whether the head shares the embedding's weights.
         z_loss: Weight of the squared log normaliser in the loss.
         is_linear: Whether attention is linear and gated.
+        num_experts: Experts of each layer, in place of one MLP; 0 for none. Each has the inner width `mlp_dim`.
+        top_k: Experts of each token.
+        balance: Weight of the experts' balance loss (`experts.balance_loss`).
 
     Raises:
         ValueError: A size is below 1, or the heads do not divide the width evenly.
@@ -54,6 +58,9 @@ class TransformerConfig:
     tied_head: bool = True
     z_loss: float = 1e-4
     is_linear: bool = False
+    num_experts: int = 0
+    top_k: int = 2
+    balance: float = 0.01
 
     def __post_init__(self) -> None:
         if self.mlp_dim == 0:
@@ -82,7 +89,8 @@ class TransformerConfig:
             >>> TransformerConfig(vocab_size=2048, dim=192, layers=6, heads=4).num_parameters
             3050496
         """
-        block = 4 * self.dim**2 + 2 * self.dim * self.mlp_dim + 2 * self.dim + 2 * self.head_dim
+        block = 4 * self.dim**2 + 2 * self.dim * self.mlp_dim * max(1, self.num_experts) + 2 * self.dim
+        block += self.num_experts * self.dim + 2 * self.head_dim
         if self.is_linear:
             block += 2 * GATE_RANK * self.dim + self.head_dim
         embeddings = self.vocab_size * self.dim * (1 if self.tied_head else 2)
@@ -100,13 +108,18 @@ PRESETS: Mapping[str, TransformerConfig] = MappingProxyType(
         "1b": TransformerConfig(vocab_size=32_000, dim=2048, layers=24, heads=32),
         "linear-nano": replace(_NANO, is_linear=True),
         "linear-35m": replace(_35M, is_linear=True),
+        "moe-nano": replace(_NANO, mlp_dim=384, num_experts=8),
+        "moe-35m": replace(_35M, mlp_dim=1024, num_experts=16),
     }
 )
 
 
 # Peak learning rates of AdamW. nano's was tuned: `thinwire train --replicas 2 --sync-interval 30 --overlap-steps 3
 # --steps 300` on stdlib ended at 4.70, 4.55, 4.51, 4.55 for 1e-3, 3e-3, 6e-3, 1e-2. The others: the papers' scale.
-USUAL_LR = {"nano": 6e-3, "35m": 1e-3, "150m": 6e-4, "400m": 4e-4, "1b": 3e-4, "linear-nano": 6e-3, "linear-35m": 1e-3}
+USUAL_LR = {
+    "nano": 6e-3, "35m": 1e-3, "150m": 6e-4, "400m": 4e-4, "1b": 3e-4, "linear-nano": 6e-3, "linear-35m": 1e-3,
+    "moe-nano": 6e-3, "moe-35m": 1e-3,
+}  # fmt: skip
 _SIZE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)([mbt])")
 _OTHERS = "a size such as 125m, hf:PATH"
 

@@ -24,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from thinwire.errors import excluded, refusal
+from thinwire.experts.balance import balance_loss
+from thinwire.experts.layer import ExpertLayer, Over
 from thinwire.sequences.linear_attention import LEAST_LOG_GATE, gated_attention
 from thinwire.shared_random import derive_seed
 from thinwire.workloads.language.chunked_backward import (
@@ -328,8 +330,12 @@ class Block(nn.Module):
         self.attention_norm = RmsNorm(config.dim)
         self.attention = LinearAttention(config) if config.is_linear else Attention(config)
         self.mlp_norm = RmsNorm(config.dim)
-        self.up = nn.Linear(config.dim, config.mlp_dim, bias=False)
-        self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
+        self.experts: ExpertLayer | None = None
+        if config.num_experts:
+            self.experts = ExpertLayer(config.dim, config.mlp_dim, config.num_experts, config.top_k)
+        else:
+            self.up = nn.Linear(config.dim, config.mlp_dim, bias=False)
+            self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
 
     def forward(
         self, stream: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[KeyValueCache, int] | None = None
@@ -373,7 +379,8 @@ class Block(nn.Module):
         return stream_rows(after, [stream, attended], chunks=self.chunks, parameters=parameters)
 
     def _add_mlp(self, stream: Tensor) -> Tensor:
-        added: Tensor = self.down(F.gelu(self.up(self.mlp_norm(stream))))
+        normed = self.mlp_norm(stream)
+        added: Tensor = self.down(F.gelu(self.up(normed))) if self.experts is None else self.experts(normed)
         return stream + added
 
 
@@ -386,6 +393,8 @@ class Transformer(nn.Module):
         recompute: Whether the backward pass computes a block's activations again in place of keeping them.
         recomputed_blocks: How many blocks, from the first on, are computed again where not all are.
         keeps_attention: Whether blocks that are computed again keep what attention returned.
+        balance_over: Whose choices balance experts in the loss, see `experts.balance_loss`.
+        balance_ranks: Ranks of `balance_over`; None for those that share the experts.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -395,6 +404,8 @@ class Transformer(nn.Module):
         self.recomputed_blocks = 0
         self.shared: SequenceAttention | None = None  # where the model works on some positions of each sequence
         self._chunks = 0
+        self.balance_over: Over = "ranks"
+        self.balance_ranks: Any = None
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RmsNorm(config.dim)
@@ -415,6 +426,9 @@ class Transformer(nn.Module):
     def stream_backward(self, chunks: int) -> None:
         """Compute the backward pass in chunks of positions; see `streamed`."""
         _check_softmax(self.config, "a streamed backward")
+        if self.config.num_experts:
+            raise excluded("a mixture of experts", "a streamed backward", why="it was not tried",
+                           remedy="to leave --stream-backward out")  # fmt: skip
         self._chunks = chunks
         for block in self.blocks:
             block.chunks = chunks  # type: ignore[assignment]
@@ -432,9 +446,14 @@ class Transformer(nn.Module):
         if targets is None:
             return self._logits(self._stream(tokens, None))
         if not self._chunks:
-            return next_token_loss(
+            loss, nll = next_token_loss(
                 self._logits(self._stream(tokens, None)), targets, z_loss=self.config.z_loss, is_padded=is_padded
             )
+            if self.config.num_experts and torch.is_grad_enabled():
+                own = targets >= 0 if is_padded else None
+                balance = balance_loss(self, over=self.balance_over, group=self.balance_ranks, counted=own)
+                loss = loss + self.config.balance * balance.to(loss.dtype)
+            return loss, nll
         counted = (targets >= 0).sum().clamp(min=1) if is_padded else targets.numel()
 
         def head(part: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -592,6 +611,9 @@ def split_heads(model: Transformer, parts: int) -> None:
     """
     config = model.config
     _check_softmax(config, "tensor parallelism")
+    if config.num_experts:
+        raise excluded("a mixture of experts", "tensor parallelism", why="ranks share whole experts",
+                       remedy="--ep in place of --tp")  # fmt: skip
     if config.heads % parts or config.mlp_dim % parts:
         raise refusal(
             "heads or MLP of the model are not divided by --tp", got=f"tp {parts}",
@@ -698,6 +720,6 @@ def _initial_value(name: str, shape: torch.Size, *, config: TransformerConfig, s
         return torch.ones(shape)
     generator = torch.Generator().manual_seed(derive_seed(seed, "weights", name))
     deviation = 1 / math.sqrt(shape[-1])
-    if name.endswith((".out.weight", ".down.weight")):
+    if name.endswith((".out.weight", ".down.weight", ".experts.down")):
         deviation /= math.sqrt(2 * config.layers)
     return torch.empty(shape).normal_(0.0, deviation, generator=generator)

@@ -29,7 +29,7 @@ from thinwire.workloads.language.presets import PRESETS, preset
 from thinwire.workloads.language.streamed import streamed
 from thinwire.workloads.language.token_files import TOKENIZER
 from thinwire.workloads.language.tokenizers import Tokenizer
-from thinwire.workloads.language.transformer import build_transformer
+from thinwire.workloads.language.transformer import Transformer, build_transformer
 from thinwire.workloads.sampler import Sampler, ShardBatches, validation_batches
 from thinwire.workloads.workload import Batch, Leases, Loss, RunOptions, SampleOutputs, Workload, rows_at_once
 
@@ -111,6 +111,8 @@ def make_model(config: RunOptions, *, vocab_size: int | None, device: torch.devi
     model = build_model(
         config.model.name, vocab_size=vocab_size, max_seq_len=config.model.seq_len, seed=seed, device=device
     )
+    if isinstance(model, Transformer):
+        model.balance_over = config.parallel.balance_over
     cast(LanguageModel, model).keeps_attention = config.model.keep_attention
     cast(LanguageModel, model).recompute = config.model.recompute
     if isinstance(model, HuggingFaceModel):  # an earlier run's is read as a folder of transformers
