@@ -57,8 +57,8 @@ CASES: dict[str, list[str]] = {
     ],
     "train --method streming": ["unknown method; got 'streming'", "try streaming-diloco"],
     "train --model nan": [
-        "unknown --model; got 'nan'; allowed nano, 35m, 150m, 400m, 1b, linear-nano, linear-35m, tiny, a size such as",
-        "hf:PATH; try nano",
+        "unknown --model; got 'nan'; allowed nano, 35m, 150m, 400m, 1b, linear-nano, linear-35m, moe-nano, moe-35m,",
+        "tiny, moe-tiny, a size such as 125m, hf:PATH; try nano",
     ],
     "train --model hf:/nowhere": ["--model names no folder; got 'hf:/nowhere'"],
     "train --codec e3m1": ["unknown --codec; got 'e3m1'", "try e3m0"],

@@ -74,6 +74,10 @@ class ExpertLayer(nn.Module):
         self.step_counts: Tensor | None = None
         self._ranks: ExpertRanks | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the latest pass out of copies: it is part of a graph."""
+        return {**self.__dict__, "routed": None, "_ranks": None}
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the weighted sum of what its experts make of each token, (..., dim).
 
@@ -109,7 +113,7 @@ class ExpertLayer(nn.Module):
         return torch.cat([F.linear(F.gelu(F.linear(part, up)), down) for part, (up, down) in parts])
 
     def ranks(self, device: torch.device) -> ExpertRanks:
-        """Return the ranks that share the experts; all of them call it before the first pass."""
+        """Return the experts and the ranks that share them."""
         if self._ranks is None or self._ranks.device != device:
             self._ranks = ExpertRanks(name=self.name, num_experts=self.num_experts, compute=self.compute,
                                       device=device, peers=self.peers)  # fmt: skip
@@ -167,7 +171,7 @@ def parallelize(model: nn.Module, group: Any, *, dispatch: Dispatch | None = Non
         if isinstance(module, ExpertLayer):
             module.name, module.peers = name or module.name, peers
             module.dispatch = dispatch or module.dispatch
-            module.ranks(module.up.device)
+            module.ranks(module.up.device).check()
             shared.append([(module, "up"), (module, "down")])
         else:
             _share_transformers(module, name, peers, dispatch or Tokens())
@@ -211,4 +215,5 @@ def _share_transformers(module: Any, name: str, peers: RankPeers, dispatch: Disp
 
     device = next(module.parameters()).device
     ranks = ExpertRanks(name=name, num_experts=module.num_experts, compute=compute, device=device, peers=peers)
+    ranks.check()
     module.forward = forward

@@ -41,7 +41,7 @@ class ExpertRanks:
         peers: The ranks; None where one holds all.
 
     Raises:
-        ValueError: The ranks do not divide the experts, or were made for other ones.
+        ValueError: The ranks do not divide the experts.
     """
 
     name: str
@@ -58,6 +58,13 @@ class ExpertRanks:
             raise refusal(f"the experts of {self.name} are not divided by the ranks that share them",
                           got=f"{self.num_experts} experts on {size} ranks",
                           allowed=f"{', '.join(map(str, divisors))} ranks", remedy=f"--ep {fewer}")  # fmt: skip
+
+    def check(self) -> None:
+        """Compare the layer with that of the other ranks; all of them call it.
+
+        Raises:
+            ValueError: Theirs has other experts.
+        """
         if self.peers is not None:
             check_agreement(self.peers, f"{self.num_experts} experts of {self.name}", what="experts",
                             remedy="the same model on all ranks")  # fmt: skip

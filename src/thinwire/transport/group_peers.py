@@ -93,6 +93,10 @@ class GroupPeers:
         self._backends = str(dist.get_backend_config(group))
         self.sent_bytes = dict.fromkeys(range(self.size), 0)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupPeers:
+        """Return itself: a copy of a model has the same ranks."""
+        return self
+
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> tuple[Wait, Wait]:

@@ -52,10 +52,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     return train(tmp_path_factory.mktemp("run"))
 
 
-def test_linear_attention_is_exported_under_our_names_alone(tmp_path: Path) -> None:
-    shape = TransformerConfig(vocab_size=257, dim=16, layers=1, heads=2, max_seq_len=16, is_linear=True)
+@pytest.mark.parametrize(
+    ("kind", "more"), [("linear attention", {"is_linear": True}), ("mixture of experts", {"num_experts": 4})]
+)
+def test_what_transformers_has_no_model_of_is_exported_under_our_names_alone(
+    kind: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    shape = TransformerConfig(vocab_size=257, dim=16, layers=1, heads=2, max_seq_len=16, **more)
     trained = trained_of(build_transformer(shape, seed=2), ByteTokenizer(), tmp_path)
-    with pytest.raises(ValueError, match=r"no model of our linear attention; got --to hf; .* try --to safetensors"):
+    with pytest.raises(ValueError, match=rf"no model of our {kind}; got --to hf; .* try --to safetensors"):
         export_model(trained, tmp_path / "out", to="hf")
     export_model(trained, tmp_path / "out", to="safetensors")
     assert (tmp_path / "out" / "model.safetensors").exists()

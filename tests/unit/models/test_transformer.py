@@ -46,6 +46,8 @@ def random_tokens(*shape: int, vocab_size: int = 31, seed: int = 0) -> Tensor:
         ("150m", 144_301_440),
         ("400m", 388_930_560),
         ("1b", 1_273_598_976),
+        ("moe-nano", 8_368_128),
+        ("moe-35m", 123_395_328),
     ],
 )
 def test_a_preset_has_the_stated_number_of_parameters(name: str, parameters: int) -> None:

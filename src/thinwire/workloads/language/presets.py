@@ -7,12 +7,14 @@
 | `150m` | 12 | 14 | 896 | 3,584 | 32,000 | 144,301,440 |
 | `400m` | 12 | 24 | 1,536 | 6,144 | 32,000 | 388,930,560 |
 | `1b` | 24 | 32 | 2,048 | 8,192 | 32,000 | 1,273,598,976 |
+| `moe-nano` | 6 | 4 | 192 | 8 x 384 | 2,048 | 8,368,128 |
+| `moe-35m` | 6 | 8 | 512 | 16 x 1,024 | 32,000 | 123,395,328 |
 
 `35m` and `1b` are rows of table 5 of arXiv 2501.18512 (heads 64 wide, the MLP four times the width). `150m` and `400m`
 have the 12 layers of the models of arXiv 2311.08105, with heads 64 wide; `nano` is small enough for two processes on
 two cores. With an untied head each has vocabulary * dim parameters more. `linear-nano` and `linear-35m` have gated
-linear attention (arXiv 2312.06635), whose state does not grow with the text. `moe-nano` and `moe-35m` have 8 and 16
-experts in place of each MLP, of half its width; a token takes 2 of them.
+linear attention (arXiv 2312.06635), whose state does not grow with the text. In `moe-nano` and `moe-35m` a
+token takes 2 of the experts that stand in place of each MLP, and computes as much as in `nano` and `35m`.
 """
 
 from __future__ import annotations
