@@ -85,7 +85,7 @@ def ladder(
     Example:
         >>> experts = ExpertShape(count=64, per_token=6, parameters=2 * 2048 * 1408, width=2048, layers=1)
         >>> [round(rung.num_bytes / 1e6) for rung in ladder(experts, tokens=2**19)]
-        [12885, 3423, 738, 2, 0]
+        [25770, 6845, 738, 2, 0]
     """
     away = 1 - 1 / sites
     visits = tokens * experts.per_token * away  # numbers of a token leave, and come back

@@ -13,7 +13,7 @@ from tests.every_case import over
 from tests.sequence_ranks import ThreadPeers, on_ranks
 from thinwire import ActivationCode, experts
 from thinwire.errors import NonFiniteError, PayloadError
-from thinwire.experts.dispatch import exchange_counts
+from thinwire.experts.exchange import exchange_counts
 
 WIDTH, COUNTS = 6, (7, 0, 5, 2)  # tokens of each rank
 CODE = ActivationCode("block-int8", "block-int4")
@@ -95,6 +95,42 @@ def test_counted_bytes_are_those_of_the_formula_in_each_direction(code: Activati
             for number in (there, back) for backward in (False, True)
         )  # fmt: skip
         assert count == formula + (8 // 4 + 1) * 8, "and the counts of rows"
+
+
+@over([(4, 2, 2), (2, (1, 4), 2), (4, (8, 2), 8), (2, 3, 1), (1, 4, 2)])
+def test_chunks_change_neither_numbers_nor_uncoded_bytes(size: int, chunks: Any, k: int) -> None:
+    layer, parts = layer_of(k, torch.float64), tokens_of(size, torch.float64)
+    whole, sent = shared(layer, parts)
+    found, sent_in_chunks = shared(layer, parts, dispatch=experts.tokens(chunks=chunks))
+    assert sent_in_chunks == sent
+    for one, other in zip(whole, found, strict=True):
+        for name in one:
+            torch.testing.assert_close(other[name], one[name], rtol=0, atol=1e-9, msg=name)
+
+
+def test_chunks_train_experts_whose_rows_have_no_gradient_and_compute_without_one() -> None:
+    layer = layer_of(2, torch.float64)
+    rows = torch.rand(9, WIDTH, dtype=torch.float64)
+
+    def work(peers: ThreadPeers, chunks: int) -> tuple[Tensor, Tensor]:
+        own = copy.deepcopy(layer)
+        experts.parallelize(own, peers, dispatch=experts.tokens(chunks=chunks))
+        own.router.requires_grad_(False)
+        loss_of(own(rows)).backward()
+        with torch.no_grad():
+            return own(rows), own.up.grad  # type: ignore[return-value]
+
+    one, other = (on_ranks(2, lambda peers, chunks=chunks: work(peers, chunks))[0] for chunks in (1, 2))
+    for (made, up), (wanted, wanted_up) in zip(other, one, strict=True):
+        torch.testing.assert_close(made, wanted)
+        torch.testing.assert_close(up, wanted_up)
+
+
+@pytest.mark.parametrize("chunks", [0, 65, (2, 3)])
+def test_chunks_that_do_not_divide_each_other_are_refused(chunks: Any) -> None:
+    with pytest.raises(ValueError, match=r"got chunks=.*; allowed 1 to 64, such as 4, or .2, 4.; try chunks=2"):
+        experts.tokens(chunks=chunks)
+    experts.tokens(chunks=2)
 
 
 def test_coded_tokens_are_near_the_exact_ones_and_own_rows_are_not_coded() -> None:
