@@ -39,7 +39,7 @@ def trained(layout: str, part: Part, folder: Path) -> dict[str, Any]:
         "--model", "tiny" if part.is_tiny else "nano", "--data", str(Path(thinwire.__file__).parent / "codecs"),
         "--tokenizer", "bytes", "--steps", "10", "--batch-size", "4", "--seq-len", "32" if part.is_tiny else "256",
         "--device", part.device.type, "--cache-dir", str(folder), "--no-samples", "--threads", "1",
-        "--eval-every", "0", "--out", str(run), *LAYOUTS[layout],
+        "--eval-every", "0", "--log-every", "1", "--out", str(run), *LAYOUTS[layout],
     ]  # fmt: skip
     if layout == "pipeline over the wire":
         secret = folder / "secret"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from records import Part, finish, part_from_command_line
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import thinwire
 from tests.sequence_ranks import ThreadPeers, on_ranks, whole_attention
@@ -111,7 +112,12 @@ def attention_times(part: Part) -> dict[str, Any]:
     def torchs() -> None:
         torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, scale=0.1).backward(grad)
 
-    return {"length": length, "ours_s": part.timed(ours), "torchs_s": part.timed(torchs)}
+    found: dict[str, Any] = {"length": length, "ours_s": part.timed(ours), "torchs_s": part.timed(torchs)}
+    for kind in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        if part.device.type == "cuda":
+            with sdpa_kernel(kind):
+                found[f"{kind.name.lower()}_s"] = part.timed(torchs)
+    return found
 
 
 def decoder(kind: str, shape: TransformerConfig, part: Part) -> Any:
@@ -149,22 +155,39 @@ def streamed_gradients(part: Part) -> dict[str, Any]:
     return found
 
 
-def streamed_costs(preset: str, length: int, part: Part) -> dict[str, Any]:
+def streamed_costs(preset: str, length: int, part: Part, *, chunks: int = CHUNKS) -> dict[str, Any]:
     """Measure time and peak memory of a pass, without anything saved, with checkpointing, and streamed."""
     tokens = torch.randint(2048 if part.is_tiny else 32_000, (1, length)).to(part.device)
-    found: dict[str, Any] = {"preset": preset, "length": length}
+    found: dict[str, Any] = {"preset": preset, "length": length, "chunks": chunks}
     times: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
         model: Any = build_model(preset, seed=1, max_seq_len=length, device=part.device)
         model.recompute = kind == "checkpoint"
-        model = thinwire.streamed(model, chunks=CHUNKS) if kind == "streamed" else model
-        one_pass(model, tokens % model.vocab_size, autocast=True)
-        with part.peak_bytes() as peak:
+        model = thinwire.streamed(model, chunks=chunks) if kind == "streamed" else model
+
+        def once(model: Any = model) -> None:
             one_pass(model, tokens % model.vocab_size, autocast=True)
+
+        once()
+        with part.peak_bytes() as peak:
+            once()
             found[f"{kind}_peak_bytes"] = peak()
-        times[kind] = part.timed(lambda m=model: one_pass(m, tokens % m.vocab_size, autocast=True))  # type: ignore[misc]
+        times[kind] = part.timed(once, repeats=3, warm_ups=0)
+        if kind == "streamed":
+            found["kernels_s"] = kernel_s(once, part)
+        del once
         model = None
     return {**found, "pass_s": times, "time_ratio": times["streamed"]["median"] / times["checkpoint"]["median"]}
+
+
+def kernel_s(work: Any, part: Part) -> float:
+    """Return the seconds that the device computes in some work: where they are fewer than it takes, it waits."""
+    if part.device.type == "cpu":
+        return 0.0
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as told:
+        work()
+        part.wait()
+    return float(sum(event.self_device_time_total for event in told.key_averages())) / 1e6
 
 
 def longest(part: Part) -> dict[str, Any]:
@@ -174,7 +197,7 @@ def longest(part: Part) -> dict[str, Any]:
     torch.cuda.set_per_process_memory_fraction(share)
     try:
         for kind in KINDS:
-            length, found[kind] = {"plain": 4096, "checkpoint": 16_384, "streamed": 65_536}[kind], 0
+            length, found[kind] = {"plain": 8192, "checkpoint": 32_768, "streamed": 98_304}[kind], 0
             while length < 700_000:
                 try:
                     model: Any = build_model("150m", seed=1, max_seq_len=length, device=part.device)
@@ -186,7 +209,7 @@ def longest(part: Part) -> dict[str, Any]:
                 finally:
                     model = None
                     torch.cuda.empty_cache()
-                found[kind], length = length, length * 5 // 4 // 128 * 128
+                found[kind], length = length, length * 6 // 5 // 128 * 128
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     return found
@@ -205,8 +228,9 @@ def main() -> None:
         part.measure("attention", lambda: attention_times(part))
         finish(part)
     part.measure("attention", lambda: attention_times(part))
-    for preset, length in (("150m", 16_384), ("150m", 65_536), ("1b", 32_768)):
-        part.measure(f"streamed {preset} {length}", lambda p=preset, n=length: streamed_costs(p, n, part), needs_s=10)  # type: ignore[misc]
+    for preset, length, chunks in (("150m", 16_384, 8), ("150m", 65_536, 8), ("150m", 65_536, 4), ("1b", 32_768, 8)):
+        name = f"streamed {preset} {length}" + (f" in {chunks}" if chunks != CHUNKS else "")
+        part.measure(name, lambda p=preset, n=length, c=chunks: streamed_costs(p, n, part, chunks=c), needs_s=20)  # type: ignore[misc]
     part.measure("longest", lambda: longest(part), needs_s=30)
     finish(part)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -128,6 +129,7 @@ def dump_is_read(part: Part) -> dict[str, Any]:
             check=False, capture_output=True, text=True, timeout=30,
         )  # fmt: skip
         first = dumps[0].read_bytes()[:1]
+        shutil.copy(dumps[0], part.folder / "dump_0")
         if read.returncode not in (0, 3):
             raise RuntimeError(f"dump of {dumps[0].stat().st_size} bytes, begins with {first!r}: {read.stderr[-800:]}")
         told = json.loads(read.stdout)

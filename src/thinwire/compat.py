@@ -153,13 +153,16 @@ def flash_attention(query: Any, key: Any, value: Any, *, scale: float, is_causal
 def flash_attention_backward(
     grad: Any, query: Any, key: Any, value: Any, output: Any, log_sums: Any, *, scale: float, is_causal: bool
 ) -> tuple[Any, Any, Any]:
-    """Return the gradients of `flash_attention`'s inputs for the output and log-sum-exp of whole rows."""
+    """Return the gradients of `flash_attention`'s inputs for the output and log-sum-exp of whole rows.
+
+    The kernel takes log-sum-exps for contiguous without a look: those of some rows of several heads are not.
+    """
     groups = query.shape[1] // key.shape[1]
     keys, values = (one.repeat_interleave(groups, 1) for one in (key, value))
     unused = torch.zeros((), dtype=torch.int64, device=query.device)  # seed and offset of a dropout of 0
     found = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
-        grad.to(query.dtype), query, keys, values, output.to(query.dtype), log_sums, None, None, query.shape[2],
-        key.shape[2], 0.0, is_causal, unused, unused, scale=scale,
+        grad.to(query.dtype).contiguous(), query, keys, values, output.to(query.dtype), log_sums.contiguous(), None,
+        None, query.shape[2], key.shape[2], 0.0, is_causal, unused, unused, scale=scale,
     )  # fmt: skip
     return (found[0], *(one.unflatten(1, (-1, groups)).sum(2) for one in found[1:3]))
 

@@ -86,7 +86,9 @@ def test_a_name_in_a_file_does_not_steer_the_terminal(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("content", "code", "said"),
     [
-        (b"\x80\x02}q\x00.", 1, "is a pickle, which could run any program"),
+        (b"\x80\x02}q\x00.", 1, "no list of entries"),
+        (b"\x80\x02cposix\nsystem\nq\x00.", 1, "is no pickle of data: instruction b'c' is none of data: it could run"),
+        (b"\x80\x02}q\x00(X\xff\xff\xff\xff", 1, "bytes are announced"),
         (b'{"entries": 3}', 1, "no list of entries"),
         (b'{"entries": [', 1, "is no JSON"),
         (b"hello\n", 1, "no file of records"),

@@ -6,6 +6,7 @@
 - `reader`: untrusted lines to checked records; refused lines are counted.
 - `run_folder`: a whole folder, as a run with its metrics or as records for diagnosis.
 - `flight_recorder`, `nccl_inspector`, `nccl_ras`: readers of what torch and NCCL write.
+- `plain_pickle`: a reader of pickles that hold data alone, which runs nothing.
 - `forwarding`: records of one host, sent to another in bounded pieces.
 - `attempts`, `downtime`: starts of a resumed run, and what faults cost it.
 - `run_numbers`: what a run's tables show, and how it is counted.

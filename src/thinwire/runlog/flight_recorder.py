@@ -1,4 +1,4 @@
-"""Dumps of torch's Flight Recorder: reader of the JSON form, and writer for torch's analyser, also for gloo.
+"""Dumps of torch's Flight Recorder: reader of pickles and JSON, and writer for torch's analyser, also for gloo.
 
 On gloo a dump shows when a rank called each collective and whether it has ended, not when; messages between two ranks
 are left out. So it shows missing ranks and mismatched calls, but no slowness.
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import DataError
+from thinwire.runlog.plain_pickle import plain_value
 from thinwire.runlog.reader import Records, parse_line
 from thinwire.runlog.records import Beat, Communicator, Operation, to_line
 
 MOST_BYTES = 256 * 1024 * 1024
 _RANK = re.compile(r"(\d+)(?:\.json)?$")
-HOW_TO_JSON = "torch._C._distributed_c10d._dump_fr_trace_json() in each rank, written to RANK.json, makes JSON"
 
 
 def is_pickle(first: bytes) -> bool:
@@ -35,8 +35,8 @@ def is_pickle(first: bytes) -> bool:
 
 
 def is_dump(first: bytes) -> bool:
-    """Return whether a file that begins so may be a dump: one JSON object with entries, and no file of records."""
-    return first.lstrip()[:1] == b"{" and b'"format"' not in first.split(b"\n", 1)[0]
+    """Return whether a file that begins so may be a dump: a pickle, or one JSON object and no file of records."""
+    return is_pickle(first) or (first.lstrip()[:1] == b"{" and b'"format"' not in first.split(b"\n", 1)[0])
 
 
 def read_dump(records: Records, path: Path) -> int:
@@ -127,13 +127,16 @@ def _content(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise DataError(f"{path} has more than {MOST_BYTES} bytes")
-        told = json.loads(path.read_bytes())
+        data = path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        told = plain_value(data) if is_pickle(data) else json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON: {type(error).__name__}") from error
+        said = f"no pickle of data: {error}" if is_pickle(data) else f"no JSON: {type(error).__name__}"
+        raise DataError(f"{path} is {said}") from error
     if not isinstance(told, dict):
-        raise DataError(f"{path} is no dump of the Flight Recorder: it is no JSON object")
+        raise DataError(f"{path} is no dump of the Flight Recorder: it holds no object with names")
     return told
 
 

@@ -544,10 +544,6 @@ def read_files(paths: Iterable[Path]) -> Records:
             runs.setdefault(path.parent, []).append(path)
         else:
             first = _head(path)
-            if flight_recorder.is_pickle(first):
-                raise DataError(
-                    f"{path} is a pickle, which could run any program when it is read; {flight_recorder.HOW_TO_JSON}"
-                )
             read = nccl_reader(first)
             if read is None and flight_recorder.is_dump(first):
                 dumps.append(path)

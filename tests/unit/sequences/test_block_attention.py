@@ -187,3 +187,22 @@ def test_the_flash_operator_of_a_gpu_returns_what_is_merged() -> None:
     assert output.shape == query.shape and log_sums.shape == query.shape[:3] and log_sums.dtype == torch.float32
     grads = compat.flash_attention_backward(query, query, key, key, output, log_sums, scale=0.25, is_causal=False)
     assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]
+
+
+def test_the_flash_operator_of_a_gpu_gets_contiguous_log_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one of two parts of a rank are a view, which the kernel would read as the wrong rows."""
+    given: list[torch.Tensor] = []
+    real = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+
+    class Watched:
+        @staticmethod
+        def default(*args: Any, **kwargs: Any) -> Any:
+            given.extend(args[:6])
+            return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", Watched)
+    rows = torch.empty(2, 4, 16, 16, dtype=torch.bfloat16, device="meta")
+    log_sums = torch.empty(2, 4, 16, device="meta")
+    own, sums = rows.chunk(2, 2)[1], log_sums.chunk(2, 2)[1]
+    compat.flash_attention_backward(own.expand(2, 4, 8, 16), own, own, own, own, sums, scale=0.25, is_causal=True)
+    assert given[5].is_contiguous() and given[0].is_contiguous()
