@@ -74,7 +74,7 @@ def rows(lines: Lines) -> list[tuple[str, str, str]]:
         row("inside", "generate", "`thinwire generate`: same text as on a CPU", lambda x: str(x["same_text"])),
         row("inside", "planned step", "planned step of 400m from the speed of 150m", lambda x: f"{x['error']:+.0%}"),
         *(
-            row("ranks", layout, f"two ranks, {layout}: losses beside one rank's", lambda x: f"{x['off']:.1e}")
+            row("ranks", layout, f"two ranks, {layout}: losses beside one rank's", distance)
             for layout in (
                 "sharded",
                 "tensors",
@@ -84,6 +84,8 @@ def rows(lines: Lines) -> list[tuple[str, str, str]]:
                 "pipeline in 8 and 4 bits",
             )
         ),
+        row("ranks", "experts", "two ranks, experts of a layer: output and gradients beside one rank's", distance),
+        row("ranks", "linear", "one rank, linear attention: losses beside a CPU's", distance),
         (
             "sequence",
             "shared attention, all policies: largest distance in float64; in bfloat16, and torch's",
@@ -134,6 +136,10 @@ def tables(lines: Lines) -> str:
     exact, short, own = (max(x[name] for x in kinds[kind]) for kind, name in
                          (("float64", "off"), ("bfloat16", "off"), ("bfloat16", "own_off")))  # fmt: skip
     return f"{exact:.0e}; {short:.1e}, {own:.1e}"
+
+
+def distance(line: dict[str, Any]) -> str:
+    return f"{line['off']:.1e}"
 
 
 def beside_torch(line: dict[str, Any]) -> str:

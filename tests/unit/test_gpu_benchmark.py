@@ -23,7 +23,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     return {name: importlib.import_module(name) for name in names}
 
 
-def test_the_limits_of_all_parts_are_nine_minutes_together(
+def test_the_limits_of_all_parts_are_two_calls_together(
     scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["run.py", "--list"])
@@ -32,7 +32,7 @@ def test_the_limits_of_all_parts_are_nine_minutes_together(
     seconds = {line.split()[0]: int(line.split()[1]) for line in parts}
     files = {path.stem for path in (ROOT / "benchmarks" / "gpu").glob("*.py")}
     assert set(seconds) == files - {"records", "report", "run"}
-    assert int(whole.split()[1]) == sum(seconds.values()) <= 540
+    assert int(whole.split()[1]) == sum(seconds.values()) <= 2 * 540
 
 
 def test_results_that_are_there_are_not_measured_again_and_a_failure_is(
