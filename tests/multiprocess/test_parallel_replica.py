@@ -302,6 +302,7 @@ def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     from thinwire.transport.shards import local_shard
 
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that no one has written holds NaN
     transport = connect(solo=True, ranks_per_replica=4)
     _share_gloo_device()
     found = {}

@@ -2,7 +2,7 @@
 
 torch's schedules ask a stage for its messages, then compute. This one replaces the messages that cross a border by
 payloads, and fills torch's own buffers from them just before a pass. Only public methods of torch's stage are
-overridden. The shapes of the first step cross as torch sends them.
+overridden, but for one. The shapes of the first step cross as torch sends them.
 """
 
 from __future__ import annotations
@@ -190,6 +190,14 @@ class CodedStage(PipelineStage):
             self._named, state = torch.zeros_like(self._named), None
         for neighbour, memory in self.memories.items():
             memory.load_state_dict(None if state is None else state["memories"][neighbour])
+
+    def _to_tensor(self, arg: Any) -> torch.Tensor:
+        # torch finds the shapes by passes over memory that it has not written: NaN there would be taken for a fault
+        found: torch.Tensor = super()._to_tensor(arg)
+        if not isinstance(arg, torch.Tensor):
+            with torch.no_grad():
+                found.zero_()
+        return found
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receives of the activations of a micro-batch."""
