@@ -50,7 +50,7 @@ WINGS: dict[str, tuple[str, ...]] = {
         "multiprocess/test_fine_tuning", "multiprocess/test_full_run_disk", "multiprocess/test_gpu_",
         "multiprocess/test_killed_checkpoints", "multiprocess/test_ladder_", "multiprocess/test_launch_deaths",
         "multiprocess/test_launchers",
-        "multiprocess/test_local_launch", "multiprocess/test_parallel_replica",
+        "multiprocess/test_local_launch", "multiprocess/test_lost_stage", "multiprocess/test_parallel_replica",
         "multiprocess/test_streamed_shards", "multiprocess/test_training",
         "lab/test_train_hosts",
     ),

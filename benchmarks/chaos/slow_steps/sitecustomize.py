@@ -4,6 +4,8 @@ CHAOS_STEP_S: seconds that each step takes longer, so that many replicas fit on 
 CHAOS_SLOWER_WHILE: a file; while it exists each step takes ten times that, so that a run does not end too early.
 CHAOS_HELD_AT: a file with the number of a step; while it exists, no replica begins this step, unless the launcher stops
 the run.
+CHAOS_KILLED_AT: a file with the numbers of a stage and a step: a process of that stage removes it and kills itself in
+its second pass of the step.
 CHAOS_NAN: a folder; as long as it holds a file named by an elastic replica's process id, its gradients are NaN.
 CHAOS_SHORT: such a folder for replicas whose parts are 8 bytes too short.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 import time
 from pathlib import Path
@@ -91,3 +94,19 @@ if (_STATIC & _KIND or _IS_RANK) and "CHAOS_STEP_S" in os.environ:
         _train_step(self)
 
     Training._train_step = _slow_train_step
+
+if _STATIC & _KIND and "CHAOS_KILLED_AT" in os.environ:
+    from thinwire.transport.path_runner import PathRunner, PathStep
+
+    _pass, _passes = PathRunner._pass, list[int]()
+
+    def _last_pass(self: PathRunner, step: PathStep, *arguments: object) -> None:
+        _passes.append(step.number)
+        file = Path(os.environ["CHAOS_KILLED_AT"])
+        place = [self._transport.replica, step.number]
+        if _passes.count(step.number) == 2 and file.exists() and file.read_text().split() == list(map(str, place)):
+            file.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        _pass(self, step, *arguments)
+
+    PathRunner._pass = _last_pass

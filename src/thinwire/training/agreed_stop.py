@@ -77,6 +77,10 @@ class AgreedStop:
     def steps(self) -> list[int]:
         return [self._read(_FIRST + rank) for rank in range(self._size)]
 
+    def has_begun(self, rank: int) -> bool:
+        """Return whether a process has begun to train."""
+        return self.steps()[rank] != _NOT_BEGUN
+
     def num_saved(self) -> int:
         return sum(self._read(_FIRST + self._size + rank) for rank in range(self._size))
 

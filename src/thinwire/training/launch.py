@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ _END = signal.SIGUSR1
 _STOP_S = 10.0
 # A stop is given up after so many seconds without a step or a saved checkpoint, and the longest between two steps.
 _STUCK_S, _SAVE_S = 10.0, 120.0
+# What ends a process again and again would end it once more.
+_MOST_RETURNS = 3
 # Signals so close together are one: a shell and a wrapper may both pass on Ctrl-C.
 _ONE_SIGNAL_S = 1.0
 
@@ -87,7 +90,9 @@ def launch(
         replicas = _Replicas(run_dir / "logs", stop)
         try:
             replicas.start([*command, str(Path(folder) / "stop")], names=names, rendezvous=Path(folder) / "store")
-            failures = replicas.wait(signals)
+            # stages that micro-batches may skip; with other replicas, these would wait for the same stage
+            may_return = range(1, ranks if config.parallel.skip and config.num_replicas == 1 else 1)
+            failures = replicas.wait(signals, may_return=may_return, say=say)
             is_finished = bool(signals) and is_saving() and replicas.save(signals, say)
         finally:
             replicas.stop()
@@ -229,21 +234,37 @@ class _Replicas:
         self._longest_s = 0.0
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._killed: set[int] = set()
+        self._num_starts: Counter[int] = Counter()
 
     def start(self, command: Sequence[str], *, names: Sequence[str], rendezvous: Path) -> None:
         """Start all replicas with one command; the environment holds ranks and the file to meet in, as torchrun."""
         self._logs.mkdir(parents=True, exist_ok=True)
-        size = str(len(names))
-        for rank, name in enumerate(names):
-            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-            out_path, err_path = (_log_path(self._logs, name, suffix) for suffix in (".out", ".err"))
-            with out_path.open("wb") as out, err_path.open("wb") as err:
-                self._processes[rank] = subprocess.Popen(
-                    command, env={**os.environ, **ranks, RENDEZVOUS_FILE: str(rendezvous)}, stdin=subprocess.DEVNULL,
-                    stdout=out, stderr=err, start_new_session=True,
-                )  # fmt: skip
+        self._command, self._names, self._rendezvous = command, names, rendezvous
+        for rank in range(len(names)):
+            self._start(rank)
 
-    def wait(self, signals: list[int]) -> dict[int, ProcessFailure]:
+    def _start(self, rank: int) -> None:
+        size, mode = str(len(self._names)), "ab" if self._num_starts[rank] else "wb"
+        self._num_starts[rank] += 1
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        out_path, err_path = (_log_path(self._logs, self._names[rank], suffix) for suffix in (".out", ".err"))
+        with out_path.open(mode) as out, err_path.open(mode) as err:
+            self._processes[rank] = subprocess.Popen(
+                self._command, env={**os.environ, **ranks, RENDEZVOUS_FILE: str(self._rendezvous)},
+                stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
+            )  # fmt: skip
+
+    def _start_again(self, codes: Mapping[int, int | None], may_return: range, say: Callable[[str], None]) -> None:
+        """Start processes again that a signal ended, where the others go on without them."""
+        for rank in may_return:
+            code, has_begun = codes[rank] or 0, self._stop.has_begun(rank)
+            if code < 0 and has_begun and self._num_starts[rank] <= _MOST_RETURNS:
+                say(f"{self._names[rank]} was ended by {signal.Signals(-code).name}; it is skipped until it is back")
+                self._start(rank)
+
+    def wait(
+        self, signals: list[int], *, may_return: range, say: Callable[[str], None]
+    ) -> dict[int, ProcessFailure]:  # fmt: skip
         """Wait until all have succeeded, any has failed, or a signal came, to whomever; return the failures."""
         done, done_s = self._stop.steps(), time.monotonic()
         while not signals:
@@ -254,6 +275,7 @@ class _Replicas:
                 if min(done) > 0:  # the first steps of a run take longer than those after them
                     self._longest_s = max(self._longest_s, time.monotonic() - done_s)
                 done, done_s = now, time.monotonic()
+            self._start_again({rank: one.poll() for rank, one in self._processes.items()}, may_return, say)
             codes = {replica: process.poll() for replica, process in self._processes.items()}
             if any(codes.values()) or all(code == 0 for code in codes.values()):
                 return {replica: ProcessFailure(exitcode=code) for replica, code in codes.items() if code}

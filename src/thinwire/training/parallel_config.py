@@ -117,8 +117,7 @@ _NOT_PARALLEL = {
 }  # fmt: skip
 
 _NOT_SKIPPING = {
-    "elastic": "a lost stage ends its replica, since collectives of torch join all its ranks, and one that came back "
-    "would need the optimizer's state; --resume goes on from the checkpoint",
+    "elastic": "elastic replicas exchange whole fragments at one rank; with one replica, a lost stage is skipped",
     "secret": "messages on paths take gloo, which does not encrypt",
 }  # fmt: skip
 

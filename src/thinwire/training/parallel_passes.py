@@ -21,6 +21,7 @@ from thinwire.training.config import TrainConfig
 from thinwire.training.loop import Passes
 from thinwire.training.skip_passes import SkippingPipeline
 from thinwire.transport.base import Transport
+from thinwire.transport.path_group import PathGroup
 from thinwire.transport.replica_mesh import ReplicaMesh
 from thinwire.transport.shards import drop_gathered, local_shard, named_failures, own_part
 from thinwire.workloads.language.lengths import assign_sequences, cost_of, padded_groups
@@ -45,6 +46,10 @@ _GAINS_OF_HEADS = "query_key_norm.gain"
 def make_mesh(config: TrainConfig, *, device: torch.device, wire: Transport | None = None) -> ReplicaMesh:
     """Return the mesh of this replica's ranks, which the default group holds; see `ReplicaMesh` for `wire`."""
     own = config.parallel
+    if own.skip:
+        stages = PathGroup(num_stages=own.pp, deadline_s=config.run.join_deadline_s, interface=config.run.interface,
+                           address=config.run.address)  # fmt: skip
+        return ReplicaMesh(device=device, pp=own.pp, stages=stages)
     # without a code nothing says that stages lie apart
     sites = own.sites if own.activation_code is not None or wire is not None else (0,) * own.pp
     return ReplicaMesh(
@@ -219,9 +224,10 @@ class ParallelPasses:
         config: Resolved options.
         model: As `cut_model` leaves it.
         mesh: The replica's ranks.
+        step: Inner steps done before.
     """
 
-    def __init__(self, config: TrainConfig, model: nn.Module, mesh: ReplicaMesh) -> None:
+    def __init__(self, config: TrainConfig, model: nn.Module, mesh: ReplicaMesh, *, step: int = 0) -> None:
         self.timing = Passes(mesh.device)
         self._config, self._mesh = config, mesh
         self._model: Any = model
@@ -231,7 +237,7 @@ class ParallelPasses:
         self._pipeline: _Pipeline | None = None
         self._skipping: SkippingPipeline | None = None
         if isinstance(model, PipelineChunks) and model.skips:
-            self._skipping = SkippingPipeline(config, model.chunks[0], mesh, shape=model.config)
+            self._skipping = SkippingPipeline(config, model.chunks[0], mesh, shape=model.config, step=step)
         elif isinstance(model, PipelineChunks):
             self._pipeline = _Pipeline(config, model, mesh)
 
@@ -239,10 +245,11 @@ class ParallelPasses:
         """See `ModelPasses`; every rank gets the whole batch, and the mean over it."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         passes = list(self._own_passes(tokens, targets))
+        if self._skipping is not None:
+            shown = self._skipping.backward(passes).float()
+            return shown[0], shown[1:]
         with named_failures():
-            if self._skipping is not None:
-                sums = self._skipping.backward(passes)
-            elif self._pipeline is None:
+            if self._pipeline is None:
                 with experts.step(self._model):
                     for number, (rows, row_targets, share) in enumerate(passes):
                         self._prepare_pass(is_last=number == len(passes) - 1)
@@ -277,15 +284,15 @@ class ParallelPasses:
 
     def held_out(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """See `ModelPasses`; a batch of any number of rows."""
+        if self._skipping is not None:
+            return self._skipping.held_out(list(self._own_passes(tokens, targets))).float()
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         with named_failures():
             if self._pipeline is not None:
                 self._pipeline.fetch_embedding()
             for rows, row_targets, share in self._own_passes(tokens, targets):
                 with self._autocast():
-                    if self._skipping is not None:
-                        nll = self._skipping.nll(rows, row_targets)
-                    elif self._pipeline is None:
+                    if self._pipeline is None:
                         nll = self._loss(rows, row_targets)[1]
                     else:
                         nll = self._pipeline.nll(rows, row_targets)
@@ -297,8 +304,7 @@ class ParallelPasses:
     def _of_batch(self, own: Tensor) -> Tensor:
         """Return the sum of what the ranks add up for their rows, from the stage of a pipeline that has the loss."""
         summed = self._mesh.sum_over_data(own)
-        stage = self._mesh.size_of("pp") - 1 if self._skipping is None else 0
-        return self._mesh.broadcast_from_stage(summed, stage).float()
+        return self._mesh.broadcast_from_stage(summed, self._mesh.size_of("pp") - 1).float()
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = self._model.loss(tokens, targets, is_padded=self._is_padded)

@@ -16,8 +16,10 @@ from thinwire.shared_random import derive_seed
 from thinwire.site.pipeline import chunk_layers
 from thinwire.site.skip_paths import SkipNetwork, orders_of, run_paths
 from thinwire.training.config import TrainConfig
+from thinwire.transport.base import Envelope
 from thinwire.transport.path_runner import PathRunner, PathStep
 from thinwire.transport.replica_mesh import ReplicaMesh
+from thinwire.transport.streams import ACTIVATIONS
 from thinwire.workloads.language.presets import TransformerConfig
 from thinwire.workloads.language.transformer import TransformerStage, next_token_loss
 
@@ -44,18 +46,23 @@ def deal_paths(*, num_stages: int, length: int, count: int, seed: int) -> tuple[
 class SkippingPipeline:
     """Passes of one stage; micro-batches take other paths at every step, the same ones where a run is resumed.
 
+    A stage that is lost is on no path until it is back. A step in which it is lost is computed again without it.
+
     Args:
         config: Resolved options.
         stage: This rank's layers.
         mesh: The replica's ranks.
         shape: Of the whole model.
+        step: Steps that this stage has done.
     """
 
     def __init__(
-        self, config: TrainConfig, stage: TransformerStage, mesh: ReplicaMesh, *, shape: TransformerConfig
+        self, config: TrainConfig, stage: TransformerStage, mesh: ReplicaMesh, *, shape: TransformerConfig, step: int
     ) -> None:  # fmt: skip
+        assert mesh.stages is not None, "stages on paths come and go"
         self._config, self._stage, self._mesh, self._shape = config, stage, mesh, shape
-        self._num_steps = 0
+        self._stages = mesh.stages
+        self._stages.begin_after(step)
         pp = config.parallel.pp
         self._network = SkipNetwork(
             stages=tuple((number,) for number in range(pp)), delay_s=((0.0,) * pp,) * pp, memory=pp,
@@ -63,20 +70,34 @@ class SkippingPipeline:
         )  # fmt: skip
         self._targets: list[Tensor] = []
         self._nll: dict[int, Tensor] = {}
+        # of the latest batch that this stage took part in; it is shown where it did not
+        self._shown, self._held_out = torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
         self._runner = PathRunner(
-            stage.hidden, stage.parameters(), transport=mesh.peers, device=mesh.device, loss=self._loss,
+            stage.hidden, stage.parameters(), transport=mesh.stages, device=mesh.device, loss=self._loss,
             code=ActivationCode.parse(config.parallel.activation_code or "float32"),
         )  # fmt: skip
 
     def backward(self, passes: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
-        """Add the gradients of a step; return loss and nll, (2,), zero but at the first stage."""
-        self._num_steps += 1
+        """Add the gradients of a step, none where the others did it without this stage; return loss and nll, (2,)."""
+        found = self._stages.together(lambda: self._step(passes), undo=self._forget, is_step=True)
+        self._shown = self._shown if found is None else found
+        return self._shown
+
+    def held_out(self, passes: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
+        """Return the mean nll of rows under all stages that are present, (1,)."""
+        found = self._stages.together(lambda: self._nll_of(passes))
+        self._held_out = self._held_out if found is None else found
+        return self._held_out
+
+    def _step(self, passes: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
         self._targets = [targets for _, targets, _ in passes]
         seed = derive_seed(self._config.run.seed, "skip", *(int(tokens.sum()) for tokens, _, _ in passes))
-        own = self._config.parallel
-        paths = deal_paths(num_stages=own.pp, length=own.path_length, count=len(passes), seed=seed)
+        present = self._stages.present
+        length = min(self._config.parallel.path_length, len(present))
+        dealt = deal_paths(num_stages=len(present), length=length, count=len(passes), seed=seed)
+        paths = tuple(tuple(present[place] for place in path) for path in dealt)
         order = run_paths(self._network, paths, [0.0] * len(paths))
-        step = PathStep(number=self._num_steps, paths=paths, orders=orders_of(order),
+        step = PathStep(number=self._stages.step, paths=paths, orders=orders_of(order),
                         weights=tuple(share for _, _, share in passes))  # fmt: skip
         inputs = [tokens for tokens, _, _ in passes]
         shapes = [(*tokens.shape, self._shape.dim) for tokens in inputs]
@@ -86,16 +107,41 @@ class SkippingPipeline:
             sums += step.weights[number] * torch.stack([loss, self._nll[number]])
         return sums
 
-    def nll(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean nll of rows under all stages at the first one, zero at the others."""
-        pp, own = self._config.parallel.pp, self._mesh.stage
-        like = torch.empty(*tokens.shape, self._shape.dim, dtype=self._dtype, device=self._mesh.device)
-        values = self._mesh.receive_from_stage(like, own - 1) if own else tokens
-        self._mesh.send_to_stage(self._stage.hidden(values), (own + 1) % pp)
-        if own:
-            return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        logits = self._stage.logits(self._mesh.receive_from_stage(like, pp - 1))
-        return next_token_loss(logits, targets, z_loss=0.0)[1].double()
+    def _forget(self) -> None:
+        """Drop the gradients of a step that is computed again."""
+        for parameter in self._stage.parameters():
+            parameter.grad = None
+
+    def _nll_of(self, passes: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
+        """Return this stage's part of the mean nll: all of it at the first one, which the last one sends back to."""
+        present, own = self._stages.present, self._stages.replica
+        place, total = present.index(own), torch.zeros(1, dtype=torch.float64)
+        following = present[(place + 1) % len(present)]
+        for number, (tokens, targets, share) in enumerate(passes):
+            values = self._stage.hidden(self._receive(present[place - 1], number, tokens) if own else tokens)
+            if len(present) > 1:
+                payload = values.detach().contiguous().view(-1).view(torch.uint8).cpu()
+                envelope = self._envelope(number, sender=own, num_bytes=len(payload))
+                sent = self._stages.send(payload, to=following, envelope=envelope)
+                values = values if own else self._receive(present[-1], number, tokens)
+                sent.wait(deadline_s=ACTIVATIONS.deadline_s(len(payload)))
+            if own == 0:
+                total += share * next_token_loss(self._stage.logits(values), targets, z_loss=0.0)[1].double().cpu()
+        return total
+
+    def _receive(self, source: int, number: int, tokens: Tensor) -> Tensor:
+        """Return the hidden states of rows that another stage sends."""
+        values = torch.empty(*tokens.shape, self._shape.dim, dtype=self._dtype)
+        envelope = self._envelope(number, sender=source, num_bytes=values.nbytes)
+        pending = self._stages.receive(source=source, envelope=envelope)
+        received = pending.wait(deadline_s=ACTIVATIONS.deadline_s(values.nbytes))
+        assert received is not None, "a receive returns its message"
+        values.view(-1).view(torch.uint8).copy_(received.payload)
+        return values.to(self._mesh.device)
+
+    def _envelope(self, number: int, *, sender: int, num_bytes: int) -> Envelope:
+        # beyond all steps, whose micro-batches are coded
+        return Envelope(stream=ACTIVATIONS, key=(1 << 63 | number, sender, 0), payload_bytes=num_bytes)
 
     def _loss(self, hidden: Tensor, number: int) -> Tensor:
         is_padded = self._config.data.sequences == "documents"

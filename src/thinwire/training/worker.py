@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,13 @@ from thinwire.training.summary import (
 )
 from thinwire.transport.base import all_gather_json
 from thinwire.transport.connect import connect, wire_within
+from thinwire.transport.loopback import LoopbackWorld
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.replica_mesh import ReplicaMesh
 from thinwire.workloads.workload import Data
 
 _OPENING, _READY, _CLOSING, _PROBING = range(4)
+_CLOSING_NOTES = 1000
 # Known by other names on other hosts; what they stand for is compared by content.
 _OUTPUTS = (
     "config.json", RUN_FILE, ORIGIN_FILE, "summary.json", "report.html", "metrics-replica-*", "transfers-replica-*",
@@ -98,7 +100,14 @@ def run_replica(
     torch.set_num_threads(config.model.threads or 1)
     data = config.workload.open_data(config)
     ranks = config.parallel.ranks
-    transport = connect(
+    is_returning = False
+    if config.parallel.skip:
+        from thinwire.transport.path_group import is_under_way
+
+        is_returning = is_under_way(num_stages=ranks, deadline_s=config.run.join_deadline_s)
+        place = replace(place, is_resumed=place.is_resumed or is_returning)
+    # a stage that comes back joins the others before its first step
+    transport = RecordingTransport(LoopbackWorld(1).transports[0]) if is_returning else connect(
         interface=config.run.interface, address=config.run.address, secret=config.run.secret,
         deadline_s=config.run.join_deadline_s, advertise=config.run.advertise, port_range=config.run.port_range,
         ranks_per_replica=ranks, solo=ranks > 1,
@@ -166,7 +175,7 @@ class _Replica:
         training: Training | None = None
         why = ""
         try:
-            training = self._assemble(meter, recorder, warn)
+            training = self._assemble(meter, recorder, warn, step=step)
             complaint = ""
             if self._transport.num_replicas > 1:  # a codec may cost more time than it saves on this link
                 complaint = complain(
@@ -256,7 +265,7 @@ class _Replica:
                     f"folder of the same run"
                 )
 
-    def _assemble(self, meter: Meter, recorder: Recorder, warn: Callable[[str], None]) -> Training:
+    def _assemble(self, meter: Meter, recorder: Recorder, warn: Callable[[str], None], *, step: int) -> Training:
         config, data, transport, workload = self._config, self._data, self._transport, self._workload
         mesh = self._mesh
         device = torch.device("cuda", self._place.local_rank) if config.model.device == "cuda" else torch.device("cpu")
@@ -273,7 +282,7 @@ class _Replica:
             from thinwire.training.parallel_passes import ParallelPasses, cut_model
 
             model = cut_model(model, config, mesh)
-            passes = ParallelPasses(config, model, mesh)
+            passes = ParallelPasses(config, model, mesh, step=step)
         optimizer = DistributedOptimizer(
             model, make_inner_optimizer(config, model), method=make_method(config), transport=transport,
             seed=config.run.seed, pace=config.sync.pace,
@@ -296,7 +305,7 @@ class _Replica:
 
     def _of_all_ranks(self, note: dict[str, Any]) -> list[dict[str, Any]]:
         """Exchange a note with the other ranks of this replica."""
-        if self._mesh is None:
+        if self._mesh is None or (self._mesh.stages is not None and self._mesh.stages.is_returning):
             return [note]
         self._num_notes += 1
         deadline_s = self._config.run.join_deadline_s
@@ -317,6 +326,9 @@ class _Replica:
 
     def _close(self, training: Training, warn: Callable[[str], None]) -> dict[str, Any] | None:
         """Compare the replicas' results; replica 0 evaluates and writes the run's."""
+        if self._mesh is not None and self._mesh.stages is not None:
+            self._mesh.stages.complete()
+            self._num_notes = _CLOSING_NOTES  # a stage that came back has exchanged fewer
         reading = training.reading()
         with self._optimizer.global_parameters(may_lag=True):
             sha256 = parameters_sha256(self._whole_model())

@@ -83,8 +83,28 @@ _stores: dict[str, Any] = {}
 _num_rendezvous: Counter[str] = Counter()
 
 
+def job_store(*, deadline_s: float) -> tuple[JobPlace, Any]:
+    """Return this process's place in its job, and the store in which the job's ranks meet.
+
+    Raises:
+        ValueError: No launcher's variables are set.
+        ConnectError: The store does not answer.
+    """
+    place = job_place()
+    if place is None:
+        raise refusal("this process is no rank of a job", got="no RANK", allowed="RANK and WORLD_SIZE of a launcher",
+                      remedy="torchrun")  # fmt: skip
+    return place, _store_at(place, deadline_s=deadline_s)
+
+
 def _open_store(place: JobPlace, *, deadline_s: float) -> tuple[Any, str]:
     """Return the store at a place and the prefix of its next rendezvous."""
+    store = _store_at(place, deadline_s=deadline_s)
+    _num_rendezvous[place.prefix] += 1
+    return store, f"{place.prefix}/{_num_rendezvous[place.prefix] - 1}"
+
+
+def _store_at(place: JobPlace, *, deadline_s: float) -> Any:
     if place.name not in _stores:
         serve = place.rank == 0 and not place.agent_serves_store
         _stores[place.name] = (
@@ -92,8 +112,7 @@ def _open_store(place: JobPlace, *, deadline_s: float) -> tuple[Any, str]:
             if place.rendezvous_file
             else open_store(place.master_address, place.master_port, serve=serve, deadline_s=deadline_s)
         )
-    _num_rendezvous[place.prefix] += 1
-    return _stores[place.name], f"{place.prefix}/{_num_rendezvous[place.prefix] - 1}"
+    return _stores[place.name]
 
 
 def connect(

@@ -26,6 +26,7 @@ from thinwire.transport.streams import ACTIVATIONS
 
 if TYPE_CHECKING:
     from thinwire.transport.coded_stage import StageCode  # its module takes a second to import
+    from thinwire.transport.path_group import PathGroup
 
 # Receives of a pipeline rank that wait at once before their time; a recorder has a thread for each.
 _RECEIVES_AHEAD = 8
@@ -45,6 +46,7 @@ class ReplicaMesh:
         ep: Ranks that share the experts, neighbours among those of dp_shard and cp.
         sites: Site of each pipeline stage; None where each is one of its own.
         wire: Encrypted connections between the replica's ranks: what crosses a border takes them instead of the group.
+        stages: Joins the stages of a pipeline that come and go, instead of groups of torch's; one rank each.
 
     Attributes:
         rank: Place in the replica; 0 leads.
@@ -61,11 +63,21 @@ class ReplicaMesh:
 
     def __init__(
         self, *, device: torch.device, pp: int = 1, dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1,
-        ep: int = 1, sites: Sequence[int] | None = None, wire: Transport | None = None,
+        ep: int = 1, sites: Sequence[int] | None = None, wire: Transport | None = None, stages: PathGroup | None = None,
     ) -> None:  # fmt: skip
+        self.device, self.stages, self.border = device, stages, TransferLog()
+        self.expert_mesh: Any = None
+        self._num_sent: Counter[tuple[int, int]] = Counter()
+        if stages is not None:
+            self.rank = self.stage = stages.replica
+            self.size, self._sizes = pp, {**dict.fromkeys(_AXES, 1), "cp": 1, "pp": pp}
+            self.data_rank, self.data_ranks, self.gradient_ranks = 0, 1, 1
+            self.context_group, self._sites = None, tuple(range(pp))
+            self._wire: Transport | None = stages
+            self.peers: Transport = stages
+            return
         from torch.distributed.device_mesh import init_device_mesh  # takes a second to import, as FSDP below
 
-        self.device = device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         sizes = (pp, dp_replicate, dp_shard * cp, tp)
         self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=_AXES)
@@ -75,7 +87,6 @@ class ReplicaMesh:
         self.data_ranks = dp_replicate * dp_shard
         self.gradient_ranks = self.data_ranks * cp
         self.context_group = self._group_of_context()
-        self.expert_mesh: Any = None
         if ep > 1:
             axes = ("pp", "copies", "ep", "tp")  # of experts: those of dp_replicate, and of shards of the rest
             experts = init_device_mesh(device.type, (pp, self.gradient_ranks // ep, ep, tp), mesh_dim_names=axes)
@@ -83,12 +94,10 @@ class ReplicaMesh:
         self.stage = place["pp"]
         self._pipe_group = self._mesh.get_group("pp")
         self._sites = tuple(range(pp) if sites is None else sites)
-        self.border = TransferLog()
-        self._wire: Transport | None = None
+        self._wire = None
         if wire is not None:
             pipe = RankSubset(wire, dist.get_process_group_ranks(self._pipe_group))
             self._wire = RecordingTransport(pipe, log=self.border)
-        self._num_sent: Counter[tuple[int, int]] = Counter()
         self._data_group = self._group_of("dp_replicate", "dp_shard")
         # notes travel over gloo, whatever the device
         self.peers = ProcessGroupTransport(dist.new_group(backend="gloo"))
@@ -163,6 +172,9 @@ class ReplicaMesh:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks of the replica, in place."""
+        if self.stages is not None:
+            found = self.stages.together(tensor.flatten)
+            return tensor if found is None else tensor.copy_(found.view(tensor.shape))
         with named_failures():
             dist.all_reduce(tensor)
         return tensor
