@@ -164,7 +164,7 @@ def _operation(entry: Any, rank: int) -> Operation | None:
     done_s = max(posted_s, float(completed) / 1e9) if is_done else None
     sizes, types = entry.get("input_sizes") or [], entry.get("input_dtypes") or []
     return Operation(
-        communicator=" ".join(map(str, group)) if isinstance(group, list) else str(group),
+        communicator=" ".join(map(str, group)) if isinstance(group, (list, tuple)) else str(group),
         rank=rank, sequence=int(entry["collective_seq_id"]), kind=kind, dtype=str(types[0]) if types else "",
         count=_count(kind, sizes), posted_s=posted_s, done_s=done_s,
     )  # fmt: skip

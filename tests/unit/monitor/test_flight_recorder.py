@@ -17,6 +17,7 @@ from thinwire.runlog.run_folder import read_files
 
 WORLD = "0 default_pg"
 PAIR = "1 pair"
+RECORDED = Path(__file__).parents[2] / "recorded"
 
 
 def job(*, kinds: dict[int, list[str]], counts: dict[tuple[int, int], int] | None = None) -> Records:
@@ -94,3 +95,14 @@ def test_a_dump_is_a_pickle_of_plain_values_and_calls_nothing() -> None:
     assert pickle.loads(pickled(value)) == value
     with pytest.raises(TypeError, match="plain values only, got float"):
         pickled(1.5)
+
+
+def test_the_dump_of_a_real_time_out_of_nccl_is_read() -> None:
+    """Written by torch 2.11 on an H200: one rank whose second all-reduce did not begin within 3 s."""
+    records = read_files([RECORDED / "nccl_dump" / "dump_0"])
+    assert records.num_refused == 0
+    assert [(one.communicator, one.sequence, one.kind) for one in records.operations] == [
+        (WORLD, 1, "all_reduce"), (WORLD, 2, "all_reduce"),
+    ]  # fmt: skip
+    assert records.operations[0].done_s is not None and records.operations[1].done_s is None
+    assert records.communicators[WORLD].ranks == (0,)
