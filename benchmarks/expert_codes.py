@@ -13,21 +13,30 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from thinwire import experts
+from thinwire.codec_specs import activation_bytes, activation_codecs
 from thinwire.codecs.activation_code import ActivationCode
 from thinwire.experts import ExpertRanks
 from thinwire.training.summary import describe_machine
 from thinwire.wire_benchmark.worker import lr_factor
-from thinwire.workloads.language import Sampler, build_model, open_corpus, validation_batches
+from thinwire.workloads.language import Sampler, build_transformer, open_corpus, preset, validation_batches
 
 RESULTS = Path(__file__).parent / "results" / "expert_codes.jsonl"
 MODEL, SEQ_LEN, WINDOWS, EVAL_BATCHES, VOCABULARY, LR = "moe-nano", 64, 8, 20, 2048, 3e-3
 CODES = ("none", "block-int4/block-int4", "block-int8/block-int4", "block-int8/block-int8")
+# others with fewer numbers: means of clusters (LSH-MoE); a quarter of the width, with as many parameters (BigMac)
+CLUSTERS = {
+    "clusters of 1 hash": experts.clusters(hashes=1), "clusters of 2 hashes": experts.clusters(hashes=2),
+    "clusters of 2 hashes, compensated": experts.clusters(hashes=2, compensate=True),
+}  # fmt: skip
+LOW_RANK = {"low rank 48": 48}
+OTHERS = (*CLUSTERS, *LOW_RANK)
 
 
 class RoundTrip(torch.autograd.Function):
@@ -62,15 +71,33 @@ class AllCoded:
         return torch.cat([RoundTrip.apply(part, self.code) for part in torch.split(made, list(counts))])
 
 
+class Counted:
+    """Dispatch policy that keeps rows where they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def __call__(self, rows: torch.Tensor, counts: Sequence[int], experts: ExpertRanks) -> torch.Tensor:
+        self.rows += len(rows)
+        return experts.compute(rows, counts)
+
+
 def train(name: str, *, seed: int, steps: int, cache: Path) -> dict[str, Any]:
     """Train once and return the held-out loss in nats a token."""
     torch.set_num_threads(1)
     corpus = open_corpus("stdlib", cache=cache, vocab_size=VOCABULARY, tokenizer="bpe")
-    model: Any = build_model(MODEL, seed=seed, vocab_size=VOCABULARY)
+    shape = preset(MODEL, vocab_size=VOCABULARY)
+    if name in LOW_RANK:
+        shape = replace(shape, expert_dim=LOW_RANK[name], mlp_dim=shape.mlp_dim * shape.dim // LOW_RANK[name])
+    model: Any = build_transformer(shape, seed=seed)
     inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: lr_factor(step, steps=steps))
     uncoded = [block.experts.dispatch for block in model.blocks]
-    if name != "none":
+    counted = Counted()
+    if name in CLUSTERS:
+        for block in model.blocks:
+            block.experts.dispatch = replace(CLUSTERS[name], dispatch=counted)
+    elif name in CODES[1:]:
         for block in model.blocks:
             block.experts.dispatch = AllCoded(ActivationCode.parse(name))
     batches = Sampler(corpus.train, replica=0, num_replicas=1, batch_size=WINDOWS, seq_len=SEQ_LEN, seed=seed)
@@ -85,7 +112,16 @@ def train(name: str, *, seed: int, steps: int, cache: Path) -> dict[str, Any]:
     held_out = validation_batches(corpus.held_out, batch_size=8, seq_len=SEQ_LEN, max_batches=EVAL_BATCHES)
     with torch.no_grad():
         loss = statistics.fmean(float(model.loss(*batch)[1]) for batch in held_out)
-    return {"model": MODEL, "code": name, "seed": seed, "steps": steps, "val_loss": loss}
+    # each layer sends a row for each of two experts of a token
+    sent = counted.rows / (steps * len(model.blocks) * 2 * WINDOWS * SEQ_LEN)
+    rate = sent if name in CLUSTERS else LOW_RANK[name] / shape.dim if name in LOW_RANK else bits(name) / 16
+    return {"model": MODEL, "code": name, "seed": seed, "steps": steps, "val_loss": loss, "rate": rate}
+
+
+def bits(name: str) -> float:
+    """Return the bits of a number on its way, the mean of both directions."""
+    codes = ("bfloat16", "bfloat16") if name == "none" else activation_codecs(name)
+    return statistics.fmean(8 * activation_bytes(code, 2**20) / 2**20 for code in codes)
 
 
 def read(results: Path) -> list[dict[str, Any]]:
@@ -94,14 +130,15 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 
 def report(lines: list[dict[str, Any]]) -> None:
-    """Print the loss of each code beside that of no code with the same seed and steps."""
+    """Print the bytes of each code as a share of 16 bits, and its loss beside that of no code with the same seed."""
     plain = {(one["seed"], one["steps"]): one["val_loss"] for one in lines if one["code"] == "none"}
-    for name in CODES:
+    for name in (*CODES, *OTHERS):
         pairs = [(one["val_loss"], plain[one["seed"], one["steps"]]) for one in lines if one["code"] == name]
         if pairs:
             excess = [loss / base - 1 for loss, base in pairs]
             losses = " ".join(f"{loss:.4f}" for loss, _ in pairs)
-            print(f"{name:24} {losses}  mean {statistics.fmean(excess):+.2%}, largest {max(excess):+.2%}")
+            rate = statistics.fmean(one["rate"] for one in lines if one["code"] == name)
+            print(f"{name:34} {rate:.3f}  {losses}  mean {statistics.fmean(excess):+.2%}, largest {max(excess):+.2%}")
 
 
 def main() -> None:
@@ -114,7 +151,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
     stored = {(one["code"], one["seed"], one["steps"]) for one in read(options.results)}
-    order = [(name, seed) for seed in range(options.seeds) for name in CODES]
+    order = [(name, seed) for seed in range(options.seeds) for name in (*CODES, *OTHERS)]
     for name, seed in () if options.report else order:
         if (name, seed, options.steps) not in stored:
             line = train(name, seed=seed, steps=options.steps, cache=options.cache)

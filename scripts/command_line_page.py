@@ -19,7 +19,8 @@ Results go to stdout, logs to stderr. The exit code is 0, 1 for an error while r
 
 # Commands below another one, listed by the help of that one.
 NESTED = {
-    "diagnose": ("diagnose test",), "experts": tuple(f"experts {name}" for name in ("add", "branch", "eval", "merge")),
+    "diagnose": ("diagnose test",),
+    "experts": tuple(f"experts {name}" for name in ("add", "branch", "convert", "eval", "merge")),
     "bench": ("bench profile",),
     "traffic": ("traffic plan", "traffic compare", "traffic probe"),
 }  # fmt: skip

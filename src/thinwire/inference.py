@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -17,17 +18,18 @@ from torch import Tensor, nn
 from thinwire.ensembles.ensemble import Ensemble
 from thinwire.ensembles.expert_set import CachedPrior, ExpertSet, document_hash
 from thinwire.errors import CheckpointError, DataError, ThinwireError, refusal, unknown_name
+from thinwire.experts.convert import Spectrum, to_low_rank
 from thinwire.files import replace_whole, write_whole
 from thinwire.training.build import check_device, make_inner_optimizer, make_method
 from thinwire.training.checkpoints.checkpoint_files import CheckpointFiles, open_storage, reason_of
 from thinwire.training.checkpoints.global_checkpoints import MODEL_FILE, global_files
 from thinwire.training.checkpoints.replica_checkpoints import replica_files, unflatten_state
-from thinwire.training.config import TrainConfig, check_language, find_run, read_config
+from thinwire.training.config import TrainConfig, check_language, config_text, find_run, read_config
 from thinwire.training.elastic.job import LocalSettings
 from thinwire.training.summary import save_tensors, write_model
 from thinwire.workloads.language import Transformer
 from thinwire.workloads.language.corpus import HELD_OUT_FRACTION, divide, limit
-from thinwire.workloads.language.presets import TransformerConfig
+from thinwire.workloads.language.presets import TransformerConfig, base_name, preset
 from thinwire.workloads.language.sources import Document, open_source
 from thinwire.workloads.language.tokenizers import END_OF_TEXT, Tokenizer
 from thinwire.workloads.language.transformer import RMS_EPSILON, ROTARY_BASE
@@ -294,6 +296,44 @@ def evaluate_held_out(trained: TrainedModel, *, batch_size: int = 8) -> tuple[li
     return (totals / count).tolist(), count
 
 
+def convert_experts(trained: TrainedModel, *, rank: int, least_energy: float) -> tuple[TrainedModel, list[Spectrum]]:
+    """Return a model whose tokens travel to experts in fewer dimensions, and the spectra of all layers' weights.
+
+    Raises:
+        ValueError: It is no mixture of experts of ours, the rank is out of range, or a layer would keep less of its
+            squared weights.
+    """
+    name, model = trained.config.model.name, copy.deepcopy(trained.model)
+    if not isinstance(model, Transformer) or not model.config.num_experts:
+        raise refusal("only mixtures of experts of thinwire are converted", got=f"--model {name}",
+                      allowed="a run of moe-nano or moe-35m", remedy="thinwire train --model moe-nano")  # fmt: skip
+    spectra: list[Spectrum] = []
+    for block in model.blocks:
+        block.experts, found = to_low_rank(block.experts, rank)  # type: ignore[arg-type]
+        spectra += found
+    worst = min(spectra, key=lambda one: one.energy)
+    if worst.energy < least_energy:
+        enough = max(one.rank_of(least_energy) for one in spectra)
+        raise refusal("a layer would keep too little of its squared weights", got=f"{worst.energy:.3f} at rank {rank}",
+                      allowed=f"--least-energy {least_energy} or more", remedy=f"--rank {enough}")  # fmt: skip
+    model.config = preset(
+        f"{base_name(name)}-r{rank}", vocab_size=model.config.vocab_size, max_seq_len=model.config.max_seq_len
+    )
+    config = trained.config.replace(model=f"{base_name(name)}-r{rank}")
+    return replace(trained, model=model.eval().requires_grad_(False), config=config), spectra
+
+
+def write_run(trained: TrainedModel, out: Path) -> None:
+    """Write options and model as a finished run, with nothing of its training."""
+    check_new_folder(out)
+    try:
+        (out / MODEL_FOLDER).mkdir(parents=True, exist_ok=True)
+        write_model(out / MODEL_FOLDER, trained.model, files=trained.companion.files())
+        write_whole(out / "config.json", config_text(trained.config))
+    except OSError as error:
+        raise ThinwireError(f"cannot write to {out}: {error.strerror or error}; choose another --out") from error
+
+
 def open_experts(folder: Path, *, device: str = "cpu") -> ExpertSet:
     """Read a set of experts, whose checkpoints are loaded as those of any run.
 
@@ -360,8 +400,7 @@ def export_model(trained: TrainedModel, folder: Path, *, to: str) -> None:
             kind = "linear attention" if config.is_linear else "mixture of experts"
             raise refusal(f"transformers has no model of our {kind}", got=f"--to {to}", allowed="safetensors",
                           remedy="--to safetensors")  # fmt: skip
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise refusal("--out is not empty", got=folder, allowed="a new or empty folder", remedy=f"--out {folder}-2")
+    check_new_folder(folder)
     files = trained.companion.files()
     model: Any = trained.model
     try:
@@ -382,6 +421,12 @@ def export_model(trained: TrainedModel, folder: Path, *, to: str) -> None:
             write_whole(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
     except OSError as error:
         raise ThinwireError(f"cannot write to {folder}: {error.strerror or error}; choose another --out") from error
+
+
+def check_new_folder(folder: Path) -> None:
+    """Refuse a folder that holds something."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise refusal("--out is not empty", got=folder, allowed="a new or empty folder", remedy=f"--out {folder}-2")
 
 
 def apertus_config(shape: TransformerConfig, *, end_of_text: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_experts_are_branched_trained_added_evaluated_and_merged(tmp_path: Path,
 
 def test_wrong_command_lines_are_refused_in_one_line(tmp_path: Path, capsys: Output) -> None:
     for words, reason in (
-        (["split"], "unknown experts command; got 'split'; allowed add, branch, eval, merge"),
+        (["split"], "unknown experts command; got 'split'; allowed add, branch, convert, eval, merge"),
         (["add", tmp_path, "x"], "--name is missing"),
         (
             ["add", tmp_path, "nowhere", "--name", "a"],
@@ -95,3 +96,31 @@ def test_wrong_command_lines_are_refused_in_one_line(tmp_path: Path, capsys: Out
     ):
         assert reason in refuse(capsys, *words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mixture_is_converted_to_fewer_dimensions_evaluated_and_fine_tuned(tmp_path: Path, capsys: Output) -> None:
+    short = {"steps": 1, "replicas": 1, "sync_interval": 1, "samples": False, "batch_size": 1}
+    run = train(tmp_path / "run", **short, model="moe-nano").run_dir
+    capsys.readouterr()
+    (tmp_path / "test.txt").write_text("31415 926535 897932 384626 " * 20)
+    words = ["convert", run, "--data", tmp_path / "test.txt"]
+    error = refuse(capsys, *words, "--rank", 48, "--out", tmp_path / "none")
+    found = re.search(r"got (0\.\d+) at rank 48; allowed --least-energy 0.9 or more; try --rank (\d+)$", error.strip())
+    assert found is not None and float(found[1]) < 0.9 and not (tmp_path / "none").exists()
+    rank = int(found[2])
+    out = say(capsys, *words, "--rank", rank, "--out", tmp_path / "low")
+    assert re.search(rf"low: moe-nano-r{rank}; each layer keeps 0\.9\d\d or more of its squared weights\n", out)
+    losses = re.search(r"loss ([\d.]+) before, ([\d.]+) after", out)
+    assert losses is not None
+    for folder, loss in zip((run, tmp_path / "low"), losses.groups(), strict=True):
+        again = evaluate(load_trained(folder), [(tmp_path / "test.txt").read_text()])
+        assert float(loss) == pytest.approx(again.loss, abs=1e-4)
+    assert "is not empty" in refuse(capsys, *words, "--rank", rank, "--out", tmp_path / "low")
+    assert "got 192; allowed 1 to 191 of 192; try --rank 96" in refuse(
+        capsys, *words, "--rank", 192, "--out", tmp_path / "none"
+    )
+    tuned = train(tmp_path / "tuned", **short, model=f"moe-nano-r{rank}", init_from=tmp_path / "low", vocab_size=None)
+    assert load_trained(tuned.run_dir).model.config.expert_dim == rank  # type: ignore[union-attr]
+    dense = train(tmp_path / "dense", **short, model="nano").run_dir
+    capsys.readouterr()
+    assert "only mixtures of experts" in refuse(capsys, "convert", dense, "--rank", 4, "--out", tmp_path / "none")

@@ -14,7 +14,7 @@ from thinwire.cli.main import COMMANDS, main
 NUM_OPTIONS_WITHOUT_GROUPS = 7
 HELPS = [
     *COMMANDS, "diagnose test", "bench wire", "bench profile", "traffic plan", "traffic compare", "traffic probe",
-    "experts add", "experts branch", "experts eval", "experts merge",
+    "experts add", "experts branch", "experts convert", "experts eval", "experts merge",
 ]  # fmt: skip
 
 

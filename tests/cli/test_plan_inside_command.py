@@ -304,6 +304,24 @@ def test_a_transformers_model_is_planned_by_its_own_numbers(tmp_path: Path, caps
     assert degrees["pp"] * degrees["tp"] * degrees["dp_shard"] > 1
 
 
+def test_a_mixture_of_thinwire_is_planned_as_train_runs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    site = json.loads((SITES / "laptop.json").read_text())
+    site["nodes"][0] |= {"devices": 4, "memory_bytes": "400 MB", "bandwidth_bits_per_s": "10gbit"}
+    (tmp_path / "site.json").write_text(json.dumps(site))
+    for model in ("moe-nano", "moe-nano-r48"):
+        words = ["--inside", str(tmp_path / "site.json"), "--model", model, "--batch-size", "16", "--out", str(out)]
+        assert plan_command.main(words) == 0
+        assert f"{preset(model).num_parameters / 1e6:.2f} M parameters" in capsys.readouterr().out
+        degrees = json.loads(out.read_text())["degrees"]
+        assert degrees["tp"] == degrees["pp"] == 1
+        words = ["--plan", str(out)]
+        config, _ = planned(parse(words), words, say=lambda text: None)
+        assert (config.model.name, config.parallel.ep, config.parallel.ranks) == (model, degrees["ep"], 4)
+    assert plan_command.main(["--inside", str(tmp_path / "site.json"), "--model", "moe-nano-r193"]) == 2
+    assert "got 193; allowed 1 to 192; try 48" in capsys.readouterr().err
+
+
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 160,
              "mlp_only_layers": [0], "head_dim": 16}  # fmt: skip

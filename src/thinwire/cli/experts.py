@@ -17,10 +17,12 @@ from thinwire.units import format_bytes, parse_bytes
 
 _HELP = """\
 usage: thinwire experts add|branch|eval|merge SET [OPTIONS]
+       thinwire experts convert RUN [OPTIONS]
 
 Combine experts that are trained apart, each with thinwire train.
 
   add        copy the finished model of a run into the folder SET
+  convert    let tokens of a mixture of experts travel in fewer dimensions
   branch     write the start of a new expert: one member, or an average
   eval       compute loss and perplexity of all experts together
   merge      write the weighted average of like experts as one model
@@ -60,6 +62,28 @@ class BranchOptions:
     """Member to start from."""
     data: str | None = None
     """Text of the new domain: a file, folder, stdlib or hf:NAME. 100 sequences of it are read."""
+    max_bytes: str = "1MB"
+    """Text to read at most; 0 reads all."""
+    out: Path
+    """New or empty folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """Convert a trained mixture of experts to one whose tokens travel to experts in fewer dimensions (MoLE).
+
+    The nearest factors are taken, and the loss before and after is printed. Fine-tune the result: thinwire train
+    --init-from OUT --model moe-nano-rRANK.
+    """
+
+    run: Path = argument("RUN")
+    """The --out of a finished run with --model moe-nano or moe-35m."""
+    rank: int
+    """Dimensions in which tokens travel."""
+    least_energy: float = option(0.9, least=0, most=1)
+    """Share of the squared weights that each layer must keep."""
+    data: str | None = None
+    """Texts of the loss: a file, folder, stdlib or hf:NAME. Default: what the run held out."""
     max_bytes: str = "1MB"
     """Text to read at most; 0 reads all."""
     out: Path
@@ -112,7 +136,7 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0 if arguments else USAGE
-    actions = {"add": add, "branch": branch, "eval": evaluate, "merge": merge}
+    actions = {"add": add, "branch": branch, "convert": convert, "eval": evaluate, "merge": merge}
     if arguments[0] not in actions:
         raise unknown_name("experts command", arguments[0], actions)
     return actions[arguments[0]](arguments[1:])
@@ -151,6 +175,25 @@ def branch(options: BranchOptions) -> int:
     experts.branch(options.out, weights=weights)
     print(f"{options.out}: {_shares(dict(zip(experts.names, weights, strict=True)))}")
     print(f"thinwire train --init-from {options.out} --data {options.data or 'TEXT'} --out RUN")
+    return 0
+
+
+@command("experts", ConvertOptions, prog="thinwire experts convert", remedy=_REMEDY)
+def convert(options: ConvertOptions) -> int:
+    """Run `thinwire experts convert`."""
+    max_bytes = _bytes(options.max_bytes)
+    from thinwire.inference import check_new_folder, convert_experts, load_trained, read_texts, write_run
+    from thinwire.inference import evaluate as loss_of
+
+    check_new_folder(options.out)
+    trained = load_trained(options.run)
+    converted, spectra = convert_experts(trained, rank=options.rank, least_energy=options.least_energy)
+    texts = list(read_texts(trained, data=options.data, max_bytes=max_bytes))
+    before, after = (loss_of(one, texts).loss for one in (trained, converted))
+    write_run(converted, options.out)
+    kept, error = min(one.energy for one in spectra), sum(one.squared_error for one in spectra)
+    print(f"{options.out}: {converted.config.model.name}; each layer keeps {kept:.3f} or more of its squared weights")
+    print(f"squared error of all weights {error:.4g}; loss {before:.4f} before, {after:.4f} after")
     return 0
 
 

@@ -357,16 +357,20 @@ def _shape(name: str, *, seq_len: int) -> ModelShape:
     if config.is_linear:
         raise refusal("plans price attention to all earlier keys", got=name, allowed="a model without linear attention",
                       remedy=f"--model {name.removeprefix('linear-')}")  # fmt: skip
-    if config.num_experts:
-        raise refusal("plans inside a site cut no mixture of experts", got=name, allowed="a model without experts",
-                      remedy=f"--model {name.removeprefix('moe-')}")  # fmt: skip
     shape = decoder_shape(
         layers=config.layers, width=config.dim, heads=config.heads, vocab_size=config.vocab_size, seq_len=seq_len,
         is_head_tied=config.tied_head,
     )  # fmt: skip
     # exact, with norms and an MLP of another width
     outside = shape.embedding_parameters + (0 if config.tied_head else shape.head_parameters)
-    return dataclasses.replace(shape, layer_parameters=(config.num_parameters - outside) / config.layers)
+    shape = dataclasses.replace(shape, layer_parameters=(config.num_parameters - outside) / config.layers)
+    if not config.num_experts:
+        return shape
+    width = config.expert_dim or config.dim
+    return with_experts(shape, ExpertShape(
+        count=config.num_experts, per_token=config.top_k, parameters=2 * width * config.mlp_dim, width=width,
+        layers=config.layers, is_cut=False,
+    ))  # fmt: skip
 
 
 def _lengths_outlook(plan: SitePlan, counts: Mapping[int, int]) -> LengthsOutlook:

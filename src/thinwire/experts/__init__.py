@@ -15,16 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thinwire.experts.balance import balance_loss, step
+    from thinwire.experts.clustered_rows import Clusters, clusters
     from thinwire.experts.dispatch import Tokens, tokens
     from thinwire.experts.layer import ExpertLayer, parallelize
+    from thinwire.experts.narrow_rows import NarrowRows, low_rank
     from thinwire.experts.sharing import Dispatch, ExpertRanks
 
 _HOMES = {
-    "Dispatch": "sharing", "ExpertLayer": "layer", "ExpertRanks": "sharing", "Tokens": "dispatch",
-    "balance_loss": "balance", "parallelize": "layer", "step": "balance", "tokens": "dispatch",
+    "Clusters": "clustered_rows", "Dispatch": "sharing", "ExpertLayer": "layer", "ExpertRanks": "sharing",
+    "NarrowRows": "narrow_rows", "Tokens": "dispatch", "balance_loss": "balance", "clusters": "clustered_rows",
+    "low_rank": "narrow_rows", "parallelize": "layer", "step": "balance", "tokens": "dispatch",
 }  # fmt: skip
 
-__all__ = ["Dispatch", "ExpertLayer", "ExpertRanks", "Tokens", "balance_loss", "parallelize", "step", "tokens"]
+__all__ = [
+    "Clusters", "Dispatch", "ExpertLayer", "ExpertRanks", "NarrowRows", "Tokens", "balance_loss", "clusters",
+    "low_rank", "parallelize", "step", "tokens",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from thinwire.errors import NonFiniteError, refusal
 from thinwire.experts.dispatch import Tokens
+from thinwire.experts.narrow_rows import NarrowRows
 from thinwire.experts.sharing import Dispatch, ExpertRanks
 from thinwire.transport.group_peers import RankPeers, peers_of
 from thinwire.transport.shards import is_a, own_rows
@@ -29,13 +30,14 @@ class ExpertLayer(nn.Module):
         hidden: Inner width of an expert, an MLP with GELU and without biases.
         num_experts: Of the layer, on all ranks together.
         top_k: Experts of each token. Their softmax shares are divided by their sum where they are several.
-        dispatch: What travels between the ranks that share the experts. Default: tokens, uncoded.
+        dispatch: What travels between the ranks that share the experts, or `low_rank`. Default: tokens, uncoded.
 
     Attributes:
         router: From tokens to a logit for each expert.
         up: (experts, hidden, dim); after `parallelize` a DTensor of which this rank has its experts.
         down: (experts, dim, hidden), likewise.
-        dispatch: As given.
+        dispatch: What travels.
+        narrow, widen: Projections of tokens on their way out and back, with `low_rank`, whose experts are as narrow.
         routed: Of the latest pass, probabilities (tokens, experts), with their gradient, and choices (tokens, k).
         step_counts: Choices of each expert in the step so far, inside of `step`.
 
@@ -52,7 +54,7 @@ class ExpertLayer(nn.Module):
     """
 
     def __init__(
-        self, dim: int, hidden: int, num_experts: int, top_k: int = 2, *, dispatch: Dispatch | None = None
+        self, dim: int, hidden: int, num_experts: int, top_k: int = 2, *, dispatch: Dispatch | NarrowRows | None = None
     ) -> None:
         super().__init__()
         for name, size in (("dim", dim), ("hidden", hidden), ("num_experts", num_experts)):
@@ -62,10 +64,15 @@ class ExpertLayer(nn.Module):
             raise refusal("a token chooses among the experts there are", got=f"top_k {top_k} of {num_experts} experts",
                           allowed=f"1 to {num_experts}", remedy=f"top_k={min(2, num_experts)}")  # fmt: skip
         self.num_experts, self.top_k = num_experts, top_k
-        self.dispatch: Dispatch = Tokens() if dispatch is None else dispatch
         self.router = nn.Linear(dim, num_experts, bias=False)
-        self.up = nn.Parameter(torch.empty(num_experts, hidden, dim))
-        self.down = nn.Parameter(torch.empty(num_experts, dim, hidden))
+        self.narrow = self.widen = None
+        width = dim
+        if isinstance(dispatch, NarrowRows):
+            width, dispatch = dispatch.width(dim), dispatch.dispatch
+            self.narrow, self.widen = nn.Linear(dim, width, bias=False), nn.Linear(width, dim, bias=False)
+        self.dispatch: Dispatch = Tokens() if dispatch is None else dispatch
+        self.up = nn.Parameter(torch.empty(num_experts, hidden, width))
+        self.down = nn.Parameter(torch.empty(num_experts, width, hidden))
         for weight in (self.up, self.down):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         self.name = "expert layer"
@@ -87,8 +94,9 @@ class ExpertLayer(nn.Module):
         """
         rows = tokens.reshape(-1, tokens.shape[-1])
         shares, chosen = self.route(rows)
-        found = self.ranks(rows.device).apply(rows, chosen, shares, dispatch=self.dispatch)
-        return found.view(tokens.shape)
+        narrowed = rows if self.narrow is None else self.narrow(rows)
+        found = self.ranks(rows.device).apply(narrowed, chosen, shares, dispatch=self.dispatch)
+        return (found if self.widen is None else self.widen(found)).view(tokens.shape)
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the shares (tokens, k) and the experts (tokens, k) of tokens (tokens, dim)."""
@@ -166,6 +174,9 @@ def parallelize(model: nn.Module, group: Any, *, dispatch: Dispatch | None = Non
     if not found:
         raise refusal("the model has no layer of experts that ranks could share", got=type(model).__name__,
                       allowed="ExpertLayer, or mixtures of transformers", remedy="--model moe-nano")  # fmt: skip
+    if isinstance(dispatch, NarrowRows):
+        raise refusal("low_rank is a part of a layer's weights", got="low_rank after the layer was made",
+                      allowed="a policy such as tokens()", remedy="ExpertLayer(dispatch=low_rank())")  # fmt: skip
     peers, shared = peers_of(group), []
     for name, module in found.items():
         if isinstance(module, ExpertLayer):

@@ -30,6 +30,8 @@ class ExpertShape:
     parameters: float  # of one expert
     width: int  # numbers of a token that travel: the model's width, or fewer
     layers: int  # layers that have experts
+    # whether each expert may be cut by tensor parallelism, and the layers by stages: torchtitan does, ours do not
+    is_cut: bool = True
 
     @property
     def layer_parameters(self) -> float:

@@ -152,6 +152,9 @@ def broken_rule(site: Site, model: ModelShape, degrees: Degrees, *, global_batch
     fewest = min(node.devices for node in site.nodes)
     if any(node.devices % tp for node in site.nodes):
         return f"tp {tp}", f"tensor parallel stays inside a node; got {tp}, allowed divisors of {fewest} devices"
+    if model.experts is not None and not model.experts.is_cut and tp * pp > 1:
+        name, degree = ("tp", tp) if tp > 1 else ("pp", pp)
+        return f"{name} {degree}", f"mixtures of experts of thinwire share whole layers; got {name} {degree}, allowed 1"
     if model.heads % tp:
         return f"tp {tp}", f"every device has whole heads; got {tp}, allowed divisors of {model.heads} heads"
     if model.seq_len % (2 * cp):

@@ -25,7 +25,7 @@ from thinwire.training.parallel_config import ONE_RANK, ParallelConfig, parallel
 from thinwire.transport.addresses import listen_config
 from thinwire.version import __version__
 from thinwire.workloads.cards import DIGITS, LANGUAGE, WORKLOAD_OPTIONS, card_of
-from thinwire.workloads.language.presets import USUAL_LR, check_model
+from thinwire.workloads.language.presets import USUAL_LR, base_name, check_model
 
 if TYPE_CHECKING:
     from thinwire.workloads.workload import Workload
@@ -530,7 +530,7 @@ def _linear_problems(config: TrainConfig) -> list[tuple[bool, ValueError]]:
 
 def default_sync_interval(model: str) -> int:
     """Return the default of `--sync-interval`, for methods that have one."""
-    return 30 if model in _SMALL else 100
+    return 30 if base_name(model) in _SMALL else 100
 
 
 def workload_problems(config: TrainConfig, *, named: Sequence[str] = ()) -> list[ValueError]:
@@ -562,7 +562,7 @@ def workload_problems(config: TrainConfig, *, named: Sequence[str] = ()) -> list
 
 def default_seq_len(model: str) -> int:
     """Return the default of `--seq-len`."""
-    return 128 if model in ("nano", "linear-nano", "moe-nano") else 1024
+    return 128 if base_name(model) in ("nano", "linear-nano", "moe-nano") else 1024
 
 
 def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Path) -> TrainConfig:
@@ -590,7 +590,7 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
             allowed=f"torchrun's {world_size} ranks, {a_replica}", remedy="to leave --replicas out",
         )  # fmt: skip
     replicas = started if started is not None else (2 if config.run.replicas is None else config.run.replicas)
-    model, method, steps = config.model.name, config.sync.method, config.run.steps
+    model, method, steps = base_name(config.model.name), config.sync.method, config.run.steps
     card = method_entry(method)
     inner = config.optimizer.inner_optimizer or card.inner_optimizer
     filled: dict[str, Any] = {

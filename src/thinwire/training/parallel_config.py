@@ -11,7 +11,7 @@ from thinwire.errors import excluded, refusal
 from thinwire.options import flag, option
 from thinwire.sequences.block_tables import POLICIES, sequence_plan
 from thinwire.workloads.cards import BATCH_SIZE
-from thinwire.workloads.language.presets import PRESETS
+from thinwire.workloads.language.presets import PRESETS, base_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ def _cp_problems(own: ParallelConfig) -> list[ValueError]:
 def _expert_problems(config: Any) -> list[ValueError]:
     """Check what goes with a mixture of experts, and how ranks share its experts."""
     own, name, shards = config.parallel, config.model.name, config.parallel.dp_shard * config.parallel.cp
-    count = PRESETS[name].num_experts if name in PRESETS else 0
+    count = PRESETS[base_name(name)].num_experts if base_name(name) in PRESETS else 0
     if not count:
         return [
             refusal(f"{flag(option)} is for mixtures of experts", got=f"--model {name}", allowed="moe-nano, moe-35m",

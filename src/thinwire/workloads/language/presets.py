@@ -14,7 +14,8 @@
 have the 12 layers of the models of arXiv 2311.08105, with heads 64 wide; `nano` is small enough for two processes on
 two cores. With an untied head each has vocabulary * dim parameters more. `linear-nano` and `linear-35m` have gated
 linear attention (arXiv 2312.06635), whose state does not grow with the text. In `moe-nano` and `moe-35m` a
-token takes 2 of the experts that stand in place of each MLP, and computes as much as in `nano` and `35m`.
+token takes 2 of the experts that stand in place of each MLP, and computes as much as in `nano` and `35m`. In
+`moe-nano-r48` tokens travel to the experts in 48 dimensions, as after `thinwire experts convert`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class TransformerConfig:
         is_linear: Whether attention is linear and gated.
         num_experts: Experts of each layer, in place of one MLP; 0 for none. Each has the inner width `mlp_dim`.
         top_k: Experts of each token.
+        expert_dim: Dimensions in which tokens travel to experts (`experts.low_rank`); 0 stands for dim.
         balance: Weight of the experts' balance loss (`experts.balance_loss`).
 
     Raises:
@@ -62,11 +64,15 @@ class TransformerConfig:
     is_linear: bool = False
     num_experts: int = 0
     top_k: int = 2
+    expert_dim: int = 0
     balance: float = 0.01
 
     def __post_init__(self) -> None:
         if self.mlp_dim == 0:
             object.__setattr__(self, "mlp_dim", 4 * self.dim)
+        if not 0 <= self.expert_dim <= self.dim:
+            raise refusal("expert_dim is more than the width of tokens", got=self.expert_dim,
+                          allowed=f"1 to {self.dim}", remedy=f"{max(1, self.dim // 4)}")  # fmt: skip
         for name in ("vocab_size", "dim", "layers", "heads", "mlp_dim", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -91,7 +97,9 @@ class TransformerConfig:
             >>> TransformerConfig(vocab_size=2048, dim=192, layers=6, heads=4).num_parameters
             3050496
         """
-        block = 4 * self.dim**2 + 2 * self.dim * self.mlp_dim * max(1, self.num_experts) + 2 * self.dim
+        width = self.expert_dim or self.dim
+        block = 4 * self.dim**2 + 2 * width * self.mlp_dim * max(1, self.num_experts) + 2 * self.dim
+        block += 2 * self.dim * self.expert_dim
         block += self.num_experts * self.dim + 2 * self.head_dim
         if self.is_linear:
             block += 2 * GATE_RANK * self.dim + self.head_dim
@@ -124,6 +132,18 @@ USUAL_LR = {
 }  # fmt: skip
 _SIZE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)([mbt])")
 _OTHERS = "a size such as 125m, hf:PATH"
+_LOW_RANK = re.compile(r"(moe-[a-z0-9]+)-r([0-9]{1,6})")
+
+
+def base_name(name: str) -> str:
+    """Return the name of the preset that a model is a variant of.
+
+    Example:
+        >>> base_name("moe-nano-r48"), base_name("nano")
+        ('moe-nano', 'nano')
+    """
+    found = _LOW_RANK.fullmatch(name)
+    return name if found is None else found[1]
 
 
 def check_model(name: str) -> None:
@@ -133,7 +153,9 @@ def check_model(name: str) -> None:
         if not path or (path.startswith(("/", ".", "~")) and not Path(path).expanduser().exists()):
             raise refusal("--model names no folder", got=repr(name), allowed="hf: and the path or name of a model",
                           remedy="--model nano")  # fmt: skip
-    elif name not in PRESETS and not _SIZE.fullmatch(name.lower()):
+    elif base_name(name) in PRESETS:
+        preset(name)
+    elif not _SIZE.fullmatch(name.lower()):
         raise unknown_name("--model", name, PRESETS, others=_OTHERS)
 
 
@@ -143,13 +165,15 @@ def preset(
     """Return a named shape, or a decoder of a size such as `7b`, with what the data decides put in.
 
     Raises:
-        ValueError: There is no such name; the text holds the nearest ones.
+        ValueError: There is no such name, and the text holds the nearest ones; or its variant cannot be.
 
     Example:
         >>> preset("35m").num_parameters, preset("7b").num_parameters
         (35265792, 6986846336)
     """
-    config = PRESETS.get(name)
+    config, low_rank = PRESETS.get(base_name(name)), _LOW_RANK.fullmatch(name)
+    if config is not None and low_rank is not None:
+        config = replace(config, expert_dim=int(low_rank[2]))
     if config is None:
         size = _SIZE.fullmatch(name.lower())
         if size is None:

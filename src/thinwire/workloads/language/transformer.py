@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from thinwire.errors import excluded, refusal
 from thinwire.experts.balance import balance_loss
 from thinwire.experts.layer import ExpertLayer, Over
+from thinwire.experts.narrow_rows import low_rank
 from thinwire.sequences.linear_attention import LEAST_LOG_GATE, gated_attention
 from thinwire.shared_random import derive_seed
 from thinwire.workloads.language.chunked_backward import (
@@ -332,7 +333,8 @@ class Block(nn.Module):
         self.mlp_norm = RmsNorm(config.dim)
         self.experts: ExpertLayer | None = None
         if config.num_experts:
-            self.experts = ExpertLayer(config.dim, config.mlp_dim, config.num_experts, config.top_k)
+            shape = low_rank(ratio=config.expert_dim / config.dim) if config.expert_dim else None
+            self.experts = ExpertLayer(config.dim, config.mlp_dim, config.num_experts, config.top_k, dispatch=shape)
         else:
             self.up = nn.Linear(config.dim, config.mlp_dim, bias=False)
             self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)

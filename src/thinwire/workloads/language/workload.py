@@ -25,7 +25,7 @@ from thinwire.workloads.language.hf import (
     with_adapters,
 )
 from thinwire.workloads.language.lengths import padded_groups
-from thinwire.workloads.language.presets import PRESETS, preset
+from thinwire.workloads.language.presets import PRESETS, base_name, preset
 from thinwire.workloads.language.streamed import streamed
 from thinwire.workloads.language.token_files import TOKENIZER
 from thinwire.workloads.language.tokenizers import Tokenizer
@@ -208,8 +208,8 @@ def wanted_vocabulary(config: RunOptions) -> int:
     """Return how many tokens the tokenizer may have: what the user said, else what the model is made for."""
     if config.model.vocab_size is not None:
         return int(config.model.vocab_size)
-    if config.model.name in PRESETS:
-        return PRESETS[config.model.name].vocab_size
+    if (name := base_name(config.model.name)) in PRESETS:
+        return PRESETS[name].vocab_size
     return int(make_model(config, vocab_size=None, device="meta").vocab_size)  # type: ignore[arg-type]
 
 
