@@ -73,6 +73,18 @@ def test_a_recipe_is_shown_and_copied_whole_and_a_copy_is_never_replaced(
     assert (tmp_path / "other.toml").read_text() == path_of("two-home-pcs").read_text()
 
 
+def test_a_recipe_that_is_a_program_is_listed_shown_and_copied(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recipes", "ls"]) == 0
+    assert "flower-digits" in capsys.readouterr().out
+    copy = tmp_path / "mine.py"
+    assert main(["recipes", "cp", "flower-digits", str(copy)]) == 0
+    assert f"; python {copy}" in capsys.readouterr().err
+    assert main(["recipes", "show", "flower-digits"]) == 0
+    assert capsys.readouterr().out == copy.read_text() == path_of("flower-digits").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

@@ -24,6 +24,7 @@ TRIED: dict[str, list[str]] = {
     ],
     "ray": [">>> importlib.import_module('thinwire.integrations.ray')._ray()"],
     "flower": [
+        "recipes flower-digits",
         ">>> importlib.import_module('thinwire.integrations.flower').client_mod",
         ">>> importlib.import_module('thinwire.integrations.flower.strategy')",
     ],

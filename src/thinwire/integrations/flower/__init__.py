@@ -15,18 +15,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire.integrations.flower.mod import client_mod
+    from thinwire.integrations.flower.mod import client_mod, sketch_reply
+    from thinwire.integrations.flower.orthogonal import OrthogonalTasks
+    from thinwire.integrations.flower.sign_masks import MajoritySigns, mask_state, sign_mask
     from thinwire.integrations.flower.strategy import CompressedStrategy, wrap
+    from thinwire.integrations.flower.subset import load_subset, subset_state
     from thinwire.integrations.flower.updates import Downlink, Uplink
 
 _HOMES = {
-    "CompressedStrategy": "strategy",
-    "Downlink": "updates",
-    "Uplink": "updates",
-    "client_mod": "mod",
+    "CompressedStrategy": "strategy", "Downlink": "updates", "MajoritySigns": "sign_masks",
+    "OrthogonalTasks": "orthogonal", "Uplink": "updates", "client_mod": "mod", "load_subset": "subset",
+    "mask_state": "sign_masks", "sign_mask": "sign_masks", "sketch_reply": "mod", "subset_state": "subset",
     "wrap": "strategy",
-}
-__all__ = ["CompressedStrategy", "Downlink", "Uplink", "client_mod", "wrap"]
+}  # fmt: skip
+__all__ = [
+    "CompressedStrategy", "Downlink", "MajoritySigns", "OrthogonalTasks", "Uplink", "client_mod", "load_subset",
+    "mask_state", "sign_mask", "sketch_reply", "subset_state", "wrap",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -7,14 +7,16 @@ the model that it holds. A residual belongs to a layout and a round; it is dropp
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from thinwire.errors import MissingExtra, PayloadError, ThinwireError, refusal
+from thinwire.integrations.flower.orthogonal import sketches_of
 from thinwire.integrations.flower.updates import (
     ArrayLayout,
     Arrays,
@@ -26,9 +28,10 @@ from thinwire.integrations.flower.updates import (
     read_array,
     read_row,
 )
+from thinwire.shared_random import derive_seed
 
 try:
-    from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+    from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 except ImportError as error:
     raise MissingExtra.of("flwr", extra="flower") from error
 
@@ -139,11 +142,15 @@ class _Visit:
         if self.settings["is_whole"]:
             arrays = arrays_of(record)
         else:
-            own = state.config_records.get(_STATE, {})
-            if _HELD not in state or int(own.get("version", 0)) != self.settings["from"]:
-                return None
-            held = arrays_of(state[_HELD])
-            code = UpdateCode(code_from_text(Downlink, str(self.settings["down"])), ArrayLayout.of(held))
+            own, layout, held = state.config_records.get(_STATE, {}), self.settings.get("layout"), {}
+            if layout is None:
+                if _HELD not in state or int(own.get("version", 0)) != self.settings["from"]:
+                    return None
+                held = arrays_of(state[_HELD])
+            found = ArrayLayout.of(held) if layout is None else ArrayLayout.from_text(
+                str(layout), most_bytes=MOST_ARRAY_BYTES
+            )  # fmt: skip
+            code = UpdateCode(code_from_text(Downlink, str(self.settings["down"])), found)
             row = read_row(record[ROW].data, most_bytes=MOST_ARRAY_BYTES)
             arrays = follow(code, held, row, version=int(self.settings["from"]), target=version)
         state[_HELD] = record_of(arrays)
@@ -152,7 +159,8 @@ class _Visit:
 
     def _coded(self, arrays: Arrays, base: Arrays) -> Any:
         layout, state, round = ArrayLayout.of(base), self.context.state, int(self.settings["round"])
-        code = UpdateCode(self.uplink, layout)
+        tier = self.context.node_config.get("tier", "")
+        code = UpdateCode(self.uplink.of_tier(tier), layout, self.uplink.tag)
         residual, has_dropped = None, False
         if self.uplink.error_feedback and not code.sends_values:
             residual, has_dropped = self._residual(code, round)
@@ -178,3 +186,22 @@ class _Visit:
         if not is_near or own.get("layout") != code.note.hex() or found.shape != fresh.shape:
             return fresh, True
         return torch.from_numpy(found.copy()), False
+
+
+def sketch_reply(message: Any, context: Any, model: nn.Module, batches: Iterable[torch.Tensor]) -> Any:
+    """Return the answer to `CompressedStrategy.end_task`, from `@app.query("sketch")`.
+
+    Args:
+        message: The query; its arrays are loaded into the model.
+        context: Of the app.
+        model: The client's model.
+        batches: Inputs of the task that ends.
+    """
+    state = {name: torch.from_numpy(array.copy()) for name, array in arrays_of(message.content["arrays"]).items()}
+    model.load_state_dict(state, strict=False)
+    bases, settings = arrays_of(message.content["bases"]), message.content["sketch"]
+    seed = derive_seed(int(settings["seed"]), context.node_id)
+    columns = int(settings["columns"]) or None
+    found, samples = sketches_of(model, batches, bases=bases, seed=seed, columns=columns)
+    metrics = MetricRecord({"num-examples": samples})
+    return Message(RecordDict({"sketch": record_of(found), "metrics": metrics}), reply_to=message)

@@ -19,11 +19,12 @@ import torch
 from thinwire.averaging.aggregation_rules import Aggregate
 from thinwire.errors import MissingExtra, NonFiniteError, PayloadError, refusal
 from thinwire.integrations.flower.mod import RECORD, ROW, arrays_of, only_arrays, record_of
+from thinwire.integrations.flower.orthogonal import OrthogonalTasks
 from thinwire.integrations.flower.updates import ArrayLayout, Arrays, Broadcast, Downlink, UpdateCode, Uplink, read_row
 from thinwire.transport.message import HEADER_BYTES
 
 try:
-    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+    from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
     from flwr.serverapp.strategy import Strategy
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 except ImportError as error:
@@ -182,6 +183,52 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
                 kept.append(reply)
         return self.inner.aggregate_evaluate(server_round, kept)
 
+    def end_task(self, grid: Any, arrays: Any, *, timeout: float = 3600) -> dict[str, int]:
+        """Ask every node for sketches of its task, by `query.sketch`, and extend the bases of `OrthogonalTasks`.
+
+        Args:
+            grid: Of the server app.
+            arrays: Model at the end of the task.
+            timeout: Seconds to wait for the answers.
+
+        Returns:
+            The rank of each basis.
+
+        Raises:
+            ValueError: The strategy has no such rule.
+        """
+        rule = next((one for one in self._rules if isinstance(one, OrthogonalTasks)), None)
+        if rule is None:
+            raise refusal("the strategy learns no basis", got="no OrthogonalTasks", allowed="one in rules",
+                          remedy="wrap(strategy, uplink, rules=[OrthogonalTasks()])")  # fmt: skip
+        row = RoundBytes(round=0 if not self.rounds else self.rounds[-1].round)
+        settings = ConfigRecord({"seed": row.round, "columns": rule.columns or 0})
+        content = RecordDict({"arrays": arrays, "bases": record_of(rule.settings()), "sketch": settings})
+        nodes = set(grid.get_node_ids())
+        messages = [Message(content, dst_node_id=node, message_type="query.sketch") for node in nodes]
+        row.asked, row.down_bytes = len(messages), len(messages) * serialised_bytes(content)
+        self.rounds.append(row)
+        shapes = {name: array.shape for name, array in arrays_of(arrays).items() if array.ndim == 2}
+        sketches = []
+        for reply in grid.send_and_receive(messages, timeout=timeout):
+            node = reply.metadata.src_node_id
+            if reply.has_error():
+                _log.warning("node %d sent no sketch: %s", node, reply.error.reason)
+                continue
+            try:
+                if node not in nodes:
+                    raise PayloadError("it was not asked, or has replied before")
+                nodes.discard(node)
+                found = arrays_of(reply.content["sketch"], most_bytes=8 * max(one[1] for one in shapes.values()) ** 2)
+                rule.check(found, shapes)
+                sketches.append((found, float(reply.content["metrics"]["num-examples"])))
+            except (PayloadError, KeyError, TypeError) as error:
+                self._refuse(node, str(error))
+                continue
+            row.up_bytes += serialised_bytes(reply.content)
+        row.clients = len(sketches)
+        return rule.extend(sketches)
+
     def report(self) -> str:
         """Return a table of the rounds: kB a client, as Flower serialises messages, and whom a round refused."""
         lines = ["round  clients  kB up  kB down  ratio  wait s  rejected"]
@@ -199,7 +246,7 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
         own, row = arrays_of(arrays), self.rounds[-1]
         layout, broadcast = self._broadcast.advance(own), self._broadcast
         if self._code is None or self._code.layout != layout:
-            self._code, self._held = UpdateCode(self._uplink, layout), {}
+            self._code, self._held = UpdateCode(self._uplink.of_tier(), layout, self._uplink.tag), {}
         whole = record_of(broadcast.held) if broadcast.down is not None else None
         sizes: dict[tuple[int, int | None], tuple[int, int]] = {}
         for message in messages:
@@ -215,6 +262,8 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
                 "up": self._uplink.text(), "down": "" if broadcast.down is None else broadcast.down.text(),
                 "version": broadcast.version, "round": row.round, "is_whole": patch is None, "from": held or 0,
             }  # fmt: skip
+            if patch is not None and held is None:
+                settings["layout"] = layout.text()  # values alone lead there, and this client knows no names yet
             if patch is not None:
                 record = ArrayRecord({ROW: Array(patch)})
             elif whole is not None:

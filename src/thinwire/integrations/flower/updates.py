@@ -19,10 +19,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,7 @@ UPDATES = register(Stream(name="client-update", number=40, keys=("version", "bas
 Arrays = dict[str, npt.NDArray[Any]]
 Bytes = npt.NDArray[np.uint8]
 
+Sends = Literal["differences", "values", "signs"]
 _FLOATS = ("float16", "float32", "float64")
 _MIXED = 255
 _DROPPED = 1
@@ -55,6 +57,7 @@ class LinkCode:
         codec: Name of a codec, as `thinwire.codecs.by_name` has it.
         density: Share of the elements that a sparse codec sends; None for the codec's default.
         values: Format of a sparse codec's values, such as `"clusters"`; None for the codec's default.
+        sends: `"differences"` to the last version, `"values"` themselves, or their `"signs"`.
 
     Raises:
         ValueError: The codec is unknown, or does not take the option.
@@ -63,12 +66,16 @@ class LinkCode:
     codec: str = "float32"
     density: float | None = None
     values: str | None = None
+    sends: Sends = "differences"
 
     def __post_init__(self) -> None:
         self.make()
 
     def make(self) -> Codec:
         """Return the codec."""
+        if self.sends not in get_args(Sends):
+            raise refusal("sends is unknown", got=repr(self.sends), allowed=", ".join(get_args(Sends)),
+                          remedy='sends="differences"')  # fmt: skip
         key = codec_key(self.codec)
         function, arguments = CODEC_SPECS[key]
         given = {
@@ -83,7 +90,9 @@ class LinkCode:
 
     def text(self) -> str:
         """Return the code as text, by which the two ends compare what they were given."""
-        return json.dumps({name: value for name, value in asdict(self).items() if value is not None}, sort_keys=True)
+        return json.dumps(
+            {name: value for name, value in asdict(self).items() if value not in (None, {}, "")}, sort_keys=True
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,7 @@ class Uplink(LinkCode):
         error_feedback: Whether a client keeps what a lossy codec dropped, and adds it to its next update.
         residual_rounds: A residual of a client that was away for more rounds is dropped: it is a stale gradient.
         tag: Further text that both ends must have the same, such as the fingerprint of `sign_mask`.
+        tiers: Densities by name; a node whose config has `tier="NAME"` sends with that one, others with `density`.
 
     Raises:
         ValueError: An option is out of its range.
@@ -104,12 +114,23 @@ class Uplink(LinkCode):
     error_feedback: bool = True
     residual_rounds: int = 20
     tag: str = ""
+    tiers: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         self.make()
+        for density in self.tiers.values():
+            LinkCode(self.codec, density, self.values)
         if self.residual_rounds < 1:
             raise refusal("residual_rounds is too small", got=self.residual_rounds, allowed="1 or more",
                           remedy="residual_rounds=20, or error_feedback=False")  # fmt: skip
+
+    def of_tier(self, tier: object = None) -> LinkCode:
+        """Return the code of a node's tier; the widest, which decodes all, where no tier is named."""
+        own = [self.density] if self.density is not None else []
+        density = max([*own, *self.tiers.values()], default=None)
+        if tier is not None:
+            density = self.tiers.get(str(tier), self.density)
+        return LinkCode(self.codec, density, self.values, self.sends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +139,8 @@ class Downlink(LinkCode):
 
     Both ends hold the last decoded version, so what the codec dropped is part of the next difference. A client that
     missed versions gets all their differences, or the whole version where that is shorter. Patches of a publisher can
-    take the place of these differences: they too lead from one version to the next.
+    take the place of these differences: they too lead from one version to the next. With `sends="values"` a version
+    stands for itself: a top-k code then sends a masked model, and sign bits the signs of `sign_mask`.
 
     Attributes:
         codec: Of the differences.
@@ -202,10 +224,37 @@ class ArrayLayout:
         kinds = zip(self.kinds, self.sizes, strict=True)
         return sum(size * np.dtype(kind).itemsize for kind, size in kinds if kind != "float")
 
+    def text(self) -> str:
+        """Return the layout as text."""
+        return json.dumps([self.names, self.shapes, self.kinds])
+
+    @classmethod
+    def from_text(cls, text: str, *, most_bytes: int) -> ArrayLayout:
+        """Return the layout that `text` wrote.
+
+        Raises:
+            PayloadError: It is no such text, or its arrays are larger than `most_bytes`.
+        """
+        try:
+            names, shapes, kinds = json.loads(text)
+            found = cls(
+                tuple(map(str, names)), tuple(tuple(map(int, shape)) for shape in shapes), tuple(map(str, kinds))
+            )
+            widths = [4 if kind == "float" else np.dtype(kind).itemsize for kind in found.kinds]
+        except (TypeError, ValueError) as error:
+            raise PayloadError(f"the layout of the server's model cannot be read: {str(error)[:200]}") from None
+        lengths = [math.prod(shape) for shape in found.shapes]  # Python's integers do not overflow
+        if min((size for shape in found.shapes for size in shape), default=0) < 0 or not (
+            len(found.names) == len(lengths) == len(widths)
+            and sum(width * length for width, length in zip(widths, lengths, strict=True)) <= most_bytes
+            and all(kind == "float" or np.dtype(kind).kind in "iub" for kind in found.kinds)
+        ):
+            raise PayloadError("the layout of the server's model holds wrong sizes or types, or too large ones")
+        return found
+
     def fingerprint(self, *, tag: str = "") -> bytes:
         """Return a hash of 8 bytes of names, shapes, kinds and the tag."""
-        text = json.dumps([self.names, self.shapes, self.kinds, tag])
-        return hashlib.sha256(text.encode()).digest()[:8]
+        return hashlib.sha256(f"{self.text()}{tag}".encode()).digest()[:8]
 
     def check(self, other: ArrayLayout, *, what: str) -> None:
         """Refuse arrays of another layout, by the name of the first array that differs.
@@ -240,10 +289,12 @@ class UpdateCode:
     Attributes:
         code: The direction's code.
         layout: Of the model.
+        tag: Of the uplink.
     """
 
     code: LinkCode
     layout: ArrayLayout
+    tag: str = ""
 
     @cached_property
     def codec(self) -> Codec:
@@ -255,12 +306,12 @@ class UpdateCode:
     @cached_property
     def sends_values(self) -> bool:
         """Whether values travel, not differences."""
-        return self.codec.is_lossless_for_float32
+        return self.codec.is_lossless_for_float32 or self.code.sends != "differences"
 
     @cached_property
     def note(self) -> bytes:
         """The hash that both ends must have the same."""
-        return self.layout.fingerprint(tag=getattr(self.code, "tag", ""))
+        return self.layout.fingerprint(tag=self.tag)
 
     @cached_property
     def most_bytes(self) -> int:
@@ -294,6 +345,8 @@ class UpdateCode:
         self.layout.check(ArrayLayout.of(arrays), what="the update")
         value = self.layout.flat(arrays)
         vector = value.to(torch.float32) if self.sends_values else (value - base).to(torch.float32)
+        if self.code.sends == "signs":
+            vector = torch.where(vector < 0, -1.0, torch.where(vector >= 0, 1.0, vector))  # NaN stays, and is refused
         memory, state = ErrorFeedback(), None if residual is None or self.sends_values else Residual(residual)
         if state is not None and bool(vector.isfinite().all()):  # else the receiver refuses it, and the residual stays
             vector = memory.before(state, vector)
@@ -378,8 +431,10 @@ class Decoded:
         layout = self.code.layout
         if not self.code.sends_values:
             whole = onto + self.vector.to(onto.dtype)
+        elif held is None or self.code.code.sends != "differences":
+            whole = self.vector
         else:
-            whole = self.vector if held is None else onto + (self.vector.to(held.dtype) - held)
+            whole = onto + (self.vector.to(held.dtype) - held)
         parts = iter(torch.split(whole, [layout.sizes[place] for place in layout.coded]))
         kinds = iter(self.types)
         return {
@@ -425,12 +480,14 @@ class Broadcast:
             raise refusal(
                 "a model has too many versions", got=self.version, allowed=_MOST_VERSION, remedy="a new strategy"
             )
-        if self.down is None or layout != self.layout:
+        if self.down is None or (layout != self.layout and self.down.sends == "differences"):
             self.held, self.patches = arrays, {}
         else:
             code = UpdateCode(self.down, layout)
+            base = 0 if code.sends_values else base
             patch, _ = code.encode(arrays, self.vector, sender=0, version=self.version, base_version=base)
             decoded = code.decode(patch, sender=0, version=self.version, base_version=base)
+            self.patches = {} if code.sends_values else self.patches
             self.held = decoded.arrays(self.vector)
             self.patches = {**self.patches, self.version: patch}
             self.patches = {version: self.patches[version] for version in sorted(self.patches)[-self.down.keep :]}
@@ -439,6 +496,8 @@ class Broadcast:
 
     def patch_from(self, version: int | None) -> Bytes | None:
         """Return the messages that lead from a version to the current one; None where a whole model is shorter."""
+        if self.down is not None and self.down.sends != "differences":
+            return np.empty(0, np.uint8) if version == self.version else self.patches[self.version]
         if version is None or not 0 < version <= self.version:
             return None
         needed = range(version + 1, self.version + 1)
@@ -461,6 +520,8 @@ def follow(code: UpdateCode, held: Arrays, messages: Bytes, *, version: int, tar
     Raises:
         PayloadError: The messages do not lead there.
     """
+    if code.sends_values and len(messages):
+        return code.decode(messages, sender=0, version=target, base_version=0).arrays(torch.empty(0))
     for message, number in _cut(code, messages, version=version):
         if number > target:
             break
