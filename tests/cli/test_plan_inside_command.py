@@ -48,6 +48,7 @@ def test_the_example_of_the_page_runs_as_printed(
     assert {"degrees", "rank_order", "refused", "step_parts_s"} <= set(keys)
     assert set(keys) - {
         "flops_per_s",
+        "attention_flops_per_s",
         "site",
         "bandwidth_bits_per_s",
         "between_nodes",

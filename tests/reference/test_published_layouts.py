@@ -82,14 +82,38 @@ def a100(nodes: int, *, memory_gib: float = 80, network: float) -> Site:
     return site(nodes, memory_gib=memory_gib, flops=1.76e14, nvlink=A100_NVLINK, network=network)
 
 
+LLAMA_8B = llama(layers=32, width=4096, mlp_width=14_336, heads=32)
 LLAMA_70B = llama(layers=80, width=8192, mlp_width=28_672, heads=64)
 LLAMA_405B = llama(layers=126, width=16_384, mlp_width=53_248, heads=128)
 TITAN_S = 8192 / 512  # sequences of 8192 tokens on 512 devices, over tokens a second of a device
 
 
 def titan(nodes: int) -> Site:
-    """Return H100 with 96 GB at 500 W; their speed in float8 is that with which the 70B takes its published time."""
-    return site(nodes, memory_gib=96, flops=5.97e14, nvlink=H100_NVLINK, network=3.2e12)
+    """Return H100 with 96 GB at 500 W.
+
+    Products are in float8, as fast as the published time of the 70B needs. Attention is in 16 bits, as fast as that of
+    the 8B on 32,768 tokens needs.
+    """
+    found = site(nodes, memory_gib=96, flops=7.05e14, nvlink=H100_NVLINK, network=3.2e12)
+    return replace(found, nodes=tuple(replace(node, attention_flops_per_s=2.22e14) for node in found.nodes))
+
+
+def titan_8b(cp: int, *, tokens_per_s: float) -> Published:
+    """Return torchtitan's 8B on eight devices (table 2 of the same page), 32,768 tokens a device."""
+    layout = Layout(degrees=Degrees(dp_shard=8 // cp, cp=cp), global_batch=8 // cp, zero_stage=3, recomputed_layers=32)
+    return Published(
+        model=replace(LLAMA_8B, seq_len=32_768 * cp), layout=layout, site=titan(1), step_s=32_768 / tokens_per_s
+    )
+
+
+def titan_405b(cp: int, *, tokens_per_s: float) -> Published:
+    """Return torchtitan's 405B on long sequences (table 6), by 1F1B with eight micro-batches of a sequence."""
+    degrees = Degrees(pp=8, dp_shard=8 // cp, cp=cp, tp=8)
+    layout = Layout(degrees=degrees, global_batch=64 // cp, zero_stage=1, recomputed_layers=16)
+    return Published(
+        model=replace(LLAMA_405B, seq_len=32_768 * cp), layout=layout, site=titan(64),
+        step_s=64 * 32_768 / 512 / tokens_per_s,
+    )  # fmt: skip
 
 
 def llama_3(devices: int, *, tera_flops: float) -> Published:
@@ -110,10 +134,13 @@ def llama_3(devices: int, *, tera_flops: float) -> Published:
 
 
 def published_405b(*, interleave: int, tokens_per_s: float) -> Published:
-    """Return torchtitan's 405B (benchmarks/llama3_h100_202412_torchtitan.md, table 5); 126 layers, 8 ranks."""
+    """Return torchtitan's 405B (benchmarks/llama3_h100_202412_torchtitan.md, table 5); 126 layers, 8 ranks.
+
+    A replica has 32 sequences, in as many micro-batches as stages (torchtitan/parallelisms/pipelining_utils.py).
+    """
     layout = Layout(
         degrees=Degrees(pp=8, dp_shard=8, tp=8), global_batch=256, zero_stage=1, interleave=interleave,
-        recomputed_layers=16,
+        recomputed_layers=16, micro_batch=4 // interleave,
     )  # fmt: skip
     return Published(model=LLAMA_405B, layout=layout, site=titan(64), step_s=256 * TITAN_S / tokens_per_s)
 
@@ -131,6 +158,7 @@ CALIBRATED = {
         layout=Layout(degrees=Degrees(dp_shard=32, tp=8), global_batch=512, micro_batch=16, zero_stage=3,
                       recomputed_layers=80),
     ),
+    "torchtitan 8B on 32,768 tokens": titan_8b(1, tokens_per_s=3890),
     "Llama 3 405B on 8,192": llama_3(8192, tera_flops=430),
 }  # fmt: skip
 PREDICTED = {
@@ -156,6 +184,13 @@ PREDICTED = {
     ),
     "torchtitan 405B, 1F1B": published_405b(interleave=1, tokens_per_s=100),
     "torchtitan 405B, interleaved": published_405b(interleave=2, tokens_per_s=128),
+    "torchtitan 8B on 65,536 tokens": titan_8b(2, tokens_per_s=2540),
+    "torchtitan 8B on 131,072 tokens": titan_8b(4, tokens_per_s=1071),
+    "torchtitan 8B on 262,144 tokens": titan_8b(8, tokens_per_s=548),
+    "torchtitan 405B on 32,768 tokens": titan_405b(1, tokens_per_s=76),
+    "torchtitan 405B on 65,536 tokens": titan_405b(2, tokens_per_s=47),
+    "torchtitan 405B on 131,072 tokens": titan_405b(4, tokens_per_s=31),
+    "torchtitan 405B on 262,144 tokens": titan_405b(8, tokens_per_s=16),
     "Llama 3 405B on 16,384": llama_3(16_384, tera_flops=400),
 }  # fmt: skip
 

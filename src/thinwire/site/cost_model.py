@@ -28,6 +28,8 @@ from thinwire.site.pipeline import StageLink, StageTimes, chunk_layers, layers_i
 
 # Activations, weights and gradients are sent in 16 bits, but for activations that a code carries between sites.
 _MESSAGE_BITS = 16
+# Products of attention's backward pass beside the two of its forward pass: scores again, and four for gradients.
+_ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,7 +432,7 @@ class StepCost:
 
         rank = max(range(degrees.pp), key=work)
         chunks = range(rank, len(self.stages), degrees.pp)
-        compute = count * sum(3 * self._compute_s(chunk) for chunk in chunks)
+        compute = count * sum(self._compute_s(chunk) + self._backward_s(chunk) for chunk in chunks)
         share = self._recomputed_share(rank)
         own_layers = sum(rank_chunks(self.model, self.layout, rank))
         tensor, context = self._tensor_s * own_layers * count, self._context_s * own_layers * count
@@ -472,11 +474,20 @@ class StepCost:
 
     def _layers_s(self, chunk: int) -> float:
         """Return the seconds that the blocks of a chunk compute in a forward pass."""
-        model, degrees = self.model, self.layout.degrees
-        # 2 a parameter and token; scores and values of causal attention are 4 s h a token, half of it masked
-        per_token = 2 * model.active_parameters + 2 * model.seq_len * model.width
+        degrees = self.layout.degrees
         speed = self.placement.speeds[chunk % degrees.pp] * degrees.cp * degrees.tp
-        return self._chunk_layers[chunk] * per_token * self._tokens / speed
+        products = 2 * self.model.active_parameters * self._tokens / speed  # 2 a parameter and token
+        return self._chunk_layers[chunk] * products + self._attention_s(chunk)
+
+    def _attention_s(self, chunk: int) -> float:
+        """Return the seconds of them for scores and values: causal, 4 s h a token, half of it masked."""
+        model, degrees = self.model, self.layout.degrees
+        speed = self.placement.attention_speeds[chunk % degrees.pp] * degrees.cp * degrees.tp
+        return self._chunk_layers[chunk] * 2 * model.seq_len * model.width * self._tokens / speed
+
+    def _backward_s(self, chunk: int) -> float:
+        """Return the seconds of computing of a backward pass: twice its products, and more for attention."""
+        return 2 * self._compute_s(chunk) + (_ATTENTION_BACKWARD - 2) * self._attention_s(chunk)
 
     def _compute_s(self, chunk: int) -> float:
         """Return the seconds of computing of a forward pass, with the head in the last chunk."""
@@ -555,7 +566,7 @@ class StepCost:
         replicate = self.placement.replicate_links.all_reduce_s(bits / layout.degrees.shards)
         return _LayerTimes(
             forward_s=compute + tensor + context + experts_s[0],
-            backward_s=2 * compute + tensor + context + self._home_s * has_layers + experts_s[1],
+            backward_s=self._backward_s(chunk) / layers + tensor + context + self._home_s * has_layers + experts_s[1],
             again_s=self._layers_s(chunk) / layers + tensor / 2 + context + experts_s[0],
             gather_s=shard if layout.zero_stage == 3 else 0.0, reduce_s=shard if layout.zero_stage >= 2 else 0.0,
             first_gather_s=shard if layout.zero_stage else 0.0,

@@ -11,7 +11,7 @@ from math import inf
 
 from thinwire.site.expert_costs import all_to_all_s
 from thinwire.site.pipeline import StageLink
-from thinwire.site.site_file import Site
+from thinwire.site.site_file import Site, SiteNode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -210,9 +210,18 @@ class SitePlacement:
     @cached_property
     def speeds(self) -> tuple[float, ...]:
         """FLOP/s of the slowest device of each pipeline rank."""
+        return tuple(min(node.flops_per_s for node in used) for used in self._rank_nodes)
+
+    @cached_property
+    def attention_speeds(self) -> tuple[float, ...]:
+        """FLOP/s of the slowest device of each pipeline rank in attention."""
+        return tuple(min(node.attention_flops_per_s or node.flops_per_s for node in used) for used in self._rank_nodes)
+
+    @cached_property
+    def _rank_nodes(self) -> list[list[SiteNode]]:
         per_stage = self.degrees.num_blocks // self.degrees.pp
-        ranks = [set(self.nodes[start : start + per_stage]) for start in range(0, self.degrees.num_blocks, per_stage)]
-        return tuple(min(self.site.nodes[number].flops_per_s for number in used) for used in ranks)
+        starts = range(0, self.degrees.num_blocks, per_stage)
+        return [[self.site.nodes[number] for number in set(self.nodes[one : one + per_stage])] for one in starts]
 
     def _rings(self, groups: Sequence[Sequence[int]]) -> RingLinks:
         if len(groups[0]) == 1:

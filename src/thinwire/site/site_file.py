@@ -50,6 +50,8 @@ class SiteNode:
     devices: int  # how many
     memory_bytes: float  # of each device
     flops_per_s: float  # FLOP/s that training reaches on each device (6 a parameter and token)
+    # that attention reaches in scores and values, where it is not the same: as with products in 8 bits
+    attention_flops_per_s: float | None = None
     bandwidth_bits_per_s: float = inf  # between two devices of the node, in each direction
     latency_s: float = 0.0  # one way between two devices of the node
     site: str = ""  # where it stands, if the nodes stand at several sites: messages between sites may be coded
@@ -137,8 +139,16 @@ class Site:
         return min(node.memory_bytes for node in self.nodes)
 
     def with_speed(self, flops_per_s: float) -> Site:
-        """Return the same site with devices of another speed, in FLOP/s that training reaches."""
-        return replace(self, nodes=tuple(replace(node, flops_per_s=flops_per_s) for node in self.nodes))
+        """Return the same site with devices of another speed, in FLOP/s that training reaches; attention's follows."""
+        nodes = [
+            replace(
+                node, flops_per_s=flops_per_s,
+                attention_flops_per_s=node.attention_flops_per_s
+                and node.attention_flops_per_s * flops_per_s / node.flops_per_s,
+            )
+            for node in self.nodes
+        ]  # fmt: skip
+        return replace(self, nodes=tuple(nodes))
 
     def link(self, source: int, destination: int) -> NodeLink:
         """Return the link of a pair of nodes, by their numbers; of a node with itself that between two devices."""

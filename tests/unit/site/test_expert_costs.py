@@ -145,7 +145,7 @@ def test_messages_of_experts_take_their_time_in_both_passes_and_replace_what_den
     assert sum(across.values()) == pytest.approx(step_of(8).step_s)
     # every token computes with two of eight experts
     assert whole["compute"] == pytest.approx(
-        3 * 8 * 128 * (4 * (2 * SMALL.active_parameters + 2 * 128 * 256) + 2 * 1000 * 256) / 1e14
+        8 * 128 * (4 * (3 * 2 * SMALL.active_parameters + 3.5 * 2 * 128 * 256) + 3 * 2 * 1000 * 256) / 1e14
     )
     assert SMALL.active_parameters == 4 * 256**2 + 3 / 4 * 2 * 2 * 256 * 512
 

@@ -121,11 +121,18 @@ def test_all_ranks_hold_the_states_of_the_model_once() -> None:
 def test_one_device_computes_without_messages() -> None:
     found = step(Degrees(), Site(nodes=(box(1),)), micro_batch=4)
     tokens = 16 * 256
-    blocks = 8 * (2 * 12 * 512**2 + 2 * 256 * 512)
-    assert found.step_s == pytest.approx(3 * tokens * (blocks + 2 * 1000 * 512) / 1e13)
+    products, attention, head = 8 * 2 * 12 * 512**2, 8 * 2 * 256 * 512, 2 * 1000 * 512
+    # attention has two products forward and five back
+    assert found.step_s == pytest.approx(tokens * (3 * (products + head) + 3.5 * attention) / 1e13)
     assert found.parts_s["waiting"] == found.parts_s["data"] == 0
     again = step(Degrees(), Site(nodes=(box(1),)), micro_batch=4, recomputed_layers=8)
-    assert again.step_s - found.step_s == pytest.approx(tokens * blocks / 1e13)
+    assert again.step_s - found.step_s == pytest.approx(tokens * (products + attention) / 1e13)
+    node = {**FILE["nodes"][0], "devices": 1, "flops_per_s": 1e13, "attention_flops_per_s": 4e12}
+    site = site_from_json({**FILE, "nodes": [node], "links": []})
+    slow = step(Degrees(), site, micro_batch=4)
+    assert slow.step_s == pytest.approx(tokens * (3 * (products + head) / 1e13 + 3.5 * attention / 4e12))
+    assert slow.parts_s["compute"] == pytest.approx(slow.step_s)
+    assert step(Degrees(), site.with_speed(2e13), micro_batch=4).step_s == pytest.approx(slow.step_s / 2)
 
 
 def test_tensor_parallel_sends_four_all_reduces_a_layer() -> None:
