@@ -47,6 +47,7 @@ WINGS: dict[str, tuple[str, ...]] = {
     "training": (
         "unit/data/", "unit/inference/", "unit/models/", "unit/training/", "unit/workloads/",
         "unit/test_gpu_", "unit/test_quality_",
+        "multiprocess/test_activation_memory",
         "multiprocess/test_fine_tuning", "multiprocess/test_full_run_disk", "multiprocess/test_gpu_",
         "multiprocess/test_killed_checkpoints", "multiprocess/test_ladder_", "multiprocess/test_launch_deaths",
         "multiprocess/test_launchers",

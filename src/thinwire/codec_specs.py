@@ -92,6 +92,16 @@ def activation_bytes(name: str, numel: float) -> float:
     return -(-numel // block) * row_bytes
 
 
+def delta_memory_bytes(samples: int, numel: int) -> int:
+    """Return the bytes of float16 copies of samples on each side of a border, of so many activations each.
+
+    Example:
+        >>> delta_memory_bytes(128, 64 * 256)
+        4194304
+    """
+    return samples * numel * 2
+
+
 def activation_codecs(text: str) -> tuple[str, str]:
     """Return the codecs forward and backward that a text such as `block-int8/block-int4` names; one name is for both.
 

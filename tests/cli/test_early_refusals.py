@@ -84,6 +84,18 @@ CASES: dict[str, list[str]] = {
     "train --pp 2 --micro-batch 1 --activation-code e3m0": ["e3m0 carries no forward activations: cost 0.141 nats"],
     "train --pp 2 --micro-batch 1 --activation-code block-int8/top-k": ["top-k carries no backward activations"],
     "train --pp 2 --micro-batch 1 --activation-code block-int8/": ["unknown codec; got ''"],
+    "train --pp 2 --micro-batch 1 --activation-memory 2GB": [
+        "--activation-memory is what a code needs; got no --activation-code",
+        "try --activation-code block-int8/block-int4",
+    ],
+    "train --pp 2 --micro-batch 1 --activation-code bfloat16 --activation-memory lots": ["the size cannot be read"],
+    "train --pp 2 --micro-batch 3 --batch-size 8 --activation-code bfloat16 --activation-memory 2GB": [
+        "--activation-memory needs whole micro-batches; got --batch-size 8; allowed multiples of 3; try --micro-batch 1"
+    ],
+    "train --activation-memory 2GB": ["--activation-memory is for pipelines"],
+    "train --pp 3 --micro-batch 1 --skip 0.33 --activation-code bfloat16 --activation-memory 2GB": [
+        "--skip does not go with --activation-memory"
+    ],
     "train --pp 2 --micro-batch 1 --stage-sites 0,1": ["--stage-sites says where messages are coded"],
     "train --pp 2 --micro-batch 1 --activation-code bfloat16 --stage-sites 0,a": [
         "--stage-sites must number the site of each pipeline stage; got '0,a'; allowed 2 whole numbers"

@@ -467,6 +467,7 @@ def test_a_model_that_no_site_holds_becomes_one_replica_over_the_border_and_the_
                        ("stage boundary, block-int8/block-int4", "297")):  # fmt: skip
         assert re.search(rf"^  {re.escape(row)} +{count} ", told.out, flags=re.MULTILINE), row
     assert f"the plan sends {content['border_bytes']['forward'] / 1e3:.0f} kB forward" in told.out
+    assert "train --activation-memory takes 49.2 kB a window on each side" in told.out
     config, _ = planned(parse(["--plan", str(out)]), ["--plan", str(out)], say=[].append)
     assert config.parallel.activation_code == "block-int8/block-int4" and config.parallel.sites is not None
     assert config.parallel.eagerness == content["eagerness"] > 1

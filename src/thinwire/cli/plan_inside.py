@@ -14,7 +14,7 @@ from thinwire.charts import Axis, Chart, ChartSeries, Point, image_file, line_ch
 from thinwire.cli.output import log, print_line
 from thinwire.cli.plan_options import PlanOptions
 from thinwire.cli.tables import print_table
-from thinwire.codec_specs import DEFAULT_ACTIVATION_CODE, activation_bytes, activation_codecs
+from thinwire.codec_specs import DEFAULT_ACTIVATION_CODE, activation_bytes, activation_codecs, delta_memory_bytes
 from thinwire.errors import DataError, excluded, refusal
 from thinwire.files import LARGEST_NUMBER, read_json, short, write_json, write_whole
 from thinwire.site.cost_model import (
@@ -176,6 +176,9 @@ def border_lines(plan: SitePlan) -> Iterator[str]:
         yield from expert_lines(model, rates, tokens=tokens / count, sites=count, memory_bytes=memory_bytes)
     forward, backward = best.border_bytes
     yield f"the plan sends {format_bytes(forward)} forward and {format_bytes(backward)} back between sites in a step"
+    if best.code is not None and best.layout.degrees.pp > 1:
+        window = format_bytes(delta_memory_bytes(1, width * model.seq_len))
+        yield f"train --activation-memory takes {window} a window on each side of each border between stages"
 
 
 def _border_rates(site: Site) -> dict[str, float]:

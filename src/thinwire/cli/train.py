@@ -25,6 +25,7 @@ from thinwire.cli.train_options import (
     world_size,
 )
 from thinwire.cli.train_plan import planned
+from thinwire.codec_specs import delta_memory_bytes
 from thinwire.errors import CheckpointError, DataError, Stopped, ThinwireError, WorkerFailed, refusal
 from thinwire.files import MOST_PLAN_BYTES, read_json
 from thinwire.training.config import TrainConfig, command_line, has_run, validate
@@ -95,6 +96,8 @@ def _settled(arguments: Sequence[str]) -> tuple[TrainConfig, Plan | None]:
         from thinwire.cli.elastic_train import check_elastic
 
         check_elastic(config)
+    if config.parallel.activation_memory is not None and world_size() is not None:
+        _open_data(config, is_resumed=config.output.resume is not None)
     return config, plan
 
 
@@ -202,12 +205,33 @@ def _open_data(config: TrainConfig, *, is_resumed: bool) -> str:
     from thinwire.training.run_origin import check_corpus
 
     try:
-        data = config.workload.open_data(config)
+        data: Any = config.workload.open_data(config)
         if is_resumed:
             check_corpus(config, data.sha256)
     except DataError as error:
         raise ValueError(str(error)) from error
+    if config.parallel.activation_memory is not None:
+        _check_memory(config, num_tokens=len(data.train))
     return str(data.sha256)
+
+
+def _check_memory(config: TrainConfig, *, num_tokens: int) -> None:
+    """Print what the copies of all windows take at each border, or refuse it."""
+    from thinwire.units import format_bytes
+    from thinwire.workloads.language import preset
+
+    assert config.model.seq_len is not None and config.data.batch_size is not None, "they are resolved"
+    width = preset(config.model.name, max_seq_len=config.model.seq_len).dim
+    count = (num_tokens - 1) // config.model.seq_len
+    num_bytes = delta_memory_bytes(count + config.data.batch_size, config.model.seq_len * width)
+    most = config.parallel.most_memory_bytes
+    if num_bytes > most:
+        raise refusal("--activation-memory does not hold the copies of all windows", got=format_bytes(most),
+                      allowed=f"{format_bytes(num_bytes)} for {count:,} windows",
+                      remedy=f"--activation-memory {num_bytes}, or less text")  # fmt: skip
+    if not config.output.quiet and os.environ.get("RANK", "0") == "0":
+        log(f"differences to the last visit of {count:,} windows take {format_bytes(num_bytes)} on each side of each "
+            f"border")  # fmt: skip
 
 
 def _prepare(config: TrainConfig) -> int:

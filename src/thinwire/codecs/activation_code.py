@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from thinwire.codec_specs import activation_codec, activation_codecs
+from thinwire.codec_specs import activation_codec, activation_codecs, delta_memory_bytes
 from thinwire.codecs import Codec, by_name
 from thinwire.codecs.channel_bits import NAME as CHANNEL_BITS
 from thinwire.codecs.channel_bits import AdaptiveBits, ChannelBits
@@ -82,7 +82,7 @@ class ActivationCode:
             >>> ActivationCode("block-int4", memory="delta", samples=128).memory_bytes(64 * 256)
             4194304
         """
-        return check_memory(self.samples * numel * 2, self.most_memory_bytes)
+        return check_memory(delta_memory_bytes(self.samples, numel), self.most_memory_bytes)
 
     def make_memory(self) -> DeltaMemory | None:
         """Return an empty memory for one border, or None for a code without."""

@@ -23,10 +23,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thinwire.codec_specs import delta_memory_bytes
 from thinwire.codecs.base import Codec
 from thinwire.errors import NonFiniteError, PayloadError, refusal
 
-_HEAD_BYTES, _LAST_BYTES = 8, 2
+_HEAD_BYTES = 8
 _log = logging.getLogger(__name__)
 
 
@@ -142,7 +143,7 @@ class DeltaMemory:
         if visits.shape != self._visits.shape or last.shape[:1] != visits.shape or bool((visits < 0).any()):
             raise refusal("a delta memory of other samples was saved", got=tuple(visits.shape),
                           allowed=tuple(self._visits.shape), remedy="load_state_dict(None)")  # fmt: skip
-        check_memory(last.numel() * _LAST_BYTES, self._most_bytes)
+        check_memory(delta_memory_bytes(1, last.numel()), self._most_bytes)
         self._visits, self._last = visits.int().clone(), last.half().clone()
 
     def _rows(self, values: Tensor, numbers: Sequence[int]) -> Tensor:
@@ -156,7 +157,7 @@ class DeltaMemory:
             if self._visits.any():
                 raise refusal("a delta memory holds samples of one shape", got=rows.shape[1],
                               allowed=self._last.shape[1], remedy="sequences of one length")  # fmt: skip
-            check_memory(samples * rows.shape[1] * _LAST_BYTES, self._most_bytes)
+            check_memory(delta_memory_bytes(samples, rows.shape[1]), self._most_bytes)
             self._last = torch.zeros(samples, rows.shape[1], dtype=torch.float16)
         return rows
 

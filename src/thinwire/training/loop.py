@@ -92,6 +92,16 @@ class ModelPasses(Protocol):
         """Return what is shown of a held-out batch, (1 + metrics,)."""
 
 
+class Stateful(Protocol):
+    """Anything that remembers from step to step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it remembers."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take such a state."""
+
+
 class LocalPasses:
     """Passes of a model that one rank holds whole; see `ModelPasses`."""
 
@@ -171,6 +181,7 @@ class Training:
         checkpoints: Receives the states; None where another part saves them.
         policy: Decisions around the steps; `LoopPolicy` by default.
         passes: Passes of the model; `LocalPasses` by default.
+        memory: What they remember, if anything.
         step: Inner steps done.
         stop: By which a signal may end the run early.
     """
@@ -187,6 +198,7 @@ class Training:
     checkpoints: ReplicaCheckpoints | None = None
     policy: LoopPolicy | None = None
     passes: ModelPasses | None = None
+    memory: Stateful | None = None
     step: int = 0
     stop: AgreedStop | NetworkStop | None = None
 
@@ -287,6 +299,7 @@ class Training:
             "buffers": dict(self.model.named_buffers()), "optimizer": checked_state(self.optimizer.state_dict()),
             "batches": self.batches.state_dict(), "random": _random_state(self.device),
             "meter": self.meter.state_dict(stalled_s=self.optimizer.statistics.stalled_s), "step": self.step,
+            **({} if self.memory is None else {"memory": self.memory.state_dict()}),
         }  # fmt: skip
         began_s = time.monotonic()
         self.checkpoints.save(state, step=self.step, drift_steps=self._drift_steps)
@@ -304,6 +317,8 @@ class Training:
             self.optimizer.load_state_dict(_in_shards(state["optimizer"], self.optimizer))
             self.batches.load_state_dict(state["batches"])
             self.meter.load_state_dict(state["meter"])
+            if self.memory is not None:
+                self.memory.load_state_dict(state["memory"])
             _set_random_state(state["random"], self.device)
             self.step = int(state["step"])
             # a run that was stopped in its final exchange has yet to write its last line

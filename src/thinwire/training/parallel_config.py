@@ -10,6 +10,7 @@ from thinwire.codec_specs import activation_codecs
 from thinwire.errors import excluded, refusal
 from thinwire.options import flag, option
 from thinwire.sequences.block_tables import POLICIES, sequence_plan
+from thinwire.units import parse_bytes
 from thinwire.workloads.cards import BATCH_SIZE
 from thinwire.workloads.language.presets import PRESETS, base_name
 
@@ -47,6 +48,8 @@ class ParallelConfig:
     """Forward passes ahead of 1F1B for each later pipeline stage, to hide latency; many are GPipe."""
     activation_code: str | None = option(None)
     """Codecs of activations and their gradients between pipeline stages, such as block-int8/block-int4."""
+    activation_memory: str | None = option(None)
+    """Most bytes of each side of a border for the last visit of each window, such as 2GB: differences to it cross."""
     stage_sites: str | None = option(None)
     """Site of each pipeline stage, such as 0,0,1,1: messages inside a site are not coded. Default: all are coded."""
     skip: float = option(0.0, least=0, below=1, usual=0.25)
@@ -77,6 +80,15 @@ class ParallelConfig:
     def path_length(self) -> int:
         """Stages that a micro-batch visits."""
         return round(self.pp * (1 - self.skip))
+
+    @property
+    def most_memory_bytes(self) -> int:
+        """`activation_memory` in bytes.
+
+        Raises:
+            ValueError: It is no size.
+        """
+        return int(parse_bytes(self.activation_memory or "0"))
 
     @property
     def sites(self) -> tuple[int, ...] | None:
@@ -151,7 +163,7 @@ def parallel_problems(config: Any) -> list[ValueError]:
 def _stage_problems(own: ParallelConfig) -> list[ValueError]:
     """Check what stages exchange, and in which order they work."""
     problems = []
-    for name in ("eagerness", "activation_code", "stage_sites", "skip"):
+    for name in ("eagerness", "activation_code", "activation_memory", "stage_sites", "skip"):
         if own.pp == 1 and getattr(own, name) != getattr(ONE_RANK, name):
             problems.append(
                 refusal(f"{flag(name)} is for pipelines", got=getattr(own, name), allowed="2 or more --pp",
@@ -162,14 +174,15 @@ def _stage_problems(own: ParallelConfig) -> list[ValueError]:
                                  remedy="--interleave 1"))  # fmt: skip
     if own.pp > 1:
         try:
-            _ = own.sites, own.activation_code is None or activation_codecs(own.activation_code)
+            _ = own.sites, own.activation_code is None or activation_codecs(own.activation_code), own.most_memory_bytes
         except ValueError as error:
             problems.append(error)
-    if own.stage_sites is not None and own.activation_code is None:
-        problems.append(
-            refusal("--stage-sites says where messages are coded", got="no --activation-code",
-                    allowed="both, or neither", remedy="--activation-code block-int8/block-int4")
-        )  # fmt: skip
+    for name, why in (("stage_sites", "says where messages are coded"), ("activation_memory", "is what a code needs")):
+        if own.pp > 1 and getattr(own, name) is not None and own.activation_code is None:
+            problems.append(
+                refusal(f"{flag(name)} {why}", got="no --activation-code", allowed="both, or neither",
+                        remedy="--activation-code block-int8/block-int4")
+            )  # fmt: skip
     return [*problems, *_skip_problems(own)] if own.skip and own.pp > 1 else problems
 
 
@@ -179,6 +192,7 @@ def _skip_problems(own: ParallelConfig) -> list[ValueError]:
     reasons = {
         "interleave": "a path visits a stage once", "eagerness": "the paths decide the order of passes",
         "stage_sites": "a path may cross any border, so all messages are coded",
+        "activation_memory": "a window takes another path each time",
         **dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp"), "a stage is one rank"),
     }  # fmt: skip
     problems = [excluded("--skip", flag(name), why=why, remedy=f"to leave {flag(name)} out")
@@ -275,6 +289,10 @@ def _bad_with_ranks(config: Any) -> list[ValueError]:
         (own.cp > 1 and seq_len % parts,
          refusal(f"--cp cuts each sequence into {parts} equal parts", got=f"{seq_len} tokens",
                  allowed=f"multiples of {parts}", remedy=f"--seq-len {max(1, -(-seq_len // parts)) * parts}")),
+        (own.activation_memory is not None and batch % (own.data_ranks * (config.data.micro_batch or 1)),
+         refusal("--activation-memory needs whole micro-batches", got=f"--batch-size {batch}",
+                 allowed=f"multiples of {own.data_ranks * (config.data.micro_batch or 1)}",
+                 remedy="--micro-batch 1")),
         (is_small,
          refusal("--batch-size has no sequence for some of the ranks", got=batch,
                  allowed=f"{own.data_ranks} or more", remedy=f"--batch-size {own.data_ranks}")),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -35,7 +36,7 @@ from thinwire.workloads.language.transformer import (
     split_heads,
 )
 from thinwire.workloads.language.workload import num_targets
-from thinwire.workloads.sampler import PADDING
+from thinwire.workloads.sampler import PADDING, Sampler
 
 # Layers of a block whose output or input features the ranks of tp share.
 _COLUMNS, _ROWS = ("attention.query_key_value", "up"), ("attention.out", "down")
@@ -225,9 +226,12 @@ class ParallelPasses:
         model: As `cut_model` leaves it.
         mesh: The replica's ranks.
         step: Inner steps done before.
+        windows: Batches that `backward` gets, with `--activation-memory`.
     """
 
-    def __init__(self, config: TrainConfig, model: nn.Module, mesh: ReplicaMesh, *, step: int = 0) -> None:
+    def __init__(
+        self, config: TrainConfig, model: nn.Module, mesh: ReplicaMesh, *, step: int = 0, windows: Sampler | None = None
+    ) -> None:  # fmt: skip
         self.timing = Passes(mesh.device)
         self._config, self._mesh = config, mesh
         self._model: Any = model
@@ -239,7 +243,7 @@ class ParallelPasses:
         if isinstance(model, PipelineChunks) and model.skips:
             self._skipping = SkippingPipeline(config, model.chunks[0], mesh, shape=model.config, step=step)
         elif isinstance(model, PipelineChunks):
-            self._pipeline = _Pipeline(config, model, mesh)
+            self._pipeline = _Pipeline(config, model, mesh, windows=windows)
 
     def backward(self, tokens: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
         """See `ModelPasses`; every rank gets the whole batch, and the mean over it."""
@@ -281,6 +285,15 @@ class ParallelPasses:
         scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
         for gradient in gradients:
             gradient.mul_(scale.to(gradient.dtype))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what borders remember of samples, by chunk of this rank; nothing without a memory."""
+        return {} if self._pipeline is None else self._pipeline.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take such a state; all ranks call it before the first step."""
+        if self._pipeline is not None:
+            self._pipeline.saved = state
 
     def held_out(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """See `ModelPasses`; a batch of any number of rows."""
@@ -410,10 +423,17 @@ class _Pipeline:
         config: Resolved options.
         model: This rank's chunks.
         mesh: The replica's ranks.
+        windows: Batches of the replica, where borders remember them.
+
+    Attributes:
+        saved: What borders remembered, to be taken as soon as there are stages.
     """
 
-    def __init__(self, config: TrainConfig, model: PipelineChunks, mesh: ReplicaMesh) -> None:
-        self._mesh, self._shape = mesh, model.config
+    def __init__(
+        self, config: TrainConfig, model: PipelineChunks, mesh: ReplicaMesh, *, windows: Sampler | None
+    ) -> None:  # fmt: skip
+        self._mesh, self._shape, self._windows = mesh, model.config, windows
+        self.saved: dict[str, Any] = {}
         self._chunks = model.chunks
         self._last_stage = config.parallel.pp - 1
         self._parallel = own = config.parallel
@@ -448,9 +468,19 @@ class _Pipeline:
             order = order_of(
                 num_stages=own.pp, num_micro_batches=len(filled), interleave=own.interleave, eagerness=own.eagerness
             )  # fmt: skip
-            code = None if own.activation_code is None else ActivationCode.parse(own.activation_code)
+            code = self._code
+            if code is not None and self._windows is not None:
+                # a window that a batch has twice, where an epoch ends in it, counts as another the second time
+                code = replace(code, memory="delta", samples=self._windows.num_windows + num_rows,
+                               most_memory_bytes=own.most_memory_bytes)  # fmt: skip
             self._schedule = self._mesh.pipeline(self._chunks, order=order, loss=self._loss, code=code)
             self._key = key
+            for place, stage in enumerate(self._mesh.coded_stages):
+                if self.saved:
+                    found = self.saved[str(place)]
+                    stage.load_state_dict({**found, "memories": {int(n): one for n, one in found["memories"].items()}})
+        if self._windows is not None:
+            self._name_samples(self._windows, rows=len(filled[0][0]))
         self._losses.clear()
         tokens, targets = (torch.cat([one[place] for one in filled]) for place in (0, 1))
         arguments = (tokens,) if self._mesh.stage == 0 else ()
@@ -463,6 +493,27 @@ class _Pipeline:
         losses = self._losses[-len(passes) :]
         zero = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         return torch.stack([zero, *losses]).sum(0) / self._mesh.size_of("cp")
+
+    def _name_samples(self, windows: Sampler, *, rows: int) -> None:
+        """Name the windows in the rows of this rank's micro-batches, so many each."""
+        numbers = [
+            windows.num_windows + place if number in windows.numbers[:place] else number
+            for place, number in enumerate(windows.numbers)
+        ]
+        per_rank = len(numbers) // self._mesh.data_ranks
+        first = self._mesh.data_rank * per_rank
+        for stage in self._mesh.coded_stages:
+            stage.samples([numbers[place : place + rows] for place in range(first, first + per_rank, rows)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ParallelPasses`."""
+        if self._windows is None or not self._mesh.coded_stages:
+            return self.saved
+        found = {str(place): stage.state_dict() for place, stage in enumerate(self._mesh.coded_stages)}
+        return {
+            place: {**one, "memories": {str(number): memory for number, memory in one["memories"].items()}}
+            for place, one in found.items()
+        }
 
     def nll(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean nll of rows at the last stage, zero at the others; chunk after chunk."""

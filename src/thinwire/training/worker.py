@@ -35,7 +35,7 @@ from thinwire.training.config import PLACES, TrainConfig, config_text, has_run, 
 from thinwire.training.cost_check import complain
 from thinwire.training.drift import step_monitor_of
 from thinwire.training.launch import RANKS, rank_folder
-from thinwire.training.loop import ModelPasses, Training
+from thinwire.training.loop import Training
 from thinwire.training.run_origin import ORIGIN_FILE, check_corpus, keep_corpus, run_of, write_origin
 from thinwire.training.summary import (
     begin_samples,
@@ -277,12 +277,14 @@ class _Replica:
             save_companion(config.run_dir, files=self._companion.files())
         if transport.replica == 0 and self._leads and config.output.samples:
             begin_samples(config.run_dir, workload, model, data, warn=warn)
-        passes: ModelPasses | None = None
+        passes: ParallelPasses | None = None
+        batches = workload.batches(config, data, transport.replica)
         if mesh is not None:
             from thinwire.training.parallel_passes import ParallelPasses, cut_model
 
             model = cut_model(model, config, mesh)
-            passes = ParallelPasses(config, model, mesh, step=step)
+            windows: Any = batches if config.parallel.activation_memory is not None else None
+            passes = ParallelPasses(config, model, mesh, step=step, windows=windows)
         optimizer = DistributedOptimizer(
             model, make_inner_optimizer(config, model), method=make_method(config), transport=transport,
             seed=config.run.seed, pace=config.sync.pace,
@@ -292,9 +294,10 @@ class _Replica:
             self._stop.join(transport, mesh=mesh)
         return Training(
             config=config, model=model, optimizer=optimizer, meter=meter, device=device, recorder=recorder,
-            batches=workload.batches(config, data, transport.replica),
+            batches=batches,
             held_out=lambda num_batches: workload.held_out(config, data, num_batches),
             watch=step_monitor_of(config, optimizer, log=transport.log), checkpoints=self._checkpoints, passes=passes,
+            memory=None if config.parallel.activation_memory is None else passes,
             stop=self._stop,
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ from thinwire.transport.shards import is_a, named_failures
 from thinwire.transport.streams import ACTIVATIONS
 
 if TYPE_CHECKING:
-    from thinwire.transport.coded_stage import StageCode  # its module takes a second to import
+    from thinwire.transport.coded_stage import CodedStage, StageCode  # its module takes a second to import
     from thinwire.transport.path_group import PathGroup
 
 # Receives of a pipeline rank that wait at once before their time; a recorder has a thread for each.
@@ -57,6 +57,7 @@ class ReplicaMesh:
         context_group: Process group of the ranks that share a sequence; None where each is alone.
         expert_mesh: Mesh of the ranks that share experts; None where each is alone.
         stage: Place along the pipeline.
+        coded_stages: Of this rank in the runtime that `pipeline` made last.
         peers: Transport between the replica's own ranks, for notes.
         border: Messages between stages at different sites.
     """
@@ -67,6 +68,7 @@ class ReplicaMesh:
     ) -> None:  # fmt: skip
         self.device, self.stages, self.border = device, stages, TransferLog()
         self.expert_mesh: Any = None
+        self.coded_stages: list[CodedStage] = []
         self._num_sent: Counter[tuple[int, int]] = Counter()
         if stages is not None:
             self.rank = self.stage = stages.replica
@@ -198,7 +200,7 @@ class ReplicaMesh:
         from thinwire.transport.coded_stage import CodedStage
 
         pp = self._sizes["pp"]
-        stages = [
+        self.coded_stages = [
             CodedStage(chunk, self.stage + number * pp, pp * len(chunks), self.device, code=code,
                        sites=self._sites * len(chunks), group=self._pipe_group, wire=self._wire, log=self.border)
             for number, chunk in enumerate(chunks)
@@ -212,7 +214,7 @@ class ReplicaMesh:
             for rank, passes in enumerate(order)
         }
         num_micro_batches = sum(kind.computation_type is kinds.FORWARD for kind in table[0]) // len(chunks)
-        schedule = runtime(stages, num_micro_batches, loss_fn=loss, scale_grads=False)
+        schedule = runtime(self.coded_stages, num_micro_batches, loss_fn=loss, scale_grads=False)
         schedule._prepare_schedule_with_comms(table)
         for rank, actions in schedule.pipeline_order_with_comms.items():
             ordered = _gathered_once(actions, kinds)

@@ -74,6 +74,7 @@ class Sampler:
                     f"text, or leave --sequences documents out"
                 )
         self.epoch = 0
+        self.numbers: list[int] = []  # of the latest batch's windows
         self._position = 0
         self._shard = self._shard_of(0)
 
@@ -97,6 +98,7 @@ class Sampler:
             wanted -= len(taken)
             chosen.append(taken)
         numbers = np.concatenate(chosen)
+        self.numbers = numbers.tolist()
         if self._pieces is not None:
             return padded(self._tokens, self._pieces[numbers])
         return windows(self._tokens, numbers, seq_len=self._identity["seq_len"])
