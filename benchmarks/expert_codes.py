@@ -114,8 +114,9 @@ def train(name: str, *, seed: int, steps: int, cache: Path) -> dict[str, Any]:
         loss = statistics.fmean(float(model.loss(*batch)[1]) for batch in held_out)
     # each layer sends a row for each of two experts of a token
     sent = counted.rows / (steps * len(model.blocks) * 2 * WINDOWS * SEQ_LEN)
-    rate = sent if name in CLUSTERS else LOW_RANK[name] / shape.dim if name in LOW_RANK else bits(name) / 16
-    return {"model": MODEL, "code": name, "seed": seed, "steps": steps, "val_loss": loss, "rate": rate}
+    rate = sent if name in CLUSTERS else LOW_RANK[name] / shape.dim if name in LOW_RANK else None
+    found = {"model": MODEL, "code": name, "seed": seed, "steps": steps, "val_loss": loss}
+    return found if rate is None else {**found, "rate": rate}
 
 
 def bits(name: str) -> float:
@@ -137,7 +138,7 @@ def report(lines: list[dict[str, Any]]) -> None:
         if pairs:
             excess = [loss / base - 1 for loss, base in pairs]
             losses = " ".join(f"{loss:.4f}" for loss, _ in pairs)
-            rate = statistics.fmean(one["rate"] for one in lines if one["code"] == name)
+            rate = statistics.fmean(one.get("rate") or bits(name) / 16 for one in lines if one["code"] == name)
             print(f"{name:34} {rate:.3f}  {losses}  mean {statistics.fmean(excess):+.2%}, largest {max(excess):+.2%}")
 
 

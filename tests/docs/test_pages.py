@@ -84,10 +84,11 @@ def test_the_build_of_the_docs_fails_on_an_include_marker_in_a_page(code: str) -
     assert literal_markers("<p>8 &lt; 9 and a - 8</p>") == []
 
 
-def test_the_drawing_of_fragments_is_that_of_the_schedule() -> None:
-    drawing = runpy.run_path(str(ROOT / "scripts" / "fragment_drawing.py"))["drawing"]
-    message = "python scripts/fragment_drawing.py docs/assets/fragments.svg"
-    assert (DOCS / "assets" / "fragments.svg").read_text() == drawing(), message
+@pytest.mark.parametrize(("script", "picture"), [("fragment_drawing", "fragments"), ("expert_ladder", "expert-ladder")])
+def test_drawings_are_those_of_the_schedule_and_of_the_ladder(script: str, picture: str) -> None:
+    drawing = runpy.run_path(str(ROOT / "scripts" / f"{script}.py"))["drawing"]
+    message = f"python scripts/{script}.py docs/assets/{picture}.svg"
+    assert (DOCS / "assets" / f"{picture}.svg").read_text() == drawing(), message
 
 
 def test_a_block_that_is_left_out_says_why() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.every_case import over
 from tests.sequence_ranks import ThreadPeers, on_ranks
-from thinwire import experts
+from thinwire import ActivationCode, experts
 from thinwire.experts.convert import to_low_rank
 from thinwire.site.expert_costs import TOKENS, ExpertShape, ladder
 
@@ -87,6 +87,34 @@ def test_the_layer_has_the_sizes_of_bigmac_s_table_four() -> None:
         return layers * ladder(shape, tokens=tokens, sites=32)[TOKENS - 1].num_bytes / 2**30
 
     assert (gibibytes(whole), gibibytes(narrow)) == (1488.0, 372.0)
+
+
+@over((size, code) for size in (2, 4) for code in (None, ("block-int8", "block-int4"), ("block-int4", "block-int4")))
+def test_ranks_send_the_bytes_of_the_ladder_where_tokens_are_spread_evenly(
+    size: int, code: tuple[str, str] | None
+) -> None:
+    tokens, k, count, width = 256, 2, 8, 32
+    policy = experts.tokens(code=None if code is None else ActivationCode(*code))
+
+    def work(peers: ThreadPeers) -> int:
+        ranks = experts.ExpertRanks(
+            name="layer",
+            num_experts=count,
+            compute=lambda rows, counts: 2 * rows,
+            device=torch.device("cpu"),
+            peers=peers,
+        )
+        others = [(peers.rank, other) for other in range(size) if other != peers.rank]
+        before = sum(peers.ways.sent[way] for way in others)
+        rows = torch.randn(tokens * k, width).bfloat16().requires_grad_()
+        policy(rows, [tokens * k // count] * count, ranks).float().sum().backward()
+        of_counts = (size - 1) * (count // size + 1) * 8
+        return sum(peers.ways.sent[way] for way in others) - before - of_counts
+
+    shape = ExpertShape(count=count, per_token=k, parameters=0, width=width, layers=1)
+    rungs = ladder(shape, tokens=tokens, sites=size, code=code or ("bfloat16", "bfloat16"))
+    sent, _ = on_ranks(size, work)
+    assert sent == [rungs[0 if code is None else 1].num_bytes] * size
 
 
 @over([1, 3, 7])
