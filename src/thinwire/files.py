@@ -117,22 +117,29 @@ def wait_for_lock(descriptor: int, *, deadline_s: float) -> bool:
             return True
 
 
-def read_json(path: Path, *, most_bytes: int, command: str) -> Any:
-    """Read a JSON file of a bounded size; `command` is what writes such a file, for the error's text.
+def read_json(path: Path, *, most_bytes: int, command: str = "", remedy: str = "") -> Any:
+    """Read a JSON file of a bounded size.
+
+    Args:
+        path: The file.
+        most_bytes: Its bound.
+        command: That writes such a file, for the error's text.
+        remedy: Or another way to get one.
 
     Raises:
         DataError: There is no such file, it is too long, or it is no JSON; names the file and the remedy.
     """
+    remedy = remedy or f"`{command}` writes such a file"
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > most_bytes:
-                raise DataError(f"{path} has {size} bytes, more than {most_bytes}; is it a file of `{command}`?")
+                raise DataError(f"{path} has {size} bytes, more than {most_bytes}; {remedy}")
             return json.loads(file.read(most_bytes).decode("utf-8"), parse_constant=_refuse_constant)
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}; `{command}` writes such a file") from error
+        raise DataError(f"cannot read {path}: {error.strerror or error}; {remedy}") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON: {error}; `{command}` writes such a file") from error
+        raise DataError(f"{path} is no JSON: {error}; {remedy}") from error
 
 
 def write_json(path: Path, content: Any) -> None:

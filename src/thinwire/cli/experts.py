@@ -9,8 +9,8 @@ from pathlib import Path
 
 from thinwire.cli.argument_parsing import USAGE, argument, command
 from thinwire.cli.model_commands import TokenProgress, print_found
-from thinwire.cli.output import printable
-from thinwire.ensembles.expert_set import PRIORS, SET_FILE, ExpertSet
+from thinwire.cli.output import log, printable
+from thinwire.ensembles.expert_set import PRIORS, ExpertSet
 from thinwire.errors import refusal, unknown_name
 from thinwire.options import option
 from thinwire.units import format_bytes, parse_bytes
@@ -145,10 +145,9 @@ def main(arguments: Sequence[str]) -> int:
 @command("experts", AddOptions, prog="thinwire experts add", remedy=_REMEDY)
 def add(options: AddOptions) -> int:
     """Run `thinwire experts add`."""
-    there = (options.experts / SET_FILE).exists()
-    before = ExpertSet.load(options.experts) if there else ExpertSet(folder=options.experts)
-    experts = before.add(options.run, name=options.name, domain=options.domain)
-    experts.save()
+    with ExpertSet.changing(options.experts) as before:
+        experts = before.add(options.run, name=options.name, domain=options.domain)
+        experts.save()
     added, names = experts.experts[-1], ", ".join(experts.names)
     print(f"{options.experts / added.name}: {added.parameters:,} parameters, {added.tokens:,} tokens; experts: {names}")
     return 0
@@ -227,7 +226,14 @@ def evaluate(options: EnsembleOptions) -> int:
     texts = read_texts(trained, data=options.data, max_bytes=max_bytes, on_document=check)
     found = loss_of(trained, texts, batch_size=options.batch_size, on_tokens=TokenProgress("experts"))
     if options.development is not None:
-        experts.save()
+        with ExpertSet.changing(experts.folder) as now:
+            if now.experts == experts.experts:
+                experts.save()
+            else:
+                log(
+                    f"{experts.folder} has other experts by now, so the cached prior was not kept; compute it again",
+                    command="experts",
+                )
     values = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
     rows = {
         "loss": f"{found.loss:.4f} nats per token", "perplexity": f"{found.perplexity:,.2f}",

@@ -12,9 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.errors import excluded, refusal
+from thinwire.files import short
 
 # Forward and backward pass of one token take two and four operations a parameter.
 _FLOPS = 6
+# Amounts whose products are still numbers.
+_LEAST, _MOST = 1e-36, 1e36
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +54,9 @@ def divide_budget(
     if (parameters is None) == (steps is None):
         raise excluded("parameters", "steps", why="one of them follows from the budget", remedy="parameters alone")
     amounts = [flops, tokens_per_step, steps or parameters or 0, *difficulty.values(), *sizes]
-    if not difficulty or not all(0 < value < math.inf for value in amounts):
-        raise refusal("a budget is no amount", got=amounts, allowed="finite numbers above 0, and one domain or more",
+    if not difficulty or not all(_LEAST <= value <= _MOST for value in amounts):
+        raise refusal("a budget is no amount", got=short(amounts),
+                      allowed=f"{_LEAST:g} to {_MOST:g}, and a domain or more",
                       remedy="divide_budget(1e12, {'prose': 1}, tokens_per_step=1000, parameters=100_000)")  # fmt: skip
     total = sum(difficulty.values())
     wanted = {domain: flops * (value / total) for domain, value in difficulty.items()}

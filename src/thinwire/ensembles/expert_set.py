@@ -15,8 +15,10 @@ Reference:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,8 +35,8 @@ from thinwire.ensembles.finished_run import (
     tokenizer_hash,
     trained_tokens,
 )
-from thinwire.errors import CheckpointError, DataError, refusal, unknown_name
-from thinwire.files import MOST_PLAN_BYTES, read_json, write_json
+from thinwire.errors import CheckpointError, DataError, ThinwireError, refusal, unknown_name
+from thinwire.files import MOST_PLAN_BYTES, read_json, wait_for_lock, write_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 SET_FILE = "set.json"
 PRIORS = ("uniform", "updating", "cached", "average")
 _ADD = "thinwire experts add"
+# Seconds for another command to copy its checkpoint into the set.
+_CHANGE_S = 600.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _Short = Annotated[str, Meta(max_length=200)]
 _Count = Annotated[int, Meta(ge=0, le=1 << 53)]
@@ -134,6 +138,25 @@ class ExpertSet:
         for expert in experts.experts:
             experts.checkpoint(expert)
         return experts
+
+    @classmethod
+    @contextlib.contextmanager
+    def changing(cls, folder: Path) -> Iterator[ExpertSet]:
+        """Yield the set as it is now, empty where there is none; another command that changes it waits meanwhile.
+
+        Raises:
+            ThinwireError: Another command did not end in time.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            if not wait_for_lock(descriptor, deadline_s=_CHANGE_S):
+                raise ThinwireError(
+                    f"another command has changed {folder} for {_CHANGE_S:g} s; end or continue it, and try again"
+                )
+            yield cls.load(folder) if (folder / SET_FILE).exists() else cls(folder=folder)
+        finally:
+            os.close(descriptor)
 
     def _problems(self) -> Iterator[str]:
         if len(set(self.names)) < len(self.names):

@@ -19,9 +19,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from thinwire.errors import refusal, unknown_name
+from thinwire.files import short
 from thinwire.transport.group_peers import RankPeers
 
 SCANS = ("auto", "chain", "gather", "tree")
+# Of any number that a plan is made of.
+_MOST = 1e18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,9 @@ def scan_plan(
         latency_s: Of the slowest link between neighbours; 20 ms by default.
         bytes_per_s: Its rate; 100 Mbit/s by default.
 
+    Raises:
+        ValueError: There is no such kind, or a number is out of its range.
+
     Example:
         >>> scan_plan(ranks=8, width=64, state_bytes=5e5).kind  # latencies add up along a chain
         'tree'
@@ -85,6 +91,12 @@ def scan_plan(
     """
     if kind not in SCANS:
         raise unknown_name("scan of states", kind, SCANS)
+    least = {"ranks": (ranks, 1), "width": (width, 1), "state_bytes": (state_bytes, 0), "latency_s": (latency_s, 0),
+             "bytes_per_s": (bytes_per_s, 1)}  # fmt: skip
+    for name, (value, lowest) in least.items():
+        if not lowest <= value <= _MOST:
+            raise refusal(f"{name} is out of range", got=short(value), allowed=f"{lowest} to {_MOST:g}",
+                          remedy=f"{name}={lowest or 0.02:g}")  # fmt: skip
     best = math.sqrt(max(0, ranks - 2) * state_bytes / bytes_per_s / latency_s) if latency_s else width
     chain = ScanPlan(kind="chain", pieces=min(width, max(1, round(best))))
     plans = {"chain": chain, "gather": ScanPlan(kind="gather"), "tree": ScanPlan(kind="tree")}

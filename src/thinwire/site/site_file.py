@@ -176,7 +176,7 @@ def load_site(path: Path, *, links: Path | None = None) -> Site:
     Raises:
         DataError: There is no such file, or it is no site; names the place, the value and the remedy.
     """
-    content = read_json(path, most_bytes=_MOST_BYTES, command="a text editor; see docs/plan-inside.md")
+    content = read_json(path, most_bytes=_MOST_BYTES, remedy="write one as docs/plan-inside.md shows")
     measured = {} if links is None else load_links(links)
     try:
         return site_from_json(content, measured=measured)

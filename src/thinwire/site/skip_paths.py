@@ -19,6 +19,7 @@ from math import inf
 from typing import NamedTuple
 
 from thinwire.errors import refusal
+from thinwire.files import short
 
 # A backward pass and a loss, in forward passes of the same node.
 BACKWARD, LOSS = 1.5, 0.25
@@ -115,13 +116,18 @@ def run_paths(network: SkipNetwork, paths: Sequence[Path], starts_s: Sequence[fl
         starts_s: Before which each micro-batch does not begin.
 
     Raises:
-        ValueError: Micro-batches wait for places that they hold themselves.
+        ValueError: A path or start is none, or micro-batches wait for places that they hold themselves.
 
     Example:
         >>> network = SkipNetwork(stages=((0,), (1,)), forward_s=(1, 1), delay_s=((0, 2), (2, 0)))
         >>> max(one.end_s for one in run_paths(network, [(0, 1)], [0.0]))
         13.25
     """
+    is_known = all(path and len(set(path)) == len(path) and set(path) <= network.stage_of.keys() for path in paths)
+    if not is_known or len(starts_s) != len(paths) or not all(0 <= one < inf for one in starts_s):
+        raise refusal("each micro-batch has a path of nodes and a start", got=f"{short(paths)}, {short(starts_s)}",
+                      allowed=f"nodes 0 to {len(network.stage_of) - 1}, each once, and as many finite times from 0",
+                      remedy="run_paths(network, [(0, 1)], [0.0])")  # fmt: skip
     trips = [network.trip(path) for path in paths]
     free_s = dict.fromkeys(network.stage_of, 0.0)
     places = dict.fromkeys(network.stage_of, network.memory)

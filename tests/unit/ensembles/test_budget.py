@@ -38,13 +38,13 @@ def test_what_whole_steps_cannot_use_up_is_refused_with_a_budget_that_works() ->
         divide_budget(2e10, DIFFICULTY, **options)
     flops = float(re.search(r"try flops=(\S+)", str(refused.value))[1])
     assert used(divide_budget(flops, DIFFICULTY, **options), 1000) == pytest.approx(flops, rel=0.01)
-    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+    for wrong in (0.0, -1.0, float("nan"), float("inf"), 1e-300, 10**400):
         with pytest.raises(ValueError, match="a budget is no amount"):
             divide_budget(wrong, DIFFICULTY, **options)
         with pytest.raises(ValueError, match="a budget is no amount"):
             divide_budget(1e12, {"easy": wrong}, **options)
     # shares whose product with the budget no float holds
-    with pytest.raises(ValueError, match=r"to 1 %|no whole number"):
+    with pytest.raises(ValueError, match="a budget is no amount"):
         divide_budget(1e308, {"easy": 10.0, "hard": 1e-308}, **options)
     with pytest.raises(ValueError, match="parameters does not go with steps"):
         divide_budget(1e12, DIFFICULTY, tokens_per_step=1000)

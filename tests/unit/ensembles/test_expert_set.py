@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from thinwire.ensembles import CachedPrior, ExpertSet
+from thinwire.cli.main import main
+from thinwire.ensembles import CachedPrior, ExpertSet, expert_set
 from thinwire.ensembles.expert_set import document_hash
-from thinwire.errors import CheckpointError, DataError
+from thinwire.errors import CheckpointError, DataError, ThinwireError
+from thinwire.files import wait_for_lock
 
 
 def run(folder: Path, value: float, *, shape: tuple[int, ...] = (3, 2), merges: str = "a b", count: int = 7) -> Path:
@@ -48,6 +51,32 @@ def test_a_saved_set_is_read_again_from_its_folder_its_file_and_a_copy(tmp_path:
     first, second = experts.experts
     assert (first.domain, second.domain, first.parameters, first.tokens) == ("prose", "b", 8, 640)
     assert found.checkpoint(first) == tmp_path / "copy" / "a"
+
+
+def test_two_commands_that_add_experts_at_once_lose_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = threading.Event()
+
+    def noted_wait(descriptor: int, *, deadline_s: float) -> bool:
+        waits.set()
+        return wait_for_lock(descriptor, deadline_s=deadline_s)
+
+    words = ["experts", "add", str(tmp_path / "set"), str(run(tmp_path / "b", 2.0)), "--name", "b"]
+    other = threading.Thread(target=main, args=(words,))
+    with ExpertSet.changing(tmp_path / "set") as before:
+        monkeypatch.setattr(expert_set, "wait_for_lock", noted_wait)
+        other.start()
+        while not waits.wait(0.01) and other.is_alive():
+            pass
+        before.add(run(tmp_path / "a", 1.0), name="a").save()
+    other.join()
+    assert ExpertSet.load(tmp_path / "set").names == ("a", "b")
+    monkeypatch.setattr(expert_set, "_CHANGE_S", 0.0)
+    with (
+        ExpertSet.changing(tmp_path / "set"),
+        pytest.raises(ThinwireError, match="end or continue it"),
+        ExpertSet.changing(tmp_path / "set"),
+    ):
+        pass
 
 
 def test_a_merge_is_the_weighted_sum_and_with_weight_1_the_member_bit_for_bit(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -100,6 +101,16 @@ def test_the_plan_follows_latency_and_rate() -> None:
     assert pytest.approx(2.165, rel=0.02) == 0.207 + 0.00784 * 255
     with pytest.raises(ValueError, match="unknown scan of states; got 'ring'"):
         scan_plan("ring", **how, state_bytes=1e3)
+
+
+@pytest.mark.parametrize("name", ["ranks", "width", "state_bytes", "latency_s", "bytes_per_s"])
+def test_absurd_numbers_of_a_scan_are_refused_with_one_that_works(name: str) -> None:
+    options: dict[str, Any] = {"ranks": 4, "width": 64, "state_bytes": 5e5}
+    for wrong in (-1, math.nan, math.inf, 10**400):
+        with pytest.raises(ValueError, match=f"{name} is out of range; got .*; try {name}=") as refused:
+            scan_plan(**{**options, name: wrong})
+        number = str(refused.value).rsplit("=", 1)[1]
+        scan_plan(**{**options, name: float(number) if "." in number else int(number)})
 
 
 def test_states_that_do_not_fit_are_refused() -> None:

@@ -326,3 +326,6 @@ def test_links_that_do_not_fit_the_site_are_refused_with_the_place(
         links.write_text(text)
     with pytest.raises(DataError, match=words):
         load_site(path, links=links)
+    path.unlink()
+    with pytest.raises(DataError, match=r"No such file or directory; write one as docs/plan-inside\.md shows$"):
+        load_site(path)

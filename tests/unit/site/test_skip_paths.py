@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -214,6 +215,17 @@ def test_networks_and_starts_that_cannot_be_are_refused() -> None:
         with pytest.raises(ValueError, match=r"got .*; allowed one or more, at \(0,\), .*try starts=\(\(0, 0.0\),\)"):
             SkipProblem(network=own, starts=starts, length=2)
     assert solve_paths(SkipProblem(network=own, starts=((0, 0.0),), length=2)).paths == [(0, 1)]
+
+
+def test_runs_of_paths_and_starts_that_cannot_be_are_refused() -> None:
+    network = SkipNetwork(stages=((0,), (1,)), forward_s=(1, 1), delay_s=((0, 2), (2, 0)))
+    for paths, starts_s in (
+        ([()], [0.0]), ([(0, 2)], [0.0]), ([(0, 0)], [0.0]), ([(-1,)], [0.0]), ([(0, 1)], []), ([], [0.0]),
+        ([(0, 1)], [math.nan]), ([(0, 1)], [math.inf]), ([(0, 1)], [-1.0]),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"try run_paths\(network, \[\(0, 1\)\], \[0\.0\]\)"):
+            run_paths(network, paths, starts_s)
+    assert run_paths(network, [(0, 1)], [0.0])
 
 
 def test_lengths_and_limits_that_cannot_be_are_refused() -> None:
