@@ -20,8 +20,8 @@ The names of `import thinwire`. All other modules are below [Reference](index.md
 # The order of a reader: first what a training script calls.
 ORDER = (
     "connect", "DistributedOptimizer", "MultiOptimizer", "methods", "Method", "codecs", "metrics", "join",
-    "ElasticOptimizer", "ActivationCode", "AdaptiveBits", "CodedStage", "split", "sequences", "streamed", "watch",
-    "lab", "run_replicas", "LoopbackWorld", "LoopbackTransport", "FaultyTransport", "RecordingTransport",
+    "ElasticOptimizer", "ActivationCode", "AdaptiveBits", "CodedStage", "split", "sequences", "experts", "streamed",
+    "watch", "lab", "run_replicas", "LoopbackWorld", "LoopbackTransport", "FaultyTransport", "RecordingTransport",
     "ThinwireError", "__version__",
 )  # fmt: skip
 PAGE = "reference/thinwire.md"
@@ -31,6 +31,7 @@ PAGES = {
     "lab": "lab.md",
     "methods": "methods.md",
     "sequences": "sequences.md",
+    "experts": "experts.md",
     "split": "split.md",
 }
 

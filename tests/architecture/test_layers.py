@@ -11,8 +11,9 @@ from tests import wings
 
 PURE = (
     "averaging.message_pattern", "averaging.mixing", "averaging.topology", "charts", "errors", "events",
-    "monitor.detect", "monitor.findings", "monitor.nccl", "runlog", "sequences.block_tables", "shared_random",
-    "simulate", "site", "sync.schedule", "traffic", "units", "workloads.cards", "workloads.language.lengths",
+    "experts.stream_plan", "monitor.detect", "monitor.findings", "monitor.nccl", "runlog", "sequences.block_tables",
+    "shared_random", "simulate", "site", "sync.schedule", "traffic", "units", "workloads.cards",
+    "workloads.language.lengths",
 )  # fmt: skip
 
 

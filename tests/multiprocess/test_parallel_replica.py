@@ -241,7 +241,8 @@ def train(config: TrainConfig, model: Any, passes: Any) -> list[float]:
         inner.step()
         inner.zero_grad(set_to_none=True)
     # six rows on four ranks: one of them has none of its own
-    losses.append(float(passes.held_out(*(part[:6] for part in batches()[0]))))
+    with torch.no_grad():
+        losses.append(float(passes.held_out(*(part[:6] for part in batches()[0]))))
     return losses
 
 

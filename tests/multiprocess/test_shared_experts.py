@@ -14,6 +14,7 @@ from test_parallel_replica import options, train
 from training_runs import DOCUMENTS, OPTIONS, Started, finish, result
 
 from thinwire import experts
+from thinwire.codec_specs import DEFAULT_EXPERT_CODE
 from thinwire.training.loop import LocalPasses
 from thinwire.workloads.language.presets import TransformerConfig
 from thinwire.workloads.language.transformer import build_transformer
@@ -75,7 +76,9 @@ CUTS: dict[str, dict[str, Any]] = {
     "two share experts, of shards": {"ep": 2, "dp_shard": 4, "zero_stage": 3},
     "two share experts, of copies": {"ep": 2, "dp_replicate": 2, "zero_stage": 1},
     "ranks of sequences share experts": {"ep": 4, "dp_shard": 2, "cp": 2},
-    "none share experts": {"dp_shard": 4},
+    # one pass a step: the same counts
+    "weights are streamed": {"ep": 2, "dp_shard": 4, "stream_experts": 2, "balance_over": "global-batch"},
+    "none share experts": {"dp_shard": 4, "expert_code": DEFAULT_EXPERT_CODE},
 }
 
 
@@ -88,13 +91,15 @@ def train_cuts() -> dict[str, Any]:
     transport = connect(solo=True, ranks_per_replica=4)
     found = {}
     for name, cut in CUTS.items():
-        config = options(**cut)
+        config = options(**{"expert_code": "none"} | cut)
         mesh = make_mesh(config, device=torch.device("cpu"))
-        model = cut_model(build_transformer(SHAPE, seed=3).double(), config, mesh)
+        whole: Any = build_transformer(SHAPE, seed=3).double()
+        whole.balance_over = config.parallel.balance_over
+        model = cut_model(whole, config, mesh)
         held = sum(local_shard(p).numel() for n, p in model.named_parameters() if n.endswith((".up", ".down")))
         losses = train(config, model, ParallelPasses(config, model, mesh))
-        whole = {n: t.flatten().tolist() for n, t in whole_parameters(model, mesh).items()}
-        found[name] = {"losses": losses, "whole": whole, "held": held}
+        trained = {n: t.flatten().tolist() for n, t in whole_parameters(model, mesh).items()}
+        found[name] = {"losses": losses, "whole": trained, "held": held}
         mesh.close()
     transport.close()
     return found
@@ -122,8 +127,9 @@ def test_replicas_exchange_shards_of_experts_and_resume_bit_for_bit(tmp_path: Pa
     more = ["--steps", "8", "--data", str(texts), "--cache-dir", str(texts / ".cache"), "--no-samples", *OPTIONS]
     more += ["--model", "moe-tiny", "--batch-size", "2", "--replicas", "2"]
     sharded = finish(Started(["--out", str(tmp_path / "sharded"), "--dp-shard", "2", *more]))
-    shared = finish(Started(["--out", str(out), "--ep", "2", *more]))
-    assert abs(result(shared)["val_loss"] - result(sharded)["val_loss"]) < 1e-3
+    shared = finish(Started(["--out", str(out), "--ep", "2", "--stream-experts", "1", *more]))
+    # tokens travel in 4 bits
+    assert result(shared)["val_loss"] == pytest.approx(result(sharded)["val_loss"], rel=1e-2)
     assert result(shared)["payload_bytes"] == result(sharded)["payload_bytes"], "no expert is exchanged twice"
     for folder in (out, *(out / "ranks").iterdir()):
         shutil.rmtree(folder / "checkpoints" / "step-00000008")

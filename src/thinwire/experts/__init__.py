@@ -14,22 +14,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire.experts.balance import balance_loss, step
+    from thinwire.experts.balance import balance_loss
     from thinwire.experts.clustered_rows import Clusters, clusters
-    from thinwire.experts.dispatch import Tokens, tokens
+    from thinwire.experts.dispatch import Tokens, Weights, tokens, weights
     from thinwire.experts.layer import ExpertLayer, parallelize
     from thinwire.experts.narrow_rows import NarrowRows, low_rank
     from thinwire.experts.sharing import Dispatch, ExpertRanks
+    from thinwire.experts.stream_plan import plan_streams
+    from thinwire.experts.streams import step
 
 _HOMES = {
     "Clusters": "clustered_rows", "Dispatch": "sharing", "ExpertLayer": "layer", "ExpertRanks": "sharing",
-    "NarrowRows": "narrow_rows", "Tokens": "dispatch", "balance_loss": "balance", "clusters": "clustered_rows",
-    "low_rank": "narrow_rows", "parallelize": "layer", "step": "balance", "tokens": "dispatch",
+    "NarrowRows": "narrow_rows", "Tokens": "dispatch", "Weights": "dispatch", "balance_loss": "balance",
+    "clusters": "clustered_rows", "low_rank": "narrow_rows", "parallelize": "layer", "plan_streams": "stream_plan",
+    "step": "streams", "tokens": "dispatch", "weights": "dispatch",
 }  # fmt: skip
 
 __all__ = [
-    "Clusters", "Dispatch", "ExpertLayer", "ExpertRanks", "NarrowRows", "Tokens", "balance_loss", "clusters",
-    "low_rank", "parallelize", "step", "tokens",
+    "Clusters", "Dispatch", "ExpertLayer", "ExpertRanks", "NarrowRows", "Tokens", "Weights", "balance_loss", "clusters",
+    "low_rank", "parallelize", "plan_streams", "step", "tokens", "weights",
 ]  # fmt: skip
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import refusal, unknown_name
 from thinwire.experts.layer import ExpertLayer, Over
-from thinwire.transport.group_peers import peers_of
+from thinwire.transport.group_peers import exchange_all, peers_of
 
 
 def balance_loss(model: nn.Module, *, over: Over = "ranks", group: Any = None, counted: Tensor | None = None) -> Tensor:
@@ -76,21 +74,6 @@ def _summed(counts: Tensor, group: Any) -> Tensor:
     if group is None:
         return counts
     peers = peers_of(group)
-    others = [rank for rank in range(peers.size) if rank != peers.rank]
-    arriving = [(rank, torch.zeros_like(counts)) for rank in others]
-    for wait in peers.exchange([(rank, counts) for rank in others], arriving):
-        wait()
-    return torch.stack([counts, *(numbers for _, numbers in arriving)]).sum(0)
-
-
-@contextmanager
-def step(model: nn.Module) -> Iterator[None]:
-    """Frame the passes of an optimizer step: `balance_loss(over="global-batch")` counts choices from here on."""
-    layers = [layer for layer in model.modules() if isinstance(layer, ExpertLayer)]
-    for layer in layers:
-        layer.step_counts = torch.zeros(layer.num_experts, dtype=torch.int64, device=layer.router.weight.device)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.step_counts = None
+    arriving = {rank: torch.zeros_like(counts) for rank in range(peers.size) if rank != peers.rank}
+    exchange_all(peers, dict.fromkeys(arriving, counts), arriving)
+    return torch.stack([counts, *arriving.values()]).sum(0)

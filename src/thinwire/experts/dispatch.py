@@ -87,3 +87,55 @@ def tokens(
 ) -> Tokens:
     """Return the policy by which tokens travel to experts; see `Tokens`. One number of chunks is for both passes."""
     return Tokens(code=code, most_rows=most_rows, chunks=(chunks, chunks) if isinstance(chunks, int) else chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Weights of experts travel to ranks whose tokens would be more bytes, for a step each; other tokens travel.
+
+    Inside of `experts.step` alone: elsewhere, as in an evaluation, all tokens travel.
+
+    Attributes:
+        most_streamed: Copies that a rank holds at most in each layer.
+        most_bytes: Limit of the copies and their gradients on a rank, in all layers.
+        tokens: Of tokens whose experts are not streamed.
+    """
+
+    most_streamed: int = 4
+    most_bytes: int = 1 << 30
+    tokens: Tokens = Tokens()
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("most_streamed", "most_bytes"):
+            if getattr(self, name) < 1:
+                raise refusal(f"{name} is too small", got=getattr(self, name), allowed="1 or more",
+                              remedy="experts.weights(), or experts.tokens()")  # fmt: skip
+
+    def __call__(self, rows: Tensor, counts: Sequence[int], experts: ExpertRanks) -> Tensor:
+        """See `Dispatch`."""
+        if not experts.copies:
+            return self.tokens(rows, counts, experts)
+        parts = list(torch.split(rows, list(counts)))
+        travelling = [expert for expert in range(len(counts)) if expert not in experts.copies]
+        left = [0 if expert in experts.copies else count for expert, count in enumerate(counts)]
+        sent = self.tokens(torch.cat([parts[expert] for expert in travelling]), left, experts)
+        for expert, made in zip(travelling, torch.split(sent, [counts[one] for one in travelling]), strict=True):
+            parts[expert] = made
+        for expert, apply in experts.copies.items():
+            parts[expert] = apply(parts[expert])
+        return torch.cat(parts)
+
+    def row_bytes(self, *, width: int, item_bytes: int) -> float:
+        """Return the bytes of a row in its four crossings, on average over many."""
+        ways = (self.tokens.sent_bytes([1024], width=width, item_bytes=item_bytes, backward=b) for b in (False, True))
+        return 2 * sum(ways) / 1024
+
+
+def weights(*, most_streamed: int = 4, most_bytes: int = 1 << 30, code: ActivationCode | None = None) -> Weights:
+    """Return the policy by which weights of experts travel where that is less (FSSDP); see `Weights`.
+
+    Reference:
+        arXiv 2502.02581.
+    """
+    return Weights(most_streamed=most_streamed, most_bytes=most_bytes, tokens=Tokens(code=code))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from inspect import signature
 from typing import Any, Literal
 
@@ -13,11 +14,11 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from thinwire.errors import NonFiniteError, refusal
-from thinwire.experts.dispatch import Tokens
+from thinwire.experts.dispatch import Tokens, Weights
 from thinwire.experts.narrow_rows import NarrowRows
 from thinwire.experts.sharing import Dispatch, ExpertRanks
 from thinwire.transport.group_peers import RankPeers, peers_of
-from thinwire.transport.shards import is_a, own_rows
+from thinwire.transport.shards import is_a, local_shard, own_rows
 
 Over = Literal["micro-batch", "ranks", "global-batch"]
 
@@ -39,7 +40,10 @@ class ExpertLayer(nn.Module):
         dispatch: What travels.
         narrow, widen: Projections of tokens on their way out and back, with `low_rank`, whose experts are as narrow.
         routed: Of the latest pass, probabilities (tokens, experts), with their gradient, and choices (tokens, k).
-        step_counts: Choices of each expert in the step so far, inside of `step`.
+        step_counts: Choices of each expert in the step so far, inside of `step`, as the balance loss counts them.
+        own_counts: The same, of this rank's tokens alone.
+        copies: Weights of other ranks' experts, by number, inside of `step`.
+        streams_from: Choices of each rank in the step before, (ranks, experts), where weights are streamed.
 
     Raises:
         ValueError: A size is below 1, or a token cannot choose so many experts.
@@ -79,11 +83,15 @@ class ExpertLayer(nn.Module):
         self.peers: RankPeers | None = None
         self.routed: tuple[Tensor, Tensor] | None = None
         self.step_counts: Tensor | None = None
+        self.own_counts: Tensor | None = None
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self.streams_from: Tensor | None
+        self.register_buffer("streams_from", None)
         self._ranks: ExpertRanks | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the latest pass out of copies: it is part of a graph."""
-        return {**self.__dict__, "routed": None, "_ranks": None}
+        return {**self.__dict__, "routed": None, "_ranks": None, "copies": {}}
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the weighted sum of what its experts make of each token, (..., dim).
@@ -94,8 +102,13 @@ class ExpertLayer(nn.Module):
         """
         rows = tokens.reshape(-1, tokens.shape[-1])
         shares, chosen = self.route(rows)
+        if self.own_counts is not None:  # a layer that is computed again counts twice, as its tokens travel twice
+            self.own_counts += chosen.flatten().bincount(minlength=self.num_experts)
+        ranks = self.ranks(rows.device)
+        ranks.copies.clear()
+        ranks.copies.update({expert: partial(self._apply_copy, copy) for expert, copy in self.copies.items()})
         narrowed = rows if self.narrow is None else self.narrow(rows)
-        found = self.ranks(rows.device).apply(narrowed, chosen, shares, dispatch=self.dispatch)
+        found = ranks.apply(narrowed, chosen, shares, dispatch=self.dispatch)
         return (found if self.widen is None else self.widen(found)).view(tokens.shape)
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +131,15 @@ class ExpertLayer(nn.Module):
         # by unbind, whose gradient is one stack; an expert without rows takes part, since others wait for its gradient
         weights = zip(_own(self.up, self.peers).unbind(), _own(self.down, self.peers).unbind(), strict=True)
         parts = zip(torch.split(rows, list(counts)), weights, strict=True)
-        return torch.cat([F.linear(F.gelu(F.linear(part, up)), down) for part, (up, down) in parts])
+        return torch.cat([_apply_expert(part, up, down) for part, (up, down) in parts])
+
+    def weights_of(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Return the weights of an expert, by its number among this rank's or all, without a gradient."""
+        own = local_shard(self.up), local_shard(self.down)
+        return own[0][expert % len(own[0])], own[1][expert % len(own[1])]
+
+    def _apply_copy(self, copy: tuple[Tensor, Tensor], rows: Tensor) -> Tensor:
+        return _apply_expert(rows, *(_own(weight, self.peers) for weight in copy))
 
     def ranks(self, device: torch.device) -> ExpertRanks:
         """Return the experts and the ranks that share them."""
@@ -126,6 +147,10 @@ class ExpertLayer(nn.Module):
             self._ranks = ExpertRanks(name=self.name, num_experts=self.num_experts, compute=self.compute,
                                       device=device, peers=self.peers)  # fmt: skip
         return self._ranks
+
+
+def _apply_expert(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(rows, up)), down)
 
 
 class _Mean(torch.autograd.Function):
@@ -182,8 +207,12 @@ def parallelize(model: nn.Module, group: Any, *, dispatch: Dispatch | None = Non
         if isinstance(module, ExpertLayer):
             module.name, module.peers = name or module.name, peers
             module.dispatch = dispatch or module.dispatch
+            _prepare_streams(module, peers, layers=len(found))
             module.ranks(module.up.device).check()
             shared.append([(module, "up"), (module, "down")])
+        elif isinstance(dispatch, Weights):
+            raise refusal("weights are streamed in ExpertLayer alone", got=type(module).__name__, allowed="tokens",
+                          remedy="dispatch=experts.tokens()")  # fmt: skip
         else:
             _share_transformers(module, name, peers, dispatch or Tokens())
             shared.append([(module, key) for key, _ in module.named_parameters()])
@@ -201,6 +230,22 @@ def _has_experts(module: nn.Module) -> bool:
     weights = [weight.shape[:1] for weight in module.parameters(recurse=False)]
     is_stack = bool(weights) and all(shape == (count,) for shape in weights)
     return is_stack and list(signature(module.forward).parameters) == ["hidden_states", "top_k_index", "top_k_weights"]
+
+
+def _prepare_streams(layer: ExpertLayer, peers: RankPeers, *, layers: int) -> None:
+    """Let a layer whose weights are streamed remember the ranks' choices; refuse copies beyond the memory limit."""
+    policy = layer.dispatch
+    if not isinstance(policy, Weights) or peers.size == 1:
+        return
+    copy_bytes = 2 * layers * sum(weight.nbytes for weight in layer.weights_of(0))  # the gradient too
+    if copy_bytes * policy.most_streamed > policy.most_bytes:
+        fewest = max(1, policy.most_bytes // copy_bytes)
+        raise refusal(
+            f"copies of streamed experts are over the memory limit in {layers} layers",
+            got=f"{policy.most_streamed} x {copy_bytes} bytes", allowed=f"most_bytes={policy.most_bytes}",
+            remedy=f"weights(most_streamed={fewest}, most_bytes={max(policy.most_bytes, fewest * copy_bytes)})",
+        )  # fmt: skip
+    layer.streams_from = torch.zeros(peers.size, layer.num_experts, dtype=torch.int64, device=layer.up.device)
 
 
 def _share_transformers(module: Any, name: str, peers: RankPeers, dispatch: Dispatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -39,6 +39,7 @@ class ExpertRanks:
         compute: Applies this rank's experts to rows (rows, width), sorted by expert, with so many rows for each.
         device: Of the rows.
         peers: The ranks; None where one holds all.
+        copies: Computations of other ranks' experts, by number, that this rank has copies of for now.
 
     Raises:
         ValueError: The ranks do not divide the experts.
@@ -49,6 +50,7 @@ class ExpertRanks:
     compute: Callable[[Tensor, Sequence[int]], Tensor]
     device: torch.device
     peers: RankPeers | None = None
+    copies: dict[int, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         size = 1 if self.peers is None else self.peers.size

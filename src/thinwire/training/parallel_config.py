@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.codec_specs import activation_codecs
+from thinwire.codec_specs import DEFAULT_EXPERT_CODE, activation_codecs
 from thinwire.errors import excluded, refusal
 from thinwire.options import flag, option
 from thinwire.sequences.block_tables import POLICIES, sequence_plan
@@ -34,8 +34,10 @@ class ParallelConfig:
     """Site of each --cp rank, such as 0,0,1,1, where they are at several: keys cross a border seldom."""
     ep: int = option(1, least=1)
     """Ranks that share the experts of a mixture of experts; they divide --dp-shard x --cp. Alone it sets --dp-shard."""
-    expert_code: str | None = option(None)
-    """Codecs of tokens and their gradients between ranks of --ep, such as block-int4/block-int4. Default: uncoded."""
+    expert_code: str = option(DEFAULT_EXPERT_CODE)
+    """Codecs of tokens and their gradients between ranks of --ep, such as block-int8/block-int4; none: uncoded."""
+    stream_experts: int = option(0, least=0)
+    """Experts of a layer that a rank of --ep gets copies of for a step, if its tokens would be more bytes (FSSDP)."""
     balance_over: str = option("ranks", choices=("micro-batch", "ranks", "global-batch"))
     """Whose tokens balance experts in the loss: of each pass, of all ranks' passes, or of the step's passes so far."""
     tp: int = option(1, least=1)
@@ -231,7 +233,8 @@ def _expert_problems(config: Any) -> list[ValueError]:
         return [
             refusal(f"{flag(option)} is for mixtures of experts", got=f"--model {name}", allowed="moe-nano, moe-35m",
                     remedy=f"--model moe-nano, or to leave {flag(option)} out")
-            for option in ("ep", "expert_code", "balance_over") if getattr(own, option) != getattr(ONE_RANK, option)
+            for option in ("ep", "expert_code", "stream_experts", "balance_over")
+            if getattr(own, option) != getattr(ONE_RANK, option)
         ]  # fmt: skip
     others = {
         "tp": (own.tp > 1, "ranks share whole experts"),
@@ -243,9 +246,10 @@ def _expert_problems(config: Any) -> list[ValueError]:
     checks = [
         *((is_given, excluded(f"--model {name}", flag(option), why=why, remedy=f"to leave {flag(option)} out"))
           for option, (is_given, why) in others.items()),
-        (own.expert_code is not None and own.ep == 1,
-         refusal("--expert-code is for ranks that share experts", got=own.expert_code, allowed="2 or more --ep",
-                 remedy="--ep 2, or to leave --expert-code out")),
+        *((own.ep == 1 and getattr(own, option) != getattr(ONE_RANK, option),
+           refusal(f"{flag(option)} is for ranks that share experts", got=getattr(own, option),
+                   allowed="2 or more --ep", remedy=f"--ep 2, or to leave {flag(option)} out"))
+          for option in ("expert_code", "stream_experts")),
         (count % own.ep > 0,
          refusal("--ep does not divide the experts of the model", got=f"{own.ep} ranks, {count} experts",
                  allowed=f"divisors of {count}", remedy=f"--ep {math.gcd(count, own.ep)}")),
@@ -256,7 +260,7 @@ def _expert_problems(config: Any) -> list[ValueError]:
     ]  # fmt: skip
     problems = [problem for is_wrong, problem in checks if is_wrong]
     try:
-        _ = own.expert_code is None or activation_codecs(own.expert_code)
+        _ = own.expert_code == "none" or activation_codecs(own.expert_code)
     except ValueError as error:
         problems.append(error)
     return problems

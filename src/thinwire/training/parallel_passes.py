@@ -127,8 +127,10 @@ def _share_experts(model: Transformer, config: TrainConfig, mesh: ReplicaMesh) -
     model.balance_ranks = mesh.gradient_group
     if mesh.expert_mesh is None:
         return frozenset()
-    code = config.parallel.expert_code
-    dispatch = experts.tokens(code=None if code is None else ActivationCode.parse(code))
+    own = config.parallel
+    code = None if own.expert_code == "none" else ActivationCode.parse(own.expert_code)
+    streamed = own.stream_experts
+    dispatch = experts.weights(most_streamed=streamed, code=code) if streamed else experts.tokens(code=code)
     experts.parallelize(model, mesh.expert_mesh, dispatch=dispatch)
     return frozenset(expert_parameters(model))
 

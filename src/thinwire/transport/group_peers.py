@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -50,11 +50,8 @@ def check_agreement(peers: RankPeers, description: str, *, what: str, remedy: st
     # a hash of it all: sites of many ranks are longer than what is shown
     text = hashlib.sha256(description.encode()).digest() + description.encode()[: 256 - _HASH_BYTES]
     own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    others = [rank for rank in range(peers.size) if rank != peers.rank]
-    found = {rank: torch.zeros_like(own) for rank in others}
-    received, sent = peers.exchange([(rank, own) for rank in others], list(found.items()))
-    received()
-    sent()
+    found = {rank: torch.zeros_like(own) for rank in range(peers.size) if rank != peers.rank}
+    exchange_all(peers, dict.fromkeys(found, own), found)
     for rank, theirs in found.items():
         if not torch.equal(own, theirs):
             said = bytes(theirs[_HASH_BYTES:].tolist()).rstrip(b"\0").decode("ascii", "replace")
@@ -70,6 +67,12 @@ def peers_of(group: Any) -> RankPeers:
         found: RankPeers = group
         return found
     return GroupPeers(group.get_group() if hasattr(group, "get_group") else group)
+
+
+def exchange_all(peers: RankPeers, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+    """Send contiguous tensors by rank, fill others with what ranks send, and wait for both."""
+    for wait in peers.exchange(list(outgoing.items()), list(incoming.items())):
+        wait()
 
 
 class GroupPeers:

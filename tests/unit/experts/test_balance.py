@@ -46,12 +46,13 @@ def test_a_single_layer_has_the_loss_of_the_formula() -> None:
 @over([("ranks", 0.0), ("global-batch", 0.0), ("micro-batch", 1e-4)])
 def test_the_mean_over_ranks_is_the_loss_of_one_process_where_counts_are_of_all(over: Any, least: float) -> None:
     tokens, whole = tokens_of(24), model_of()
+    untouched = copy.deepcopy(whole)  # threads share one generator
     whole(tokens)
     wanted = experts.balance_loss(whole)
     wanted.backward()
 
     def work(peers: ThreadPeers) -> tuple[float, list[Tensor], int]:
-        model = model_of()
+        model = copy.deepcopy(untouched)
         experts.parallelize(model, peers)
         with experts.step(model):
             model(tokens[peers.rank * 6 :][:6])
@@ -99,7 +100,7 @@ def test_padding_counts_nothing_and_a_rank_without_tokens_takes_part() -> None:
     assert experts.balance_loss(model, counted=torch.arange(8) < 5).item() == pytest.approx(wanted)
 
     def work(peers: ThreadPeers) -> float:
-        own = model_of()
+        own = copy.deepcopy(model)
         experts.parallelize(own, peers)
         own(tokens[: 5 * (1 - peers.rank)])
         loss = experts.balance_loss(own)

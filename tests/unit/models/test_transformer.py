@@ -143,9 +143,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 
 def test_a_name_near_nothing_is_answered_with_all_names() -> None:
-    answer = (
-        r"unknown model; got '###'; allowed nano, .*, linear-35m, (tiny, )?a size .*, hf:PATH"  # tiny: the tests' own
-    )
+    answer = r"unknown model; got '###'; allowed nano, .*, moe-35m, (tiny, moe-tiny, )?a size .*, hf:PATH"
     with pytest.raises(ValueError, match=answer):
         preset("###")
 

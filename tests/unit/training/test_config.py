@@ -131,7 +131,7 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
         ({"model": "linear-35m", "stream_backward": 2}, "--model linear-35m does not go with --stream-backward: it is"),
         ({"model": "linear-nano", "tp": 2}, "try to leave --tp out"),
         ({"ep": 2}, "--ep is for mixtures of experts; got --model nano; .* try --model moe-nano"),
-        ({"expert_code": "block-int4"}, "--expert-code is for mixtures of experts"),
+        ({"expert_code": "block-int8"}, "--expert-code is for mixtures of experts"),
         (
             {"model": "moe-nano", "expert_code": "block-int4"},
             "--expert-code is for ranks .* 2 or more --ep; try --ep 2",
