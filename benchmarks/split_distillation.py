@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from thinwire.codecs.activation_code import ActivationCode
-from thinwire.split import TalkingStudent, TalkingTeacher, split_round_bytes
+from thinwire.split import split_round_bytes
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from talking_models import TalkingStudent, TalkingTeacher
 
 RESULTS = Path(__file__).parent / "results" / "split_distillation.jsonl"
 CODE = ActivationCode("block-int8", "block-int8")

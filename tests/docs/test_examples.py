@@ -35,6 +35,7 @@ def test_every_example_is_run_here() -> None:
     tested.add("own_workload.py")  # in tests/unit/workloads/test_own_workload.py
     tested.add("gnn_pipeline.py")  # in tests/multiprocess/test_gnn_pipeline.py
     tested.add("ladder_residual.py")  # in tests/multiprocess/test_ladder_residual.py
+    tested.add("talking_models.py")  # in tests/unit/split/test_talking.py
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 

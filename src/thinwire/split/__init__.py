@@ -16,14 +16,11 @@ from thinwire.split.client import RemoteBody, connect
 from thinwire.split.parts import around, middle_layers
 from thinwire.split.prompts import SoftPrompt, el2n_scores, hardest, split_round_bytes
 from thinwire.split.server import BodyServer
-from thinwire.split.talking import TalkingStudent, TalkingTeacher
 
 __all__ = [
     "BodyServer",
     "RemoteBody",
     "SoftPrompt",
-    "TalkingStudent",
-    "TalkingTeacher",
     "around",
     "connect",
     "el2n_scores",

@@ -16,10 +16,8 @@ from thinwire.shared_random import derive_seed
 from thinwire.site.pipeline import chunk_layers
 from thinwire.site.skip_paths import SkipNetwork, orders_of, run_paths
 from thinwire.training.config import TrainConfig
-from thinwire.transport.base import Envelope
 from thinwire.transport.path_runner import PathRunner, PathStep
 from thinwire.transport.replica_mesh import ReplicaMesh
-from thinwire.transport.streams import ACTIVATIONS
 from thinwire.workloads.language.presets import TransformerConfig
 from thinwire.workloads.language.transformer import TransformerStage, next_token_loss
 
@@ -116,32 +114,16 @@ class SkippingPipeline:
         """Return this stage's part of the mean nll: all of it at the first one, which the last one sends back to."""
         present, own = self._stages.present, self._stages.replica
         place, total = present.index(own), torch.zeros(1, dtype=torch.float64)
-        following = present[(place + 1) % len(present)]
-        for number, (tokens, targets, share) in enumerate(passes):
-            values = self._stage.hidden(self._receive(present[place - 1], number, tokens) if own else tokens)
+        for tokens, targets, share in passes:
+            like = torch.empty(*tokens.shape, self._shape.dim, dtype=self._dtype, device=self._mesh.device)
+            values = self._mesh.receive_from_stage(like, present[place - 1]) if own else tokens
+            values = self._stage.hidden(values)
             if len(present) > 1:
-                payload = values.detach().contiguous().view(-1).view(torch.uint8).cpu()
-                envelope = self._envelope(number, sender=own, num_bytes=len(payload))
-                sent = self._stages.send(payload, to=following, envelope=envelope)
-                values = values if own else self._receive(present[-1], number, tokens)
-                sent.wait(deadline_s=ACTIVATIONS.deadline_s(len(payload)))
+                self._mesh.send_to_stage(values, present[(place + 1) % len(present)])
             if own == 0:
+                values = self._mesh.receive_from_stage(like, present[-1]) if len(present) > 1 else values
                 total += share * next_token_loss(self._stage.logits(values), targets, z_loss=0.0)[1].double().cpu()
         return total
-
-    def _receive(self, source: int, number: int, tokens: Tensor) -> Tensor:
-        """Return the hidden states of rows that another stage sends."""
-        values = torch.empty(*tokens.shape, self._shape.dim, dtype=self._dtype)
-        envelope = self._envelope(number, sender=source, num_bytes=values.nbytes)
-        pending = self._stages.receive(source=source, envelope=envelope)
-        received = pending.wait(deadline_s=ACTIVATIONS.deadline_s(values.nbytes))
-        assert received is not None, "a receive returns its message"
-        values.view(-1).view(torch.uint8).copy_(received.payload)
-        return values.to(self._mesh.device)
-
-    def _envelope(self, number: int, *, sender: int, num_bytes: int) -> Envelope:
-        # beyond all steps, whose micro-batches are coded
-        return Envelope(stream=ACTIVATIONS, key=(1 << 63 | number, sender, 0), payload_bytes=num_bytes)
 
     def _loss(self, hidden: Tensor, number: int) -> Tensor:
         is_padded = self._config.data.sequences == "documents"

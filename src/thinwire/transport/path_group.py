@@ -56,6 +56,7 @@ class PathGroup:
     Attributes:
         replica: This stage.
         present: Stages of the present group.
+        number: Of this group, counted from 0.
         is_returning: Whether the others began before; until it joins them with its first piece of work.
     """
 
@@ -72,14 +73,14 @@ class PathGroup:
         self.replica, self.num_replicas = place.rank % num_stages, num_stages
         self.present = tuple(range(num_stages))
         self._deadline_s, self._deadlines = deadline_s, Deadlines(minimum_s=ACTIVATIONS.least_deadline_s)
-        self._number, self._num_sums, self._needs_all = -1, 0, True
+        self.number, self._num_sums, self._needs_all = -1, 0, True
         # how many steps are done, and pieces of work since; what the present group begins with
         self._place, self._begins = (0, 0), (0, 0)
         self._inner: ProcessGroupTransport | None = None
         self._is_broken, self._is_quiet, self._lock = True, False, threading.Lock()
         self.is_returning = bool(self._store.check([_NUMBER]))
         if self.is_returning:
-            self._number, self._needs_all = int(self._read(_NUMBER)), False
+            self.number, self._needs_all = int(self._read(_NUMBER)), False
         else:
             self._meet()
             self._needs_all = False
@@ -162,7 +163,7 @@ class PathGroup:
     def _meet(self) -> None:
         """Join the stages that are there in the next group that has this one."""
         while True:
-            self._number += 1
+            self.number += 1
             self._store.set(self._key("here", self.replica), "")
             if self.replica == 0:
                 self._choose()
@@ -189,7 +190,7 @@ class PathGroup:
             )
         members = [stage for stage in range(self.num_replicas) if self._is_here(stage)]
         self._store.set(self._key("members"), json.dumps([members, self._place]))
-        self._store.set(_NUMBER, str(self._number))
+        self._store.set(_NUMBER, str(self.number))
 
     def _chosen(self) -> tuple[tuple[int, ...], tuple[int, int]]:
         """Wait for what stage 0 posts: whom this group has, and what it begins with."""
@@ -228,7 +229,7 @@ class PathGroup:
     def _watch(self, stage: int, inner: ProcessGroupTransport) -> None:
         """Break the group when another stage closes its connection."""
         pending: Any = self.receive(source=stage, envelope=Envelope(stream=CONTROL, key=(0, _WATCH)))
-        number = self._number + 1
+        number = self.number + 1
 
         def on_finish() -> None:
             if inner is not self._inner or self._is_quiet:
@@ -249,7 +250,7 @@ class PathGroup:
         with self._lock:
             if self._is_broken:
                 return
-            self._is_broken, inner, number = True, self._inner, self._number + 1
+            self._is_broken, inner, number = True, self._inner, self.number + 1
         # a store that stage 0 serves may be gone: waiting for the next group finds that
         with contextlib.suppress(RuntimeError):
             self._store.set(self._key("here", self.replica, number=number), "")
@@ -259,7 +260,7 @@ class PathGroup:
     def _has_returned(self) -> bool:
         """Return whether an absent stage has posted that it is there, at stage 0."""
         absent = () if self.replica else set(range(self.num_replicas)).difference(self.present)
-        return any(self._is_here(stage, number=self._number + 1) for stage in absent)
+        return any(self._is_here(stage, number=self.number + 1) for stage in absent)
 
     def _sum(self, own: torch.Tensor) -> torch.Tensor:
         """Return the sum over the present stages, which stage 0 computes."""
@@ -285,7 +286,7 @@ class PathGroup:
         return total
 
     def _key(self, what: str, stage: int | None = None, *, number: int | None = None) -> str:
-        own = f"{what}/{self._number if number is None else number}"
+        own = f"{what}/{self.number if number is None else number}"
         return own if stage is None else f"{own}/{stage}"
 
     def _is_here(self, stage: int, *, number: int | None = None) -> bool:

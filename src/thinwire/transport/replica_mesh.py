@@ -69,7 +69,7 @@ class ReplicaMesh:
         self.device, self.stages, self.border = device, stages, TransferLog()
         self.expert_mesh: Any = None
         self.coded_stages: list[CodedStage] = []
-        self._num_sent: Counter[tuple[int, int]] = Counter()
+        self._num_sent: Counter[tuple[int, int, int]] = Counter()
         if stages is not None:
             self.rank = self.stage = stages.replica
             self.size, self._sizes = pp, {**dict.fromkeys(_AXES, 1), "cp": 1, "pp": pp}
@@ -320,8 +320,10 @@ class ReplicaMesh:
 
     def _envelope(self, num_bytes: int, *, sender: int, receiver: int, takes_less: bool = False) -> Envelope:
         """Return the address of a message that is no activation of a micro-batch; both ends count alike."""
-        number = self._num_sent[sender, receiver]
-        self._num_sent[sender, receiver] += 1
+        # stages that meet again count anew: what one sent last, another may not have received
+        link = 0 if self.stages is None else self.stages.number, sender, receiver
+        number = self._num_sent[link]
+        self._num_sent[link] += 1
         # beyond all steps, and beside every micro-batch in flight
         key = (1 << 63 | 1 << 11 | number % (1 << 11), sender, 0)
         return Envelope(stream=ACTIVATIONS, key=key, payload_bytes=num_bytes, takes_less=takes_less)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from split_servers import EXACT, connected, served
 from torch import Tensor, nn
 
 from thinwire.codecs.activation_code import ActivationCode
-from thinwire.split import TalkingStudent, TalkingTeacher, split_round_bytes
+from thinwire.split import split_round_bytes
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+from talking_models import TalkingStudent, TalkingTeacher
 
 HIDDEN, OWN, WIDTH, TURNS, RATE = 12, 5, 16, 3, 0.1
 STATES = torch.randn(4, 8, OWN, generator=torch.Generator().manual_seed(3))

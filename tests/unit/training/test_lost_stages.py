@@ -186,7 +186,7 @@ def test_what_stage_0_posts_is_checked(own_places: threading.local) -> None:
     """A store is open to whoever reaches it."""
     own_places.rank = 1
     group = PathGroup.__new__(PathGroup)
-    group.num_replicas, group._number, group._deadline_s = STAGES, 0, 1.0
+    group.num_replicas, group.number, group._deadline_s = STAGES, 0, 1.0
     group._deadlines, group._store = Deadlines(), path_group.job_store(deadline_s=1)[1]
     for text in ("", "[", "7", "[[0, 9], [1, 0]]", "[[1, 2], [1, 0]]", "[[0, 0], [1, 0]]", "[[0], [1]]", "[[0, 1]]"):
         group._store.set("members/0", text)
