@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run, values
-from test_parallel_replica import options, train
+from test_parallel_replica import BATCH, options, train
 from training_runs import DOCUMENTS, OPTIONS, Started, finish, result
 
 from thinwire import experts
@@ -76,6 +76,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "two share experts, of shards": {"ep": 2, "dp_shard": 4, "zero_stage": 3},
     "two share experts, of copies": {"ep": 2, "dp_replicate": 2, "zero_stage": 1},
     "ranks of sequences share experts": {"ep": 4, "dp_shard": 2, "cp": 2},
+    "one has no rows": {"ep": 4, "batch_size": 6},
     # one pass a step: the same counts
     "weights are streamed": {"ep": 2, "dp_shard": 4, "stream_experts": 2, "balance_over": "global-batch"},
     "none share experts": {"dp_shard": 4, "expert_code": DEFAULT_EXPERT_CODE},
@@ -106,13 +107,16 @@ def train_cuts() -> dict[str, Any]:
 
 
 def test_cut_mixtures_train_as_one_process_clipping_and_balance_loss_included() -> None:
-    config = options()
-    alone = build_transformer(SHAPE, seed=3).double()
-    losses = train(config, alone, LocalPasses(config, alone, device=torch.device("cpu")))
+    alone = {}
+    for batch_size in (BATCH, 6):
+        config, model = options(batch_size=batch_size), build_transformer(SHAPE, seed=3).double()
+        losses = train(config, model, LocalPasses(config, model, device=torch.device("cpu")))
+        alone[batch_size] = losses, dict(model.named_parameters())
     for of_rank in values(run(train_cuts, num_ranks=4)):
         for name, found in of_rank.items():
+            losses, parameters = alone[CUTS[name].get("batch_size", BATCH)]
             assert found["losses"] == pytest.approx(losses, abs=1e-6), name
-            for parameter, value in alone.named_parameters():
+            for parameter, value in parameters.items():
                 whole = torch.tensor(found["whole"][parameter], dtype=torch.float64).view_as(value)
                 assert (whole - value).abs().max() < 1e-9, (name, parameter)
             if "ep" in CUTS[name]:

@@ -322,7 +322,8 @@ class ParallelPasses:
         return self._mesh.broadcast_from_stage(summed, self._mesh.size_of("pp") - 1).float()
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self._model.loss(tokens, targets, is_padded=self._is_padded)
+        is_padded = self._is_padded or bool((targets < 0).all())  # a rank without rows, whose tokens balance no expert
+        found: tuple[Tensor, Tensor] = self._model.loss(tokens, targets, is_padded=is_padded)
         return found
 
     def _own(self, tokens: Tensor) -> Tensor:
@@ -369,8 +370,8 @@ class ParallelPasses:
         for start in range(0, per_rank, size):
             first, end = rank * per_rank + start, min(count, rank * per_rank + min(start + size, per_rank))
             rows = slice(first, end) if first < end else slice(0, 1)
-            own = self._own(tokens[rows]), self._own(targets[rows])
-            yield *own, max(0, end - first) / count
+            wanted = targets[rows] if first < end else torch.full_like(targets[:1], PADDING)
+            yield self._own(tokens[rows]), self._own(wanted), max(0, end - first) / count
 
     def _prepare_pass(self, *, is_last: bool) -> None:
         """Set what FSDP2 does after this pass: whether gradients are summed, and parameters freed."""
