@@ -14,7 +14,13 @@ from thinwire.charts import Axis, Chart, ChartSeries, Point, image_file, line_ch
 from thinwire.cli.output import log, print_line
 from thinwire.cli.plan_options import PlanOptions
 from thinwire.cli.tables import print_table
-from thinwire.codec_specs import DEFAULT_ACTIVATION_CODE, activation_bytes, activation_codecs, delta_memory_bytes
+from thinwire.codec_specs import (
+    DEFAULT_ACTIVATION_CODE,
+    DEFAULT_EXPERT_CODE,
+    activation_bytes,
+    activation_codecs,
+    delta_memory_bytes,
+)
 from thinwire.errors import DataError, excluded, refusal
 from thinwire.files import LARGEST_NUMBER, read_json, short, write_json, write_whole
 from thinwire.site.cost_model import (
@@ -370,9 +376,10 @@ def _shape(name: str, *, seq_len: int) -> ModelShape:
     if not config.num_experts:
         return shape
     width = config.expert_dim or config.dim
+    bits = [8 * activation_bytes(code, 1024) / 1024 for code in activation_codecs(DEFAULT_EXPERT_CODE)]
     return with_experts(shape, ExpertShape(
         count=config.num_experts, per_token=config.top_k, parameters=2 * width * config.mlp_dim, width=width,
-        layers=config.layers, is_cut=False,
+        layers=config.layers, is_cut=False, bits=sum(bits) / 2,
     ))  # fmt: skip
 
 

@@ -514,7 +514,9 @@ class StepCost:
         """Seconds of a layer's two all-to-alls of tokens: forward, after one of their counts, and backward."""
         if self.layout.degrees.ep == 1 or self.model.experts is None:
             return 0.0, 0.0
-        once_s, latency_s = self.placement.experts_s(_visiting_numbers(self.model, self.layout) * _MESSAGE_BITS)
+        once_s, latency_s = self.placement.experts_s(
+            _visiting_numbers(self.model, self.layout) * self.model.experts.bits
+        )
         latency_s *= self.model.experts.layers / self.model.layers
         return 2 * once_s + 3 * latency_s, 2 * once_s + 2 * latency_s
 

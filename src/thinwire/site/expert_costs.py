@@ -32,6 +32,7 @@ class ExpertShape:
     layers: int  # layers that have experts
     # whether each expert may be cut by tensor parallelism, and the layers by stages: torchtitan does, ours do not
     is_cut: bool = True
+    bits: float = 16.0  # of a number on its way inside a site, the mean of both passes
 
     @property
     def layer_parameters(self) -> float:

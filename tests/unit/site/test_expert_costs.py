@@ -141,6 +141,8 @@ def test_messages_of_experts_take_their_time_in_both_passes_and_replace_what_den
     card_s = 4 * bits * 4 / 8 / 1e10
     # of four layers three have experts; counts go first
     assert across["experts"] == pytest.approx(3 * (4 * card_s + 5 * 1e-3))
+    coded = replace(step_of(8), model=replace(SMALL, experts=replace(SMALL.experts, bits=4.25))).parts_s
+    assert coded["experts"] == pytest.approx(3 * (4 * card_s * 4.25 / 16 + 5 * 1e-3))
     assert whole["data"] > inside["data"] > across["data"]
     assert sum(across.values()) == pytest.approx(step_of(8).step_s)
     # every token computes with two of eight experts
