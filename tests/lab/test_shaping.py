@@ -83,7 +83,8 @@ def test_a_rate_changes_while_traffic_runs() -> None:
             time.sleep(0.3)  # TCP finds the new rate
             assert_measured(lambda: flow.rate(seconds=0.6), wanted=parse_rate(rate), within=WITHIN)
         lab.set_rate(0, None)
-        assert_measured(lambda: min(flow.rate(seconds=0.5), 200e6), wanted=200e6, within=0)
+        # half more than the latest setting: how much more depends on what else the machine does
+        assert_measured(lambda: min(flow.rate(seconds=0.5), 75e6), wanted=75e6, within=0)
         assert flow.sender.exit_code is None, "the connection outlived every change"
 
 

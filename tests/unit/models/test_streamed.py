@@ -267,6 +267,15 @@ def test_logits_and_a_second_backward_are_refused_with_a_remedy() -> None:
         model(input_ids=IDS, labels=IDS, output_hidden_states=True)
 
 
+def test_a_batch_without_a_label_changes_nothing() -> None:
+    model = thinwire.streamed(llama(), chunks=2)
+    loss = model(input_ids=IDS, labels=torch.full_like(IDS, -100)).loss
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    found = gradients(model)
+    assert found and not any(gradient.any() for gradient in found.values())
+
+
 def test_another_loss_is_refused() -> None:
     model = thinwire.streamed(llama(), chunks=2)
     with pytest.raises(ValueError, match=r"labels from -1[0-9]+; allowed .* from -100;"):
