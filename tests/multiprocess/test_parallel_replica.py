@@ -40,6 +40,7 @@ from thinwire.workloads.language.transformer import TransformerStage, build_tran
 from thinwire.workloads.sampler import PADDING
 
 SHAPE = TransformerConfig(vocab_size=16, dim=16, layers=4, heads=4, max_seq_len=8)
+LINEAR = replace(SHAPE, is_linear=True)
 STEPS, BATCH = 2, 8
 # Every degree that runs, alone and together; all with four ranks, so that one group of processes serves all.
 CUTS: dict[str, dict[str, Any]] = {
@@ -104,6 +105,8 @@ DOCUMENT_CUTS: dict[str, dict[str, Any]] = {
     "documents shared by context parallel ranks": {"cp": 2, "dp_replicate": 2, "micro_batch": 2},
     "documents in tensor parallel copies": {"dp_replicate": 2, "tp": 2, "micro_batch": 1, "recompute_layers": 2},
 }
+# The same with gated linear attention, whose states go from rank to rank.
+LINEAR_CUT: dict[str, Any] = {"cp": 4, "zero_stage": 1, "micro_batch": 4, "recompute_layers": 2}
 ROW_LENGTHS = (8, 1, 3, 8, 2, 5, 7, 1)
 
 
@@ -330,10 +333,10 @@ def rank(cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
             passes.backward(*batches(config.data.batch_size or BATCH)[0], factor=1.0)
         found[name] |= {"sent": sent.sent, "order": sent.order, "stage": mesh.stage, "part": part}
         mesh.close()
-    for name, cut in DOCUMENT_CUTS.items():
-        config = options(sequences="documents", **cut)
+    for name, cut in {**DOCUMENT_CUTS, "linear": LINEAR_CUT}.items():
+        config = options(**cut) if name == "linear" else options(sequences="documents", **cut)
         mesh = make_mesh(config, device=torch.device("cpu"))
-        model = cut_model(build_transformer(SHAPE, seed=3).double(), config, mesh)
+        model = cut_model(build_transformer(LINEAR if name == "linear" else SHAPE, seed=3).double(), config, mesh)
         losses = train(config, model, ParallelPasses(config, model, mesh))
         whole = whole_parameters(model, mesh)
         found[name] = {"losses": losses, "whole": {n: t.flatten().tolist() for n, t in whole.items()}}
@@ -358,18 +361,19 @@ def cut_runs() -> list[dict[str, Any]]:
 
 
 @cache
-def alone(layers: int = SHAPE.layers, **more: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def alone(shape: TransformerConfig = SHAPE, **more: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     config = options(**more)
-    model = build_transformer(replace(SHAPE, layers=layers), seed=3).double()
+    model = build_transformer(shape, seed=3).double()
     losses = train(config, model, LocalPasses(config, model, device=torch.device("cpu")))
     return losses, {name: parameter.detach().flatten() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", [*CUTS, *DOCUMENT_CUTS])
+@pytest.mark.parametrize("name", [*CUTS, *DOCUMENT_CUTS, "linear"])
 def test_a_cut_model_trains_as_one_process(name: str, cut_runs: list[dict[str, Any]]) -> None:
     more = {"sequences": "documents"} if name in DOCUMENT_CUTS else {}
     batch_size = CUTS.get(name, {}).get("batch_size", BATCH)
-    losses, parameters = alone(layers=shape_of(name).layers, batch_size=batch_size, **more)
+    shape = LINEAR if name == "linear" else shape_of(name)
+    losses, parameters = alone(shape, batch_size=batch_size, **more)
     for found in cut_runs:
         # losses are reported in float32
         assert found[name]["losses"] == pytest.approx(losses, abs=1e-6)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from thinwire.errors import MissingExtra, excluded, refusal
 from thinwire.sequences.block_attention import SharedAttention, SharedCall
 from thinwire.sequences.block_tables import SequencePlan, sequence_plan
+from thinwire.sequences.linear_attention import shared_gated_attention
+from thinwire.sequences.state_scan import scan_plan
 from thinwire.transport.group_peers import RankPeers, check_agreement, peers_of
 
 # Name in transformers' registry of attention functions.
@@ -84,6 +86,21 @@ class SequenceAttention:
         )  # fmt: skip
         attended: Tensor = SharedAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
         return attended
+
+    def scan(self, query: Tensor, key: Tensor, value: Tensor, log_gates: Tensor) -> Tensor:
+        """Attend by gated linear attention, whose states alone travel; see `shared_gated_attention`.
+
+        Raises:
+            ValueError: The plan does not give each rank a part in their order, or sequences have several documents.
+        """
+        if self._documents is not None:
+            raise excluded("linear attention", "documents in one row", why="its state is of all earlier positions",
+                           remedy="a document a row")  # fmt: skip
+        plan = scan_plan(
+            ranks=self.plan.num_ranks, width=query.shape[3],
+            state_bytes=query.shape[0] * self.plan.heads * query.shape[3] * value.shape[3] * value.itemsize,
+        )  # fmt: skip
+        return shared_gated_attention(query, key, value, log_gates, peers=self.peers, plan=plan)
 
     def set_documents(self, documents: Tensor | None) -> None:
         """Let positions attend to those of their own document alone, from the next call on.

@@ -517,7 +517,7 @@ def _linear_problems(config: TrainConfig) -> list[tuple[bool, ValueError]]:
     """Return each reason against linear attention, and whether it holds."""
     is_linear, own = config.model.name.startswith("linear-"), config.parallel
     others = {
-        "cp": own.cp > 1, "tp": own.tp > 1, "pp": own.pp > 1,
+        "cp_policy": own.cp_policy not in ("auto", "ring"), "tp": own.tp > 1, "pp": own.pp > 1,
         "stream_backward": config.model.stream_backward is not None, "keep_attention": config.model.keep_attention,
     }  # fmt: skip
     return [

@@ -270,7 +270,8 @@ def _bad_with_ranks(config: Any) -> list[ValueError]:
     """Check what else is given where a replica has several ranks."""
     own = config.parallel
     which = next(flag(name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp") if config.option(name) > 1)
-    seq_len, parts = config.model.seq_len or 0, own.cp * (2 if own.cp_policy in ("auto", "zigzag") else 1)
+    is_halved = own.cp_policy in ("auto", "zigzag") and not config.model.name.startswith("linear-")
+    seq_len, parts = config.model.seq_len or 0, own.cp * (1 + is_halved)
     batch = config.data.batch_size or BATCH_SIZE
     is_small = batch < own.data_ranks and config.data.sequences == "windows"  # documents fill passes by their lengths
     checks = [

@@ -144,10 +144,11 @@ def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 def _share_sequences(model: Transformer, config: TrainConfig, mesh: ReplicaMesh) -> None:
     own = config.parallel
+    policy = "ring" if model.config.is_linear else own.cp_policy  # a state goes from one rank to the next
     sequences.share(
         model,
         sequences.attention(
-            mesh.context_group, heads=model.config.heads // own.tp, policy=own.cp_policy, sites=own.sites_of_cp,
+            mesh.context_group, heads=model.config.heads // own.tp, policy=policy, sites=own.sites_of_cp,
             head_dim=model.config.head_dim,
         ),
     )  # fmt: skip

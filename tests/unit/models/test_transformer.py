@@ -440,8 +440,6 @@ def test_linear_attention_learns_and_refuses_what_is_made_for_keys() -> None:
         optimizer.step()
         losses.append(float(nll))
     assert losses[-1] < losses[0] / 4
-    shared: Any = None
-    for refused in (lambda: model.stream_backward(2), lambda: model.share_sequences(shared),
-                    lambda: split_heads(model, 3)):  # fmt: skip
+    for refused in (lambda: model.stream_backward(2), lambda: split_heads(model, 3)):
         with pytest.raises(ValueError, match=r"linear attention does not go with .* try a model without linear-"):
             refused()

@@ -68,6 +68,52 @@ def test_a_decoder_whose_sequences_are_shared_has_the_gradients_of_one_process(p
     assert max(widths) == -(-7 // max(1, chunks)), "with gradients, the MLP runs chunk by chunk"
 
 
+@pytest.mark.parametrize(("dim", "seq_len"), [(16, 28), (48, 20)])
+def test_a_linear_decoder_over_ranks_has_the_gradients_of_one_process_and_sends_states_alone(
+    dim: int, seq_len: int
+) -> None:
+    config = TransformerConfig(vocab_size=16, dim=dim, layers=2, heads=4, max_seq_len=seq_len, is_linear=True)
+    tokens, targets = batch(16, seq_len)
+    alone: Any = build_transformer(config, seed=3).double()
+    alone.recomputed_blocks = 1
+    alone.loss(tokens, targets)[0].backward()
+
+    def work(peers: ThreadPeers) -> list[torch.Tensor]:
+        model = copy.deepcopy(alone)
+        model.zero_grad()
+        attend = sequences.attention(peers, heads=4, policy="ring")
+        sequences.share(model, attend)
+        for way in peers.ways.sent:
+            peers.ways.sent[way] *= way[0] != peers.rank  # what the ranks agreed on before
+        model.loss(attend.own_tokens(tokens), attend.own_tokens(targets))[0].backward()
+        attend.set_documents(torch.zeros(2, seq_len))
+        with pytest.raises(ValueError, match=r"documents in one row.*try a document a row"):
+            model(attend.own_tokens(tokens))
+        return [parameter.grad for parameter in model.parameters()]
+
+    ranks, sent = on_ranks(5 if seq_len == 20 else 4, work)
+    for parameter, *gradients in zip(alone.parameters(), *ranks, strict=True):
+        assert (parameter.grad - torch.stack(gradients).mean(0)).abs().max() < 1e-10
+    state = 2 * dim * dim // 4  # of a layer and a batch of 2, whatever the length
+    plan = sequences.scan_plan(ranks=len(ranks), width=dim // 4, state_bytes=8 * state)
+    for rank in range(len(ranks)):
+        how: Any = {"rank": rank, "ranks": len(ranks), "state": state, "decay": 2 * dim}
+        # one of the two layers runs twice forward
+        numbers = 3 * plan.sent_numbers(**how) + 2 * plan.sent_numbers(**how, reverse=True)
+        assert sum(count for way, count in sent.items() if way[0] == rank) == 8 * numbers
+
+
+def test_a_linear_decoder_refuses_parts_that_a_state_does_not_pass() -> None:
+    config = TransformerConfig(vocab_size=16, dim=16, layers=1, heads=4, max_seq_len=8, is_linear=True)
+
+    def work(peers: ThreadPeers) -> None:
+        attend = sequences.attention(peers, heads=4, policy="zigzag")
+        with pytest.raises(ValueError, match=r'the policy zigzag.*try policy="ring"'):
+            sequences.share(build_transformer(config, seed=1), attend)
+
+    on_ranks(2, work)
+
+
 def llama(**more: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -127,7 +127,10 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
         ({"lr": float("nan")}, "--lr is not above 0; got nan"),
         ({"clip_norm": float("nan")}, "--clip-norm is too small; got nan"),
         ({"join_deadline_s": 0.0}, "--join-deadline-s is not above 0"),
-        ({"model": "linear-nano", "cp": 2}, "--model linear-nano does not go with --cp: it is made for keys"),
+        (
+            {"model": "linear-nano", "cp": 2, "cp_policy": "helper"},
+            "nano does not go with --cp-policy: it is",
+        ),
         ({"model": "linear-35m", "stream_backward": 2}, "--model linear-35m does not go with --stream-backward: it is"),
         ({"model": "linear-nano", "tp": 2}, "try to leave --tp out"),
         ({"ep": 2}, "--ep is for mixtures of experts; got --model nano; .* try --model moe-nano"),

@@ -285,6 +285,7 @@ class LinearAttention(Attention):
         self.gate_down = nn.Linear(config.dim, GATE_RANK, bias=False)
         self.gate_up = nn.Linear(GATE_RANK, config.dim, bias=False)
         self.output_norm = RmsNorm(config.head_dim)
+        self.scan: Callable[..., Tensor] | None = None  # where ranks share sequences
 
     def forward(
         self, stream: Tensor, rotation: tuple[Tensor, Tensor],
@@ -298,13 +299,16 @@ class LinearAttention(Attention):
         logs = logs.view(*stream.shape[:2], self.heads, -1).transpose(1, 2)
         query = query / math.sqrt(query.shape[-1])
         with torch.autocast(stream.device.type, enabled=False):
-            attended, state, sums = gated_attention(query, key, value, logs)
-            if isinstance(cache, tuple) and isinstance(cache[0], KeyValueCache):
-                states, block = cache[0].states, cache[1]
-                if block in states:
-                    attended = attended + (query * sums.exp()) @ states[block]
-                    state = state + sums[:, :, -1].exp().unsqueeze(-1) * states[block]
-                states[block] = state
+            if self.scan is None:
+                attended, state, sums = gated_attention(query, key, value, logs)
+                if isinstance(cache, tuple) and isinstance(cache[0], KeyValueCache):
+                    states, block = cache[0].states, cache[1]
+                    if block in states:
+                        attended = attended + (query * sums.exp()) @ states[block]
+                        state = state + sums[:, :, -1].exp().unsqueeze(-1) * states[block]
+                    states[block] = state
+            else:
+                attended = self.scan(query, key, value, logs)
         merged: Tensor = self.out(self.output_norm(attended).transpose(1, 2).flatten(2).to(stream.dtype))
         return merged
 
@@ -523,14 +527,18 @@ class Transformer(nn.Module):
         """Prepare the decoder, before it is cut, to work on this rank's positions of each sequence.
 
         Raises:
-            ValueError: The attention was made for other heads, or that of the model is linear.
+            ValueError: The attention was made for other heads, or it gives ranks parts that a state does not pass.
         """
-        _check_softmax(self.config, "shared sequences")
+        if self.config.is_linear and attend.plan.policy != "ring":
+            raise excluded("linear attention", f"the policy {attend.plan.policy}",
+                           why="a state goes from one rank to the next", remedy='policy="ring"')  # fmt: skip
         if attend.plan.heads != self.blocks[0].attention.heads:  # type: ignore[union-attr]
             raise refusal("shared attention was made for another model", got=f"{attend.plan.heads} heads",
                           allowed=f"{self.config.heads}", remedy=f"heads={self.config.heads}")  # fmt: skip
         self.shared = attend
         for number, block in enumerate(self.blocks):
+            if isinstance(block.attention, LinearAttention):
+                block.attention.scan = attend.scan
             block.attention.attend = partial(attend, layer=number)  # type: ignore[union-attr]
             block.is_shared = True  # type: ignore[assignment]
 
