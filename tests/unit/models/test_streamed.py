@@ -267,13 +267,16 @@ def test_logits_and_a_second_backward_are_refused_with_a_remedy() -> None:
         model(input_ids=IDS, labels=IDS, output_hidden_states=True)
 
 
-def test_a_batch_without_a_label_changes_nothing() -> None:
-    model = thinwire.streamed(llama(), chunks=2)
-    loss = model(input_ids=IDS, labels=torch.full_like(IDS, -100)).loss
-    loss.backward()
-    assert float(loss.detach()) == 0.0
-    found = gradients(model)
-    assert found and not any(gradient.any() for gradient in found.values())
+def test_a_batch_without_a_label_has_the_loss_of_torch_and_changes_nothing() -> None:
+    for num_items in (None, torch.tensor(3)):
+        losses = []
+        for model in (llama(), thinwire.streamed(llama(), chunks=2)):
+            loss = model(input_ids=IDS, labels=torch.full_like(IDS, -100), num_items_in_batch=num_items).loss
+            loss.backward()
+            losses.append(loss.detach())
+            found = gradients(model)
+            assert found and not any(gradient.any() for gradient in found.values())
+        assert torch.equal(losses[0].isnan(), losses[1].isnan()) and losses[1].isnan() == (num_items is None)
 
 
 def test_another_loss_is_refused() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -129,6 +130,8 @@ class StreamedModel:
         if shift is None:
             shift = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
         loss, _ = self.loss(shift, z_loss=0.0, num_targets=num_items, **given)
+        if num_items is None:  # a mean of nothing is NaN, as in torch; it is added, so that gradients stay zero
+            loss = loss + torch.where((shift >= 0).any(), 0.0, math.nan).to(loss.device)
         return StreamedOutput(loss=loss)
 
     def loss(
