@@ -94,11 +94,11 @@ def network(width: int, seed: int) -> nn.Module:
 
 
 def learn(
-    model: nn.Module, images: torch.Tensor, labels: torch.Tensor, seed: int, *, lr: float, momentum: float
+    model: nn.Module, images: torch.Tensor, labels: torch.Tensor, seed: int, *, lr: float, adam: bool = False
 ) -> None:
     """Train for two epochs."""
     trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=lr, momentum=momentum)
+    optimizer = torch.optim.Adam(trained, lr=lr) if adam else torch.optim.SGD(trained, lr=lr, momentum=0.9)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(2):
         for batch in torch.randperm(len(labels), generator=generator).split(16):
@@ -126,7 +126,7 @@ def codec_run(name: str, split: str, seed: int) -> dict[str, Any]:
     def train(message: Message, context: Context) -> Message:
         thin.load_subset(model, message.content["arrays"].to_torch_state_dict())
         part, round = own[int(context.node_config["partition-id"])], int(message.content["config"]["server-round"])
-        learn(model, *part, seed * 1000 + round, lr=0.01 if keep else 0.1, momentum=0.9)
+        learn(model, *part, seed * 1000 + round, lr=0.003 if keep else 0.1, adam=bool(keep))
         metrics = MetricRecord({"num-examples": len(part[1])})
         return Message(RecordDict({"arrays": ArrayRecord(state()), "metrics": metrics}), reply_to=message)
 
@@ -167,7 +167,7 @@ def tasks_run(is_orthogonal: bool, seed: int) -> dict[str, Any]:
         model.load_state_dict(message.content["arrays"].to_torch_state_dict())
         inputs, targets = own[int(context.node_config["partition-id"])]
         round = int(message.content["config"]["server-round"])
-        learn(model, inputs[:, orders[task]], targets, seed * 1000 + task * 100 + round, lr=0.05, momentum=0.9)
+        learn(model, inputs[:, orders[task]], targets, seed * 1000 + task * 100 + round, lr=0.05)
         record = ArrayRecord(model.state_dict())
         metrics = MetricRecord({"num-examples": len(targets)})
         return Message(RecordDict({"arrays": record, "metrics": metrics}), reply_to=message)

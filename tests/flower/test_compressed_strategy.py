@@ -327,3 +327,26 @@ def test_a_layout_that_changed_names_the_array() -> None:
     code = UpdateCode(up, ArrayLayout.of(plain()))
     with pytest.raises(PayloadError, match=r"array 'b' is .*6.*, expected .*5"):
         code.encode({**plain(), "b": np.zeros(6, np.float32)}, torch.zeros(776), sender=0, version=1, base_version=1)
+
+
+def test_options_that_cannot_work_are_refused_with_a_remedy_that_works() -> None:
+    for make, remedy in (
+        (
+            lambda: thin.Uplink("top-k", tiers={"phone": 0.1}),
+            lambda: thin.Uplink("top-k", density=0.1, tiers={"phone": 0.1}),
+        ),
+        (lambda: thin.Uplink("e3m0", density=0.1), lambda: thin.Uplink("top-k", density=0.1)),
+        (lambda: thin.Uplink(residual_rounds=0), lambda: thin.Uplink(error_feedback=False)),
+        (lambda: thin.Downlink("float32"), lambda: thin.wrap(FedAvg(), thin.Uplink(), down=None)),
+        (lambda: thin.Downlink("e3m0", keep=0), lambda: thin.Downlink("e3m0", keep=20)),
+        (lambda: thin.Uplink(sends="all"), lambda: thin.Uplink(sends="differences")),  # type: ignore[arg-type]
+        (lambda: thin.Uplink("e3m1"), lambda: thin.Uplink("e3m0")),
+        (
+            lambda: thin.wrap(thin.wrap(FedAvg(), thin.Uplink()), thin.Uplink()),
+            lambda: thin.wrap(FedAvg(), thin.Uplink()),
+        ),
+        (lambda: thin.OrthogonalTasks(eps=1.0), lambda: thin.OrthogonalTasks(eps=0.96)),
+    ):
+        with pytest.raises(ValueError, match="; try "):
+            make()
+        remedy()

@@ -118,6 +118,9 @@ class Uplink(LinkCode):
 
     def __post_init__(self) -> None:
         self.make()
+        if self.tiers and self.density is None:
+            raise refusal("tiers need a density for nodes without one", got="density=None", allowed="a share",
+                          remedy=f"density={max(self.tiers.values())}")  # fmt: skip
         for density in self.tiers.values():
             LinkCode(self.codec, density, self.values)
         if self.residual_rounds < 1:
