@@ -6,12 +6,14 @@ import math
 from pathlib import Path
 
 import torch
-from training_runs import OPTIONS, Started, finish, metrics, result, with_slow_steps
+from live_processes import environment_of
+from training_runs import OPTIONS, Started, finish, metrics, result, with_slow_steps, worker_of
 
 from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints
 from thinwire.training.config import read_config
 from thinwire.training.launch import rank_folder
 from thinwire.training.run_origin import run_of
+from thinwire.transport.addresses import RENDEZVOUS_FILE
 
 STAGE, STEP, STEPS, EVERY = 2, 7, 24, 4
 
@@ -32,7 +34,7 @@ def steps_of(folder: Path) -> dict[int, float]:
 def test_a_run_goes_on_without_a_killed_stage_and_takes_it_back(tmp_path: Path) -> None:
     run, killed, held = tmp_path / "run", tmp_path / "killed", tmp_path / "held"
     killed.write_text(f"{STAGE} {STEP}")
-    held.write_text(str(STEP + EVERY))  # until the stage is back, so that the others do not end without it
+    held.write_text(str(STEP + EVERY))  # until the stage is back: else the others may end without it
     words = ["--replicas", "1", *OPTIONS, "--model", "nano", "--batch-size", "4", "--micro-batch", "1", "--pp", "4",
              "--skip", "0.25", "--steps", str(STEPS), "--checkpoint-every", str(EVERY), "--log-every", "1",
              "--eval-every", "9", "--out", str(run)]  # fmt: skip
@@ -42,7 +44,10 @@ def test_a_run_goes_on_without_a_killed_stage_and_takes_it_back(tmp_path: Path) 
     try:
         started.until(lambda: not killed.exists(), "the stage's death")
         before = state_of(run, EVERY)
-        started.until(lambda: own.exists() and max(steps_of(own), default=0) > STEP, "the stage's return")
+        # it posts that it is there, for the group without it if that has not begun, else for the next one
+        store = Path(environment_of(worker_of(started, 0))[RENDEZVOUS_FILE])
+        posts = [f"stages/0/0/here/{number}/{STAGE}".encode() for number in (1, 2)]
+        started.until(lambda: any(post in store.read_bytes() for post in posts), "the stage's return")
         held.unlink()
         finish(started)
     finally:
