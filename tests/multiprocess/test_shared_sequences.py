@@ -33,13 +33,17 @@ def share_each(policies: list[str]) -> dict[str, Any]:
     for policy in policies:
         if policy == policies[-1]:  # as tensors of a GPU travel
             group_peers.carrier_of = lambda *_: torch.device("cpu")
-        attend: Any = sequences.attention(dist.group.WORLD, heads=HEADS, kv_heads=2, policy=policy, sites=SITES)
+        seen: list[tuple[Any, int, int]] = []
+        peers = group_peers.GroupPeers(dist.group.WORLD, on_message=lambda *one: seen.append(one))  # noqa: B023
+        attend: Any = sequences.attention(peers, heads=HEADS, kv_heads=2, policy=policy, sites=SITES)
         attend.peers.sent_bytes = dict.fromkeys(range(4), 0)
+        seen.clear()
         own = attend.own_positions(SEQ_LEN)
         query, key, value = (one[:, :, own].requires_grad_() for one in inputs())
         attended = attend(query, key, value)
         attended.square().sum().backward()
         gradients = [one.grad for one in (query, key, value)]
+        assert sum(n for way, _, n in seen if way == "sent") == sum(peers.sent_bytes.values())
         found[policy] = {
             "own": own.tolist(), "sent": list(attend.peers.sent_bytes.values()),
             "tensors": [one.flatten().tolist() for one in (attended, *gradients)],
@@ -73,8 +77,13 @@ def test_a_run_that_shares_sequences_trains_as_one_process_and_resumes(tmp_path:
     for number, text in enumerate(DOCUMENTS):
         (texts / f"{number}.txt").write_text(text)
     more = ["--steps", "8", "--data", str(texts), "--cache-dir", str(texts / ".cache"), "--no-samples", *OPTIONS]
-    shared = finish(Started(["--replicas", "1", "--cp", "2", "--cp-policy", "helper", "--out", str(out), *more]))
+    shared = finish(
+        Started(
+            ["--replicas", "1", "--cp", "2", "--cp-policy", "helper", "--cp-sites", "0,1", "--out", str(out), *more]
+        )
+    )
     alone = finish(Started(["--replicas", "1", "--out", str(tmp_path / "alone"), *more]))
+    assert result(shared)["wire_bytes_sent"] > 0 == result(alone)["wire_bytes_sent"], "keys cross a border"
     assert abs(result(shared)["val_loss"] - result(alone)["val_loss"]) < 1e-3
     for folder in (out, out / "ranks" / "1"):
         shutil.rmtree(folder / "checkpoints" / "step-00000008")

@@ -16,15 +16,18 @@ from torch import Tensor, nn
 from thinwire import experts, sequences
 from thinwire.codecs.activation_code import ActivationCode
 from thinwire.errors import refusal
+from thinwire.events import Direction
 from thinwire.shared_random import derive_seed
 from thinwire.site.pipeline import chunk_layers, order_of
 from thinwire.training.config import TrainConfig
 from thinwire.training.loop import Passes
 from thinwire.training.skip_passes import SkippingPipeline
 from thinwire.transport.base import Transport
+from thinwire.transport.group_peers import GroupPeers
 from thinwire.transport.path_group import PathGroup
 from thinwire.transport.replica_mesh import ReplicaMesh
 from thinwire.transport.shards import drop_gathered, local_shard, named_failures, own_part
+from thinwire.transport.streams import ACTIVATIONS
 from thinwire.workloads.language.lengths import assign_sequences, cost_of, padded_groups
 from thinwire.workloads.language.presets import TransformerConfig
 from thinwire.workloads.language.transformer import (
@@ -145,11 +148,18 @@ def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 def _share_sequences(model: Transformer, config: TrainConfig, mesh: ReplicaMesh) -> None:
     own = config.parallel
     policy = "ring" if model.config.is_linear else own.cp_policy  # a state goes from one rank to the next
+    sites = own.sites_of_cp or (0,) * own.cp
+
+    def count(direction: Direction, peer: int, num_bytes: int) -> None:
+        if sites[peer] != sites[peers.rank]:
+            mesh.border.count(direction, ACTIVATIONS.name, peer=peer, num_bytes=num_bytes)
+
+    peers = GroupPeers(mesh.context_group, on_message=count)
     sequences.share(
         model,
         sequences.attention(
-            mesh.context_group, heads=model.config.heads // own.tp, policy=policy, sites=own.sites_of_cp,
-            head_dim=model.config.head_dim,
+            peers, heads=model.config.heads // own.tp, policy=policy,
+            sites=sites, head_dim=model.config.head_dim,
         ),
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.errors import refusal, warn_untested
+from thinwire.events import Direction
 from thinwire.transport.shards import named_failures
 
 Wait = Callable[[], None]
@@ -83,6 +84,7 @@ class GroupPeers:
 
     Args:
         group: Of the ranks.
+        on_message: Called with "sent" or "received", the other rank and the bytes of each tensor.
 
     Attributes:
         rank: Of this process in the group.
@@ -90,8 +92,8 @@ class GroupPeers:
         sent_bytes: Bytes of tensors sent so far, by receiving rank.
     """
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, group: Any, *, on_message: Callable[[Direction, int, int], None] | None = None) -> None:
+        self._group, self._on_message = group, on_message
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._backends = str(dist.get_backend_config(group))
         self.sent_bytes = dict.fromkeys(range(self.size), 0)
@@ -113,6 +115,11 @@ class GroupPeers:
         """
         for target, tensor in sends:
             self.sent_bytes[target] += tensor.nbytes
+            if self._on_message is not None:
+                self._on_message("sent", target, tensor.nbytes)
+        for source, tensor in receives:
+            if self._on_message is not None:
+                self._on_message("received", source, tensor.nbytes)
         copies = self._copies(receives, is_sent=False)
         started = [
             dist.P2POp(operation, tensor, group=self._group, group_peer=peer)
