@@ -19,6 +19,7 @@ from thinwire.cli.train_plan import planned
 from thinwire.errors import DataError
 from thinwire.site.device_grid import Degrees
 from thinwire.site.site_file import load_site
+from thinwire.training.config import validate
 from thinwire.units import format_bytes, format_seconds
 from thinwire.workloads.language import preset
 
@@ -188,6 +189,26 @@ def test_a_rank_on_another_host_than_planned_is_refused(
         planned(parse(words), words, say=lambda text: None)
 
 
+def test_a_plan_of_a_streamed_backward_pass_is_shown_and_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site, out = tmp_path / "site.json", tmp_path / "plan.json"
+    node = {"name": "box", "devices": 1, "memory_bytes": "120 MB", "flops_per_s": 1e12}
+    site.write_text(json.dumps({"format": "thinwire-site", "version": 1, "nodes": [node]}))
+    wanted = ["--model", "nano", "--inside", str(site), "--seq-len", "2048", "--out", str(out)]
+    assert plan_command.main([*wanted, "--global-batch", "2048"]) == 0
+    told = capsys.readouterr().out
+    assert "backward pass streamed in 8 chunks" in told and re.search(r" streamed +\d", told)
+    assert json.loads(out.read_text())["streamed_chunks"] == 8
+    words = ["--plan", str(out)]
+    config, _ = planned(parse(words), words, say=lambda text: None)
+    assert config.model.stream_backward == 8 and config.model.seq_len == 2048
+    validate(config)
+    titan = ["--torchtitan", str(tmp_path / "titan.toml")]  # which streams nothing
+    assert plan_command.main([*wanted, "--global-batch", "2048", *titan]) != 0
+    assert "the model does not fit" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("pp", "found"), [(1, ("documents", 12)), (2, ("windows", 8))])
 def test_a_plan_with_lengths_trains_on_documents_but_for_pipelines(
     pp: int, found: tuple[str, int], tmp_path: Path
@@ -211,6 +232,7 @@ def test_a_plan_with_lengths_trains_on_documents_but_for_pipelines(
             "degrees.dp_shard must be",
         ),
         ({"micro_batch": True}, "micro_batch must be a whole number of 1 to 1048576"),
+        ({"streamed_chunks": -1}, "streamed_chunks must be a whole number of 0 to 1048576"),
         ({"rank_order": []}, "rank_order must name 1 devices"),
         ({"lengths": 3}, "lengths must be an object, got 3"),
         ({"lengths": {}}, "lengths.pieces must be a whole number of 1 to 1048576"),

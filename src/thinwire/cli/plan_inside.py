@@ -116,7 +116,7 @@ def _planned(site: Site, options: PlanOptions, *, sequences: int | None = None) 
     shape = _shape(options.model, seq_len=seq_len)
     # torchtitan shares the stream among tensor-parallel ranks; `thinwire train` does not
     is_shared = options.torchtitan is not None or options.model.startswith("hf:")
-    shape = dataclasses.replace(shape, is_sequence_parallel=is_shared)
+    shape = dataclasses.replace(shape, is_sequence_parallel=is_shared, can_stream=options.torchtitan is None)
     return plan_site(site, shape, global_batch=sequences or _sequences(options, seq_len), code=code)
 
 
@@ -503,7 +503,8 @@ def _cells(step: StepCost, reason: str) -> tuple[str, ...]:
     return (
         str(degrees.pp), str(degrees.dp_replicate), str(degrees.dp_shard), str(degrees.cp), str(degrees.tp),
         *(() if step.model.experts is None else (str(degrees.ep),)), schedule, str(layout.micro_batch),
-        str(layout.num_micro_batches), str(layout.zero_stage), str(layout.recomputed_layers * degrees.pp),
+        str(layout.num_micro_batches), str(layout.zero_stage),
+        "streamed" if layout.streamed_chunks else str(layout.recomputed_layers * degrees.pp),
         format_bytes(max(peak_bytes(step.model, layout))), format_seconds(step.step_s), reason,
     )  # fmt: skip
 

@@ -30,6 +30,9 @@ from thinwire.site.pipeline import StageLink, StageTimes, chunk_layers, layers_i
 _MESSAGE_BITS = 16
 # Products of attention's backward pass beside the two of its forward pass: scores again, and four for gradients.
 _ATTENTION_BACKWARD = 2.5
+# Computing of a step whose backward pass is streamed, of that with all layers recomputed: measured with 32,768 and
+# 65,536 tokens on a GPU, which is more than on CPUs.
+_STREAMED = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class ModelShape:
     # models do and thinwire's do not; pipeline stages then send one part each
     is_sequence_parallel: bool = False
     experts: ExpertShape | None = None  # of its blocks; layer_parameters is the mean then
+    can_stream: bool = True  # whether what trains it can stream the backward pass
 
     @property
     def expert_parameters(self) -> float:
@@ -105,6 +109,7 @@ class Layout:
     recomputed_layers: int = 0  # the first ones of each pipeline rank, which may have fewer
     # under ZeRO-3 without stages, the last ones, whose weights stay together all through a step
     unsharded_layers: int = 0
+    streamed_chunks: int = 0  # of each sequence in a streamed backward pass, without stages; 0 where it is not streamed
     eagerness: int = 1  # of 1F1B, see `one_f_one_b`
     cp_policy: str = "auto"  # sharing of attention over the ranks of cp
 
@@ -139,6 +144,8 @@ class Layout:
             rest.append(f"recompute {self.recomputed_layers * self.degrees.pp} layers")
         if self.unsharded_layers:
             rest.append(f"{self.unsharded_layers} layers unsharded")
+        if self.streamed_chunks:
+            rest.append(f"backward pass streamed in {self.streamed_chunks} chunks")
         return f"{self.degrees.describe()}, {', '.join(rest)}"
 
 
@@ -183,6 +190,13 @@ def device_memory(model: ModelShape, layout: Layout, *, stage: int) -> memory.De
         logits = memory.logit_bytes(
             tokens=tokens, vocab_size=model.vocab_size, tensor_parallel=degrees.tp, context_parallel=degrees.cp
         )
+    activations = in_flight * kept / max(1, own_layers) + again
+    if layout.streamed_chunks:
+        logits /= layout.streamed_chunks
+        activations = memory.streamed_bytes(
+            tokens=tokens, width=model.width, layers=model.layers, chunks=layout.streamed_chunks,
+            unit_bytes=model.unit_bytes,
+        )  # fmt: skip
     whole = sum(number * (1 - 1 / shards) for number, shards in _held(model, degrees, layout.unsharded_layers))
     states = sum(
         memory.state_bytes(number, zero_stage=layout.zero_stage, shards=shards)
@@ -192,7 +206,7 @@ def device_memory(model: ModelShape, layout: Layout, *, stage: int) -> memory.De
     return memory.DeviceMemory(
         states_bytes=states + memory.WEIGHT_BYTES * whole,
         gathered_bytes=memory.gathered_bytes(a_layer, zero_stage=layout.zero_stage),
-        activations_bytes=in_flight * kept / max(1, own_layers) + again, logits_bytes=logits,
+        activations_bytes=activations, logits_bytes=logits,
     )  # fmt: skip
 
 
@@ -206,16 +220,6 @@ def _held(model: ModelShape, degrees: Degrees, layers: float, outer: float = 0.0
 def peak_bytes(model: ModelShape, layout: Layout) -> tuple[float, ...]:
     """Return the peak memory of a device of each pipeline rank."""
     return tuple(device_memory(model, layout, stage=stage).peak_bytes for stage in range(layout.degrees.pp))
-
-
-def streamed_peak_bytes(model: ModelShape, layout: Layout, *, chunks: int) -> float:
-    """Return the peak memory of a device that streams its backward pass in chunks; one stage, whole layers."""
-    tokens = layout.micro_batch * model.seq_len
-    found = device_memory(model, replace(layout, recomputed_layers=model.layers), stage=0)
-    activations = memory.streamed_bytes(
-        tokens=tokens, width=model.width, layers=model.layers, chunks=chunks, unit_bytes=model.unit_bytes
-    )
-    return replace(found, activations_bytes=activations, logits_bytes=found.logits_bytes / chunks).peak_bytes
 
 
 def sent_numbers(model: ModelShape, layout: Layout, *, stage: int, part: int = 0) -> dict[str, float]:
@@ -439,7 +443,7 @@ class StepCost:
         home = self._home_s * own_layers * count
         found = {
             "compute": compute,
-            "recompute": share * (count * sum(map(self._layers_s, chunks)) + tensor / 2 + context
+            "recompute": share * (count * sum(map(self._again_s, chunks)) + tensor / 2 + context
                                   + self._experts_s[0] * own_layers * count),
             "tensor": 2 * tensor, "context": 2 * context + home,
             "experts": (self._experts_s[0] + self._experts_s[1]) * own_layers * count,
@@ -469,6 +473,8 @@ class StepCost:
 
     def _recomputed_share(self, rank: int) -> float:
         """Return the share of its layers that a pipeline rank computes again."""
+        if self.layout.streamed_chunks:
+            return 1.0
         own_layers = sum(rank_chunks(self.model, self.layout, rank))
         return min(1.0, self.layout.recomputed_layers / own_layers) if own_layers else 0.0
 
@@ -488,6 +494,13 @@ class StepCost:
     def _backward_s(self, chunk: int) -> float:
         """Return the seconds of computing of a backward pass: twice its products, and more for attention."""
         return 2 * self._compute_s(chunk) + (_ATTENTION_BACKWARD - 2) * self._attention_s(chunk)
+
+    def _again_s(self, chunk: int) -> float:
+        """Return the seconds of computing the blocks of a chunk again, and what streaming them adds to both passes."""
+        again = self._layers_s(chunk)
+        if self.layout.streamed_chunks:
+            again += (_STREAMED - 1) * (self._compute_s(chunk) + self._backward_s(chunk) + again)
+        return again
 
     def _compute_s(self, chunk: int) -> float:
         """Return the seconds of computing of a forward pass, with the head in the last chunk."""
@@ -569,7 +582,7 @@ class StepCost:
         return _LayerTimes(
             forward_s=compute + tensor + context + experts_s[0],
             backward_s=self._backward_s(chunk) / layers + tensor + context + self._home_s * has_layers + experts_s[1],
-            again_s=self._layers_s(chunk) / layers + tensor / 2 + context + experts_s[0],
+            again_s=self._again_s(chunk) / layers + tensor / 2 + context + experts_s[0],
             gather_s=shard if layout.zero_stage == 3 else 0.0, reduce_s=shard if layout.zero_stage >= 2 else 0.0,
             first_gather_s=shard if layout.zero_stage else 0.0,
             last_reduce_s=(2 if layout.zero_stage == 0 else 1) * shard + replicate,

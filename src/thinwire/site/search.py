@@ -21,7 +21,6 @@ from thinwire.site.cost_model import (
     most_rank_layers,
     peak_bytes,
     rank_chunks,
-    streamed_peak_bytes,
 )
 from thinwire.site.device_grid import Degrees, SitePlacement
 from thinwire.site.layers import LayerOption, cheapest_options
@@ -36,7 +35,7 @@ _SIMULATED, _PLACED, _RUNNERS_UP = 50, 4, 8
 _MOST_MICRO_BATCH, _MOST_INTERLEAVE = 64, 8
 _MOST_REMEDIES = 3
 _MOST_NEEDED = 1024  # devices that a remedy may name
-_CHUNKS = 8  # of the streamed backward that is offered where nothing else fits
+_CHUNKS = 8  # of a streamed backward pass
 # Eagerness of a pipeline over a border: what is tried beside GPipe, and the share of the best time that less may cost.
 _EAGERNESS, _EAGER_TIE = (1, 2, 3, 4), 0.01
 
@@ -97,7 +96,7 @@ def memory_front(plan: SitePlan) -> list[StepCost]:
     for step in plan.steps:
         most = most_rank_layers(plan.model, step.layout)
         candidates.append(step)
-        if step.layout.recomputed_layers < most:
+        if step.layout.recomputed_layers < most and not step.layout.streamed_chunks:
             candidates.append(replace(step, layout=replace(step.layout, recomputed_layers=most)))
     front: list[StepCost] = []
     best_s = inf
@@ -209,12 +208,24 @@ def fitting_layouts(site: Site, model: ModelShape, degrees: Degrees, *, global_b
                     recomputed = fewest_recomputed(site, model, eager)
                     if recomputed is not None and eagerness <= layout.num_micro_batches:
                         yield replace(eager, recomputed_layers=recomputed)
-                if zero_stage == 3 and (mixed := mixed_layers(site, model, layout)) is not None:
-                    yield mixed
+                yield from filter(None, (mixed_layers(site, model, layout), streamed_layout(site, model, layout)))
+
+
+def streamed_layout(site: Site, model: ModelShape, layout: Layout) -> Layout | None:
+    """Return a layout with its backward pass streamed, or None where that does not fit, or recomputing layers does.
+
+    Recomputing is faster. Layouts that share layers or sequences too are left out.
+    """
+    degrees, may_stream = layout.degrees, model.can_stream and model.experts is None and model.seq_len >= _CHUNKS
+    if not may_stream or degrees.pp * degrees.cp * degrees.tp > 1:
+        return None
+    streamed = replace(layout, streamed_chunks=_CHUNKS)
+    fits = max(peak_bytes(model, streamed)) <= site.memory_bytes and fewest_recomputed(site, model, layout) is None
+    return streamed if fits else None
 
 
 def mixed_layers(site: Site, model: ModelShape, layout: Layout) -> Layout | None:
-    """Return the fastest layout under ZeRO-3 that keeps some layers unsharded, or None where that is all or none.
+    """Return the fastest layout under ZeRO-3 that keeps some layers unsharded, or None: other stages, all or none.
 
     The layer programme chooses for each layer whether its weights stay together all through a step and whether it is
     recomputed.
@@ -226,7 +237,7 @@ def mixed_layers(site: Site, model: ModelShape, layout: Layout) -> Layout | None
         cut = replace(layout, unsharded_layers=unsharded, recomputed_layers=recomputed)
         return peak_bytes(model, cut)[0] / (1 + memory.FRAGMENTATION)
 
-    if tensors(layers, 0) <= limit:
+    if layout.zero_stage != 3 or tensors(layers, 0) <= limit:
         return None
     counts: set[int] = set()
     for most_recomputed in (0, layers):
@@ -279,6 +290,8 @@ def memory_reason(site: Site, model: ModelShape, layout: Layout, *, grids: Seque
     recomputed = fewest_recomputed(site, model, layout)
     if recomputed:
         remedies.append(f"recompute {recomputed * layout.degrees.pp} layers")
+    elif (streamed := streamed_layout(site, model, layout)) is not None:
+        remedies.append(f"stream the backward pass in {streamed.streamed_chunks} chunks")
     for name in ("ep", "tp", "pp", "dp_shard"):
         larger = [
             getattr(degrees, name) for degrees in grids
@@ -397,24 +410,13 @@ def _nothing_fits(
         f"the model does not fit: {nearest.describe()} with every layer recomputed needs {_gigabytes(peak(nearest))} a "
         f"device, has {_gigabytes(site.memory_bytes)}", got=f"{site.num_devices} devices",
         allowed=f"about {needed} or more of this memory",
-        remedy=_remedies(site, model, grids, global_batch=global_batch),
+        remedy=_remedies(site, model, global_batch=global_batch),
     ))  # fmt: skip
 
 
-def _remedies(site: Site, model: ModelShape, grids: Sequence[Degrees], *, global_batch: int) -> str:
-    """Return what helps in order of what it sends: nothing, bytes inside a site, bytes between sites."""
+def _remedies(site: Site, model: ModelShape, *, global_batch: int) -> str:
+    """Return what helps beside a streamed backward pass, in order of what it sends: inside a site, between sites."""
     found = []
-    simple = [smallest_layout(one, global_batch=global_batch) for one in grids if one.pp * one.cp * one.tp == 1]
-    for layout in simple if model.seq_len >= _CHUNKS else ():
-        streamed = streamed_peak_bytes(model, layout, chunks=_CHUNKS)
-        if streamed <= site.memory_bytes:
-            degrees = layout.degrees
-            found.append(
-                f"to make it fit, thinwire train --dp-replicate {degrees.dp_replicate} --dp-shard {degrees.dp_shard} "
-                f"--zero-stage {max(1, layout.zero_stage)} --micro-batch 1 --stream-backward {_CHUNKS}, which needs "
-                f"about {_gigabytes(streamed)} a device"
-            )
-            break
     for number in _powers_of_two(_MOST_NEEDED):
         # shards of the states alone, then of each sequence too
         needed = [

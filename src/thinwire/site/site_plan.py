@@ -67,7 +67,7 @@ class SitePlan:
             "micro_batch": layout.micro_batch, "accumulation": layout.num_micro_batches,
             "global_batch": layout.global_batch, "seq_len": self.model.seq_len,
             "zero_stage": layout.zero_stage, "unsharded_layers": layout.unsharded_layers,
-            "recomputed_layers_per_stage": layout.recomputed_layers,
+            "recomputed_layers_per_stage": layout.recomputed_layers, "streamed_chunks": layout.streamed_chunks,
             "rank_order": list(self.best.placement.rank_order),
             "peak_bytes": max(self.peak_bytes), "peak_bytes_per_stage": list(self.peak_bytes),
             "memory_bytes": self.site.memory_bytes,
@@ -187,6 +187,8 @@ def read_site_plan(content: Mapping[str, Any]) -> SiteRun:
     num_ranks = Degrees(**{name: settings[name] for name in names}).num_devices
     if not isinstance(order, list) or len(order) != num_ranks or not all(isinstance(name, str) for name in order):
         raise DataError(f"rank_order must name {num_ranks} devices, got {short(order)}")
+    if streamed := _count(content.get("streamed_chunks", 0), "streamed_chunks", least=0):
+        settings["stream_backward"] = streamed
     settings |= _border_settings(content, settings["pp"])
     # where there is one shard no stage is asked for
     settings = {name: found for name, found in settings.items() if (name, found) not in (("zero_stage", 0), ("ep", 1))}
