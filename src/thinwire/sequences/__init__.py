@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from thinwire.sequences.block_tables import POLICIES, SequencePlan, sequence_plan
     from thinwire.sequences.linear_attention import LEAST_LOG_GATE, gated_attention, shared_gated_attention
-    from thinwire.sequences.sharing import SequenceAttention, attention, own_tokens, share
+    from thinwire.sequences.sharing import (
+        SequenceAttention,
+        SparseAttention,
+        attention,
+        own_tokens,
+        share,
+        sparse_attention,
+    )
     from thinwire.sequences.state_scan import ScanPlan, scan_plan, scan_states
 
 _HOMES = {
@@ -25,6 +32,7 @@ _HOMES = {
     "scan_plan": "state_scan", "shared_gated_attention": "linear_attention", "scan_states": "state_scan",
     "POLICIES": "block_tables", "SequenceAttention": "sharing", "SequencePlan": "block_tables", "attention": "sharing",
     "own_tokens": "sharing", "sequence_plan": "block_tables", "share": "sharing",
+    "SparseAttention": "sharing", "sparse_attention": "sharing",
 }  # fmt: skip
 
 __all__ = [
@@ -33,6 +41,7 @@ __all__ = [
     "ScanPlan",
     "SequenceAttention",
     "SequencePlan",
+    "SparseAttention",
     "attention",
     "gated_attention",
     "own_tokens",
@@ -41,6 +50,7 @@ __all__ = [
     "sequence_plan",
     "share",
     "shared_gated_attention",
+    "sparse_attention",
 ]
 
 

@@ -182,11 +182,19 @@ def ring(sites: Sequence[int]) -> BlockTable:
 
 def zigzag(sites: Sequence[int]) -> BlockTable:
     """Return the ring over parts r and 2 P - 1 - r of rank r: an early and a late one, so that all compute alike."""
-    ranks = len(sites)
-    owners = (*range(ranks), *reversed(range(ranks)))
+    ranks = range(len(sites))
+    return _ring_over((*ranks, *reversed(ranks)), sites)
+
+
+def striped(sites: Sequence[int], *, parts: int) -> BlockTable:
+    """Return the ring over so many parts of each rank, dealt out in turn: small ones, of which queries may need few."""
+    return _ring_over(tuple(range(len(sites))) * parts, sites)
+
+
+def _ring_over(owners: tuple[int, ...], sites: Sequence[int]) -> BlockTable:
     blocks = [
-        AttentionBlock(row=row, column=column, rank=owners[row], step=(owners[row] - owners[column]) % ranks)
-        for row in range(2 * ranks) for column in range(row + 1)
+        AttentionBlock(row=row, column=column, rank=owners[row], step=(owners[row] - owners[column]) % len(sites))
+        for row in range(len(owners)) for column in range(row + 1)
     ]  # fmt: skip
     return BlockTable(owners=owners, sites=tuple(sites), blocks=tuple(blocks))
 

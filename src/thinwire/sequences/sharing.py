@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.errors import MissingExtra, excluded, refusal
+from thinwire.errors import MissingExtra, ThinwireError, excluded, refusal
 from thinwire.sequences.block_attention import SharedAttention, SharedCall
-from thinwire.sequences.block_tables import SequencePlan, sequence_plan
+from thinwire.sequences.block_tables import BlockTable, SequencePlan, sequence_plan, striped
 from thinwire.sequences.linear_attention import shared_gated_attention
 from thinwire.sequences.state_scan import scan_plan
-from thinwire.transport.group_peers import RankPeers, check_agreement, peers_of
+from thinwire.transport.group_peers import RankPeers, check_agreement, exchange_all, peers_of
 
 # Name in transformers' registry of attention functions.
 _REGISTERED = "thinwire-sequences"
@@ -81,7 +82,7 @@ class SequenceAttention:
             raise refusal("documents are numbered for other sequences", got=tuple(documents.shape),
                           allowed=(batch, seq_len), remedy="set_documents before each batch")  # fmt: skip
         call = SharedCall(
-            plan=self.plan, table=self._table, peers=self.peers, documents=documents, layer=layer,
+            plan=self.plan, table=self._table_for(query, key), peers=self.peers, documents=documents, layer=layer,
             scale=1 / math.sqrt(width) if scale is None else scale,
         )  # fmt: skip
         attended: Tensor = SharedAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
@@ -122,6 +123,9 @@ class SequenceAttention:
         }  # fmt: skip
         self._table = self.plan.table.only(needed)
 
+    def _table_for(self, query: Tensor, key: Tensor) -> BlockTable:
+        return self._table
+
     def own_positions(self, seq_len: int) -> Tensor:
         """Return the positions of each sequence that this rank works on, int64.
 
@@ -133,6 +137,93 @@ class SequenceAttention:
     def own_tokens(self, tokens: Tensor) -> Tensor:
         """Return this rank's positions of whole sequences (batch, seq)."""
         return tokens[:, self.own_positions(tokens.shape[1]).to(tokens.device)]
+
+
+class SparseAttention(SequenceAttention):
+    """Attention of each part's queries to the earlier parts whose keys they score highest; made by `sparse_attention`.
+
+    It approximates attention to all keys: keys that no query of a rank selects do not travel to it. A part's score is
+    the largest product, of all sequences and heads, of its mean key and the mean query.
+
+    Args:
+        plan: Striped parts of all ranks.
+        peers: The ranks.
+        kept: Earlier parts that a part of queries meets at most, beside itself.
+
+    Attributes:
+        chosen: Table of the last call, with its blocks alone; None before it.
+    """
+
+    def __init__(self, plan: SequencePlan, peers: RankPeers, *, kept: int) -> None:
+        super().__init__(plan, peers)
+        self.chosen: BlockTable | None = None
+        self._kept = kept
+
+    def selection_bytes(self, *, batch: int, head_dim: int) -> int:
+        """Return what a rank sends to each other one in a forward pass to agree: mean keys, and a byte a block."""
+        parts = len(self.plan.table.owners)
+        return parts // self.plan.num_ranks * (4 * batch * self.plan.kv_heads * head_dim + parts)
+
+    @torch.no_grad()
+    def _table_for(self, query: Tensor, key: Tensor) -> BlockTable:
+        ranks, parts = self.plan.num_ranks, len(self.plan.table.owners)
+        count, own = parts // ranks, self.peers.rank
+        # (batch, heads, own parts, head_dim)
+        queries, keys = (one.float().reshape(*one.shape[:2], count, -1, one.shape[3]).mean(3) for one in (query, key))
+        # parts are dealt out in turn: part p is the p // ranks-th of rank p % ranks
+        means = torch.stack(self._from_all(keys), 3).flatten(2, 3)
+        scores = (queries.unflatten(1, (keys.shape[1], -1)) @ means.unsqueeze(2).mT).amax((0, 1, 2)).cpu()
+        allowed = torch.eye(parts, dtype=torch.bool)
+        for block in self._table.blocks:
+            allowed[block.row, block.column] = True
+        earlier = allowed.tril(-1)[own::ranks]
+        best = scores.masked_fill(~earlier, -math.inf).topk(min(self._kept, parts), dim=1).indices
+        bits = (torch.zeros_like(earlier).scatter_(1, best, True) & earlier) | torch.eye(parts).bool()[own::ranks]
+        # each rank says what its queries need, so that a rounding error cannot make two ranks differ
+        rows = torch.stack(self._from_all(bits.to(torch.uint8)), 1).flatten(0, 1)
+        if ((rows > allowed) | (rows.sum(1, keepdim=True) > self._kept + 1)).any() or not rows.diagonal().all():
+            raise ThinwireError(
+                f"rank {own} was told of blocks that are not to be; start the same thinwire on all hosts"
+            )
+        self.chosen = self._table.only({(row, column) for row, column in rows.nonzero().tolist()})
+        return self.chosen
+
+    def _from_all(self, own: Tensor) -> list[Tensor]:
+        """Return a tensor of each rank, by rank."""
+        found = [own if rank == self.peers.rank else torch.empty_like(own) for rank in range(self.peers.size)]
+        others = [rank for rank in range(self.peers.size) if rank != self.peers.rank]
+        exchange_all(self.peers, dict.fromkeys(others, own), {rank: found[rank] for rank in others})
+        return found
+
+
+def sparse_attention(
+    group: Any, *, heads: int, kv_heads: int | None = None, parts: int = 16, kept: int = 8,
+    sites: Sequence[int] | None = None,
+) -> SparseAttention:  # fmt: skip
+    """Return sparse causal attention over sequences that the ranks of a group share; all ranks call it alike.
+
+    Args:
+        group: As for `attention`.
+        heads: Of the queries.
+        kv_heads: Of keys and values. Default: as many.
+        parts: Of each rank; smaller parts are chosen more finely, and their means cost more bytes.
+        kept: Earlier parts that a part of queries meets at most; with all of them attention is exact.
+        sites: Number of each rank's site. Default: all are at one.
+
+    Raises:
+        ValueError: A number is too small, or ranks ask for different ones.
+
+    Reference:
+        arXiv 2510.18830: keys that no query selects need not cross.
+    """
+    for name, number in (("parts", parts), ("kept", kept)):
+        if number < 1:
+            raise refusal(f"sparse attention needs {name}", got=number, allowed="1 or more", remedy=f"{name}=8")
+    whole = attention(group, heads=heads, kv_heads=kv_heads, policy="ring", sites=sites)
+    plan = replace(
+        whole.plan, policy=f"sparse, {kept} of {parts} parts a rank", table=striped(whole.plan.sites, parts=parts)
+    )
+    return SparseAttention(plan, whole.peers, kept=kept)
 
 
 def attention(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -17,6 +18,7 @@ from thinwire.sequences.block_tables import (
     ring,
     score_numbers,
     sequence_plan,
+    striped,
     two_level,
     zigzag,
 )
@@ -31,7 +33,7 @@ def layouts(ranks: int) -> list[tuple[int, ...]]:
 @over(range(1, 17))
 def test_every_block_is_computed_once_by_a_rank_that_has_its_queries_and_keys_by_then(ranks: int) -> None:
     for sites in layouts(ranks):
-        for make in (ring, zigzag, helper, keys_at_home, two_level):
+        for make in (ring, zigzag, helper, keys_at_home, two_level, partial(striped, parts=3)):
             try:
                 table = make(sites)
             except ValueError:
