@@ -172,7 +172,8 @@ class SparseAttention(SequenceAttention):
         queries, keys = (one.float().reshape(*one.shape[:2], count, -1, one.shape[3]).mean(3) for one in (query, key))
         # parts are dealt out in turn: part p is the p // ranks-th of rank p % ranks
         means = torch.stack(self._from_all(keys), 3).flatten(2, 3)
-        scores = (queries.unflatten(1, (keys.shape[1], -1)) @ means.unsqueeze(2).mT).amax((0, 1, 2)).cpu()
+        grouped = queries.reshape(len(queries), keys.shape[1], -1, *queries.shape[2:])
+        scores = (grouped @ means.unsqueeze(2).mT).amax((0, 1, 2)).cpu()
         allowed = torch.eye(parts, dtype=torch.bool)
         for block in self._table.blocks:
             allowed[block.row, block.column] = True
@@ -190,6 +191,7 @@ class SparseAttention(SequenceAttention):
 
     def _from_all(self, own: Tensor) -> list[Tensor]:
         """Return a tensor of each rank, by rank."""
+        own = own.contiguous()
         found = [own if rank == self.peers.rank else torch.empty_like(own) for rank in range(self.peers.size)]
         others = [rank for rank in range(self.peers.size) if rank != self.peers.rank]
         exchange_all(self.peers, dict.fromkeys(others, own), {rank: found[rank] for rank in others})

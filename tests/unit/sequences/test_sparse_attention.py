@@ -60,7 +60,10 @@ def shared(
         if is_dense:
             attend = SequenceAttention(attend.plan, peers)
         own = attend.own_positions(whole[0].shape[2])
-        query, key, value = (one[:, :, own].clone().requires_grad_() for one in whole[:3])
+        # heads behind positions in memory, as projections return them
+        query, key, value = (
+            one[:, :, own].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for one in whole[:3]
+        )
         before = {way: count for way, count in peers.ways.sent.items() if way[0] == peers.rank}
         output = attend(query, key, value)
         (output * whole[3][:, :, own]).sum().backward()
