@@ -143,10 +143,12 @@ class ExpertLayer(nn.Module):
 
     def ranks(self, device: torch.device) -> ExpertRanks:
         """Return the experts and the ranks that share them."""
-        if self._ranks is None or self._ranks.device != device:
-            self._ranks = ExpertRanks(name=self.name, num_experts=self.num_experts, compute=self.compute,
-                                      device=device, peers=self.peers)  # fmt: skip
-        return self._ranks
+        made = self._ranks  # a model may have been called before its experts were shared
+        if made is None or made.device != device or made.peers is not self.peers:
+            made = ExpertRanks(name=self.name, num_experts=self.num_experts, compute=self.compute,
+                               device=device, peers=self.peers)  # fmt: skip
+            self._ranks = made
+        return made
 
 
 def _apply_expert(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:

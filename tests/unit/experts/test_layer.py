@@ -126,6 +126,21 @@ def test_chunks_train_experts_whose_rows_have_no_gradient_and_compute_without_on
         torch.testing.assert_close(up, wanted_up)
 
 
+def test_a_layer_that_was_called_before_its_experts_were_shared_has_the_same_numbers() -> None:
+    layer, parts = layer_of(2, torch.float64), tokens_of(2, torch.float64)
+    wanted, _ = shared(layer, parts)
+
+    def work(peers: ThreadPeers) -> dict[str, Tensor]:
+        own = copy.deepcopy(layer)
+        with torch.no_grad():
+            own(parts[peers.rank])  # as a sample before training
+        experts.parallelize(own, peers)
+        return numbers(own, parts[peers.rank])
+
+    for found, exact in zip(on_ranks(2, work)[0], wanted, strict=True):
+        assert all(torch.equal(found[name], exact[name]) for name in exact)
+
+
 @pytest.mark.parametrize("chunks", [0, 65, (2, 3)])
 def test_chunks_that_do_not_divide_each_other_are_refused(chunks: Any) -> None:
     with pytest.raises(ValueError, match=r"got chunks=.*; allowed 1 to 64, such as 4, or .2, 4.; try chunks=2"):
