@@ -110,7 +110,7 @@ def _members(told: dict[str, Any], operations: list[Operation]) -> list[Communic
     found = []
     for key, group in (config if isinstance(config, dict) else {}).items():
         try:
-            ranks = json.loads(str(group["ranks"]))
+            ranks = json.loads(_text(group["ranks"]))
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
         own = names if key == "" else {name for name in names if name.split(" ")[0] == key}
@@ -157,17 +157,24 @@ def _operation(entry: Any, rank: int) -> Operation | None:
     if entry.get("is_p2p"):
         return None
     group = entry.get("process_group") or entry.get("pg_id", "")
-    kind = str(entry["profiling_name"]).rpartition(":")[2]
+    kind = _text(entry["profiling_name"]).rpartition(":")[2]
     posted_s = float(entry["time_created_ns"]) / 1e9
     completed = entry.get("time_discovered_completed_ns") or 0
     is_done = bool(entry.get("retired")) or entry.get("state") == "completed"
     done_s = max(posted_s, float(completed) / 1e9) if is_done else None
     sizes, types = entry.get("input_sizes") or [], entry.get("input_dtypes") or []
     return Operation(
-        communicator=" ".join(map(str, group)) if isinstance(group, (list, tuple)) else str(group),
-        rank=rank, sequence=int(entry["collective_seq_id"]), kind=kind, dtype=str(types[0]) if types else "",
+        communicator=" ".join(map(_text, group)) if isinstance(group, (list, tuple)) else _text(group),
+        rank=rank, sequence=int(entry["collective_seq_id"]), kind=kind, dtype=_text(types[0]) if types else "",
         count=_count(kind, sizes), posted_s=posted_s, done_s=done_s,
     )  # fmt: skip
+
+
+def _text(value: Any) -> str:
+    """Return a text or a number as text; in a pickle a list may hold itself, or another one 2**60 times."""
+    if not isinstance(value, (str, int)):
+        raise ValueError(f"a {type(value).__name__} stands in place of a text")
+    return str(value)
 
 
 def _count(kind: str, sizes: list[list[int]]) -> int:

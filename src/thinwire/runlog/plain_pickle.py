@@ -18,6 +18,7 @@ _EMPTY: dict[bytes, Callable[[], Any]] = {b"]": list, b"}": dict, b")": tuple}
 # numbers, then texts by the format of their length, then references to an earlier value
 _NUMBERS = {b"K": "<B", b"M": "<H", b"J": "<i", b"G": ">d"}
 _TEXTS = {b"\x8c": "<B", b"X": "<I", b"\x8d": "<Q"}
+_KEYS = (str, int, float, bool, type(None))
 _KEEP, _AGAIN = {b"q": "<B", b"r": "<I"}, {b"h": "<B", b"j": "<I"}
 
 
@@ -76,6 +77,10 @@ class _Reader:
             self._top(list).extend(added)
         elif code in b"us":
             pairs = self.since_mark() if code == b"u" else [self.stack.pop() for _ in range(2)][::-1]
+            if not all(
+                type(key) in _KEYS for key in pairs[::2]
+            ):  # a tuple's hash visits all that it holds, repeats too
+                raise ValueError("a key is no text and no number")
             self._top(dict).update(zip(pairs[::2], pairs[1::2], strict=True))
         elif code == b"t":
             self.stack.append(tuple(self.since_mark()))

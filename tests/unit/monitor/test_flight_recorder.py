@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.flight_recorder import fr_trace
 
-from thinwire.runlog.flight_recorder import pickled, write_dumps
+from thinwire.runlog.flight_recorder import pickled, read_dump, write_dumps
 from thinwire.runlog.reader import Records, from_records
 from thinwire.runlog.records import Beat, Communicator, Operation, Record
 from thinwire.runlog.run_folder import read_files
@@ -106,3 +106,20 @@ def test_the_dump_of_a_real_time_out_of_nccl_is_read() -> None:
     ]  # fmt: skip
     assert records.operations[0].done_s is not None and records.operations[1].done_s is None
     assert records.communicators[WORLD].ranks == (0,)
+
+
+@pytest.mark.parametrize("name", ["profiling_name", "process_group", "input_dtypes"])
+def test_a_list_in_place_of_a_text_is_refused_before_it_is_written_out(name: str, tmp_path: Path) -> None:
+    doubled: list[object] = ["a"]
+    for _ in range(16):
+        doubled = [doubled, doubled]
+    endless: list[object] = []
+    endless.append(endless)
+    whole = {"process_group": ["0", "all"], "collective_seq_id": 1, "profiling_name": "nccl:all_reduce",
+             "time_created_ns": 10**18, "input_sizes": [[2]], "input_dtypes": ["Float"]}  # fmt: skip
+    entries = [whole, *({**whole, name: value} for value in (doubled, endless))]
+    path = tmp_path / "trace_0"
+    path.write_bytes(pickle.dumps({"entries": entries}, protocol=2))
+    records = Records()
+    read_dump(records, path)
+    assert (len(records.operations), records.num_refused) == (1, 2)

@@ -73,3 +73,9 @@ def test_damaged_pickles_end_in_one_error() -> None:
         except ValueError:
             refused += 1
     assert refused > 2000
+
+
+def test_a_key_that_holds_others_is_refused() -> None:
+    # its hash would visit each of 2**60 texts
+    with pytest.raises(ValueError, match="a key is no text and no number"):
+        plain_value(b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"K\x01s.")
