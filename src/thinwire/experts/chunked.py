@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from thinwire.codecs.activation_code import ActivationCode
+from thinwire.errors import refusal
 from thinwire.experts.exchange import start_exchange
 from thinwire.experts.sharing import ExpertRanks
 
@@ -66,16 +68,20 @@ class Pieces:
             for sent, got in groups
         ]  # fmt: skip
         arrived = rows.new_empty((len(self._sides[1][0]), rows.shape[1]))
-        made, found, back = torch.empty_like(arrived), torch.empty_like(rows), []
+        made, back = arrived.new_empty(0), []
         for group, (sent, got) in enumerate(groups):
             arrived[got] = there[group]()
             for piece in range(group * self.count // chunks, (group + 1) * self.count // chunks):
                 index = self._own[piece][0]
-                made[index] = work(piece, arrived[index])
+                own = work(piece, arrived[index])
+                if made.ndim == 1:  # under autocast experts make another dtype than they get
+                    made = own.new_empty(arrived.shape)
+                made[index] = own
             back.append(
                 start_exchange(made[got], self._counts(1, got), self._counts(0, sent), self.experts, self.code,
                                is_forward=is_forward)
             )  # fmt: skip
+        found = made.new_empty(rows.shape)
         for (sent, _), finish in zip(groups, back, strict=True):
             found[sent] = finish()
         return found
@@ -95,7 +101,7 @@ def compute_in_chunks(rows: Tensor, pieces: Pieces) -> Tensor:
     """Return what the experts of all ranks make of rows, with gradients.
 
     The backward pass runs the experts' own inside of it, so gradients of their weights arrive in `.grad` alone:
-    `torch.autograd.grad` gives none for them.
+    `torch.autograd.grad` gives none for them. A checkpoint around them frees nothing of what the experts keep.
     """
     # an input with a gradient: experts have theirs where rows have none
     anchor = rows.new_zeros((), requires_grad=torch.is_grad_enabled())
@@ -111,7 +117,8 @@ class _Chunked(torch.autograd.Function):
         def work(piece: int, arrived: Tensor) -> Tensor:
             if not anchor.requires_grad:
                 return pieces.compute(piece, arrived)
-            with torch.enable_grad():
+            # hooks of a checkpoint would compute all again for each piece, while messages are on their way
+            with torch.enable_grad(), saved_tensors_hooks(_same, _same):
                 arrived.requires_grad_()
                 kept[piece] = arrived, pieces.compute(piece, arrived)
             return kept[piece][1].detach()
@@ -122,6 +129,10 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if not ctx.kept:
+            raise refusal("a pass in chunks has one backward pass", got="a second one", allowed="retain_graph=False",
+                          remedy="experts.tokens(chunks=1)")  # fmt: skip
+
         def work(piece: int, grads: Tensor) -> Tensor:
             arrived, made = ctx.kept.pop(piece)
             torch.autograd.backward([made], [grads])
@@ -129,6 +140,10 @@ class _Chunked(torch.autograd.Function):
             return found
 
         return ctx.pieces.run(grad.contiguous(), work, is_forward=False), None, None
+
+
+def _same(kept: Tensor) -> Tensor:
+    return kept
 
 
 def _piece_of(counts: Sequence[int], pieces: int) -> Tensor:

@@ -210,7 +210,7 @@ def parallelize(model: nn.Module, group: Any, *, dispatch: Dispatch | None = Non
             module.name, module.peers = name or module.name, peers
             module.dispatch = dispatch or module.dispatch
             _prepare_streams(module, peers, layers=len(found))
-            module.ranks(module.up.device).check()
+            module.ranks(module.up.device).check(f"top_k {module.top_k}, {_details(module, module.dispatch)}")
             shared.append([(module, "up"), (module, "down")])
         elif isinstance(dispatch, Weights):
             raise refusal("weights are streamed in ExpertLayer alone", got=type(module).__name__, allowed="tokens",
@@ -232,6 +232,14 @@ def _has_experts(module: nn.Module) -> bool:
     weights = [weight.shape[:1] for weight in module.parameters(recurse=False)]
     is_stack = bool(weights) and all(shape == (count,) for shape in weights)
     return is_stack and list(signature(module.forward).parameters) == ["hidden_states", "top_k_index", "top_k_weights"]
+
+
+def _details(module: nn.Module, dispatch: Dispatch) -> str:
+    """Describe what messages follow from; a rank with others would wait, or compute nonsense."""
+    weights = ", ".join(f"{name} {tuple(one.shape)} {one.dtype}" for name, one in module.named_parameters())
+    travelling = getattr(dispatch, "dispatch", getattr(dispatch, "tokens", dispatch))
+    code = getattr(getattr(travelling, "code", None), "name", None)
+    return f"{type(dispatch).__name__}, code {code}, chunks {getattr(travelling, 'chunks', 1)}, {weights}"
 
 
 def _prepare_streams(layer: ExpertLayer, peers: RankPeers, *, layers: int) -> None:
@@ -273,5 +281,5 @@ def _share_transformers(module: Any, name: str, peers: RankPeers, dispatch: Disp
 
     device = next(module.parameters()).device
     ranks = ExpertRanks(name=name, num_experts=module.num_experts, compute=compute, device=device, peers=peers)
-    ranks.check()
+    ranks.check(_details(module, dispatch))
     module.forward = forward

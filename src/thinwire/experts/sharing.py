@@ -61,14 +61,17 @@ class ExpertRanks:
                           got=f"{self.num_experts} experts on {size} ranks",
                           allowed=f"{', '.join(map(str, divisors))} ranks", remedy=f"--ep {fewer}")  # fmt: skip
 
-    def check(self) -> None:
+    def check(self, details: str) -> None:
         """Compare the layer with that of the other ranks; all of them call it.
 
+        Args:
+            details: What else is alike on all ranks.
+
         Raises:
-            ValueError: Theirs has other experts.
+            ValueError: Theirs has other experts or details.
         """
         if self.peers is not None:
-            check_agreement(self.peers, f"{self.num_experts} experts of {self.name}", what="experts",
+            check_agreement(self.peers, f"{self.num_experts} experts of {self.name}, {details}", what="experts",
                             remedy="the same model on all ranks")  # fmt: skip
 
     @property

@@ -126,11 +126,14 @@ def _give_back(plans: _Plans, copies: dict[int, list[list[Tensor]]]) -> None:
         for layer, expert in _between(plans, peers.rank, other):
             place = expert % (layer.num_experts // peers.size)
             for parameter in (layer.up, layer.down):
+                size = local_shard(parameter)[place].numel()
+                part, left = left[:size], left[size:]
+                if not parameter.requires_grad:  # an optimizer would move a frozen one that has a gradient
+                    continue
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 own = local_shard(parameter.grad)[place]
-                own += left[: own.numel()].view(own.shape)
-                left = left[own.numel() :]
+                own += part.view(own.shape)
 
 
 def _share_counts(layers: Sequence[ExpertLayer]) -> None:

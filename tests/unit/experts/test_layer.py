@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.every_case import over
 from tests.sequence_ranks import ThreadPeers, on_ranks
@@ -238,4 +239,73 @@ def test_announced_rows_are_bounded_before_memory_is_taken(announced: list[int])
             exchange_counts([1, 2, 3, 4], ranks, most_rows=8)
 
     with pytest.raises(PayloadError, match=r"expert layer: rank 1 announces .* try tokens\(most_rows=\)"):
+        on_ranks(2, work)
+
+
+@over((code,) for code in (None, ActivationCode("block-int8", "block-int8")))
+def test_chunks_under_autocast_have_the_numbers_of_whole_messages(code: ActivationCode | None) -> None:
+    class Automatic(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer_of(2, torch.float32)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                made: Tensor = self.layer(tokens)
+            return made
+
+    parts = tokens_of(4, torch.float32)
+    wanted, _ = shared(Automatic(), parts, dispatch=experts.tokens(code=code))
+    found, _ = shared(Automatic(), parts, dispatch=experts.tokens(code=code, chunks=(2, 4)))
+    for own, whole in zip(found, wanted, strict=True):
+        for name, value in whole.items():
+            assert own[name].dtype == value.dtype
+            assert (own[name] - value).abs().sum() <= 0.02 * value.abs().sum(), name
+
+
+def test_a_checkpoint_around_chunks_has_the_numbers_of_one_process() -> None:
+    class Again(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer_of(2, torch.float64)
+
+        def part(self, tokens: Tensor) -> Tensor:
+            made: Tensor = self.layer(tokens.tanh())
+            return made
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            made: Tensor = checkpoint(self.part, tokens, use_reentrant=False)
+            return made
+
+    parts = tokens_of(4, torch.float64)
+    wanted = numbers(Again(), torch.cat(parts))
+    found, _ = shared(Again(), parts, dispatch=experts.tokens(chunks=(2, 4)))
+    assert torch.allclose(torch.cat([one["inputs"] for one in found]), wanted["inputs"], rtol=1e-9)
+    ups = torch.cat([one["layer.up"] for one in found]) * len(parts)
+    assert torch.allclose(ups, wanted["layer.up"], rtol=1e-9)
+
+
+def test_a_second_backward_pass_of_chunks_is_refused_and_whole_messages_take_it() -> None:
+    def work(peers: ThreadPeers, *, chunks: int) -> None:
+        layer = layer_of(2, torch.float64)
+        experts.parallelize(layer, peers, dispatch=experts.tokens(chunks=chunks))
+        made = layer(tokens_of(2, torch.float64)[peers.rank]).sum()
+        made.backward(retain_graph=True)
+        made.backward()
+
+    with pytest.raises(ValueError, match=r"one backward pass.*tokens\(chunks=1\)"):
+        on_ranks(2, lambda peers: work(peers, chunks=2))
+    on_ranks(2, lambda peers: work(peers, chunks=1))
+
+
+@over(
+    (change,) for change in ({"hidden": 9}, {"top_k": 1}, {"dim": 5}, {"dispatch": experts.tokens(chunks=2)},
+                             {"dispatch": experts.tokens(code=CODE)})
+)  # fmt: skip
+def test_ranks_whose_layers_differ_are_refused(change: dict[str, Any]) -> None:
+    def work(peers: ThreadPeers) -> None:
+        sizes = {"dim": 6, "hidden": 8, "num_experts": 4, "top_k": 2} | (change if peers.rank else {})
+        experts.parallelize(experts.ExpertLayer(**sizes), peers)
+
+    with pytest.raises(ValueError, match=r"do not share experts alike.*the same model on all ranks"):
         on_ranks(2, work)

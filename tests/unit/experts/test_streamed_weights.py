@@ -134,3 +134,20 @@ def test_streams_that_cannot_be_are_refused_with_a_remedy_that_works() -> None:
     share(most_streamed=2, most_bytes=2 * copy_bytes + 5)
     with pytest.raises(ValueError, match="most_streamed is too small; got 0"):
         experts.weights(most_streamed=0)
+
+
+def test_frozen_experts_get_no_gradient_from_copies() -> None:
+    whole = model_of()
+    whole[0].up.requires_grad_(False)
+
+    def work(peers: ThreadPeers) -> list[bool]:
+        model = copy.deepcopy(whole)
+        experts.parallelize(model, peers, dispatch=experts.weights(most_streamed=8))
+        for layer in model:
+            layer.streams_from.fill_(1000)
+        with experts.step(model):
+            assert model[0].copies
+            model(batch(0, 0, peers.rank)).sum().backward()
+        return [layer.up.grad is not None for layer in model]
+
+    assert on_ranks(4, work)[0] == [[False, True]] * 4
