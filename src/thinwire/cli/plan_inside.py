@@ -391,6 +391,7 @@ def _lengths_outlook(plan: SitePlan, counts: Mapping[int, int]) -> LengthsOutloo
     cost = cost_of(
         layers=plan.model.layers, width=plan.model.width, num_parameters=plan.model.num_parameters,
         flops_per_s=min(best.placement.speeds) * per_rank,
+        attention_flops_per_s=min(best.placement.attention_speeds) * per_rank,
         bandwidth_bits_per_s=ring.bandwidth_bits_per_s * per_rank, latency_s=ring.latency_s,
     )  # fmt: skip
     return length_outlook(

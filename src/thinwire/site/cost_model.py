@@ -29,7 +29,7 @@ from thinwire.site.pipeline import StageLink, StageTimes, chunk_layers, layers_i
 # Activations, weights and gradients are sent in 16 bits, but for activations that a code carries between sites.
 _MESSAGE_BITS = 16
 # Products of attention's backward pass beside the two of its forward pass: scores again, and four for gradients.
-_ATTENTION_BACKWARD = 2.5
+ATTENTION_BACKWARD = 2.5
 # Computing of a step whose backward pass is streamed, of that with all layers recomputed: measured with 32,768 and
 # 65,536 tokens on a GPU, which is more than on CPUs.
 _STREAMED = 1.5
@@ -493,7 +493,7 @@ class StepCost:
 
     def _backward_s(self, chunk: int) -> float:
         """Return the seconds of computing of a backward pass: twice its products, and more for attention."""
-        return 2 * self._compute_s(chunk) + (_ATTENTION_BACKWARD - 2) * self._attention_s(chunk)
+        return 2 * self._compute_s(chunk) + (ATTENTION_BACKWARD - 2) * self._attention_s(chunk)
 
     def _again_s(self, chunk: int) -> float:
         """Return the seconds of computing the blocks of a chunk again, and what streaming them adds to both passes."""

@@ -13,6 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.errors import DataError
+from thinwire.site.cost_model import decoder_shape
+from thinwire.site.search import plan_site
+from thinwire.site.site_file import Site, SiteNode
 from thinwire.workloads.language.lengths import (
     SequenceCost,
     assign_sequences,
@@ -103,6 +106,16 @@ def test_a_sequence_that_would_hold_up_all_is_shared_unless_its_keys_take_longer
     assert len(quick.sequences[0].devices) > 1 and quick.step_s < 0.5 * alone.step_s
     thin = SequenceCost(seconds_per_token=1e-3, seconds_per_pair=1e-6, exchange_seconds_per_token=1.0)
     assert len(assign_sequences(lengths, num_devices=4, cost=thin, max_tokens=8000).sequences[0].devices) == 1
+
+
+def test_a_sequence_takes_as_long_as_the_plan_of_a_device_computes_for_it() -> None:
+    model = decoder_shape(layers=2, width=64, heads=4, vocab_size=500, seq_len=4096, is_head_tied=True)
+    node = SiteNode(name="a", devices=1, memory_bytes=1e12, flops_per_s=1e12, attention_flops_per_s=3e11)
+    best = plan_site(Site(nodes=(node,)), model, global_batch=1).best
+    cost = cost_of(
+        layers=2, width=64, num_parameters=model.num_parameters, flops_per_s=1e12, attention_flops_per_s=3e11
+    )
+    assert cost.alone_s(4096) == pytest.approx(best.parts_s["compute"])
 
 
 def test_uneven_lengths_on_64_devices_keep_them_busy() -> None:

@@ -20,6 +20,7 @@ from statistics import fmean
 
 from thinwire.errors import DataError, refusal
 from thinwire.files import read_json, short
+from thinwire.site.cost_model import ATTENTION_BACKWARD
 
 FORMAT, VERSION = "thinwire-lengths", 1
 _DRAWN_STEPS = 20
@@ -64,7 +65,7 @@ class SequenceCost:
 
 def cost_of(
     *, layers: int, width: int, num_parameters: float, flops_per_s: float, bandwidth_bits_per_s: float = inf,
-    latency_s: float = 0.0,
+    latency_s: float = 0.0, attention_flops_per_s: float | None = None,
 ) -> SequenceCost:  # fmt: skip
     """Return the cost of a decoder's sequences.
 
@@ -75,18 +76,20 @@ def cost_of(
         flops_per_s: FLOP/s that training reaches on a device.
         bandwidth_bits_per_s: Between neighbours of a group.
         latency_s: One way between them.
+        attention_flops_per_s: As `flops_per_s`, of scores and values; by default the same.
 
     Example:
         >>> cost = cost_of(layers=2, width=8, num_parameters=1792, flops_per_s=1e3)
-        >>> cost.alone_s(10)  # 6 x 1792 x 10 and 6 x 2 x 8 x 100 operations
-        117.12
+        >>> round(cost.alone_s(10), 2)  # 6 x 1792 x 10 and 7 x 2 x 8 x 100 operations
+        118.72
     """
-    # of causal attention half the pairs count: 2 x 2 s^2 h / 2 operations forward and twice as many backward
-    attention = 6 * layers * width
+    # of causal attention half the pairs count: 2 x 2 s^2 h / 2 operations forward and 2.5 times as many backward
+    attention = (1 + ATTENTION_BACKWARD) * 2 * layers * width
     # keys and values of a block travel forward and backward, and their gradients backward: 16 bits each
     exchanged = 3 * 2 * 16 * layers * width
     return SequenceCost(
-        seconds_per_token=6 * num_parameters / flops_per_s, seconds_per_pair=attention / flops_per_s,
+        seconds_per_token=6 * num_parameters / flops_per_s,
+        seconds_per_pair=attention / (attention_flops_per_s or flops_per_s),
         exchange_seconds_per_token=exchanged / bandwidth_bits_per_s, latency_s=2 * layers * latency_s,
     )  # fmt: skip
 
