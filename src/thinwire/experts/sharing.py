@@ -14,7 +14,7 @@ from thinwire.transport.group_peers import RankPeers, check_agreement
 
 
 class Dispatch(Protocol):
-    """What travels between the ranks that share the experts of a layer; a frozen value."""
+    """A policy of what travels between the ranks that share the experts of a layer; a frozen value."""
 
     def __call__(self, rows: Tensor, counts: Sequence[int], experts: ExpertRanks) -> Tensor:
         """Return what the experts make of rows, with gradients.

@@ -43,7 +43,7 @@ class UpdateRule(Protocol):
 
 @dataclass(kw_only=True)
 class RoundBytes:
-    """What a round sent, of messages as Flower serialises them, and whom it refused.
+    """Bytes that a round sent, of messages as Flower serialises them, and whom it refused.
 
     Attributes:
         round: Number of the round.

@@ -97,7 +97,7 @@ class LinkCode:
 
 @dataclass(frozen=True, slots=True)
 class Uplink(LinkCode):
-    """What clients send.
+    """Code of what clients send.
 
     Attributes:
         codec: Of the difference between a client's arrays and the global ones that it got.
@@ -138,7 +138,7 @@ class Uplink(LinkCode):
 
 @dataclass(frozen=True, slots=True)
 class Downlink(LinkCode):
-    """What the server sends: versions of the global model, each coded as the difference to the one before.
+    """Code of what the server sends: versions of the global model, each coded as the difference to the one before.
 
     Both ends hold the last decoded version, so what the codec dropped is part of the next difference. A client that
     missed versions gets all their differences, or the whole version where that is shorter. Patches of a publisher can
