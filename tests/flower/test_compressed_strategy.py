@@ -285,6 +285,30 @@ def test_a_client_without_the_mod_counts_as_dense_and_a_mod_without_a_wrap_names
         thin.client_mod(up)(message, context, lambda *_: message)
 
 
+def test_clients_without_the_mod_get_whole_models_under_a_coded_downlink() -> None:
+    strategy = thin.wrap(FedAvg(), thin.Uplink("float32"), down=thin.Downlink("e3m0"))
+    run(strategy, [], plain(), rounds=3, nodes=2)
+    assert [row.clients for row in strategy.rounds] == [2, 2, 2], strategy.report()
+
+
+def test_bytes_of_a_reply_that_is_refused_do_not_count() -> None:
+    def bytes_of(*, is_odd: bool) -> tuple[int, int]:
+        grid = InProcessGrid(walking_app([thin.client_mod(thin.Uplink("float32"))], step), 3)
+
+        def between(found: list[Message]) -> list[Message]:
+            if is_odd and found:
+                found[0].content["metrics"]["another"] = 1
+            return found
+
+        grid.between = between
+        strategy = thin.wrap(FedAvg(fraction_evaluate=0.0), thin.Uplink("float32"))
+        strategy.start(grid, record(plain()), num_rounds=1)
+        return strategy.rounds[0].clients, strategy.rounds[0].up_bytes
+
+    clients, whole = bytes_of(is_odd=False)
+    assert clients == 3 and bytes_of(is_odd=True) == (2, whole * 2 // 3)
+
+
 def test_clipping_before_coding_works_and_the_other_order_is_refused_by_name() -> None:
     up, dp = thin.Uplink("e3m0"), LocalDpMod(1.0, 0.0, 1.0, 1e-5)
     for mods, clients in (([thin.client_mod(up), dp], 2), ([dp, thin.client_mod(up)], 0)):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.errors import refusal
+from thinwire.errors import NonFiniteError, refusal
 from thinwire.experts.layer import ExpertLayer
 from thinwire.experts.narrow_rows import low_rank
 
@@ -47,6 +47,7 @@ def to_low_rank(layer: ExpertLayer, rank: int) -> tuple[ExpertLayer, tuple[Spect
 
     Raises:
         ValueError: The tokens of the layer travel in no more dimensions than these already.
+        NonFiniteError: A weight is NaN or infinite.
 
     Reference:
         arXiv 2503.23100: experts that share a projection into a latent space. How near they come is Eckart-Young.
@@ -55,6 +56,9 @@ def to_low_rank(layer: ExpertLayer, rank: int) -> tuple[ExpertLayer, tuple[Spect
     if not 1 <= rank < width:
         raise refusal("a conversion is to fewer dimensions than tokens travel in", got=rank,
                       allowed=f"1 to {width - 1} of {width}", remedy=f"--rank {max(1, width // 2)}")  # fmt: skip
+    for name, parameter in layer.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise NonFiniteError(f"{layer.name}: {name} holds NaN or infinity; convert an earlier checkpoint")
     up, down = layer.up.detach().double(), layer.down.detach().double()
     basis, into = _first_vectors(torch.einsum("ehd,ehf->df", up, up), rank)
     rise, out_of = _first_vectors(torch.einsum("edh,efh->df", down, down), rank)

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.every_case import over
 from tests.sequence_ranks import ThreadPeers, on_ranks
 from thinwire import ActivationCode, experts
+from thinwire.errors import NonFiniteError
 from thinwire.experts.convert import to_low_rank
 from thinwire.site.expert_costs import TOKENS, ExpertShape, ladder
 
@@ -133,6 +134,15 @@ def test_a_conversion_s_error_is_the_sum_of_the_dropped_squared_singular_values(
         assert spectrum.energy == pytest.approx(1 - float((dropped / whole.square().sum()).detach()))
         assert spectrum.rank_of(spectrum.energy) == rank and spectrum.rank_of(1.0) == WIDTH
     assert torch.equal(found.router.weight, layer.router.weight)
+
+
+@pytest.mark.parametrize("name", ["router.weight", "up", "down"])
+def test_weights_that_are_not_finite_are_not_converted(name: str) -> None:
+    layer = experts.ExpertLayer(8, 12, 4)
+    with torch.no_grad():
+        layer.get_parameter(name).view(-1)[3] = float("nan")
+    with pytest.raises(NonFiniteError, match=f"{name} holds NaN or infinity; convert an earlier checkpoint"):
+        to_low_rank(layer, 4)
 
 
 def test_a_layer_of_low_rank_is_converted_exactly_and_again() -> None:

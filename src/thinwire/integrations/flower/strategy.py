@@ -122,6 +122,7 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
         self._uplink, self._rules, self._aggregate = uplink, tuple(rules), aggregate
         self._broadcast = Broadcast(down=down)
         self._held: dict[int, int] = {}
+        self._has_mod: dict[int, bool] = {}  # of nodes that have replied to training
         self._asked: set[int] = set()
         self._code: UpdateCode | None = None
         self._sent_at, self._warned_dense = 0.0, False
@@ -146,7 +147,7 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
         """Decode the replies, refuse what cannot be read, and return what the wrapped strategy makes of the rest."""
         row = self.rounds[-1]
         row.wait_s = time.monotonic() - self._sent_at
-        failed, read, seen = [], [], set[int]()
+        failed, read, sizes = [], [], dict[int, tuple[int, int]]()
         for reply in replies:
             node = reply.metadata.src_node_id
             if reply.has_error():
@@ -155,18 +156,20 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
             try:
                 if node not in self._asked:
                     raise PayloadError("it was not asked in this round")
-                if node in seen:
+                if node in sizes:
                     raise PayloadError("it has replied before in this round")
-                content = self._read(reply, server_round)
+                content, sizes[node] = self._read(reply, server_round)
             except (PayloadError, NonFiniteError) as error:
                 self._refuse(node, str(error))
                 continue
-            seen.add(node)
             if content is not None:
-                self._held[node] = self._broadcast.version  # only a reply proves it
+                self._keep(node)
                 read.append((reply, content))
         accepted = [*self._with_metrics(read)]
         row.clients = len(accepted)
+        for own, dense in (sizes[reply.metadata.src_node_id] for reply in accepted):
+            row.up_bytes += own
+            row.dense_up_bytes += dense
         new, metrics = self._joined(server_round, accepted, failed)
         return self._ruled(new), metrics
 
@@ -179,7 +182,7 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
             elif RECORD in reply.content:
                 self._note_stale(reply.metadata.src_node_id)
             else:
-                self._held[reply.metadata.src_node_id] = self._broadcast.version
+                self._keep(reply.metadata.src_node_id)
                 kept.append(reply)
         return self.inner.aggregate_evaluate(server_round, kept)
 
@@ -236,8 +239,15 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
             up, down = row.up_bytes / max(1, row.clients) / 1000, row.down_bytes / max(1, row.asked) / 1000
             numbers = f"{up:5.2f}  {down:7.2f}  {row.ratio:5.1f}  {row.wait_s:6.1f}  {row.num_rejected:8}"
             lines.append(f"{row.round:5}  {row.clients:7}  {numbers}")
+            if row.num_dropped:
+                lines.append(f"       {row.num_dropped} clients dropped an old residual")
             lines += [f"       node {node}: {reason}" for node, reason in row.rejected.items()]
         return "\n".join(lines)
+
+    def _keep(self, node: int) -> None:
+        """Keep that a node holds the current version: only a reply proves it, and without the mod it holds none."""
+        if self._has_mod.get(node):
+            self._held[node] = self._broadcast.version
 
     def _coded(self, messages: list[Any], arrays: Any) -> list[Any]:
         """Put into each message what leads its client to the current version."""
@@ -256,7 +266,7 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
                               got=type(self.inner).__name__, allowed="one model for all", remedy="FedAvg")  # fmt: skip
             node = message.metadata.dst_node_id
             held = self._held.get(node) if broadcast.down is not None else None
-            patch = broadcast.patch_from(held)
+            patch = broadcast.patch_from(held) if self._has_mod.get(node, True) else None
             plain = message.content
             settings = {
                 "up": self._uplink.text(), "down": "" if broadcast.down is None else broadcast.down.text(),
@@ -278,15 +288,20 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
         self._sent_at = time.monotonic()
         return messages
 
-    def _read(self, reply: Any, server_round: int) -> Any | None:
-        """Return a reply's content with plain arrays; None of a client that could not decode the model."""
+    def _read(self, reply: Any, server_round: int) -> tuple[Any | None, tuple[int, int]]:
+        """Return a reply's content with plain arrays, its bytes, and those without a code.
+
+        The content is None of a client that could not decode the model.
+        """
         node, content, code, row = reply.metadata.src_node_id, reply.content, self._code, self.rounds[-1]
         assert code is not None, "replies come after messages"
         if RECORD in content:
             self._note_stale(node)
-            return None
+            return None, (0, 0)
         key, record = only_arrays(content)
-        if list(record) != [ROW]:
+        self._has_mod[node] = list(record) == [ROW]
+        if not self._has_mod[node]:
+            self._held.pop(node, None)
             return self._dense(content, record)
         size = serialised_bytes(content)
         # room for another codec's message too, so that its header can name the codec
@@ -297,12 +312,10 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
         held = None if broadcast.down is None else broadcast.vector
         arrays = record_of(decoded.arrays(broadcast.exact, held=held))
         plain = RecordDict({key: arrays, **{name: one for name, one in content.items() if name != key}})
-        row.up_bytes += size
-        row.dense_up_bytes += serialised_bytes(plain)
         row.num_dropped += decoded.has_dropped
-        return plain
+        return plain, (size, serialised_bytes(plain))
 
-    def _dense(self, content: Any, record: Any) -> Any:
+    def _dense(self, content: Any, record: Any) -> tuple[Any, tuple[int, int]]:
         """Accept plain arrays, of a client without the mod."""
         code = self._code
         assert code is not None, "replies come after messages"
@@ -314,9 +327,8 @@ class CompressedStrategy(Strategy):  # type: ignore[misc]
         if not self._warned_dense:
             _log.warning("a client sends its arrays without a code; add client_mod(uplink) to the mods of its app")
             self._warned_dense = True
-        self.rounds[-1].up_bytes += (size := serialised_bytes(content))
-        self.rounds[-1].dense_up_bytes += size
-        return content
+        size = serialised_bytes(content)
+        return content, (size, size)
 
     def _with_metrics(self, read: list[tuple[Any, Any]]) -> Iterable[Any]:
         """Yield the replies whose metrics the strategy can use: one odd set of keys would end its round for all."""
