@@ -72,6 +72,7 @@ def main() -> int:
         if left_s < 5:
             print(f"{name}: left for the next call")
             continue
+        limit_s *= 5 if options.tiny else 1  # a test, on a busy machine
         state = run_part(name, seconds=min(limit_s, left_s), options=options, environment=environment)
         append(options.out, {"part": name, "key": "part", "state": state["state"], **state})
         print(f"{name}: {state['state']} after {state['seconds']:.0f} s", flush=True)

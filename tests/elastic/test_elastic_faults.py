@@ -206,7 +206,8 @@ def test_a_replica_that_dies_in_a_round_leaves_the_others_alike(
         run.town.coordinator.state.roster.get(2).is_suspect = True  # as whoever lost its connection to it says
     assert are_alike(run.workers[0].end(), run.workers[1].end())
     members = run.members()
-    assert members[0] == (0, 1, 2) and members[max(members)] == (0, 1)
+    # on a busy machine a replica may be silent for longer than allowed at the start
+    assert (0, 1, 2) in members.values() and members[max(members)] == (0, 1)
     for worker in run.workers[:2]:
         assert worker.steps == list(range(1, STEPS + 1))
 
