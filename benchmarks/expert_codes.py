@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from activation_loss import RoundTrip
 
 from thinwire import experts
 from thinwire.codec_specs import activation_bytes, activation_codecs
@@ -37,26 +38,6 @@ CLUSTERS = {
 }  # fmt: skip
 LOW_RANK = {"low rank 48": 48}
 OTHERS = (*CLUSTERS, *LOW_RANK)
-
-
-class RoundTrip(torch.autograd.Function):
-    """What a coded crossing does to rows and their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, code: ActivationCode) -> torch.Tensor:
-        ctx.code = code
-        return decoded(code, rows, is_forward=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return decoded(ctx.code, grad, is_forward=False), None
-
-
-def decoded(code: ActivationCode, rows: torch.Tensor, *, is_forward: bool) -> torch.Tensor:
-    """Return what the other rank gets."""
-    out = torch.empty(rows.shape)
-    code.decode(code.encode(rows, is_forward=is_forward, source=""), out, is_forward=is_forward, source="")
-    return out
 
 
 @dataclass(frozen=True)

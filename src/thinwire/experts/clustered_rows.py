@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import refusal
-from thinwire.experts.dispatch import Tokens
+from thinwire.experts.dispatch import Tokens, Weights
 from thinwire.experts.sharing import Dispatch, ExpertRanks
 from thinwire.shared_random import derive_seed
 
@@ -38,9 +38,12 @@ class Clusters:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the number of hashes."""
+        """Check the number of hashes, and what carries the means."""
         if not 1 <= self.hashes <= 64:
             raise refusal("hashes is out of range", got=self.hashes, allowed="1 to 64", remedy="hashes=6")
+        if isinstance(self.dispatch, Weights):  # they would find no choices to plan by, and stream none
+            raise refusal("means travel as tokens do", got=type(self.dispatch).__name__, allowed="experts.tokens(...)",
+                          remedy="clusters(dispatch=experts.tokens())")  # fmt: skip
 
     def __call__(self, rows: Tensor, counts: Sequence[int], experts: ExpertRanks) -> Tensor:
         """See `Dispatch`."""

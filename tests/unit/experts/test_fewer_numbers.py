@@ -200,6 +200,9 @@ def test_numbers_out_of_range_are_refused_with_a_remedy_that_works() -> None:
     experts.low_rank(ratio=0.25)
     with pytest.raises(ValueError, match="got 65; allowed 1 to 64; try hashes=6"):
         experts.clusters(hashes=65)
+    with pytest.raises(ValueError, match=r"got Weights; .*try clusters\(dispatch=experts.tokens\(\)\)"):
+        experts.clusters(dispatch=experts.weights(most_streamed=1))
+    experts.clusters(dispatch=experts.tokens())
     experts.clusters(hashes=6)
     with pytest.raises(ValueError, match=r"low_rank is a part of a layer's weights; .* try ExpertLayer\(dispatch"):
         experts.parallelize(layer_of(), ThreadPeers(None, 0, 1), dispatch=experts.low_rank())  # type: ignore[arg-type]
