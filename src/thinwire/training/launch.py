@@ -232,6 +232,8 @@ class _Replicas:
         self._logs = logs
         self._stop = stop
         self._longest_s = 0.0
+        # Signals of the launcher's own that a stop takes as the one that began it: a replica was sent that first.
+        self._num_echoes = 0
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._killed: set[int] = set()
         self._num_starts: Counter[int] = Counter()
@@ -270,6 +272,7 @@ class _Replicas:
         while not signals:
             if number := self._stop.signal():
                 signals.append(number)
+                self._num_echoes = 1
                 break
             if (now := self._stop.steps()) != done:
                 if min(done) > 0:  # the first steps of a run take longer than those after them
@@ -287,15 +290,15 @@ class _Replicas:
 
         Given up by another signal, when one ends otherwise, or when none has done anything for long.
         """
+        began_s, most_signals = time.monotonic(), len(signals) + self._num_echoes
         step = self._stop.decide()
         if not step:
             return False
         say(f"stopping: a checkpoint of step {step} is saved first; another signal (Ctrl-C) ends the run at once")
         state, state_s = (self._stop.steps(), 0), time.monotonic()
-        began_s, num_signals = state_s, len(signals)
-        while len(signals) == num_signals:
+        while len(signals) <= most_signals:
             if time.monotonic() - began_s < _ONE_SIGNAL_S:
-                num_signals = len(signals)
+                most_signals = max(most_signals, len(signals))
             codes = [process.poll() for process in self._processes.values()]
             if any(codes) or all(code == 0 for code in codes):
                 return not any(codes) and not self._stop.num_saved()

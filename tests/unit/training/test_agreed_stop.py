@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from thinwire.training import launch
 from thinwire.training.agreed_stop import AgreedStop
 
 
@@ -54,3 +56,30 @@ def test_a_process_passes_a_signal_of_its_own_on_to_the_launcher(tmp_path: Path)
     assert launcher.signal() == 0
     AgreedStop(tmp_path / "stop", size=1, rank=0).request(15)
     assert launcher.signal() == 15
+
+
+@pytest.mark.parametrize("num_later", [1, 2])
+def test_a_signal_that_reaches_the_replicas_first_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_later: int
+) -> None:
+    monkeypatch.setattr(launch, "_ONE_SIGNAL_S", 0.0)
+    stop = AgreedStop.create(tmp_path / "stop", size=1)
+    replica = AgreedStop(tmp_path / "stop", size=1, rank=0)
+    assert not replica.is_due(3)
+    replica.request(signal.SIGINT)
+    signals: list[int] = []
+    replicas = launch._Replicas(tmp_path / "logs", stop)
+    replicas.start(
+        ["sh", "-c", f"while ! [ -e {tmp_path}/end ]; do sleep 0.01; done"], names=["it"], rendezvous=tmp_path
+    )
+    try:
+        assert replicas.wait(signals, may_return=range(0), say=str) == {}
+
+        def say(text: str) -> None:
+            signals.extend([signal.SIGINT] * num_later)  # the launcher's own, long after the replica's
+            if num_later == 1:
+                (tmp_path / "end").touch()
+
+        assert replicas.save(signals, say) == (num_later == 1), "ended at once, or only as the process did"
+    finally:
+        replicas.stop()
