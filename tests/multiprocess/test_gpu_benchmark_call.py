@@ -19,7 +19,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_call_that_is_cut_off_leaves_readable_results_and_the_next_one_goes_on(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "run.py"), "--device", "cpu", "--tiny"]
+    # the parts left out train for a minute of two cores, and are made of what other tests run
+    parts = ["codec", "step", "watch", "sequence", "loss"]
+    call = str(ROOT / "benchmarks" / "gpu" / "run.py")
+    command = [sys.executable, call, "--device", "cpu", "--tiny", *(f"--only={part}" for part in parts)]
     results = tmp_path / "results.jsonl"
 
     def lines() -> list[dict[str, object]]:
@@ -38,7 +41,7 @@ def test_a_call_that_is_cut_off_leaves_readable_results_and_the_next_one_goes_on
     after = lines()
     assert all([(one["part"], one["key"]) for one in after].count((b["part"], b["key"])) == 1 for b in before)
     finished = {one["part"] for one in after if one["state"] == "finished"}
-    assert finished == {"exact", "codec", "step", "wire", "watch", "inside", "ranks", "sequence", "loss"}
+    assert finished == set(parts)
     again = subprocess.run(
         [*command, "--out", str(tmp_path)], check=False, capture_output=True, text=True, timeout=DEADLINE_S
     )
