@@ -58,7 +58,8 @@ WINGS: dict[str, tuple[str, ...]] = {
     "faces": (
         "architecture/", "cli/", "docs/", "flower/", "unit/cli/", "unit/integrations/", "unit/test_wire_references",
         "multiprocess/test_flower_", "multiprocess/test_hf_", "multiprocess/test_integration_",
-        "multiprocess/test_length_sampler", "multiprocess/test_ray", "multiprocess/test_torch_checkpoints",
+        "multiprocess/test_length_sampler", "multiprocess/test_ray", "multiprocess/test_run_script",
+        "multiprocess/test_torch_checkpoints",
         "multiprocess/test_wire_benchmark_",
         "lab/test_rehearse_page", "lab/test_wire_benchmark",
     ),

@@ -15,6 +15,7 @@ from thinwire.version import __version__
 COMMANDS = {
     "demo": "train a small model on this machine in two minutes, as a first run",
     "train": "train one model on several replicas",
+    "run": "run a training script of others as several replicas, unmodified",
     "generate": "continue a text with the model of a run",
     "eval": "compute loss and further numbers of the model of a run",
     "export": "write the model of a run for transformers, or as safetensors",

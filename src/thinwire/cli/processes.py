@@ -193,6 +193,18 @@ def diagnose_rank(arguments: Sequence[str]) -> int:
     return test(arguments[1:])
 
 
+def run_replica(arguments: Sequence[str]) -> int:
+    """Run one replica of `thinwire run --replicas N`.
+
+    Args:
+        arguments: The launcher's process id, and the arguments of the command.
+    """
+    exit_with_parent(int(arguments[0]))
+    from thinwire.cli.run import main as run
+
+    return run(arguments[1:])
+
+
 def watchdog(arguments: Sequence[str]) -> int:
     """Diagnose a run that torchrun started until the rank that started this process closes its stdin.
 
@@ -273,7 +285,8 @@ def _log_with_time(text: str) -> None:
 KINDS: dict[str, Callable[[Sequence[str]], int]] = {
     kind.__name__.replace("_", "-"): kind
     for kind in (
-        replica, elastic_replica, standby_replica, replica_rank, coordinator, diagnose_rank, watchdog, bench_host,
+        replica, elastic_replica, standby_replica, replica_rank, coordinator, diagnose_rank, run_replica, watchdog,
+        bench_host,
     )
 }  # fmt: skip
 # Threads of rounds in flight must not keep such a process alive.
@@ -282,7 +295,7 @@ _ENDED_AT_ONCE = ("elastic-replica", "standby-replica", "replica-rank")
 
 def main(kind: str, arguments: Sequence[str]) -> None:
     """Run a process of a kind to its end, and exit."""
-    if kind != "bench-host":
+    if kind not in ("bench-host", "run-replica"):  # scripts of others write as they like, also through descriptors
         protect_output()
     code = KINDS[kind](arguments)
     if kind in _ENDED_AT_ONCE:

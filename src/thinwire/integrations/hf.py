@@ -216,7 +216,9 @@ class DiLoCoTrainerMixin:
         return found
 
     def _write_as(self, replica: int) -> None:
-        self.args.output_dir = str(self._output_dir / f"replica-{replica}")
+        own = f"replica-{replica}"
+        if self._output_dir.name != own:  # `thinwire run` has chosen the folder before the script read it
+            self.args.output_dir = str(self._output_dir / own)
 
     def _load_best_model(self) -> None:
         self.finish()  # what is loaded next must not be averaged with the last steps

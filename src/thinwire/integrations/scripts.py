@@ -1,0 +1,334 @@
+"""Training scripts of others as replicas, without a changed line: the part of `thinwire run` inside each process.
+
+The libraries that a script imports are changed as it imports them, so that their loops use thinwire's integrations:
+transformers' `Trainer`, from which those of TRL and sentence-transformers inherit, `accelerate.Accelerator`, and
+`lightning.Trainer`. The script sees one process with a smaller data set and a folder of its own. A loop that none of
+these drives is refused at its first step, since it would train alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import random
+import re
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from thinwire.compat import group_operators, intercept
+from thinwire.errors import refusal
+from thinwire.integrations.data import split_dataset
+from thinwire.integrations.import_hooks import ImportHooks
+from thinwire.sync.method import Method
+from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.transport.base import Transport
+
+DataSplit = Literal["auto", "all", "none"]
+PAGE = "docs/use-in-scripts.md"
+# thinwire itself sends and receives; whatever else a process group does is a library's averaging or gathering.
+_OWN_OPERATORS = ("send", "recv_", "recv_any_source_")
+# Strategies of Lightning that stand for one process with one device, or for DDP between several.
+_LIGHTNING_STRATEGIES = ("auto", "single_device", "ddp", "ddp_find_unused_parameters_true")
+
+_REPLICA = re.compile(r"replica-\d+")
+
+
+class _EveryNth(IterableDataset[Any]):
+    """A replica's share of a stream: of every `step` examples one."""
+
+    def __init__(self, stream: Any, *, first: int, step: int) -> None:
+        self._stream, self._first, self._step = stream, first, step
+
+    def __iter__(self) -> Iterator[Any]:
+        for place, example in enumerate(self._stream):
+            if place % self._step == self._first:
+                yield example
+
+
+@dataclass(slots=True, kw_only=True)
+class Loop:
+    """A training loop that a library drives, and the optimizer that thinwire has put into it."""
+
+    name: str
+    optimizer: Callable[[], DistributedOptimizer | None]
+    closes_itself: bool = True
+    model: Any = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ScriptResult:
+    """End of a script on one replica; the parameters are the global ones, after the final exchange."""
+
+    replica: int
+    loops: list[str]
+    steps: int
+    sha256: str
+    sent_bytes: int
+    num_collectives: int
+
+
+@dataclass(kw_only=True)
+class ScriptReplica:
+    """One replica of an unmodified script.
+
+    Args:
+        method: Makes the method of a loop.
+        transport: Joins the replicas; None for an elastic run at the address of the variable THINWIRE_JOIN.
+        data_split: `auto` shares the training data: that of trainers, and loaders that shuffle; `all` shares every
+            loader, `none` nothing.
+        report: Takes the lines that describe what was done, once.
+
+    Attributes:
+        patches: What was changed, in order: one text each.
+    """
+
+    method: Callable[[], Method]
+    transport: Transport | None
+    data_split: DataSplit
+    report: Callable[[str], None]
+    patches: list[str] = field(default_factory=list)
+    loops: list[Loop] = field(default_factory=list)
+    _data: list[str] = field(default_factory=list)
+    _files: list[str] = field(default_factory=list)
+    _resumed: str = ""
+    _shares: list[Any] = field(default_factory=list)
+    _depth: int = 0
+    _has_stepped: bool = False
+    _num_collectives: int = 0
+
+    @property
+    def replica(self) -> int:
+        """The number of this replica; 0 in an elastic run, where each has its own terminal."""
+        return 0 if self.transport is None else self.transport.replica
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas; 1 in an elastic run, where it changes."""
+        return 1 if self.transport is None else self.transport.num_replicas
+
+    def install(self, *, seed: int = 0) -> None:
+        """Change libraries from now on, and seed this process as all replicas are."""
+        random.seed(seed)
+        torch.manual_seed(seed)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        collectives = sorted(group_operators() - set(_OWN_OPERATORS))
+        intercept(collectives, self._count)
+        self._patch(DataLoader, "__init__", self._split_loader)
+        ImportHooks(
+            {
+                "transformers.trainer": self._patch_trainer,
+                "transformers.training_args": self._patch_arguments,
+            }
+        ).install()
+
+    def finish(self) -> ScriptResult:
+        """End the loops of a script that has ended well.
+
+        Raises:
+            ValueError: No loop was found.
+        """
+        if not self.loops:
+            raise self._unknown_loop("the script ended, and no training loop was seen that thinwire knows")
+        for loop in self.loops:
+            optimizer = loop.optimizer()
+            if optimizer is not None and not loop.closes_itself:
+                optimizer.close(final_exchange=True)
+        return self._result()
+
+    def abandon(self) -> None:
+        """End the loops of a script that has failed, without any exchange."""
+        for loop in self.loops:
+            if (optimizer := loop.optimizer()) is not None:
+                optimizer.abandon()
+
+    def _result(self) -> ScriptResult:
+        found, steps = hashlib.sha256(), 0
+        for loop in self.loops:
+            optimizer = loop.optimizer()
+            if optimizer is None:
+                continue
+            steps += optimizer.steps_done
+            with optimizer.global_parameters(may_lag=True):
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        log = getattr(self.transport, "log", None)
+        return ScriptResult(
+            replica=self.replica, loops=[loop.name for loop in self.loops], steps=steps, sha256=found.hexdigest(),
+            sent_bytes=0 if log is None else log.totals("sent").wire_bytes, num_collectives=self._num_collectives,
+        )  # fmt: skip
+
+    # steps
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer, DistributedOptimizer):
+            self._depth += 1
+            if not self._has_stepped:
+                self._has_stepped = True
+                self._describe(optimizer)
+        elif not self._depth:
+            kind = type(optimizer).__name__
+            raise self._unknown_loop(f"a loop steps an optimizer ({kind}) that thinwire has not joined")
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer, DistributedOptimizer):
+            self._depth -= 1
+
+    def _count(self, name: str, arguments: Any, go_on: Callable[[], Any]) -> Any:
+        self._num_collectives += 1
+        return go_on()
+
+    def _describe(self, optimizer: DistributedOptimizer) -> None:
+        """Report the five lines, or refuse a loop whose replicas would all train on the same examples."""
+        if self.data_split == "auto" and self.num_replicas > 1 and not self._data:
+            raise refusal(
+                "no training data of this script was shared, so all replicas would train on the same examples",
+                got="--data-split auto, and no loader that shuffles", allowed="all, none",
+                remedy=f"--data-split all, or none where the script shares its data itself; see {PAGE}",
+            )  # fmt: skip
+        count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        loops = " and ".join(dict.fromkeys(loop.name for loop in self.loops))
+        several = f"{self.num_replicas} replicas, " if self.transport is not None else "elastic run, "
+        self.report(f"{several}{optimizer.method.name}, every replica seeded alike")
+        self.report(f"loop: {loops}; {type(optimizer.inner).__name__} over {count:,} parameters")
+        self.report(f"data: {'; '.join(self._data) or 'all examples on every replica (--data-split none)'}")
+        self.report(f"files: {'; '.join(dict.fromkeys(self._files)) or 'as the script names them, on every replica'}")
+        self.report(f"start: {self._resumed or 'from the first step'}")
+
+    def _unknown_loop(self, what: str) -> ValueError:
+        return refusal(
+            what, got="no patch was used" if not self.loops else f"beside {self.loops[-1].name}",
+            allowed="one optimizer of a transformers Trainer, an Accelerator or a lightning.Trainer",
+            remedy=f"{PAGE}#your-own-loop: five lines in the script",
+        )  # fmt: skip
+
+    # data
+
+    def share(self, dataset: Any, *, name: str) -> Any:
+        """Return this replica's share of a data set of any kind; the shares have one size where it is known.
+
+        Raises:
+            ValueError: It has fewer examples than there are replicas.
+        """
+        if self.data_split == "none" or self.num_replicas == 1 or any(dataset is one for one in self._shares):
+            return dataset
+        if isinstance(dataset, dict):
+            return type(dataset)({key: self.share(one, name=f"{name}[{key}]") for key, one in dataset.items()})
+        assert self.transport is not None
+        number, replica = self.num_replicas, self.replica
+        is_hub = type(dataset).__module__.partition(".")[0] == "datasets"
+        size = len(dataset) if isinstance(dataset, Sized) else None
+        if size is not None and size < number:
+            raise refusal("the data set has fewer examples than there are replicas", got=size,
+                          allowed=f"{number} or more", remedy="fewer replicas")  # fmt: skip
+        if is_hub:
+            found = split_dataset(dataset, self.transport, equal=size is not None)
+        elif size is None:
+            found = _EveryNth(dataset, first=replica, step=number)
+        else:
+            found = Subset(dataset, range(replica, size // number * number, number))
+        self._shares.append(found)
+        self._data.append(
+            f"{len(found)} of {size} examples of {name}" if size else f"one of {number} examples of {name}"
+        )
+        return found
+
+    def _split_loader(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        is_own_order = given.get("sampler") is not None or given.get("batch_sampler") is not None
+        if not is_own_order and (given.get("shuffle") or self.data_split == "all"):
+            given["dataset"] = self.share(given["dataset"], name="a loader")
+        original(given.pop("self"), given.pop("dataset"), **given)
+
+    # files
+
+    def folder_of(self, folder: Any) -> str:
+        """Return this replica's folder below one that the script names."""
+        own = f"replica-{self.replica}"
+        path = Path(folder)
+        if self.num_replicas == 1 or own in path.parts:
+            return str(folder)
+        self._files.append(f"{path / 'replica-N'}")
+        return str(path / own)
+
+    def own_checkpoint(self, given: Any) -> Any:
+        """Return this replica's checkpoint for one that the script names, which may be another replica's.
+
+        Example:
+            `out/checkpoint-8` and `out/replica-0/checkpoint-8` are `out/replica-1/checkpoint-8` of replica 1.
+        """
+        if self.num_replicas == 1 or not isinstance(given, str | Path):
+            return given
+        own, path = f"replica-{self.replica}", Path(given)
+        if any(_REPLICA.fullmatch(part) for part in path.parts):
+            return str(Path(*(own if _REPLICA.fullmatch(part) else part for part in path.parts)))
+        beside = path.parent / own / path.name
+        return str(beside) if beside.exists() else given
+
+    # libraries
+
+    def _patch(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Let a function stand around a method; it gets the original, then the call's arguments.
+
+        Raises:
+            ValueError: The library has no such method.
+        """
+        original = getattr(owner, name, None)
+        where = f"{owner.__module__}.{getattr(owner, '__name__', '')}.{name}"
+        if original is None:
+            raise refusal(f"this version of {owner.__module__.partition('.')[0]} has no {name}", got=f"no {where}",
+                          allowed="a version of the table", remedy=PAGE)  # fmt: skip
+
+        @functools.wraps(original)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        setattr(owner, name, patched)
+        self.patches.append(where)
+
+    def _patch_arguments(self, module: ModuleType) -> None:
+        def adapt(original: Callable[[Any], None], arguments: Any) -> None:
+            if self.transport is not None:
+                arguments.output_dir = self.folder_of(arguments.output_dir or "trainer_output")
+                if self.replica:
+                    arguments.report_to, arguments.push_to_hub = "none", False
+            original(arguments)
+
+        self._patch(module.TrainingArguments, "__post_init__", adapt)
+
+    def _patch_trainer(self, module: ModuleType) -> None:
+        from thinwire.integrations.hf import DiLoCoTrainerMixin
+
+        replica, original = self, module.Trainer
+
+        class ReplicaTrainer(DiLoCoTrainerMixin, original):  # type: ignore[misc, valid-type]
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                given = inspect.signature(original.__init__).bind(self, *args, **kwargs).arguments
+                del given["self"]
+                if given.get("train_dataset") is not None:
+                    given["train_dataset"] = replica.share(given["train_dataset"], name="train_dataset")
+                super().__init__(**given, method=replica.method(), transport=replica.transport)
+                replica.loops.append(Loop(name=type(self).__name__, optimizer=lambda: self.diloco))
+
+            def train(self, *args: Any, **kwargs: Any) -> Any:
+                given = inspect.signature(original.train).bind(self, *args, **kwargs).arguments
+                del given["self"]
+                if checkpoint := given.get("resume_from_checkpoint"):
+                    given["resume_from_checkpoint"] = checkpoint = replica.own_checkpoint(checkpoint)
+                    replica._resumed = f"from {checkpoint}"
+                return super().train(**given)
+
+        functools.update_wrapper(ReplicaTrainer.__init__, original.__init__)
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(ReplicaTrainer, name, getattr(original, name))
+        module.Trainer = ReplicaTrainer  # type: ignore[attr-defined]
+        self.patches.append("transformers.trainer.Trainer")

@@ -1,0 +1,114 @@
+"""`thinwire run`: scripts without a line of thinwire train as replicas, end equal, and resume to the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from live_processes import DEADLINE_S
+
+from thinwire.cli.argument_parsing import options_of
+from thinwire.cli.main import main
+from thinwire.cli.run import ScriptOptions
+
+NEEDS_TRANSFORMERS = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install 'thinwire[hf]'"
+)
+# Trains whole; then again, stopped by an error at step 8, and goes on from the checkpoint of that step.
+TRAINER = """
+import sys
+
+import datasets
+import torch
+import transformers
+
+
+class Stop(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 8:
+            raise InterruptedError
+
+
+def train(callbacks=(), checkpoint=None, **more):
+    args = transformers.TrainingArguments(
+        sys.argv[1], max_steps=12, per_device_train_batch_size=2, use_cpu=True, disable_tqdm=True, save_steps=4,
+        learning_rate=1e-2, report_to="tensorboard", push_to_hub=False, **more)
+    transformers.set_seed(args.seed)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    tokens = torch.randint(0, 64, (65, 16)).tolist()
+    data = datasets.Dataset.from_dict({"input_ids": tokens, "labels": tokens})
+    trainer = transformers.Trainer(
+        model=transformers.LlamaForCausalLM(config), args=args, train_dataset=data, callbacks=list(callbacks))
+    trainer.remove_callback(transformers.integrations.TensorBoardCallback)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except InterruptedError:
+        return
+    trainer.save_model(args.output_dir + "/" + str(checkpoint is not None))
+    print("trackers:", args.report_to, "examples:", len(trainer.train_dataset))
+
+
+train()
+train([Stop()])
+train(checkpoint=sys.argv[1] + "/replica-0/checkpoint-8")
+"""
+
+
+def run(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "thinwire.cli.main", "run", *words]
+    return subprocess.run(command, cwd=at, capture_output=True, text=True, timeout=10 * DEADLINE_S, check=False)
+
+
+def test_the_options_are_those_that_were_agreed_on() -> None:
+    options = [option.flag for option in options_of(ScriptOptions).values() if not option.is_positional]
+    frozen = (Path(__file__).parents[1] / "cli" / "options_of_run.txt").read_text().splitlines()
+    assert sorted(options) == sorted(frozen), "an option is a promise: change options_of_run.txt and CHANGELOG.md too"
+
+
+@NEEDS_TRANSFORMERS
+def test_a_trainer_ends_equal_on_two_replicas_and_resumes_to_the_bits_of_the_whole_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINER)
+    found = run("--replicas", "2", "--method-option", "sync_interval=5", "train.py", "out", at=tmp_path)
+    assert found.returncode == 0, found.stderr
+    models = [path.read_bytes() for path in sorted((tmp_path / "out").glob("replica-*/*/model.safetensors"))
+              if "checkpoint" not in str(path)]  # fmt: skip
+    assert len(models) == 4 and len({hashlib.sha256(model).hexdigest() for model in models}) == 1
+    assert re.search(r"ended equal after 32 steps, sha256 \w{16}\n", found.stderr)
+    assert re.search(r"sent: [\d,]+ bytes each; collectives of other libraries: 0\n", found.stderr)
+    lines = [line.removeprefix("thinwire run: ") for line in found.stderr.splitlines() if "thinwire run: " in line]
+    assert [line.partition(":")[0] for line in lines[1:5]] == ["loop", "data", "files", "start"]
+    assert "32 of 65 examples of train_dataset" in lines[2] and "out/replica-N" in lines[3]
+    assert "['tensorboard'] examples: 32" in found.stdout
+    assert "trackers: [] examples: 32" in (tmp_path / "runs/train/replica-1.log").read_text()
+
+
+def test_a_loop_of_its_own_is_refused_at_its_first_step(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text("import torch\np = torch.nn.Linear(2, 2)\no = torch.optim.SGD(p.parameters())\n"
+                      "p(torch.ones(2)).sum().backward()\no.step()\nprint('has stepped')\n")  # fmt: skip
+    found = run("--replicas", "1", "own.py", at=tmp_path)
+    assert (found.returncode, "has stepped" in found.stdout) == (2, False)
+    assert "an optimizer (SGD) that thinwire has not joined" in found.stderr
+    assert "docs/use-in-scripts.md#your-own-loop" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--replicas 2", "nothing to run; got no TARGET"),
+        ("--replicas 2 missing.py", "nothing of that name can be run; got missing.py"),
+        ("--replicas 2 -m no_such_module x", "no such module; got no_such_module"),
+        ("--replicas 0 -m json", "--replicas is out of its range; got 0"),
+        ("-m json", "one process alone is no replica of several"),
+        ("--replicas 2 --method streming -m json", "unknown method; got 'streming'"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *words.split()]) == 2
+    assert message in capsys.readouterr().err
