@@ -101,6 +101,38 @@ class NotThere(TransportError):
     """A replica does not have what it was asked for, and will not have it."""
 
 
+class AccessRefused(TransportError):
+    """A store refuses the credentials, as when they have expired; renew them, and the same request may go on."""
+
+    @classmethod
+    def of(cls, store: str, *, operation: str) -> AccessRefused:
+        """Name the store, not the credentials.
+
+        Example:
+            >>> print(AccessRefused.of("s3", operation="put"))
+            s3 refuses the credentials for put; renew them, then go on
+        """
+        return cls(f"{store} refuses the credentials for {operation}; renew them, then go on")
+
+
+class Throttled(TransportError):
+    """A store asks for fewer requests; `retry_after_s` says when the next one may come."""
+
+    retry_after_s: float = 1.0
+
+    @classmethod
+    def of(cls, store: str, *, retry_after_s: float) -> Throttled:
+        """Name the store and the pause.
+
+        Example:
+            >>> print(Throttled.of("s3", retry_after_s=2.0))
+            s3 asks for fewer requests; go on in 2 s, or lower the budget of requests
+        """
+        error = cls(f"{store} asks for fewer requests; go on in {retry_after_s:g} s, or lower the budget of requests")
+        error.retry_after_s = retry_after_s
+        return error
+
+
 class PayloadError(TransportError):
     """A message is corrupt, of another version, or not of the expected size."""
 
